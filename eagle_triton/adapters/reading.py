@@ -1,0 +1,69 @@
+"""Reading modules by looking: structure is checked, and whatever is unexpected raises with its dotted path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle_triton.adapters.view import MLP, Norm, Projection, Rotary
+
+
+class UnsupportedModelError(ValueError):
+    """The model, or a part of it, is not one that eagle_triton knows how to decode. Nothing was changed."""
+
+
+def child(module: Any, path: str, kind: type | tuple[type, ...] = object, *, root: str = "model") -> Any:
+    """The attribute at a dotted path below `module`. Raises UnsupportedModelError if missing or of another kind."""
+    value, walked = module, root
+    for name in path.split("."):
+        walked = f"{walked}.{name}"
+        if not hasattr(value, name):
+            raise UnsupportedModelError(f"{walked} is missing on {type(value).__name__}")
+        value = getattr(value, name)
+    if not isinstance(value, kind):
+        expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise UnsupportedModelError(f"{walked} must be {expected}, got {type(value).__name__}")
+    return value
+
+
+def norm(module: Any, path: str, *, root: str = "model") -> Norm:
+    """An RMSNorm of the Llama family: a weight, and its eps under one of the usual names."""
+    layer = child(module, path, nn.Module, root=root)
+    weight = child(layer, "weight", torch.Tensor, root=f"{root}.{path}")
+    for name in ("variance_epsilon", "eps"):
+        if isinstance(getattr(layer, name, None), float):
+            return Norm(weight, getattr(layer, name))
+    raise UnsupportedModelError(f"{root}.{path} ({type(layer).__name__}) has no eps: not an RMSNorm that is known")
+
+
+def projection(module: Any, path: str, *, root: str = "model") -> Projection:
+    """A plain nn.Linear by its weight and bias, anything else as the module it is."""
+    layer = child(module, path, nn.Module, root=root)
+    if type(layer) is nn.Linear and "forward" not in vars(layer) and not layer._forward_hooks:
+        return Projection(layer.weight, layer.bias)
+    return Projection(module=layer)
+
+
+def mlp(module: Any, path: str, *, root: str = "model") -> MLP:
+    """A SwiGLU block by its three projections; one with another activation is refused."""
+    block = child(module, path, nn.Module, root=root)
+    where = f"{root}.{path}"
+    parts = [projection(block, name, root=where) for name in ("gate_proj", "up_proj", "down_proj")]
+    return MLP(*parts)
+
+
+def silu(activation: Callable, where: str) -> None:
+    """Raise UnsupportedModelError unless `activation` is SiLU."""
+    probe = torch.linspace(-4, 4, 9)
+    if not torch.allclose(activation(probe), torch.nn.functional.silu(probe), atol=1e-6):
+        raise UnsupportedModelError(f"{where} must be SiLU, got {activation}")
+
+
+def rotary(inv_freq: Any, scaling: float, where: str) -> Rotary:
+    """A rotary embedding from its frequencies."""
+    if not isinstance(inv_freq, torch.Tensor) or inv_freq.dim() != 1:
+        raise UnsupportedModelError(f"{where}.inv_freq must be a tensor [d / 2]")
+    return Rotary(inv_freq.float(), float(scaling))

@@ -1,0 +1,1 @@
+"""The decode engine, written once: state (tensors), step (one decode step), generate (loop and stop rules)."""

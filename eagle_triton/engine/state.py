@@ -1,0 +1,78 @@
+"""The tensors of a decode step. Their addresses never change between steps, so that one graph can replay."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle_triton.adapters.view import DraftView, ModelView
+from eagle_triton.reference.attention import WORD
+from eagle_triton.reference.sampling import SamplingParams
+from eagle_triton.tree_spec import TreeSpec
+
+
+class Tree(NamedTuple):
+    """A draft tree: node 0 is the root, a parent's index is below its child's."""
+
+    tokens: Tensor  # [B, N] int64
+    parents: Tensor  # [B, N] int32, -1 for the root
+    depths: Tensor  # [B, N] int32
+    ancestors: Tensor  # [B, N, W] int64: bit j of row i says that node j is i or an ancestor of i
+
+
+def capacity_bucket(rows: int) -> int:
+    """The cache capacity for `rows` rows: a power of two from 512 to 4096, then multiples of 4096."""
+    return max(512, 1 << (rows - 1).bit_length()) if rows <= 4096 else -(-rows // 4096) * 4096
+
+
+def rows_beyond(spec: TreeSpec) -> int:
+    """Cache rows that a step may write behind the committed ones: the tree, or the draft head's passes."""
+    return max(spec.nodes, spec.depth + 1, spec.beam_slots)
+
+
+class DecodeState:
+    """Everything that one decode step of B sequences reads and writes. T rows of capacity per sequence."""
+
+    def __init__(self, view: ModelView, draft: DraftView | None, spec: TreeSpec, batch: int, capacity: int):
+        self.spec, self.batch, self.capacity = spec, batch, capacity
+        nodes, device = spec.nodes, view.device
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        def cache(layers: tuple) -> Tensor:
+            attention = layers[0].attention
+            shape = (len(layers), 2, batch, attention.num_kv_heads, capacity, attention.head_dim)
+            return zeros(*shape, dtype=view.dtype)
+
+        self.tokens = zeros(batch, capacity + spec.depth + 2, dtype=torch.int64)  # the root at column `lengths`
+        self.lengths = zeros(batch, dtype=torch.int32)  # committed tokens = valid rows of the target cache
+        self.active = zeros(batch, dtype=torch.bool)  # a finished sequence is frozen
+        self.tree = Tree(
+            zeros(batch, nodes, dtype=torch.int64),
+            zeros(batch, nodes, dtype=torch.int32),
+            zeros(batch, nodes, dtype=torch.int32),
+            zeros(batch, nodes, -(-nodes // WORD), dtype=torch.int64),
+        )
+        self.tree.parents[:, 0] = -1
+        self.tree.ancestors[:, 0, 0] = 1
+        self.target_cache = cache(view.layers)
+        self.draft_cache = cache(draft.layers) if draft is not None else None
+        self.path = zeros(batch, spec.depth + 1, dtype=torch.int32)  # node indices root..last accepted, then -1
+        self.accepted = zeros(batch, dtype=torch.int32)  # drafts accepted in the last step, -1: frozen
+        self.nan = zeros(batch, dtype=torch.bool)  # the target's logits of the last step had a NaN
+        self.sampling = SamplingParams(
+            temperature=zeros(batch, dtype=torch.float32),
+            top_k=zeros(batch, dtype=torch.int32),
+            top_p=zeros(batch, dtype=torch.float32),
+            min_p=zeros(batch, dtype=torch.float32),
+            seed=zeros(batch, dtype=torch.int64),
+            step=zeros(batch, dtype=torch.int64),
+        )
+        self.beam_candidates = self._constant(spec.beam_candidates)
+        self.selected = self._constant(spec.selected)
+
+    def _constant(self, values: tuple[int, ...] | None) -> Tensor | None:
+        return None if values is None else torch.tensor(values, dtype=torch.int64, device=self.tokens.device)

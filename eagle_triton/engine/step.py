@@ -1,0 +1,279 @@
+"""One decode step: target forward over the tree, verify, commit, and the next draft tree.
+
+    tree -> target_forward -> verify -> commit, update_sequence -> draft_extend -> grow_tree -> tree
+
+Nothing here asks how long a sequence is: shapes are fixed by the state, lengths are read by the operations.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle_triton.adapters.view import MLP, Attention, DraftView, Layer, ModelView, Projection
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.state import DecodeState
+from eagle_triton.reference.attention import WORD
+
+
+def decode_step(
+    ops: Operations,
+    view: ModelView,
+    draft: DraftView | None,
+    state: DecodeState,
+    sampled: bool,
+    top_p_first: bool,
+) -> None:
+    """Advance every active sequence of `state` by its accepted drafts and one token, and draft its next tree.
+
+    `draft` None decodes plainly (a tree of the root alone). `sampled`: verify by sampling, else by argmax.
+    """
+    tree, depth = state.tree, state.spec.depth
+    positions = state.lengths[:, None] + tree.depths
+    hidden, features = target_forward(
+        ops, view, tree.tokens, state.target_cache, state.lengths, positions, tree.ancestors
+    )
+    logits = project(ops, view.head, hidden)
+    state.nan.copy_(logits.isnan().flatten(1).any(1))
+    if sampled:
+        path, accepted, next_token = ops.verify_sampling(
+            logits, tree.tokens, tree.parents, depth, state.sampling, top_p_first
+        )
+    else:
+        path, accepted, next_token = ops.verify_greedy(logits, tree.tokens, tree.parents, depth)
+    state.path.copy_(path)
+    state.accepted.copy_(torch.where(state.active & ~state.nan, accepted, -1))
+    before = state.lengths.clone()
+    ops.commit(state.target_cache, before, state.path, state.accepted)
+    ops.update_sequence(state.tokens, state.lengths, tree.tokens, state.path, state.accepted, next_token)
+    state.sampling.step.add_(1)
+    if draft is None:
+        tree.tokens.copy_(_sequence_rows(state, state.lengths, 1))
+        return
+    node = state.path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1])
+    emitted = _sequence_rows(state, before + 1, depth + 1)
+    hidden = draft_extend(ops, draft, features.gather(1, node), emitted, state.draft_cache, before)
+    last = state.accepted.clamp(min=0).long()[:, None, None].expand(-1, 1, hidden.shape[-1])
+    grow_tree(ops, draft, state, hidden.gather(1, last)[:, 0])
+
+
+def target_forward(
+    ops: Operations,
+    view: ModelView,
+    tokens: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    positions: Tensor,
+    ancestors: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The target over N new tokens per sequence, whose keys and values land in cache rows lengths .. lengths + N.
+
+    tokens [B, N] int64; cache [layers, 2, B, Hkv, T, d]; positions [B, N] int32; ancestors [B, N, W] or None (causal).
+    Returns the normed last hidden states [B, N, H] and the features for the draft head [B, N, F].
+    """
+    x = F.embedding(tokens, view.embedding)
+    features = []
+    for index, layer in enumerate(view.layers):
+        if index in view.feature_layers:
+            features.append(x)
+        normed = ops.rms_norm(x, layer.input_norm.weight, layer.input_norm.eps)
+        x = decoder_layer(ops, layer, normed, x, cache[index], lengths, lengths, positions, ancestors)
+    hidden = ops.rms_norm(x, view.norm.weight, view.norm.eps)
+    return hidden, torch.cat(features, dim=-1) if features else hidden
+
+
+def draft_extend(
+    ops: Operations, draft: DraftView, features: Tensor, tokens: Tensor, cache: Tensor, lengths: Tensor
+) -> Tensor:
+    """The draft head over consecutive positions lengths .. lengths + n, from true target features.
+
+    features [B, n, F] of the positions, tokens [B, n] of the positions after them. Returns hidden states [B, n, H].
+    """
+    positions = lengths[:, None] + torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+    if draft.kind == "eagle3":
+        features = project(ops, draft.fc, features)
+    return draft_forward(ops, draft, features, tokens, cache, lengths, lengths, positions, None)
+
+
+def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Tensor) -> None:
+    """Draft the next tree from the head's hidden state [B, H] at the last committed position, in place.
+
+    The root's children come from `hidden`; each beam pass runs the head over the chosen nodes of one level and scores
+    their children; the best candidates of all levels become the tree.
+    """
+    spec, lengths = state.spec, state.lengths
+    batch, width = hidden.shape
+    words = max(1, -(-spec.beam_slots // WORD))
+    scores = hidden.new_zeros(batch, 1, dtype=torch.float32)
+    ancestors = torch.zeros(batch, 1, words, dtype=torch.int64, device=hidden.device)
+    hidden = hidden[:, None]
+    all_tokens, all_scores, all_chosen, first_slot = [], [], [], 0
+    for level, beam in enumerate((*spec.beam_widths, 0)):
+        log_probs, tokens = ops.topk(draft_logits(ops, draft, hidden).flatten(0, 1), spec.top_k)
+        if draft.d2t is not None:
+            tokens = tokens + draft.d2t[tokens]
+        children = tokens.view(batch, -1)
+        start = spec.top_k * (1 + first_slot - hidden.shape[1])  # flat index of this level's first child
+        fixed = None
+        if state.beam_candidates is not None:
+            fixed = state.beam_candidates[first_slot : first_slot + beam] - start
+        scores, chosen, beam_ancestors = ops.expand_beam(
+            scores, log_probs.view(batch, -1, spec.top_k), ancestors, first_slot, beam, fixed
+        )
+        all_tokens.append(children)
+        all_scores.append(scores)
+        if not beam:
+            break
+        parent = (chosen // spec.top_k)[:, :, None].expand(-1, -1, width)
+        all_chosen.append(chosen + start)
+        positions = (lengths + level)[:, None].expand(-1, beam)
+        ancestors, scores = beam_ancestors, scores.gather(1, chosen)
+        hidden = draft_forward(
+            ops,
+            draft,
+            hidden.gather(1, parent),
+            children.gather(1, chosen),
+            state.draft_cache,
+            lengths,
+            lengths + first_slot,
+            positions,
+            ancestors,
+        )
+        first_slot += beam
+    slots = torch.cat(all_chosen, dim=1) if all_chosen else children[:, :0]
+    grown = ops.build_tree(
+        _sequence_rows(state, lengths, 1)[:, 0],
+        torch.cat(all_tokens, 1),
+        torch.cat(all_scores, 1),
+        slots,
+        spec.nodes,
+        spec.top_k,
+        state.selected,
+    )
+    for place, value in zip(state.tree, grown, strict=True):
+        place.copy_(value)
+
+
+def draft_forward(
+    ops: Operations,
+    draft: DraftView,
+    features: Tensor,
+    tokens: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    first_row: Tensor,
+    positions: Tensor,
+    ancestors: Tensor | None,
+) -> Tensor:
+    """The draft head's layers over n nodes: features [B, n, H] (F for EAGLE-1), tokens [B, n]; returns [B, n, H].
+
+    Keys and values go to cache rows first_row .. first_row + n; bit j of `ancestors` stands for row lengths + j.
+    """
+    embedded = F.embedding(tokens, draft.embedding).to(features.dtype)
+    if draft.kind == "eagle3":
+        (layer,) = draft.layers
+        normed = ops.rms_norm(features, draft.hidden_norm.weight, draft.hidden_norm.eps)
+        embedded = ops.rms_norm(embedded, layer.input_norm.weight, layer.input_norm.eps)
+        residual = normed if draft.norm_before_residual else features
+        inputs = torch.cat((embedded, normed), dim=-1)
+        return decoder_layer(ops, layer, inputs, residual, cache[0], lengths, first_row, positions, ancestors)
+    x = project(ops, draft.fc, torch.cat((embedded, features), dim=-1))
+    for index, layer in enumerate(draft.layers):
+        norm = layer.input_norm
+        normed = x if norm is None else ops.rms_norm(x, norm.weight, norm.eps)
+        x = decoder_layer(ops, layer, normed, x, cache[index], lengths, first_row, positions, ancestors)
+    return x
+
+
+def draft_logits(ops: Operations, draft: DraftView, hidden: Tensor) -> Tensor:
+    """Logits over the draft vocabulary: [B, n, H] -> [B, n, Vd]."""
+    if draft.norm is not None:
+        hidden = ops.rms_norm(hidden, draft.norm.weight, draft.norm.eps)
+    return project(ops, draft.head, hidden)
+
+
+def decoder_layer(
+    ops: Operations,
+    layer: Layer,
+    normed: Tensor,
+    residual: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    first_row: Tensor,
+    positions: Tensor,
+    ancestors: Tensor | None,
+) -> Tensor:
+    """Attention and MLP with their residuals: normed [B, n, *], residual [B, n, H] -> [B, n, H]."""
+    attended = attend(ops, layer.attention, normed, cache, lengths, first_row, positions, ancestors)
+    x = project(ops, layer.attention.o, attended, residual)
+    normed = ops.rms_norm(x, layer.post_norm.weight, layer.post_norm.eps)
+    return feed_forward(ops, layer.mlp, normed, x)
+
+
+def attend(
+    ops: Operations,
+    attention: Attention,
+    x: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    first_row: Tensor,
+    positions: Tensor,
+    ancestors: Tensor | None,
+) -> Tensor:
+    """Project, rotate, append to the cache and attend: x [B, n, *] -> [B, n, Hq * d]."""
+    q, k, v = (
+        y.unflatten(-1, (-1, attention.head_dim))
+        for y in project_stack(ops, (attention.q, attention.k, attention.v), x)
+    )
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    q = ops.rotary_append(
+        q,
+        k,
+        v,
+        cache,
+        first_row,
+        positions,
+        attention.rotary.inv_freq,
+        attention_scaling=attention.rotary.attention_scaling,
+        q_norm=None if q_norm is None else q_norm.weight,
+        k_norm=None if k_norm is None else k_norm.weight,
+        eps=0.0 if q_norm is None else q_norm.eps,
+    )
+    out = ops.tree_attention(
+        q, cache, lengths, ancestors, scale=attention.scale, sliding_window=attention.sliding_window
+    )
+    return out.flatten(-2)
+
+
+def feed_forward(ops: Operations, mlp: MLP, x: Tensor, residual: Tensor) -> Tensor:
+    """SwiGLU block plus residual: [B, n, H] -> [B, n, H]."""
+    if mlp.module is not None:
+        return residual + mlp.module(x)
+    gate, up = mlp.gate, mlp.up
+    if gate.weight is not None and up.weight is not None and gate.bias is None and up.bias is None:
+        inner = ops.linear_swiglu(x, gate.weight, up.weight)
+    else:
+        inner = ops.swiglu(*project_stack(ops, (gate, up), x))
+    return project(ops, mlp.down, inner, residual)
+
+
+def project(ops: Operations, projection: Projection, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """One matrix product, or the module that stands in its place, plus `residual`."""
+    if projection.module is None:
+        return ops.linear(x, projection.weight, projection.bias, residual)
+    out = projection.module(x)
+    return out if residual is None else residual + out
+
+
+def project_stack(ops: Operations, projections: tuple[Projection, ...], x: Tensor) -> tuple[Tensor, ...]:
+    """Several products of the same rows, in one launch where all of them are plain."""
+    if any(projection.weight is None for projection in projections):
+        return tuple(project(ops, projection, x) for projection in projections)
+    return ops.linear_stack(x, [p.weight for p in projections], [p.bias for p in projections])
+
+
+def _sequence_rows(state: DecodeState, first: Tensor, count: int) -> Tensor:
+    """Tokens at columns first .. first + count of each sequence: [B, count] int64."""
+    columns = first[:, None].long() + torch.arange(count, device=first.device)
+    return state.tokens.gather(1, columns.clamp(max=state.tokens.shape[1] - 1))

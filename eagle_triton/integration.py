@@ -1,0 +1,125 @@
+"""One call makes a loaded EAGLE model decode with this package's engine, one call gives everything back."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle_triton import patching
+from eagle_triton.adapters import eagle_llm, native, upstream
+from eagle_triton.adapters.reading import UnsupportedModelError
+from eagle_triton.drop_in import eagle_llm as eagle_llm_methods
+from eagle_triton.drop_in import native as native_methods
+from eagle_triton.drop_in import upstream as upstream_methods
+from eagle_triton.engine.generate import Engine
+from eagle_triton.engine.operations import Operations
+from eagle_triton.patching import Originals, PatchError
+
+log = logging.getLogger(__name__)
+
+FAMILIES: tuple[tuple[ModuleType, ModuleType], ...] = (
+    (native, native_methods),
+    (upstream, upstream_methods),
+    (eagle_llm, eagle_llm_methods),
+)
+
+
+@dataclass(frozen=True)
+class EagleTritonConfig:
+    """Options of `optimize_eagle_with_triton`.
+
+    strict: raise instead of leaving a part alone and listing it in the report.
+    patch_modules: also replace `ea_layer.topK_genrate` and every `self_attn.forward`, for code that drives the model
+    itself; the generating methods do not need them.
+    """
+
+    strict: bool = False
+    patch_modules: bool = True
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if not isinstance(getattr(self, field.name), bool):
+                raise TypeError(f"{field.name} must be True or False, got {getattr(self, field.name)!r}")
+
+    def changed(self, **options: Any) -> EagleTritonConfig:
+        """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""
+        known = [field.name for field in dataclasses.fields(self)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
+        return dataclasses.replace(self, **options)
+
+
+def optimize_eagle_with_triton(
+    model: Any, config: EagleTritonConfig | None = None, **options: Any
+) -> tuple[Any, Originals]:
+    """Replace the decoding methods of a loaded EaModel; the output stays the same.
+
+    model: an EaModel of this package, of SafeAILab/EAGLE, or of eagle-llm 1.x, on one device. config: see
+    `EagleTritonConfig`; its fields can also be given as keyword arguments. Returns the same model and its originals:
+    `originals.restore()`, or the end of a `with originals:` block, gives every replaced attribute back, and
+    `originals.report()` says what was replaced and how often it ran.
+
+    Raises UnsupportedModelError for a model, or a part of one, that is not known; PatchError if the model is optimised
+    already; ValueError for an unknown option. Nothing is changed then.
+    """
+    config = (config or EagleTritonConfig()).changed(**options)
+    if patching.MARKER in getattr(model, "__dict__", {}):
+        raise PatchError(f"this {type(model).__name__} is optimised already; restore it first")
+    adapter, methods = _family(model)
+    _check_one_device(model)
+    view, draft = adapter.read(model)
+    operations = Operations()
+    engine = Engine(view, draft, operations)
+    seams, skipped = methods.seams(model, engine), dict(methods.SKIPPED)
+    if config.patch_modules:
+        more, left = methods.module_seams(model, engine)
+        seams, skipped = seams + more, skipped | left
+    if skipped and config.strict:
+        raise UnsupportedModelError("; ".join(f"{path}: {reason}" for path, reason in skipped.items()))
+
+    def forget() -> None:
+        methods.forget(model)
+        engine.release()
+
+    originals = patching.apply(seams, model, forget, skipped, operations.calls)
+    log.info("optimised %s: %d attributes replaced", type(model).__name__, len(originals))
+    return model, originals
+
+
+def restore_eagle(model: Any, originals: Originals) -> Any:
+    """Give every original of `model` back and return it. Harmless when done already.
+
+    Raises PatchError if `originals` belong to another model, or if somebody has replaced one of the attributes since;
+    nothing is changed then.
+    """
+    if not originals.restored and vars(model).get(patching.MARKER) is not originals:
+        raise PatchError(f"these originals do not belong to this {type(model).__name__}")
+    originals.restore()
+    return model
+
+
+def _family(model: Any) -> tuple[ModuleType, ModuleType]:
+    for adapter, methods in FAMILIES:
+        if adapter.recognise(model):
+            return adapter, methods
+    raise UnsupportedModelError(
+        f"expected an EaModel (eagle_triton, SafeAILab/EAGLE or eagle-llm 1.x) with base_model and ea_layer, got "
+        f"{type(model).__module__}.{type(model).__qualname__}"
+    )
+
+
+def _check_one_device(model: nn.Module) -> None:
+    devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if len(devices) > 1 or hooked or torch.device(devices[0]).type == "meta":
+        raise UnsupportedModelError(
+            f"the model must lie on one device; models spread over several or offloaded are not supported yet, got "
+            f"{', '.join(devices)}{' with offloading hooks' if hooked else ''}"
+        )

@@ -1,0 +1,64 @@
+"""Checks on what a caller hands in, made before any state changes. Each raises with what was expected and what came."""
+
+import torch
+from torch import Tensor
+
+
+def check_prompt(input_ids: Tensor, vocab_size: int, max_batch: int | None = None) -> None:
+    """Token ids [B, L], integer, 0 <= id < vocab_size, L >= 1, and B <= max_batch where that is given.
+
+    Raises TypeError if `input_ids` is no tensor, ValueError otherwise.
+    """
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(f"input_ids: expected a tensor [B, L], got {type(input_ids).__name__}")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"input_ids: expected an integer dtype (int64 or int32), got {input_ids.dtype}")
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids: expected shape [B, L], got {list(input_ids.shape)}")
+    if input_ids.numel() == 0:
+        raise ValueError(f"input_ids: the prompt is empty, got shape {list(input_ids.shape)}")
+    if max_batch is not None and input_ids.shape[0] > max_batch:
+        raise ValueError(f"input_ids: expected a batch of at most {max_batch}, got {input_ids.shape[0]}")
+    low, high = input_ids.min().item(), input_ids.max().item()
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"input_ids: token ids out of range, expected 0..{vocab_size - 1}, got {low}..{high}")
+
+
+def check_max_length(prompt_length: int, max_length: int) -> None:
+    """ValueError if `max_length`, which counts the prompt, is below it."""
+    if max_length < prompt_length:
+        raise ValueError(f"max_length: {max_length} is below the prompt's {prompt_length} tokens")
+
+
+def check_fits(prompt_length: int, rows: int, max_length: int) -> None:
+    """ValueError if `max_length` cache rows cannot hold the prompt and `rows` more (a draft tree, or one token)."""
+    check_max_length(prompt_length, max_length)
+    if prompt_length + rows > max_length:
+        raise ValueError(
+            f"input_ids: the prompt does not fit, its {prompt_length} tokens and {rows} for the next step "
+            f"pass max_length={max_length}"
+        )
+
+
+def check_attention_mask(attention_mask: Tensor, input_ids: Tensor) -> None:
+    """A padding mask [B, L] of 0 and 1 whose ones are contiguous in each row, and at least one.
+
+    Raises ValueError.
+    """
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask: expected the shape of input_ids {list(input_ids.shape)}, "
+            f"got {list(attention_mask.shape)}"
+        )
+    kept = attention_mask.bool()
+    if not kept.any(dim=1).all():
+        raise ValueError("attention_mask: a row masks its whole prompt, the prompt is empty")
+    starts = kept[:, 0].int() + (kept[:, 1:] & ~kept[:, :-1]).sum(dim=1)
+    if (starts != 1).any():
+        raise ValueError("attention_mask: expected padding on the left or right only, got a row with holes")
+
+
+def check_logits(logits: Tensor, whose: str = "target") -> None:
+    """RuntimeError if any logit is NaN. `whose`: the model to name in it."""
+    if torch.isnan(logits).any():
+        raise RuntimeError(f"the {whose}'s logits contain NaN: no token can be chosen from them")

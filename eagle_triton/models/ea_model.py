@@ -1,0 +1,425 @@
+"""EaModel: a Hugging Face causal LM with an EAGLE draft head, in plain PyTorch.
+
+One decode step: the head drafts a tree, the target scores all its nodes at once, the longest path that agrees with
+the target is kept, its features feed the next tree. Nothing here is optimised beyond that; it is what the optimised
+engine is compared with.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .checks import check_attention_mask, check_fits, check_logits, check_max_length, check_prompt
+from .heads import DraftHead, Eagle3Head
+from .loading import (
+    HEAD_FOLDERS,
+    TARGET_FOLDER,
+    check_fit,
+    load_head,
+    load_target,
+    load_tokenizer,
+    locate,
+    read_target_config,
+)
+from .target import TargetCache, check_architecture, default_feature_layers, run_target
+from .tree import TreeChoices
+from .verify import children_of, choose, eagle_warpers, generate_warpers, verify_tree
+
+# total_token=-1 tries these and prefers the one with the least target time per expected gain (the second number).
+TREE_SIZES = ((40, 1.0), (48, 1.05), (50, 1.07), (56, 1.1), (60, 1.13))
+
+
+class EaModel(nn.Module):
+    """A target and a draft head that decode together.
+
+    `eagenerate`, `ea_generate`, `naivegenerate` and `naive_generate` have the arguments, stop rules and return values
+    of the original EaModel (one sequence, overshoot included); `generate` takes Hugging Face's arguments and stops
+    exactly. `accept_lengths` lists the accepted drafts per decode step of the last sequence generated.
+    """
+
+    def __init__(
+        self,
+        base_model: nn.Module,
+        ea_layer: DraftHead,
+        tokenizer: Any | None = None,
+        base_model_name_or_path: str = "",
+    ) -> None:
+        """From parts that are loaded already. Raises ValueError if the target is unsupported or the head unfit."""
+        super().__init__()
+        check_architecture(base_model.config)
+        use_eagle3 = isinstance(ea_layer, Eagle3Head)
+        check_fit(ea_layer.config, base_model.config, use_eagle3)
+        ea_layer.init_tree()
+        self.base_model = base_model
+        self.ea_layer = ea_layer
+        self.tokenizer = tokenizer
+        self.config = base_model.config
+        self.vocab_size, self.hidden_size = base_model.lm_head.weight.shape
+        self.base_model_name_or_path = base_model_name_or_path
+        self.use_eagle3 = use_eagle3
+        self.feature_layers: tuple[int, ...] | None = None
+        if use_eagle3:
+            layers = ea_layer.config.feature_layers
+            self.feature_layers = layers or default_feature_layers(base_model.config.num_hidden_layers)
+        self.accept_lengths: list[int] = []
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        base_model_path: str,
+        ea_model_path: str | None = None,
+        use_eagle3: bool = True,
+        total_token: int = 60,
+        depth: int = 7,
+        top_k: int = 10,
+        threshold: float = 1.0,
+        tree_choices: TreeChoices | None = None,
+        **kwargs: Any,
+    ) -> "EaModel":
+        """Load a target and its draft head.
+
+        base_model_path: a directory or hub id of a Llama, Mistral, Qwen2 or Qwen3 model; "demo" for the checkpoint
+        that ships with this package; or, without `ea_model_path`, a directory written by `save_pretrained`, whose
+        stored tree then replaces every tree argument left at its default.
+        ea_model_path: a directory or hub id of the head, in SafeAILab's layout or that of speculators/vLLM/SGLang.
+        use_eagle3: whether it is an EAGLE-3 head (else EAGLE-1/2).
+        total_token: nodes of a tree, root included; -1 picks from 40, 48, 50, 56 and 60 by measuring the target.
+        depth, top_k: beam passes and beam width of a dynamic tree. tree_choices: rank paths of a fixed tree instead.
+        kwargs go to the target's `from_pretrained`; `dtype` and `torch_dtype` both work, the default is fp32.
+        Raises FileNotFoundError and ValueError, the head's and the configurations' before the target is read.
+        """
+        target_path, head_path, use_eagle3 = locate(base_model_path, ea_model_path, use_eagle3)
+        measure = total_token == -1
+        asked = dict(
+            total_token=60 if measure else total_token,
+            depth=depth,
+            top_k=top_k,
+            threshold=threshold,
+            tree_choices=tree_choices,
+        )
+        if ea_model_path is None:
+            defaults = dict(total_token=60, depth=7, top_k=10, threshold=1.0, tree_choices=None)
+            asked = {name: None if value == defaults[name] else value for name, value in asked.items()}
+        head = load_head(head_path, use_eagle3, read_target_config(target_path), asked)
+        base_model = load_target(target_path, **kwargs)
+        tokenizer = load_tokenizer(target_path)
+
+        if head.embed_tokens.weight.is_meta:
+            head.embed_tokens.weight = nn.Parameter(base_model.get_input_embeddings().weight.detach().clone())
+        head.to(device=base_model.lm_head.weight.device, dtype=base_model.dtype)
+        model = cls(base_model, head, tokenizer, str(base_model_path)).eval()
+        if measure:
+            model.ea_layer.total_tokens = model._fastest_tree_size() - 1
+        return model
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write target, tokenizer, head and tree parameters; `from_pretrained(directory)` reads them back."""
+        directory = Path(directory)
+        self.base_model.save_pretrained(directory / TARGET_FOLDER)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(directory / TARGET_FOLDER)
+        head = self.ea_layer
+        folder = directory / HEAD_FOLDERS[self.use_eagle3]
+        folder.mkdir(parents=True, exist_ok=True)
+        fixed = None if head.tree_choices is None else [list(path) for path in head.tree_choices]
+        config = {name: value for name, value in head.config.to_dict().items() if value is not None}
+        config["eagle_aux_hidden_state_layer_ids"] = config.pop("feature_layers", None)
+        config["model_type"] = "llama"
+        config["tree"] = dict(
+            total_token=head.total_tokens + 1, depth=head.depth, top_k=head.top_k, tree_choices=fixed
+        )
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        return self.base_model.get_input_embeddings().weight.device
+
+    def get_tokenizer(self) -> Any | None:
+        """The target's tokenizer, None if its directory had none."""
+        return self.tokenizer
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any | None = None,
+        output_orig: bool = False,
+        position_ids: Tensor | None = None,
+    ) -> tuple[Any, ...]:
+        """The target alone, arguments as for its own forward.
+
+        Returns (outputs, last hidden state [B, T, H]), or with `output_orig` (outputs, logits [B, T, V], last hidden
+        state). With an EAGLE-3 head `outputs.hidden_states` are the features' layers.
+        """
+        outputs = self.base_model.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+            output_hidden_states=self.use_eagle3,
+        )
+        if self.feature_layers is not None:
+            outputs.hidden_states = tuple(outputs.hidden_states[layer] for layer in self.feature_layers)
+        hidden = outputs.last_hidden_state
+        return (outputs, self.base_model.lm_head(hidden), hidden) if output_orig else (outputs, hidden)
+
+    # --- the original interface ---
+
+    def eagenerate(
+        self,
+        input_ids: Tensor,
+        temperature: float = 0.0,
+        top_p: float = 0.0,
+        top_k: float = 0.0,
+        max_new_tokens: int = 512,
+        max_length: int = 2048,
+        log: bool = False,
+        is_llama3: bool = False,
+    ) -> Tensor | tuple[Tensor, int, int]:
+        """Decode speculatively from a prompt [1, L] int64.
+
+        Stops after the step that produced the end token (with `is_llama3` also <|eot_id|>), more than
+        `max_new_tokens` tokens, or a sequence longer than `max_length` less the drafts of a tree less 10; what that
+        step accepted beyond stays. temperature 0 is greedy; top_p and top_k count when positive.
+        Returns the sequence [1, L + new], or with `log` (sequence, new tokens, index of the last step).
+        Raises ValueError for a prompt that is empty, out of range or does not fit, RuntimeError for NaN logits.
+        """
+        steps = self.ea_generate(input_ids, temperature, top_p, top_k, max_new_tokens, max_length, log, is_llama3)
+        return _last(steps, input_ids.to(self.device, torch.long), log)
+
+    def ea_generate(
+        self,
+        input_ids: Tensor,
+        temperature: float = 0.0,
+        top_p: float = 0.0,
+        top_k: float = 0.0,
+        max_new_tokens: int = 512,
+        max_length: int = 2048,
+        log: bool = False,
+        is_llama3: bool = False,
+    ) -> Iterator[Tensor]:
+        """`eagenerate`, step by step: yields the sequence so far, [1, L + new], after each. `log` has no effect."""
+        check_prompt(input_ids, self.vocab_size, max_batch=1)
+        check_fits(input_ids.shape[1], self.ea_layer.total_tokens + 1, max_length)
+        stop = self._original_stop_ids(is_llama3)
+        warpers = eagle_warpers(temperature, top_p, top_k)
+        return self._original_stops(self._speculate(input_ids, warpers), input_ids, stop, max_new_tokens, max_length)
+
+    def naivegenerate(
+        self,
+        input_ids: Tensor,
+        temperature: float = 0.0,
+        top_p: float = 0.0,
+        top_k: float = 0.0,
+        max_new_tokens: int = 512,
+        max_length: int = 2048,
+        log: bool = False,
+        is_llama3: bool = False,
+    ) -> Tensor | tuple[Tensor, int, int]:
+        """Decode with the target alone, one token per step; everything else as in `eagenerate`."""
+        steps = self.naive_generate(input_ids, temperature, top_p, top_k, max_new_tokens, max_length, log, is_llama3)
+        return _last(steps, input_ids.to(self.device, torch.long), log)
+
+    def naive_generate(
+        self,
+        input_ids: Tensor,
+        temperature: float = 0.0,
+        top_p: float = 0.0,
+        top_k: float = 0.0,
+        max_new_tokens: int = 512,
+        max_length: int = 2048,
+        log: bool = False,
+        is_llama3: bool = False,
+    ) -> Iterator[Tensor]:
+        """`naivegenerate`, token by token: yields the sequence so far after each. `log` has no effect."""
+        check_prompt(input_ids, self.vocab_size, max_batch=1)
+        check_fits(input_ids.shape[1], 1, max_length)
+        stop = self._original_stop_ids(is_llama3)
+        warpers = eagle_warpers(temperature, top_p, top_k)
+        return self._original_stops(self._decode(input_ids, warpers), input_ids, stop, max_new_tokens, max_length)
+
+    # --- our own interface ---
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_length: int | None = None,
+        max_new_tokens: int | None = None,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        attention_mask: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        seed: int | None = None,
+    ) -> Tensor:
+        """Decode speculatively and stop exactly.
+
+        input_ids: [B, L] int64; the sequences are decoded one after the other. attention_mask: [B, L], 0 marks
+        padding on the left or right of a prompt. Each sequence ends with its first end token (`eos_token_id`; default
+        the generation config's, else the tokenizer's) or after `max_new_tokens`, which goes before `max_length`
+        (prompt included); with neither 512 new tokens. Sampling filters in the order temperature, top-k, top-p,
+        min-p; `generator` or `seed` make it repeatable on their own, else torch's global generator is used.
+        Returns [B, longest] int64: prompts without their padding, new tokens, then `pad_token_id` on the right.
+        Raises ValueError for bad arguments, RuntimeError for NaN logits.
+        """
+        check_prompt(input_ids, self.vocab_size)
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        check_attention_mask(attention_mask, input_ids)
+        prompts = [row[kept][None] for row, kept in zip(input_ids, attention_mask.bool(), strict=True)]
+        if max_new_tokens is None and max_length is not None:
+            for prompt in prompts:
+                check_max_length(prompt.shape[1], max_length)
+        if max_new_tokens is not None and max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens: must not be negative, got {max_new_tokens}")
+        warpers = generate_warpers(temperature, top_k, top_p, min_p) if do_sample else None
+        if seed is not None:
+            if generator is not None:
+                raise ValueError("generate: give either generator or seed, not both")
+            generator = torch.Generator(self.base_model.lm_head.weight.device).manual_seed(seed)
+        stop = self._stop_ids(eos_token_id)
+
+        rows = []
+        for prompt in prompts:
+            length = prompt.shape[1]
+            new = max_new_tokens if max_new_tokens is not None else (max_length or length + 512) - length
+            rows.append(self._generate_exactly(prompt, new, stop, warpers, generator))
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._pad_id(pad_token_id, stop))
+
+    def _generate_exactly(self, prompt: Tensor, new: int, stop: set[int], warpers, generator) -> Tensor:
+        """One sequence [L + at most new] from a prompt [1, L]."""
+        self.accept_lengths = []
+        sequence, length = prompt.to(self.device, torch.long), prompt.shape[1]
+        done = 0  # new tokens looked at so far
+        for sequence in self._speculate(prompt, warpers, generator) if new > 0 else ():
+            fresh = sequence[0, length + done :].tolist()
+            ends = [i for i, token in enumerate(fresh) if token in stop]
+            if ends:
+                new = min(new, done + ends[0] + 1)
+            done += len(fresh)
+            if done >= new:
+                break
+        return sequence[0, : length + new]
+
+    # --- decoding ---
+
+    @torch.no_grad()
+    def _speculate(self, input_ids: Tensor, warpers: Any, generator: Any = None) -> Iterator[Tensor]:
+        """Yields the sequence after each decode step, without end."""
+        self.accept_lengths = []
+        self.ea_layer.reset_kv()
+        cache = TargetCache()
+        sequence = input_ids.to(self.device, torch.long)
+        lm_head = self.base_model.lm_head
+        hidden, features = run_target(self.base_model, sequence, cache, feature_layers=self.feature_layers)
+        logits = lm_head(hidden[0, -1])
+        check_logits(logits)
+        root = choose(logits, warpers, generator).to(self.device)
+        while True:
+            tokens, _, tree_mask, depths = self.ea_layer.topK_genrate(
+                features, torch.cat((sequence, root[None]), dim=1), lm_head, warpers
+            )
+            length = sequence.shape[1]
+            tokens, depths, visible = tokens.to(self.device), depths.to(self.device), tree_mask[0, 0].bool()
+            hidden, features = run_target(
+                self.base_model, tokens, cache, length + depths, visible.to(self.device), self.feature_layers
+            )
+            logits = lm_head(hidden[0])
+            check_logits(logits)
+            path, root = verify_tree(tokens[0], children_of(visible, depths), logits, warpers, generator)
+
+            nodes = torch.tensor(path, device=self.device)
+            cache.keep(torch.cat((torch.arange(length, device=self.device), length + nodes)))
+            features = features[:, nodes.to(features.device)]
+            sequence, root = torch.cat((sequence, tokens[:, nodes]), dim=1), root.to(self.device)
+            self.accept_lengths.append(len(path) - 1)
+            yield sequence
+
+    @torch.no_grad()
+    def _decode(self, input_ids: Tensor, warpers: Any, generator: Any = None) -> Iterator[Tensor]:
+        """Yields the sequence after each token of the target alone, without end."""
+        self.accept_lengths = []
+        cache = TargetCache()
+        sequence = fed = input_ids.to(self.device, torch.long)
+        while True:
+            hidden, _ = run_target(self.base_model, fed, cache)
+            logits = self.base_model.lm_head(hidden[0, -1])
+            check_logits(logits)
+            fed = choose(logits, warpers, generator).to(self.device)[None]
+            sequence = torch.cat((sequence, fed), dim=1)
+            yield sequence
+
+    def _original_stops(
+        self, steps: Iterator[Tensor], input_ids: Tensor, stop: set[int], max_new_tokens: int, max_length: int
+    ) -> Iterator[Tensor]:
+        """Passes on `steps` up to and including the one at which the original loop ends."""
+        limit = max_length - self.ea_layer.total_tokens - 10
+        for sequence in islice(steps, max(limit, 0)):
+            yield sequence
+            new = sequence[0, input_ids.shape[1] :].tolist()
+            if not stop.isdisjoint(new) or len(new) > max_new_tokens or sequence.shape[1] > limit:
+                return
+
+    def _original_stop_ids(self, is_llama3: bool) -> set[int]:
+        if self.tokenizer is None:
+            if is_llama3:
+                raise ValueError("is_llama3: needs a tokenizer to find <|eot_id|>, the target has none")
+            return set()
+        ids = {self.tokenizer.eos_token_id}
+        if is_llama3:
+            ids.add(self.tokenizer.convert_tokens_to_ids("<|eot_id|>"))
+        return ids - {None}
+
+    def _stop_ids(self, eos_token_id: int | list[int] | None) -> set[int]:
+        generation = getattr(self.base_model, "generation_config", None)
+        for ids in (eos_token_id, getattr(generation, "eos_token_id", None)):
+            if ids is not None:
+                return {ids} if isinstance(ids, int) else set(ids)
+        return self._original_stop_ids(is_llama3=False)
+
+    def _pad_id(self, pad_token_id: int | None, stop: set[int]) -> int:
+        generation = getattr(self.base_model, "generation_config", None)
+        for source in (pad_token_id, getattr(generation, "pad_token_id", None)):
+            if source is not None:
+                return source
+        known = getattr(self.tokenizer, "pad_token_id", None)
+        return known if known is not None else min(stop, default=0)
+
+    @torch.no_grad()
+    def _fastest_tree_size(self, rounds: int = 20) -> int:
+        """Nodes per tree with the least target time per expected gain on this machine."""
+
+        def seconds(nodes: int) -> float:
+            ids = torch.arange(nodes, device=self.device)[None] % self.vocab_size
+            synchronise = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+            synchronise()
+            start = time.perf_counter()
+            for _ in range(rounds):
+                self.base_model(ids)
+                synchronise()
+            return time.perf_counter() - start
+
+        return min(TREE_SIZES, key=lambda size: seconds(size[0]) / size[1])[0]
+
+
+def _last(steps: Iterable[Tensor], start: Tensor, log: bool) -> Tensor | tuple[Tensor, int, int]:
+    """The end of a generation as the original methods return it; `start` [1, L] if there was no step."""
+    sequence, index = start.clone(), -1
+    for index, sequence in enumerate(steps):  # noqa: B007
+        pass
+    return (sequence, sequence.shape[1] - start.shape[1], index) if log else sequence

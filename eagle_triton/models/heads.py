@@ -1,0 +1,446 @@
+"""The draft heads of EAGLE: one small decoder layer that guesses the target's next hidden states and tokens.
+
+`Eagle1Head` serves EAGLE-1 and EAGLE-2 checkpoints, `Eagle3Head` those of EAGLE-3. Parameter names are those of the
+published checkpoints, so `load_state_dict` takes them as they are. Both can be trained: nothing in `forward` stops
+the gradient.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .tree import (
+    TreeChoices,
+    ancestor_mask,
+    check_dynamic_tree,
+    fixed_tree,
+    grow_dynamic_tree,
+    grow_fixed_tree,
+    retrieve_paths,
+)
+
+# Per layer (keys, values), each [B, Hkv, S, d]; keys are rotated already.
+HeadCache = tuple[tuple[Tensor, Tensor], ...]
+
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """What a draft head's config.json says.
+
+    Sizes count elements; `draft_vocab_size` is the number of tokens the head can propose (equal to `vocab_size`, the
+    target's, when it was not cut). `target_hidden_size` is the width of one target layer where it differs from the
+    head's own. `bias` is that of `fc` in an EAGLE-1 head. `feature_layers` are the target layers whose inputs feed an
+    EAGLE-3 head, None for the usual three. Raises ValueError for sizes that do not fit together or an unknown
+    `rope_scaling`.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    vocab_size: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    draft_vocab_size: int | None = None
+    target_hidden_size: int | None = None
+    num_hidden_layers: int = 1
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    hidden_act: str = "silu"
+    bias: bool = True
+    qkv_bias: bool = False
+    norm_before_residual: bool = False
+    feature_layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        fill = lambda name, value: getattr(self, name) is None and object.__setattr__(self, name, value)  # noqa: E731
+        fill("num_key_value_heads", self.num_attention_heads)
+        fill("head_dim", self.hidden_size // self.num_attention_heads)
+        fill("draft_vocab_size", self.vocab_size)
+        fill("target_hidden_size", self.hidden_size)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"draft head: num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"draft head: draft_vocab_size must be in 1..vocab_size ({self.vocab_size}), "
+                f"got {self.draft_vocab_size}"
+            )
+        if self.hidden_act != "silu":
+            raise ValueError(f"draft head: hidden_act must be 'silu', got {self.hidden_act!r}")
+        if rope_type(self.rope_scaling) not in ROPE_TYPES:
+            raise ValueError(f"draft head: rope_scaling must be one of {ROPE_TYPES}, got {self.rope_scaling}")
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "DraftConfig":
+        """From the content of config.json; fields that a head does not use are ignored.
+
+        Raises ValueError naming the fields that are missing.
+        """
+        config = dict(config)
+        rope = config.get("rope_parameters") or {}
+        if config.get("rope_theta") is None:
+            config["rope_theta"] = rope.get("rope_theta", 10000.0)
+        if config.get("rope_scaling") is None and rope_type(rope) != "default":
+            config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+        known = {field.name for field in fields(cls)}
+        given = {name: value for name, value in config.items() if name in known and value is not None}
+        needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        if missing := [name for name in needed if name not in given]:
+            raise ValueError(f"draft head: config.json lacks {', '.join(missing)}")
+        if "feature_layers" in given:
+            given["feature_layers"] = tuple(given["feature_layers"])
+        return cls(**given)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For config.json; `from_dict` reads it back."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def replace(self, **changes: Any) -> "DraftConfig":
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+def rope_type(scaling: Mapping[str, Any] | None) -> str:
+    """The kind of a `rope_scaling` entry, under its new or old name; "default" for None."""
+    scaling = scaling or {}
+    return scaling.get("rope_type") or scaling.get("type") or "default"
+
+
+def rotary_frequencies(config: DraftConfig, device: torch.device | str = "cpu") -> Tensor:
+    """Inverse frequencies [head_dim / 2] fp32, scaled as `rope_scaling` says (llama3: the rule of Llama 3.1)."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    frequency = 1.0 / config.rope_theta**exponent
+    scaling, kind = config.rope_scaling or {}, rope_type(config.rope_scaling)
+    if kind == "linear":
+        return frequency / scaling["factor"]
+    if kind == "llama3":
+        turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: a fast frequency, kept; 0: a slow one, stretched
+        return frequency * (keep + (1 - keep) / scaling["factor"])
+    return frequency
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight; the statistics in fp32, the result in the dtype of x."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions over a cache that grows by concatenation."""
+
+    def __init__(self, config: DraftConfig, input_size: int, bias: bool) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(input_size, query_size, bias=bias)
+        self.k_proj = nn.Linear(input_size, key_size, bias=bias)
+        self.v_proj = nn.Linear(input_size, key_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+
+    def forward(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, cache: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # noqa: E731  [B, heads, T, d]
+        query, key = rotate(heads(self.q_proj(x)), *rotation), rotate(heads(self.k_proj(x)), *rotation)
+        value = heads(self.v_proj(x))
+        if cache is not None:
+            key, value = torch.cat((cache[0], key), dim=2), torch.cat((cache[1], value), dim=2)
+        output = F.scaled_dot_product_attention(
+            query,
+            key.repeat_interleave(self.groups, dim=1),
+            value.repeat_interleave(self.groups, dim=1),
+            attn_mask=mask,
+            is_causal=mask is None,
+        )
+        return self.o_proj(output.transpose(1, 2).flatten(2)), (key, value)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [B, heads, T, d] by cos and sin [B, 1, T, d]; halves are paired, not neighbours."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Eagle3Layer(nn.Module):
+    """The decoder layer of EAGLE-3: attention sees the embedding and the hidden state side by side."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.norm_before_residual = config.norm_before_residual
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, 2 * config.hidden_size, config.qkv_bias)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, embedding: Tensor, hidden: Tensor, rotation, mask, cache):
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        both = torch.cat((self.input_layernorm(embedding), normed), dim=-1)
+        attended, cache = self.self_attn(both, rotation, mask, cache)
+        hidden = residual + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), cache
+
+
+class Eagle1Layer(nn.Module):
+    """A Llama decoder layer; the first one has no input norm."""
+
+    def __init__(self, config: DraftConfig, index: int) -> None:
+        super().__init__()
+        if index > 0:
+            self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, config.hidden_size, config.qkv_bias)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden: Tensor, rotation, mask, cache):
+        normed = self.input_layernorm(hidden) if hasattr(self, "input_layernorm") else hidden
+        attended, cache = self.self_attn(normed, rotation, mask, cache)
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), cache
+
+
+class DraftHead(nn.Module):
+    """What both heads share: the embedding, positions and masks, and the drafting of a tree.
+
+    Tree parameters are attributes and may be changed between generations: `total_tokens` (drafts, one less than the
+    `total_token` given), `depth`, `top_k`, `threshold` (part of the interface, not used), and `tree_choices` (rank
+    paths of a fixed tree, which then decide `total_tokens`; None: a dynamic tree). `stable_kv` holds the keys and
+    values of the accepted tokens.
+    """
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        total_token: int = 60,
+        depth: int = 7,
+        top_k: int = 10,
+        threshold: float = 1.0,
+        tree_choices: TreeChoices | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.hidden_size = config.hidden_size
+        self.vocab_size = config.vocab_size
+        self._total_tokens = total_token - 1
+        self.depth = depth
+        self.top_k = top_k
+        self.threshold = math.log(threshold)
+        self.tree_choices = tree_choices
+        self.stable_kv: HeadCache | None = None
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.register_buffer("d2t", None)
+        self.register_buffer("t2d", None)
+
+    @property
+    def total_tokens(self) -> int:
+        """Drafts in a tree, the root not counted."""
+        return self._total_tokens if self.tree_choices is None else len(self.tree_choices)
+
+    @total_tokens.setter
+    def total_tokens(self, drafts: int) -> None:
+        self._total_tokens = drafts
+
+    def forward(
+        self,
+        features: Tensor,
+        input_ids: Tensor,
+        cache: HeadCache | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> tuple[Tensor, HeadCache]:
+        """One pass of the head.
+
+        features: [B, T, F], the target's features at each position, or the head's own output [B, T, H].
+        input_ids: [B, T] int64 target ids, the token that follows each position.
+        cache: what an earlier call returned, with S rows; None: empty.
+        position_ids: [B, T] or [T] int64; default S..S+T-1.
+        attention_mask: bool (true: may attend) or additive, broadcastable to [B, 1, T, S + T]; default causal.
+        Returns (hidden [B, T, H] in the dtype of features, the cache with S + T rows).
+        """
+        past = 0 if cache is None else cache[0][0].shape[2]
+        length = input_ids.shape[1]
+        device = features.device
+        if position_ids is None:
+            position_ids = torch.arange(past, past + length, device=device)
+        if attention_mask is None and past > 0:
+            attention_mask = torch.ones(length, past + length, dtype=torch.bool, device=device).tril(past)
+        rotation = self.rotation(position_ids, features.dtype)
+        embedding = self.embed_tokens(input_ids).to(features.dtype)
+        return self.run_layers(embedding, features, rotation, attention_mask, cache)
+
+    def run_layers(self, embedding, features, rotation, mask, cache) -> tuple[Tensor, HeadCache]:
+        """The head's own part of `forward`."""
+        raise NotImplementedError
+
+    def rotation(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin for `rotate`, [B or 1, 1, T, d], from positions [B, T] or [T]; computed in fp32."""
+        angles = position_ids.reshape(-1, position_ids.shape[-1]).float()[:, None, :, None]
+        angles = angles * rotary_frequencies(self.config, position_ids.device)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def draft_logits(self, hidden: Tensor, target_head: nn.Module | None = None) -> Tensor:
+        """Logits [..., Vd] of the token after the one that gave `hidden` [..., H]."""
+        raise NotImplementedError
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft ids to target ids, int64, any shape."""
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+
+    def reset_kv(self) -> None:
+        """Forget the sequence drafted for so far."""
+        self.stable_kv = None
+
+    def init_tree(self) -> None:
+        """ValueError if the tree parameters make no tree."""
+        if self.tree_choices is None:
+            check_dynamic_tree(self.total_tokens, self.depth, self.top_k, self.config.draft_vocab_size)
+        elif (needed := fixed_tree(self.tree_choices).branching) > self.config.draft_vocab_size:
+            raise ValueError(
+                f"tree_choices: ranks up to {needed - 1} pass the draft vocabulary ({self.config.draft_vocab_size})"
+            )
+
+    @torch.no_grad()
+    def topK_genrate(  # noqa: N802  (the name under which people know it)
+        self, hidden_states: Tensor, input_ids: Tensor, head: nn.Module, logits_processor: Any = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Draft the next tree.
+
+        hidden_states: [1, T, F] target features of the tokens committed since the last call (or of all, after
+        `reset_kv`). input_ids: [1, L] int64, the whole sequence with the root as its last token. head: the target's
+        LM head (EAGLE-1/2 use it). logits_processor: only whether it is None counts, for the order of the paths.
+        Raises RuntimeError if the head's logits contain NaN.
+        Returns draft_tokens [1, N] int64 (root first), retrieve_indices [leaves, depth + 1] int64 on the CPU (node
+        indices of each path, padded with -1), tree_mask [1, 1, N, N] fp32 (1: self or ancestor) and
+        tree_position_ids [N] int64 (depths).
+        """
+        self.init_tree()
+        root = input_ids[0, -1:].to(hidden_states.device)
+        following = input_ids[:, 1:].to(hidden_states.device)
+        known = 0 if self.stable_kv is None else self.stable_kv[0][0].shape[2]
+        hidden, cache = self(hidden_states, following[:, known:], self.stable_kv)
+        self.stable_kv = cache
+        length = following.shape[1]
+        broken = []  # per pass whether a logit was NaN, read once at the end
+
+        def log_probs_of(hidden: Tensor) -> Tensor:
+            logits = self.draft_logits(hidden[0], head)
+            broken.append(logits.isnan().any())
+            return logits.log_softmax(dim=-1)
+
+        def expand(tokens: Tensor, hidden: Tensor, visible: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+            nonlocal cache
+            mask = torch.cat((visible.new_ones(len(tokens), length), visible), dim=1)
+            positions = torch.full_like(tokens, length + depth - 1)
+            hidden, cache = self(hidden, tokens[None], cache, positions, mask)
+            return log_probs_of(hidden), hidden
+
+        last = hidden[:, -1:]
+        log_probs = log_probs_of(last)
+        if self.tree_choices is None:
+            drafts, parents = grow_dynamic_tree(
+                log_probs, last, expand, self.to_target_ids, self.total_tokens, self.depth, self.top_k
+            )
+        else:
+            tree = fixed_tree(self.tree_choices)
+            drafts, parents = grow_fixed_tree(log_probs, last, expand, self.to_target_ids, tree)
+        if torch.stack(broken).any():
+            raise RuntimeError("the draft head's logits contain NaN: no tree can be drafted from them")
+        mask = ancestor_mask(parents)
+        paths = retrieve_paths(parents.tolist(), by_path=logits_processor is not None)
+        return torch.cat((root, drafts))[None], torch.tensor(paths), mask.float()[None, None], mask.sum(1) - 1
+
+
+class Eagle3Head(DraftHead):
+    """EAGLE-3 (arXiv:2503.01840): features of three target layers, a vocabulary and an LM head of its own.
+
+    `d2t` [Vd] int64 holds offsets (target id = draft id + d2t[draft id]) and `t2d` [V] bool says which target ids can
+    be drafted; both are None when the draft vocabulary is the whole one.
+    """
+
+    def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        features = len(config.feature_layers or (0, 0, 0)) * config.target_hidden_size
+        self.fc = nn.Linear(features, config.hidden_size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        if config.draft_vocab_size != config.vocab_size:
+            self.d2t = torch.zeros(config.draft_vocab_size, dtype=torch.long)
+            self.t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
+
+    def run_layers(self, embedding, features, rotation, mask, cache) -> tuple[Tensor, HeadCache]:
+        """`fc` for target features (wider than the embedding), then the layer; the result is not normalised."""
+        hidden = self.fc(features) if features.shape[-1] != embedding.shape[-1] else features
+        hidden, rows = self.midlayer(embedding, hidden, rotation, mask, None if cache is None else cache[0])
+        return hidden, (rows,)
+
+    def draft_logits(self, hidden: Tensor, target_head: nn.Module | None = None) -> Tensor:
+        """[..., Vd] from hidden [..., H]; `target_head` is not used."""
+        return self.lm_head(self.norm(hidden))
+
+
+class Eagle1Head(DraftHead):
+    """EAGLE-1 and EAGLE-2 (arXiv:2401.15077, 2406.16858): last hidden states of the target and its LM head."""
+
+    def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.draft_vocab_size != config.vocab_size:
+            raise ValueError(
+                f"Eagle1Head: drafts over the target's vocabulary ({config.vocab_size}), "
+                f"got draft_vocab_size={config.draft_vocab_size}"
+            )
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
+        self.layers = nn.ModuleList(Eagle1Layer(config, index) for index in range(config.num_hidden_layers))
+
+    def run_layers(self, embedding, features, rotation, mask, cache) -> tuple[Tensor, HeadCache]:
+        """`fc` over embedding and features, then the layers."""
+        hidden = self.fc(torch.cat((embedding, features), dim=-1))
+        rows = []
+        for index, layer in enumerate(self.layers):
+            hidden, new = layer(hidden, rotation, mask, None if cache is None else cache[index])
+            rows.append(new)
+        return hidden, tuple(rows)
+
+    def draft_logits(self, hidden: Tensor, target_head: nn.Module | None = None) -> Tensor:
+        """[..., V] from hidden [..., H] by the target's LM head. Raises ValueError without one."""
+        if target_head is None:
+            raise ValueError("Eagle1Head.draft_logits: needs the target's lm_head, got None")
+        return target_head(hidden)

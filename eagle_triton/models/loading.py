@@ -1,0 +1,275 @@
+"""Reading targets and draft heads from disk or the hub, in every layout in which people publish them.
+
+Heads come in two layouts. SafeAILab's: config fields at the top level, the EAGLE-3 layer called `midlayer`. That of
+speculators, vLLM and SGLang: the layer called `layers.0`, an optional `model.` prefix, the sizes in
+`transformer_layer_config`, target layers named by `eagle_aux_hidden_state_layer_ids`. Both become the names of
+`heads`. Everything is checked before anything is built.
+"""
+
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from packaging.version import Version
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from .heads import DraftConfig, DraftHead, Eagle1Head, Eagle3Head
+from .target import SUPPORTED, check_architecture, default_feature_layers
+
+DEMO = Path(__file__).parent.parent / "demo"
+TARGET_FOLDER = "target"
+HEAD_FOLDERS = {True: "eagle3", False: "eagle1"}  # by use_eagle3
+TREE_FIELDS = ("total_token", "depth", "top_k", "threshold", "tree_choices")
+
+# Tensors that some exporters add and no head uses: the target's own, for training, and constants.
+UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
+
+
+def locate(base_model_path: str, ea_model_path: str | None, use_eagle3: bool) -> tuple[str, str, bool]:
+    """Where target and head are: (target path or hub id, head path or hub id, whether it is an EAGLE-3 head).
+
+    `base_model_path` alone is "demo" or a directory with the subfolders that `save_pretrained` writes; if it holds
+    one head only, that one is taken. Raises ValueError or FileNotFoundError.
+    """
+    if ea_model_path is not None:
+        return str(base_model_path), str(ea_model_path), use_eagle3
+    root = DEMO if str(base_model_path) == "demo" else Path(base_model_path)
+    heads = [kind for kind, folder in HEAD_FOLDERS.items() if (root / folder / "config.json").is_file()]
+    if not heads or not (root / TARGET_FOLDER / "config.json").is_file():
+        raise FileNotFoundError(
+            f"ea_model_path: needed, because {str(root)!r} does not hold both a target and a head "
+            f"(subfolders {TARGET_FOLDER!r} and {' or '.join(HEAD_FOLDERS.values())})"
+        )
+    kind = use_eagle3 if use_eagle3 in heads else heads[0]
+    return str(root / TARGET_FOLDER), str(root / HEAD_FOLDERS[kind]), kind
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and no load reports from transformers inside; its settings come back after."""
+    bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+# --- the target ---
+
+
+def read_target_config(path: str) -> Any:
+    """The target's config. Raises FileNotFoundError without a config.json, ValueError for an unknown architecture."""
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise FileNotFoundError(f"target: no config.json in {path!r}")
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"target {path!r}: expected one of {', '.join(SUPPORTED)}: {error}") from error
+    check_architecture(config)
+    return config
+
+
+def load_target(path: str, **kwargs: Any) -> nn.Module:
+    """The target in eval mode, fp32 unless `dtype` (or `torch_dtype`) says otherwise; kwargs go to transformers.
+
+    Raises FileNotFoundError for missing files, ValueError for files that cannot be read or lack weights.
+    """
+    dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or torch.float32
+    kwargs.pop("torch_dtype", None)
+    kwargs["dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"] = dtype
+    try:
+        with quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
+    except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"target {path!r}: the weights cannot be read: {error}") from error
+    except OSError as error:
+        raise FileNotFoundError(f"target {path!r}: {error}") from error
+    check_keys(f"target {path!r}", info["missing_keys"], info["unexpected_keys"])
+    check_architecture(model.config)
+    return model.eval()
+
+
+def load_tokenizer(path: str) -> Any | None:
+    """The tokenizer that lies beside the target, None if a local directory holds none."""
+    local = Path(path)
+    if local.is_dir() and not any(local.glob("tokenizer*")) and not (local / "vocab.json").is_file():
+        return None
+    with quiet():
+        return AutoTokenizer.from_pretrained(path)
+
+
+# --- the head ---
+
+
+def read_head(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(content of config.json, tensors under their published names) of a head, from a directory or a hub id.
+
+    Weights are *.safetensors, else pytorch_model.bin. Raises FileNotFoundError for missing files, ValueError for
+    files that cannot be read.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        if directory.is_absolute() or str(path).startswith("."):
+            raise FileNotFoundError(f"draft head: no directory {path!r}")
+        directory = Path(
+            snapshot_download(str(path), allow_patterns=["config.json", "*.safetensors", "pytorch_model.bin"])
+        )
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(f"draft head: no config.json in {path!r}")
+    files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model.bin"))
+    if not files:
+        raise FileNotFoundError(f"draft head: no weights (*.safetensors or pytorch_model.bin) in {path!r}")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"draft head: {str(file)!r} cannot be read, truncated or not weights: {error}") from error
+    return json.loads((directory / "config.json").read_text(encoding="utf-8")), tensors
+
+
+def read_draft_config(raw: Mapping[str, Any]) -> DraftConfig:
+    """The config of a head from config.json, either layout.
+
+    Target layers: a top-level `eagle_aux_hidden_state_layer_ids` names layers by their input, as vLLM reads it; the
+    same field inside `eagle_config` by their output, as SGLang does. Raises ValueError for what no head here does.
+    """
+    config = dict(raw)
+    if nested := config.pop("transformer_layer_config", None):
+        if "norm_before_residual" not in config:
+            raise ValueError("draft head: config.json lacks norm_before_residual, which this layout must state")
+        config = {**nested, **{name: value for name, value in config.items() if value is not None}}
+    if config.get("norm_before_fc"):
+        raise ValueError("draft head: norm_before_fc is not supported")
+    eagle = config.get("eagle_config") or {}
+    if not eagle.get("use_aux_hidden_state", True):
+        raise ValueError("draft head: EAGLE-3 without auxiliary hidden states is not supported")
+    inputs = config.get("eagle_aux_hidden_state_layer_ids")
+    outputs = eagle.get("eagle_aux_hidden_state_layer_ids")
+    config["feature_layers"] = inputs or (outputs and [layer + 1 for layer in outputs])
+    return DraftConfig.from_dict(config)
+
+
+def rename_tensors(tensors: Mapping[str, Tensor], use_eagle3: bool) -> dict[str, Tensor]:
+    """Published names, either layout, to those of `heads`; tensors that no head uses are left out."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        name = name.removeprefix("model.")
+        if use_eagle3 and name.startswith("layers.0."):
+            name = "midlayer." + name.removeprefix("layers.0.")
+        if not name.endswith(UNUSED):
+            renamed[name] = tensor
+    return renamed
+
+
+def load_head(path: str, use_eagle3: bool, target_config: Any, tree: Mapping[str, Any]) -> DraftHead:
+    """A head that fits the target. Without an embedding of its own, `embed_tokens.weight` stays on the meta device.
+
+    tree: keyword arguments of `DraftHead`; where `save_pretrained` stored a tree, None takes the stored value.
+    Raises FileNotFoundError and ValueError, before any weight of the target is read.
+    """
+    raw, tensors = read_head(path)
+    config = read_draft_config(raw)
+    tensors = rename_tensors(tensors, use_eagle3)
+    query = tensors.get("midlayer.self_attn.q_proj.weight" if use_eagle3 else "layers.0.self_attn.q_proj.weight")
+    if query is not None:  # some configs leave head_dim out or wrong; the weights decide
+        config = config.replace(head_dim=query.shape[0] // config.num_attention_heads)
+    if not use_eagle3:
+        config = config.replace(draft_vocab_size=config.vocab_size)
+    check_fit(config, target_config, use_eagle3)
+
+    with torch.device("meta"):
+        head = (Eagle3Head if use_eagle3 else Eagle1Head)(config, **resolve_tree(tree, raw.get("tree") or {}))
+    head.init_tree()
+    if use_eagle3:
+        settle_vocabulary(config, tensors)
+    expected = head.state_dict()
+    borrowed = {"embed_tokens.weight"} if config.hidden_size == target_config.hidden_size else set()
+    check_keys(f"draft head {path!r}", expected.keys() - tensors.keys() - borrowed, tensors.keys() - expected.keys())
+    if wrong := [name for name, tensor in tensors.items() if tensor.shape != expected[name].shape]:
+        name = wrong[0]
+        raise ValueError(
+            f"draft head {path!r}: {name} must be {list(expected[name].shape)} after config.json and target, "
+            f"got {list(tensors[name].shape)}"
+        )
+    head.load_state_dict(tensors, strict=False, assign=True)
+    return head
+
+
+def resolve_tree(asked: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Tree arguments: what was asked for, else what was stored, else left to `DraftHead`'s defaults."""
+    merged = {name: stored.get(name) if asked.get(name) is None else asked[name] for name in TREE_FIELDS}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def settle_vocabulary(config: DraftConfig, tensors: dict[str, Tensor]) -> None:
+    """Complete and check the vocabulary tables `d2t` and `t2d` of an EAGLE-3 checkpoint, in place.
+
+    A full draft vocabulary has none; a missing `t2d` follows from `d2t`. Raises ValueError for a `d2t` that leaves
+    the target's vocabulary or names a token twice.
+    """
+    offsets = tensors.get("d2t")
+    if config.draft_vocab_size == config.vocab_size:
+        if offsets is not None and offsets.any():
+            raise ValueError("draft head: d2t reorders a full vocabulary, which is not supported")
+        tensors.pop("d2t", None)
+        tensors.pop("t2d", None)
+    elif offsets is not None:
+        ids = offsets.long() + torch.arange(len(offsets))
+        if ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) < len(ids):
+            raise ValueError(
+                f"draft head: d2t must map draft ids to different target ids below {config.vocab_size}, "
+                f"got {int(ids.min())}..{int(ids.max())}"
+            )
+        tensors["d2t"] = offsets.long()
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+
+
+def check_fit(config: DraftConfig, target_config: Any, use_eagle3: bool) -> None:
+    """ValueError unless a head of this config can serve the target: vocabulary, hidden size, feature layers."""
+    if config.vocab_size != target_config.vocab_size:
+        raise ValueError(
+            f"head and target do not fit: the head's vocabulary has {config.vocab_size} tokens, "
+            f"the target's {target_config.vocab_size}"
+        )
+    width = config.target_hidden_size if use_eagle3 else config.hidden_size
+    if width != target_config.hidden_size:
+        raise ValueError(
+            f"head and target do not fit: the head expects hidden size {width}, "
+            f"the target has {target_config.hidden_size}"
+        )
+    if use_eagle3:
+        if config.num_hidden_layers != 1:
+            raise ValueError(f"draft head: EAGLE-3 heads have one layer, got {config.num_hidden_layers}")
+        layers = config.feature_layers or default_feature_layers(target_config.num_hidden_layers)
+        if any(not 0 <= layer < target_config.num_hidden_layers for layer in layers):
+            raise ValueError(
+                f"head and target do not fit: the head sees layers {list(layers)}, "
+                f"the target has {target_config.num_hidden_layers}"
+            )
+        if len(layers) * config.target_hidden_size == config.hidden_size:
+            raise ValueError("draft head: target features as wide as its hidden states cannot be told apart")
+
+
+def check_keys(whose: str, missing: Any, unexpected: Any) -> None:
+    """ValueError naming tensors that a checkpoint lacks or has too many of; `whose`: what to call it."""
+    unexpected = [name for name in unexpected if not name.endswith(UNUSED)]
+    for names, what in ((missing, "lacks"), (unexpected, "has unexpected")):
+        if names:
+            names = sorted(names)
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ValueError(f"{whose}: the checkpoint {what} {', '.join(names[:5])}{more}")

@@ -1,0 +1,119 @@
+"""Running the target model: its cache, its attention masks and the features it hands to the draft head."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def check_architecture(config: Any) -> None:
+    """ValueError unless `config` is of a target that EaModel can run, with an attention that takes our masks."""
+    if config.model_type not in SUPPORTED:
+        raise ValueError(f"target: expected one of {', '.join(SUPPORTED)}, got model_type {config.model_type!r}")
+    attention = getattr(config, "_attn_implementation", None)
+    if attention not in (None, "sdpa", "eager"):
+        raise ValueError(f"target: attn_implementation must be 'sdpa' or 'eager', got {attention!r}")
+
+
+def default_feature_layers(layers: int) -> tuple[int, ...]:
+    """The layers whose inputs an EAGLE-3 head sees: 2, L // 2 and L - 3.
+
+    Raises ValueError for a target in which these are not three layers.
+    """
+    chosen = sorted({2, layers // 2, layers - 3})
+    if len(chosen) < 3 or chosen[0] < 0 or chosen[-1] >= layers:
+        raise ValueError(
+            f"target: EAGLE-3 features come from layers 2, L // 2 and L - 3, which are not three different layers "
+            f"for L = {layers}; the head's config.json must name them (eagle_aux_hidden_state_layer_ids)"
+        )
+    return tuple(chosen)
+
+
+class TargetCache(Cache):
+    """Keys and values of every layer, each [B, Hkv, rows, d], growing by concatenation.
+
+    It derives from `Cache` only because the models ask for one; nothing is inherited.
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append the rows of one layer, [B, Hkv, T, d] each; returns all its rows."""
+        if layer_idx == len(self.layers):
+            self.layers.append((key, value))
+        else:
+            old_key, old_value = self.layers[layer_idx]
+            self.layers[layer_idx] = torch.cat((old_key, key), dim=2), torch.cat((old_value, value), dim=2)
+        return self.layers[layer_idx]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Rows held."""
+        return self.layers[layer_idx][0].shape[2] if len(self.layers) > layer_idx else 0
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep these rows of every layer, [n] int64, in this order."""
+        self.layers = [
+            (key.index_select(2, rows.to(key.device)), value.index_select(2, rows.to(value.device)))
+            for key, value in self.layers
+        ]
+
+
+def attention_mask(
+    config: Any, past: int, positions: Tensor, dtype: torch.dtype, visible: Tensor | None = None
+) -> Tensor | dict[str, Tensor]:
+    """Additive attention mask for T new tokens over `past` cached ones, as the target's forward takes it.
+
+    positions: [T] int64 of the new tokens; the cached ones are at 0..past-1. visible: [T, T] bool among the new
+    tokens (a draft tree), None for causal. Returns [1, 1, T, past + T] in `dtype`, 0 or the lowest finite value; for
+    Qwen a dict of such masks by layer type. Sliding windows of the target are observed.
+    """
+    device = positions.device
+    if visible is None:
+        visible = torch.ones(len(positions), len(positions), dtype=torch.bool, device=device).tril()
+    visible = torch.cat((visible.new_ones(len(positions), past), visible), dim=1)
+    additive = lambda seen: torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[None, None]  # noqa: E731
+
+    window = getattr(config, "sliding_window", None)
+    masks = {"full_attention": additive(visible)}
+    if window is not None:
+        distance = positions[:, None] - torch.cat((torch.arange(past, device=device), positions))
+        masks["sliding_attention"] = additive(visible & (distance < window))
+    if config.model_type in ("qwen2", "qwen3"):
+        return masks
+    return masks["sliding_attention"] if window is not None else masks["full_attention"]
+
+
+def run_target(
+    base_model: nn.Module,
+    input_ids: Tensor,
+    cache: TargetCache,
+    positions: Tensor | None = None,
+    visible: Tensor | None = None,
+    feature_layers: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One forward of the target without its LM head; the new keys and values are appended to `cache`.
+
+    input_ids: [1, T] int64. positions: [T] int64, default the rows that follow the cache. visible: as for
+    `attention_mask`. feature_layers: layers whose inputs are the features, None for the last hidden state.
+    Returns (last hidden state [1, T, H], features [1, T, F]).
+    """
+    past = cache.get_seq_length()
+    if positions is None:
+        positions = torch.arange(past, past + input_ids.shape[1], device=input_ids.device)
+    outputs = base_model.model(
+        input_ids=input_ids,
+        attention_mask=attention_mask(base_model.config, past, positions, base_model.dtype, visible),
+        position_ids=positions[None],
+        past_key_values=cache,
+        use_cache=True,
+        output_hidden_states=feature_layers is not None,
+    )
+    hidden = outputs.last_hidden_state
+    if feature_layers is None:
+        return hidden, hidden
+    return hidden, torch.cat([outputs.hidden_states[i].to(hidden.device) for i in feature_layers], dim=-1)

@@ -1,0 +1,111 @@
+"""Choosing tokens: one from a row of logits, or the accepted path of a draft tree.
+
+The sampled walk is lossless: whatever the tree, the tokens follow the target's own (processed) distribution. Drafts
+are proposed with certainty, so a draft is accepted with the target's probability of it, and a rejected draft leaves
+the distribution without its mass (arXiv:2302.01318, with a point mass as the proposal).
+"""
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+
+def eagle_warpers(temperature: float, top_p: float, top_k: float) -> LogitsProcessorList | None:
+    """Temperature, then top-p, then top-k, the order of the original EaModel; None means greedy.
+
+    Sampling needs temperature > 1e-5; top_p counts in [1e-8, 1), top_k above 0.
+    """
+    if temperature <= 1e-5:
+        return None
+    warpers = LogitsProcessorList()
+    if temperature != 1.0:
+        warpers.append(TemperatureLogitsWarper(float(temperature)))
+    if 1e-8 <= top_p < 1.0:
+        warpers.append(TopPLogitsWarper(float(top_p)))
+    if top_k > 0:
+        warpers.append(TopKLogitsWarper(int(top_k)))
+    return warpers
+
+
+def generate_warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList:
+    """Temperature, top-k, top-p, min-p, the order of Hugging Face's `generate`; neutral values are 1, 0, 1, 0.
+
+    Raises ValueError for a value out of range.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature: must be positive when sampling, got {temperature} (greedy: do_sample=False)")
+    if top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p <= 1:
+        raise ValueError(
+            f"sampling: expected top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, "
+            f"got top_k={top_k}, top_p={top_p}, min_p={min_p}"
+        )
+    warpers = LogitsProcessorList()
+    if temperature != 1.0:
+        warpers.append(TemperatureLogitsWarper(float(temperature)))
+    if top_k > 0:
+        warpers.append(TopKLogitsWarper(int(top_k)))
+    if top_p < 1.0:
+        warpers.append(TopPLogitsWarper(float(top_p)))
+    if min_p > 0:
+        warpers.append(MinPLogitsWarper(float(min_p)))
+    return warpers
+
+
+def probabilities(logits: Tensor, warpers: LogitsProcessorList) -> Tensor:
+    """Processed distribution [V] fp32 from logits [V]."""
+    return warpers(None, logits.float()[None])[0].softmax(dim=-1)
+
+
+def choose(logits: Tensor, warpers: LogitsProcessorList | None, generator: torch.Generator | None = None) -> Tensor:
+    """The next token, [1] int64, from logits [V]: the likeliest, or a sample of the processed distribution."""
+    if warpers is None:
+        return logits.argmax(dim=-1, keepdim=True)
+    return torch.multinomial(probabilities(logits, warpers), 1, generator=generator)
+
+
+def children_of(tree_mask: Tensor, depths: Tensor) -> list[list[int]]:
+    """Per node its children in node order, from tree_mask [N, N] bool (self and ancestors) and depths [N] int64."""
+    child = tree_mask & (depths[:, None] == depths[None, :] + 1)
+    return [child[:, node].nonzero().flatten().tolist() for node in range(len(depths))]
+
+
+def verify_tree(
+    tokens: Tensor,
+    children: list[list[int]],
+    logits: Tensor,
+    warpers: LogitsProcessorList | None,
+    generator: torch.Generator | None = None,
+) -> tuple[list[int], Tensor]:
+    """Walk the draft tree with the target's logits.
+
+    tokens: [N] int64, the root first. children: per node, in the order in which they are tried. logits: [N, V].
+    warpers: None for greedy. Returns (the accepted nodes from the root on, the token that follows them [1] int64).
+    """
+    drafts = tokens.tolist()
+    if warpers is None:
+        wanted = logits.argmax(dim=-1)
+        path, targets = [0], wanted.tolist()
+        while step := [child for child in children[path[-1]] if drafts[child] == targets[path[-1]]]:
+            path.append(step[0])
+        return path, wanted[path[-1], None]
+
+    path = [0]
+    while True:
+        law = probabilities(logits[path[-1]], warpers)
+        for child in children[path[-1]]:
+            rest = law.clone()
+            rest[drafts[child]] = 0
+            mass = rest.sum()
+            accepted = torch.rand((), generator=generator, device=law.device) < law[drafts[child]]
+            if accepted or mass == 0:
+                path.append(child)
+                break
+            law = rest / mass
+        else:
+            return path, torch.multinomial(law, 1, generator=generator)

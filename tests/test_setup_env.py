@@ -1,0 +1,319 @@
+"""setup_env.py: the report for every kind of machine, the installation without pip, and the command line."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import setup_env
+from setup_env import INSTALL, STAMP, TRITON, UNFINISHED
+
+ROOT = Path(__file__).resolve().parent.parent
+GPU = {"name": "NVIDIA H200", "capability": "9.0", "memory_gib": 139.8}
+
+
+def machine(**changes):
+    """The facts of a usable machine without a GPU, with changes."""
+    facts = {
+        "python": "3.11.7",
+        "executable": ".venv/bin/python",
+        "packages": {
+            "torch": "2.13.0+cpu",
+            TRITON: "3.7.1",
+            "transformers": "5.23.0",
+            "accelerate": "1.15.0",
+            "safetensors": "0.8.0",
+            "eagle-llm": None,
+        },
+        "torch": {"error": None, "cuda": None, "gpus": []},
+        "eagle": {"path": None, "error": None},
+        "nvidia": {"error": None, "driver": None, "gpus": []},
+    }
+    for name, value in changes.items():
+        facts[name] = facts[name] | value if isinstance(value, dict) else value
+    return facts
+
+
+def row(facts, name):
+    return next(row for row in setup_env.check(facts) if row.name == name)
+
+
+# --- The report.
+
+
+def test_a_machine_without_a_gpu_is_usable():
+    rows = setup_env.check(machine())
+    assert {row.status for row in rows} == {"ok"}
+    assert row(machine(), "GPU").comment == "runs on the CPU"
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [
+        ("torch", None),
+        ("torch", "2.5.1+cu124"),
+        ("transformers", None),
+        ("transformers", "4.52.4"),
+        ("transformers", "6.0.0"),
+        ("accelerate", None),
+        ("safetensors", "0.4.2"),
+    ],
+)
+def test_missing_and_wrong_versions_are_faults(name, version):
+    found = row(machine(packages={name: version}), name)
+    assert (found.status, found.mend) == ("fault", INSTALL)
+
+
+@pytest.mark.parametrize("version", ["4.53.0", "4.53.3", "5.0.0rc1", "5.23.0"])
+def test_supported_transformers(version):
+    assert row(machine(packages={"transformers": version}), "transformers").status == "ok"
+
+
+@pytest.mark.parametrize(("version", "status"), [("3.10.0", "ok"), ("3.13.9", "ok"), ("3.14.0", "fault")])
+def test_python_versions(version, status):
+    assert row(machine(python=version), "Python").status == status
+
+
+def test_torch_that_does_not_import():
+    found = row(machine(torch={"error": "OSError: libcudart.so.13 not found"}), "torch")
+    assert found.status == "fault"
+    assert "libcudart" in found.comment
+    assert found.mend.startswith(".venv/bin/python -m pip install")
+
+
+@pytest.mark.parametrize(("system", "status"), [("linux", "fault"), ("darwin", "note")])
+def test_missing_triton_is_a_fault_where_it_is_published(monkeypatch, system, status):
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert row(machine(packages={TRITON: None}), TRITON).status == status
+
+
+def test_gpu_that_torch_sees():
+    facts = machine(torch={"cuda": "13.0", "gpus": [GPU]}, nvidia={"driver": "580.65", "gpus": [GPU]})
+    assert row(facts, "CUDA driver").value == "580.65"
+    assert row(facts, "GPU") == ("GPU", "NVIDIA H200", "ok", "compute capability 9.0, 139.8 GiB", "")
+
+
+def test_gpu_that_torch_does_not_see():
+    found = row(machine(nvidia={"driver": "580.65", "gpus": [GPU]}), "GPU")
+    assert found.status == "note"
+    assert "built for the CPU, does not see it under driver 580.65" in found.comment
+    assert "EAGLE_TRITON_TORCH_SPEC" in found.mend
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "transformers", "status", "comment"),
+    [
+        (None, None, "5.23.0", "ok", "optional"),
+        ("eagle.py", None, "4.53.3", "ok", "eagle.py"),
+        ("eagle.py", "ImportError: LossKwargs", "5.23.0", "note", "only under transformers 4.53.x, not 5.23"),
+        ("eagle.py", "ImportError: fschat", "4.53.3", "note", "eagle.py: ImportError: fschat"),
+    ],
+    ids=["absent", "importable", "other-transformers", "other-cause"],
+)
+def test_eagle_package(path, error, transformers, status, comment):
+    facts = machine(eagle={"path": path, "error": error}, packages={"transformers": transformers})
+    found = row(facts, "EAGLE package")
+    assert found.status == status
+    assert comment in found.comment
+    assert ("constraints-upstream.txt" in found.mend) == (status == "note")
+
+
+def test_bounds_are_those_of_setup_py():
+    setup = (ROOT / "setup.py").read_text()
+    for name, (low, below) in setup_env.REQUIRED.items():
+        assert f"{name}>={low}{f',<{below}' if below else ''}" in setup
+
+
+def fake_tool(directory: Path, name: str, script: str) -> None:
+    tool = directory / name
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the stand-in for nvidia-smi is a shell script")
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("echo '580.65, NVIDIA H200, 9.0, 143155'", {"error": None, "driver": "580.65", "gpus": [GPU]}),
+        (
+            "echo '580.65, NVIDIA GB10, 12.1, [N/A]'",
+            {
+                "error": None,
+                "driver": "580.65",
+                "gpus": [{"name": "NVIDIA GB10", "capability": "12.1", "memory_gib": None}],
+            },
+        ),
+        ("echo 'no devices'; exit 9", {"error": "no devices", "driver": None, "gpus": []}),
+    ],
+    ids=["gpu", "shared-memory", "failure"],
+)
+def test_nvidia_smi(tmp_path, monkeypatch, script, expected):
+    fake_tool(tmp_path, "nvidia-smi", script)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert setup_env.inspect_driver() == expected
+
+
+# --- The installation, with pip and venv replaced by a record of the calls.
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The commands that an installation would run; making the environment makes its Python."""
+    recorded = []
+
+    def record(command):
+        recorded.append(command)
+        if command[1:3] == ["-m", "venv"]:
+            python = setup_env.environment_python(Path(command[3]))
+            python.parent.mkdir()
+            python.touch()
+
+    monkeypatch.setattr(setup_env, "run", record)
+    monkeypatch.delenv("EAGLE_TRITON_TORCH_SPEC", raising=False)
+    return recorded
+
+
+@pytest.fixture
+def constraints(tmp_path):
+    file = tmp_path / "constraints.txt"
+    file.write_text("torch==2.13.0\n")
+    return file
+
+
+def test_install_takes_torch_first_then_the_rest(tmp_path, calls, constraints):
+    setup_env.install(tmp_path / "env", constraints, ["eagle-llm==1.2.1"])
+    make, torch, rest, extra = calls
+    assert make == [sys.executable, "-m", "venv", str(tmp_path / "env")]
+    assert torch[-3:] == ["-c", str(constraints), "torch"]
+    assert rest[-4:] == ["-c", str(constraints), "-e", f"{ROOT}[test,benchmark,dev]"]
+    assert extra[-2:] == ["--no-deps", "eagle-llm==1.2.1"]
+
+
+def test_install_again_does_nothing(tmp_path, calls, constraints):
+    setup_env.install(tmp_path / "env", constraints, [])
+    calls.clear()
+    setup_env.install(tmp_path / "env", constraints, [])
+    assert calls == []
+
+
+def test_install_with_other_constraints_keeps_the_environment(tmp_path, calls, constraints):
+    setup_env.install(tmp_path / "env", constraints, [])
+    calls.clear()
+    constraints.write_text("torch==2.14.0\n")
+    setup_env.install(tmp_path / "env", constraints, [])
+    assert [command[1:4] for command in calls] == [["-m", "pip", "install"]] * 2
+
+
+def test_interrupted_install_starts_from_nothing(tmp_path, calls, constraints, monkeypatch):
+    environment = tmp_path / "env"
+    with monkeypatch.context() as patch:
+        patch.setattr(setup_env, "pip", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            setup_env.install(environment, constraints, [])
+    assert (environment / STAMP).read_text() == UNFINISHED
+    (environment / "half-written").touch()
+    setup_env.install(environment, constraints, [])
+    assert not (environment / "half-written").exists()
+    assert (environment / STAMP).read_text() != UNFINISHED
+
+
+def test_environment_of_another_python_is_made_anew(tmp_path, calls, constraints, monkeypatch):
+    setup_env.install(tmp_path / "env", constraints, [])
+    calls.clear()
+    monkeypatch.setattr(setup_env, "python_series", lambda: "3.99")
+    setup_env.install(tmp_path / "env", constraints, [])
+    assert calls[0][1:3] == ["-m", "venv"]
+
+
+def test_somebody_elses_directory_is_left_alone(tmp_path, calls, constraints):
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env/precious").touch()
+    with pytest.raises(setup_env.SetupError, match="was not made by setup_env.py"):
+        setup_env.install(tmp_path / "env", constraints, [])
+    assert [path.name for path in (tmp_path / "env").iterdir()] == ["precious"]
+    assert calls == []
+
+
+def test_torch_spec_comes_from_the_environment(tmp_path, calls, constraints, monkeypatch):
+    monkeypatch.setenv("EAGLE_TRITON_TORCH_SPEC", "torch==2.13.0+cpu --no-index")
+    setup_env.install(tmp_path / "env", constraints, [])
+    assert calls[1][-2:] == ["torch==2.13.0+cpu", "--no-index"]
+
+
+def test_missing_ensurepip_names_the_package(tmp_path, constraints, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(setup_env.SetupError, match=r"sudo apt install python3\.\d+-venv"):
+        setup_env.install(tmp_path / "env", constraints, [])
+
+
+def test_python_out_of_range_installs_nothing(tmp_path, constraints, monkeypatch):
+    monkeypatch.setattr("platform.python_version", lambda: "3.14.0")
+    with pytest.raises(setup_env.SetupError, match=r"needs Python 3\.10-3\.13, this is 3\.14\.0"):
+        setup_env.install(tmp_path / "env", constraints, [])
+    assert not (tmp_path / "env").exists()
+
+
+def test_failing_command_is_named():
+    with pytest.raises(setup_env.SetupError, match="exit code 3"):
+        setup_env.run([sys.executable, "-c", "raise SystemExit(3)"])
+
+
+# --- The command line.
+
+
+def test_report_is_json_and_changes_nothing(tmp_path):
+    command = [sys.executable, str(ROOT / "setup_env.py"), "--json", "--venv", str(tmp_path / "none")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    result = json.loads(done.stdout)
+    assert done.returncode == 0, done.stdout
+    assert result["usable"]
+    assert result["facts"]["executable"] == sys.executable
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_table_names_each_fault_and_what_mends_it(monkeypatch, capsys, tmp_path):
+    facts = machine(packages={"accelerate": None, "safetensors": None})
+    monkeypatch.setattr(setup_env, "inspect_python", lambda python: facts)
+    assert setup_env.main(["--venv", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "not usable" in out
+    assert f"to mend accelerate, safetensors: {INSTALL}" in out
+
+
+def test_run_installs_reports_and_returns_the_exit_code(monkeypatch, capsys, tmp_path):
+    installed = []
+    monkeypatch.setattr(setup_env, "install", lambda *arguments: installed.append(arguments))
+    monkeypatch.setattr(setup_env, "environment_python", lambda directory: Path(sys.executable))
+    monkeypatch.setattr(setup_env, "inspect_python", lambda python: machine())
+    script = tmp_path / "script.py"
+    script.write_text("import sys; sys.exit(int(sys.argv[2]))")
+    assert setup_env.main(["--venv", str(tmp_path), "--run", str(script), "--code", "7"]) == 7
+    assert installed == [(tmp_path, ROOT / "constraints.txt", [])]
+    assert "usable, on the CPU only" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--inst"], ["--run"], ["--json", "--run", "x.py"], ["--constraints", "missing.txt"], ["x.py"]],
+    ids=" ".join,
+)
+def test_bad_arguments_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as refused:
+        setup_env.main(arguments)
+    assert refused.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_older_pythons_get_a_message():
+    ast.parse((ROOT / "setup_env.py").read_text(), feature_version=(3, 7))
+    pretend = "import runpy, sys; sys.version_info = (3, 9, 0); runpy.run_path(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", pretend, str(ROOT / "setup_env.py")], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("setup_env.py: eagle_triton needs Python 3.10-3.13")
