@@ -23,16 +23,14 @@ def run(*arguments: str) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument(
-        "--detailed-report", action="store_true", help="also the slowest tests and the benchmark"
-    )
+    parser.add_argument("--detailed-report", action="store_true", help="also the slowest tests and the benchmark")
     options, pytest_arguments = parser.parse_known_args(argv)
 
     parallel = ["-n", str(WORKERS), "--dist", "worksteal"]
     durations = ["--durations", "15"] if options.detailed_report else []
     passed = [
-        run("-m", "ruff", "check"),
-        run("-m", "ruff", "format", "--check"),
+        run("-m", "ruff", "check", "--output-format", "concise"),
+        run("-m", "ruff", "format", "--check", "--output-format", "concise"),
         run("-m", "pytest", *parallel, *durations, *pytest_arguments),
     ]
     if options.detailed_report and all(passed):

@@ -4,9 +4,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-VERSION = re.search(
-    r'^__version__ = "(.+)"', (ROOT / "eagle_triton/__init__.py").read_text(), re.MULTILINE
-).group(1)
+VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "eagle_triton/__init__.py").read_text(), re.MULTILINE).group(1)
 
 setup(
     name="eagle_triton",

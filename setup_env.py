@@ -116,9 +116,7 @@ def probe_eagle() -> dict[str, Any]:
 
 def inspect_python(python: Path) -> dict[str, Any]:
     """Run probe() in another interpreter and return what it reports."""
-    code = (
-        "import json, sys; sys.path.append(sys.argv[1]); import setup_env as s; print(json.dumps(s.probe()))"
-    )
+    code = "import json, sys; sys.path.append(sys.argv[1]); from setup_env import probe; print(json.dumps(probe()))"
     result = subprocess.run([str(python), "-B", "-c", code, str(ROOT)], capture_output=True, text=True)
     if result.returncode != 0:
         reason = last_line(result.stderr) or f"exit code {result.returncode}"

@@ -17,6 +17,7 @@ from eagle_triton.adapters.reading import UnsupportedModelError
 from eagle_triton.drop_in import eagle_llm as eagle_llm_methods
 from eagle_triton.drop_in import native as native_methods
 from eagle_triton.drop_in import upstream as upstream_methods
+from eagle_triton.drop_in.generate import generate_seam
 from eagle_triton.engine.generate import Engine
 from eagle_triton.engine.operations import Operations
 from eagle_triton.patching import Originals, PatchError
@@ -77,7 +78,7 @@ def optimize_eagle_with_triton(
     view, draft = adapter.read(model)
     operations = Operations()
     engine = Engine(view, draft, operations)
-    seams, skipped = methods.seams(model, engine), dict(methods.SKIPPED)
+    seams, skipped = (*methods.seams(model, engine), generate_seam(model, engine)), dict(methods.SKIPPED)
     if config.patch_modules:
         more, left = methods.module_seams(model, engine)
         seams, skipped = seams + more, skipped | left

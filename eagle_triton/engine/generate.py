@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,12 +15,11 @@ from torch import Tensor
 
 from eagle_triton.adapters.view import DraftView, ModelView
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.prefill import prefill
 from eagle_triton.engine.sampling import Sampling
 from eagle_triton.engine.state import DecodeState, capacity_bucket, rows_beyond
-from eagle_triton.engine.step import decode_step, draft_extend, grow_tree, project, target_forward
-from eagle_triton.tree_spec import PLAIN, TreeSpec
-
-PREFILL_CHUNK = 512  # prompt tokens in one forward: bounds the activations of a long prompt
+from eagle_triton.engine.step import decode_step
+from eagle_triton.tree_spec import TreeSpec
 
 
 class Step(NamedTuple):
@@ -51,7 +50,7 @@ class Engine:
         state = self._states.get((batch, spec))
         if state is None or state.capacity < needed or state.target_cache.dtype != self.view.dtype:
             self._states.pop((batch, spec), None)
-            draft = None if spec is PLAIN else self.draft
+            draft = self.draft if spec.drafts else None
             state = self._states[batch, spec] = DecodeState(self.view, draft, spec, batch, needed)
         return state
 
@@ -95,19 +94,14 @@ class Generation:
         generator: torch.Generator | None,
     ):
         self.engine, self.spec, self.sampling = engine, spec, sampling
-        self.draft = None if spec is PLAIN else engine.draft
+        self.draft = engine.draft if spec.drafts else None
         self.state = state = engine.state(len(prompts), spec, rows)
         sampling.fill(state.sampling, generator)
         self.lengths = [len(prompt) for prompt in prompts]  # committed tokens, as the host knows them
         engine.accept_lengths = []
         state.active.fill_(True)
-        hidden = [self._prefill(index, prompt) for index, prompt in enumerate(prompts)]
-        state.sampling.step.fill_(1)
-        if self.draft is None:
-            columns = state.lengths[:, None].long()
-            state.tree.tokens.copy_(state.tokens.gather(1, columns))
-        else:
-            grow_tree(engine.ops, self.draft, state, torch.cat(hidden))
+        sampled, top_p_first = not sampling.greedy, sampling.top_p_first
+        prefill(engine.ops, engine.view, self.draft, state, prompts, sampled, top_p_first)
 
     def __enter__(self) -> Generation:
         return self
@@ -134,50 +128,13 @@ class Generation:
             not self.sampling.greedy,
             self.sampling.top_p_first,
         )
-        accepted, *nan = torch.stack((self.state.accepted, (self.state.nan & self.state.active).int())).tolist()
-        if any(nan[0]):
-            raise RuntimeError(
-                f"the target's logits are NaN for sequences {[i for i, bad in enumerate(nan[0]) if bad]}"
-            )
+        accepted, nan = torch.stack((self.state.accepted, (self.state.nan & self.state.active).int())).tolist()
+        if any(nan):
+            raise RuntimeError(f"the target's logits are NaN for sequences {[i for i, bad in enumerate(nan) if bad]}")
         self.lengths = [length + count + 1 for length, count in zip(self.lengths, accepted, strict=True)]
-        self.engine.accept_lengths.append(accepted[0])
+        if accepted[0] >= 0:
+            self.engine.accept_lengths.append(accepted[0])
         return Step(accepted)
-
-    def _prefill(self, index: int, prompt: Tensor) -> Tensor | None:
-        """Fill both caches for one prompt and choose its root. Returns the draft head's last hidden state [1, H]."""
-        engine, state, ops = self.engine, self.state, self.engine.ops
-        row = slice(index, index + 1)
-        target_cache = state.target_cache[:, :, row]
-        draft_cache = None if self.draft is None else state.draft_cache[:, :, row]
-        state.tokens[index, : len(prompt)] = prompt
-        tokens, hidden = state.tokens[row], None
-        for first in range(0, len(prompt), PREFILL_CHUNK):
-            last = min(first + PREFILL_CHUNK, len(prompt))
-            lengths = torch.full_like(state.lengths[row], first)
-            positions = torch.arange(first, last, dtype=torch.int32, device=prompt.device)[None]
-            normed, features = target_forward(
-                ops, engine.view, tokens[:, first:last], target_cache, lengths, positions, None
-            )
-            if last == len(prompt):
-                state.tokens[index, last] = self._first_token(index, project(ops, engine.view.head, normed[:, -1:]))
-            if self.draft is not None:
-                hidden = draft_extend(ops, self.draft, features, tokens[:, first + 1 : last + 1], draft_cache, lengths)[
-                    :, -1
-                ]
-        state.lengths[index] = len(prompt)
-        return hidden
-
-    def _first_token(self, index: int, logits: Tensor) -> Tensor:
-        """The root from the prompt's last logits [1, 1, V], by the law of every later step: a walk of an empty tree."""
-        if logits.isnan().any():
-            raise RuntimeError(f"the target's logits are NaN for sequence {index}, in the prompt")
-        row, ops = slice(index, index + 1), self.engine.ops
-        tokens = logits.new_zeros(1, 1, dtype=torch.int64)
-        parents = torch.full_like(tokens, -1, dtype=torch.int32)
-        if self.sampling.greedy:
-            return ops.verify_greedy(logits, tokens, parents, 0)[2]
-        params = type(self.state.sampling)(*(value[row] for value in self.state.sampling))
-        return ops.verify_sampling(logits, tokens, parents, 0, params, self.sampling.top_p_first)[2]
 
 
 def original_steps(
@@ -188,8 +145,8 @@ def original_steps(
     *,
     max_new_tokens: int,
     limit: int,
-    stop_ids: Sequence[int],
-) -> Iterator[tuple[Tensor, int, int]]:
+    stop_ids: Iterable[int],
+) -> Generator[tuple[Tensor, int, int], None, None]:
     """Decode one sequence with the original EaModel's stop rules, which look only after a whole step.
 
     input_ids [1, L] int64. Yields (input_ids so far [1, L + new], new tokens, index of the step) after every step and
@@ -219,7 +176,7 @@ def generate(
     sampling: Sampling,
     *,
     max_new_tokens: Sequence[int],
-    eos_token_ids: Sequence[int],
+    eos_token_ids: Iterable[int],
     generator: torch.Generator | None = None,
 ) -> list[Tensor]:
     """Decode a batch and stop exactly: at the first end-of-sequence token (kept) or after max_new_tokens.

@@ -47,8 +47,7 @@ def check_attention_mask(attention_mask: Tensor, input_ids: Tensor) -> None:
     """
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
-            f"attention_mask: expected the shape of input_ids {list(input_ids.shape)}, "
-            f"got {list(attention_mask.shape)}"
+            f"attention_mask: expected the shape of input_ids {list(input_ids.shape)}, got {list(attention_mask.shape)}"
         )
     kept = attention_mask.bool()
     if not kept.any(dim=1).all():

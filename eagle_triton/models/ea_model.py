@@ -132,9 +132,7 @@ class EaModel(nn.Module):
         config = {name: value for name, value in head.config.to_dict().items() if value is not None}
         config["eagle_aux_hidden_state_layer_ids"] = config.pop("feature_layers", None)
         config["model_type"] = "llama"
-        config["tree"] = dict(
-            total_token=head.total_tokens + 1, depth=head.depth, top_k=head.top_k, tree_choices=fixed
-        )
+        config["tree"] = dict(total_token=head.total_tokens + 1, depth=head.depth, top_k=head.top_k, tree_choices=fixed)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -335,10 +333,9 @@ class EaModel(nn.Module):
                 features, torch.cat((sequence, root[None]), dim=1), lm_head, warpers
             )
             length = sequence.shape[1]
-            tokens, depths, visible = tokens.to(self.device), depths.to(self.device), tree_mask[0, 0].bool()
-            hidden, features = run_target(
-                self.base_model, tokens, cache, length + depths, visible.to(self.device), self.feature_layers
-            )
+            tokens, depths = tokens.to(self.device), depths.to(self.device)
+            visible = tree_mask[0, 0].bool().to(self.device)
+            hidden, features = run_target(self.base_model, tokens, cache, length + depths, visible, self.feature_layers)
             logits = lm_head(hidden[0])
             check_logits(logits)
             path, root = verify_tree(tokens[0], children_of(visible, depths), logits, warpers, generator)

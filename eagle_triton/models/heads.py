@@ -61,11 +61,15 @@ class DraftConfig:
     feature_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        fill = lambda name, value: getattr(self, name) is None and object.__setattr__(self, name, value)  # noqa: E731
-        fill("num_key_value_heads", self.num_attention_heads)
-        fill("head_dim", self.hidden_size // self.num_attention_heads)
-        fill("draft_vocab_size", self.vocab_size)
-        fill("target_hidden_size", self.hidden_size)
+        defaults = dict(
+            num_key_value_heads=self.num_attention_heads,
+            head_dim=self.hidden_size // self.num_attention_heads,
+            draft_vocab_size=self.vocab_size,
+            target_hidden_size=self.hidden_size,
+        )
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"draft head: num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -163,9 +167,11 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, cache: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # noqa: E731  [B, heads, T, d]
-        query, key = rotate(heads(self.q_proj(x)), *rotation), rotate(heads(self.k_proj(x)), *rotation)
-        value = heads(self.v_proj(x))
+        query, key, value = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, T, d]
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = rotate(query, *rotation), rotate(key, *rotation)
         if cache is not None:
             key, value = torch.cat((cache[0], key), dim=2), torch.cat((cache[1], value), dim=2)
         output = F.scaled_dot_product_attention(
@@ -338,10 +344,10 @@ class DraftHead(nn.Module):
             )
 
     @torch.no_grad()
-    def topK_genrate(  # noqa: N802  (the name under which people know it)
+    def topK_genrate(
         self, hidden_states: Tensor, input_ids: Tensor, head: nn.Module, logits_processor: Any = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Draft the next tree.
+        """Draft the next tree. (The name, spelling included, is the one people know.)
 
         hidden_states: [1, T, F] target features of the tokens committed since the last call (or of all, after
         `reset_kv`). input_ids: [1, L] int64, the whole sequence with the root as its last token. head: the target's

@@ -94,7 +94,7 @@ def load_target(path: str, **kwargs: Any) -> nn.Module:
     try:
         with quiet():
             model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
-    except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (SafetensorError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"target {path!r}: the weights cannot be read: {error}") from error
     except OSError as error:
         raise FileNotFoundError(f"target {path!r}: {error}") from error

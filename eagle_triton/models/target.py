@@ -76,7 +76,9 @@ def attention_mask(
     if visible is None:
         visible = torch.ones(len(positions), len(positions), dtype=torch.bool, device=device).tril()
     visible = torch.cat((visible.new_ones(len(positions), past), visible), dim=1)
-    additive = lambda seen: torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[None, None]  # noqa: E731
+
+    def additive(seen: Tensor) -> Tensor:
+        return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[None, None]
 
     window = getattr(config, "sliding_window", None)
     masks = {"full_attention": additive(visible)}

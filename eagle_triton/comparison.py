@@ -1,0 +1,135 @@
+"""One model decoded as it is and optimised, side by side: the same prompts, the same stop rules, in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_triton.integration import EagleTritonConfig, optimize_eagle_with_triton
+from eagle_triton.patching import Originals, SeamReport
+
+
+@dataclass(frozen=True)
+class Run:
+    """One generation: the sequence, the length after each step, and when each step ended (seconds from the call)."""
+
+    prompt_length: int
+    tokens: list[int]
+    lengths: list[int]
+    times: list[float]
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def accepted(self) -> list[int]:
+        """Drafts accepted in each step."""
+        return [after - before - 1 for before, after in pairwise([self.prompt_length, *self.lengths])]
+
+    @property
+    def tau(self) -> float:
+        """Tokens per step."""
+        return self.new_tokens / len(self.lengths)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.times[-1]
+
+    @property
+    def ms_per_step(self) -> float:
+        """Without the first step, which holds the prefill; of the whole run where there is no other."""
+        if len(self.times) == 1:
+            return self.times[0] * 1e3
+        return (self.times[-1] - self.times[0]) / (len(self.times) - 1) * 1e3
+
+
+def decode(model: Any, input_ids: Tensor, max_new_tokens: int, temperature: float = 0.0, plain: bool = False) -> Run:
+    """Run `ea_generate` (with `plain` `naive_generate`) on a prompt [1, L] with room enough, timing every step."""
+    device = model.base_model.lm_head.weight.device
+    room = input_ids.shape[1] + max_new_tokens + 2 * (model.ea_layer.total_tokens + 32)
+    method = model.naive_generate if plain else model.ea_generate
+    lengths, times, sequence = [], [], input_ids
+    _synchronise(device)
+    start = time.perf_counter()
+    for sequence in method(
+        input_ids.to(device), temperature=temperature, max_new_tokens=max_new_tokens, max_length=room
+    ):
+        _synchronise(device)
+        lengths.append(sequence.shape[1])
+        times.append(time.perf_counter() - start)
+    return Run(input_ids.shape[1], sequence[0].tolist(), lengths, times)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One prompt decoded by the original and by the optimised model."""
+
+    original: Run
+    optimised: Run
+
+    @property
+    def same_tokens(self) -> bool:
+        return self.original.tokens == self.optimised.tokens
+
+    @property
+    def same_accepted(self) -> bool:
+        return self.original.accepted == self.optimised.accepted
+
+    @property
+    def first_difference(self) -> int | None:
+        """The column of the first token that differs, None if there is none in the shorter sequence."""
+        pairs = enumerate(zip(self.original.tokens, self.optimised.tokens, strict=False))
+        return next((column for column, (a, b) in pairs if a != b), None)
+
+
+def compare(
+    model: Any,
+    prompts: Sequence[Tensor],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    config: EagleTritonConfig | None = None,
+    progress: Any = None,
+) -> tuple[list[Comparison], list[SeamReport]]:
+    """Decode every prompt [1, L] with the model as it is, then optimised, and restore it.
+
+    `progress` is called without arguments after each generation. Returns a comparison for each prompt and the report
+    of the patch, taken before it was restored.
+    """
+    tick = progress or (lambda: None)
+
+    def all_prompts() -> list[Run]:
+        decode(model, prompts[0], min(max_new_tokens, 8), temperature)  # warm up
+        runs = []
+        for prompt in prompts:
+            runs.append(decode(model, prompt, max_new_tokens, temperature))
+            tick()
+        return runs
+
+    before = all_prompts()
+    originals: Originals
+    model, originals = optimize_eagle_with_triton(model, config)
+    with originals:
+        after = all_prompts()
+        report = originals.report()
+    return [Comparison(*pair) for pair in zip(before, after, strict=True)], report
+
+
+def top2_margin(model: Any, tokens: Sequence[int], column: int) -> float:
+    """By how much the target's best logit for `column` beats the second, given the tokens before it (in fp32 units)."""
+    device = model.base_model.lm_head.weight.device
+    with torch.no_grad():
+        logits = model.base_model(torch.tensor([tokens[:column]], device=device)).logits[0, -1].float()
+    best = logits.topk(2).values
+    return float(best[0] - best[1])

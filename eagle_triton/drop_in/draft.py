@@ -1,0 +1,93 @@
+"""`ea_layer.topK_genrate` on the engine's operations, for code that drives an EaModel itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.generate import Engine
+from eagle_triton.engine.prefill import CHUNK
+from eagle_triton.engine.state import DecodeState, capacity_bucket, rows_beyond
+from eagle_triton.engine.step import draft_extend, grow_tree
+from eagle_triton.models.tree import retrieve_paths
+from eagle_triton.patching import Fallback, Seam
+from eagle_triton.reference.attention import ancestor_matrix
+from eagle_triton.tree_spec import TreeSpec
+
+
+class KeptRows(tuple):
+    """What `ea_layer.stable_kv` holds: per layer (keys, values), each [1, Hkv, S, d], views into `state`."""
+
+    state: DecodeState
+
+    @staticmethod
+    def of(state: DecodeState, count: int) -> KeptRows:
+        """The first `count` rows of a state's draft cache."""
+        rows = KeptRows((layer[0, ..., :count, :], layer[1, ..., :count, :]) for layer in state.draft_cache)
+        rows.state = state
+        return rows
+
+
+def draft_seam(model: Any, engine: Engine) -> Seam:
+    """`ea_layer.topK_genrate` of a model whose head drafts dynamic trees, or fixed ones with the same result."""
+    ea_layer, lm_head = model.ea_layer, model.base_model.lm_head
+    ops, draft = engine.ops, engine.draft
+    view = replace(engine.view, layers=engine.view.layers[:1])  # the target's cache in a state lies idle here
+
+    @torch.no_grad()
+    def topK_genrate(
+        hidden_states: Tensor, input_ids: Tensor, head: Any, logits_processor: Any = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Draft the next tree.
+
+        hidden_states: [1, T, F] target features of the tokens committed since the last call (or of all, after
+        `reset_kv`). input_ids: [1, L] int64, the whole sequence with the root as its last token. head: the target's
+        LM head. logits_processor: only whether it is None counts, for the order of the paths.
+        Returns draft_tokens [1, N] int64 (root first), retrieve_indices [leaves, depth + 1] int64 on the CPU (node
+        indices of each path, padded with -1), tree_mask [1, 1, N, N] fp32 (1: self or ancestor) and
+        tree_position_ids [N] int64 (depths).
+        """
+        kept = getattr(ea_layer, "stable_kv", None)
+        known, length = 0 if kept is None else kept[0][0].shape[2], input_ids.shape[-1] - 1
+        expected = (1, length - known, engine.view.feature_size)
+        if input_ids.shape[0] != 1 or length == known or hidden_states.shape != expected:
+            raise Fallback(f"hidden_states must be {expected} for this input, got {tuple(hidden_states.shape)}")
+        if hidden_states.dtype != view.dtype:
+            raise Fallback(f"hidden_states must be {view.dtype}, got {hidden_states.dtype}")
+        if draft.kind == "eagle1" and head is not lm_head:
+            raise Fallback("head is not the target's lm_head")
+
+        state = _state(kept, known, length, draft.read_tree())
+        state.tokens[0, : length + 1] = input_ids[0]
+        for first in range(known, length, CHUNK):
+            after = min(first + CHUNK, length)
+            state.lengths.fill_(first)
+            features = hidden_states[:, first - known : after - known]
+            hidden = draft_extend(
+                ops, draft, features, state.tokens[:, first + 1 : after + 1], state.draft_cache, state.lengths
+            )
+        state.lengths.fill_(length)
+        ea_layer.stable_kv = KeptRows.of(state, length)
+        grow_tree(ops, draft, state, hidden[:, -1])
+
+        tree = state.tree
+        paths = retrieve_paths(tree.parents[0].tolist(), by_path=logits_processor is not None)
+        mask = ancestor_matrix(tree.ancestors, state.spec.nodes)
+        return tree.tokens.clone(), torch.tensor(paths), mask.float()[:, None], tree.depths[0].long()
+
+    def _state(kept: Any, known: int, length: int, spec: TreeSpec) -> DecodeState:
+        """The state that the kept rows lie in if it will do, else a new one with a copy of them."""
+        needed = length + 1 + rows_beyond(spec)
+        state = getattr(kept, "state", None)
+        if state is not None and state.spec == spec and state.capacity >= needed:
+            return state
+        state = DecodeState(view, draft, spec, 1, capacity_bucket(needed))
+        for layer, pair in zip(state.draft_cache, kept or (), strict=False):
+            for place, rows in zip(layer, pair, strict=True):
+                place[..., :known, :] = rows
+        return state
+
+    return Seam(ea_layer, "topK_genrate", topK_genrate, "ea_layer.topK_genrate", "draft tree on the operations")

@@ -1,0 +1,133 @@
+"""The generating methods of eagle-llm 1.x on the engine: same arguments, stop rules and results.
+
+Two things differ, both for the better. When sampling, every token follows the target's processed distribution; the
+original forgets temperature, top-p and top-k for the token after the accepted drafts. And `tree_choices` decides what
+is drafted as well as what is verified, so that a tree other than the head's own is of use.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from eagle_triton.adapters.reading import UnsupportedModelError
+from eagle_triton.drop_in import attention
+from eagle_triton.drop_in.methods import Steps, check_tree, drop, last, method_seam, prompt, sequences
+from eagle_triton.engine.generate import Engine, original_steps
+from eagle_triton.engine.sampling import Sampling
+from eagle_triton.models.request import original_stop_ids
+from eagle_triton.patching import Seam
+from eagle_triton.tree_spec import PLAIN, TreeSpec
+
+SKIPPED: Mapping[str, str] = {}
+MOST_NEW, LONGEST = 1024, 1960  # where the step-by-step methods stop
+
+
+def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
+    """The three generating methods. Raises UnsupportedModelError if their arguments are not the known ones."""
+    default_tree = _default_tree(model)
+
+    def steps(spec: TreeSpec, input_ids: Tensor, sampling: Sampling, max_new_tokens: int, limit: int) -> Steps:
+        tokens = prompt(engine, input_ids)
+        check_tree(spec, engine.draft)
+        capacity = model.config.max_position_embeddings
+        if tokens.shape[1] + spec.nodes > capacity:
+            raise ValueError(
+                f"input_ids: the prompt does not fit, its {tokens.shape[1]} tokens and {spec.nodes} for the next step "
+                f"pass the target's max_position_embeddings of {capacity}"
+            )
+        return original_steps(
+            engine,
+            tokens,
+            spec,
+            sampling,
+            max_new_tokens=max_new_tokens,
+            limit=limit,
+            stop_ids=original_stop_ids(model),
+        )
+
+    def eagenerate(
+        input_ids: Tensor,
+        temperature: float = 0.0,
+        top_p: float = 0.0,
+        top_k: float = 0.0,
+        max_new_tokens: int = 512,
+        max_length: int = 2048,
+        tree_choices: Sequence[Sequence[int]] = default_tree,
+    ) -> Tensor | None:
+        """Decode speculatively from a prompt [1, L] int64.
+
+        Stops after the step that brought the end token, more than `max_new_tokens` tokens, or a sequence longer than
+        `max_length`; what that step accepted beyond stays. temperature 0 is greedy; top_p and top_k count when
+        positive. tree_choices: the tree, each node as its path of ranks.
+        Returns the sequence [1, L + new], None if `max_length` is 0. Raises ValueError for a prompt that is empty, out
+        of range or does not fit, RuntimeError for NaN logits or if another generation is running.
+        """
+        sampling = Sampling.original(temperature, top_p, top_k)
+        end = last(steps(TreeSpec.fixed(tree_choices), input_ids, sampling, max_new_tokens, max_length))
+        return None if end is None else end[0]
+
+    def ea_generate(
+        input_ids: Tensor,
+        temperature: float = 0.0,
+        top_p: float = 0.0,
+        top_k: float = 0.0,
+        max_steps: int = 512,
+        tree_choices: Sequence[Sequence[int]] = default_tree,
+    ) -> Generator[Tensor, None, None]:
+        """`eagenerate`, step by step: yields the sequence so far after each of at most `max_steps` steps.
+
+        Stops after the end token, more than 1024 new tokens, or a sequence longer than 1960.
+        """
+        sampling = Sampling.original(temperature, top_p, top_k)
+        return _first(max_steps, steps(TreeSpec.fixed(tree_choices), input_ids, sampling, MOST_NEW, LONGEST))
+
+    def naive_generate(
+        input_ids: Tensor,
+        temperature: float = 0.0,
+        top_p: float = 0.0,
+        top_k: float = 0.0,
+        max_steps: int = 512,
+        tree_choices: Sequence[Sequence[int]] = default_tree,
+    ) -> Generator[Tensor, None, None]:
+        """The target alone, greedily, whatever the temperature: yields the sequence after each of `max_steps` tokens.
+
+        Stops after the end token or a sequence longer than 1960. `tree_choices` has no effect.
+        """
+        return _first(max_steps, steps(PLAIN, input_ids, Sampling(), LONGEST, LONGEST))
+
+    methods = (eagenerate, ea_generate, naive_generate)
+    return tuple(method_seam(model, method.__name__, method) for method in methods)
+
+
+def module_seams(model: Any, engine: Engine) -> tuple[tuple[Seam, ...], dict[str, str]]:
+    """Every `self_attn.forward`, and what is left alone with its reason."""
+    reason = "drafts by sampling without replacement and returns the probabilities, which the engine does not make"
+    return attention.seams(model, engine), {"ea_layer.topK_genrate": reason}
+
+
+def forget(model: Any) -> None:
+    """Drop what one regime has cached and the other must not find."""
+    drop(model, "past_key_values", "past_key_values_data", "current_length_data", "tree_buffers", "tree_choices")
+    drop(model.ea_layer, "stable_kv", "tree_mask")
+    drop(model.base_model.model, "tree_mask", "tree_mode")
+
+
+def _default_tree(model: Any) -> Sequence[Sequence[int]]:
+    parameter = inspect.signature(model.eagenerate).parameters.get("tree_choices")
+    if parameter is None:
+        raise UnsupportedModelError("model.eagenerate must take tree_choices: a version that is not known")
+    return parameter.default
+
+
+def _first(count: int, steps: Steps) -> Generator[Tensor, None, None]:
+    """The sequences of the first `count` steps."""
+    everything = sequences(steps)
+    try:
+        yield from islice(everything, max(count, 0))
+    finally:
+        everything.close()

@@ -1,0 +1,61 @@
+"""`generate` with Hugging Face's arguments, for every family: a batch through the engine, stopped exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.generate import Engine
+from eagle_triton.engine.generate import generate as engine_generate
+from eagle_triton.engine.sampling import Sampling
+from eagle_triton.models.request import Request, make_generator
+from eagle_triton.patching import Seam
+
+
+def generate_seam(model: Any, engine: Engine) -> Seam:
+    """`model.generate`, replaced where the model has one and added where it has none."""
+
+    def generate(
+        input_ids: Tensor,
+        max_length: int | None = None,
+        max_new_tokens: int | None = None,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        attention_mask: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        seed: int | None = None,
+    ) -> Tensor:
+        """Decode a batch speculatively and stop exactly; arguments and result as `EaModel.generate` has them.
+
+        The sequences of a batch are decoded together. Raises ValueError for bad arguments, RuntimeError for NaN
+        logits or if another generation is running on this model.
+        """
+        request = Request.resolve(
+            model, input_ids, attention_mask, max_length, max_new_tokens, eos_token_id, pad_token_id
+        )
+        sampling = Sampling()
+        if do_sample:
+            if temperature == 0:
+                raise ValueError("temperature: must be positive when sampling, got 0 (greedy: do_sample=False)")
+            sampling = Sampling(temperature, top_k, top_p, min_p)
+        device = engine.view.device
+        rows = engine_generate(
+            engine,
+            [prompt.to(device) for prompt in request.prompts],
+            engine.draft.read_tree(),
+            sampling,
+            max_new_tokens=request.new_tokens,
+            eos_token_ids=request.stop_ids,
+            generator=make_generator(seed, generator, "cpu"),
+        )
+        return request.pad(rows)
+
+    added = not hasattr(model, "generate")
+    return Seam(model, "generate", generate, "generate", "engine, batched, exact stops", adds=added)

@@ -1,0 +1,80 @@
+"""What the replaced generating methods of all families share."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_triton.adapters.reading import UnsupportedModelError
+from eagle_triton.adapters.view import DraftView
+from eagle_triton.engine.generate import Engine
+from eagle_triton.models.checks import check_prompt
+from eagle_triton.patching import Seam
+from eagle_triton.tree_spec import TreeSpec
+
+Steps = Generator[tuple[Tensor, int, int], None, None]  # (sequence so far [1, L + new], new tokens, index of the step)
+
+
+def method_seam(model: Any, name: str, replacement: Callable) -> Seam:
+    """`model.name` replaced. Raises UnsupportedModelError if the two take other arguments or have other defaults."""
+    original = getattr(model, name, None)
+    if original is None:
+        raise UnsupportedModelError(f"model.{name} is missing on {type(model).__name__}")
+    expected, got = _arguments(replacement), _arguments(original)
+    if expected != got:
+        raise UnsupportedModelError(f"model.{name} must take {expected}, got {got}: a version that is not known")
+    return Seam(model, name, replacement, name, "engine")
+
+
+def _arguments(function: Callable) -> list[tuple[str, Any]]:
+    parameters = inspect.signature(function).parameters.values()
+    return [(p.name, "required" if p.default is p.empty else p.default) for p in parameters]
+
+
+def prompt(engine: Engine, input_ids: Tensor) -> Tensor:
+    """A checked prompt [1, L] int64 on the model's device. Raises TypeError or ValueError."""
+    check_prompt(input_ids, engine.view.vocab_size, max_batch=1)
+    return input_ids.to(engine.view.device, torch.int64)
+
+
+def check_tree(spec: TreeSpec, draft: DraftView) -> TreeSpec:
+    """ValueError if a node of the tree needs more followers than the draft vocabulary has."""
+    vocabulary = None if draft.head.weight is None else draft.head.weight.shape[0]
+    if vocabulary is not None and spec.top_k > vocabulary:
+        raise ValueError(f"the tree's top_k must not pass the draft vocabulary ({vocabulary}), got {spec.top_k}")
+    return spec
+
+
+def observed(steps: Steps, after_step: Callable[[], None]) -> Steps:
+    """The same steps, with a call of `after_step` after each."""
+    with closing(steps):
+        for step in steps:
+            after_step()
+            yield step
+
+
+def sequences(steps: Steps) -> Generator[Tensor, None, None]:
+    """The sequence after each step, [1, L + new] int64."""
+    with closing(steps):
+        for sequence, _, _ in steps:
+            yield sequence
+
+
+def last(steps: Steps) -> tuple[Tensor, int, int] | None:
+    """What the last step gave, None if there was none."""
+    end = None
+    with closing(steps):
+        for end in steps:  # noqa: B007
+            pass
+    return end
+
+
+def drop(owner: Any, *names: str) -> None:
+    """Remove instance attributes where they are set."""
+    for name in names:
+        vars(owner).pop(name, None)

@@ -1,0 +1,110 @@
+"""What a call of `generate` asks for, worked out from Hugging Face's arguments and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checks import check_attention_mask, check_max_length, check_prompt
+
+DEFAULT_NEW_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Request:
+    """A batch to decode: prompts int64 [L] without padding, how many new tokens each may get, where to stop."""
+
+    prompts: list[Tensor]
+    new_tokens: list[int]
+    stop_ids: frozenset[int]
+    pad_id: int
+
+    @staticmethod
+    def resolve(
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        max_length: int | None,
+        max_new_tokens: int | None,
+        eos_token_id: int | list[int] | None,
+        pad_token_id: int | None,
+    ) -> Request:
+        """From the arguments of `EaModel.generate`, which says what they mean. `model`: any EaModel.
+
+        Raises ValueError for bad arguments.
+        """
+        check_prompt(input_ids, model.base_model.lm_head.weight.shape[0])
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        check_attention_mask(attention_mask, input_ids)
+        prompts = [row[kept] for row, kept in zip(input_ids, attention_mask.bool(), strict=True)]
+        if max_new_tokens is not None:
+            if max_new_tokens < 0:
+                raise ValueError(f"max_new_tokens: must not be negative, got {max_new_tokens}")
+            new_tokens = [max_new_tokens] * len(prompts)
+        elif max_length is not None:
+            for prompt in prompts:
+                check_max_length(len(prompt), max_length)
+            new_tokens = [max_length - len(prompt) for prompt in prompts]
+        else:
+            new_tokens = [DEFAULT_NEW_TOKENS] * len(prompts)
+        stop = stop_ids(model, eos_token_id)
+        return Request(prompts, new_tokens, stop, _pad_id(model, pad_token_id, stop))
+
+    def pad(self, rows: list[Tensor]) -> Tensor:
+        """Sequences [n] of different lengths as one [B, longest], filled up on the right."""
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad_id)
+
+
+def stop_ids(model: Any, eos_token_id: int | list[int] | None = None) -> frozenset[int]:
+    """The tokens that end a sequence: those given, else the generation config's, else the tokenizer's."""
+    generation = getattr(model.base_model, "generation_config", None)
+    tokenizer = getattr(model, "tokenizer", None)
+    for ids in (
+        eos_token_id,
+        getattr(generation, "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    ):
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
+def original_stop_ids(model: Any, is_llama3: bool = False) -> frozenset[int]:
+    """The tokens at which the original EaModel's methods stop: the tokenizer's end token, and <|eot_id|>.
+
+    Raises ValueError if `is_llama3` and there is no tokenizer.
+    """
+    if model.tokenizer is None:
+        if is_llama3:
+            raise ValueError("is_llama3: needs a tokenizer to find <|eot_id|>, the model has none")
+        return frozenset()
+    ids = {model.tokenizer.eos_token_id}
+    if is_llama3:
+        ids.add(model.tokenizer.convert_tokens_to_ids("<|eot_id|>"))
+    return frozenset(ids - {None})
+
+
+def _pad_id(model: Any, pad_token_id: int | None, stop: frozenset[int]) -> int:
+    generation = getattr(model.base_model, "generation_config", None)
+    tokenizer = getattr(model, "tokenizer", None)
+    for known in (
+        pad_token_id,
+        getattr(generation, "pad_token_id", None),
+        getattr(tokenizer, "pad_token_id", None),
+    ):
+        if known is not None:
+            return known
+    return min(stop, default=0)
+
+
+def make_generator(
+    seed: int | None, generator: torch.Generator | None, device: torch.device | str
+) -> torch.Generator | None:
+    """The generator that `seed` or `generator` asks for, None for torch's global one. ValueError for both."""
+    if seed is not None and generator is not None:
+        raise ValueError("generate: give either generator or seed, not both")
+    return generator if seed is None else torch.Generator(device).manual_seed(seed)

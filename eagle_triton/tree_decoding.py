@@ -1,0 +1,440 @@
+"""Growing a draft tree: log-softmax with top-k, beam expansion, re-rank and build.
+
+Selection never sorts. `topk` and `expand_beam` take the best k times: largest key, first index that has it, strike it
+out; the key is the float's bit pattern as an ordered int32, so both reductions are integer ones. `build_tree` finds the
+(N - 1)-th largest key by bisection and numbers the chosen candidates with a prefix sum. Ties go to the lower index, a
+NaN counts as -inf.
+
+| name            | shape, dtype          | meaning                                                            |
+|---|---|---|
+| logits          | [R, V] any float      | any strides                                                        |
+| parent_scores   | [B, P] f32            | cumulative log-probabilities of a level's nodes                    |
+| log_probs       | [B, P, K] f32         | of their children                                                  |
+| candidates      | [B, C] int64, f32     | tokens and scores of all children of all levels, in flat order     |
+| beam_candidates | [B, S] int64          | the flat candidate that fills each beam slot                       |
+| tree            | tokens [B, N] int64, parents [B, N] int32, depths [B, N] int32, ancestors [B, N, W] int64 |
+
+Numerics: log-softmax in fp32, chunk sums merged in a fixed order; everything else is exact.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.reference import tree_decoding as reference
+from eagle_triton.sampling import key_of, value_of
+from eagle_triton.verification import update_sequence, verify_greedy, verify_sampling
+
+__all__ = ["build_tree", "expand_beam", "topk", "update_sequence", "verify_greedy", "verify_sampling"]
+
+WORD = tl.constexpr(64)
+_NOWHERE = tl.constexpr(2**31 - 1)
+_TAKEN = tl.constexpr(-(2**31))  # below the key of -inf
+_TOP_K_LIMIT = 64
+
+
+@triton.jit
+def _take_best(key, index):
+    """The largest key [n], the first index that has it, and the keys without it."""
+    best = tl.max(key, 0)
+    place = tl.min(tl.where(key == best, index, _NOWHERE), 0)
+    return best, place, tl.where(index == place, _TAKEN, key)
+
+
+# ---------------------------------------------------------------------------------------------------------- top-k
+
+
+@triton.jit
+def _topk_chunk_kernel(
+    x_ptr,
+    keys_ptr,
+    places_ptr,
+    peaks_ptr,
+    sums_ptr,
+    vocabulary,
+    stride_xr,
+    stride_xv,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid (R, chunks): the K best of one chunk, its maximum and its sum of exponentials."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(x_ptr + row * stride_xr + index * stride_xv, mask=index < vocabulary, other=float("-inf"))
+    x = x.to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))
+    slot = row * tl.num_programs(1) + chunk
+    peak = tl.max(x, 0)
+    tl.store(peaks_ptr + slot, peak)
+    tl.store(sums_ptr + slot, tl.sum(tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak)), 0))
+    key = tl.where(index < vocabulary, key_of(x, 0), _TAKEN)
+    for rank in range(K):
+        best, place, key = _take_best(key, index)
+        tl.store(keys_ptr + slot * K + rank, best)
+        tl.store(places_ptr + slot * K + rank, place)
+
+
+@triton.jit
+def _topk_merge_kernel(
+    keys_ptr,
+    places_ptr,
+    peaks_ptr,
+    sums_ptr,
+    offsets_ptr,
+    values_out_ptr,
+    tokens_out_ptr,
+    chunks,
+    K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Grid (R,): the K best of the chunks' best, as log-probabilities and tokens."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, CANDIDATES)
+    inside = lane < chunks * K
+    key = tl.load(keys_ptr + row * chunks * K + lane, mask=inside, other=_TAKEN)
+    index = tl.load(places_ptr + row * chunks * K + lane, mask=inside, other=_NOWHERE)
+    chunk = tl.arange(0, CHUNKS)
+    peaks = tl.load(peaks_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+    sums = tl.load(sums_ptr + row * chunks + chunk, mask=chunk < chunks, other=0.0)
+    peak = tl.max(peaks, 0)
+    total = tl.sum(tl.where(peaks == float("-inf"), 0.0, sums * tl.exp(peaks - peak)), 0)
+
+    rank = tl.arange(0, WIDTH)
+    keys = tl.full((WIDTH,), _TAKEN, tl.int32)
+    tokens = tl.zeros((WIDTH,), tl.int32)
+    for count in range(K):
+        best, place, key = _take_best(key, index)
+        keys = tl.where(rank == count, best, keys)
+        tokens = tl.where(rank == count, place, tokens)
+    value = value_of(keys, 0) - (peak + tl.log(total))
+    value = tl.where(value == value, value, float("-inf"))  # a row of -inf, or with +inf
+    tl.store(values_out_ptr + row * K + rank, value, mask=rank < K)
+    token = tokens.to(tl.int64)
+    if offsets_ptr is not None:
+        token += tl.load(offsets_ptr + token, mask=rank < K, other=0)
+    tl.store(tokens_out_ptr + row * K + rank, token, mask=rank < K)
+
+
+def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The k most likely tokens of each row with their log-softmax, best first; ties go to the lower index.
+
+    logits [R, V]; returns log-probabilities float32 [R, k] and tokens int64 [R, k], to which offsets[token] is added if
+    `offsets` [V] int64 is given (a draft vocabulary's d2t). NaN counts as -inf. k above 64 goes to torch's sort.
+    Raises ValueError unless 1 <= k <= V and the dtypes fit.
+    """
+    if logits.ndim != 2 or logits.dtype not in (torch.float16, torch.bfloat16, torch.float32) or not len(logits):
+        raise ValueError(
+            f"topk: logits must be [R, V] of float16, bfloat16 or float32, got {logits.dtype} {tuple(logits.shape)}"
+        )
+    rows, vocabulary = logits.shape
+    if not 1 <= k <= vocabulary:
+        raise ValueError(f"topk: k must be in 1..{vocabulary}, got {k}")
+    reference.check_offsets(logits, offsets)
+    if k > _TOP_K_LIMIT:
+        return reference.topk(logits, k, offsets=offsets)
+    chunk, chunk_warps, merge_warps = _topk_settings(vocabulary)
+    chunks = triton.cdiv(vocabulary, chunk)
+    keys = torch.empty(2, rows, chunks, k, dtype=torch.int32, device=logits.device)
+    sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
+    values = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
+    _topk_chunk_kernel[(rows, chunks)](
+        logits,
+        keys[0],
+        keys[1],
+        sums[0],
+        sums[1],
+        vocabulary,
+        *logits.stride(),
+        K=k,
+        CHUNK=chunk,
+        num_warps=chunk_warps,
+    )
+    _topk_merge_kernel[(rows,)](
+        keys[0],
+        keys[1],
+        sums[0],
+        sums[1],
+        offsets,
+        values,
+        tokens,
+        chunks,
+        K=k,
+        CHUNKS=triton.next_power_of_2(chunks),
+        CANDIDATES=triton.next_power_of_2(chunks * k),
+        WIDTH=triton.next_power_of_2(k),
+        num_warps=merge_warps,
+    )
+    return values, tokens
+
+
+def _topk_settings(vocabulary: int) -> tuple[int, int, int]:
+    """(tokens per program, warps of the chunk kernel, warps of the merge)."""
+    return (512, 1, 4) if vocabulary <= 65536 else (2048, 4, 4)
+
+
+# ----------------------------------------------------------------------------------------------------- beam search
+
+
+@triton.jit
+def _expand_beam_kernel(
+    parents_ptr,
+    log_probs_ptr,
+    ancestors_ptr,
+    selected_ptr,
+    scores_ptr,
+    chosen_ptr,
+    out_ptr,
+    children,
+    k,
+    width,
+    words,
+    first_slot,
+    stride_pb,
+    stride_pp,
+    stride_lb,
+    stride_lp,
+    stride_lk,
+    stride_ab,
+    stride_ap,
+    stride_aw,
+    CHILDREN: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Grid (B,): score one sequence's children of a level and choose the next beam."""
+    batch = tl.program_id(0).to(tl.int64)
+    child = tl.arange(0, CHILDREN)
+    inside = child < children
+    parent = child // k
+    score = tl.load(parents_ptr + batch * stride_pb + parent * stride_pp, mask=inside, other=0.0)
+    place = batch * stride_lb + parent * stride_lp + (child % k) * stride_lk
+    score += tl.load(log_probs_ptr + place, mask=inside, other=0.0)
+    tl.store(scores_ptr + batch * children + child, score, mask=inside)
+
+    lane = tl.arange(0, WIDTH)
+    beam = lane < width
+    if selected_ptr is None:
+        key = tl.where(inside, key_of(tl.where(score == score, score, float("-inf")), 0), _TAKEN)
+        chosen = tl.zeros((WIDTH,), tl.int32)
+        for rank in range(width):
+            _, best, key = _take_best(key, child)
+            chosen = tl.where(lane == rank, best, chosen)
+    else:
+        chosen = tl.load(selected_ptr + lane, mask=beam, other=0).to(tl.int32)
+    tl.store(chosen_ptr + batch * width + lane, chosen.to(tl.int64), mask=beam)
+    slot = first_slot + lane
+    bit = tl.full((WIDTH,), 1, tl.int64) << (slot % WORD)
+    for word in range(words):
+        above = ancestors_ptr + batch * stride_ab + (chosen // k) * stride_ap + word * stride_aw
+        mask = tl.load(above, mask=beam, other=0) | tl.where(slot // WORD == word, bit, 0)
+        tl.store(out_ptr + (batch * width + lane) * words + word, mask, mask=beam)
+
+
+def expand_beam(
+    parent_scores: Tensor,
+    log_probs: Tensor,
+    parent_ancestors: Tensor,
+    first_slot: int,
+    width: int,
+    selected: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Score the children of a level's nodes and choose the next beam; see reference.tree_decoding.expand_beam.
+
+    Returns (scores of all children [B, P * K] float32, chosen children [B, width] int64 among the P * K, ancestors of
+    the new slots [B, width, W] int64). Raises ValueError if shapes or dtypes do not fit.
+    """
+    reference.check_expand_beam(parent_scores, log_probs, parent_ancestors, first_slot, width, selected)
+    batch, nodes, k = log_probs.shape
+    words, device = parent_ancestors.shape[-1], log_probs.device
+    scores = torch.empty(batch, nodes * k, dtype=torch.float32, device=device)
+    chosen = torch.empty(batch, width, dtype=torch.int64, device=device)
+    ancestors = torch.empty(batch, width, words, dtype=torch.int64, device=device)
+    _expand_beam_kernel[(batch,)](
+        parent_scores,
+        log_probs,
+        parent_ancestors,
+        selected,
+        scores,
+        chosen,
+        ancestors,
+        nodes * k,
+        k,
+        width,
+        words,
+        first_slot,
+        *parent_scores.stride(),
+        *log_probs.stride(),
+        *parent_ancestors.stride(),
+        CHILDREN=triton.next_power_of_2(nodes * k),
+        WIDTH=triton.next_power_of_2(max(width, 1)),
+        num_warps=1 if nodes * k <= 512 else 4,
+    )
+    return scores, chosen, ancestors
+
+
+# ------------------------------------------------------------------------------------------------- re-rank and build
+
+
+@triton.jit
+def _best_candidates(key, drafts):
+    """Which of key [n] are among the `drafts` largest (ties to the lower index), and their rank by index."""
+    low = tl.min(key, 0) * 0 + _TAKEN.to(tl.int64)
+    high = tl.max(key, 0).to(tl.int64)
+    while high - low > 1:  # count(key > low) >= drafts > count(key > high)
+        middle = (low + high) >> 1
+        enough = tl.sum((key > middle).to(tl.int32), 0) >= drafts
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    last = high.to(tl.int32)
+    above = key > last
+    equal = (key == last).to(tl.int32)
+    room = drafts - tl.sum(above.to(tl.int32), 0)
+    chosen = above | ((equal > 0) & (tl.cumsum(equal, 0) <= room))
+    return chosen, tl.cumsum(chosen.to(tl.int32), 0) - 1
+
+
+@triton.jit
+def _build_tree_kernel(
+    root_ptr,
+    candidates_ptr,
+    scores_ptr,
+    beam_ptr,
+    selected_ptr,
+    scratch_ptr,
+    tokens_ptr,
+    parents_ptr,
+    depths_ptr,
+    ancestors_ptr,
+    candidates,
+    nodes,
+    slots,
+    k,
+    words,
+    stride_r,
+    stride_cb,
+    stride_cc,
+    stride_sb,
+    stride_sc,
+    stride_bb,
+    stride_bs,
+    stride_tb,
+    stride_tn,
+    stride_pb,
+    stride_pn,
+    stride_db,
+    stride_dn,
+    stride_ab,
+    stride_an,
+    stride_aw,
+    CANDIDATES: tl.constexpr,
+    NODES: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+):
+    """Grid (B,): choose one sequence's drafts and write its tree."""
+    batch = tl.program_id(0).to(tl.int64)
+    if selected_ptr is None:
+        chosen_ptr = scratch_ptr + batch * nodes
+        index = tl.arange(0, CANDIDATES)
+        inside = index < candidates
+        score = tl.load(scores_ptr + batch * stride_sb + index * stride_sc, mask=inside, other=0.0)
+        key = tl.where(inside, key_of(tl.where(score == score, score, float("-inf")), 0), _TAKEN)
+        if nodes > 1:
+            chosen, rank = _best_candidates(key, nodes - 1)
+            tl.store(chosen_ptr + rank, index.to(tl.int64), mask=chosen)
+        tl.debug_barrier()
+    else:
+        chosen_ptr = selected_ptr
+
+    node = tl.arange(0, NODES)
+    draft = (node > 0) & (node < nodes)
+    flat = tl.load(chosen_ptr + node - 1, mask=draft, other=0)
+    token = tl.load(candidates_ptr + batch * stride_cb + flat * stride_cc, mask=draft, other=0)
+    token = tl.where(node == 0, tl.load(root_ptr + batch * stride_r), token)
+    slot = flat // k - 1  # the beam slot that was expanded, -1: the root
+    expanded = draft & (slot >= 0) & (slot < slots)
+    above = tl.load(beam_ptr + batch * stride_bb + slot * stride_bs, mask=expanded, other=-1)
+    parent = tl.zeros((NODES,), tl.int32)
+    for first in range(0, nodes - 1, PAIRS):  # the parent's place among the chosen, which ascend
+        other = first + tl.arange(0, PAIRS)
+        other_flat = tl.load(chosen_ptr + other, mask=other < nodes - 1, other=2**62)
+        parent += tl.sum((other_flat[None, :] < above[:, None]).to(tl.int32), 1)
+    parent = tl.where(expanded, tl.minimum(parent + 1, nodes - 1), 0)
+
+    jump, depth = parent, draft.to(tl.int32)
+    for _ in range(DOUBLINGS):
+        depth += tl.gather(depth, jump, 0)
+        jump = tl.gather(jump, jump, 0)
+    real = node < nodes
+    tl.store(tokens_ptr + batch * stride_tb + node * stride_tn, token, mask=real)
+    tl.store(parents_ptr + batch * stride_pb + node * stride_pn, tl.where(node == 0, -1, parent), mask=real)
+    tl.store(depths_ptr + batch * stride_db + node * stride_dn, depth, mask=real)
+    bit = tl.full((NODES,), 1, tl.int64) << (node % WORD)
+    for word in range(words):
+        mask, jump = tl.where(node // WORD == word, bit, 0), parent
+        for _ in range(DOUBLINGS):
+            mask |= tl.gather(mask, jump, 0)
+            jump = tl.gather(jump, jump, 0)
+        if word == 0:
+            mask |= 1  # the root, which the doubling reaches too
+        tl.store(ancestors_ptr + batch * stride_ab + node * stride_an + word * stride_aw, mask, mask=real)
+
+
+def build_tree(
+    root: Tensor,
+    candidates: Tensor,
+    scores: Tensor,
+    beam_candidates: Tensor,
+    nodes: int,
+    top_k: int,
+    selected: Tensor | None = None,
+    *,
+    out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keep the best N - 1 candidates as the next draft tree; see reference.tree_decoding.build_tree.
+
+    Returns (tokens, parents, depths, ancestors), written to `out` if given. Raises ValueError if there are fewer than
+    N - 1 candidates, or if shapes or dtypes do not fit.
+    """
+    reference.check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, out)
+    batch, device = len(root), root.device
+    words = -(-nodes // 64)
+    if out is None:
+        out = (
+            torch.empty(batch, nodes, dtype=torch.int64, device=device),
+            torch.empty(batch, nodes, dtype=torch.int32, device=device),
+            torch.empty(batch, nodes, dtype=torch.int32, device=device),
+            torch.empty(batch, nodes, words, dtype=torch.int64, device=device),
+        )
+    scratch = torch.empty(batch, nodes, dtype=torch.int64, device=device) if selected is None else None
+    width = max(2, triton.next_power_of_2(nodes))
+    _build_tree_kernel[(batch,)](
+        root,
+        candidates,
+        scores,
+        beam_candidates,
+        selected,
+        scratch,
+        *out,
+        candidates.shape[1],
+        nodes,
+        beam_candidates.shape[1],
+        top_k,
+        words,
+        root.stride(0),
+        *candidates.stride(),
+        *scores.stride(),
+        *beam_candidates.stride(),
+        *(stride for tensor in out for stride in tensor.stride()),
+        CANDIDATES=triton.next_power_of_2(max(candidates.shape[1], 1)),
+        NODES=width,
+        PAIRS=min(width, 64),
+        DOUBLINGS=(nodes - 1).bit_length(),
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,423 @@
+"""Judging a draft tree: greedy walk, sampled walk, and the update of the token sequence.
+
+Greedy: the vocabulary's argmax is taken by a grid of (node, chunk) programs; one program per sequence merges the
+chunks and walks. Sampled: sampling.row_laws gives every node's law as four numbers, so that [N, V] probabilities never
+exist; the walk gathers the children's masses alone, and only the last accepted node's row is read once more, to draw
+the final token.
+
+| name       | shape, dtype           | meaning                                                       |
+|---|---|---|
+| logits     | [B, N, V] any float    | of the target after each node, any strides                    |
+| tokens     | [B, N] int64           | the tree's tokens, node 0 the root                            |
+| parents    | [B, N] int32           | -1 for the root, else below the node's own index              |
+| path       | [B, D + 1] int32       | node indices root .. last accepted, then -1                   |
+| accepted   | [B] int32              | drafts accepted                                               |
+| next_token | [B] int64              | the correction or bonus token                                 |
+| nan        | [B] bool               | whether the sequence's logits hold a NaN                      |
+
+Numerics: comparisons in fp32 (exact for every input dtype), ties to the lower token, a NaN counts as the largest
+logit. Masses in fp32, the final draw's sums in fp64, every sum in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.reference.sampling import SamplingParams
+from eagle_triton.reference.verification import check_tree, check_update
+from eagle_triton.sampling import (
+    CHUNK,
+    choose_chunk,
+    choose_token,
+    coin_of,
+    merge_peaks,
+    row_laws,
+    scale_of,
+    scan,
+    weight_of,
+)
+
+_NOWHERE = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _greedy_walk_kernel(
+    peaks_ptr,
+    places_ptr,
+    tokens_ptr,
+    parents_ptr,
+    path_ptr,
+    accepted_ptr,
+    next_ptr,
+    nan_ptr,
+    nodes,
+    chunks,
+    depth,
+    stride_tb,
+    stride_tn,
+    stride_pb,
+    stride_pn,
+    NODES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Grid (B,): merge the chunks' argmaxes of one sequence's nodes and follow them through its tree."""
+    batch = tl.program_id(0)
+    node = tl.arange(0, NODES)
+    real = node < nodes
+    chunk = tl.arange(0, CHUNKS)[None, :]
+    slot = (batch.to(tl.int64) * nodes + node[:, None]) * chunks + chunk
+    inside = real[:, None] & (chunk < chunks)
+    peaks = tl.load(peaks_ptr + slot, mask=inside, other=float("-inf"))
+    places = tl.load(places_ptr + slot, mask=inside, other=_NOWHERE)
+    token = tl.load(tokens_ptr + batch * stride_tb + node * stride_tn, mask=real, other=-1)
+    parent = tl.load(parents_ptr + batch * stride_pb + node * stride_pn, mask=real, other=-2)
+    peak, target = merge_peaks(peaks, places, 1)
+    if nan_ptr is not None:
+        tl.store(nan_ptr + batch, tl.max((peak != peak).to(tl.int32), 0) > 0)
+
+    right = token == tl.gather(target, tl.maximum(parent, 0), 0)
+    step = tl.arange(0, STEPS)
+    path = tl.where(step == 0, 0, -1)
+    current = 0
+    accepted = 0
+    alive = True
+    for count in range(1, depth + 1):
+        child = tl.min(tl.where(right & (parent == current), node, _NOWHERE), 0)
+        alive = alive & (child < _NOWHERE)
+        current = tl.where(alive, child, current)
+        accepted = tl.where(alive, count, accepted)
+        path = tl.where((step == count) & alive, child, path)
+    tl.store(path_ptr + batch * (depth + 1) + step, path, mask=step <= depth)
+    tl.store(accepted_ptr + batch, accepted)
+    tl.store(next_ptr + batch, tl.sum(tl.where(node == current, target, 0), 0).to(tl.int64))
+
+
+@triton.jit
+def _without(weight, index, refused):
+    """weight [n] of tokens `index`, 0 for the tokens in `refused` (_NOWHERE: none)."""
+    token = tl.min(refused, 0)
+    while token < _NOWHERE:
+        weight = tl.where(index == token, 0.0, weight)
+        refused = tl.where(refused == token, _NOWHERE, refused)
+        token = tl.min(refused, 0)
+    return weight
+
+
+@triton.jit
+def _chunk_weights(x_row, stride_xv, law, scale, min_p, index, vocabulary):
+    """Weights (a law times a constant) of the tokens `index` of one row."""
+    x = tl.load(x_row + index * stride_xv, mask=index < vocabulary, other=float("-inf")).to(tl.float32)
+    only = tl.load(law + 3).to(tl.int32, bitcast=True)
+    weight = weight_of(x, tl.load(law), tl.load(law + 1), scale, min_p)
+    return tl.where(only < 0, weight, (index == only).to(tl.float32))
+
+
+@triton.jit
+def _refused(token, parent, current, chunk, CHUNK: tl.constexpr):
+    """The tokens of a node's children that lie in one chunk."""
+    low = chunk * CHUNK
+    return tl.where((parent == current) & (token >= low) & (token < low + CHUNK), token.to(tl.int32), _NOWHERE)
+
+
+@triton.jit
+def _sampled_walk_kernel(
+    x_ptr,
+    laws_ptr,
+    temperature_ptr,
+    min_p_ptr,
+    seed_ptr,
+    step_ptr,
+    tokens_ptr,
+    parents_ptr,
+    path_ptr,
+    accepted_ptr,
+    nan_ptr,
+    sums_ptr,
+    nodes,
+    vocabulary,
+    chunks,
+    depth,
+    stride_xb,
+    stride_xn,
+    stride_xv,
+    stride_tb,
+    stride_tn,
+    stride_pb,
+    stride_pn,
+    NODES: tl.constexpr,
+    STEPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Grid (B, chunks): walk one sequence's tree (every chunk the same walk), then sum one chunk of the last accepted
+    node's law, without and with the tokens of its refused children."""
+    batch, chunk = tl.program_id(0), tl.program_id(1)
+    node = tl.arange(0, NODES)
+    real = node < nodes
+    tokens, parents = tokens_ptr + batch * stride_tb, parents_ptr + batch * stride_pb
+    token = tl.load(tokens + node * stride_tn, mask=real, other=-1)
+    parent = tl.load(parents + node * stride_pn, mask=real, other=-2)
+    x_batch = x_ptr + batch.to(tl.int64) * stride_xb
+    laws = laws_ptr + batch.to(tl.int64) * nodes * 4
+    scale, min_p = scale_of(tl.load(temperature_ptr + batch)), tl.load(min_p_ptr + batch)
+    seed, counter = tl.load(seed_ptr + batch), tl.load(step_ptr + batch)
+
+    above = tl.maximum(parent, 0)
+    known = real & (parent >= 0) & (token >= 0) & (token < vocabulary)
+    x = tl.load(x_batch + above.to(tl.int64) * stride_xn + token * stride_xv, mask=known, other=float("-inf"))
+    top = tl.load(laws + above * 4, mask=known, other=0.0)
+    floor = tl.load(laws + above * 4 + 1, mask=known, other=0.0)
+    inverse = tl.load(laws + above * 4 + 2, mask=known, other=0.0)
+    only = tl.load(laws + above * 4 + 3, mask=known, other=0.0).to(tl.int32, bitcast=True)
+    mass = weight_of(x.to(tl.float32), top, floor, scale, min_p) * inverse
+    mass = tl.where(only < 0, mass, (token == only).to(tl.float32))
+    repeated = tl.zeros((NODES,), tl.int32)
+    for first in range(0, nodes, PAIRS):  # a token that an earlier sibling holds counts once
+        other = first + tl.arange(0, PAIRS)
+        other_token = tl.load(tokens + other * stride_tn, mask=other < nodes, other=-1)
+        other_parent = tl.load(parents + other * stride_pn, mask=other < nodes, other=-3)
+        same = (token[:, None] == other_token[None, :]) & (parent[:, None] == other_parent[None, :])
+        earlier = other[None, :] < node[:, None]
+        repeated = tl.maximum(repeated, tl.max((same & earlier).to(tl.int32), 1))
+    mass = tl.where(known & (repeated == 0), mass, 0.0)
+    coin = coin_of(seed, counter, above)
+
+    step = tl.arange(0, STEPS)
+    path = tl.where(step == 0, 0, -1)
+    current = 0
+    accepted = 0
+    alive = True
+    for count in range(1, depth + 1):
+        passed = tl.where(parent == current, mass, 0.0)
+        hit = (coin < tl.cumsum(passed, 0)) & (passed > 0)
+        child = tl.min(tl.where(hit, node, _NOWHERE), 0)
+        alive = alive & (child < _NOWHERE)
+        current = tl.where(alive, child, current)
+        accepted = tl.where(alive, count, accepted)
+        path = tl.where((step == count) & alive, child, path)
+    if chunk == 0:
+        tl.store(path_ptr + batch * (depth + 1) + step, path, mask=step <= depth)
+        tl.store(accepted_ptr + batch, accepted)
+        if nan_ptr is not None:
+            tops = tl.load(laws + node * 4, mask=real, other=0.0)
+            tl.store(nan_ptr + batch, tl.max((tops != tops).to(tl.int32), 0) > 0)
+
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    x_row = x_batch + current.to(tl.int64) * stride_xn
+    weight = _chunk_weights(x_row, stride_xv, laws + current * 4, scale, min_p, index, vocabulary)
+    rest = _without(weight, index, _refused(token, parent, current, chunk, CHUNK))
+    slot = (batch * chunks + chunk) * 2
+    tl.store(sums_ptr + slot, tl.sum(weight.to(tl.float64), 0))
+    tl.store(sums_ptr + slot + 1, tl.sum(rest.to(tl.float64), 0))
+
+
+@triton.jit
+def _final_token_kernel(
+    x_ptr,
+    laws_ptr,
+    temperature_ptr,
+    min_p_ptr,
+    seed_ptr,
+    step_ptr,
+    tokens_ptr,
+    parents_ptr,
+    path_ptr,
+    accepted_ptr,
+    sums_ptr,
+    next_ptr,
+    nodes,
+    vocabulary,
+    chunks,
+    depth,
+    stride_xb,
+    stride_xn,
+    stride_xv,
+    stride_tb,
+    stride_tn,
+    stride_pb,
+    stride_pn,
+    NODES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Grid (B,): draw the token after the last accepted node from what its refused children left."""
+    batch = tl.program_id(0)
+    current = tl.load(path_ptr + batch * (depth + 1) + tl.load(accepted_ptr + batch))
+    lane = tl.arange(0, CHUNKS)
+    slot = (batch * chunks + lane) * 2
+    whole = tl.load(sums_ptr + slot, mask=lane < chunks, other=0.0)
+    rest = tl.load(sums_ptr + slot + 1, mask=lane < chunks, other=0.0)
+    some_left = tl.sum(rest, 0) > 0  # else rounding refused all mass: draw from the whole law
+    coin = coin_of(tl.load(seed_ptr + batch), tl.load(step_ptr + batch), nodes)
+    chunk, target = choose_chunk(tl.where(some_left, rest, whole), coin)
+
+    node = tl.arange(0, NODES)
+    token = tl.load(tokens_ptr + batch * stride_tb + node * stride_tn, mask=node < nodes, other=-1)
+    parent = tl.load(parents_ptr + batch * stride_pb + node * stride_pn, mask=node < nodes, other=-2)
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    x_row = x_ptr + batch.to(tl.int64) * stride_xb + current.to(tl.int64) * stride_xn
+    law = laws_ptr + (batch.to(tl.int64) * nodes + current) * 4
+    scale = scale_of(tl.load(temperature_ptr + batch))
+    weight = _chunk_weights(x_row, stride_xv, law, scale, tl.load(min_p_ptr + batch), index, vocabulary)
+    if some_left:
+        weight = _without(weight, index, _refused(token, parent, current, chunk, CHUNK))
+    tl.store(next_ptr + batch, choose_token(weight, index, target, vocabulary).to(tl.int64))
+
+
+@triton.jit
+def _update_sequence_kernel(
+    sequence_ptr,
+    lengths_ptr,
+    tokens_ptr,
+    path_ptr,
+    accepted_ptr,
+    next_ptr,
+    steps,
+    columns,
+    stride_sb,
+    stride_ss,
+    stride_tb,
+    stride_tn,
+    stride_pb,
+    stride_ps,
+    stride_a,
+    stride_n,
+    STEPS: tl.constexpr,
+):
+    """Grid (B,): append one sequence's emitted tokens and advance its length."""
+    batch = tl.program_id(0).to(tl.int64)
+    step = tl.arange(0, STEPS)
+    length = tl.load(lengths_ptr + batch)
+    accepted = tl.load(accepted_ptr + batch * stride_a)
+    draft = step < accepted
+    node = tl.load(path_ptr + batch * stride_pb + (step + 1) * stride_ps, mask=draft & (step + 1 < steps), other=0)
+    token = tl.load(tokens_ptr + batch * stride_tb + node * stride_tn, mask=draft, other=0)
+    token = tl.where(draft, token, tl.load(next_ptr + batch * stride_n))
+    column = length + 1 + step
+    place = sequence_ptr + batch * stride_sb + column.to(tl.int64) * stride_ss
+    tl.store(place, token, mask=(step <= accepted) & (step < steps) & (column < columns))
+    tl.debug_barrier()  # no warp may still be about to read the length
+    tl.store(lengths_ptr + batch, length + accepted + 1)
+
+
+def verify_greedy(
+    logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, *, nan: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk the tree along the target's argmax; see reference.verification.verify_greedy.
+
+    Returns (path [B, D + 1] int32, accepted [B] int32, next token [B] int64) and fills `nan` [B] bool if given.
+    Raises ValueError if shapes, dtypes or devices do not fit.
+    """
+    check_tree("verify_greedy", logits, tokens, parents, depth, nan)
+    batch, nodes, _ = logits.shape
+    peaks, places, _ = scan(logits, None)
+    path, accepted, next_token = _results(batch, depth, logits.device)
+    chunks = peaks.shape[1]
+    _greedy_walk_kernel[(batch,)](
+        peaks,
+        places,
+        tokens,
+        parents,
+        path,
+        accepted,
+        next_token,
+        nan,
+        nodes,
+        chunks,
+        depth,
+        *tokens.stride(),
+        *parents.stride(),
+        NODES=triton.next_power_of_2(nodes),
+        CHUNKS=triton.next_power_of_2(chunks),
+        STEPS=triton.next_power_of_2(depth + 1),
+    )
+    return path, accepted, next_token
+
+
+def verify_sampling(
+    logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    depth: int,
+    params: SamplingParams,
+    top_p_first: bool = False,
+    *,
+    nan: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk the tree by sampling each node's continuation; see reference.verification.verify_sampling.
+
+    Arguments and results as verify_greedy; coins come from `params`. Raises ValueError likewise.
+    """
+    check_tree("verify_sampling", logits, tokens, parents, depth, nan)
+    batch, nodes, vocabulary = logits.shape
+    laws = row_laws("verify_sampling", logits, params, top_p_first, argmax_at_0=True)
+    path, accepted, next_token = _results(batch, depth, logits.device)
+    chunks = triton.cdiv(vocabulary, CHUNK)
+    sums = torch.empty(batch, chunks, 2, dtype=torch.float64, device=logits.device)
+    law = (logits, laws, params.temperature, params.min_p, params.seed, params.step, tokens, parents)
+    sizes = (nodes, vocabulary, chunks, depth, *logits.stride(), *tokens.stride(), *parents.stride())
+    width = triton.next_power_of_2(nodes)
+    _sampled_walk_kernel[(batch, chunks)](
+        *law,
+        path,
+        accepted,
+        nan,
+        sums,
+        *sizes,
+        NODES=width,
+        STEPS=triton.next_power_of_2(depth + 1),
+        CHUNK=CHUNK,
+        PAIRS=min(width, 64),
+    )
+    _final_token_kernel[(batch,)](
+        *law,
+        path,
+        accepted,
+        sums,
+        next_token,
+        *sizes,
+        NODES=width,
+        CHUNK=CHUNK,
+        CHUNKS=triton.next_power_of_2(chunks),
+    )
+    return path, accepted, next_token
+
+
+def update_sequence(
+    sequence: Tensor, lengths: Tensor, tokens: Tensor, path: Tensor, accepted: Tensor, next_token: Tensor
+) -> None:
+    """Write the accepted drafts and the next token behind the root, and advance the lengths, in place.
+
+    sequence [B, S] int64 with the root at column lengths; lengths [B] int32, increased by accepted + 1; tokens [B, N]
+    int64; path [B, D + 1] int32; accepted [B] int32, -1 to leave a sequence as it is; next_token [B] int64. Columns
+    past S are not written. Raises ValueError if shapes, dtypes or devices do not fit.
+    """
+    check_update(sequence, lengths, tokens, path, accepted, next_token)
+    batch, steps = path.shape
+    _update_sequence_kernel[(batch,)](
+        sequence,
+        lengths,
+        tokens,
+        path,
+        accepted,
+        next_token,
+        steps,
+        sequence.shape[1],
+        *sequence.stride(),
+        *tokens.stride(),
+        *path.stride(),
+        accepted.stride(0),
+        next_token.stride(0),
+        STEPS=triton.next_power_of_2(steps),
+        num_warps=1,
+    )
+
+
+def _results(batch: int, depth: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    path = torch.empty(batch, depth + 1, dtype=torch.int32, device=device)
+    accepted = torch.empty(batch, dtype=torch.int32, device=device)
+    return path, accepted, torch.empty(batch, dtype=torch.int64, device=device)

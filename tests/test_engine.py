@@ -1,0 +1,220 @@
+"""The engine on tiny random models: its cache, its sampling law, its stop rules, and what happens when things break."""
+
+import itertools
+
+import pytest
+import torch
+
+from eagle_triton.adapters import native
+from eagle_triton.engine.generate import Engine, generate, original_steps
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.sampling import Sampling
+from eagle_triton.engine.state import capacity_bucket
+from eagle_triton.models.tree import MC_SIM_7B_63
+from eagle_triton.reference.sampling import SamplingParams, probabilities
+from eagle_triton.tree_spec import PLAIN, TreeSpec
+from tests.tiny import random_prompt, tiny_model
+
+TREES = {"60-7-10": {}, "fixed-26": {"tree_choices": MC_SIM_7B_63}, "8-3-2": dict(total_token=8, depth=3, top_k=2)}
+
+
+def engine_for(model) -> Engine:
+    return Engine(*native.read(model), Operations())
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
+def test_cache_after_steps_equals_that_of_plain_decoding(eagle3, tree):
+    engine = engine_for(tiny_model(eagle3=eagle3, **TREES[tree]))
+    prompt, spec = random_prompt(37)[0], engine.draft.read_tree()
+    with engine.start([prompt], spec, Sampling(), 120) as generation:
+        for _ in range(25):
+            generation.step()
+        tokens, rows = generation.tokens(0), generation.lengths[0]
+        tree_cache = generation.state.target_cache[..., :rows, :].clone()
+        root = generation.state.tree.tokens[0, 0]
+        assert rows > 37 + 25, "nothing was ever accepted: the test shows nothing"
+    with engine.start([prompt], PLAIN, Sampling(), rows + 1) as generation:
+        while generation.lengths[0] < rows:
+            generation.step()
+        assert torch.equal(generation.tokens(0), tokens)
+        assert generation.state.tree.tokens[0, 0] == root
+        plain_cache = generation.state.target_cache[..., :rows, :]
+        torch.testing.assert_close(tree_cache, plain_cache, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.6, top_k=3),
+        Sampling(temperature=1.3, top_p=0.7),
+        Sampling(temperature=1.5, top_k=4, top_p=0.8),
+        Sampling(temperature=1.5, top_k=3, top_p=0.7, top_p_first=True),
+        Sampling(temperature=1.2, min_p=0.3),
+    ],
+    ids=["T", "top-k", "top-p", "top-k-top-p", "top-p-top-k", "min-p"],
+)
+@pytest.mark.parametrize("tree", [dict(total_token=5, depth=2, top_k=2), dict(total_token=4, depth=2, top_k=3)])
+def test_joint_law_of_three_tokens_is_the_targets(sampling, tree):
+    """Against exact enumeration: 60,000 samples over 5^3 outcomes, total variation < 0.01 of the noise-free law."""
+    vocabulary, samples, batch = 5, 60_000, 6000
+    model = tiny_model(eagle3=False, vocab=vocabulary, layers=2, seed=3, **tree)
+    model.base_model.lm_head.weight.data.mul_(2.5)  # a peaked law: fewer likely outcomes, less noise
+    engine, prompt = engine_for(model), torch.tensor([1, 3, 2])
+    law = exact_law(model, prompt, sampling)
+    counts = torch.zeros(vocabulary**3)
+    torch.manual_seed(0)
+    accepted = 0
+    for _ in range(samples // batch):
+        rows = generate(
+            engine, [prompt] * batch, engine.draft.read_tree(), sampling, max_new_tokens=[3] * batch, eos_token_ids=()
+        )
+        accepted += sum(engine.accept_lengths)
+        digits = torch.stack(rows)[:, 3:] @ torch.tensor([vocabulary**2, vocabulary, 1])
+        counts += torch.bincount(digits, minlength=vocabulary**3)
+    assert accepted > 0
+    assert 0.5 * (counts / samples - law).abs().sum() < 0.01
+    assert (counts[law == 0] == 0).all(), "a token outside the law's support was emitted"
+
+
+def exact_law(model, prompt: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The joint law of three tokens after `prompt`, [V^3], by running the model on every continuation."""
+    vocabulary = model.vocab_size
+    tails = torch.tensor(list(itertools.product(range(vocabulary), repeat=2)))
+    with torch.no_grad():
+        logits = model.base_model(torch.cat((prompt.expand(len(tails), -1), tails), dim=1)).logits[:, 2:]
+    params = SamplingParams(*(torch.zeros(len(tails), dtype=d) for d in (torch.float, torch.int, torch.float, torch.float, torch.long, torch.long)))  # fmt: skip
+    sampling.fill(params)
+    probs = probabilities(logits, params, sampling.top_p_first)
+    first = probs[0, 0]
+    second = probs[::vocabulary, 1]  # the first token of the tail decides it
+    third = probs[:, 2].view(vocabulary, vocabulary, vocabulary)
+    return (first[:, None, None] * second[:, :, None] * third).flatten()
+
+
+def test_the_same_torch_seed_gives_the_same_tokens_whatever_the_batch():
+    engine = engine_for(tiny_model())
+    prompts = [random_prompt(n)[0] for n in (5, 9, 20)]
+    sampling, spec = Sampling(temperature=1.0, top_p=0.9), engine.draft.read_tree()
+
+    def run(chosen, **kwargs):
+        return generate(engine, chosen, spec, sampling, max_new_tokens=[30] * len(chosen), eos_token_ids=(), **kwargs)
+
+    torch.manual_seed(5)
+    first = run(prompts)
+    torch.manual_seed(5)
+    again = run(prompts)
+    torch.manual_seed(6)
+    other = run(prompts)
+    assert all(map(torch.equal, first, again)) and not all(map(torch.equal, first, other))
+    torch.manual_seed(5)
+    assert torch.equal(run(prompts[:1])[0], first[0])
+    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+    assert torch.equal(*(run(prompts[:1], generator=generator)[0] for generator in generators))
+
+
+def test_a_batch_gives_what_each_prompt_gives_alone():
+    model = tiny_model(total_token=16, depth=3, top_k=4)
+    engine = engine_for(model)
+    prompts = [random_prompt(n)[0] for n in (1, 64, 13, 13)]
+    limits = [20, 7, 0, 33]
+    rows = generate(engine, prompts, engine.draft.read_tree(), Sampling(), max_new_tokens=limits, eos_token_ids=[3])
+    for prompt, limit, row in zip(prompts, limits, rows, strict=True):
+        alone = model.generate(prompt[None], max_new_tokens=limit, eos_token_id=3)[0]
+        assert torch.equal(row, alone)
+        new = row[len(prompt) :].tolist()
+        assert len(new) == limit or new.index(3) == len(new) - 1
+
+
+def test_original_stop_rules_overshoot_and_exact_ones_do_not():
+    engine = engine_for(tiny_model(vocab=8, seed=1, total_token=20, depth=3, top_k=4))
+    prompt, spec = random_prompt(5, vocab=8), engine.draft.read_tree()
+    steps = list(original_steps(engine, prompt, spec, Sampling(), max_new_tokens=20, limit=1000, stop_ids=()))
+    news = [new for _, new, _ in steps]
+    assert news[-1] > 20 and all(new <= 20 for new in news[:-1])
+    assert [index for _, _, index in steps] == list(range(len(steps)))
+    assert [ids.shape[1] - 5 for ids, _, _ in steps] == news
+    exact = generate(engine, [prompt[0]], spec, Sampling(), max_new_tokens=[20], eos_token_ids=())[0]
+    assert torch.equal(exact, steps[-1][0][0, :25])
+    short = list(original_steps(engine, prompt, spec, Sampling(), max_new_tokens=500, limit=12, stop_ids=()))
+    assert short[-1][0].shape[1] > 12 and all(ids.shape[1] <= 12 for ids, _, _ in short[:-1])
+    stop = int(exact[9])
+    stopped = list(original_steps(engine, prompt, spec, Sampling(), max_new_tokens=500, limit=1000, stop_ids=[stop]))
+    assert stop in stopped[-1][0][0, 5:] and all(stop not in ids[0, 5:] for ids, _, _ in stopped[:-1])
+
+
+def test_nan_logits_raise_and_the_engine_works_afterwards():
+    model = tiny_model()
+    engine, prompt = engine_for(model), random_prompt(8)[0]
+    spec = engine.draft.read_tree()
+
+    def run():
+        return generate(engine, [prompt], spec, Sampling(), max_new_tokens=[12], eos_token_ids=())[0]
+
+    before = run()
+    weight = model.base_model.lm_head.weight
+    saved = weight.detach().clone()
+    with engine.start([prompt], spec, Sampling(), 100) as generation:
+        weight.data[4] = float("nan")
+        with pytest.raises(RuntimeError, match="NaN for sequences \\[0\\]"):
+            generation.step()
+    with pytest.raises(RuntimeError, match="NaN after the prompts"):
+        run()
+    weight.data.copy_(saved)
+    assert torch.equal(run(), before)
+
+
+def test_a_second_generation_is_refused_while_one_runs():
+    engine, prompt = engine_for(tiny_model()), random_prompt(8)
+    spec = engine.draft.read_tree()
+    steps = original_steps(engine, prompt, spec, Sampling(), max_new_tokens=9, limit=100, stop_ids=())
+    next(steps)
+    with pytest.raises(RuntimeError, match="another generation is running"):
+        engine.start([prompt[0]], spec, Sampling(), 100)
+    steps.close()
+    with engine.start([prompt[0]], spec, Sampling(), 100) as generation:
+        generation.step()
+
+
+def test_long_prompts_are_prefilled_in_chunks_and_capacity_grows_in_buckets():
+    model = tiny_model(layers=5)
+    engine = engine_for(model)
+    prompt = random_prompt(1100)
+    want = model.eagenerate(prompt, max_new_tokens=10)
+    steps = original_steps(
+        engine, prompt, engine.draft.read_tree(), Sampling(), max_new_tokens=10, limit=1979, stop_ids=()
+    )
+    assert torch.equal([ids for ids, _, _ in steps][-1], want)
+    assert [capacity_bucket(n) for n in (1, 512, 513, 4096, 4097, 9000)] == [512, 512, 1024, 4096, 8192, 12288]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(temperature=-1.0), "temperature"),
+        (dict(temperature=float("nan")), "temperature"),
+        (dict(top_k=-1), "top_k"),
+        (dict(top_p=0.0), "top_p"),
+        (dict(top_p=1.5), "top_p"),
+        (dict(min_p=2.0), "min_p"),
+    ],
+)
+def test_bad_sampling_parameters(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**arguments)
+
+
+def test_tree_specs():
+    fixed = TreeSpec.fixed(MC_SIM_7B_63)
+    assert (fixed.nodes, fixed.depth, fixed.top_k, fixed.beam_widths) == (26, 5, 4, (4, 4, 1, 1))
+    assert list(fixed.selected) == sorted(fixed.selected) and len(fixed.selected) == 25
+    dynamic = TreeSpec.dynamic(60, 7, 10)
+    assert (dynamic.depth, dynamic.candidates, dynamic.beam_slots) == (8, 710, 70)
+    for bad in ([[]], [[0], [0]], [[-1]], [[0, 1]], []):
+        with pytest.raises(ValueError, match="tree_choices"):
+            TreeSpec.fixed(bad)
+    with pytest.raises(ValueError, match="needs 59 candidates"):
+        TreeSpec.dynamic(60, 1, 2)
+    with pytest.raises(ValueError, match="top_k"):
+        TreeSpec.dynamic(60, 7, 0)

@@ -1,0 +1,131 @@
+import pytest
+
+from eagle_triton import patching
+from eagle_triton.patching import MARKER, MISSING, Fallback, PatchError, Seam
+
+
+class Thing:
+    def __init__(self):
+        self.own = lambda: "own"
+
+    def method(self, x=1):
+        return ("method", x)
+
+    def other(self):
+        return "other"
+
+
+def patch(thing, *seams, on_change=lambda: None):
+    return patching.apply(seams, thing, on_change, {"left.alone": "why not"}, {"operation": 3})
+
+
+def seam(thing, attribute, replacement, adds=False):
+    return Seam(thing, attribute, replacement, attribute, "test", adds=adds)
+
+
+def test_restore_gives_back_the_very_same_objects():
+    thing, untouched = Thing(), Thing()
+    own, state = thing.own, dict(vars(thing))
+    originals = patch(
+        thing,
+        seam(thing, "own", lambda: "new own"),
+        seam(thing, "method", lambda x=1: ("new", x)),
+        seam(thing, "extra", lambda: "extra", adds=True),
+    )
+    assert (thing.own(), thing.method(x=2), thing.extra()) == ("new own", ("new", 2), "extra")
+    assert untouched.method() == ("method", 1) and "method" not in vars(untouched)
+    assert originals["own"] is own and originals["extra"] is MISSING
+    assert originals["method"].__func__ is Thing.method
+    assert list(originals) == ["own", "method", "extra"] and len(originals) == 3
+    with pytest.raises(KeyError):
+        originals["nothing"]
+    with pytest.raises(TypeError):
+        originals["own"] = None
+
+    originals.restore()
+    assert vars(thing) == state and thing.own is own
+    assert thing.method.__func__ is Thing.method and not hasattr(thing, "extra")
+    originals.restore()  # harmless
+    assert vars(thing) == state
+
+
+def test_context_manager_restores_after_an_exception():
+    thing = Thing()
+    with pytest.raises(ZeroDivisionError), patch(thing, seam(thing, "method", lambda: 1 / 0)):
+        thing.method()
+    assert vars(thing).keys() == {"own"}
+
+
+def test_a_failure_half_way_rolls_back():
+    class Stubborn(Thing):
+        def __setattr__(self, name, value):
+            if name == "other":
+                raise RuntimeError("no")
+            super().__setattr__(name, value)
+
+    thing = Stubborn()
+    state = dict(vars(thing))
+    with pytest.raises(RuntimeError, match="no"):
+        patch(thing, seam(thing, "own", print), seam(thing, "method", print), seam(thing, "other", print))
+    assert vars(thing) == state
+
+    def fail():
+        raise RuntimeError("on_change")
+
+    thing = Thing()
+    state = dict(vars(thing))
+    with pytest.raises(RuntimeError, match="on_change"):
+        patch(thing, seam(thing, "method", print), on_change=fail)
+    assert vars(thing) == state
+
+
+def test_everything_is_checked_before_anything_is_set():
+    thing = Thing()
+    state = dict(vars(thing))
+    with pytest.raises(PatchError, match="missing does not exist"):
+        patch(thing, seam(thing, "method", print), seam(thing, "missing", print))
+    with pytest.raises(PatchError, match="method exists already"):
+        patch(thing, seam(thing, "own", print), seam(thing, "method", print, adds=True))
+    assert vars(thing) == state
+
+
+def test_patching_twice_is_refused_until_restored():
+    thing = Thing()
+    originals = patch(thing, seam(thing, "method", lambda: 1))
+    with pytest.raises(PatchError, match="already"):
+        patch(thing, seam(thing, "method", lambda: 2))
+    assert thing.method() == 1 and vars(thing)[MARKER] is originals
+    originals.restore()
+    with patch(thing, seam(thing, "method", lambda: 2)):
+        assert thing.method() == 2
+
+
+def test_restore_refuses_when_somebody_else_patched_since():
+    thing = Thing()
+    originals = patch(thing, seam(thing, "own", print), seam(thing, "method", print))
+    ours, foreign = vars(thing)["method"], lambda: "foreign"
+    thing.method = foreign
+    with pytest.raises(PatchError, match="method was replaced by somebody else"):
+        originals.restore()
+    assert thing.method is foreign and not originals.restored
+    thing.method = ours
+    originals.restore()
+    assert vars(thing).keys() == {"own"}
+
+
+def test_report_counts_calls_fallbacks_and_reasons():
+    thing = Thing()
+
+    def replacement(x=1):
+        if x < 0:
+            raise Fallback("negative")
+        return "new"
+
+    originals = patch(thing, seam(thing, "method", replacement))
+    assert [thing.method(1), thing.method(2), thing.method(-1)] == ["new", "new", ("method", -1)]
+    method, left, counted = originals.report()
+    assert (method.status, method.calls, method.fallbacks, method.reason) == ("patched", 2, 1, "negative")
+    assert (left.path, left.status, left.reason) == ("left.alone", "left", "why not")
+    assert (counted.path, counted.status, counted.calls) == ("operation", "counted", 3)
+    originals.restore()
+    assert originals.report()[0].status == "restored"

@@ -1,0 +1,62 @@
+"""Tiny random EaModels: a few layers, a small vocabulary so that random heads are right now and then."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+
+from eagle_triton.models.ea_model import EaModel
+from eagle_triton.models.heads import DraftConfig, Eagle1Head, Eagle3Head
+
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+def tiny_model(
+    family: str = "llama", eagle3: bool = True, vocab: int = 32, layers: int = 6, seed: int = 0, **tree: object
+) -> EaModel:
+    """An EaModel in fp32 on the CPU with random weights; `tree` are the tree arguments of a draft head."""
+    torch.manual_seed(seed)
+    config_class = getattr(transformers, f"{FAMILIES[family]}Config")
+    model_class = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")
+    extra = {"sliding_window": 20} if family == "mistral" else {}
+    config = config_class(
+        vocab_size=vocab,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        **extra,
+    )
+    base = model_class(config).eval()
+    draft_vocab = vocab * 5 // 8 if eagle3 else vocab
+    head_config = DraftConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=vocab,
+        draft_vocab_size=draft_vocab,
+        feature_layers=(1, 2, 4) if eagle3 else None,
+    )
+    head = (Eagle3Head if eagle3 else Eagle1Head)(head_config, **tree)
+    for module in (base, head):
+        for parameter in module.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0, 0.15)
+    if eagle3:
+        kept = torch.randperm(vocab)[:draft_vocab].sort().values
+        head.d2t = kept - torch.arange(draft_vocab)
+    head.embed_tokens.weight = base.model.embed_tokens.weight
+    return EaModel(base, head).eval()
+
+
+def random_prompt(length: int, vocab: int = 32, seed: int = 0) -> torch.Tensor:
+    """Token ids [1, length]."""
+    return torch.randint(vocab, (1, length), generator=torch.Generator().manual_seed(1000 * length + seed))
