@@ -1,0 +1,219 @@
+"""optimize_eagle_with_triton and restore_eagle on our own EaModel: same output, everything given back, bad input."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from eagle_triton import (
+    EagleTritonConfig,
+    EaModel,
+    PatchError,
+    UnsupportedModelError,
+    optimize_eagle_with_triton,
+    restore_eagle,
+)
+from eagle_triton.models.tree import MC_SIM_7B_63
+from tests.tiny import FAMILIES, random_prompt, tiny_model
+
+TREES = {
+    "60-7-10": {},
+    "fixed-26": {"tree_choices": MC_SIM_7B_63},
+    "8-3-2": dict(total_token=8, depth=3, top_k=2),
+    "2-1-1": dict(total_token=2, depth=1, top_k=1),
+}
+METHODS = ("eagenerate", "ea_generate", "naivegenerate", "naive_generate", "generate")
+
+
+def decode_all_ways(model, prompt):
+    """What every generating method gives, accepted lengths included."""
+    out = [model.eagenerate(prompt, max_new_tokens=16, log=True), list(model.accept_lengths)]
+    out += [list(model.ea_generate(prompt, max_new_tokens=9)), model.naivegenerate(prompt, max_new_tokens=16, log=True)]
+    out += [list(model.naive_generate(prompt, max_new_tokens=3)), model.generate(prompt, max_new_tokens=11)]
+    return out
+
+
+def assert_same(a, b):
+    if isinstance(a, (list, tuple)):
+        assert type(a) is type(b) and len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b) and a.dtype == b.dtype
+    else:
+        assert a == b and type(a) is type(b)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_method_gives_the_same_and_restore_gives_everything_back(family, eagle3, tree):
+    model = tiny_model(family, eagle3, **TREES[tree])
+    other = tiny_model(family, eagle3, seed=1, **TREES[tree])
+    prompt = random_prompt(23)
+    before = decode_all_ways(model, prompt)
+    modules = list(model.modules())
+    variables = [dict(vars(module)) for module in modules]
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    untouched = [dict(vars(module)) for module in other.modules()]
+
+    same_model, originals = optimize_eagle_with_triton(model)
+    assert same_model is model
+    assert all(name in originals and getattr(model, name) is not originals[name] for name in METHODS)
+    assert_same(before, decode_all_ways(model, prompt))
+    calls = {row.path: row.calls for row in originals.report()}
+    assert all(calls[name] > 0 for name in METHODS) and calls["tree_attention"] > 0 and calls["build_tree"] > 0
+    assert [dict(vars(module)) for module in other.modules()] == untouched
+
+    assert restore_eagle(model, originals) is model
+    for module, saved in zip(modules, variables, strict=True):
+        now = vars(module)
+        assert now.keys() == saved.keys()
+        assert all(now[name] is saved[name] for name in saved if name not in ("accept_lengths", "stable_kv"))
+    assert all(getattr(model, name).__func__ is getattr(EaModel, name) for name in METHODS)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    assert_same(before, decode_all_ways(model, prompt))
+    restore_eagle(model, originals)  # harmless
+
+
+def test_code_that_drives_the_model_itself_gets_the_operations_too():
+    model, prompt = tiny_model(), random_prompt(40)
+    want = model.eagenerate(prompt, max_new_tokens=20)
+    with optimize_eagle_with_triton(model)[1] as originals:
+        steps = EaModel._speculate(model, prompt, None)  # the unpatched loop over patched modules
+        got = next(ids for ids in steps if ids.shape[1] == want.shape[1])
+        report = {row.path: row for row in originals.report()}
+    assert torch.equal(got, want)
+    for path in ("ea_layer.topK_genrate", "base_model.model.layers.3.self_attn.forward"):
+        assert report[path].calls > 5 and report[path].fallbacks == 0
+    with optimize_eagle_with_triton(model, patch_modules=False)[1] as originals:
+        assert "ea_layer.topK_genrate" not in originals
+        assert torch.equal(model.eagenerate(prompt, max_new_tokens=20), want)
+
+
+def test_masks_that_are_no_tree_run_the_original_and_are_counted():
+    model = tiny_model()
+    ids, padding = random_prompt(12), torch.ones(1, 12, dtype=torch.long)
+    padding[0, :4] = 0
+    with torch.no_grad():
+        want = model.base_model(ids, attention_mask=padding).logits
+        with optimize_eagle_with_triton(model)[1] as originals:
+            got = model.base_model(ids, attention_mask=padding).logits
+            rows = [row for row in originals.report() if row.path.endswith("self_attn.forward")]
+    assert torch.equal(got, want)
+    assert all(row.fallbacks == 1 and row.calls == 0 and row.reason for row in rows)
+
+
+def test_restored_after_an_exception_in_generation():
+    model, prompt = tiny_model(), random_prompt(9)
+    want = model.eagenerate(prompt, max_new_tokens=12)
+    weight = model.base_model.lm_head.weight
+    saved = weight.detach().clone()
+    with pytest.raises(RuntimeError, match="NaN"), optimize_eagle_with_triton(model)[1]:
+        assert torch.equal(model.eagenerate(prompt, max_new_tokens=12), want)
+        weight.data[3] = float("nan")
+        model.eagenerate(prompt, max_new_tokens=12)
+    assert "eagenerate" not in vars(model)
+    weight.data.copy_(saved)
+    assert torch.equal(model.eagenerate(prompt, max_new_tokens=12), want)
+
+
+def test_nothing_changes_when_optimising_fails():
+    model = tiny_model()
+    model.base_model.model.layers[2].mlp.act_fn = torch.nn.GELU()
+    state = dict(vars(model))
+    with pytest.raises(UnsupportedModelError, match="layers.2.mlp.act_fn must be SiLU"):
+        optimize_eagle_with_triton(model)
+    assert vars(model) == state
+
+
+def test_optimising_twice_and_foreign_patches_are_refused():
+    model, other = tiny_model(), tiny_model(seed=1)
+    _, originals = optimize_eagle_with_triton(model)
+    with pytest.raises(PatchError, match="optimised already"):
+        optimize_eagle_with_triton(model)
+    with pytest.raises(PatchError, match="do not belong"):
+        restore_eagle(other, originals)
+    ours = model.eagenerate
+    model.eagenerate = print
+    with pytest.raises(PatchError, match="eagenerate was replaced by somebody else"):
+        restore_eagle(model, originals)
+    assert model.eagenerate is print and "ea_generate" in vars(model)
+    model.eagenerate = ours
+    restore_eagle(model, originals)
+
+
+@pytest.mark.parametrize("not_a_model", [None, 3, torch.nn.Linear(2, 2), object()], ids=str)
+def test_not_an_eamodel(not_a_model):
+    with pytest.raises(UnsupportedModelError, match="expected an EaModel"):
+        optimize_eagle_with_triton(not_a_model)
+
+
+def test_unknown_and_bad_options():
+    model = tiny_model()
+    with pytest.raises(ValueError, match="unknown option fast; the options are strict, patch_modules"):
+        optimize_eagle_with_triton(model, fast=True)
+    with pytest.raises(TypeError, match="strict must be True or False"):
+        optimize_eagle_with_triton(model, EagleTritonConfig(), strict="yes")
+    assert "eagenerate" not in vars(model)
+
+
+def test_a_model_over_several_devices_is_refused():
+    model = tiny_model()
+    model.base_model.model.layers[1].to("meta")
+    with pytest.raises(UnsupportedModelError, match="spread over several"):
+        optimize_eagle_with_triton(model)
+
+
+@pytest.mark.parametrize("optimised", [False, True], ids=["original", "optimised"])
+def test_bad_prompts_raise_before_anything_runs(optimised):
+    model = tiny_model(total_token=8, depth=3, top_k=2)
+    originals = optimize_eagle_with_triton(model)[1] if optimised else None
+    good = random_prompt(20)
+    want = model.eagenerate(good, max_new_tokens=8)
+    cases = [
+        (lambda: model.eagenerate(torch.zeros(1, 0, dtype=torch.long)), "empty"),
+        (lambda: model.eagenerate(torch.tensor([[1, 32]])), "out of range"),
+        (lambda: model.naivegenerate(torch.tensor([[-1, 2]])), "out of range"),
+        (lambda: model.eagenerate(torch.rand(1, 4)), "integer"),
+        (lambda: model.eagenerate(good.expand(2, -1)), "batch"),
+        (lambda: model.eagenerate(good, max_length=27), "does not fit"),
+        (lambda: model.eagenerate(good, max_length=19), "below the prompt"),
+        (lambda: model.generate(good, max_length=19), "below the prompt"),
+        (lambda: model.generate(good, max_new_tokens=-1), "max_new_tokens"),
+        (lambda: model.generate(good, do_sample=True, temperature=0.0), "temperature"),
+        (lambda: model.generate(good, do_sample=True, top_p=0.0), "top_p"),
+        (lambda: model.generate(good, seed=1, generator=torch.Generator()), "not both"),
+        (lambda: model.generate(good, attention_mask=torch.zeros_like(good)), "empty"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert torch.equal(model.eagenerate(good, max_new_tokens=8), want)
+    if originals:
+        originals.restore()
+
+
+def test_generate_stops_exactly_in_a_padded_batch():
+    model = tiny_model(total_token=16, depth=3, top_k=4)
+    long, short = random_prompt(9)[0], random_prompt(4)[0]
+    ids = torch.stack((long, torch.cat((torch.zeros(5, dtype=torch.long), short))))
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=14, eos_token_id=6, pad_token_id=31)
+    with optimize_eagle_with_triton(model)[1]:
+        got = model.generate(ids, attention_mask=mask, max_new_tokens=14, eos_token_id=6, pad_token_id=31)
+        sampled = [model.generate(ids, max_new_tokens=20, do_sample=True, top_p=0.9, seed=s) for s in (1, 1, 2)]
+        exact = model.generate(long[None], max_length=30)
+    assert torch.equal(got, want)
+    assert torch.equal(sampled[0], sampled[1]) and not torch.equal(sampled[0], sampled[2])
+    assert exact.shape == (1, 30) and torch.equal(exact, model.generate(long[None], max_length=30))
+
+
+def test_importing_needs_neither_torch_nor_triton():
+    code = "import sys, eagle_triton; print(sorted({'torch', 'triton', 'transformers'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+    with pytest.raises(ImportError):
+        exec("from eagle_triton import nothing")
