@@ -1,39 +1,33 @@
-"""The operations that a step calls: one table, filled with the torch references or with the Triton kernels."""
+"""The operations that a step calls: one table, filled with the Triton kernels or with their torch references."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections import Counter
 from collections.abc import Callable
-from types import ModuleType
 
-from eagle_triton.reference import attention, kv_cache, layers, linear, sampling, tree_decoding
-
-_STEMS: dict[ModuleType, tuple[str, ...]] = {
-    attention: ("tree_attention",),
-    kv_cache: ("commit",),
-    layers: ("rms_norm", "rotary_append", "swiglu"),
-    linear: ("linear", "linear_stack", "linear_swiglu"),
-    sampling: ("probabilities", "sample", "uniform"),
-    tree_decoding: (
-        "topk",
-        "expand_beam",
-        "build_tree",
-        "verify_greedy",
-        "verify_sampling",
-        "update_sequence",
-    ),
+_STEMS: dict[str, tuple[str, ...]] = {
+    "attention": ("tree_attention",),
+    "kv_cache": ("commit",),
+    "layers": ("rms_norm", "rotary_append", "swiglu"),
+    "linear": ("linear", "linear_stack", "linear_swiglu"),
+    "tree_decoding": ("topk", "expand_beam", "build_tree", "verify_greedy", "verify_sampling", "update_sequence"),
 }
 
 
 class Operations:
-    """Every operation as an attribute of its own name, each call counted in `calls`."""
+    """Every operation as an attribute of its own name, each call counted in `calls`.
 
-    calls: Counter[str]
+    kernels: the Triton kernels (CUDA tensors, or CPU tensors in Triton's interpreter) instead of the torch references.
+    Raises ImportError that says what to install if Triton is missing.
+    """
 
-    def __init__(self) -> None:
-        self.calls = Counter()
-        for module, names in _STEMS.items():
+    def __init__(self, kernels: bool = False) -> None:
+        self.kernels = kernels
+        self.calls: Counter[str] = Counter()
+        for stem, names in _STEMS.items():
+            module = _kernel_module(stem) if kernels else importlib.import_module(f"eagle_triton.reference.{stem}")
             for name in names:
                 setattr(self, name, self._counted(name, getattr(module, name)))
 
@@ -44,3 +38,15 @@ class Operations:
             return function(*args, **kwargs)
 
         return call
+
+
+def _kernel_module(stem: str):
+    try:
+        return importlib.import_module(f"eagle_triton.{stem}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise ImportError(
+            "the kernels need Triton: pip install triton (on Windows: triton-windows); "
+            "kernels=False decodes with the torch references"
+        ) from error
