@@ -18,7 +18,7 @@ from eagle_triton.drop_in import eagle_llm as eagle_llm_methods
 from eagle_triton.drop_in import native as native_methods
 from eagle_triton.drop_in import upstream as upstream_methods
 from eagle_triton.drop_in.generate import generate_seam
-from eagle_triton.engine.generate import Engine
+from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.operations import Operations
 from eagle_triton.patching import Originals, PatchError
 

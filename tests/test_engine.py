@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from eagle_triton.adapters import native
-from eagle_triton.engine.generate import Engine, generate, original_steps
+from eagle_triton.engine.generate import generate, original_steps
+from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.sampling import Sampling
 from eagle_triton.engine.state import capacity_bucket

@@ -312,8 +312,6 @@ def test_bad_arguments_are_refused(arguments, capsys):
 def test_older_pythons_get_a_message():
     ast.parse((ROOT / "setup_env.py").read_text(), feature_version=(3, 7))
     pretend = "import runpy, sys; sys.version_info = (3, 9, 0); runpy.run_path(sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", pretend, str(ROOT / "setup_env.py")], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", pretend, str(ROOT / "setup_env.py")], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("setup_env.py: eagle_triton needs Python 3.10-3.13")

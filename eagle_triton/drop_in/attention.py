@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_triton.adapters.view import Attention, ModelView
-from eagle_triton.engine.generate import Engine
+from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.step import attend, project
 from eagle_triton.models.target import TargetCache

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.generate import Engine
+from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.prefill import CHUNK
 from eagle_triton.engine.state import DecodeState, capacity_bucket, rows_beyond
 from eagle_triton.engine.step import draft_extend, grow_tree

@@ -17,7 +17,8 @@ from torch import Tensor
 from eagle_triton.adapters.reading import UnsupportedModelError
 from eagle_triton.drop_in import attention
 from eagle_triton.drop_in.methods import Steps, check_tree, drop, last, method_seam, prompt, sequences
-from eagle_triton.engine.generate import Engine, original_steps
+from eagle_triton.engine.generate import original_steps
+from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.sampling import Sampling
 from eagle_triton.models.request import original_stop_ids
 from eagle_triton.patching import Seam

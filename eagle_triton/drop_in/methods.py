@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle_triton.adapters.reading import UnsupportedModelError
 from eagle_triton.adapters.view import DraftView
-from eagle_triton.engine.generate import Engine
+from eagle_triton.engine.generation import Engine
 from eagle_triton.models.checks import check_prompt
 from eagle_triton.patching import Seam
 from eagle_triton.tree_spec import TreeSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eagle_triton.drop_in import upstream
-from eagle_triton.engine.generate import Engine
+from eagle_triton.engine.generation import Engine
 from eagle_triton.patching import Seam
 
 SKIPPED = upstream.SKIPPED

@@ -60,6 +60,8 @@ class DecodeState:
         self.tree.ancestors[:, 0, 0] = 1
         self.target_cache = cache(view.layers)
         self.draft_cache = cache(draft.layers) if draft is not None else None
+        # what the host reads after a step, per sequence: accepted, NaN flag, the tokens committed
+        self.out = zeros(batch, spec.depth + 3, dtype=torch.int64)
         self.path = zeros(batch, spec.depth + 1, dtype=torch.int32)  # node indices root..last accepted, then -1
         self.accepted = zeros(batch, dtype=torch.int32)  # drafts accepted in the last step, -1: frozen
         self.nan = zeros(batch, dtype=torch.bool)  # the target's logits of the last step had a NaN

@@ -48,6 +48,7 @@ def decode_step(
     ops.commit(state.target_cache, before, state.path, state.accepted)
     ops.update_sequence(state.tokens, state.lengths, tree.tokens, state.path, state.accepted, next_token)
     state.sampling.step.add_(1)
+    _report(state, before)
     if draft is None:
         tree.tokens.copy_(_sequence_rows(state, state.lengths, 1))
         return
@@ -271,6 +272,13 @@ def project_stack(ops: Operations, projections: tuple[Projection, ...], x: Tenso
     if any(projection.weight is None for projection in projections):
         return tuple(project(ops, projection, x) for projection in projections)
     return ops.linear_stack(x, [p.weight for p in projections], [p.bias for p in projections])
+
+
+def _report(state: DecodeState, before: Tensor) -> None:
+    """Write what the host wants to know of a step that began at lengths `before`."""
+    state.out[:, 0] = state.accepted
+    state.out[:, 1] = state.nan & state.active
+    state.out[:, 2:] = _sequence_rows(state, before, state.spec.depth + 1)
 
 
 def _sequence_rows(state: DecodeState, first: Tensor, count: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .checks import check_attention_mask, check_fits, check_logits, check_max_length, check_prompt
+from .checks import check_fits, check_logits, check_prompt
 from .heads import DraftHead, Eagle3Head
 from .loading import (
     HEAD_FOLDERS,
@@ -28,6 +28,7 @@ from .loading import (
     locate,
     read_target_config,
 )
+from .request import Request, make_generator, original_stop_ids
 from .target import TargetCache, check_architecture, default_feature_layers, run_target
 from .tree import TreeChoices
 from .verify import children_of, choose, eagle_warpers, generate_warpers, verify_tree
@@ -210,7 +211,7 @@ class EaModel(nn.Module):
         """`eagenerate`, step by step: yields the sequence so far, [1, L + new], after each. `log` has no effect."""
         check_prompt(input_ids, self.vocab_size, max_batch=1)
         check_fits(input_ids.shape[1], self.ea_layer.total_tokens + 1, max_length)
-        stop = self._original_stop_ids(is_llama3)
+        stop = original_stop_ids(self, is_llama3)
         warpers = eagle_warpers(temperature, top_p, top_k)
         return self._original_stops(self._speculate(input_ids, warpers), input_ids, stop, max_new_tokens, max_length)
 
@@ -243,7 +244,7 @@ class EaModel(nn.Module):
         """`naivegenerate`, token by token: yields the sequence so far after each. `log` has no effect."""
         check_prompt(input_ids, self.vocab_size, max_batch=1)
         check_fits(input_ids.shape[1], 1, max_length)
-        stop = self._original_stop_ids(is_llama3)
+        stop = original_stop_ids(self, is_llama3)
         warpers = eagle_warpers(temperature, top_p, top_k)
         return self._original_stops(self._decode(input_ids, warpers), input_ids, stop, max_new_tokens, max_length)
 
@@ -275,31 +276,19 @@ class EaModel(nn.Module):
         Returns [B, longest] int64: prompts without their padding, new tokens, then `pad_token_id` on the right.
         Raises ValueError for bad arguments, RuntimeError for NaN logits.
         """
-        check_prompt(input_ids, self.vocab_size)
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
-        check_attention_mask(attention_mask, input_ids)
-        prompts = [row[kept][None] for row, kept in zip(input_ids, attention_mask.bool(), strict=True)]
-        if max_new_tokens is None and max_length is not None:
-            for prompt in prompts:
-                check_max_length(prompt.shape[1], max_length)
-        if max_new_tokens is not None and max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens: must not be negative, got {max_new_tokens}")
+        request = Request.resolve(
+            self, input_ids, attention_mask, max_length, max_new_tokens, eos_token_id, pad_token_id
+        )
         warpers = generate_warpers(temperature, top_k, top_p, min_p) if do_sample else None
-        if seed is not None:
-            if generator is not None:
-                raise ValueError("generate: give either generator or seed, not both")
-            generator = torch.Generator(self.base_model.lm_head.weight.device).manual_seed(seed)
-        stop = self._stop_ids(eos_token_id)
+        generator = make_generator(seed, generator, self.base_model.lm_head.weight.device)
+        return request.pad(
+            [
+                self._generate_exactly(prompt[None], new, request.stop_ids, warpers, generator)
+                for prompt, new in zip(request.prompts, request.new_tokens, strict=True)
+            ]
+        )
 
-        rows = []
-        for prompt in prompts:
-            length = prompt.shape[1]
-            new = max_new_tokens if max_new_tokens is not None else (max_length or length + 512) - length
-            rows.append(self._generate_exactly(prompt, new, stop, warpers, generator))
-        return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._pad_id(pad_token_id, stop))
-
-    def _generate_exactly(self, prompt: Tensor, new: int, stop: set[int], warpers, generator) -> Tensor:
+    def _generate_exactly(self, prompt: Tensor, new: int, stop: frozenset[int], warpers: Any, generator: Any) -> Tensor:
         """One sequence [L + at most new] from a prompt [1, L]."""
         self.accept_lengths = []
         sequence, length = prompt.to(self.device, torch.long), prompt.shape[1]
@@ -362,7 +351,7 @@ class EaModel(nn.Module):
             yield sequence
 
     def _original_stops(
-        self, steps: Iterator[Tensor], input_ids: Tensor, stop: set[int], max_new_tokens: int, max_length: int
+        self, steps: Iterator[Tensor], input_ids: Tensor, stop: frozenset[int], max_new_tokens: int, max_length: int
     ) -> Iterator[Tensor]:
         """Passes on `steps` up to and including the one at which the original loop ends."""
         limit = max_length - self.ea_layer.total_tokens - 10
@@ -371,31 +360,6 @@ class EaModel(nn.Module):
             new = sequence[0, input_ids.shape[1] :].tolist()
             if not stop.isdisjoint(new) or len(new) > max_new_tokens or sequence.shape[1] > limit:
                 return
-
-    def _original_stop_ids(self, is_llama3: bool) -> set[int]:
-        if self.tokenizer is None:
-            if is_llama3:
-                raise ValueError("is_llama3: needs a tokenizer to find <|eot_id|>, the target has none")
-            return set()
-        ids = {self.tokenizer.eos_token_id}
-        if is_llama3:
-            ids.add(self.tokenizer.convert_tokens_to_ids("<|eot_id|>"))
-        return ids - {None}
-
-    def _stop_ids(self, eos_token_id: int | list[int] | None) -> set[int]:
-        generation = getattr(self.base_model, "generation_config", None)
-        for ids in (eos_token_id, getattr(generation, "eos_token_id", None)):
-            if ids is not None:
-                return {ids} if isinstance(ids, int) else set(ids)
-        return self._original_stop_ids(is_llama3=False)
-
-    def _pad_id(self, pad_token_id: int | None, stop: set[int]) -> int:
-        generation = getattr(self.base_model, "generation_config", None)
-        for source in (pad_token_id, getattr(generation, "pad_token_id", None)):
-            if source is not None:
-                return source
-        known = getattr(self.tokenizer, "pad_token_id", None)
-        return known if known is not None else min(stop, default=0)
 
     @torch.no_grad()
     def _fastest_tree_size(self, rounds: int = 20) -> int:

@@ -1,0 +1,761 @@
+"""EaModel against decoding with the target alone, and everything it must refuse.
+
+The targets are tiny and random, but predictable: the residual stream is dominated by the embedding and the LM head is
+a permutation of it, so a head that passes the embedding on drafts what the target will say, with some errors.
+"""
+
+import json
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from eagle_triton.models import MC_SIM_7B_63, DraftConfig, Eagle1Head, Eagle3Head, EaModel
+from eagle_triton.models.loading import read_draft_config
+from eagle_triton.models.target import TargetCache, default_feature_layers, run_target
+from eagle_triton.models.tree import ancestor_mask, fixed_tree, grow_dynamic_tree, retrieve_paths, top_k
+from eagle_triton.models.verify import children_of, generate_warpers, verify_tree
+
+V, H, LAYERS, EOS = 64, 64, 8, 63
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+TREES = {
+    "60/7/10": dict(total_token=60, depth=7, top_k=10),
+    "26-fixed": dict(tree_choices=MC_SIM_7B_63),
+    "8/3/2": dict(total_token=8, depth=3, top_k=2),
+    "2/1/1": dict(total_token=2, depth=1, top_k=1),
+}
+
+
+# --- tiny models ---
+
+
+@cache
+def tokenizer():
+    vocab = {f"t{i}": i for i in range(V - 2)} | {"<|eot_id|>": V - 2, "<eos>": EOS}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocab, unk_token="t0")), unk_token="t0", eos_token="<eos>"
+    )
+
+
+@cache
+def target(architecture: str = "llama", **changes):
+    """A target that mostly maps each token to a fixed next one."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        architecture,
+        **dict(
+            dict(
+                vocab_size=V,
+                hidden_size=H,
+                intermediate_size=96,
+                num_hidden_layers=LAYERS,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=16,
+                max_position_embeddings=512,
+                tie_word_embeddings=False,
+                bos_token_id=None,
+                eos_token_id=EOS,
+            ),
+            **changes,
+        ),
+    )
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.08)
+        embedding = model.model.embed_tokens.weight.normal_(0, 1)
+        order = torch.randperm(EOS)  # no token leads to EOS
+        model.lm_head.weight[order] = embedding[order.roll(1)]
+        model.lm_head.weight[EOS] = 0
+    return model
+
+
+def draft_config(eagle3: bool, **changes) -> DraftConfig:
+    return DraftConfig(
+        **dict(
+            dict(
+                hidden_size=H,
+                intermediate_size=96,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+                vocab_size=V,
+                draft_vocab_size=48 if eagle3 else V,
+                bias=False,
+            ),
+            **changes,
+        )
+    )
+
+
+def head(base, eagle3: bool, seed: int = 1, config: DraftConfig | None = None, **tree):
+    """A head that passes on the embedding of the newest token, plus noise."""
+    torch.manual_seed(seed)
+    config = config or draft_config(eagle3)
+    draft = (Eagle3Head if eagle3 else Eagle1Head)(config, **tree)
+    eye = torch.eye(H)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.08)
+        draft.embed_tokens.weight.copy_(base.model.embed_tokens.weight)
+        if not eagle3:
+            draft.fc.weight[:, :H] += eye
+            return draft.eval()
+        attention = draft.midlayer.self_attn  # attends to itself: the embedding against itself
+        for projection, scale in ((attention.q_proj, 2), (attention.k_proj, 2), (attention.v_proj, 2)):
+            projection.weight[:, :H] += scale * eye
+        attention.o_proj.weight += eye
+        ids = torch.arange(V)
+        if draft.d2t is not None:
+            ids = torch.randperm(V)[: config.draft_vocab_size].sort().values
+            draft.d2t.copy_(ids - torch.arange(len(ids)))
+            draft.t2d[ids] = True
+        draft.lm_head.weight.copy_(base.lm_head.weight[ids])
+    return draft.eval()
+
+
+def model(architecture: str = "llama", eagle3: bool = True, **tree) -> EaModel:
+    base = target(architecture)
+    return EaModel(base, head(base, eagle3, **tree), tokenizer())
+
+
+def prompt(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, EOS - 1, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=[True, False], ids=["eagle3", "eagle1"])
+def eagle3(request) -> bool:
+    return request.param
+
+
+# --- speculation changes nothing ---
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_speculation_gives_the_targets_tokens(architecture, eagle3, tree):
+    m = model(architecture, eagle3, **TREES[tree])
+    accepted = []
+    for length in (1, 2, 33):
+        ids = prompt(length)
+        got, new, index = m.eagenerate(ids, max_new_tokens=12, log=True)
+        accepted += m.accept_lengths
+        assert index + 1 == len(m.accept_lengths) and new == sum(m.accept_lengths) + len(m.accept_lengths)
+        want = m.naivegenerate(ids, max_new_tokens=new)
+        assert torch.equal(got, want[:, : got.shape[1]])
+    assert sum(accepted) > 0 and max(accepted) <= max(m.ea_layer.depth + 1, 5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_target_alone_equals_transformers_generate(architecture):
+    base, ids = target(architecture), prompt(20)
+    want = base.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0, use_cache=False)
+    assert torch.equal(model(architecture).generate(ids, max_new_tokens=20), want)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("mistral", dict(sliding_window=6)),
+        ("qwen2", dict(sliding_window=6, use_sliding_window=True, max_window_layers=4)),
+        ("qwen3", dict(sliding_window=6, use_sliding_window=True, max_window_layers=4)),
+    ],
+    ids=["mistral", "qwen2", "qwen3"],
+)
+def test_sliding_windows_are_observed(architecture, changes):
+    base, ids = target(architecture, **changes), prompt(20)
+    want = base(ids, use_cache=False).logits
+    cache_ = TargetCache()
+    run_target(base, ids[:, :13], cache_)
+    hidden, _ = run_target(base, ids[:, 13:], cache_)
+    torch.testing.assert_close(base.lm_head(hidden), want[:, 13:], atol=1e-4, rtol=1e-4)
+    assert (want - target(architecture)(ids, use_cache=False).logits).abs().max() > 1e-3
+
+
+def test_the_cache_after_a_generation_is_that_of_plain_decoding(eagle3, monkeypatch):
+    m, caches = model(eagle3=eagle3), []
+    monkeypatch.setattr("eagle_triton.models.ea_model.TargetCache", lambda: caches.append(TargetCache()) or caches[-1])
+    ids = m.eagenerate(prompt(9), max_new_tokens=20)
+    plain = TargetCache()
+    run_target(m.base_model, ids, plain)
+    assert caches[0].get_seq_length() == plain.get_seq_length()
+    for (key, value), (want_key, want_value) in zip(caches[0].layers, plain.layers, strict=True):
+        torch.testing.assert_close(key, want_key, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(value, want_value, atol=1e-4, rtol=1e-4)
+
+
+def test_streams_end_where_the_whole_generation_does(eagle3):
+    m, ids = model(eagle3=eagle3), prompt(5)
+    for stream, whole in ((m.ea_generate, m.eagenerate), (m.naive_generate, m.naivegenerate)):
+        steps = list(stream(ids, max_new_tokens=10))
+        want, new, index = whole(ids, max_new_tokens=10, log=True)
+        assert torch.equal(steps[-1], want) and len(steps) == index + 1 and new == want.shape[1] - 5
+        assert all(torch.equal(longer[:, : shorter.shape[1]], shorter) for shorter, longer in pairwise(steps))
+
+
+# --- the original stop rules ---
+
+
+def test_stops_after_passing_max_new_tokens(eagle3):
+    m = model(eagle3=eagle3)
+    assert m.naivegenerate(prompt(3), max_new_tokens=7, log=True)[1:] == (8, 7)
+    sizes = [ids.shape[1] - 3 for ids in m.ea_generate(prompt(3), max_new_tokens=7)]
+    assert sizes[-1] > 7 and all(size <= 7 for size in sizes[:-1])
+
+
+def test_stops_at_max_length_less_the_tree_less_ten():
+    m = model(total_token=8, depth=3, top_k=2)
+    limit = 60 - 7 - 10
+    sizes = [ids.shape[1] for ids in m.ea_generate(prompt(30), max_length=60)]
+    assert sizes[-1] > limit >= max(sizes[:-1])
+    assert m.naivegenerate(prompt(30), max_length=60).shape[1] == limit + 1
+    assert m.naivegenerate(prompt(1), max_length=27).shape[1] == 11  # the loop runs that often at most
+    ids, new, index = m.eagenerate(prompt(3), max_length=17, log=True)
+    assert torch.equal(ids, prompt(3)) and (new, index) == (0, -1)
+
+
+def test_stops_at_the_end_token_and_keeps_what_the_step_accepted(eagle3, monkeypatch):
+    m, ids = model(eagle3=eagle3), prompt(4)
+    sequence = m.naivegenerate(ids, max_new_tokens=30)[0].tolist()
+    end = sequence[12]
+    position = sequence.index(end, 4)
+    monkeypatch.setattr(m, "tokenizer", _Tokens(end, end))
+    sizes = [s.shape[1] for s in m.ea_generate(ids, max_new_tokens=30)]
+    assert sizes[-1] > position >= max(sizes[:-1], default=0)
+    assert m.naivegenerate(ids, max_new_tokens=30).shape[1] == position + 1
+    monkeypatch.setattr(m, "tokenizer", _Tokens(None, end))
+    assert m.naivegenerate(ids, max_new_tokens=20).shape[1] == 4 + 21
+    assert m.naivegenerate(ids, max_new_tokens=20, is_llama3=True).shape[1] == position + 1
+
+
+class _Tokens:
+    def __init__(self, eos, eot):
+        self.eos_token_id, self.eot = eos, eot
+
+    def convert_tokens_to_ids(self, token):
+        assert token == "<|eot_id|>"
+        return self.eot
+
+
+# --- generate stops exactly ---
+
+
+def test_generate_counts_exactly(eagle3):
+    m, ids = model(eagle3=eagle3), prompt(6)
+    want = m.naivegenerate(ids, max_new_tokens=40)
+    for new in (0, 1, 2, 7, 20):
+        assert torch.equal(m.generate(ids, max_new_tokens=new), want[:, : 6 + new])
+    assert torch.equal(m.generate(ids, max_length=15), want[:, :15])
+    assert m.generate(ids, max_length=6).shape[1] == 6
+
+
+def test_generate_cuts_after_the_end_token(eagle3):
+    m, ids = model(eagle3=eagle3), prompt(4)
+    want = m.naivegenerate(ids, max_new_tokens=30)[0].tolist()
+    for end in (want[10], [EOS, want[15]]):
+        ends = {end} if isinstance(end, int) else set(end)
+        position = next(i for i in range(4, len(want)) if want[i] in ends)
+        assert m.generate(ids, max_new_tokens=30, eos_token_id=end)[0].tolist() == want[: position + 1]
+
+
+def test_generate_takes_batches_with_padding_on_either_side(eagle3):
+    m = model(eagle3=eagle3)
+    prompts = [prompt(n, seed=n)[0] for n in (3, 7, 5)]
+    ids, mask = torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, 7, dtype=torch.long)
+    for row, p in enumerate(prompts):
+        place = slice(7 - len(p), 7) if row == 0 else slice(0, len(p))
+        ids[row, place], mask[row, place] = p, 1
+    got = m.generate(ids, max_new_tokens=9, attention_mask=mask, pad_token_id=1)
+    assert got.shape == (3, 7 + 9)
+    for row, p in enumerate(prompts):
+        want = m.generate(p[None], max_new_tokens=9)[0]
+        assert torch.equal(got[row, : len(want)], want) and (got[row, len(want) :] == 1).all()
+
+
+def test_sampling_repeats_with_its_seed(eagle3):
+    m, ids = model(eagle3=eagle3), prompt(4)
+    options = dict(do_sample=True, temperature=15.0, top_p=0.95, top_k=20, max_new_tokens=12)
+    first = m.generate(ids, seed=3, **options)
+    assert torch.equal(first, m.generate(ids, seed=3, **options))
+    assert torch.equal(first, m.generate(ids, generator=torch.Generator().manual_seed(3), **options))
+    assert any(not torch.equal(first, m.generate(ids, seed=s, **options)) for s in (4, 5))
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        runs.append(m.eagenerate(ids, temperature=15.0, top_p=0.9, top_k=5.0, max_new_tokens=12))
+        runs.append(m.naivegenerate(ids, temperature=15.0, top_p=0.9, top_k=5.0, max_new_tokens=12))
+    assert torch.equal(runs[0], runs[2]) and torch.equal(runs[1], runs[3])
+
+
+@pytest.mark.parametrize("filters", [dict(), dict(top_k=3), dict(top_p=0.7), dict(min_p=0.3)], ids=str)
+def test_the_sampled_walk_is_lossless(filters):
+    """The law of the first two tokens, over a tree whose nodes' logits depend on their token alone."""
+    torch.manual_seed(0)
+    size, samples = 5, 6000
+    table = torch.randn(size, size) * 1.5
+    warpers = generate_warpers(**dict(dict(temperature=0.8, top_k=0, top_p=1.0, min_p=0.0), **filters))
+    law = warpers(None, table.clone()).softmax(-1)
+    tokens = torch.tensor([2, 0, 4, 1, 3, 4])
+    children = [[1, 2], [3, 4], [5], [], [], []]
+    counts = torch.zeros(size, size)
+    for _ in range(samples):
+        path, after = verify_tree(tokens, children, table[tokens], warpers)
+        emitted = [*tokens[path[1:]].tolist(), int(after)]
+        if len(emitted) == 1:
+            emitted.append(int(torch.multinomial(law[emitted[0]], 1)))
+        counts[emitted[0], emitted[1]] += 1
+    exact = law[2][:, None] * law
+    assert 0.5 * (counts / samples - exact).abs().sum() < 0.03
+    assert counts[exact == 0].sum() == 0
+
+
+# --- trees ---
+
+
+def test_ties_keep_the_tree_closed():
+    """A head that is certain of one token: every child ties with its parent, and only the order saves the tree."""
+    certain = torch.full((1, 6), -9.0).index_fill(1, torch.tensor([2]), 0.0)
+    expand = lambda tokens, hidden, visible, depth: (certain.expand(len(tokens), -1), hidden)  # noqa: E731
+    for total in (1, 2, 7, 12):
+        drafts, parents = grow_dynamic_tree(certain, torch.zeros(1, 1, 4), expand, lambda ids: ids, total, 5, 3)
+        assert len(drafts) == total and parents[0] == -1
+        assert all(0 <= parent < node for node, parent in enumerate(parents.tolist()[1:], start=1))
+        siblings = list(zip(parents[1:].tolist(), drafts.tolist(), strict=True))
+        assert len(set(siblings)) == total
+    assert top_k(torch.tensor([1.0, 3.0, 3.0, 2.0]), 3)[1].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_the_four_tensors_describe_one_tree(eagle3, tree):
+    m = model(eagle3=eagle3, **TREES[tree])
+    ids = prompt(12)
+    width = H if not eagle3 else 3 * H
+    for processor in (None, object()):
+        m.ea_layer.reset_kv()
+        tokens, paths, mask, depths = m.ea_layer.topK_genrate(
+            torch.randn(1, 11, width), ids, m.base_model.lm_head, processor
+        )
+        n = m.ea_layer.total_tokens + 1
+        assert tokens.shape == (1, n) and tokens[0, 0] == ids[0, -1] and mask.shape == (1, 1, n, n)
+        assert mask.dtype == torch.float32 and paths.shape[1] == depths.max() + 1
+        children = children_of(mask[0, 0].bool(), depths)
+        leaves = [node for node in range(n) if not children[node]]
+        ends = [[node for node in path if node >= 0] for path in paths.tolist()]
+        assert sorted(path[-1] for path in ends) == leaves
+        for path in ends:
+            assert path[0] == 0 and all(child in children[node] for node, child in pairwise(path))
+            assert mask[0, 0, path[-1]].nonzero().flatten().tolist() == path
+    assert m.ea_layer.stable_kv[0][0].shape[2] == 11
+
+
+def test_a_fixed_tree_holds_the_likeliest_followers_of_each_node(eagle3):
+    m = model(eagle3=eagle3, tree_choices=[[0], [2], [0, 1], [2, 0], [2, 0, 1]])
+    features = torch.randn(1, 6, 3 * H if eagle3 else H)
+    ids = prompt(7)
+    tokens, _, _, _ = m.ea_layer.topK_genrate(features, ids, m.base_model.lm_head)
+    nodes = {(): 0, (0,): 1, (2,): 2, (0, 1): 3, (2, 0): 4, (2, 0, 1): 5}
+    for path, node in nodes.items():  # each path again, as a plain sequence without cache or mask
+        if not path:
+            continue
+        line = [tokens[0, nodes[path[:i]]].item() for i in range(1, len(path))]
+        hidden, _ = m.ea_layer(features, ids[:, 1:])
+        cache_ = m.ea_layer(features, ids[:, 1:])[1]
+        for token in line:
+            hidden, cache_ = m.ea_layer(hidden[:, -1:], torch.tensor([[token]]), cache_)
+        logits = m.ea_layer.draft_logits(hidden[0, -1], m.base_model.lm_head)
+        wanted = m.ea_layer.to_target_ids(logits.argsort(descending=True))[path[-1]]
+        assert tokens[0, node] == wanted
+
+
+def test_mc_sim_7b_63():
+    tree = fixed_tree(MC_SIM_7B_63)
+    assert len(tree.parents) == 26 and tree.branching == 4
+    assert [len(level) for level in tree.levels] == [1, 4, 4, 1, 1]  # nodes with children, per depth
+    assert ancestor_mask(torch.tensor(tree.parents)).sum(1).max() == 6
+    assert len(retrieve_paths(tree.parents)) == 26 - 11
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        dict(total_token=1),
+        dict(total_token=60, depth=1, top_k=2),
+        dict(top_k=49),
+        dict(depth=0),
+        dict(tree_choices=[]),
+        dict(tree_choices=[[0, 0]]),
+        dict(tree_choices=[[0], [0]]),
+        dict(tree_choices=[[-1]]),
+        dict(tree_choices=[[48]]),
+    ],
+    ids=str,
+)
+def test_impossible_trees_are_refused(tree):
+    with pytest.raises(ValueError, match="tree"):
+        model(**tree)
+
+
+# --- heads ---
+
+
+def test_heads_train_and_their_cache_changes_nothing(eagle3):
+    draft = head(target(), eagle3, config=draft_config(eagle3, num_hidden_layers=1 if eagle3 else 2))
+    features, ids = torch.randn(2, 9, 3 * H if eagle3 else H), prompt(18).view(2, 9)
+    hidden, cache_ = draft(features, ids)
+    first, past = draft(features[:, :4], ids[:, :4])
+    rest, past = draft(features[:, 4:], ids[:, 4:], past)
+    torch.testing.assert_close(torch.cat((first, rest), 1), hidden, atol=1e-4, rtol=1e-4)
+    assert len(cache_) == len(past) and cache_[0][0].shape == past[0][0].shape == (2, 4, 9, 16)
+    draft.draft_logits(hidden, target().lm_head).sum().backward()
+    assert all(p.grad is not None for p in draft.parameters())
+    target().zero_grad()
+
+
+def test_rotary_scaling_is_that_of_transformers(eagle3):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    from eagle_triton.models.heads import rotary_frequencies
+
+    llama3 = dict(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=512,
+    )
+    for scaling in (None, dict(rope_type="linear", factor=4.0), llama3):
+        config = draft_config(eagle3, rope_theta=5e5, rope_scaling=scaling)
+        rope = LlamaRotaryEmbedding(
+            LlamaConfig(
+                hidden_size=H,
+                num_attention_heads=4,
+                max_position_embeddings=4096,
+                rope_theta=5e5,
+                rope_scaling=scaling,
+            )
+        )
+        torch.testing.assert_close(rotary_frequencies(config), rope.inv_freq)
+    with pytest.raises(ValueError, match="rope_scaling"):
+        draft_config(eagle3, rope_scaling=dict(rope_type="yarn", factor=2.0))
+
+
+# --- checkpoints ---
+
+
+def write_target(directory: Path, base=None) -> Path:
+    (base or target()).save_pretrained(directory / "base")
+    tokenizer().save_pretrained(directory / "base")
+    return directory / "base"
+
+
+def write_head(directory: Path, draft, layout: str = "safeailab", binary: bool = False) -> Path:
+    """The checkpoint of a head, in the layout that others publish."""
+    directory = directory / f"head-{layout}-{binary}"
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {k: v for k, v in draft.config.to_dict().items() if v is not None}
+    tensors = dict(draft.state_dict())
+    if layout in ("speculators", "vllm"):
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+        tensors["verifier_norm.weight"] = torch.ones(H)
+        tensors.pop("t2d", None)
+        config["eagle_aux_hidden_state_layer_ids"] = [2, 4, 5]
+        outer = ("draft_vocab_size", "norm_before_residual", "eagle_aux_hidden_state_layer_ids")
+        inner = {k: v for k, v in config.items() if k not in outer}
+        config = {name: config[name] for name in outer} | dict(
+            speculators_model_type="eagle3",
+            target_hidden_size=None,
+            transformer_layer_config=inner,
+            speculators_config=dict(algorithm="eagle3", verifier=dict(name_or_path="x", architectures=[])),
+        )
+    if layout == "vllm":
+        tensors = {n if n in ("d2t", "lm_head.weight") else f"model.{n}": t for n, t in tensors.items()}
+    if layout == "sglang":
+        config["eagle_config"] = dict(eagle_aux_hidden_state_layer_ids=[1, 3, 4], use_aux_hidden_state=True)
+        del tensors["embed_tokens.weight"]
+    (directory / "config.json").write_text(json.dumps(config))
+    if binary:
+        torch.save(tensors, directory / "pytorch_model.bin")
+    else:
+        save_file({n: t.contiguous() for n, t in tensors.items()}, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("binary", [False, True], ids=["safetensors", "bin"])
+@pytest.mark.parametrize("layout", ["safeailab", "speculators", "vllm", "sglang"])
+def test_every_layout_gives_the_same_model(tmp_path, layout, binary):
+    want = model(**TREES["8/3/2"])
+    path = write_head(tmp_path, want.ea_layer, layout, binary)
+    got = EaModel.from_pretrained(str(write_target(tmp_path)), str(path), **TREES["8/3/2"])
+    assert got.feature_layers == want.feature_layers == (2, 4, 5)
+    for name, tensor in want.ea_layer.state_dict().items():
+        assert torch.equal(got.ea_layer.state_dict()[name], tensor), name
+    ids = prompt(8)
+    assert torch.equal(got.eagenerate(ids, max_new_tokens=10), want.eagenerate(ids, max_new_tokens=10))
+    assert got.accept_lengths == want.accept_lengths
+
+
+def test_an_eagle1_checkpoint_and_a_full_draft_vocabulary(tmp_path):
+    base = write_target(tmp_path)
+    for eagle3_ in (True, False):
+        draft = head(target(), eagle3_, config=draft_config(eagle3_, draft_vocab_size=V, bias=True))
+        got = EaModel.from_pretrained(str(base), str(write_head(tmp_path / str(eagle3_), draft)), use_eagle3=eagle3_)
+        assert got.ea_layer.d2t is None and got.use_eagle3 == eagle3_
+        assert torch.equal(got.eagenerate(prompt(5), max_new_tokens=8)[:, :13], got.generate(prompt(5), 13))
+
+
+def test_save_pretrained_round_trip(tmp_path, eagle3):
+    tree = dict(tree_choices=[(0,), (1,), (0, 0)]) if eagle3 else TREES["8/3/2"]
+    want = model(eagle3=eagle3, **tree)
+    want.save_pretrained(tmp_path)
+    got = EaModel.from_pretrained(tmp_path)
+    assert got.use_eagle3 == eagle3 and got.ea_layer.total_tokens == want.ea_layer.total_tokens
+    assert got.get_tokenizer().eos_token_id == EOS
+    for name, tensor in want.state_dict().items():
+        assert torch.equal(got.state_dict()[name], tensor), name
+    ids = prompt(8)
+    assert torch.equal(got.eagenerate(ids, max_new_tokens=10), want.eagenerate(ids, max_new_tokens=10))
+    assert got.accept_lengths == want.accept_lengths
+    overridden = EaModel.from_pretrained(tmp_path, total_token=4, depth=2, top_k=3)
+    assert (overridden.ea_layer.depth, overridden.ea_layer.top_k) == (2, 3)
+
+
+def test_dtype_goes_by_both_names(tmp_path):
+    model().save_pretrained(tmp_path)
+    assert EaModel.from_pretrained(tmp_path).base_model.dtype == torch.float32
+    for name in ("dtype", "torch_dtype"):
+        m = EaModel.from_pretrained(tmp_path, **{name: torch.bfloat16})
+        assert m.base_model.dtype == m.ea_layer.fc.weight.dtype == torch.bfloat16
+        assert m.ea_layer.d2t.dtype == torch.int64
+        assert m.eagenerate(prompt(3), max_new_tokens=4).shape[1] > 7
+
+
+def test_total_token_minus_one_measures(tmp_path):
+    model().save_pretrained(tmp_path)
+    m = EaModel.from_pretrained(tmp_path, total_token=-1)
+    assert m.ea_layer.total_tokens + 1 in (40, 48, 50, 56, 60)
+
+
+def test_loading_is_quiet(tmp_path, capfd):
+    model().save_pretrained(tmp_path)
+    capfd.readouterr()
+    EaModel.from_pretrained(tmp_path)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_forward_is_the_targets(eagle3):
+    m, ids = model(eagle3=eagle3), prompt(6)
+    outputs, logits, hidden = m(ids, output_orig=True)
+    torch.testing.assert_close(logits, m.base_model(ids).logits)
+    assert torch.equal(hidden, m(ids)[1]) and torch.equal(outputs[0], hidden)
+    if eagle3:
+        assert len(outputs.hidden_states) == 3
+
+
+# --- what is refused, and that nothing is lost by it ---
+
+
+@pytest.fixture
+def checkpoints(tmp_path) -> tuple[Path, Path]:
+    return write_target(tmp_path), write_head(tmp_path, model().ea_layer)
+
+
+def edit(path: Path, **changes) -> None:
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("which", ["target", "head"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_missing_files_are_named(checkpoints, which, name):
+    path = dict(zip(("target", "head"), checkpoints, strict=True))[which]
+    (path / name).unlink()
+    with pytest.raises(FileNotFoundError, match=which):
+        EaModel.from_pretrained(*map(str, checkpoints))
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.001], ids=["half", "header"])
+@pytest.mark.parametrize("which", ["target", "head"])
+def test_truncated_weights_are_named(checkpoints, which, keep):
+    file = dict(zip(("target", "head"), checkpoints, strict=True))[which] / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * keep)])
+    with pytest.raises(ValueError, match=f"{which}.*cannot be read"):
+        EaModel.from_pretrained(*map(str, checkpoints))
+
+
+def test_truncated_or_unsafe_bin_files_are_refused(tmp_path):
+    base, path = write_target(tmp_path), write_head(tmp_path, model().ea_layer, binary=True)
+    file = path / "pytorch_model.bin"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="cannot be read"):
+        EaModel.from_pretrained(str(base), str(path))
+    torch.save({"fc.weight": nn.Linear(2, 2)}, file)
+    with pytest.raises(ValueError, match="cannot be read"):
+        EaModel.from_pretrained(str(base), str(path))
+
+
+def test_missing_and_unexpected_tensors_are_named(checkpoints):
+    base, path = checkpoints
+    tensors = dict(model().ea_layer.state_dict())
+    save_file({n: t for n, t in tensors.items() if n != "fc.weight"}, path / "model.safetensors")
+    with pytest.raises(ValueError, match="lacks fc.weight"):
+        EaModel.from_pretrained(str(base), str(path))
+    save_file(tensors | {"extra.weight": torch.ones(2)}, path / "model.safetensors")
+    with pytest.raises(ValueError, match="unexpected extra.weight"):
+        EaModel.from_pretrained(str(base), str(path))
+    save_file(tensors | {"fc.weight": torch.ones(H, H)}, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"fc.weight must be \[64, 192\]"):
+        EaModel.from_pretrained(str(base), str(path))
+    save_file(tensors | {"d2t": torch.full((48,), V)}, path / "model.safetensors")
+    with pytest.raises(ValueError, match="d2t"):
+        EaModel.from_pretrained(str(base), str(path))
+
+
+def test_a_target_that_lacks_weights_is_refused(checkpoints):
+    base, path = checkpoints
+    tensors = {n: t for n, t in target().state_dict().items() if "layers.3.mlp.up_proj" not in n}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="target.*lacks model.layers.3.mlp.up_proj.weight"):
+        EaModel.from_pretrained(str(base), str(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(vocab_size=V + 1), "vocabulary"),
+        (dict(hidden_size=2 * H, target_hidden_size=2 * H), "hidden size"),
+        (dict(eagle_aux_hidden_state_layer_ids=[2, 4, LAYERS]), "layers"),
+        (dict(eagle_aux_hidden_state_layer_ids=[2, 4]), "fc.weight"),
+        (dict(num_hidden_layers=2), "one layer"),
+        (dict(draft_vocab_size=V + 5), "draft_vocab_size"),
+        (dict(norm_before_fc=True), "norm_before_fc"),
+        (dict(hidden_act="gelu"), "hidden_act"),
+        (dict(intermediate_size=None), "intermediate_size"),
+        (dict(rope_scaling=dict(type="dynamic", factor=2.0)), "rope_scaling"),
+    ],
+    ids=str,
+)
+def test_heads_that_do_not_fit_are_refused_before_the_target_is_read(checkpoints, changes, message, monkeypatch):
+    base, path = checkpoints
+    edit(path, **changes)
+    monkeypatch.setattr("eagle_triton.models.ea_model.load_target", lambda *a, **k: pytest.fail("target was read"))
+    with pytest.raises(ValueError, match=message):
+        EaModel.from_pretrained(str(base), str(path))
+
+
+def test_unknown_architectures_are_refused(checkpoints):
+    base, path = checkpoints
+    for kind in ("gpt2", "no-such-model"):
+        edit(base, model_type=kind)
+        with pytest.raises(ValueError, match="llama, mistral, qwen2, qwen3"):
+            EaModel.from_pretrained(str(base), str(path))
+
+
+def test_paths_that_hold_no_head_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="ea_model_path"):
+        EaModel.from_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no directory"):
+        EaModel.from_pretrained(str(write_target(tmp_path)), str(tmp_path / "nothing"))
+
+
+def test_shallow_targets_need_named_feature_layers():
+    assert default_feature_layers(8) == (2, 4, 5) and default_feature_layers(32) == (2, 16, 29)
+    with pytest.raises(ValueError, match="eagle_aux_hidden_state_layer_ids"):
+        default_feature_layers(4)
+
+
+def test_configs_that_leave_the_residual_open_are_refused():
+    with pytest.raises(ValueError, match="norm_before_residual"):
+        read_draft_config(dict(transformer_layer_config=dict(hidden_size=8)))
+
+
+METHODS = ("eagenerate", "ea_generate", "naivegenerate", "naive_generate", "generate")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.zeros(1, 0, dtype=torch.long), "empty"),
+        (torch.tensor([[1, V]]), "out of range"),
+        (torch.tensor([[1, -1]]), "out of range"),
+        (torch.tensor([[1.0, 2.0]]), "integer"),
+        (torch.tensor([1, 2]), "shape"),
+    ],
+    ids=["empty", "above", "below", "float", "1d"],
+)
+def test_bad_prompts_are_refused_at_the_call(method, ids, message):
+    m = model()
+    m.eagenerate(prompt(4), max_new_tokens=3)
+    before, accepted = m.ea_layer.stable_kv, m.accept_lengths
+    with pytest.raises(ValueError, match=message):
+        getattr(m, method)(ids)
+    assert m.ea_layer.stable_kv is before and m.accept_lengths is accepted
+
+
+@pytest.mark.parametrize("method", METHODS[:4])
+def test_bad_lengths_and_batches_are_refused(method):
+    call = getattr(model(), method)
+    with pytest.raises(ValueError, match="batch"):
+        call(torch.ones(2, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match="below the prompt"):
+        call(prompt(9), max_length=8)
+    with pytest.raises(ValueError, match="does not fit"):
+        call(prompt(40), max_length=40)
+    with pytest.raises(TypeError, match="tensor"):
+        call([[1, 2]])
+
+
+def test_generate_refuses_bad_arguments():
+    m, ids = model(), prompt(4)
+    for bad in (
+        dict(max_length=3),
+        dict(max_new_tokens=-1),
+        dict(do_sample=True, temperature=0.0),
+        dict(do_sample=True, top_p=0.0),
+        dict(do_sample=True, top_k=-1),
+        dict(do_sample=True, min_p=2.0),
+        dict(seed=1, generator=torch.Generator()),
+        dict(attention_mask=torch.ones(1, 3)),
+        dict(attention_mask=torch.zeros(1, 4)),
+        dict(attention_mask=torch.tensor([[1, 0, 1, 1]])),
+    ):
+        with pytest.raises(ValueError):
+            m.generate(ids, **bad)
+
+
+@pytest.mark.parametrize("whose", ["target", "draft head"])
+def test_nan_logits_are_named_and_the_model_lives_on(eagle3, whose):
+    base = target()
+    m = EaModel(base, head(base, eagle3), tokenizer())
+    want = m.eagenerate(prompt(5), max_new_tokens=6)
+    weight = base.lm_head.weight if whose == "target" else m.ea_layer.fc.weight
+    kept = weight.detach().clone()
+    try:
+        weight.data[3] = float("nan")
+        for call in (m.eagenerate, m.generate) + ((m.naivegenerate,) if whose == "target" else ()):
+            with pytest.raises(RuntimeError, match=f"{whose}'s logits contain NaN"):
+                call(prompt(5))
+    finally:
+        weight.data.copy_(kept)
+    assert torch.equal(m.eagenerate(prompt(5), max_new_tokens=6), want)
+
+
+def test_parts_that_do_not_fit_are_refused():
+    base = target()
+    with pytest.raises(ValueError, match="vocabulary"):
+        EaModel(base, Eagle3Head(draft_config(True, vocab_size=V + 1)))
+    with pytest.raises(ValueError, match="hidden size"):
+        EaModel(base, Eagle1Head(draft_config(False, hidden_size=32)))
+    with pytest.raises(ValueError, match="draft_vocab_size"):
+        Eagle1Head(draft_config(False, draft_vocab_size=8))
