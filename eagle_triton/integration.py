@@ -38,15 +38,20 @@ class EagleTritonConfig:
     strict: raise instead of leaving a part alone and listing it in the report.
     patch_modules: also replace `ea_layer.topK_genrate` and every `self_attn.forward`, for code that drives the model
     itself; the generating methods do not need them.
+    kernels: the Triton kernels, or the torch references; None takes the kernels on a GPU.
+    cuda_graph: launch each decode step as one CUDA graph; None does on a GPU with the kernels.
     """
 
     strict: bool = False
     patch_modules: bool = True
+    kernels: bool | None = None
+    cuda_graph: bool | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if not isinstance(getattr(self, field.name), bool):
-                raise TypeError(f"{field.name} must be True or False, got {getattr(self, field.name)!r}")
+            value = getattr(self, field.name)
+            if not isinstance(value, bool) and not (value is None and field.default is None):
+                raise TypeError(f"{field.name} must be True or False, got {value!r}")
 
     def changed(self, **options: Any) -> EagleTritonConfig:
         """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""
@@ -76,8 +81,13 @@ def optimize_eagle_with_triton(
     adapter, methods = _family(model)
     _check_one_device(model)
     view, draft = adapter.read(model)
-    operations = Operations()
-    engine = Engine(view, draft, operations)
+    on_gpu = view.device.type == "cuda"
+    kernels = on_gpu if config.kernels is None else config.kernels
+    cuda_graph = on_gpu and kernels if config.cuda_graph is None else config.cuda_graph
+    if cuda_graph and not (on_gpu and kernels):
+        raise ValueError("cuda_graph=True needs a model on a GPU and the kernels")
+    operations = Operations(kernels)
+    engine = Engine(view, draft, operations, cuda_graph)
     seams, skipped = (*methods.seams(model, engine), generate_seam(model, engine)), dict(methods.SKIPPED)
     if config.patch_modules:
         more, left = methods.module_seams(model, engine)
@@ -89,7 +99,8 @@ def optimize_eagle_with_triton(
         methods.forget(model)
         engine.release()
 
-    originals = patching.apply(seams, model, forget, skipped, operations.calls)
+    engine.notes.update(skipped)
+    originals = patching.apply(seams, model, forget, engine.notes, operations.calls)
     log.info("optimised %s: %d attributes replaced", type(model).__name__, len(originals))
     return model, originals
 

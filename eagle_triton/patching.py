@@ -79,7 +79,7 @@ class Originals(Mapping[str, Any]):
         counters: Mapping[str, int],
     ):
         self._marked, self._on_change = marked, on_change
-        self._skipped, self._counters = dict(skipped), counters
+        self._skipped, self._counters = skipped, counters
         self._applied: list[_Applied] = []
         self._restored = False
 
@@ -146,7 +146,7 @@ def apply(
     counters: Mapping[str, int],
 ) -> Originals:
     """Set every seam. `marked` is the object that counts as patched; `on_change` runs after applying and restoring;
-    `skipped` (path to reason) and `counters` (name to count, live) go into the report.
+    `skipped` (path to reason) and `counters` (name to count), both live, go into the report.
 
     Raises PatchError before anything is set if `marked` is patched already or a seam does not exist; if setting one
     fails, those set before are put back and the error goes on.

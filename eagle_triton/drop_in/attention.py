@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from eagle_triton.adapters.view import Attention, ModelView
 from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.step import attend, project
+from eagle_triton.engine.step import Rows, attend, project
 from eagle_triton.models.target import TargetCache
 from eagle_triton.patching import Fallback, Seam
 from eagle_triton.reference.attention import pack_ancestors
@@ -190,16 +190,9 @@ class TargetAttention:
         if frame.refused:
             raise Fallback(frame.refused)
         attention = self.layers[index]
-        out = attend(
-            self.ops,
-            attention,
-            x,
-            rows.cache(attention),
-            frame.lengths,
-            frame.lengths,
-            frame.positions,
-            frame.ancestors,
-        )
+        cache = rows.cache(attention)
+        where = Rows(cache, frame.lengths, frame.lengths, frame.positions, frame.ancestors)
+        out = attend(self.ops, attention, x, where)
         rows.keep()
         return project(self.ops, attention.o, out)
 

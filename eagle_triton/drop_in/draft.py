@@ -66,12 +66,12 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
             after = min(first + CHUNK, length)
             state.lengths.fill_(first)
             features = hidden_states[:, first - known : after - known]
-            hidden = draft_extend(
+            hidden, normed = draft_extend(
                 ops, draft, features, state.tokens[:, first + 1 : after + 1], state.draft_cache, state.lengths
             )
         state.lengths.fill_(length)
         ea_layer.stable_kv = KeptRows.of(state, length)
-        grow_tree(ops, draft, state, hidden[:, -1])
+        grow_tree(ops, draft, state, hidden[:, -1:], normed[:, -1:])
 
         tree = state.tree
         paths = retrieve_paths(tree.parents[0].tolist(), by_path=logits_processor is not None)

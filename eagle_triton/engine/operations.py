@@ -12,7 +12,8 @@ _STEMS: dict[str, tuple[str, ...]] = {
     "kv_cache": ("commit",),
     "layers": ("rms_norm", "rotary_append", "swiglu"),
     "linear": ("linear", "linear_stack", "linear_swiglu"),
-    "tree_decoding": ("topk", "expand_beam", "build_tree", "verify_greedy", "verify_sampling", "update_sequence"),
+    "tree_decoding": ("topk", "expand_beam", "build_tree"),
+    "verification": ("verify_greedy", "verify_sampling", "update_sequence"),
 }
 
 

@@ -51,8 +51,8 @@ def prefill(
     if draft is None:
         state.tree.tokens.copy_(root)
         return
-    last = draft_extend(ops, draft, torch.cat(features), root, state.draft_cache, state.lengths - 1)
-    grow_tree(ops, draft, state, last[:, 0])
+    hidden = draft_extend(ops, draft, torch.cat(features), root, state.draft_cache, state.lengths - 1)
+    grow_tree(ops, draft, state, *hidden)
 
 
 def _fill_caches(

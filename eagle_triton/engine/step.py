@@ -7,11 +7,13 @@ Nothing here asks how long a sequence is: shapes are fixed by the state, lengths
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_triton.adapters.view import MLP, Attention, DraftView, Layer, ModelView, Projection
+from eagle_triton.adapters.view import MLP, Attention, DraftView, Layer, ModelView, Norm, Projection
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.reference.attention import WORD
@@ -35,13 +37,12 @@ def decode_step(
         ops, view, tree.tokens, state.target_cache, state.lengths, positions, tree.ancestors
     )
     logits = project(ops, view.head, hidden)
-    state.nan.copy_(logits.isnan().flatten(1).any(1))
     if sampled:
         path, accepted, next_token = ops.verify_sampling(
-            logits, tree.tokens, tree.parents, depth, state.sampling, top_p_first
+            logits, tree.tokens, tree.parents, depth, state.sampling, top_p_first, nan=state.nan
         )
     else:
-        path, accepted, next_token = ops.verify_greedy(logits, tree.tokens, tree.parents, depth)
+        path, accepted, next_token = ops.verify_greedy(logits, tree.tokens, tree.parents, depth, nan=state.nan)
     state.path.copy_(path)
     state.accepted.copy_(torch.where(state.active & ~state.nan, accepted, -1))
     before = state.lengths.clone()
@@ -55,8 +56,8 @@ def decode_step(
     node = state.path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1])
     emitted = _sequence_rows(state, before + 1, depth + 1)
     hidden = draft_extend(ops, draft, features.gather(1, node), emitted, state.draft_cache, before)
-    last = state.accepted.clamp(min=0).long()[:, None, None].expand(-1, 1, hidden.shape[-1])
-    grow_tree(ops, draft, state, hidden.gather(1, last)[:, 0])
+    last = state.accepted.clamp(min=0).long()[:, None, None].expand(-1, 1, draft.hidden_size)
+    grow_tree(ops, draft, state, *(rows.gather(1, last) for rows in hidden))
 
 
 def target_forward(
@@ -73,47 +74,45 @@ def target_forward(
     tokens [B, N] int64; cache [layers, 2, B, Hkv, T, d]; positions [B, N] int32; ancestors [B, N, W] or None (causal).
     Returns the normed last hidden states [B, N, H] and the features for the draft head [B, N, F].
     """
-    x = F.embedding(tokens, view.embedding)
-    features = []
+    rows = Rows(cache, lengths, lengths, positions, ancestors)
+    x, update, features = F.embedding(tokens, view.embedding), None, []
     for index, layer in enumerate(view.layers):
+        normed, x = add_norm(ops, layer.input_norm, x, update)
         if index in view.feature_layers:
             features.append(x)
-        normed = ops.rms_norm(x, layer.input_norm.weight, layer.input_norm.eps)
-        x = decoder_layer(ops, layer, normed, x, cache[index], lengths, lengths, positions, ancestors)
-    hidden = ops.rms_norm(x, view.norm.weight, view.norm.eps)
+        x, update = decoder_layer(ops, layer, normed, x, rows.of_layer(index))
+    hidden, _ = add_norm(ops, view.norm, x, update)
     return hidden, torch.cat(features, dim=-1) if features else hidden
 
 
 def draft_extend(
     ops: Operations, draft: DraftView, features: Tensor, tokens: Tensor, cache: Tensor, lengths: Tensor
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """The draft head over consecutive positions lengths .. lengths + n, from true target features.
 
-    features [B, n, F] of the positions, tokens [B, n] of the positions after them. Returns hidden states [B, n, H].
+    features [B, n, F] of the positions, tokens [B, n] of the positions after them. Returns as draft_forward.
     """
     positions = lengths[:, None] + torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
     if draft.kind == "eagle3":
         features = project(ops, draft.fc, features)
-    return draft_forward(ops, draft, features, tokens, cache, lengths, lengths, positions, None)
+    return draft_forward(ops, draft, features, tokens, Rows(cache, lengths, lengths, positions, None))
 
 
-def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Tensor) -> None:
-    """Draft the next tree from the head's hidden state [B, H] at the last committed position, in place.
+def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Tensor, normed: Tensor) -> None:
+    """Draft the next tree from the head's output at the last committed position, in place.
 
-    The root's children come from `hidden`; each beam pass runs the head over the chosen nodes of one level and scores
-    their children; the best candidates of all levels become the tree.
+    hidden, normed [B, 1, H]: see draft_forward. The root's children come from them; each beam pass runs the head over
+    the chosen nodes of one level and scores their children; the best candidates of all levels become the tree.
     """
     spec, lengths = state.spec, state.lengths
-    batch, width = hidden.shape
+    batch, _, width = hidden.shape
     words = max(1, -(-spec.beam_slots // WORD))
     scores = hidden.new_zeros(batch, 1, dtype=torch.float32)
     ancestors = torch.zeros(batch, 1, words, dtype=torch.int64, device=hidden.device)
-    hidden = hidden[:, None]
     all_tokens, all_scores, all_chosen, first_slot = [], [], [], 0
     for level, beam in enumerate((*spec.beam_widths, 0)):
-        log_probs, tokens = ops.topk(draft_logits(ops, draft, hidden).flatten(0, 1), spec.top_k)
-        if draft.d2t is not None:
-            tokens = tokens + draft.d2t[tokens]
+        logits = project(ops, draft.head, normed).flatten(0, 1)
+        log_probs, tokens = ops.topk(logits, spec.top_k, offsets=draft.d2t)
         children = tokens.view(batch, -1)
         start = spec.top_k * (1 + first_slot - hidden.shape[1])  # flat index of this level's first child
         fixed = None
@@ -130,17 +129,8 @@ def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Ten
         all_chosen.append(chosen + start)
         positions = (lengths + level)[:, None].expand(-1, beam)
         ancestors, scores = beam_ancestors, scores.gather(1, chosen)
-        hidden = draft_forward(
-            ops,
-            draft,
-            hidden.gather(1, parent),
-            children.gather(1, chosen),
-            state.draft_cache,
-            lengths,
-            lengths + first_slot,
-            positions,
-            ancestors,
-        )
+        rows = Rows(state.draft_cache, lengths, lengths + first_slot, positions, ancestors)
+        hidden, normed = draft_forward(ops, draft, hidden.gather(1, parent), children.gather(1, chosen), rows)
         first_slot += beam
     slots = torch.cat(all_chosen, dim=1) if all_chosen else children[:, :0]
     grown = ops.build_tree(
@@ -157,84 +147,79 @@ def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Ten
 
 
 def draft_forward(
-    ops: Operations,
-    draft: DraftView,
-    features: Tensor,
-    tokens: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    first_row: Tensor,
-    positions: Tensor,
-    ancestors: Tensor | None,
-) -> Tensor:
-    """The draft head's layers over n nodes: features [B, n, H] (F for EAGLE-1), tokens [B, n]; returns [B, n, H].
+    ops: Operations, draft: DraftView, features: Tensor, tokens: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor]:
+    """The draft head's layers over n nodes: features [B, n, H], tokens [B, n].
 
-    Keys and values go to cache rows first_row .. first_row + n; bit j of `ancestors` stands for row lengths + j.
+    Returns two [B, n, H]: the hidden states, which are the features of the nodes' children, and what the head's
+    vocabulary projection reads (the same, or normed).
     """
     embedded = F.embedding(tokens, draft.embedding).to(features.dtype)
     if draft.kind == "eagle3":
         (layer,) = draft.layers
-        normed = ops.rms_norm(features, draft.hidden_norm.weight, draft.hidden_norm.eps)
-        embedded = ops.rms_norm(embedded, layer.input_norm.weight, layer.input_norm.eps)
+        normed, _ = add_norm(ops, draft.hidden_norm, features)
+        embedded, _ = add_norm(ops, layer.input_norm, embedded)
         residual = normed if draft.norm_before_residual else features
         inputs = torch.cat((embedded, normed), dim=-1)
-        return decoder_layer(ops, layer, inputs, residual, cache[0], lengths, first_row, positions, ancestors)
-    x = project(ops, draft.fc, torch.cat((embedded, features), dim=-1))
+        normed, hidden = add_norm(ops, draft.norm, *decoder_layer(ops, layer, inputs, residual, rows.of_layer(0)))
+        return hidden, normed
+    x, update = project(ops, draft.fc, torch.cat((embedded, features), dim=-1)), None
     for index, layer in enumerate(draft.layers):
-        norm = layer.input_norm
-        normed = x if norm is None else ops.rms_norm(x, norm.weight, norm.eps)
-        x = decoder_layer(ops, layer, normed, x, cache[index], lengths, first_row, positions, ancestors)
-    return x
+        normed, x = add_norm(ops, layer.input_norm, x, update)
+        x, update = decoder_layer(ops, layer, normed, x, rows.of_layer(index))
+    _, hidden = add_norm(ops, None, x, update)
+    return hidden, hidden
 
 
-def draft_logits(ops: Operations, draft: DraftView, hidden: Tensor) -> Tensor:
-    """Logits over the draft vocabulary: [B, n, H] -> [B, n, Vd]."""
-    if draft.norm is not None:
-        hidden = ops.rms_norm(hidden, draft.norm.weight, draft.norm.eps)
-    return project(ops, draft.head, hidden)
+class Rows(NamedTuple):
+    """Where the new nodes of a forward stand: their rows in the cache, their positions, and whom they see."""
+
+    cache: Tensor  # [layers, 2, B, Hkv, T, d]; of one layer without the first dimension
+    lengths: Tensor  # [B] int32: committed rows, visible to all
+    first: Tensor  # [B] int32: where the new rows begin
+    positions: Tensor  # [B, n] int32
+    ancestors: Tensor | None  # [B, n, W] int64, bit j: row lengths + j is visible; None: causal
+
+    def of_layer(self, index: int) -> Rows:
+        return self._replace(cache=self.cache[index])
 
 
-def decoder_layer(
-    ops: Operations,
-    layer: Layer,
-    normed: Tensor,
-    residual: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    first_row: Tensor,
-    positions: Tensor,
-    ancestors: Tensor | None,
-) -> Tensor:
-    """Attention and MLP with their residuals: normed [B, n, *], residual [B, n, H] -> [B, n, H]."""
-    attended = attend(ops, layer.attention, normed, cache, lengths, first_row, positions, ancestors)
-    x = project(ops, layer.attention.o, attended, residual)
-    normed = ops.rms_norm(x, layer.post_norm.weight, layer.post_norm.eps)
-    return feed_forward(ops, layer.mlp, normed, x)
+def add_norm(ops: Operations, norm: Norm | None, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(norm(x + update), x + update), [B, n, H] each. Without a norm the sum twice, without an update x as it is.
+
+    `update` may be a product whose splits are still apart: the sum happens here, in the pass that reads it anyway.
+    """
+    if norm is None:
+        total = x if update is None else x + (update if isinstance(update, Tensor) else update.total())
+        return total, total
+    if update is None:
+        return ops.rms_norm(x, norm.weight, norm.eps), x
+    return ops.rms_norm(update, norm.weight, norm.eps, residual=x)
 
 
-def attend(
-    ops: Operations,
-    attention: Attention,
-    x: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    first_row: Tensor,
-    positions: Tensor,
-    ancestors: Tensor | None,
-) -> Tensor:
+def decoder_layer(ops: Operations, layer: Layer, normed: Tensor, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Attention and MLP: normed [B, n, *] goes in, x [B, n, H] is the residual stream.
+
+    Returns (x with the attention's output, the MLP's output still to be added to it).
+    """
+    attended = attend(ops, layer.attention, normed, rows)
+    update = project(ops, layer.attention.o, attended, deferred=True)
+    normed, x = add_norm(ops, layer.post_norm, x, update)
+    return x, feed_forward(ops, layer.mlp, normed)
+
+
+def attend(ops: Operations, attention: Attention, x: Tensor, rows: Rows) -> Tensor:
     """Project, rotate, append to the cache and attend: x [B, n, *] -> [B, n, Hq * d]."""
-    q, k, v = (
-        y.unflatten(-1, (-1, attention.head_dim))
-        for y in project_stack(ops, (attention.q, attention.k, attention.v), x)
-    )
+    projections = (attention.q, attention.k, attention.v)
+    q, k, v = (y.unflatten(-1, (-1, attention.head_dim)) for y in project_stack(ops, projections, x, deferred=True))
     q_norm, k_norm = attention.q_norm, attention.k_norm
     q = ops.rotary_append(
         q,
         k,
         v,
-        cache,
-        first_row,
-        positions,
+        rows.cache,
+        rows.first,
+        rows.positions,
         attention.rotary.inv_freq,
         attention_scaling=attention.rotary.attention_scaling,
         q_norm=None if q_norm is None else q_norm.weight,
@@ -242,36 +227,38 @@ def attend(
         eps=0.0 if q_norm is None else q_norm.eps,
     )
     out = ops.tree_attention(
-        q, cache, lengths, ancestors, scale=attention.scale, sliding_window=attention.sliding_window
+        q, rows.cache, rows.lengths, rows.ancestors, scale=attention.scale, sliding_window=attention.sliding_window
     )
     return out.flatten(-2)
 
 
-def feed_forward(ops: Operations, mlp: MLP, x: Tensor, residual: Tensor) -> Tensor:
-    """SwiGLU block plus residual: [B, n, H] -> [B, n, H]."""
+def feed_forward(ops: Operations, mlp: MLP, x: Tensor) -> Tensor:
+    """SwiGLU block: [B, n, H] -> [B, n, H], its splits perhaps still apart."""
     if mlp.module is not None:
-        return residual + mlp.module(x)
+        return mlp.module(x)
     gate, up = mlp.gate, mlp.up
     if gate.weight is not None and up.weight is not None and gate.bias is None and up.bias is None:
         inner = ops.linear_swiglu(x, gate.weight, up.weight)
     else:
         inner = ops.swiglu(*project_stack(ops, (gate, up), x))
-    return project(ops, mlp.down, inner, residual)
+    return project(ops, mlp.down, inner, deferred=True)
 
 
-def project(ops: Operations, projection: Projection, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """One matrix product, or the module that stands in its place, plus `residual`."""
-    if projection.module is None:
-        return ops.linear(x, projection.weight, projection.bias, residual)
-    out = projection.module(x)
-    return out if residual is None else residual + out
+def project(ops: Operations, projection: Projection, x: Tensor, deferred: bool = False) -> Tensor:
+    """One matrix product, or the module that stands in its place. `deferred`: the reader adds up its splits."""
+    if projection.module is not None:
+        return projection.module(x)
+    return ops.linear(x, projection.weight, projection.bias, deferred=deferred)
 
 
-def project_stack(ops: Operations, projections: tuple[Projection, ...], x: Tensor) -> tuple[Tensor, ...]:
+def project_stack(
+    ops: Operations, projections: tuple[Projection, ...], x: Tensor, deferred: bool = False
+) -> tuple[Tensor, ...]:
     """Several products of the same rows, in one launch where all of them are plain."""
     if any(projection.weight is None for projection in projections):
         return tuple(project(ops, projection, x) for projection in projections)
-    return ops.linear_stack(x, [p.weight for p in projections], [p.bias for p in projections])
+    weights, biases = [p.weight for p in projections], [p.bias for p in projections]
+    return ops.linear_stack(x, weights, biases, deferred=deferred)
 
 
 def _report(state: DecodeState, before: Tensor) -> None:
