@@ -7,12 +7,14 @@ the gradient.
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .tree import (
     TreeChoices,
@@ -174,14 +176,20 @@ class Attention(nn.Module):
         query, key = rotate(query, *rotation), rotate(key, *rotation)
         if cache is not None:
             key, value = torch.cat((cache[0], key), dim=2), torch.cat((cache[1], value), dim=2)
-        output = F.scaled_dot_product_attention(
-            query,
-            key.repeat_interleave(self.groups, dim=1),
-            value.repeat_interleave(self.groups, dim=1),
-            attn_mask=mask,
-            is_causal=mask is None,
-        )
+        with steady_attention():
+            output = F.scaled_dot_product_attention(
+                query,
+                key.repeat_interleave(self.groups, dim=1),
+                value.repeat_interleave(self.groups, dim=1),
+                attn_mask=mask,
+                is_causal=mask is None,
+            )
         return self.o_proj(output.transpose(1, 2).flatten(2)), (key, value)
+
+
+def steady_attention() -> AbstractContextManager[None]:
+    """scaled_dot_product_attention without cuDNN, which plans anew for every length: 100 ms for each token."""
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

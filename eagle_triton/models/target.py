@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from .heads import steady_attention
+
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -107,14 +109,15 @@ def run_target(
     past = cache.get_seq_length()
     if positions is None:
         positions = torch.arange(past, past + input_ids.shape[1], device=input_ids.device)
-    outputs = base_model.model(
-        input_ids=input_ids,
-        attention_mask=attention_mask(base_model.config, past, positions, base_model.dtype, visible),
-        position_ids=positions[None],
-        past_key_values=cache,
-        use_cache=True,
-        output_hidden_states=feature_layers is not None,
-    )
+    with steady_attention():
+        outputs = base_model.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask(base_model.config, past, positions, base_model.dtype, visible),
+            position_ids=positions[None],
+            past_key_values=cache,
+            use_cache=True,
+            output_hidden_states=feature_layers is not None,
+        )
     hidden = outputs.last_hidden_state
     if feature_layers is None:
         return hidden, hidden

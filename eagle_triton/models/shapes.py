@@ -1,0 +1,86 @@
+"""Models of published shapes with random weights: they cost what real ones cost, and accept almost nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from .ea_model import EaModel
+from .heads import DraftConfig, Eagle1Head, Eagle3Head
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+        draft_vocab_size=128,
+    ),
+    "llama-3.2-1b": dict(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        draft_vocab_size=32000,
+    ),
+    "llama-3.1-8b": dict(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        draft_vocab_size=32000,
+    ),
+}
+
+
+def random_model(
+    shape: str,
+    eagle3: bool = True,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    std: float = 0.02,
+    seed: int = 0,
+    **tree: Any,
+) -> EaModel:
+    """An EaModel of a shape in SHAPES, every matrix drawn from N(0, std), no tokenizer; `tree`: the head's arguments.
+
+    Raises ValueError for an unknown shape.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
+    sizes = dict(SHAPES[shape])
+    draft_vocab = sizes.pop("draft_vocab_size") if eagle3 else sizes["vocab_size"]
+    sizes.pop("draft_vocab_size", None)
+    common = dict(sizes, rope_theta=500000.0, rms_norm_eps=1e-5, max_position_embeddings=131072)
+    torch.manual_seed(seed)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            base = LlamaForCausalLM(LlamaConfig(**common, bos_token_id=None, eos_token_id=None))
+            config = DraftConfig.from_dict(dict(common, draft_vocab_size=draft_vocab, num_hidden_layers=1, bias=False))
+            head = (Eagle3Head if eagle3 else Eagle1Head)(config, **tree)
+    finally:
+        torch.set_default_dtype(default)
+    _randomise(base, std)
+    _randomise(head, std)
+    head.embed_tokens.weight = nn.Parameter(base.model.embed_tokens.weight.detach().clone())
+    if eagle3 and head.d2t is not None:
+        kept = torch.randperm(sizes["vocab_size"])[:draft_vocab].sort().values
+        head.d2t = (kept - torch.arange(draft_vocab)).to(device)
+    return EaModel(base, head, base_model_name_or_path=shape).eval()
+
+
+def _randomise(module: nn.Module, std: float) -> None:
+    for parameter in module.parameters():
+        with torch.no_grad():
+            parameter.normal_(0, std) if parameter.dim() > 1 else parameter.fill_(1)
