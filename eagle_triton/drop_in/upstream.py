@@ -1,6 +1,6 @@
 """The generating methods of SafeAILab/EAGLE's EaModel on the engine: same arguments, stop rules and results.
 
-One method stands apart from the original in what it refuses: a prompt that is empty, out of range, batched, or does
+They differ from the original in what they refuse: a prompt that is empty, out of range, batched, or does
 not fit raises ValueError before anything runs, where the original fails somewhere on the way.
 """
 

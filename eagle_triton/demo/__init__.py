@@ -1,0 +1,29 @@
+"""The embedded checkpoint: a small Llama trained on the standard library of Python 3.12, and two draft heads for it.
+
+`target/`, `eagle3/` and `eagle1/` are ordinary checkpoint directories. `tools/train_demo.py` makes them;
+`results/demo_checkpoint.json` says what they reach.
+"""
+
+import json
+from itertools import cycle, islice
+from pathlib import Path
+
+PARTS = ("target", "eagle3", "eagle1")
+
+
+def demo_directory(name: str) -> Path:
+    """The directory of "target", "eagle3" or "eagle1". Raises ValueError for another name."""
+    if name not in PARTS:
+        raise ValueError(f"demo_directory: name must be one of {', '.join(PARTS)}, got {name!r}")
+    return Path(__file__).parent / name
+
+
+def demo_prompts(count: int) -> list[str]:
+    """The first `count` prompts, 1 to 60 lines of library files that no part was trained on.
+
+    There are 100; a larger count starts over. Raises ValueError for a count below 1.
+    """
+    if count < 1:
+        raise ValueError(f"demo_prompts: count must be at least 1, got {count}")
+    prompts = json.loads((Path(__file__).parent / "prompts.json").read_text(encoding="utf-8"))
+    return list(islice(cycle(prompts), count))

@@ -1,0 +1,83 @@
+"""The embedded checkpoint on the CPU in fp32: optimised equals original, token by token and step by step."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from eagle_triton import EaModel, optimize_eagle_with_triton
+from eagle_triton.comparison import compare, decode
+from eagle_triton.demo import PARTS, demo_directory, demo_prompts
+from eagle_triton.models.tree import MC_SIM_7B_63
+
+LENGTHS = (1, 2, 63, 64, 65, 500)  # prompts cut to these, beside natural ones
+TREES = {
+    "60-7-10": {},
+    "fixed-26": {"tree_choices": MC_SIM_7B_63},
+    "8-3-2": dict(total_token=8, depth=3, top_k=2),
+    "2-1-1": dict(total_token=2, depth=1, top_k=1),
+}
+
+
+def prompts(model, count: int) -> list[torch.Tensor]:
+    """`count` prompts [1, L]: six of exact lengths, then natural ones."""
+    texts = [model.tokenizer(text).input_ids for text in demo_prompts(count)]
+    flat = list(itertools.chain.from_iterable(texts * 8))
+    exact = [flat[7 * n : 7 * n + n] for n in LENGTHS]
+    return [torch.tensor([ids]) for ids in (exact + texts)[:count]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
+def test_optimised_equals_original(eagle3, tree):
+    """20 prompts, 64 new tokens: the same tokens, and the same number of accepted drafts in every step."""
+    model = EaModel.from_pretrained("demo", use_eagle3=eagle3, **TREES[tree])
+    comparisons, report = compare(model, prompts(model, 20), 64)
+    assert {c.original.prompt_length for c in comparisons} >= set(LENGTHS)
+    assert all(c.original.new_tokens > 64 or 0 in c.original.tokens for c in comparisons)
+    assert [c.first_difference for c in comparisons] == [None] * 20
+    assert all(c.same_tokens and c.same_accepted for c in comparisons)
+    assert sum(sum(c.original.accepted) for c in comparisons) > 200
+    calls = {row.path: row.calls for row in report}
+    assert calls["ea_generate"] == 21 and calls["tree_attention"] > 0 and calls["verify_greedy"] > 0
+
+
+@pytest.mark.parametrize(("eagle3", "least"), [(True, 3.0), (False, 2.2)], ids=["eagle3", "eagle1"])
+def test_tau_on_held_out_text(eagle3, least):
+    """Tokens per step, greedy, tree 60/7/10: at least 3.0 with EAGLE-3 and 2.2 with EAGLE-1."""
+    model = EaModel.from_pretrained("demo", use_eagle3=eagle3)
+    with optimize_eagle_with_triton(model)[1]:
+        runs = [decode(model, model.tokenizer(text, return_tensors="pt").input_ids, 64) for text in demo_prompts(8)]
+    assert sum(run.new_tokens for run in runs) / sum(len(run.lengths) for run in runs) >= least
+
+
+def test_sampling_with_the_same_seed_is_the_same_and_speculation_does_not_bend_it():
+    """Sampled generation repeats for a seed; at a low temperature it follows the greedy tokens."""
+    model = EaModel.from_pretrained("demo")
+    ids = model.tokenizer(demo_prompts(1)[0], return_tensors="pt").input_ids
+    greedy = model.generate(ids, max_new_tokens=24)
+    with optimize_eagle_with_triton(model)[1]:
+        cold = model.generate(ids, max_new_tokens=24, do_sample=True, temperature=1e-3)
+        rows = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            rows.append(model.eagenerate(ids, temperature=1.0, top_p=0.95, max_new_tokens=24))
+    assert torch.equal(cold, greedy)
+    assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2])
+
+
+def test_the_checkpoint_is_small_and_in_the_published_formats():
+    sizes = [path.stat().st_size for part in PARTS for path in demo_directory(part).rglob("*") if path.is_file()]
+    assert sum(sizes) < 25e6
+    config = json.loads((demo_directory("target") / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["num_hidden_layers"] >= 8 and config["max_position_embeddings"] >= 1024
+    assert config["num_key_value_heads"] < config["num_attention_heads"]
+    assert config["hidden_size"] // config["num_attention_heads"] == 64
+    index = json.loads((demo_directory("target") / "model.safetensors.index.json").read_text())
+    assert "model.embed_tokens.weight" in index["weight_map"]
+    assert 3500 <= config["vocab_size"] <= 4500
+    head = json.loads((demo_directory("eagle3") / "config.json").read_text())
+    assert head["draft_vocab_size"] < head["vocab_size"] == config["vocab_size"]
