@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -50,21 +52,45 @@ class Run:
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1) * 1e3
 
 
-def decode(model: Any, input_ids: Tensor, max_new_tokens: int, temperature: float = 0.0, plain: bool = False) -> Run:
-    """Run `ea_generate` (with `plain` `naive_generate`) on a prompt [1, L] with room enough, timing every step."""
+def accepted_histogram(runs: Sequence[Run]) -> dict[int, int]:
+    """How many steps accepted 0, 1, ... drafts, in that order."""
+    return dict(sorted(Counter(accepted for run in runs for accepted in run.accepted).items()))
+
+
+def decode(
+    model: Any,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    plain: bool = False,
+    top_p: float = 0.0,
+    room: int | None = None,
+    steps: int | None = None,
+) -> Run:
+    """Run `ea_generate` (with `plain` `naive_generate`) on a prompt [1, L], timing every step.
+
+    room: the `max_length` of the call, None for enough of it. steps: stop after so many. A step ends when its sequence
+    is handed out: the host knows its length, and so the end of its work, then. Waiting for the device here as well
+    would also wait for a step that was launched ahead.
+    """
     device = model.base_model.lm_head.weight.device
-    room = input_ids.shape[1] + max_new_tokens + 2 * (model.ea_layer.total_tokens + 32)
     method = model.naive_generate if plain else model.ea_generate
+    options = dict(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
     lengths, times, sequence = [], [], input_ids
     _synchronise(device)
     start = time.perf_counter()
-    for sequence in method(
-        input_ids.to(device), temperature=temperature, max_new_tokens=max_new_tokens, max_length=room
-    ):
-        _synchronise(device)
-        lengths.append(sequence.shape[1])
-        times.append(time.perf_counter() - start)
+    with closing(
+        method(input_ids.to(device), **options, max_length=room or room_for(model, input_ids, max_new_tokens))
+    ) as sequences:
+        for sequence in islice(sequences, steps):
+            lengths.append(sequence.shape[1])
+            times.append(time.perf_counter() - start)
     return Run(input_ids.shape[1], sequence[0].tolist(), lengths, times)
+
+
+def room_for(model: Any, input_ids: Tensor, max_new_tokens: int) -> int:
+    """A `max_length` that does not end a generation early."""
+    return input_ids.shape[1] + max_new_tokens + 2 * (model.ea_layer.total_tokens + 32)
 
 
 def _synchronise(device: torch.device) -> None:
@@ -94,6 +120,21 @@ class Comparison:
         return next((column for column, (a, b) in pairs if a != b), None)
 
 
+def decode_all(
+    model: Any, prompts: Sequence[Tensor], max_new_tokens: int, temperature: float = 0.0, progress: Any = None
+) -> list[Run]:
+    """Decode every prompt [1, L] after a short warm-up; `progress` is called without arguments after each."""
+    longest = max(prompts, key=lambda prompt: prompt.shape[1])
+    room = room_for(model, longest, max_new_tokens)  # one for all: SafeAILab's model keeps the first call's
+    decode(model, longest, max_new_tokens, temperature, room=room, steps=2)
+    runs = []
+    for prompt in prompts:
+        runs.append(decode(model, prompt, max_new_tokens, temperature, room=room))
+        if progress is not None:
+            progress()
+    return runs
+
+
 def compare(
     model: Any,
     prompts: Sequence[Tensor],
@@ -107,21 +148,11 @@ def compare(
     `progress` is called without arguments after each generation. Returns a comparison for each prompt and the report
     of the patch, taken before it was restored.
     """
-    tick = progress or (lambda: None)
-
-    def all_prompts() -> list[Run]:
-        decode(model, prompts[0], min(max_new_tokens, 8), temperature)  # warm up
-        runs = []
-        for prompt in prompts:
-            runs.append(decode(model, prompt, max_new_tokens, temperature))
-            tick()
-        return runs
-
-    before = all_prompts()
+    before = decode_all(model, prompts, max_new_tokens, temperature, progress)
     originals: Originals
     model, originals = optimize_eagle_with_triton(model, config)
     with originals:
-        after = all_prompts()
+        after = decode_all(model, prompts, max_new_tokens, temperature, progress)
         report = originals.report()
     return [Comparison(*pair) for pair in zip(before, after, strict=True)], report
 

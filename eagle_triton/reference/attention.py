@@ -42,7 +42,7 @@ def tree_attention(
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window)
-    _, nodes, heads, width = q.shape
+    _, nodes, heads, _ = q.shape
     kv_heads, capacity = cache.shape[2:4]
     new_keys = nodes if ancestors is None else ancestors.shape[-1] * WORD
     rows = capacity if q.is_cuda else min(capacity, int(lengths.max()) + new_keys)  # nothing to wait for on a CPU

@@ -12,10 +12,8 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor) -> None:
     cache [layers, 2, B, Hkv, T, d]; lengths [B] int32. On a CPU, raises ValueError before writing anything if a
     sequence has no room for n rows; on a GPU the caller guards the capacity, because lengths are known there only.
     """
+    check_append(cache, new, lengths)
     count, capacity = new.shape[3], cache.shape[4]
-    expected = (*cache.shape[:3], count, cache.shape[3], cache.shape[5])
-    if new.shape != expected:
-        raise ValueError(f"append: new must be {list(expected)}, got {list(new.shape)}")
     if not cache.is_cuda and int(lengths.max()) + count > capacity:
         raise ValueError(f"append: {int(lengths.max())} + {count} rows exceed the capacity of {capacity}")
     rows = lengths[:, None].long() + torch.arange(count, device=cache.device)
@@ -28,25 +26,81 @@ def gather(cache: Tensor, rows: Tensor) -> Tensor:
 
     Raises ValueError on a CPU for a row outside -1 .. T - 1.
     """
+    check_gather(cache, rows)
     capacity = cache.shape[4]
     if not cache.is_cuda and rows.numel() and not -1 <= int(rows.min()) <= int(rows.max()) < capacity:
         raise ValueError(f"gather: rows must lie in -1..{capacity - 1}, got {int(rows.min())}..{int(rows.max())}")
-    layers, two, _, heads, _, width = cache.shape
-    index = rows.clamp(min=0).long()[None, None, :, None, :, None].expand(layers, two, -1, heads, -1, width)
-    return cache.gather(4, index) * (rows >= 0)[None, None, :, None, :, None]
+    taken = cache.gather(4, _every_plane(cache, rows.clamp(min=0)))
+    return taken.masked_fill((rows < 0)[None, None, :, None, :, None], 0)
 
 
 def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor) -> None:
     """Keep the rows of the accepted path: row lengths + path[j] moves to row lengths + j, for j = 0 .. accepted.
 
     cache [layers, 2, B, Hkv, T, d], changed in place; lengths [B] int32; path [B, P] int32, ascending node indices
-    from the root (path[0] = 0); accepted [B] int32, -1 to leave a sequence untouched. Rows overlap safely.
+    from the root (path[0] = 0); accepted [B] int32, -1 to leave a sequence untouched. Rows overlap safely, rows
+    past the capacity stay.
     """
-    steps = torch.arange(path.shape[1], device=cache.device)
-    keep = steps <= accepted[:, None]
-    target = lengths[:, None].long() + steps
-    source = torch.where(keep, lengths[:, None].long() + path, target).clamp(max=cache.shape[4] - 1)
-    rows = gather(cache, source.int())
+    check_commit(cache, lengths, path, accepted)
+    capacity, steps = cache.shape[4], path.shape[1]
+    # The P rows from `lengths` on; near the end of the cache the last P rows, so that no row comes twice.
+    target = lengths[:, None].long().clamp(max=max(capacity - steps, 0)) + torch.arange(
+        min(steps, capacity), device=cache.device
+    )
+    step = target - lengths[:, None]
+    source = lengths[:, None] + path.gather(1, step.clamp(min=0)).long()
+    moved = (step >= 0) & (step <= accepted[:, None]) & (source < capacity)
+    rows = cache.gather(4, _every_plane(cache, torch.where(moved, source, target)))
+    cache.scatter_(4, _every_plane(cache, target), rows)
+
+
+def check_append(cache: Tensor, new: Tensor, lengths: Tensor) -> None:
+    """Raise ValueError, with what was expected and what came, if the arguments of append do not fit."""
+    _check_cache("append", cache)
+    layers, two, batch, heads, _, width = cache.shape
+    expected = [layers, two, batch, "n", heads, width]
+    if new.dim() != 6 or (*new.shape[:3], "n", *new.shape[4:]) != tuple(expected):
+        raise ValueError(f"append: new must be {expected}, got {list(new.shape)}")
+    _check_int32("append", cache, "lengths", lengths, (batch,))
+    _check_device("append", cache, "new", new)
+
+
+def check_gather(cache: Tensor, rows: Tensor) -> None:
+    """Raise ValueError, with what was expected and what came, if the arguments of gather do not fit."""
+    _check_cache("gather", cache)
+    _check_int32("gather", cache, "rows", rows, (cache.shape[2], None))
+
+
+def check_commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor) -> None:
+    """Raise ValueError, with what was expected and what came, if the arguments of commit do not fit."""
+    _check_cache("commit", cache)
+    batch = cache.shape[2]
+    _check_int32("commit", cache, "lengths", lengths, (batch,))
+    _check_int32("commit", cache, "path", path, (batch, None))
+    _check_int32("commit", cache, "accepted", accepted, (batch,))
+
+
+def _every_plane(cache: Tensor, rows: Tensor) -> Tensor:
+    """Rows [B, n] as an index into dimension 4 of the cache."""
     layers, two, _, heads, _, width = cache.shape
-    index = target.clamp(max=cache.shape[4] - 1)[None, None, :, None, :, None]
-    cache.scatter_(4, index.expand(layers, two, -1, heads, -1, width), rows)
+    return rows.long()[None, None, :, None, :, None].expand(layers, two, -1, heads, -1, width)
+
+
+def _check_cache(name: str, cache: Tensor) -> None:
+    if cache.dim() != 6 or cache.shape[1] != 2:
+        raise ValueError(f"{name}: cache must be [layers, 2, B, Hkv, T, d], got {list(cache.shape)}")
+
+
+def _check_int32(name: str, cache: Tensor, argument: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
+    fits = tensor.dim() == len(shape) and all(
+        size in (None, got) for size, got in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits or tensor.dtype != torch.int32:
+        expected = ["n" if size is None else size for size in shape]
+        raise ValueError(f"{name}: {argument} must be int32 {expected}, got {tensor.dtype} {list(tensor.shape)}")
+    _check_device(name, cache, argument, tensor)
+
+
+def _check_device(name: str, cache: Tensor, argument: str, tensor: Tensor) -> None:
+    if tensor.device != cache.device:
+        raise ValueError(f"{name}: {argument} must be on the cache's device {cache.device}, got {tensor.device}")

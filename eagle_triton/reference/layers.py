@@ -12,6 +12,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     x [..., H], weight [H]. With `residual` [..., H], x + residual is normalised and the sum is returned too:
     (normed, sum). The normalised value is rounded to x's dtype before the weight, as Hugging Face models do.
     """
+    check_rms_norm(x, weight, residual)
     total = x if residual is None else x + residual
     wide = total.float()
     normed = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
@@ -40,6 +41,7 @@ def rotary_append(
     q_norm, k_norm [d]: per-head RMSNorm weights (Qwen3). Rows beyond the capacity are not written (GPU) or raise
     ValueError (CPU).
     """
+    check_rotary_append(q, k, v, cache, first_row, positions, inv_freq, q_norm, k_norm)
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps)
     if k_norm is not None:
@@ -59,7 +61,70 @@ def rotary_append(
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer 2020), elementwise; [..., I] each."""
+    check_swiglu(gate, up)
     return torch.nn.functional.silu(gate) * up
+
+
+def check_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
+    """Raise ValueError unless these are operands of rms_norm."""
+    _check_shape("rms_norm", "weight", weight, x.shape[-1:])
+    if residual is not None:
+        _check_shape("rms_norm", "residual", residual, x.shape)
+    _check_alike("rms_norm", x, weight, residual)
+
+
+def check_rotary_append(
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, first_row: Tensor, positions: Tensor, inv_freq: Tensor,
+    q_norm: Tensor | None, k_norm: Tensor | None,
+) -> None:
+    """Raise ValueError unless these are operands of rotary_append."""
+    name = "rotary_append"
+    if q.dim() != 4 or k.dim() != 4 or q.shape[3] % 2 or q.shape[2] % max(k.shape[2], 1):
+        raise ValueError(
+            f"{name}: q must be [B, N, Hq, d] and k [B, N, Hkv, d] with d even and Hq a multiple of Hkv, "
+            f"got {tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    batch, count, _, dim = q.shape
+    heads = k.shape[2]
+    _check_shape(name, "k", k, (batch, count, heads, dim))
+    _check_shape(name, "v", v, k.shape)
+    if cache.dim() != 5:
+        raise ValueError(f"{name}: cache must be [2, B, Hkv, T, d], got {tuple(cache.shape)}")
+    _check_shape(name, "cache", cache, (2, batch, heads, cache.shape[3], dim))
+    _check_shape(name, "first_row", first_row, (batch,))
+    _check_shape(name, "positions", positions, (batch, count))
+    _check_shape(name, "inv_freq", inv_freq, (dim // 2,))
+    for norm in (q_norm, k_norm):
+        if norm is not None:
+            _check_shape(name, "q_norm and k_norm", norm, (dim,))
+    for label, indices in (("first_row", first_row), ("positions", positions)):
+        if indices.dtype != torch.int32:
+            raise ValueError(f"{name}: {label} must be int32, got {indices.dtype}")
+    _check_alike(name, q, k, v, q_norm, k_norm)
+    for other in (cache, first_row, positions, inv_freq):
+        if other.device != q.device:
+            raise ValueError(f"{name}: all tensors must be on {q.device}, got one on {other.device}")
+
+
+def check_swiglu(gate: Tensor, up: Tensor) -> None:
+    """Raise ValueError unless these are operands of swiglu."""
+    _check_shape("swiglu", "up", up, gate.shape)
+    _check_alike("swiglu", gate, up)
+
+
+def _check_shape(name: str, label: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    if tensor.shape != tuple(expected):
+        raise ValueError(f"{name}: {label} must be {tuple(expected)}, got {tuple(tensor.shape)}")
+
+
+def _check_alike(name: str, first: Tensor, *others: Tensor | None) -> None:
+    if not first.dtype.is_floating_point:
+        raise ValueError(f"{name}: expected floating point tensors, got {first.dtype}")
+    for other in others:
+        if other is not None and (other.dtype != first.dtype or other.device != first.device):
+            raise ValueError(
+                f"{name}: expected {first.dtype} on {first.device}, got {other.dtype} on {other.device}"
+            )
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -8,14 +8,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N]."""
-    check_product("linear", x, (weight,), (bias,), residual)
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *, deferred: bool = False
+) -> Tensor:
+    """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
+
+    `deferred`: the caller also takes a product whose partial sums are still apart, which only the kernel returns.
+    """
+    check_product("linear", x, (weight,), (bias,), residual, deferred=deferred)
     out = F.linear(x, weight, bias)
     return out if residual is None else residual + out
 
 
-def linear_stack(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def linear_stack(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, deferred: bool = False
+) -> tuple[Tensor, ...]:
     """Several products of the same rows, e.g. q, k and v. x [..., K], weights [Ni, K]; returns one [..., Ni] each."""
     check_product("linear_stack", x, weights, biases, None)
     return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
@@ -34,8 +41,11 @@ def check_product(
     biases: Sequence[Tensor | None],
     residual: Tensor | None,
     same: bool = False,
+    deferred: bool = False,
 ) -> None:
     """Raise ValueError unless these are operands of one product; `same`: all weights must have one shape."""
+    if deferred and residual is not None:
+        raise ValueError(f"{name}: a deferred product takes no residual: its reader adds one")
     if not weights or len(weights) != len(biases):
         raise ValueError(f"{name}: expected one bias or None per weight, got {len(weights)} and {len(biases)}")
     if x.dim() < 1 or not x.is_floating_point():

@@ -32,7 +32,10 @@ def probabilities(logits: Tensor, params: SamplingParams, top_p_first: bool = Fa
     top-p, then top-k (the original EaModel). Top-p keeps the token that crosses p (Holtzman et al. 2020); min-p drops
     tokens below min_p times the largest probability, last. Tokens equal to the last one kept are kept too.
     A temperature of 0 is taken as 1: greedy sequences use their argmax and never read this.
+    Raises ValueError if shapes, dtypes or devices do not fit.
     """
+    check_logits("probabilities", logits)
+    check_params("probabilities", params, len(logits), logits.device)
     temperature = torch.where(params.temperature > 0, params.temperature, 1.0)[:, None, None]
     scaled = logits.float() / temperature
     for name in ("top_p", "top_k") if top_p_first else ("top_k", "top_p"):
@@ -65,8 +68,11 @@ def uniform(params: SamplingParams, count: int) -> Tensor:
     """`count` uniform numbers in [0, 1) per sequence, float32 [B, count], a function of (seed, step, index) alone.
 
     Philox 4x32-10 (Salmon et al. 2011): key = seed, counter = (index, step, 0, 0), the first output word's upper
-    24 bits.
+    24 bits. Raises ValueError unless count >= 1.
     """
+    check_params("uniform", params, len(params.seed), params.seed.device)
+    if count < 1:
+        raise ValueError(f"uniform: count must be at least 1, got {count}")
     index = torch.arange(count, device=params.seed.device).expand(len(params.seed), count)
     step = params.step[:, None].expand_as(index)
     c0, c1, c2, c3 = index & _MASK, step & _MASK, torch.zeros_like(index), torch.zeros_like(index)
@@ -90,9 +96,39 @@ def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
 def sample(probs: Tensor, coin: Tensor) -> Tensor:
     """Inverse-CDF sample: the first token whose cumulated mass passes coin * total. [B, V], [B] -> int64 [B].
 
-    Only tokens with mass > 0 are returned; rounding that passes the end gives the last of them.
+    Only tokens with mass > 0 are returned; rounding that passes the end gives the last of them. Raises ValueError
+    unless both are float32 and fit.
     """
+    check_sample(probs, coin)
     cumulated = probs.double().cumsum(-1)
     passed = (cumulated > coin.double()[:, None] * cumulated[:, -1:]) & (probs > 0)
     last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1)
     return torch.where(passed.any(-1), passed.int().argmax(-1), last)
+
+
+def check_logits(name: str, logits: Tensor) -> None:
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    if logits.ndim != 3 or logits.dtype not in dtypes or not logits.numel():
+        raise ValueError(
+            f"{name}: logits must be [B, N, V] of float16, bfloat16 or float32, got {logits.dtype} {list(logits.shape)}"
+        )
+
+
+def check_params(name: str, params: SamplingParams, batch: int, device: torch.device) -> None:
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
+    for field, value, dtype in zip(params._fields, params, dtypes, strict=True):
+        if value.shape != (batch,) or value.dtype != dtype or value.device != device or not value.is_contiguous():
+            raise ValueError(
+                f"{name}: {field} must be contiguous {dtype} [{batch}] on {device}, got {value.dtype} "
+                f"{list(value.shape)} on {value.device}"
+            )
+
+
+def check_sample(probs: Tensor, coin: Tensor) -> None:
+    if probs.ndim != 2 or probs.dtype != torch.float32 or not probs.numel():
+        raise ValueError(f"sample: probs must be float32 [B, V], got {probs.dtype} {list(probs.shape)}")
+    if coin.shape != probs.shape[:1] or coin.dtype != torch.float32 or coin.device != probs.device:
+        raise ValueError(
+            f"sample: coin must be float32 [{len(probs)}] on {probs.device}, got {coin.dtype} {list(coin.shape)} on "
+            f"{coin.device}"
+        )

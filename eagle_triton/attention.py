@@ -1,0 +1,423 @@
+"""Attention of new nodes over the cache, split over its keys: flash decoding with the tree mask read as bits.
+
+    out[b, i, h] = softmax_t(scale * q[b, i, h] . k[b, h // G, t] + mask[b, i, t]) . v[b, h // G, t]
+
+The rows of one tile are the N * G queries that share a key/value head (row = node * G + query head within the group),
+so that every key is read once for the whole group and the products are tall enough for the tensor cores.
+
+| name       | shape                    | dtype   |                                                           |
+|------------|--------------------------|---------|-----------------------------------------------------------|
+| q, out     | [B, N, Hq, d]            | q       | the new nodes                                             |
+| cache      | [2, B, Hkv, T, d]        | q       | keys and values of one layer                              |
+| lengths    | [B]                      | int32   | committed rows, visible to every node                     |
+| ancestors  | [B, N, W]                | int64   | bit j of row i: node i sees cache row lengths + j         |
+| partial    | [B, Hkv, S, N * G, d]    | float32 | normalised output of each split (workspace)               |
+| lse        | [B, Hkv, S, N * G]       | float32 | log2 of each split's softmax denominator (workspace)      |
+
+S, the number of splits, follows from the capacity T and the static shapes of one sequence, so a captured graph serves
+every length and a sequence's result does not depend on its batch. The splits share the *actual* rows evenly; with few
+rows only the first splits get any and the others leave at once. `_merge_kernel` sums the splits in index order: the
+same bits every run.
+
+Numerics: products of the input dtype accumulated in fp32 (true fp32 for fp32 inputs), softmax in fp32 in the log2
+domain, one rounding of the weights to the values' dtype and one of the result. Rows of the cache that no node of the
+tile may see are never multiplied, so what they hold (NaN included) does not matter. A row with nothing to see gives 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from eagle_triton.reference.attention import check_tree_attention
+
+_WORD = tl.constexpr(64)
+
+
+@triton.jit
+def _span(length, nodes, capacity, window, WORDS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The cache rows [oldest, newest) that any node of a sequence may see, from a tile's start on."""
+    newest = tl.minimum(length + (_WORD * WORDS if WORDS else nodes), capacity)
+    return tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N if WINDOW else 0, newest
+
+
+@triton.jit
+def _share(rows, split, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
+    """The tiles [first, last) that a split takes of `rows` rows, and how many splits take any.
+
+    The last tile counts twice: it holds the new keys, whose masks cost as much as a tile.
+    """
+    tiles = tl.cdiv(rows, BLOCK_N) + 1
+    active = tl.minimum(tl.maximum(tl.minimum(tiles // MIN_TILES, tiles - 1), 1), SPLITS)
+    split = tl.minimum(split, active)  # the splits behind the active ones get an empty range
+    return (split * tiles) // active, (tl.minimum(split + 1, active) * tiles) // active, active
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _popcount(x):
+    """Set bits of each int64."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((x * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@triton.jit
+def _low_bits(count):
+    """int64 words with the lowest `count` bits set, for any count: none below 1, all above 63."""
+    some = (tl.full(count.shape, 1, tl.int64) << tl.minimum(tl.maximum(count, 0), 63).to(tl.int64)) - 1
+    return tl.where(count > 63, tl.full(count.shape, -1, tl.int64), some)
+
+
+@triton.jit
+def _word(bits_ptr, index, row_ok, WORDS: tl.constexpr):
+    """Ancestor word `index` of each row; words before the first stand for committed rows, which all rows see."""
+    stored = tl.load(bits_ptr + index, mask=row_ok & (index >= 0) & (index < WORDS), other=0)
+    return tl.where(row_ok & (index < 0), tl.full(stored.shape, -1, tl.int64), stored)
+
+
+@triton.jit
+def _window(bits_ptr, offset, row_ok, WORDS: tl.constexpr):
+    """The 64 visibility bits of each row from new key `offset` on (negative: committed rows)."""
+    index, shift = offset >> 6, (offset & 63).to(tl.int64)
+    low = _word(bits_ptr, index, row_ok, WORDS)
+    high = _word(bits_ptr, index + 1, row_ok, WORDS)
+    low = (low >> shift) & ~(tl.full(low.shape, -1, tl.int64) << (63 - shift) << 1)  # a logical shift
+    return low | (high << (63 - shift) << 1)
+
+
+@triton.jit
+def _positions_before(bits_ptr, offset, row_ok, WORDS: tl.constexpr):
+    """How many of the new keys before `offset` each row sees."""
+    count = tl.zeros(row_ok.shape, tl.int32)
+    for index in tl.static_range(WORDS):
+        word = _word(bits_ptr, index, row_ok, WORDS)
+        count += _popcount(word & _low_bits(tl.zeros(row_ok.shape, tl.int32) + offset - 64 * index))
+    return count
+
+
+@triton.jit
+def _fold(acc, top, total, scores, v, scale_log2, MASKED: tl.constexpr):
+    """Fold a tile's scores and values into the running (weighted sum, maximum, denominator) of each row."""
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+    weights = tl.exp2(scores * scale_log2 - base[:, None])
+    decay = tl.exp2(top - base)
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return acc, new_top, total * decay + tl.sum(weights, 1)
+
+
+@triton.jit
+def _attend(
+    q, cache_desc, k_row, v_row, k_ptr, v_ptr, bits_ptr, node, row_ok, length, capacity, first, last,
+    scale_log2, window,
+    D: tl.constexpr, STRIDE_T: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """Rows `q` over the cache rows first .. last: their normalised output [BLOCK_M, BLOCK_D] and log2 denominator.
+
+    WORDS 0: causal. Tiles of committed rows need no mask (unless WINDOW); those that touch new keys go by BLOCK_T.
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    column = tl.arange(0, BLOCK_D)
+    column_ok = column < D
+    stride_far = tl.full((), STRIDE_T, tl.int64)  # a tile may lie 2^31 elements away
+    if WINDOW:
+        if WORDS:
+            position = length + _positions_before(bits_ptr, 64 * WORDS, row_ok, WORDS) - 1
+        else:
+            position = length + node
+
+    # Committed rows, in whole tiles.
+    plain_last = tl.minimum(last, length // BLOCK_N * BLOCK_N)
+    row = tl.arange(0, BLOCK_N)
+    tile = row[:, None] * STRIDE_T + column[None, :]
+    for start in tl.range(first, plain_last, BLOCK_N):
+        if TMA:
+            k = cache_desc.load([k_row + start, 0])
+        else:
+            ok = column_ok[None, :]
+            if WINDOW:
+                ok = ok & (start + row >= length - window)[:, None]
+            offset = start * stride_far
+            k = tl.load(k_ptr + offset + tile, mask=ok, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if WINDOW:
+            scores = tl.where((start + row)[None, :] > (position - window)[:, None], scores, float("-inf"))
+        if TMA:
+            v = cache_desc.load([v_row + start, 0])
+        else:
+            v = tl.load(v_ptr + offset + tile, mask=ok, other=0.0)
+        acc, top, total = _fold(acc, top, total, scores, v, scale_log2, WINDOW)
+
+    # The last committed rows and the new ones: what each row sees of a tile is one word of bits.
+    row = tl.arange(0, BLOCK_T)
+    tile = row[:, None] * STRIDE_T + column[None, :]
+    for start in tl.range(tl.maximum(first, plain_last), last, BLOCK_T, num_stages=1):
+        rows = start + row
+        ok = (rows < last)[:, None] & column_ok[None, :]
+        k = tl.load(k_ptr + start * stride_far + tile, mask=ok, other=0.0)
+        v = tl.load(v_ptr + start * stride_far + tile, mask=ok, other=0.0)
+        if WORDS:
+            word = _window(bits_ptr, start - length, row_ok, WORDS)
+            anyone = tl.reduce(word, 0, _either)
+            half = tl.where((row < 32)[None, :], word.to(tl.int32)[:, None], (word >> 32).to(tl.int32)[:, None])
+            visible = ((half >> (row & 31)[None, :]) & 1) != 0
+            seen = ((anyone >> row.to(tl.int64)) & 1) != 0
+            if WINDOW:
+                before = tl.minimum(start, length) + _positions_before(bits_ptr, start - length, row_ok, WORDS)
+                lower = word[:, None] & _low_bits(tl.zeros((BLOCK_M, BLOCK_T), tl.int32) + row[None, :])
+                visible = visible & (before[:, None] + _popcount(lower) > (position - window)[:, None])
+        else:
+            visible = (rows[None, :] <= (length + node)[:, None]) & row_ok[:, None]
+            seen = rows <= length + tl.max(tl.where(row_ok, node, -1), 0)
+            if WINDOW:
+                visible = visible & (rows[None, :] > (position - window)[:, None])
+        if WINDOW:
+            seen = seen & (rows >= length - window)
+        v = tl.where(seen[:, None], v, tl.zeros_like(v))  # a weight of 0 does not hide a NaN
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.where(visible & (rows < last)[None, :], scores, float("-inf"))
+        acc, top, total = _fold(acc, top, total, scores, v, scale_log2, True)
+
+    empty = total == 0.0
+    acc = acc * (1.0 / tl.where(empty, 1.0, total))[:, None]
+    return acc, tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
+
+
+@triton.jit
+def _tree_attention_kernel(
+    q_ptr, cache_ptr, cache_desc, lengths_ptr, ancestors_ptr, out_ptr, partial_ptr, lse_ptr,
+    stride_qb, stride_qn, stride_qh, stride_ckv, stride_cb, stride_ch,
+    stride_ab, stride_an, stride_ob, stride_on, stride_oh,
+    nodes, capacity, scale_log2, window,
+    D: tl.constexpr, STRIDE_T: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, WORDS: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """Grid (row blocks, SPLITS, B * Hkv): a program attends BLOCK_M rows of one head over one split of the keys."""
+    split, sequence, head = tl.program_id(1), tl.program_id(2) // HEADS, tl.program_id(2) % HEADS
+    batch, rows = sequence.to(tl.int64), nodes * GROUP
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_ok, node = row < rows, row // GROUP
+    column = tl.arange(0, BLOCK_D)
+    mask = row_ok[:, None] & (column < D)[None, :]
+    query_head = head * GROUP + row % GROUP
+    q_offset = node * stride_qn + query_head * stride_qh
+    if PDL == 2:
+        tl.extra.cuda.gdc_wait()
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    length = tl.minimum(tl.load(lengths_ptr + batch), capacity)
+    q = tl.load(q_ptr + batch * stride_qb + (q_offset[:, None] + column[None, :]), mask=mask, other=0.0)
+
+    oldest, newest = _span(length, nodes, capacity, window, WORDS, WINDOW, BLOCK_N)
+    first, last, active = _share(newest - oldest, split, BLOCK_N, SPLITS, MIN_TILES)
+    if split >= active:
+        return
+    first, last = oldest + first * BLOCK_N, tl.minimum(oldest + last * BLOCK_N, newest)
+    if WORDS == 0:  # causal: nothing behind the block's last node
+        last = tl.minimum(last, length + tl.minimum((tl.program_id(0) + 1) * BLOCK_M - 1, rows - 1) // GROUP + 1)
+
+    k_ptr = cache_ptr + batch * stride_cb + head.to(tl.int64) * stride_ch
+    k_row = (sequence * HEADS + head) * capacity
+    v_row = k_row + (tl.num_programs(2) * capacity)
+    bits_ptr = ancestors_ptr
+    if WORDS:
+        bits_ptr = ancestors_ptr + batch * stride_ab + node * stride_an
+    acc, lse = _attend(
+        q, cache_desc, k_row, v_row, k_ptr, k_ptr + stride_ckv, bits_ptr, node, row_ok,
+        length, capacity, first, last, scale_log2, window,
+        D, STRIDE_T, WORDS, WINDOW, TMA, BLOCK_M, BLOCK_N, BLOCK_T, BLOCK_D,
+    )
+    if SPLITS == 1:
+        o_offset = node * stride_on + query_head * stride_oh
+        out_ptr += batch * stride_ob
+        tl.store(out_ptr + (o_offset[:, None] + column[None, :]), acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        p_row = ((batch * HEADS + head) * SPLITS + split) * rows
+        tl.store(lse_ptr + p_row + row, lse, mask=row_ok)
+        tl.store(partial_ptr + p_row * D + (row[:, None] * D + column[None, :]), acc, mask=mask)
+
+
+@triton.jit
+def _merge_kernel(
+    partial_ptr, lse_ptr, lengths_ptr, out_ptr, stride_ob, stride_on, stride_oh, nodes, capacity, window,
+    D: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """Grid (row blocks, B * Hkv): a program sums the splits of BLOCK_R rows, weighted by their denominators."""
+    head, rows = tl.program_id(1) % HEADS, nodes * GROUP
+    batch = (tl.program_id(1) // HEADS).to(tl.int64)
+    length = tl.minimum(tl.load(lengths_ptr + batch), capacity)
+    oldest, newest = _span(length, nodes, capacity, window, WORDS, WINDOW, BLOCK_N)
+    _, _, active = _share(newest - oldest, 0, BLOCK_N, SPLITS, MIN_TILES)
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    split, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    p_row = split[:, None] * rows + row[None, :]
+    lse_ptr += (batch * HEADS + head) * SPLITS * rows
+    partial_ptr += (batch * HEADS + head) * SPLITS * rows * D
+    ok = (split < active)[:, None] & (row < rows)[None, :]
+    mask = ok[:, :, None] & (column < D)[None, None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    lse = tl.load(lse_ptr + p_row, mask=ok, other=float("-inf"))
+    partial = tl.load(partial_ptr + (p_row[:, :, None] * D + column[None, None, :]), mask=mask, other=0.0)
+    top = tl.max(lse, 0)
+    weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top)[None, :])
+    total = tl.sum(weights, 0)
+    out = tl.sum(partial * weights[:, :, None], 0) * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    o_offset = (row // GROUP) * stride_on + (head * GROUP + row % GROUP) * stride_oh
+    o_mask = (row < rows)[:, None] & (column < D)[None, :]
+    out_ptr += batch * stride_ob
+    tl.store(out_ptr + (o_offset[:, None] + column[None, :]), out.to(out_ptr.dtype.element_ty), mask=o_mask)
+
+
+class Settings(NamedTuple):
+    """How one shape is launched: up to `splits` programs share the keys, each with at least `min_tiles` tiles.
+
+    block_m rows, block_n keys per tile (block_t in tiles with new keys); tma: committed keys come through a tensor
+    descriptor; pdl: 1 lets the merge launch early, 2 the attention kernel too; maxnreg caps the registers.
+    """
+
+    block_m: int
+    block_n: int
+    splits: int
+    min_tiles: int
+    num_warps: int
+    num_stages: int
+    block_t: int = 64
+    tma: bool = False
+    pdl: int = 0
+    maxnreg: int = 0
+
+
+def settings_for(
+    rows: int, width: int, kv_heads: int, capacity: int, dtype: torch.dtype, capability: tuple[int, int] | None
+) -> Settings:
+    """The launch settings for `rows` = N * G query rows per key/value head; of the batch size they know nothing.
+
+    `capability` is that of a CUDA device, None elsewhere. Measured on an H200 (bf16, 32/8 heads, d 128, B 1, graph
+    replay over caches larger than L2): attention kernel plus merge, timed apart and with block_t 32, µs for 60 nodes
+    at 512 / 2048 / 32768 keys. 64 x 64, 4 warps: 5 splits 11.3, 8 splits 12.1 / 16.8 / 79 (3 stages, descriptors; 102
+    with 2 stages); 128 x 64, 8 warps: 13.1 / 17 / 86; 128 x 128, 8 warps: 18.2 / 81; 256 x 64, 8 warps: 27 / 96.
+    Descriptors cost 1 µs at the start of a launch and save 15 % of a long one. A tile with new keys takes 0.9 µs
+    whatever its height: block_t 64 instead of 32 saves 0.9. 10 nodes, 16 splits: 8.5 / 12; 1 node: 9 / 13 / 41.
+    """
+    hopper = capability is not None and capability[0] in (9, 10)
+    num_stages = 3 if hopper else 2
+    wide = width > 128
+    if dtype == torch.float32:
+        block_m, block_n, num_stages = (16 if rows <= 16 or wide else 32), (16 if wide else 32), 1
+    elif rows <= 16:
+        block_m, block_n = 16, 32 if wide else 64
+    else:
+        block_m, block_n = 64, 32 if wide else 64
+    if capability is None:  # 64 KiB of shared memory on the CDNA 3 GPUs this is compiled for
+        num_stages = 1
+    if rows > 1024:  # a chunk of a prompt fills the device with its row blocks
+        splits = 1
+    else:
+        programs = 264 // (kv_heads * triton.cdiv(rows, block_m))
+        splits = max(1, min(programs, capacity // block_n, 32))
+    few_rows = rows <= 64
+    return Settings(
+        block_m, block_n, splits, 1 if few_rows else 2, 4, num_stages, min(block_n, 64),
+        tma=hopper and capacity > 4096 and rows > 16 and dtype != torch.float32,
+    )
+
+
+def tree_attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor | None = None,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """softmax(scale * q k^T + mask) v for N new nodes per sequence, whose keys are in the cache already.
+
+    q [B, N, Hq, d]; cache [2, B, Hkv, T, d] in q's dtype (fp16, bf16 or fp32), d <= 256; lengths [B] int32; ancestors
+    [B, N, W] int64 or None (causal); `scale` > 0. See `reference.attention.tree_attention` for who sees what.
+    The last dimension of every tensor must be contiguous; its other strides are free.
+    Returns [B, N, Hq, d]. Raises ValueError before the launch if shapes, dtypes, strides or devices do not fit.
+    """
+    check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window)
+    _check_kernel_limits(q, cache, lengths, ancestors)
+    rows = q.shape[1] * (q.shape[2] // cache.shape[2])
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda and torch.version.cuda else None
+    use = settings_for(rows, q.shape[3], cache.shape[2], cache.shape[3], q.dtype, capability)
+    return _launch(q, cache, lengths, ancestors, scale, sliding_window, use)
+
+
+def _check_kernel_limits(q: Tensor, cache: Tensor, lengths: Tensor, ancestors: Tensor | None) -> None:
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or q.shape[-1] > 256:
+        raise ValueError(
+            f"tree_attention: q must be fp16, bf16 or fp32 with d <= 256, got {q.dtype} and d = {q.shape[-1]}"
+        )
+    for name, tensor in (("q", q), ("cache", cache), ("lengths", lengths), ("ancestors", ancestors)):
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(
+                f"tree_attention: {name} must have stride 1 in its last dimension, got strides {tensor.stride()}"
+            )
+    elements = q.shape[1] * max(q.stride(1), q.shape[2] * q.shape[3])
+    if elements >= 2**31:  # offsets within one sequence's q and out are int32
+        raise ValueError(f"tree_attention: q must span less than 2^31 elements per sequence, got {elements}")
+
+
+def _launch(
+    q: Tensor, cache: Tensor, lengths: Tensor, ancestors: Tensor | None, scale: float, sliding_window: int | None,
+    use: Settings,
+) -> Tensor:
+    batch, nodes, heads, width = q.shape
+    kv_heads, capacity = cache.shape[2:4]
+    group, rows = heads // kv_heads, nodes * (heads // kv_heads)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if not out.numel():
+        return out
+    block_d = max(16, triton.next_power_of_2(width))
+    partial = lse = None
+    if use.splits > 1:
+        partial = torch.empty(batch, kv_heads, use.splits, rows, width, dtype=torch.float32, device=q.device)
+        lse = torch.empty(batch, kv_heads, use.splits, rows, dtype=torch.float32, device=q.device)
+    tma = use.tma and sliding_window is None and cache.is_contiguous() and width * cache.element_size() % 16 == 0
+    tma = tma and cache.numel() // width < 2**31  # a descriptor's coordinates are int32
+    desc = TensorDescriptor.from_tensor(cache.view(-1, width), [use.block_n, block_d]) if tma else None
+    pdl = use.pdl if use.splits > 1 else 0
+    shared = {
+        "D": width, "GROUP": group, "HEADS": kv_heads, "WORDS": 0 if ancestors is None else ancestors.shape[-1],
+        "WINDOW": sliding_window is not None, "SPLITS": use.splits, "MIN_TILES": use.min_tiles, "PDL": pdl,
+        "BLOCK_N": use.block_n, "BLOCK_D": block_d,
+    }
+    _tree_attention_kernel[triton.cdiv(rows, use.block_m), use.splits, batch * kv_heads](
+        q, cache, desc, lengths, ancestors, out, partial, lse,
+        *q.stride()[:3], *cache.stride()[:3], *((0, 0) if ancestors is None else ancestors.stride()[:2]),
+        *out.stride()[:3], nodes, capacity, scale * math.log2(math.e), sliding_window or 0,
+        **shared, STRIDE_T=cache.stride(3), TMA=tma, BLOCK_M=use.block_m, BLOCK_T=use.block_t,
+        num_warps=use.num_warps, num_stages=use.num_stages,
+        **({"launch_pdl": True} if pdl == 2 else {}), **({"maxnreg": use.maxnreg} if use.maxnreg else {}),
+    )
+    if use.splits > 1:
+        # One warp and one row (two for narrow heads) per program: no sum crosses threads. 4 warps took 7 µs, this 2.5.
+        block_r = max(1, 128 // block_d)
+        _merge_kernel[triton.cdiv(rows, block_r), batch * kv_heads](
+            partial, lse, lengths, out, *out.stride()[:3], nodes, capacity, sliding_window or 0,
+            **shared, BLOCK_R=block_r, BLOCK_S=triton.next_power_of_2(use.splits), num_warps=1,
+            **({"launch_pdl": True} if pdl else {}),
+        )
+    return out

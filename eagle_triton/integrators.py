@@ -1,0 +1,420 @@
+"""Tree building and verification with the signatures of SGLang's EAGLE kernels, for which they stand in.
+
+One program per request builds or walks. Links follow from vector compares (no loop over nodes depends on data);
+ancestors from spec_steps steps to the parent, each one gather. A walk visits every node at most once, so that bad
+links cannot hang it. The final token of the sampled walk is found like a sample (sampling.py): chunk sums, then the
+chunk and the token.
+
+| name                                | shape, dtype                                                              |
+|---|---|
+| verified_id, seq_lens               | [bs] int32 or int64                                                       |
+| parent_list                         | [bs, k (D - 1) + 1] int64                                                 |
+| top_scores_index, draft_tokens      | [bs, N - 1] int64                                                         |
+| candidates, retrive_*, target_predict | [bs, N] int64                                                           |
+| predicts, accept_index, accept_token_num | [bs * N], [bs, S], [bs] int32                                        |
+| target_probs, draft_probs           | [bs, N, V] f32                                                            |
+
+Semantics: reference/integrators.py. Integers are exact; masses are fp32, the final draw's sums fp64, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.laws import merge_peaks
+from eagle_triton.reference.integrators import (
+    TreeMaskMode,
+    both_spellings,
+    check_build,
+    check_sampling,
+    check_verify,
+    packed_dtypes,
+)
+from eagle_triton.sampling import choose_chunk, choose_token, chunk_of
+
+_NOWHERE = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def build_tree_kernel_triton(
+    verified_id_ptr,
+    parent_list_ptr,
+    top_scores_index_ptr,
+    draft_tokens_ptr,
+    seq_lens_ptr,
+    starts_ptr,
+    links_ptr,
+    mask_ptr,
+    positions_ptr,
+    retrive_index_ptr,
+    next_token_ptr,
+    next_sibling_ptr,
+    tokens_ptr,
+    status_ptr,
+    parent_list_width,
+    topk,
+    spec_steps,
+    nodes,
+    MODE: tl.constexpr,
+    NODES: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Grid (bs,): one request's tree. MODE is a TreeMaskMode; starts: sum of the lengths of the requests before."""
+    batch = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, NODES)
+    real = node < nodes
+    draft = real & (node > 0)
+    chosen_ptr = top_scores_index_ptr + batch * (nodes - 1)
+    block = tl.load(chosen_ptr + node - 1, mask=draft, other=0).to(tl.int32) // topk
+    nested = draft & (block > 0) & (block < parent_list_width)
+    above = tl.load(parent_list_ptr + batch * parent_list_width + block, mask=nested, other=-1)
+    parent = tl.zeros((NODES,), tl.int32)
+    for first in range(0, nodes - 1, PAIRS):
+        other = first + tl.arange(0, PAIRS)
+        chosen = tl.load(chosen_ptr + other, mask=other < nodes - 1, other=-2)
+        parent += tl.sum(tl.where(chosen[None, :] == above[:, None], other[None, :] + 1, 0), 1)
+    orphan = draft & (block > 0) & (parent == 0)
+    if status_ptr is not None:
+        tl.store(status_ptr + batch, tl.sum(orphan.to(tl.int32), 0))
+    link = tl.where(draft & (orphan == 0), parent, -1)
+    tl.store(links_ptr + batch * nodes + node, link, mask=real)
+    tl.debug_barrier()
+
+    child = tl.full((NODES,), _NOWHERE, tl.int32)
+    sibling = tl.full((NODES,), _NOWHERE, tl.int32)
+    for first in range(0, nodes, PAIRS):
+        other = (first + tl.arange(0, PAIRS))[None, :]
+        other_link = tl.load(links_ptr + batch * nodes + other, mask=other < nodes, other=-2)
+        child = tl.minimum(child, tl.min(tl.where(other_link == node[:, None], other, _NOWHERE), 1))
+        same = (other_link == link[:, None]) & (other > node[:, None])
+        sibling = tl.minimum(sibling, tl.min(tl.where(same & draft[:, None], other, _NOWHERE), 1))
+    sibling = tl.where(link < 0, _NOWHERE, sibling)
+    out = batch * nodes + node
+    tl.store(next_token_ptr + out, tl.where(child < _NOWHERE, child, -1).to(tl.int64), mask=real)
+    tl.store(next_sibling_ptr + out, tl.where(sibling < _NOWHERE, sibling, -1).to(tl.int64), mask=real)
+    tl.store(retrive_index_ptr + out, out, mask=real)
+    token = tl.load(draft_tokens_ptr + batch * (nodes - 1) + node - 1, mask=draft, other=0)
+    token = tl.where(node == 0, tl.load(verified_id_ptr + batch).to(tl.int64), token)
+    tl.store(tokens_ptr + out, token, mask=real)
+
+    length = tl.load(seq_lens_ptr + batch).to(tl.int64)
+    width = nodes.to(tl.int64)
+    mask_row = mask_ptr + out * nodes
+    if MODE == 0:
+        width += length
+        mask_row = mask_ptr + nodes * (tl.load(starts_ptr + batch) + batch * nodes) + node * width + length
+    if MODE < 2:
+        for first in range(0, nodes, PAIRS):
+            column = (first + tl.arange(0, PAIRS))[None, :]
+            inside = real[:, None] & (column < nodes)
+            seen = (column == node[:, None]) | (column == 0)
+            tl.store(mask_row[:, None] + column, seen, mask=inside)
+        tl.debug_barrier()
+    depth = tl.zeros((NODES,), tl.int32)
+    word = (1 << node) | 1
+    current = node
+    for _ in range(spec_steps):
+        depth += (current > 0).to(tl.int32)
+        current = tl.gather(parent, current, 0)
+        if MODE < 2:
+            tl.store(mask_row + current, tl.full((NODES,), 1, tl.int1), mask=real)
+        else:
+            word |= 1 << current
+    tl.store(positions_ptr + out, length + depth, mask=real)
+    if MODE == 2:
+        tl.store(mask_ptr + out, word.to(mask_ptr.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def verify_tree_greedy_kernel(
+    predicts_ptr,
+    accept_index_ptr,
+    accept_token_num_ptr,
+    candidates_ptr,
+    retrive_index_ptr,
+    next_token_ptr,
+    next_sibling_ptr,
+    target_ptr,
+    nodes,
+    steps,
+):
+    """Grid (bs,): one request's greedy walk."""
+    batch = tl.program_id(0).to(tl.int64)
+    tree = batch * nodes
+    last = tl.load(retrive_index_ptr + tree)
+    wanted = tl.load(target_ptr + last)
+    current = tl.load(next_token_ptr + tree)
+    count = tl.full((), 0, tl.int32)
+    visited = tl.full((), 0, tl.int32)
+    tl.store(accept_index_ptr + batch * steps, last.to(tl.int32))
+    while (current >= 0) & (current < nodes) & (count < steps - 1) & (visited < nodes):
+        visited += 1
+        if tl.load(candidates_ptr + tree + current) == wanted:
+            tl.store(predicts_ptr + last, wanted.to(tl.int32))
+            count += 1
+            last = tl.load(retrive_index_ptr + tree + current)
+            tl.store(accept_index_ptr + batch * steps + count, last.to(tl.int32))
+            wanted = tl.load(target_ptr + last)
+            current = tl.load(next_token_ptr + tree + current)
+        else:
+            current = tl.load(next_sibling_ptr + tree + current)
+    tl.store(accept_token_num_ptr + batch, count)
+    tl.store(predicts_ptr + last, wanted.to(tl.int32))
+
+
+@triton.jit
+def tree_speculative_sampling_kernel(
+    predicts_ptr,
+    accept_index_ptr,
+    accept_token_num_ptr,
+    candidates_ptr,
+    retrive_index_ptr,
+    next_token_ptr,
+    next_sibling_ptr,
+    coins_ptr,
+    target_probs_ptr,
+    draft_probs_ptr,
+    ends_ptr,
+    nodes,
+    steps,
+    vocabulary,
+    threshold_single,
+    threshold_acc,
+    NODES: tl.constexpr,
+):
+    """Grid (bs,): one request's sampled walk. ends [bs, 2] int64: the row of the last accepted node and where its
+    token goes."""
+    batch = tl.program_id(0).to(tl.int64)
+    tree = batch * nodes
+    node = tl.arange(0, NODES)
+    tokens = tl.load(candidates_ptr + tree + node, mask=node < nodes, other=-1)
+    refused = tl.zeros((NODES,), tl.int32)
+    row = tl.full((), 0, tl.int64)
+    last = tl.load(retrive_index_ptr + tree)
+    current = tl.load(next_token_ptr + tree)
+    coin = tl.load(coins_ptr + tree)
+    mass = tl.full((), 0.0, tl.float32)
+    count = tl.full((), 0, tl.int32)
+    visited = tl.full((), 0, tl.int32)
+    tl.store(accept_index_ptr + batch * steps, last.to(tl.int32))
+    while (current >= 0) & (current < nodes) & (count < steps - 1) & (visited < nodes):
+        visited += 1
+        token = tl.load(candidates_ptr + tree + current)
+        place = (tree + row) * vocabulary + token
+        repeated = tl.max(tl.where((tokens == token) & (refused > 0), 1, 0), 0) > 0
+        p = tl.where(repeated, 0.0, tl.load(target_probs_ptr + place))
+        mass += p
+        if (p > 0) & ((coin < mass / threshold_acc) | (p >= threshold_single)):
+            tl.store(predicts_ptr + last, token.to(tl.int32))
+            count += 1
+            row = current
+            last = tl.load(retrive_index_ptr + tree + row)
+            tl.store(accept_index_ptr + batch * steps + count, last.to(tl.int32))
+            coin = tl.load(coins_ptr + tree + row)
+            mass = mass * 0.0
+            refused = refused * 0
+            current = tl.load(next_token_ptr + tree + row)
+        else:
+            if repeated == 0:
+                tl.store(draft_probs_ptr + place, p)
+            refused = tl.where(node == current, 1, refused)
+            current = tl.load(next_sibling_ptr + tree + current)
+    tl.store(accept_token_num_ptr + batch, count)
+    tl.store(ends_ptr + batch * 2, tree + row)
+    tl.store(ends_ptr + batch * 2 + 1, last)
+
+
+@triton.jit
+def _rest(target_probs_ptr, draft_probs_ptr, row, whole, index, vocabulary):
+    """A chunk of a row's law, and of what its refused tokens leave of it."""
+    place = row * vocabulary + index
+    law = tl.load(target_probs_ptr + place, mask=index < vocabulary, other=0.0)
+    used = tl.load(draft_probs_ptr + place, mask=(index < vocabulary) & (whole == 0), other=0.0)
+    return law, tl.maximum(law - used, 0.0)
+
+
+@triton.jit
+def _rest_sums_kernel(
+    target_probs_ptr,
+    draft_probs_ptr,
+    accept_token_num_ptr,
+    ends_ptr,
+    sums_ptr,
+    peaks_ptr,
+    places_ptr,
+    vocabulary,
+    steps,
+    CHUNK: tl.constexpr,
+):
+    """Grid (bs, chunks): what is left of one chunk, and the law's largest token in it."""
+    batch, chunk = tl.program_id(0), tl.program_id(1)
+    whole = (tl.load(accept_token_num_ptr + batch) == steps - 1).to(tl.int32)
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    row = tl.load(ends_ptr + batch * 2)
+    law, rest = _rest(target_probs_ptr, draft_probs_ptr, row, whole, index, vocabulary)
+    slot = batch * tl.num_programs(1) + chunk
+    peak = tl.max(law, 0)
+    tl.store(sums_ptr + slot, tl.sum(rest.to(tl.float64), 0))
+    tl.store(peaks_ptr + slot, peak)
+    tl.store(places_ptr + slot, tl.min(tl.where(law == peak, index, _NOWHERE), 0))
+
+
+@triton.jit
+def _final_token_kernel(
+    predicts_ptr,
+    target_probs_ptr,
+    draft_probs_ptr,
+    accept_token_num_ptr,
+    ends_ptr,
+    coins_ptr,
+    sums_ptr,
+    peaks_ptr,
+    places_ptr,
+    vocabulary,
+    chunks,
+    steps,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Grid (bs,): draw the final token; the law's argmax if nothing is left."""
+    batch = tl.program_id(0)
+    lane = tl.arange(0, CHUNKS)
+    slot = batch * chunks + lane
+    sums = tl.load(sums_ptr + slot, mask=lane < chunks, other=0.0)
+    peaks = tl.load(peaks_ptr + slot, mask=lane < chunks, other=float("-inf"))
+    places = tl.load(places_ptr + slot, mask=lane < chunks, other=_NOWHERE)
+    _, best = merge_peaks(peaks, places, 0)
+    whole = (tl.load(accept_token_num_ptr + batch) == steps - 1).to(tl.int32)
+    chunk, target = choose_chunk(sums, tl.load(coins_ptr + batch))
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    row = tl.load(ends_ptr + batch * 2)
+    _, rest = _rest(target_probs_ptr, draft_probs_ptr, row, whole, index, vocabulary)
+    token = tl.where(tl.sum(sums, 0) > 0, choose_token(rest, index, target, vocabulary), best)
+    tl.store(predicts_ptr + tl.load(ends_ptr + batch * 2 + 1), token)
+
+
+def build_tree_efficient_triton(
+    verified_id: Tensor,
+    parent_list: Tensor,
+    top_scores_index: Tensor,
+    draft_tokens: Tensor,
+    seq_lens: Tensor,
+    seq_lens_sum: int,
+    topk: int,
+    spec_steps: int,
+    num_verify_tokens: int,
+    tree_mask_mode: int = TreeMaskMode.FULL_MASK,
+    *,
+    status: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Links, positions and mask of each request's draft tree; see reference.integrators.build_tree_efficient_triton.
+
+    Returns (tree_mask, positions, retrive_index, retrive_next_token, retrive_next_sibling, tokens with the root) and
+    fills `status` [bs] int32, if given, with the count of nodes whose parent was not chosen. Raises ValueError if
+    arguments do not fit.
+    """
+    check_build(
+        verified_id, parent_list, top_scores_index, draft_tokens, seq_lens, topk, spec_steps, num_verify_tokens,
+        tree_mask_mode, status,
+    )  # fmt: skip
+    batch, nodes, device = len(verified_id), num_verify_tokens, verified_id.device
+    starts = None
+    if tree_mask_mode == TreeMaskMode.FULL_MASK:
+        starts = seq_lens.cumsum(0, dtype=torch.int64) - seq_lens
+        mask = torch.ones(nodes * seq_lens_sum + batch * nodes**2, dtype=torch.bool, device=device)
+    elif tree_mask_mode == TreeMaskMode.QLEN_ONLY:
+        mask = torch.empty(batch * nodes * nodes, dtype=torch.bool, device=device)
+    else:
+        mask = torch.empty(batch * nodes, dtype=packed_dtypes(nodes)[0], device=device)
+    positions, tokens = (torch.empty(batch * nodes, dtype=torch.int64, device=device) for _ in range(2))
+    index, next_token, next_sibling = (torch.empty(batch, nodes, dtype=torch.int64, device=device) for _ in range(3))
+    links = torch.empty(batch, nodes, dtype=torch.int32, device=device)
+    width = triton.next_power_of_2(nodes)
+    build_tree_kernel_triton[(batch,)](
+        verified_id, parent_list, top_scores_index, draft_tokens, seq_lens, starts, links, mask, positions, index,
+        next_token, next_sibling, tokens, status, parent_list.shape[1], topk, spec_steps, nodes,
+        MODE=int(tree_mask_mode), NODES=width, PAIRS=min(width, 64),
+    )  # fmt: skip
+    if tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
+        mask = mask.view(packed_dtypes(nodes)[1])
+    return mask, positions, index, next_token, next_sibling, tokens
+
+
+@both_spellings
+def verify_tree_greedy_triton(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    target_predict: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk each tree along the target's argmax; see reference.integrators.verify_tree_greedy_triton.
+
+    Fills and returns (predicts, accept_index, accept_token_num). Raises ValueError if arguments do not fit.
+    """
+    links = (retrive_index, retrive_next_token, retrive_next_sibling)
+    check_verify("verify_tree_greedy", predicts, accept_index, accept_token_num, candidates, links, target_predict)
+    batch, nodes = candidates.shape
+    verify_tree_greedy_kernel[(batch,)](
+        predicts, accept_index, accept_token_num, candidates, *links, target_predict, nodes, accept_index.shape[1],
+        num_warps=1,
+    )  # fmt: skip
+    return predicts, accept_index, accept_token_num
+
+
+@both_spellings
+def tree_speculative_sampling_target_only(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    uniform_samples: Tensor,
+    uniform_samples_for_final_sampling: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    deterministic: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk each tree by sampling; see reference.integrators.tree_speculative_sampling_target_only.
+
+    Fills and returns (predicts, accept_index, accept_token_num); always deterministic. Raises ValueError if arguments
+    do not fit.
+    """
+    links = (retrive_index, retrive_next_token, retrive_next_sibling)
+    check_verify("tree_speculative_sampling", predicts, accept_index, accept_token_num, candidates, links)
+    check_sampling(candidates, uniform_samples, uniform_samples_for_final_sampling, target_probs, draft_probs)
+    (batch, nodes), steps = candidates.shape, accept_index.shape[1]
+    vocabulary, device = target_probs.shape[-1], candidates.device
+    chunk = chunk_of(vocabulary)
+    chunks = triton.cdiv(vocabulary, chunk)
+    ends = torch.empty(batch, 2, dtype=torch.int64, device=device)
+    sums = torch.empty(batch, chunks, dtype=torch.float64, device=device)
+    peaks = torch.empty(batch, chunks, dtype=torch.float32, device=device)
+    places = torch.empty(batch, chunks, dtype=torch.int32, device=device)
+    tree_speculative_sampling_kernel[(batch,)](
+        predicts, accept_index, accept_token_num, candidates, *links, uniform_samples, target_probs, draft_probs, ends,
+        nodes, steps, vocabulary, float(threshold_single), max(float(threshold_acc), 1e-9),
+        NODES=triton.next_power_of_2(nodes), num_warps=1,
+    )  # fmt: skip
+    _rest_sums_kernel[(batch, chunks)](
+        target_probs, draft_probs, accept_token_num, ends, sums, peaks, places, vocabulary, steps, CHUNK=chunk
+    )
+    _final_token_kernel[(batch,)](
+        predicts, target_probs, draft_probs, accept_token_num, ends, uniform_samples_for_final_sampling, sums, peaks,
+        places, vocabulary, chunks, steps, CHUNK=chunk, CHUNKS=triton.next_power_of_2(chunks), num_warps=8,
+    )  # fmt: skip
+    return predicts, accept_index, accept_token_num
+
+
+build_tree_kernel_efficient = build_tree_efficient_triton
+verify_tree_greedy_func = verify_tree_greedy_triton

@@ -1,0 +1,521 @@
+"""The law that sampling follows at each row of logits, found without sorting the vocabulary.
+
+A law keeps the tokens x with logit > floor and weight w(x) = exp((x - top) / temperature) >= min_p, and gives each
+w(x) / sum of the kept w. The floor of top-k is the smallest key with count(x > key) < k, that of top-p the smallest
+with mass(x > key) < p * mass. Both fall with the key, so a search over the logits' ordered bit patterns finds them
+exactly, ties included; one pass over a row measures LANES keys at once.
+
+    scan    [row, part]   largest logit of PART tokens, its index, and its mass
+    open    [row]         merge the parts; their maxima alone bound the search, for peaked rows narrowly
+    narrow  [row, group]  take in the last pass's sums, then measure the next keys in GROUP tiles (ROUNDS launches)
+    settle  [row]         end the searches that are still open, alone, and write the laws
+
+A part whose maximum lies below the search is not read again, so that passes over peaked rows cost little more than
+their launch. Keys are split evenly by value in a search's first two passes, then by bit pattern, so that a search
+ends after a few passes whatever the logits are.
+
+| name     | shape, dtype                   | meaning                                                                 |
+|---|---|---|
+| x        | [R, V] any float               | row b * N + n: the logits after node n of sequence b                    |
+| scans    | [R, P] f32, int32, f32         | per part: maximum, its first index, mass relative to it                 |
+| facts    | [R, 8] f32                     | top, scale = log2(e) / temperature, top_k, top_p, min_p, only           |
+| searches | [ROUNDS + 1, R, 8] int32       | stage, stage after it, passes done, low, high, base, mass               |
+| measures | [ROUNDS, R, G, LANES] f32      | per group: count or mass above each key                                 |
+| laws     | [R, 4] f32                     | top, floor, 1 / mass, only                                              |
+
+`only` holds the bits of an int32: the one token of a law that is an argmax, or -1. A search's `low` is a key below
+the answer, `high` one not below it. Numerics: fp32, sums in a fixed order. A row with a NaN or +inf has no law: top is
+NaN then, and what is drawn from it is in range and otherwise unspecified.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.reference.sampling import SamplingParams, check_logits, check_params
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_NOWHERE = tl.constexpr(2**31 - 1)
+_COUNT, _MASS, _TOTAL, _DONE = (tl.constexpr(stage) for stage in range(4))
+_KEY_SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # low bits that are always zero in fp32
+
+
+class Settings(NamedTuple):
+    """Launch settings of one vocabulary size."""
+
+    part: int  # tokens of one maximum
+    tile: int  # tokens measured at once, at most `part`
+    scan_parts: int = 1  # per program of the scan
+    group: int = 8  # tiles per program of a pass, at most 31
+    lanes: int = 8
+    rounds: int = 4
+    settle_tile: int = 4096
+    settle_warps: int = 16
+
+    def parts(self, vocabulary: int) -> int:
+        return triton.cdiv(vocabulary, self.part)
+
+
+def settings(vocabulary: int) -> Settings:
+    """One row for all devices. On one H200, [60, 128256] bf16: scan by 2048 tokens 10.3 µs (1024: 12.0, 4096: 11.0)."""
+    width = max(16, triton.next_power_of_2(vocabulary))
+    return Settings(part=min(2048, width), tile=min(1024, width), settle_tile=min(4096, width))
+
+
+# --------------------------------------------------------------------------------------------- keys and weights
+
+
+@triton.jit
+def key_of(x, SHIFT: tl.constexpr):
+    """An int32 that orders like x; -0 equals +0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@triton.jit
+def value_of(key, SHIFT: tl.constexpr):
+    """The float whose key this is."""
+    wide = key << SHIFT
+    bits = tl.where(key >= 0, wide, (wide | ((1 << SHIFT) - 1)) ^ 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def law_weight(law, x, index, min_p, scale):
+    """Weights of tokens `index` with logits x under the law at `law`."""
+    weight = tl.exp2((x - tl.load(law)) * scale)
+    weight = tl.where((x > tl.load(law + 1)) & (weight >= min_p), weight, 0.0)
+    only = tl.load(law + 3).to(tl.int32, bitcast=True)
+    return tl.where(only < 0, weight, (index == only).to(tl.float32))
+
+
+@triton.jit
+def scale_of(temperature):
+    return _LOG2E / tl.where(temperature > 0, temperature, 1.0)
+
+
+# --------------------------------------------------------------------------------------------------------- scan
+
+
+@triton.jit
+def scan_kernel(
+    x_ptr,
+    temperature_ptr,
+    peaks_ptr,
+    places_ptr,
+    masses_ptr,
+    nodes,
+    vocabulary,
+    stride_xr,
+    stride_xv,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Grid (R, part blocks): maximum of PARTS parts of one row (a NaN counts as largest), its first index and, with
+    temperatures, the part's mass relative to it."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
+    index = part[:, None] * PART + tl.arange(0, PART)[None, :]
+    inside = index < vocabulary
+    x = tl.load(x_ptr + row * stride_xr + index * stride_xv, mask=inside, other=float("-inf")).to(tl.float32)
+    nan = x != x
+    y = tl.where(nan, float("inf"), x)
+    peak = tl.max(y, 1)
+    place = tl.min(tl.where(y == peak[:, None], index, _NOWHERE), 1)
+    if tl.max(peak, 0) == float("inf"):
+        first_nan = tl.min(tl.where(nan, index, _NOWHERE), 1)
+        peak = tl.where(first_nan < _NOWHERE, float("nan"), peak)
+        place = tl.where(first_nan < _NOWHERE, first_nan, place)
+    parts = tl.cdiv(vocabulary, PART)
+    slot = row * parts + part
+    tl.store(peaks_ptr + slot, peak, mask=part < parts)
+    tl.store(places_ptr + slot, place, mask=part < parts)
+    if temperature_ptr is not None:
+        scale = scale_of(tl.load(temperature_ptr + row // nodes))
+        top = tl.where(peak == float("-inf"), 0.0, peak)  # a part of -inf has mass 0, not NaN
+        tl.store(masses_ptr + slot, tl.sum(tl.exp2((x - top[:, None]) * scale), 1), mask=part < parts)
+
+
+@triton.jit
+def merge_peaks(peaks, places, axis: tl.constexpr):
+    """The same over parts: peaks, places [.., P] along `axis`; absent parts are (-inf, 2^31 - 1)."""
+    nan = peaks != peaks
+    y = tl.where(nan, float("inf"), peaks)
+    peak = tl.max(y, axis)
+    broken = tl.max(nan.to(tl.int32), axis)
+    hit = tl.where(tl.expand_dims(broken, axis) > 0, nan, y == tl.expand_dims(peak, axis))
+    place = tl.min(tl.where(hit, places, _NOWHERE), axis)
+    return tl.where(broken > 0, float("nan"), peak), place
+
+
+# ------------------------------------------------------------------------------------------------------- search
+
+
+@triton.jit
+def _load_search(search):
+    stage, then, passes = tl.load(search), tl.load(search + 1), tl.load(search + 2)
+    base = tl.load(search + 5).to(tl.float32, bitcast=True)
+    mass = tl.load(search + 6).to(tl.float32, bitcast=True)
+    return stage, then, passes, tl.load(search + 3), tl.load(search + 4), base, mass
+
+
+@triton.jit
+def _store_search(search, stage, then, passes, low, high, base, mass):
+    tl.store(search, stage)
+    tl.store(search + 1, then)
+    tl.store(search + 2, passes)
+    tl.store(search + 3, low)
+    tl.store(search + 4, high)
+    tl.store(search + 5, base.to(tl.int32, bitcast=True))
+    tl.store(search + 6, mass.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _keys(facts, passes, low, high, vocabulary, SHIFT: tl.constexpr, LANES: tl.constexpr):
+    """LANES ascending keys: low, then keys strictly between low and high (low + 1 where there are none)."""
+    lane = tl.arange(0, LANES)
+    # Tokens below `cut` have less than (1 - top_p) / 2 of the mass together, so a top-p search ends above it.
+    tail = tl.maximum(1 - tl.load(facts + 3), 1e-7)
+    cut = tl.load(facts) + (tl.log2(tail / vocabulary) - 1) / tl.load(facts + 1)
+    bottom = tl.maximum(value_of(low, SHIFT), cut)
+    by_value = key_of(bottom + (value_of(high, SHIFT) - bottom) * (lane.to(tl.float32) / LANES), SHIFT)
+    by_key = low + ((high.to(tl.int64) - low) * lane // LANES).to(tl.int32)
+    key = tl.maximum(tl.minimum(tl.where(passes < 2, by_value, by_key), high - 1), low + 1)
+    return tl.where(lane == 0, low, key)
+
+
+@triton.jit
+def _stage_after(stage, then, min_p):
+    """A second filter if there is one; the sum of what is kept, unless the mass search has just measured it."""
+    return tl.where(then < _TOTAL, then, tl.where((stage == _COUNT) | (min_p > 0), _TOTAL, _DONE))
+
+
+@triton.jit
+def _advance(
+    facts, stage, then, passes, low, high, base, mass, measured, vocabulary, SHIFT: tl.constexpr, LANES: tl.constexpr
+):
+    """Take a pass's sums [LANES] into the search: keep the interval in which they cross the target."""
+    lane = tl.arange(0, LANES)
+    keys = _keys(facts, passes, low, high, vocabulary, SHIFT, LANES)
+    base = tl.where(base < 0, tl.sum(tl.where(lane == 0, measured, 0.0), 0), base)
+    target = tl.where(stage == _COUNT, tl.load(facts + 2), tl.load(facts + 3) * base)
+    below = (measured < target) & (lane > 0)
+    upper = tl.min(tl.where(below, keys, high), 0)
+    lower = tl.max(tl.where(below, low, keys), 0)
+    at_lower = tl.min(tl.where(below, float("inf"), measured), 0)
+    total = stage == _TOTAL
+    found = total | (upper - lower.to(tl.int64) <= 1)
+    mass = tl.where(total, tl.sum(tl.where(lane == 0, measured, 0.0), 0), tl.where(found, at_lower, mass))
+    low = tl.where(total, low, tl.where(found, upper - 1, lower))
+    high = tl.where(found, key_of(tl.load(facts), SHIFT), upper)
+    base = tl.where(found, tl.where(stage == _COUNT, -1.0, mass), base)  # -1: the next pass measures it
+    passes = tl.where(found, 0, passes + 1)
+    next_stage = tl.where(total, _DONE, _stage_after(stage, then, tl.load(facts + 4)))
+    return tl.where(found, next_stage, stage), tl.where(found, _TOTAL, then), passes, low, high, base, mass
+
+
+@triton.jit
+def _open_kernel(
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    peaks_ptr,
+    places_ptr,
+    masses_ptr,
+    facts_ptr,
+    searches_ptr,
+    nodes,
+    vocabulary,
+    TOP_P_FIRST: tl.constexpr,
+    ARGMAX_AT_0: tl.constexpr,
+    SHIFT: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Grid (R,): merge a row's parts and open its search between bounds that the parts' maxima imply."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature, top_k = tl.load(temperature_ptr + row // nodes), tl.load(top_k_ptr + row // nodes)
+    top_p, min_p = tl.load(top_p_ptr + row // nodes), tl.load(min_p_ptr + row // nodes)
+    part = tl.arange(0, PARTS)
+    parts = tl.cdiv(vocabulary, PART)
+    peaks = tl.load(peaks_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
+    places = tl.load(places_ptr + row * parts + part, mask=part < parts, other=_NOWHERE)
+    masses = tl.load(masses_ptr + row * parts + part, mask=part < parts, other=0.0)
+    top, place = merge_peaks(peaks, places, 0)
+    scale = scale_of(temperature)
+    weights = tl.exp2((peaks - top) * scale)
+    masses = tl.where(masses > 0, masses * weights, 0.0)
+    mass = tl.sum(masses, 0)
+
+    count_on = (top_k > 0) & (top_k < vocabulary)
+    count_stage, mass_stage = tl.where(count_on, _COUNT, _TOTAL), tl.where(top_p < 1, _MASS, _TOTAL)
+    first, second = count_stage, mass_stage
+    if TOP_P_FIRST:
+        first, second = mass_stage, count_stage
+    stage = _stage_after(tl.full((), _MASS, tl.int32), tl.where(first < _TOTAL, first, second), min_p)
+    then = tl.where(first < _TOTAL, second, _TOTAL)
+    only = tl.full((), -1, tl.int32)
+    if ARGMAX_AT_0:
+        stage = tl.where(temperature > 0, stage, _DONE)
+        only = tl.where(temperature > 0, only, place)
+    facts = facts_ptr + row * 8
+    tl.store(facts, top)
+    tl.store(facts + 1, scale)
+    tl.store(facts + 2, top_k.to(tl.float32))
+    tl.store(facts + 3, top_p)
+    tl.store(facts + 4, min_p)
+    tl.store(facts + 5, only.to(tl.float32, bitcast=True))
+    tl.debug_barrier()  # _keys reads the facts
+
+    low, high = key_of(tl.full((), float("-inf"), tl.float32), SHIFT), key_of(top, SHIFT)
+    if stage < _TOTAL:
+        target = tl.where(stage == _COUNT, top_k.to(tl.float32), top_p * mass)
+        least = tl.where(stage == _COUNT, 1.0, weights)[None, :]  # of a part whose maximum passes
+        most = tl.where(stage == _COUNT, PART * 1.0, masses)[None, :]
+        lane = tl.arange(0, LANES)
+        for _ in tl.static_range(2):
+            keys = _keys(facts, 0, low, high, vocabulary, SHIFT, LANES)
+            passed = (peaks[None, :] > value_of(keys, SHIFT)[:, None]) & (part < parts)[None, :]
+            enough = tl.sum(tl.where(passed, least, 0.0), 1) > target * 1.0001  # beyond rounding
+            missed = tl.sum(tl.where(passed, most, 0.0), 1) < target * 0.9999
+            low = tl.max(tl.where(enough & (lane > 0), keys, low), 0)
+            high = tl.min(tl.where(missed & (lane > 0), keys, high), 0)
+    _store_search(searches_ptr + row * 8, stage, then, tl.full((), 0, tl.int32), low, high, mass, mass)
+
+
+@triton.jit
+def _load_tile(x_row, first, vocabulary, stride_xv, wanted, TILE: tl.constexpr):
+    """TILE logits [1, TILE] from token `first` on; nothing is read if not `wanted`."""
+    index = (first + tl.arange(0, TILE))[None, :]
+    return tl.load(x_row + index * stride_xv, mask=(index < vocabulary) & wanted, other=float("-inf"))
+
+
+@triton.jit
+def _measure(above, x, facts, stage, floors):
+    """Add to above [LANES, TILE] the count or mass that x [1, TILE] has over each floor [LANES, 1]."""
+    x = tl.maximum(x.to(tl.float32), -3.0e38)  # no NaN or infinity times 0 below
+    scale = tl.where(stage == _COUNT, 0.0, tl.load(facts + 1))
+    weight = tl.exp2((x - tl.load(facts)) * scale)
+    weight = tl.where(weight >= tl.where(stage == _TOTAL, tl.load(facts + 4), 0.0), weight, 0.0)
+    return above + (x > floors).to(tl.float32) * weight
+
+
+@triton.jit
+def _narrow_kernel(
+    x_ptr,
+    peaks_ptr,
+    facts_ptr,
+    searches_ptr,
+    measures_ptr,
+    vocabulary,
+    stride_xr,
+    stride_xv,
+    ROUND: tl.constexpr,
+    SHIFT: tl.constexpr,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Grid (R, groups): pass number ROUND of a row's search over GROUP tiles."""
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rows, groups = tl.num_programs(0), tl.num_programs(1)
+    facts = facts_ptr + row * 8
+    if ROUND == 0:
+        stage, then, passes, low, high, base, mass = _load_search(searches_ptr + row * 8)
+    else:
+        stage, then, passes, low, high, base, mass = _next_search(
+            facts, searches_ptr, measures_ptr, ROUND - 1, row, rows, groups, vocabulary, SHIFT, GROUPS, LANES
+        )
+        if group == 0:
+            _store_search(searches_ptr + (ROUND * rows + row) * 8, stage, then, passes, low, high, base, mass)
+    if stage < _DONE:
+        keys = _keys(facts, passes, low, high, vocabulary, SHIFT, LANES)
+        floors = value_of(keys, SHIFT)[:, None]
+        # Bit t of `active`: tile t lies in a part whose maximum the search has not yet excluded.
+        tile = tl.arange(0, GROUP)
+        start = group * GROUP * TILE
+        part = (start + tile * TILE) // PART
+        parts = tl.cdiv(vocabulary, PART)
+        peaks = tl.load(peaks_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
+        active = tl.sum((peaks > value_of(low, SHIFT)).to(tl.int32) << tile, 0)
+        above = tl.zeros((LANES, TILE), tl.float32)
+        x_row = x_ptr + row * stride_xr
+        following = _load_tile(x_row, start, vocabulary, stride_xv, active & 1 > 0, TILE)
+        for index in range(GROUP):
+            x = following  # the next tile is on its way while this one is measured
+            wanted = (active >> (index + 1)) & 1 > 0
+            following = _load_tile(x_row, start + (index + 1) * TILE, vocabulary, stride_xv, wanted, TILE)
+            if (active >> index) & 1 > 0:
+                above = _measure(above, x, facts, stage, floors)
+        slot = ((ROUND * rows + row) * groups + group) * LANES
+        tl.store(measures_ptr + slot + tl.arange(0, LANES), tl.sum(above, 1))
+
+
+@triton.jit
+def _next_search(
+    facts,
+    searches_ptr,
+    measures_ptr,
+    ROUND: tl.constexpr,
+    row,
+    rows,
+    groups,
+    vocabulary,
+    SHIFT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """The search as pass ROUND found it, advanced by that pass's sums."""
+    stage, then, passes, low, high, base, mass = _load_search(searches_ptr + (ROUND * rows + row) * 8)
+    if stage < _DONE:
+        group = tl.arange(0, GROUPS)[:, None]
+        slot = ((ROUND * rows + row) * groups + group) * LANES + tl.arange(0, LANES)[None, :]
+        measured = tl.sum(tl.load(measures_ptr + slot, mask=group < groups, other=0.0), 0)
+        stage, then, passes, low, high, base, mass = _advance(
+            facts, stage, then, passes, low, high, base, mass, measured, vocabulary, SHIFT, LANES
+        )
+    return stage, then, passes, low, high, base, mass
+
+
+@triton.jit
+def _settle_kernel(
+    x_ptr,
+    facts_ptr,
+    searches_ptr,
+    measures_ptr,
+    laws_ptr,
+    groups,
+    vocabulary,
+    stride_xr,
+    stride_xv,
+    ROUNDS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Grid (R,): end a row's search, measuring the whole row where passes are still missing, and write its law."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    facts = facts_ptr + row * 8
+    stage, then, passes, low, high, base, mass = _next_search(
+        facts, searches_ptr, measures_ptr, ROUNDS - 1, row, rows, groups, vocabulary, SHIFT, GROUPS, LANES
+    )
+    x_row = x_ptr + row * stride_xr
+    while stage < _DONE:  # every pass shortens the interval, so this ends
+        floors = value_of(_keys(facts, passes, low, high, vocabulary, SHIFT, LANES), SHIFT)[:, None]
+        above = tl.zeros((LANES, TILE), tl.float32)
+        following = _load_tile(x_row, 0, vocabulary, stride_xv, stage < _DONE, TILE)
+        for first in range(0, vocabulary, TILE):
+            x = following
+            following = _load_tile(x_row, first + TILE, vocabulary, stride_xv, stage < _DONE, TILE)
+            above = _measure(above, x, facts, stage, floors)
+        stage, then, passes, low, high, base, mass = _advance(
+            facts, stage, then, passes, low, high, base, mass, tl.sum(above, 1), vocabulary, SHIFT, LANES
+        )
+    law = laws_ptr + row * 4
+    tl.store(law, tl.load(facts))
+    tl.store(law + 1, value_of(low, SHIFT))
+    only = tl.load(facts + 5)
+    tl.store(law + 2, tl.where(only.to(tl.int32, bitcast=True) < 0, 1.0 / mass, 1.0))
+    tl.store(law + 3, only)
+
+
+# ----------------------------------------------------------------------------------------------------- launchers
+
+
+def scan(logits: Tensor, setting: Settings, temperature: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Per row and part of logits [B, N, V]: maximum float32, its index int32 and, given temperatures [B], its mass."""
+    _, nodes, vocabulary = logits.shape
+    parts = setting.parts(vocabulary)
+    x = logits.reshape(-1, vocabulary)
+    peaks = torch.empty(len(x), parts, dtype=torch.float32, device=x.device)
+    places = torch.empty(len(x), parts, dtype=torch.int32, device=x.device)
+    masses = None if temperature is None else torch.empty_like(peaks)
+    scan_kernel[(len(x), triton.cdiv(parts, setting.scan_parts))](
+        x,
+        temperature,
+        peaks,
+        places,
+        masses,
+        nodes,
+        vocabulary,
+        *x.stride(),
+        PART=setting.part,
+        PARTS=setting.scan_parts,
+    )
+    return peaks, places, masses
+
+
+def row_laws(name: str, logits: Tensor, params: SamplingParams, top_p_first: bool, argmax_at_0: bool) -> Tensor:
+    """The law of every row, float32 [B * N, 4]. `argmax_at_0`: temperature 0 keeps the argmax alone, otherwise it is
+    taken as 1. Raises ValueError, with `name` in front, if logits or params do not fit."""
+    check_logits(name, logits)
+    batch, nodes, vocabulary = logits.shape
+    check_params(name, params, batch, logits.device)
+    setting = settings(vocabulary)
+    parts, rows, device = setting.parts(vocabulary), batch * nodes, logits.device
+    groups = triton.cdiv(vocabulary, setting.tile * setting.group)
+    x = logits.reshape(-1, vocabulary)
+    scans = scan(logits, setting, params.temperature)
+    facts = torch.empty(rows, 8, dtype=torch.float32, device=device)
+    searches = torch.empty(setting.rounds + 1, rows, 8, dtype=torch.int32, device=device)
+    measures = torch.empty(setting.rounds, rows, groups, setting.lanes, dtype=torch.float32, device=device)
+    laws = torch.empty(rows, 4, dtype=torch.float32, device=device)
+    static = {"SHIFT": _KEY_SHIFT[logits.dtype]}
+    _open_kernel[(rows,)](
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        *scans,
+        facts,
+        searches,
+        nodes,
+        vocabulary,
+        TOP_P_FIRST=top_p_first,
+        ARGMAX_AT_0=argmax_at_0,
+        PART=setting.part,
+        PARTS=triton.next_power_of_2(parts),
+        LANES=16,
+        **static,
+    )
+    static |= {"LANES": setting.lanes, "GROUPS": triton.next_power_of_2(groups)}
+    for index in range(setting.rounds):
+        _narrow_kernel[(rows, groups)](
+            x,
+            scans[0],
+            facts,
+            searches,
+            measures,
+            vocabulary,
+            *x.stride(),
+            ROUND=index,
+            PART=setting.part,
+            TILE=setting.tile,
+            GROUP=setting.group,
+            **static,
+        )
+    _settle_kernel[(rows,)](
+        x,
+        facts,
+        searches,
+        measures,
+        laws,
+        groups,
+        vocabulary,
+        *x.stride(),
+        ROUNDS=setting.rounds,
+        TILE=setting.settle_tile,
+        **static,
+        num_warps=setting.settle_warps,
+    )
+    return laws

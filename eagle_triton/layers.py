@@ -1,0 +1,257 @@
+"""The small operations between the products: RMSNorm, rotary embedding with the cache append, SwiGLU.
+
+    rms_norm:       total = x (+ residual);  out = weight * total / sqrt(mean(total^2) + eps)
+    rotary_append:  q, k = rotate(norm(q), angle), rotate(norm(k), angle);  cache rows first_row.. = k, v
+                    rotate((a, b), angle) = (a cos - b sin, b cos + a sin), a and b the halves of a head
+    swiglu:         out = silu(gate) * up
+
+| name                 | shape               | dtype, layout                                                    |
+|----------------------|---------------------|------------------------------------------------------------------|
+| x, residual, out     | [..., H]            | fp16, bf16 or fp32; rows may be strided                          |
+| q; k, v              | [B, N, Hq | Hkv, d] | as x; any strides but a contiguous d                             |
+| cache                | [2, B, Hkv, T, d]   | fp16, bf16 or fp32; any strides but a contiguous d               |
+| first_row, positions | [B], [B, N]         | int32                                                            |
+| inv_freq             | [d / 2]             | fp32; angle = position * inv_freq                                |
+
+x, or q, k and v together, may be `Partials` of linear.py: products whose partial sums are added here, in their order.
+
+Numerics: fp32 throughout, rounded once on the way out; where rms_norm has a residual, the sum is rounded first and the
+rounded sum is normalised, as the next reader will see it. An angle is the fp32 product, as in the models; it is reduced
+to a quarter turn in fp64, so sine and cosine are good to fp32 at any position and need no local memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.linear import Partials
+from eagle_triton.reference.layers import check_rms_norm, check_rotary_append, check_swiglu
+
+
+@triton.jit
+def load_sum(ptrs, stride_split, mask, SPLITS: tl.constexpr):
+    """fp32 values, or the sum of SPLITS partial values in their order."""
+    total = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(ptrs + split * stride_split, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def normalise(x, eps, size: tl.constexpr):
+    """x / sqrt(mean(x^2) + eps) over the last of two axes, whose padding beyond `size` is 0."""
+    return x * tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)[:, None]
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, residual_ptr, out_ptr, total_ptr, stride_xs, stride_xm, stride_rm, eps,
+    size: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):
+    """Grid (rows,): one program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK)[None, :]
+    mask = offs < size
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    x = load_sum(x_ptr + row * stride_xm + offs, stride_xs, mask, SPLITS)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + row * stride_rm + offs, mask=mask, other=0.0).to(tl.float32)
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * size + offs, total, mask=mask)
+        x = total.to(tl.float32)
+    out = normalise(x, eps, size) * weight
+    tl.store(out_ptr + row * size + offs, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def cos_sin(angle):
+    """Cosine and sine of fp32 angles of any size: fp64 reduction to [-pi/4, pi/4], then Taylor series to fp32."""
+    turns = angle.to(tl.float64) * 0.15915494309189535
+    quarters = (turns - tl.floor(turns)) * 4.0
+    quarter = tl.floor(quarters + 0.5)
+    x = ((quarters - quarter) * 1.5707963267948966).to(tl.float32)
+    quarter = quarter.to(tl.int32)
+    y = x * x
+    sin = x * (1.0 + y * (-1.0 / 6 + y * (1.0 / 120 + y * (-1.0 / 5040 + y * (1.0 / 362880)))))
+    cos = 1.0 + y * (-0.5 + y * (1.0 / 24 + y * (-1.0 / 720 + y * (1.0 / 40320 + y * (-1.0 / 3628800)))))
+    odd = quarter % 2 == 1
+    sin, cos = tl.where(odd, cos, sin), tl.where(odd, sin, cos)
+    return tl.where((quarter == 1) | (quarter == 2), -cos, cos), tl.where((quarter == 2) | (quarter == 3), -sin, sin)
+
+
+@triton.jit
+def rotate_heads(
+    x_ptr, norm_ptr, heads, head_limit, stride_s, stride_h, cos, sin, eps,
+    half: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
+):
+    """Heads heads .. heads + HEADS of one row, normed where `norm_ptr` is given, rotated: (first, second) halves."""
+    offs_h = heads + tl.arange(0, HEADS)
+    offs_d = tl.arange(0, HALF)
+    mask = (offs_h < head_limit)[:, None] & (offs_d < half)[None, :]
+    ptrs = x_ptr + offs_h[:, None] * stride_h + offs_d[None, :]
+    first = load_sum(ptrs, stride_s, mask, SPLITS)
+    second = load_sum(ptrs + half, stride_s, mask, SPLITS)
+    if norm_ptr is not None:
+        square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        scale = tl.rsqrt(square / (2 * half) + eps)[:, None]
+        first *= scale * tl.load(norm_ptr + offs_d, mask=offs_d < half, other=0.0).to(tl.float32)[None, :]
+        second *= scale * tl.load(norm_ptr + half + offs_d, mask=offs_d < half, other=0.0).to(tl.float32)[None, :]
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _rotary_append_kernel(
+    q_ptr, k_ptr, v_ptr, cache_ptr, first_row_ptr, positions_ptr, inv_freq_ptr, q_norm_ptr, k_norm_ptr, out_ptr,
+    stride_s, stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    stride_cs, stride_cb, stride_ch, stride_ct, stride_fb, stride_pb, stride_pn,
+    num_nodes, capacity, scaling, eps,
+    num_kv_heads: tl.constexpr, group: tl.constexpr, half: tl.constexpr,
+    HALF: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
+):
+    """Grid (N, Hkv, B): one program rotates the query heads of a group, and its key, and appends key and value."""
+    node, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    offs_d = tl.arange(0, HALF)
+    in_half = offs_d < half
+    position = tl.load(positions_ptr + batch * stride_pb + node * stride_pn)
+    inv_freq = tl.load(inv_freq_ptr + offs_d, mask=in_half, other=0.0).to(tl.float32)
+    cos, sin = cos_sin(position.to(tl.float32) * inv_freq)
+    cos, sin = (cos * scaling)[None, :], (sin * scaling)[None, :]
+
+    first, second = rotate_heads(
+        q_ptr + batch * stride_qb + node * stride_qn + head * group * stride_qh, q_norm_ptr, 0, group, stride_s,
+        stride_qh, cos, sin, eps, half, HALF, GROUP, SPLITS,
+    )
+    offs_g = tl.arange(0, GROUP)
+    mask = (offs_g < group)[:, None] & in_half[None, :]
+    out = out_ptr + ((batch * num_nodes + node) * num_kv_heads + head) * (group * 2 * half)
+    out += offs_g[:, None] * (2 * half) + offs_d[None, :]
+    tl.store(out, first.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + half, second.to(out_ptr.dtype.element_ty), mask=mask)
+
+    row = tl.load(first_row_ptr + batch * stride_fb).to(tl.int64) + node
+    fits = (row >= 0) & (row < capacity)
+    key_first, key_second = rotate_heads(
+        k_ptr + batch * stride_kb + node * stride_kn, k_norm_ptr, head, num_kv_heads, stride_s, stride_kh,
+        cos, sin, eps, half, HALF, 1, SPLITS,
+    )
+    mask = in_half[None, :] & fits
+    kind = cache_ptr.dtype.element_ty
+    key = cache_ptr + batch * stride_cb + head * stride_ch + row * stride_ct + offs_d[None, :]
+    tl.store(key, key_first.to(kind), mask=mask)
+    tl.store(key + half, key_second.to(kind), mask=mask)
+    value = v_ptr + batch * stride_vb + node * stride_vn + head * stride_vh + offs_d[None, :]
+    tl.store(key + stride_cs, load_sum(value, stride_s, mask, SPLITS).to(kind), mask=mask)
+    tl.store(key + stride_cs + half, load_sum(value + half, stride_s, mask, SPLITS).to(kind), mask=mask)
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate_ptr, up_ptr, out_ptr, stride_gm, stride_um, size, BLOCK: tl.constexpr
+):
+    """Grid (blocks of a row, rows)."""
+    row = tl.program_id(1).to(tl.int64)
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < size
+    gate = tl.load(gate_ptr + row * stride_gm + offs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * stride_um + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * size + offs, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def rms_norm(
+    x: Tensor | Partials, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension. x [..., H], weight [H].
+
+    With `residual` [..., H], x + residual is normalised and the sum is returned too: (normed, sum).
+    """
+    check_rms_norm(x, weight, residual)
+    size = x.shape[-1]
+    count = x.shape[:-1].numel()
+    out = weight.new_empty(x.shape)
+    total = others = None
+    if residual is not None:
+        total, others = weight.new_empty(x.shape), _contiguous_rows(residual)
+    if out.numel():
+        if isinstance(x, Partials):
+            rows = x.sums.reshape(-1, count, size)
+            rows = rows if rows.stride(2) == 1 else rows.contiguous()
+            splits, stride_split = rows.shape[0], rows.stride(0)
+        else:
+            rows, splits, stride_split = _contiguous_rows(x), 1, 0
+        block = triton.next_power_of_2(size)
+        _rms_norm_kernel[(count,)](
+            rows, weight.contiguous(), others, out, total, stride_split, rows.stride(-2),
+            0 if others is None else others.stride(0), eps, size, block, splits,
+            num_warps=min(max(block // 512, 1), 16),
+        )
+    return out if residual is None else (out, total)
+
+
+def rotary_append(
+    q: Tensor | Partials,
+    k: Tensor | Partials,
+    v: Tensor | Partials,
+    cache: Tensor,
+    first_row: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    *,
+    attention_scaling: float = 1.0,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
+
+    q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d], rows first_row .. first_row + N of it are written in
+    place, first_row [B] int32; positions [B, N] int32; inv_freq [d / 2] fp32; cos and sin times attention_scaling;
+    q_norm, k_norm [d]. Rows beyond the capacity T are not written.
+    """
+    check_rotary_append(q, k, v, cache, first_row, positions, inv_freq, q_norm, k_norm)
+    batch, count, heads, dim = q.shape
+    num_kv_heads = k.shape[2]
+    group = heads // num_kv_heads
+    if cache.stride(4) != 1:
+        raise ValueError(f"rotary_append: the cache's last dimension must be contiguous, got {cache.stride()}")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    splits, stride_split = 1, 0
+    if all(isinstance(x, Partials) and _split_layout(x) == _split_layout(q) for x in (q, k, v)):
+        splits, stride_split = _split_layout(q)
+        q, k, v = q.sums[0], k.sums[0], v.sums[0]
+    q, k, v = (x.total() if isinstance(x, Partials) else x for x in (q, k, v))
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    if out.numel():
+        _rotary_append_kernel[(count, num_kv_heads, batch)](
+            q, k, v, cache, first_row, positions, inv_freq.contiguous(),
+            None if q_norm is None else q_norm.contiguous(), None if k_norm is None else k_norm.contiguous(), out,
+            stride_split, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *cache.stride()[:4], first_row.stride(0),
+            *positions.stride(), count, cache.shape[3], attention_scaling, eps, num_kv_heads, group, dim // 2,
+            triton.next_power_of_2(dim // 2), triton.next_power_of_2(group), splits, num_warps=1,
+        )
+    return out
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, elementwise; [..., I] each."""
+    check_swiglu(gate, up)
+    out, size = gate.new_empty(gate.shape), gate.shape[-1]
+    gate, up = _contiguous_rows(gate), _contiguous_rows(up)
+    if out.numel():
+        _swiglu_kernel[(triton.cdiv(size, 1024), gate.shape[0])](
+            gate, up, out, gate.stride(0), up.stride(0), size, 1024, num_warps=4
+        )
+    return out
+
+
+def _split_layout(x: Partials) -> tuple[int, int]:
+    return x.sums.shape[0], x.sums.stride(0)
+
+
+def _contiguous_rows(x: Tensor) -> Tensor:
+    """x as [rows, H], each row contiguous."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+

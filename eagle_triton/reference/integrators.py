@@ -1,0 +1,316 @@
+"""Tree building and verification with the signatures that serving engines call: SGLang's EAGLE kernels.
+
+N tree nodes per request, node 0 the root (`verified_id`); k = `topk` children per expanded candidate, D = `spec_steps`
+levels. Candidate x hangs under the root if x < k, else under candidate parent_list[x // k]. "Local" is a node's index
+in its request, "global" b * N + local. S = D + 1 is the width of `accept_index`. Arguments named retrive_* may be
+passed as retrieve_* too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class TreeMaskMode(IntEnum):
+    """FULL_MASK: N rows over prefix and tree for each request; QLEN_ONLY: the N x N tree block alone;
+    QLEN_ONLY_BITPACKING: one word per node, bit j says that node j is the node itself or an ancestor."""
+
+    FULL_MASK = 0
+    QLEN_ONLY = 1
+    QLEN_ONLY_BITPACKING = 2
+
+
+def both_spellings(function: Callable) -> Callable:
+    """Accept retrieve_* for the arguments named retrive_*."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*args, **{name.replace("retrieve_", "retrive_"): value for name, value in kwargs.items()})
+
+    return call
+
+
+def build_tree_efficient_triton(
+    verified_id: Tensor,
+    parent_list: Tensor,
+    top_scores_index: Tensor,
+    draft_tokens: Tensor,
+    seq_lens: Tensor,
+    seq_lens_sum: int,
+    topk: int,
+    spec_steps: int,
+    num_verify_tokens: int,
+    tree_mask_mode: int = TreeMaskMode.FULL_MASK,
+    *,
+    status: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Links, positions and mask of each request's draft tree.
+
+    verified_id, seq_lens [bs] int32 or int64 (lengths without drafts, sum `seq_lens_sum`); parent_list
+    [bs, k (D - 1) + 1] int64 (not read for D = 1); top_scores_index [bs, N - 1] int64 strictly ascending; draft_tokens
+    [bs, N - 1] int64. Returns (tree_mask, positions [bs * N] int64, retrive_index, retrive_next_token,
+    retrive_next_sibling [bs, N] int64, tokens with the root [bs * N] int64); the mask is flat bool, or uint8, uint16 or
+    uint32 [bs * N] for N up to 8, 16 or 32. A node whose parent was not chosen is linked to nothing and sees itself and
+    the root; `status` [bs] int32, if given, counts such nodes. Raises ValueError if arguments do not fit.
+    """
+    check_build(
+        verified_id, parent_list, top_scores_index, draft_tokens, seq_lens, topk, spec_steps, num_verify_tokens,
+        tree_mask_mode, status,
+    )  # fmt: skip
+    batch, nodes, device = len(verified_id), num_verify_tokens, verified_id.device
+    block = top_scores_index // topk
+    above = parent_list.gather(1, block) if parent_list.shape[1] else block
+    match = top_scores_index[:, None] == above[:, :, None]  # [bs, child, candidate parent]
+    orphan = (block > 0) & ~match.any(-1)
+    parent = torch.where((block > 0) & ~orphan, match.int().argmax(-1) + 1, 0)
+    parent = torch.cat((parent.new_zeros(batch, 1), parent), dim=1)
+    orphan = torch.cat((orphan.new_ones(batch, 1), orphan), dim=1)  # the root is linked to nothing either
+    if status is not None:
+        status.copy_(orphan.sum(1) - 1)
+
+    node = torch.arange(nodes, device=device)
+    child = (parent[:, None] == node[:, None]) & ~orphan[:, None]  # [bs, parent, child]
+    later = (parent[:, None] == parent[:, :, None]) & ~orphan[:, None] & ~orphan[:, :, None] & (node > node[:, None])
+    next_token = torch.where(child.any(-1), child.int().argmax(-1), -1)
+    next_sibling = torch.where(later.any(-1), later.int().argmax(-1), -1)
+
+    mask = torch.eye(nodes, dtype=torch.bool, device=device).repeat(batch, 1, 1)
+    depth, current = torch.zeros_like(parent), node.expand(batch, nodes)
+    for _ in range(spec_steps):
+        depth += current > 0
+        current = parent.gather(1, current)
+        mask.scatter_(2, current[:, :, None], True)
+    mask[:, :, 0] = True
+    lengths = seq_lens.long()[:, None]
+    index = node + nodes * torch.arange(batch, device=device)[:, None]
+    tokens = torch.cat((verified_id.long()[:, None], draft_tokens), dim=1).flatten()
+    packed = _packed(mask, seq_lens, tree_mask_mode)
+    return packed, (lengths + depth).flatten(), index, next_token, next_sibling, tokens
+
+
+def _packed(mask: Tensor, seq_lens: Tensor, mode: int) -> Tensor:
+    nodes = mask.shape[1]
+    if mode == TreeMaskMode.QLEN_ONLY:
+        return mask.flatten()
+    if mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
+        words = (mask.long() << torch.arange(nodes, device=mask.device)).sum(-1).flatten()
+        signed, unsigned = packed_dtypes(nodes)
+        return words.to(signed).view(unsigned)
+    rows = [
+        torch.cat((block.new_ones(nodes, length), block), dim=1).flatten()
+        for block, length in zip(mask, seq_lens.tolist(), strict=True)
+    ]
+    return torch.cat(rows)
+
+
+def packed_dtypes(nodes: int) -> tuple[torch.dtype, torch.dtype]:
+    """The word of a bit-packed mask: as torch computes with it, and as it is returned."""
+    if nodes <= 8:
+        return torch.uint8, torch.uint8
+    return (torch.int16, torch.uint16) if nodes <= 16 else (torch.int32, torch.uint32)
+
+
+@both_spellings
+def verify_tree_greedy_triton(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    target_predict: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk each tree along the target's argmax; fills and returns its first three arguments.
+
+    predicts [bs * N] int32: the token after each accepted node, elsewhere untouched; accept_index [bs, S] int32: global
+    indices root..last accepted, the rest untouched; accept_token_num [bs] int32: drafts accepted; candidates,
+    retrive_*, target_predict [bs, N] int64. Emitted are predicts[accept_index[b, : accept_token_num[b] + 1]].
+    Raises ValueError if arguments do not fit.
+    """
+    links = (retrive_index, retrive_next_token, retrive_next_sibling)
+    check_verify("verify_tree_greedy", predicts, accept_index, accept_token_num, candidates, links, target_predict)
+    nodes, steps = candidates.shape[1], accept_index.shape[1]
+    target = target_predict.flatten()
+    for b in range(len(candidates)):
+        last, current, count, visited = int(retrive_index[b, 0]), int(retrive_next_token[b, 0]), 0, 0
+        accept_index[b, 0] = last
+        while 0 <= current < nodes and count < steps - 1 and visited < nodes:
+            visited += 1
+            if candidates[b, current] != target[last]:
+                current = int(retrive_next_sibling[b, current])
+                continue
+            predicts[last] = target[last]
+            count, last = count + 1, int(retrive_index[b, current])
+            accept_index[b, count] = last
+            current = int(retrive_next_token[b, current])
+        accept_token_num[b] = count
+        predicts[last] = target[last]
+    return predicts, accept_index, accept_token_num
+
+
+@both_spellings
+def tree_speculative_sampling_target_only(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    uniform_samples: Tensor,
+    uniform_samples_for_final_sampling: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    deterministic: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk each tree by sampling from the target; fills and returns its first three arguments, as the greedy walk.
+
+    uniform_samples [bs, N] and uniform_samples_for_final_sampling [bs] float32 in [0, 1); target_probs [bs, N, V]
+    float32; draft_probs [bs, N, V] float32, zeros on entry, where refused tokens leave their mass. At each node one
+    coin chooses among the listed children by their cumulated target mass, scaled by 1 / threshold_acc; a child of mass
+    >= threshold_single is taken at once. Past them the last token comes from the target without the refused mass.
+    Lossless at thresholds 1; below, by design, not. A token that two siblings share counts once; a coin never takes a
+    token of mass 0; if rounding refused all mass, the target's argmax is taken. Always deterministic. Raises ValueError
+    if arguments do not fit.
+    """
+    links = (retrive_index, retrive_next_token, retrive_next_sibling)
+    check_verify("tree_speculative_sampling", predicts, accept_index, accept_token_num, candidates, links)
+    check_sampling(candidates, uniform_samples, uniform_samples_for_final_sampling, target_probs, draft_probs)
+    nodes, steps = candidates.shape[1], accept_index.shape[1]
+    for b in range(len(candidates)):
+        row, last, count, visited, mass = 0, int(retrive_index[b, 0]), 0, 0, torch.zeros((), device=predicts.device)
+        current, refused = int(retrive_next_token[b, 0]), set()
+        accept_index[b, 0] = last
+        while 0 <= current < nodes and count < steps - 1 and visited < nodes:
+            visited += 1
+            token = int(candidates[b, current])
+            if token in refused:
+                current = int(retrive_next_sibling[b, current])
+                continue
+            coin, p = uniform_samples[b, row], target_probs[b, row, token]
+            mass = mass + p
+            if p > 0 and (coin < mass / max(threshold_acc, 1e-9) or p >= threshold_single):
+                predicts[last] = token
+                count, row, last = count + 1, current, int(retrive_index[b, current])
+                accept_index[b, count] = last
+                mass, refused = torch.zeros_like(mass), set()
+                current = int(retrive_next_token[b, current])
+            else:
+                draft_probs[b, row, token] = p
+                refused.add(token)
+                current = int(retrive_next_sibling[b, current])
+        accept_token_num[b] = count
+        law = target_probs[b, row]
+        weight = law if count == steps - 1 else (law - draft_probs[b, row]).clamp(min=0)
+        cumulated = weight.double().cumsum(0)
+        hit = (cumulated > uniform_samples_for_final_sampling[b].double() * cumulated[-1]) & (weight > 0)
+        if hit.any():
+            token = hit.int().argmax()
+        elif weight.sum() > 0:
+            token = (weight > 0).nonzero()[-1, 0]
+        else:
+            token = law.argmax()
+        predicts[last] = token
+    return predicts, accept_index, accept_token_num
+
+
+def check_build(
+    verified_id: Tensor,
+    parent_list: Tensor,
+    top_scores_index: Tensor,
+    draft_tokens: Tensor,
+    seq_lens: Tensor,
+    topk: int,
+    spec_steps: int,
+    num_verify_tokens: int,
+    tree_mask_mode: int,
+    status: Tensor | None,
+) -> None:
+    batch, nodes = len(verified_id), num_verify_tokens
+    if nodes < 2 or topk < 1 or spec_steps < 1 or nodes > 1 + topk + (spec_steps - 1) * topk**2:
+        raise ValueError(
+            "build_tree: 2 <= num_verify_tokens <= 1 + topk + (spec_steps - 1) * topk^2 expected, got "
+            f"{nodes} with topk {topk} and spec_steps {spec_steps}"
+        )
+    if tree_mask_mode not in tuple(TreeMaskMode):
+        raise ValueError(f"build_tree: tree_mask_mode must be one of {[*map(int, TreeMaskMode)]}, got {tree_mask_mode}")
+    if tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING and nodes > 32:
+        raise ValueError(f"build_tree: a bit-packed mask holds at most 32 nodes, got {nodes}")
+    integers = (torch.int32, torch.int64)
+    _check("build_tree", "verified_id", verified_id, (batch,), integers, verified_id.device)
+    _check("build_tree", "seq_lens", seq_lens, (batch,), integers, verified_id.device)
+    _check("build_tree", "top_scores_index", top_scores_index, (batch, nodes - 1), integers[1:], verified_id.device)
+    _check("build_tree", "draft_tokens", draft_tokens, (batch, nodes - 1), integers[1:], verified_id.device)
+    width = topk * (spec_steps - 1) + 1 if spec_steps > 1 else parent_list.shape[-1]
+    _check("build_tree", "parent_list", parent_list, (batch, width), integers[1:], verified_id.device)
+    if status is not None:
+        _check("build_tree", "status", status, (batch,), (torch.int32,), verified_id.device)
+
+
+def check_verify(
+    name: str,
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    links: tuple[Tensor, Tensor, Tensor],
+    target_predict: Tensor | None = None,
+) -> None:
+    if candidates.ndim != 2 or accept_index.ndim != 2 or not accept_index.numel():
+        raise ValueError(
+            f"{name}: candidates [bs, N] and accept_index [bs, S] expected, got {list(candidates.shape)} and "
+            f"{list(accept_index.shape)}"
+        )
+    batch, nodes = candidates.shape
+    device, narrow, wide = candidates.device, (torch.int32,), (torch.int64,)
+    _check(name, "predicts", predicts, (batch * nodes,), narrow, device)
+    _check(name, "accept_index", accept_index, (batch, accept_index.shape[1]), narrow, device)
+    _check(name, "accept_token_num", accept_token_num, (batch,), narrow, device)
+    _check(name, "candidates", candidates, (batch, nodes), wide, device)
+    for field, value in zip(("index", "next_token", "next_sibling"), links, strict=True):
+        _check(name, f"retrive_{field}", value, (batch, nodes), wide, device)
+    if target_predict is not None:
+        _check(name, "target_predict", target_predict, (batch, nodes), wide, device)
+
+
+def check_sampling(
+    candidates: Tensor, coins: Tensor, final_coins: Tensor, target_probs: Tensor, draft_probs: Tensor
+) -> None:
+    name, (batch, nodes), device, single = (
+        "tree_speculative_sampling",
+        candidates.shape,
+        candidates.device,
+        (torch.float32,),
+    )
+    _check(name, "uniform_samples", coins, (batch, nodes), single, device)
+    _check(name, "uniform_samples_for_final_sampling", final_coins, (batch,), single, device)
+    shape = (batch, nodes, target_probs.shape[-1])
+    _check(name, "target_probs", target_probs, shape, single, device)
+    _check(name, "draft_probs", draft_probs, shape, single, device)
+
+
+def _check(
+    function: str,
+    name: str,
+    value: Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    if tuple(value.shape) != shape or value.dtype not in dtypes or value.device != device or not value.is_contiguous():
+        raise ValueError(
+            f"{function}: {name} must be contiguous {' or '.join(map(str, dtypes))} {list(shape)} on {device}, got "
+            f"{value.dtype} {list(value.shape)} with strides {value.stride()} on {value.device}"
+        )
+
+
+build_tree_kernel_efficient = build_tree_efficient_triton
+verify_tree_greedy_func = verify_tree_greedy_triton

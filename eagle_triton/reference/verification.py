@@ -1,0 +1,141 @@
+"""Judging a draft tree: greedy walk, sampled walk, and the update of the token sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eagle_triton.reference.sampling import SamplingParams, check_logits, check_params, probabilities, sample, uniform
+
+
+def verify_greedy(
+    logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, *, nan: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk the tree along the target's argmax (ties to the lower token).
+
+    logits [B, N, V] of the target after each node; tokens, parents [B, N]; depth D of the tree. Returns (path
+    [B, D + 1] int32: node indices root..last accepted, then -1; accepted [B] int32: drafts accepted; next token [B]
+    int64: the correction or bonus). `nan` [B] bool, if given, is filled with whether a sequence's logits hold a NaN.
+    Raises ValueError if shapes, dtypes or devices do not fit.
+    """
+    check_tree("verify_greedy", logits, tokens, parents, depth, nan)
+    if nan is not None:
+        nan.copy_(logits.isnan().flatten(1).any(1))
+    target = logits.argmax(-1)
+    current = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
+    path, alive = [current], torch.ones_like(current, dtype=torch.bool)
+    for _ in range(depth):
+        match = (parents == current[:, None]) & (tokens == target.gather(1, current[:, None]))
+        alive = alive & match.any(-1)
+        current = torch.where(alive, match.int().argmax(-1), current)
+        path.append(torch.where(alive, current, -1))
+    stacked = torch.stack(path, dim=1).int()
+    return stacked, (stacked >= 0).sum(-1).int() - 1, target.gather(1, current[:, None])[:, 0]
+
+
+def verify_sampling(
+    logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    depth: int,
+    params: SamplingParams,
+    top_p_first: bool = False,
+    *,
+    nan: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk the tree by sampling each node's continuation from the target (lossless; one coin for each visited node).
+
+    At a node with target law p, the children's masses are laid side by side in node order and one coin in [0, 1)
+    chooses a child or, past their sum, the rest: then the next token is drawn from p without the children's tokens.
+    That is inverse-CDF sampling of p in another order, so the emitted tokens follow p exactly. A token that two
+    siblings share counts once. Arguments and results as verify_greedy; coins come from `params` (seed, step): node i
+    uses number i, the final token number N. Sequences with temperature 0 follow their argmax.
+    """
+    check_tree("verify_sampling", logits, tokens, parents, depth, nan)
+    check_params("verify_sampling", params, len(logits), logits.device)
+    if nan is not None:
+        nan.copy_(logits.isnan().flatten(1).any(1))
+    batch, nodes, vocabulary = logits.shape
+    probs = probabilities(logits, params, top_p_first)
+    argmax = torch.nn.functional.one_hot(logits.argmax(-1), vocabulary).float()
+    probs = torch.where((params.temperature > 0)[:, None, None], probs, argmax)
+    coins = uniform(params, nodes + 1)
+    rows = torch.arange(batch, device=logits.device)
+    same = (parents[:, :, None] == parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
+    repeated = same.tril(-1).any(-1)
+
+    current = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
+    path, alive = [current], torch.ones_like(current, dtype=torch.bool)
+    for _ in range(depth):
+        child = (parents == current[:, None]) & ~repeated
+        mass = torch.where(child, probs[rows, current].gather(1, tokens), 0.0)
+        hit = child & (coins[rows, current][:, None] < mass.cumsum(-1)) & (mass > 0)
+        alive = alive & hit.any(-1)
+        current = torch.where(alive, hit.int().argmax(-1), current)
+        path.append(torch.where(alive, current, -1))
+    stacked = torch.stack(path, dim=1).int()
+
+    law = probs[rows, current]
+    child = parents == current[:, None]  # of the last accepted node: all its children were refused
+    refused = torch.zeros_like(law).scatter_add_(1, tokens, child.float()) > 0
+    rest = law.masked_fill(refused, 0.0)
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, law)  # all mass refused by rounding
+    return stacked, (stacked >= 0).sum(-1).int() - 1, sample(rest, coins[:, nodes])
+
+
+def update_sequence(
+    sequence: Tensor, lengths: Tensor, tokens: Tensor, path: Tensor, accepted: Tensor, next_token: Tensor
+) -> None:
+    """Write the accepted drafts and the next token behind the root, and advance the lengths, in place.
+
+    sequence [B, S] int64 with the root at column lengths; lengths [B] int32, increased by accepted + 1; tokens [B, N];
+    path [B, D + 1]; accepted [B] int32, -1 to leave a sequence as it is; next_token [B] int64. Columns past S are not
+    written. Raises ValueError if shapes, dtypes or devices do not fit.
+    """
+    check_update(sequence, lengths, tokens, path, accepted, next_token)
+    columns = sequence.shape[1]
+    for step in range(path.shape[1]):
+        node = path[:, min(step + 1, path.shape[1] - 1), None].clamp(min=0).long()
+        emitted = torch.where(step < accepted, tokens.gather(1, node)[:, 0], next_token)
+        column = (lengths.long() + 1 + step)[:, None]
+        written = (step <= accepted)[:, None] & (column < columns)
+        column = column.clamp(max=columns - 1)
+        sequence.scatter_(1, column, torch.where(written, emitted[:, None], sequence.gather(1, column)))
+    lengths += accepted + 1
+
+
+def check_tree(name: str, logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, nan: Tensor | None) -> None:
+    check_logits(name, logits)
+    shape, device = logits.shape[:2], logits.device
+    for field, value, dtype in (("tokens", tokens, torch.int64), ("parents", parents, torch.int32)):
+        if value.shape != shape or value.dtype != dtype or value.device != device:
+            raise ValueError(
+                f"{name}: {field} must be {dtype} {list(shape)} on {device}, got {value.dtype} {list(value.shape)} on "
+                f"{value.device}"
+            )
+    if depth < 0:
+        raise ValueError(f"{name}: depth must not be negative, got {depth}")
+    if nan is not None and (nan.shape != shape[:1] or nan.dtype != torch.bool or nan.device != device):
+        raise ValueError(f"{name}: nan must be bool [{shape[0]}] on {device}, got {nan.dtype} {list(nan.shape)}")
+
+
+def check_update(
+    sequence: Tensor, lengths: Tensor, tokens: Tensor, path: Tensor, accepted: Tensor, next_token: Tensor
+) -> None:
+    batch, device = len(sequence), sequence.device
+    arguments = (
+        ("sequence", sequence, 2, torch.int64),
+        ("lengths", lengths, 1, torch.int32),
+        ("tokens", tokens, 2, torch.int64),
+        ("path", path, 2, torch.int32),
+        ("accepted", accepted, 1, torch.int32),
+        ("next_token", next_token, 1, torch.int64),
+    )
+    for name, value, rank, dtype in arguments:
+        if value.ndim != rank or len(value) != batch or value.dtype != dtype or value.device != device:
+            raise ValueError(
+                f"update_sequence: {name} must be {dtype} with {rank} dimensions, the first {batch}, on {device}, got "
+                f"{value.dtype} {list(value.shape)} on {value.device}"
+            )
+    if not lengths.is_contiguous():
+        raise ValueError(f"update_sequence: lengths must be contiguous, got stride {lengths.stride(0)}")

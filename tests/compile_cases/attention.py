@@ -1,0 +1,67 @@
+"""Production settings of the attention kernels: the 8b (32/8 heads, d 128) and 1b (32/8 heads, d 64) shapes."""
+
+import triton
+
+from eagle_triton.attention import _merge_kernel, _tree_attention_kernel, settings_for
+
+KV_HEADS, GROUP = 8, 4
+CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "gfx942": None}
+ALIGNED = {"capacity", *(f"stride_{name}" for name in ("qb", "qn", "qh", "ckv", "cb", "ch", "ob", "on", "oh"))}
+TYPES = {
+    "lengths_ptr": "*i32",
+    "ancestors_ptr": "*i64",
+    "partial_ptr": "*fp32",
+    "lse_ptr": "*fp32",
+    "scale_log2": "fp32",
+}
+SHAPES = [  # nodes, words of ancestors (0: causal), capacity, sliding window
+    (60, 1, 1024, False),
+    (60, 1, 36864, False),
+    (10, 2, 4096, False),
+    (8, 0, 4096, False),
+    (1, 1, 4096, False),
+    (512, 0, 4096, False),
+    (60, 1, 4096, True),
+]
+
+
+def _case(name: str, kernel, constexprs: dict, tensors: dict[str, str], options: dict) -> tuple:
+    constexprs = {key: value for key, value in constexprs.items() if key in kernel.arg_names}
+    signature = {
+        argument: "constexpr" if argument in constexprs else tensors.get(argument, TYPES.get(argument, "i32"))
+        for argument in kernel.arg_names
+    }
+    return name, kernel, signature, constexprs, {**options, "aligned": ALIGNED}
+
+
+def _cases(nodes: int, words: int, capacity: int, window: bool, width: int, dtype: str, arch: str) -> list[tuple]:
+    types = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16}
+    use = settings_for(nodes * GROUP, width, KV_HEADS, capacity, types[dtype], CAPABILITIES[arch])
+    tma = use.tma and not window
+    constexprs = {
+        "D": width, "STRIDE_T": width, "GROUP": GROUP, "HEADS": KV_HEADS, "WORDS": words, "WINDOW": window,
+        "SPLITS": use.splits, "MIN_TILES": use.min_tiles, "TMA": tma, "PDL": use.pdl, "BLOCK_M": use.block_m,
+        "BLOCK_N": use.block_n, "BLOCK_T": use.block_t, "BLOCK_D": width,
+        **({} if words else {"ancestors_ptr": None}), **({} if tma else {"cache_desc": None}),
+        **({} if use.splits > 1 else {"partial_ptr": None, "lse_ptr": None}),
+        **({"nodes": 1} if nodes == 1 else {}),
+    }  # fmt: skip
+    tensors = {f"{name}_ptr": f"*{dtype}" for name in ("q", "cache", "out")}
+    tensors["cache_desc"] = f"tensordesc<{dtype}[{use.block_n},{width}]>"
+    mask = f"{words} words" if words else "causal"
+    name = f"N {nodes} {mask} T {capacity} d {width} {dtype}{' window' if window else ''}"
+    options = {"num_warps": use.num_warps, "num_stages": use.num_stages, "targets": (arch,)}
+    cases = [_case(f"attend {name}", _tree_attention_kernel, constexprs, tensors, options)]
+    if use.splits > 1:
+        merge = {**constexprs, "BLOCK_R": max(1, 128 // width), "BLOCK_S": triton.next_power_of_2(use.splits)}
+        cases.append(_case(f"merge  {name}", _merge_kernel, merge, tensors, {**options, "num_warps": 1}))
+    return cases
+
+
+CASES = [
+    case
+    for arch in CAPABILITIES
+    for width, dtype, shapes in ((128, "bf16", SHAPES), (64, "bf16", SHAPES[:3]), (128, "fp16", SHAPES[:1]))
+    for shape in shapes
+    for case in _cases(*shape, width, dtype, arch)
+]

@@ -1,0 +1,90 @@
+"""Production settings of the products: 8b and 1b shapes at few and at 64 rows, and the portable settings."""
+
+import torch
+
+from eagle_triton import linear as products
+from eagle_triton.linear import Settings, _linear_kernel, _linear_swiglu_kernel, launch_settings
+
+_ALIGNED = (
+    "depth", "cols0", "cols1", "cols2", "cols", "stride_xm", "stride_w0", "stride_w1", "stride_w2", "stride_rm",
+    "stride_om", "stride_gate", "stride_up",
+)  # fmt: skip
+
+
+def _case(name, settings, rows, weights, dtype="bf16", deferred=False, residual=False, bias=False, targets=None):
+    """weights: how many stand side by side; 0 for gate and up with SwiGLU."""
+    kernel = _linear_kernel if weights else _linear_swiglu_kernel
+    block_m = products._block_m(rows)
+    present = {"x", "gate", "up", "out"} | {f"w{i}" for i in range(weights)}
+    present |= {f"bias{i}" for i in range(weights)} if bias else set()
+    present |= {"residual"} if residual else set()
+    if settings.splits > 1 and not deferred:
+        present |= {"partials", "arrivals"}
+    deferred = deferred and settings.splits > 1
+    types = {"partials": "*fp32", "arrivals": "*i32", "out": "*fp32" if deferred else f"*{dtype}"}
+    values = {
+        "BLOCK_M": block_m, "BLOCK_N": settings.block_n, "BLOCK_K": settings.block_k, "SPLITS": settings.splits,
+        "SWAP": settings.swap, "EVEN_K": True, "DEFERRED": deferred,
+    }  # fmt: skip
+    signature, constexprs = {}, {}
+    for argument in kernel.arg_names:
+        stem, _, kind = argument.rpartition("_")
+        if argument in values:
+            signature[argument], constexprs[argument] = "constexpr", values[argument]
+        elif kind in ("ptr", "desc"):
+            if stem in present and (kind == "ptr" or settings.tma):
+                block = [block_m if stem == "x" else settings.block_n, settings.block_k]
+                descriptor = f"tensordesc<{dtype}{block}>"
+                signature[argument] = types.get(stem, f"*{dtype}") if kind == "ptr" else descriptor
+            else:
+                signature[argument], constexprs[argument] = "constexpr", None
+        else:
+            signature[argument] = "i32"
+    options = {"num_warps": settings.warps, "num_stages": settings.stages, "aligned": _ALIGNED}
+    if targets:
+        options["targets"] = targets
+    return name, kernel, signature, constexprs, options
+
+
+def _settings(capability: tuple[int, int], rows: int, cols: tuple[int, ...], depth: int) -> Settings:
+    """As launch_settings chooses them for a device of this compute capability."""
+    original, products._compute_capability = products._compute_capability, lambda device: capability
+    try:
+        return launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, fused=len(cols) == 2)
+    finally:
+        products._compute_capability = original
+
+
+_SHAPES = {
+    "8b qkv": ((4096, 1024, 1024), 4096),
+    "8b o": ((4096,), 4096),
+    "8b gate_up": ((14336, 14336), 4096),
+    "8b down": ((4096,), 14336),
+    "8b head": ((128256,), 4096),
+    "1b qkv": ((2048, 512, 512), 2048),
+    "1b gate_up": ((8192, 8192), 2048),
+}
+_HOPPER_ON = ("sm_90", "sm_100")
+
+CASES = []
+for _name, (_cols, _depth) in _SHAPES.items():
+    _weights = 0 if len(_cols) == 2 else len(_cols)
+    for _rows in (16, 64):
+        _case_settings = _settings((9, 0), _rows, _cols, _depth)
+        _label = f"{_name} {_rows} rows"
+        CASES.append(_case(_label, _case_settings, _rows, _weights, targets=_HOPPER_ON))
+        if _case_settings.splits > 1:
+            CASES.append(
+                _case(f"{_label} deferred", _case_settings, _rows, _weights, deferred=True, targets=_HOPPER_ON)
+            )
+_O64 = _settings((9, 0), 64, *_SHAPES["8b o"])
+CASES += [
+    _case("8b o 32 rows residual bias fp16", _O64, 32, 1, "fp16", residual=True, bias=True, targets=_HOPPER_ON),
+    _case("8b o 64 rows plain loads", _O64._replace(tma=False), 64, 1, residual=True, targets=("sm_90",)),
+]
+for _name in ("8b qkv", "8b o", "8b gate_up"):
+    _portable = _settings((8, 0), 64, *_SHAPES[_name])._replace(tma=False)
+    _weights = 0 if _name == "8b gate_up" else len(_SHAPES[_name][0])
+    CASES += [_case(f"{_name} 64 rows portable", _portable, 64, _weights, bias=_weights > 0)]
+    CASES += [_case(f"{_name} 16 rows portable fp16", _portable, 16, _weights, "fp16")]
+CASES += [_case("8b o 16 rows fp32", Settings(32, 32, 4, stages=3, tma=False), 16, 1, "fp32")]

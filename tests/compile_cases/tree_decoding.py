@@ -1,0 +1,95 @@
+"""Production settings of the drafting and verification kernels: N 60, K 10, D 8, V 128256 and 32000."""
+
+from eagle_triton.sampling import chunk_of
+from eagle_triton.tree_decoding import (
+    _build_tree_kernel,
+    _expand_beam_kernel,
+    _topk_chunk_kernel,
+    _topk_merge_kernel,
+    _topk_settings,
+)
+from eagle_triton.verification import (
+    _final_token_kernel,
+    _greedy_walk_kernel,
+    _sampled_walk_kernel,
+    _update_sequence_kernel,
+)
+
+_TYPES = {
+    "temperature_ptr": "*fp32",
+    "min_p_ptr": "*fp32",
+    "seed_ptr": "*i64",
+    "step_ptr": "*i64",
+    "tokens_ptr": "*i64",
+    "parents_ptr": "*i32",
+    "path_ptr": "*i32",
+    "accepted_ptr": "*i32",
+    "next_ptr": "*i64",
+    "nan_ptr": "*i1",
+    "places_ptr": "*i32",
+    "peaks_ptr": "*fp32",
+    "laws_ptr": "*fp32",
+    "sums_ptr": "*fp64",
+}
+
+
+def _signature(kernel, types: dict[str, str], constexprs: dict) -> dict[str, str]:
+    """Every argument's type: as named, else a 32-bit integer."""
+    return {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in kernel.arg_names}
+
+
+def _case(name: str, kernel, types: dict[str, str], constexprs: dict, options: dict) -> tuple:
+    constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
+    return name, kernel, _signature(kernel, {**_TYPES, **types}, constexprs), constexprs, options
+
+
+def _topk(dtype: str, vocabulary: int) -> list[tuple]:
+    chunk, chunk_warps, merge_warps = _topk_settings(vocabulary)
+    chunks = 1 << (-(-vocabulary // chunk) - 1).bit_length()
+    types = {"x_ptr": f"*{dtype}", "keys_ptr": "*i32", "sums_ptr": "*fp32", "offsets_ptr": "*i64"}
+    types |= {"values_out_ptr": "*fp32", "tokens_out_ptr": "*i64"}
+    candidates = 1 << (-(-vocabulary // chunk) * 10 - 1).bit_length()
+    sizes = {"K": 10, "CHUNK": chunk, "CHUNKS": chunks, "CANDIDATES": candidates, "WIDTH": 16}
+    options = {"aligned": ("vocabulary", "stride_xr")}
+    return [
+        _case(
+            f"topk chunk {dtype} {vocabulary}", _topk_chunk_kernel, types, sizes, {"num_warps": chunk_warps, **options}
+        ),
+        _case(f"topk merge {dtype} {vocabulary}", _topk_merge_kernel, types, sizes, {"num_warps": merge_warps}),
+    ]
+
+
+_WALK = {"NODES": 64, "CHUNKS": 32, "PARTS": 64, "STEPS": 16, "CHUNK": chunk_of(128256), "PAIRS": 64, "stride_xv": 1}
+_LOGITS = {"aligned": ("vocabulary", "stride_xr")}
+_BEAM = {"parents_ptr": "*fp32", "log_probs_ptr": "*fp32", "ancestors_ptr": "*i64", "scores_ptr": "*fp32"}
+_BEAM |= {"chosen_ptr": "*i64", "out_ptr": "*i64", "selected_ptr": "*i64"}
+_BUILD = dict.fromkeys(("root_ptr", "candidates_ptr", "beam_ptr", "ancestors_ptr"), "*i64")
+_BUILD |= {"scores_ptr": "*fp32", "depths_ptr": "*i32", "scratch_ptr": "*i32", "selected_ptr": "*i64"}
+_TREE = {"CANDIDATES": 1024, "NODES": 64, "PAIRS": 64, "DOUBLINGS": 6}
+
+CASES = [
+    *(case for dtype in ("bf16", "fp16") for vocabulary in (32000, 128256) for case in _topk(dtype, vocabulary)),
+    _case(
+        "expand beam",
+        _expand_beam_kernel,
+        _BEAM,
+        {"CHILDREN": 128, "WIDTH": 16, "selected_ptr": None},
+        {"num_warps": 1},
+    ),
+    _case("expand beam fixed", _expand_beam_kernel, _BEAM, {"CHILDREN": 128, "WIDTH": 16}, {"num_warps": 1}),
+    _case("build tree", _build_tree_kernel, _BUILD, {**_TREE, "selected_ptr": None}, {"num_warps": 2}),
+    _case("build tree fixed", _build_tree_kernel, _BUILD, {**_TREE, "scratch_ptr": None}, {"num_warps": 2}),
+    _case("greedy walk", _greedy_walk_kernel, {}, _WALK, {"num_warps": 4}),
+    *(
+        _case(f"{name} {dtype}", kernel, {"x_ptr": f"*{dtype}"}, _WALK, {"num_warps": 8, **_LOGITS})
+        for name, kernel in (("sampled walk", _sampled_walk_kernel), ("final token", _final_token_kernel))
+        for dtype in ("bf16", "fp16")
+    ),
+    _case(
+        "update sequence",
+        _update_sequence_kernel,
+        {"sequence_ptr": "*i64", "lengths_ptr": "*i32"},
+        _WALK,
+        {"num_warps": 1},
+    ),
+]

@@ -1,0 +1,141 @@
+"""Compile every kernel, in the settings used in production, for four targets; needs no GPU.
+
+    python tests/compile_kernels.py [stem ...]
+
+Reads CASES from tests/compile_cases/<stem>.py: tuples (name, kernel, signature, constexprs, options) as
+triton.compiler.ASTSource takes them; `options` may hold "targets", the architectures to which a case is limited, and
+"aligned", the names of integer arguments that are multiples of 16 (pointers always are). Prints one line per case and
+target; the exit status is 1 if a case fails to compile or uses local memory on sm_90. Runs in a process of its own
+because the interpreter, once chosen, stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.pop("TRITON_INTERPRET", None)
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+CASES = Path(__file__).parent / "compile_cases"
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+class Usage(NamedTuple):
+    """What one compiled kernel takes: registers per thread, local memory per thread and shared memory, in bytes."""
+
+    registers: int
+    local: int
+    shared: int
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("stems", nargs="*", help="case files to compile, without .py; all if left out")
+    stems = parser.parse_args(argv).stems or sorted(path.stem for path in CASES.glob("[!_]*.py"))
+    jobs = [
+        (stem, index, arch)
+        for stem in stems
+        for index, case in enumerate(_cases(stem))
+        for arch in case[4].get("targets", TARGETS)
+    ]
+    failed = 0
+    with ProcessPoolExecutor(max_workers=min(len(jobs), os.cpu_count() or 1)) as pool:
+        for (stem, index, arch), result in zip(jobs, pool.map(_compile, jobs), strict=True):
+            name = f"{stem:14} {_cases(stem)[index][0]:44} {arch:7}"
+            if isinstance(result, str):
+                failed += 1
+                print(f"FAILED  {name} {result}", flush=True)
+                continue
+            spilled = arch == "sm_90" and result.local > 0
+            failed += spilled
+            print(
+                f"{'LOCAL ' if spilled else 'ok    '}  {name} {result.registers:4} registers {result.local:5} B local "
+                f"{result.shared:7} B shared",
+                flush=True,
+            )
+    print(f"{len(jobs)} compiled, {failed} failed")
+    return int(failed > 0)
+
+
+_loaded: dict[str, list[tuple]] = {}
+
+
+def _cases(stem: str) -> list[tuple]:
+    if stem not in _loaded:
+        spec = importlib.util.spec_from_file_location(f"compile_cases_{stem}", CASES / f"{stem}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        _loaded[stem] = module.CASES
+    return _loaded[stem]
+
+
+def _compile(job: tuple[str, int, str]) -> Usage | str:
+    """Compile one case for one target: what it uses, or what went wrong."""
+    stem, index, arch = job
+    _, kernel, signature, constexprs, options = _cases(stem)[index]
+    options = dict(options)
+    options.pop("targets", None)
+    aligned = set(options.pop("aligned", ()))
+    missing = set(kernel.arg_names) ^ set(signature)
+    if missing:
+        return f"signature and kernel differ in {sorted(missing)}"
+    signature = {name: signature[name] for name in kernel.arg_names}
+    attributes = {
+        (place,): [["tt.divisibility", 16]]
+        for place, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or name in aligned
+    }
+    target = TARGETS[arch]
+    if target.backend != "cuda":
+        options.pop("launch_pdl", None)
+    try:
+        source = ASTSource(kernel, signature, constexprs, attributes)
+        compiled = triton.compile(source, target=target, options=options)
+    except Exception as error:  # whatever the compiler raises is this case's result
+        return f"{type(error).__name__}: {error}"
+    if target.backend == "cuda":
+        return _cuda_usage(compiled)
+    return _amd_usage(compiled)
+
+
+def _cuda_usage(compiled) -> Usage:
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        listing = subprocess.run([tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", listing)
+    if found is None:
+        raise RuntimeError(f"cuobjdump printed no resource usage:\n{listing}")
+    registers, stack, local = map(int, found.groups())
+    return Usage(registers, stack + local, compiled.metadata.shared)
+
+
+def _amd_usage(compiled) -> Usage:
+    def read(field: str) -> int:
+        return int(re.search(rf"\.{field}:\s*(\d+)", compiled.asm["amdgcn"]).group(1))
+
+    return Usage(read("vgpr_count"), read("private_segment_fixed_size"), compiled.metadata.shared)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""tree_attention: the kernel against its reference, the reference against plain softmax, and what both refuse."""
+
+import pytest
+import torch
+
+from eagle_triton import attention as kernels
+from eagle_triton.reference import attention as reference
+
+CUDA = torch.cuda.is_available()
+# The interpreter multiplies the bits of bf16 tiles as integers.
+DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CUDA else [])]
+BOTH = pytest.mark.parametrize(
+    "attend", [kernels.tree_attention, reference.tree_attention], ids=["kernel", "reference"]
+)
+
+
+def random_trees(batch: int, nodes: int, words: int) -> torch.Tensor:
+    """Ancestor matrices [B, N, 64 W] of random trees, each node below a random earlier one."""
+    matrix = torch.zeros(batch, nodes, 64 * words, dtype=torch.bool)
+    for tree in matrix:
+        for node in range(nodes):
+            if node:
+                tree[node] = tree[int(torch.randint(0, node, ()))]
+            tree[node, node] = True
+    return matrix
+
+
+def make_case(batch, nodes, kv_heads, group, width, capacity, lengths, words, dtype, device, seed=0):
+    """Random q, cache, lengths, ancestors (None for 0 words); cache rows behind the new keys are NaN."""
+    torch.manual_seed(seed)
+    q = torch.randn(batch, nodes, kv_heads * group, width).to(device, dtype)
+    cache = torch.randn(2, batch, kv_heads, capacity, width).to(device, dtype)
+    for sequence, length in enumerate(lengths):
+        cache[:, sequence, :, length + nodes :] = float("nan")
+    ancestors = reference.pack_ancestors(random_trees(batch, nodes, words)).to(device) if words else None
+    return q, cache, torch.tensor(lengths, dtype=torch.int32, device=device), ancestors
+
+
+def same_dtype(q, cache, lengths, ancestors, scale, window=None):
+    """What plain torch gives in q's own dtype: the measure of how much rounding is to be expected."""
+    _, nodes, heads, _ = q.shape
+    cache = torch.nan_to_num(cache)
+    visible = reference._visible(lengths, ancestors, nodes, cache.shape[3], window)
+    keys, values = cache.repeat_interleave(heads // cache.shape[2], dim=2)
+    scores = (q.transpose(1, 2) @ keys.transpose(2, 3)) * scale
+    weights = scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1).nan_to_num()
+    return (weights @ values).transpose(1, 2)
+
+
+def assert_close(out, case, scale, window=None):
+    """max|kernel - ref32| <= 2 * max|torch_same_dtype - ref32| + 1e-5"""
+    q, cache, lengths, ancestors = case
+    exact = reference.tree_attention(
+        q.float(), torch.nan_to_num(cache.float()), lengths, ancestors, scale=scale, sliding_window=window
+    )
+    plain = same_dtype(q, cache, lengths, ancestors, scale, window).float()
+    bound = 2 * (plain - exact).abs().max() + 1e-5
+    assert out.shape == q.shape
+    assert out.dtype == q.dtype
+    error = (out.float() - exact).abs().max()
+    assert error <= bound, f"error {error:.2e} above {bound:.2e}"
+
+
+def check(case, window=None):
+    scale = case[0].shape[-1] ** -0.5
+    assert_close(kernels.tree_attention(*case, scale=scale, sliding_window=window), case, scale, window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("nodes", [1, 7, 26, 60, 64, 65])
+def test_node_counts(nodes, dtype, device):
+    group = 4 if CUDA else 1  # the interpreter takes its time for every row block
+    check(make_case(2, nodes, 1, group, 64, 256, [0, 127], -(-nodes // 64), dtype, device))
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 127, 128, pytest.param(2049, marks=pytest.mark.cuda), 300])
+@pytest.mark.parametrize("words", [0, 1, 2], ids=["causal", "one-word", "two-words"])
+def test_lengths(length, words, device):
+    if length > 1000 and not CUDA:
+        pytest.skip("long sequences need a GPU")
+    check(make_case(1, 10, 2, 4, 64, 512 if length < 500 else 4096, [length], words, torch.float16, device))
+
+
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_head_dims(width, dtype, device):
+    check(make_case(1, 7, 2, 4, width, 192, [100], 1, dtype, device))
+
+
+@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize("nodes", [1, 26 if CUDA else 11])
+def test_groups(group, nodes, device):
+    check(make_case(2, nodes, 2, group, 64, 192, [3, 150], 1, torch.float16, device))
+
+
+@pytest.mark.parametrize("lengths", [[0, 1, 127], [128, 5, 190], [64, 0, 63]], ids=str)
+def test_ragged_batches(lengths, device):
+    check(make_case(3, 26, 1, 4, 64, 256, lengths, 1, torch.float16, device))
+
+
+@pytest.mark.parametrize("window", [1, 3, 40, 64, 1000] if CUDA else [1, 40, 1000])
+@pytest.mark.parametrize("words", [0, 1, 2], ids=["causal", "one-word", "two-words"])
+def test_sliding_window(window, words, device):
+    case = make_case(2, 65 if words == 2 else 20, 1, 1, 64, 256, [9, 150], words, torch.float32, device)
+    case[1][:, 1, :, : max(0, 150 - window)] = float("nan")  # out of every node's window
+    check(case, window)
+
+
+def test_causal_chunk_of_a_prompt(device):
+    nodes = 700 if CUDA else 260  # more than 1024 rows: not split
+    check(make_case(2, nodes, 1, 4, 64, 1024, [0, 77], 0, torch.float16, device))
+
+
+def test_new_keys_that_nobody_sees_may_be_anything(device):
+    """A beam step: the words reach over cache rows that earlier passes wrote and over rows that nobody wrote yet."""
+    q, cache, lengths, _ = make_case(1, 5, 2, 4, 64, 128, [20], 1, torch.float16, device)
+    matrix = torch.zeros(1, 5, 64, dtype=torch.bool)
+    matrix[0, :, 2] = True
+    matrix[0, :, 10:15] = torch.eye(5, dtype=torch.bool)
+    cache[:] = torch.randn(cache.shape).to(cache)
+    seen = [*range(20), 22, *range(30, 35)]
+    hidden = [row for row in range(128) if row not in seen]
+    case = (q, cache, lengths, reference.pack_ancestors(matrix).to(device))
+    scale = 0.125
+    expected = kernels.tree_attention(*case, scale=scale)
+    assert_close(expected, case, scale)
+    cache[:, :, :, hidden] = float("nan")
+    assert torch.equal(kernels.tree_attention(*case, scale=scale), expected)
+
+
+@BOTH
+def test_row_without_keys_gives_zero(attend, device):
+    q, cache, lengths, _ = make_case(1, 3, 1, 2, 64, 128, [0], 1, torch.float32, device)
+    cache.nan_to_num_()
+    ancestors = torch.tensor([[[1], [0], [5]]], dtype=torch.int64, device=device)
+    out = attend(q, cache, lengths, ancestors, scale=0.125)
+    assert (out[:, 1] == 0).all()
+    assert torch.allclose(out[:, 0], cache[1, :, :, 0].expand(1, 2, 64))
+    assert (out[:, 2] != 0).all()
+
+
+@BOTH
+def test_capacity_ends_among_the_new_keys(attend, device):
+    """Rows that the cache does not have are not read: the sequence that fills it sees what is there."""
+    q, cache, _, ancestors = make_case(1, 8, 1, 2, 64, 64, [48], 1, torch.float32, device)
+    cache.nan_to_num_()
+    lengths = torch.tensor([60], dtype=torch.int32, device=device)
+    exact = same_dtype(q, cache, lengths, ancestors, 0.125)
+    assert torch.allclose(attend(q, cache, lengths, ancestors, scale=0.125), exact, atol=1e-5)
+
+
+@BOTH
+def test_equals_plain_softmax(attend, device):
+    q, cache, lengths, ancestors = make_case(2, 6, 2, 3, 64, 64, [0, 33], 1, torch.float32, device)
+    cache.nan_to_num_()
+    exact = same_dtype(q, cache, lengths, ancestors, 0.3)
+    assert torch.allclose(attend(q, cache, lengths, ancestors, scale=0.3), exact, atol=1e-5)
+
+
+def test_zeros_would_fail(device):
+    case = make_case(1, 7, 2, 4, 64, 128, [100], 1, torch.float16, device)
+    with pytest.raises(AssertionError):
+        assert_close(torch.zeros_like(case[0]), case, 0.125)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"splits": 1},
+        {"splits": 5, "min_tiles": 1, "block_n": 128},
+        {"block_n": 32, "block_t": 16},
+        {"block_m": 128},
+        {"tma": True},
+        {"pdl": 1, "maxnreg": 168},
+        {"pdl": 2},
+        {"tma": True, "block_n": 128, "block_t": 32, "splits": 2},
+    ],
+    ids=str,
+)
+def test_other_settings_give_the_same(change, device):
+    """Every path of the kernel, whatever the table picks for this device."""
+    capability = torch.cuda.get_device_capability() if CUDA else None
+    if change.keys() & {"pdl", "maxnreg"} and (capability is None or capability[0] < 9):
+        pytest.skip("needs compute capability 9")
+    case = make_case(2, 26, 1, 4, 64, 512, [70, 300], 1, torch.float16, device)
+    use = kernels.settings_for(104, 64, 1, 512, torch.float16, capability)._replace(splits=4)
+    assert_close(kernels._launch(*case, 0.125, None, use._replace(**change)), case, 0.125)
+
+
+@pytest.mark.parametrize("capability", [None, (8, 0), (9, 0), (10, 0)], ids=str)
+def test_settings_do_not_split_beyond_the_cache(capability):
+    for rows in (1, 4, 40, 240, 4096):
+        for capacity in (64, 512, 4096, 131072):
+            use = kernels.settings_for(rows, 128, 8, capacity, torch.bfloat16, capability)
+            assert 1 <= use.splits <= max(1, capacity // use.block_n)
+            assert use.block_t <= min(use.block_n, 64)
+
+
+def test_large_scores_do_not_overflow(device):
+    q, cache, lengths, ancestors = make_case(1, 7, 1, 4, 64, 128, [90], 1, torch.float32, device)
+    case = (30 * q, 30 * cache, lengths, ancestors)
+    check(case)
+
+
+def test_strided_inputs(device):
+    torch.manual_seed(0)
+    q = torch.randn(2, 9, 3, 4 * 64).to(device, torch.float16)[:, :, 1].view(2, 9, 4, 64)
+    cache = torch.randn(2, 2, 100, 2, 3, 64).to(device, torch.float16)[..., 1, :].transpose(2, 3)
+    lengths = torch.tensor([90, 4], dtype=torch.int32, device=device)
+    ancestors = torch.zeros(2, 9, 3, dtype=torch.int64, device=device)[:, :, 1:2]
+    ancestors.copy_(reference.pack_ancestors(random_trees(2, 9, 1)))
+    assert not q.is_contiguous()
+    assert not cache.is_contiguous()
+    check((q, cache, lengths, ancestors))
+
+
+def test_batch_does_not_change_a_sequences_bits(device):
+    q, cache, lengths, ancestors = make_case(3, 10, 1, 4, 64, 512, [400, 3, 130], 1, torch.float16, device)
+    together = kernels.tree_attention(q, cache, lengths, ancestors, scale=0.125)
+    for row in range(3):
+        one = slice(row, row + 1)
+        alone = kernels.tree_attention(q[one], cache[:, one], lengths[one], ancestors[one], scale=0.125)
+        assert torch.equal(alone, together[one])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_captured_graph_follows_the_lengths(device):
+    q, cache, lengths, ancestors = make_case(1, 60, 8, 4, 128, 4096, [2000], 1, torch.bfloat16, device)
+    cache.nan_to_num_()
+    kernels.tree_attention(q, cache, lengths, ancestors, scale=0.1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernels.tree_attention(q, cache, lengths, ancestors, scale=0.1)
+    for length in (0, 1, 700, 4000):
+        lengths.fill_(length)
+        graph.replay()
+        assert torch.equal(out, kernels.tree_attention(q, cache, lengths, ancestors, scale=0.1))
+        assert_close(out, (q, cache, lengths, ancestors), 0.1)
+
+
+def good_arguments(device):
+    q, cache, lengths, ancestors = make_case(2, 5, 2, 2, 64, 64, [3, 4], 1, torch.float32, device)
+    return {"q": q, "cache": cache, "lengths": lengths, "ancestors": ancestors, "scale": 1.0}
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: {"q": a["q"][0]}, "q must be"),
+        (lambda a: {"q": a["q"][..., :32]}, "same B and d"),
+        (lambda a: {"q": a["q"][:1]}, "same B and d"),
+        (lambda a: {"q": a["q"][:, :, :3]}, "multiple of the cache's 2 heads"),
+        (lambda a: {"q": a["q"].half()}, "one dtype"),
+        (lambda a: {"cache": a["cache"][:1]}, "cache"),
+        (lambda a: {"lengths": a["lengths"].long()}, "lengths must be int32"),
+        (lambda a: {"lengths": a["lengths"][:1]}, "lengths must be int32"),
+        (lambda a: {"ancestors": a["ancestors"].int()}, "ancestors must be int64"),
+        (lambda a: {"ancestors": a["ancestors"][:, :4]}, "ancestors must be int64"),
+        (lambda a: {"ancestors": a["ancestors"][:, :, :0]}, "ancestors must be int64"),
+        (lambda a: {"lengths": a["lengths"].to("meta")}, "one device"),
+        (lambda a: {"scale": 0.0}, "scale must be positive"),
+        (lambda a: {"sliding_window": 0}, "sliding_window must be at least 1"),
+    ],
+)
+def test_bad_arguments_raise(attend, change, message, device):
+    arguments = good_arguments(device)
+    with pytest.raises(ValueError, match=message):
+        attend(**{**arguments, **change(arguments)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: {"q": a["q"].double(), "cache": a["cache"].double()}, "fp16, bf16 or fp32"),
+        (lambda a: {"q": a["q"].mT.contiguous().mT}, "q must have stride 1"),
+        (lambda a: {"cache": a["cache"].mT.contiguous().mT}, "cache must have stride 1"),
+    ],
+)
+def test_what_only_the_kernel_refuses(change, message, device):
+    arguments = good_arguments(device)
+    with pytest.raises(ValueError, match=message):
+        kernels.tree_attention(**{**arguments, **change(arguments)})
+
+
+@pytest.mark.parametrize("columns", [1, 63, 64, 65, 130])
+def test_pack_and_unpack_ancestors(columns):
+    matrix = torch.rand(2, 5, columns) < 0.5
+    words = reference.pack_ancestors(matrix)
+    assert words.shape == (2, 5, -(-columns // 64))
+    assert torch.equal(reference.ancestor_matrix(words, columns), matrix)

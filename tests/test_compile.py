@@ -1,0 +1,20 @@
+"""Every kernel compiles for every target, and uses no local memory on sm_90, in the settings used in production."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+STEMS = sorted(path.stem for path in (TESTS / "compile_cases").glob("[!_]*.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", STEMS)
+def test_kernels_compile(stem):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(TESTS / "compile_kernels.py"), stem]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -1,0 +1,125 @@
+"""The step as a CUDA graph: the same tokens as without, whatever came before it, and no growth of memory."""
+
+import pytest
+import torch
+
+from eagle_triton import EaModel, optimize_eagle_with_triton
+from eagle_triton.comparison import compare, decode, top2_margin
+from eagle_triton.demo import demo_prompts
+from eagle_triton.models.tree import MC_SIM_7B_63
+from tests.test_demo import prompts
+from tests.tiny import random_prompt, tiny_model
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BF16_MARGIN = 0.25  # two bf16 logits between 16 and 32 differ by a multiple of 0.125
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """fp32 means fp32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def demo(dtype=torch.float32, **tree) -> EaModel:
+    return EaModel.from_pretrained("demo", dtype=dtype, **tree).cuda()
+
+
+@pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
+@pytest.mark.parametrize("tree", [{}, {"tree_choices": MC_SIM_7B_63}, dict(total_token=8, depth=3, top_k=2)])
+def test_fp32_tokens_and_accepted_lengths_are_the_originals(eagle3, tree):
+    model = demo(use_eagle3=eagle3, **tree)
+    comparisons, report = compare(model, prompts(model, 20), 64)
+    assert all(c.same_tokens and c.same_accepted for c in comparisons)
+    calls = {row.path: row.calls for row in report if row.status == "counted"}
+    assert all(calls[name] > 0 for name in ("tree_attention", "commit", "linear", "rms_norm", "build_tree"))
+    assert not [row for row in report if row.status == "left"]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_every_family_decodes_the_same_on_the_gpu(family):
+    model = tiny_model(family).cuda()
+    comparisons, _ = compare(model, [random_prompt(n) for n in (1, 64, 130)], 40)
+    assert all(c.same_tokens and c.same_accepted for c in comparisons)
+
+
+@pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
+def test_bf16_differs_only_where_the_margin_is_rounding(eagle3):
+    model = demo(torch.bfloat16, use_eagle3=eagle3)
+    ids = prompts(model, 30)
+    plain = [decode(model, prompt, 128, plain=True) for prompt in ids]
+    with optimize_eagle_with_triton(model)[1]:
+        optimised = [decode(model, prompt, 128) for prompt in ids]
+    margins = []
+    for a, b in zip(plain, optimised, strict=True):
+        pairs = enumerate(zip(a.tokens, b.tokens, strict=False))
+        column = next((c for c, (x, y) in pairs if x != y), None)
+        if column is not None:
+            margins.append(top2_margin(model, a.tokens, column))
+    assert max(margins, default=0) <= BF16_MARGIN
+    assert len(margins) <= 15, f"{len(margins)} of 30 outputs differ"
+
+
+def test_graph_and_eager_step_give_the_same_tokens_also_sampled():
+    model = demo()
+    ids = prompts(model, 8)[-1].cuda()
+    rows = {}
+    for cuda_graph in (True, False):
+        with optimize_eagle_with_triton(model, cuda_graph=cuda_graph)[1]:
+            rows[cuda_graph] = [
+                model.generate(ids, max_new_tokens=60),
+                model.generate(ids.expand(3, -1), max_new_tokens=40, do_sample=True, top_p=0.9, seed=4),
+                model.generate(ids, max_new_tokens=40, do_sample=True, top_k=20, temperature=0.8, seed=5),
+                model.naivegenerate(ids, max_new_tokens=20),
+            ]
+    assert all(map(torch.equal, rows[True], rows[False]))
+
+
+def test_interrupted_and_repeated_generations_and_two_models_in_turn():
+    first, second = demo(), demo(use_eagle3=False)
+    ids = prompts(first, 9)[-1].cuda()
+    want = [model.eagenerate(ids, max_new_tokens=50) for model in (first, second)]
+    with optimize_eagle_with_triton(first)[1], optimize_eagle_with_triton(second)[1]:
+        for stop_after in (1, 3, 5):
+            steps = first.ea_generate(ids, max_new_tokens=50)
+            for _ in range(stop_after):
+                next(steps)
+            steps.close()
+            assert torch.equal(second.eagenerate(ids, max_new_tokens=50), want[1])
+            assert torch.equal(first.eagenerate(ids, max_new_tokens=50), want[0])
+
+
+def test_capacity_grows_and_memory_does_not():
+    model = demo()
+    texts = demo_prompts(40)
+    ids = [model.tokenizer(text, return_tensors="pt").input_ids.cuda() for text in texts]
+    generator = torch.Generator().manual_seed(0)
+
+    def one_pass() -> list[torch.Tensor]:
+        rows = []
+        for index, prompt in enumerate(ids):
+            new = 5 + int(torch.randint(60, (), generator=generator))
+            if index % 3:
+                rows.append(model.generate(prompt, max_new_tokens=new))
+            else:
+                rows.append(model.generate(prompt, max_new_tokens=new, do_sample=True, temperature=0.9, seed=index))
+        return rows
+
+    with optimize_eagle_with_triton(model)[1]:
+        long = model.generate(ids[0], max_length=1500)
+        one_pass()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        for _ in range(3):
+            generator.manual_seed(7)
+            rows = one_pass()
+        generator.manual_seed(7)
+        again = one_pass()
+        del rows[:0]
+        assert all(map(torch.equal, rows, again))
+        del rows, again
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() <= before + 2**20
+        assert torch.equal(model.generate(ids[0], max_length=1500), long)

@@ -1,0 +1,192 @@
+"""Laws, samples and random numbers: the kernels against the reference, and both against the mathematics."""
+
+import pytest
+import torch
+
+from eagle_triton import laws, sampling
+from eagle_triton.reference import sampling as reference
+
+CUDA = torch.cuda.is_available()
+FILTERS = {
+    "none": {},
+    "top_p": {"top_p": 0.9},
+    "top_k": {"top_k": 5},
+    "top_k then top_p": {"top_k": 20, "top_p": 0.8},
+    "top_p and min_p": {"top_p": 0.95, "min_p": 0.1},
+    "everything": {"top_k": 6, "top_p": 0.9, "min_p": 0.2, "temperature": 0.6},
+    "min_p": {"min_p": 0.2},
+    "cold": {"top_p": 0.5, "temperature": 0.01},
+    "hot": {"top_p": 0.99, "temperature": 3.0},
+    "temperature 0": {"temperature": 0.0},
+}
+
+
+def make_params(batch, device, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1, step=0):
+    def full(value, dtype):
+        return torch.full((batch,), value, dtype=dtype, device=device)
+
+    return reference.SamplingParams(
+        full(temperature, torch.float32),
+        full(top_k, torch.int32),
+        full(top_p, torch.float32),
+        full(min_p, torch.float32),
+        torch.arange(seed, seed + batch, device=device),
+        full(step, torch.int64),
+    )
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["top_k first", "top_p first"])
+@pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_probabilities(device, dtype, filters, first):
+    logits = (randn(2, 2, 50) * 3).to(dtype).to(device)
+    params = make_params(2, device, **filters)
+    out, expected = sampling.probabilities(logits, params, first), reference.probabilities(logits, params, first)
+    assert torch.equal(out > 0, expected > 0)
+    torch.testing.assert_close(out, expected, rtol=2e-5, atol=1e-7)
+    assert not torch.allclose(torch.zeros_like(expected), expected, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 17, 2500, 128256] if CUDA else [1, 2, 17, 2500])
+@pytest.mark.parametrize("std", [0.3, 4.0])
+def test_probabilities_of_every_size(device, vocabulary, std):
+    """The kept set is the reference's unless a token lies within rounding of the boundary."""
+    logits = (randn(1, 2, vocabulary) * std).bfloat16().to(device)
+    params = make_params(1, device, top_p=0.9)
+    out = sampling.probabilities(logits, params)
+    exact = torch.softmax(logits.double(), -1)
+    better = (exact[0, :, None, :] * (logits[0, :, None, :] > logits[0, :, :, None])).sum(-1)[None] if (
+        vocabulary < 3000
+    ) else None  # fmt: skip
+    if better is not None:
+        assert (out > 0)[better < 0.9 - 1e-5].all()
+        assert not (out > 0)[better > 0.9 + 1e-5].any()
+    torch.testing.assert_close(out.sum(-1), torch.ones_like(out[..., 0]), rtol=1e-5, atol=0)
+    assert 0.9 - 1e-5 <= exact[out > 0].sum() / 2
+
+
+def test_ties_are_kept_together(device):
+    logits = torch.tensor([[[2.0, 1.0, 1.0, 1.0, -0.0, 0.0, -3.0, float("-inf")]]], device=device)
+    for filters, kept in (({"top_k": 2}, 4), ({"top_p": 0.6}, 4), ({"top_k": 5}, 6), ({"top_k": 8}, 7)):
+        params = make_params(1, device, **filters)
+        out = sampling.probabilities(logits, params)
+        assert (out > 0).sum() == kept, filters
+        torch.testing.assert_close(out, reference.probabilities(logits, params))
+    same = torch.full((1, 1, 40), 1.5, device=device)
+    assert (sampling.probabilities(same, make_params(1, device, top_k=3, top_p=0.1)) > 0).all()
+
+
+def test_parameters_are_per_sequence(device):
+    logits = randn(3, 2, 40).to(device) * 3
+    params = make_params(3, device)
+    params.temperature.copy_(torch.tensor([1.0, 0.5, 2.0]))
+    params.top_k.copy_(torch.tensor([0, 3, 0]))
+    params.top_p.copy_(torch.tensor([0.5, 1.0, 1.0]))
+    out = sampling.probabilities(logits, params)
+    torch.testing.assert_close(out, reference.probabilities(logits, params), rtol=2e-5, atol=1e-7)
+    alone = [
+        sampling.probabilities(
+            logits[b : b + 1], reference.SamplingParams(*(value[b : b + 1].clone() for value in params))
+        )
+        for b in range(3)
+    ]
+    assert torch.equal(out, torch.cat(alone))  # the batch leaves no trace
+
+
+def test_strided_logits(device):
+    logits = randn(2, 3, 80).to(device)[:, ::2, ::2]
+    params = make_params(2, device, top_p=0.8)
+    expected = reference.probabilities(logits, params)
+    torch.testing.assert_close(sampling.probabilities(logits, params), expected, rtol=2e-5, atol=1e-7)
+
+
+def test_rows_without_a_law_end(device):
+    logits = randn(1, 4, 40).to(device)
+    logits[0, 0, 3], logits[0, 1, 4], logits[0, 2] = float("nan"), float("inf"), float("-inf")
+    params = make_params(1, device, top_k=5, top_p=0.7, min_p=0.1)
+    out = sampling.probabilities(logits, params)
+    torch.testing.assert_close(out[:, 3], reference.probabilities(logits, params)[:, 3], rtol=2e-5, atol=1e-7)
+
+
+def test_uniform(device):
+    params = make_params(4, device, seed=3, step=5)
+    params.seed.copy_(torch.tensor([0, -1, 2**62 + 12345, 7]))
+    params.step.copy_(torch.tensor([0, 1, 2**40 + 3, 2**31]))
+    for count in (1, 61, 1500):
+        out = sampling.uniform(params, count)
+        assert torch.equal(out, reference.uniform(params, count))
+        assert ((out >= 0) & (out < 1)).all()
+
+
+def test_uniform_is_philox():
+    """Known answers of Philox 4x32-10 (Random123): counter and key of zeros give 6627e8d5 first."""
+    params = make_params(1, "cpu", seed=0, step=0)
+    assert reference.uniform(params, 1).item() == (0x6627E8D5 >> 8) * 2.0**-24
+
+
+@pytest.mark.parametrize("vocabulary", [1, 7, 5000, 128256] if CUDA else [1, 7, 5000])
+def test_sample(device, vocabulary):
+    probs = torch.rand(6, vocabulary, generator=torch.Generator().manual_seed(1))
+    probs[:, 1::3] = 0.0
+    probs[5] = 0.0
+    probs[5, vocabulary // 2] = 0.25
+    coins = torch.tensor([0.0, 1 - 2**-24, 0.3, 0.5, 0.9, 0.7])
+    assert torch.equal(sampling.sample(probs.to(device), coins.to(device)).cpu(), reference.sample(probs, coins))
+    strided = torch.stack((probs, torch.ones_like(probs)), dim=-1).to(device)[..., 0]
+    assert torch.equal(sampling.sample(strided, coins.to(device)).cpu(), reference.sample(probs, coins))
+
+
+def test_samples_follow_the_law(device):
+    batch = 200_000 if CUDA else 1000
+    probs = torch.tensor([0.5, 0.0, 0.2, 0.2, 0.1], device=device)
+    coins = reference.uniform(make_params(1, device), batch)[0]
+    drawn = sampling.sample(probs.expand(batch, -1), coins)
+    assert torch.equal(drawn, reference.sample(probs.expand(batch, -1), coins))
+    many = reference.uniform(make_params(1, device), 200_000)[0]
+    share = reference.sample(probs.expand(200_000, -1), many).bincount(minlength=5) / 200_000
+    assert (share - probs).abs().sum() / 2 < 0.01
+
+
+def test_same_bits_every_time(device):
+    logits, params = (randn(1, 3, 3000) * 2).to(device), make_params(1, device, top_k=100, top_p=0.9)
+    first = sampling.probabilities(logits, params)
+    assert all(torch.equal(first, sampling.probabilities(logits, params)) for _ in range(3 if CUDA else 1))
+
+
+@pytest.mark.parametrize("module", [sampling, reference], ids=["kernel", "reference"])
+def test_refusals(device, module):
+    params, logits = make_params(2, device), torch.zeros(2, 3, 8, device=device)
+    bad = [
+        (logits[0], params),
+        (logits.double(), params),
+        (logits[:1], params),
+        (logits, params._replace(top_k=params.top_k.long())),
+        (logits, params._replace(seed=params.seed[:1])),
+        (logits.to("meta"), params),
+    ]
+    for arguments in bad:
+        with pytest.raises(ValueError, match="probabilities"):
+            module.probabilities(*arguments)
+    with pytest.raises(ValueError, match="uniform"):
+        module.uniform(params, 0)
+    for probs, coin in ((logits[0], torch.zeros(2, device=device)), (logits[0].half(), torch.zeros(3, device=device))):
+        with pytest.raises(ValueError, match="sample"):
+            module.sample(probs, coin)
+
+
+def test_keys_order_like_floats():
+    """What the search stands on: ordered keys for every dtype, and back."""
+    assert set(laws._KEY_SHIFT) == {torch.bfloat16, torch.float16, torch.float32}
+    for dtype, shift in laws._KEY_SHIFT.items():
+        values = torch.cat((randn(200).to(dtype).float(), torch.tensor([0.0, 1e-7, -1e-7, 65504.0]))).to(dtype).float()
+        values = torch.cat((values, torch.tensor([float("inf"), float("-inf")]))).sort().values
+        bits = values.view(torch.int32)
+        keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> shift
+        assert ((values[1:] > values[:-1]) == (keys[1:] > keys[:-1]))[values[1:] != values[:-1]].all()
+        wide = keys << shift
+        back = torch.where(keys >= 0, wide, (wide | ((1 << shift) - 1)) ^ 0x7FFFFFFF).view(torch.float32)
+        assert torch.equal(back, values)

@@ -1,0 +1,226 @@
+"""Top-k, beam expansion and tree building: the kernels against the reference."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle_triton import tree_decoding
+from eagle_triton.reference import tree_decoding as reference
+from eagle_triton.reference.attention import ancestor_matrix
+
+CUDA = torch.cuda.is_available()
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def grown(batch, k, widths, seed=0, quantum=None):
+    """Candidates, scores and beam slots as drafting leaves them; `quantum` rounds scores, for ties."""
+    source = generator(seed)
+
+    def draw(*shape):
+        values = -torch.randn(*shape, generator=source).abs()
+        return values if quantum is None else (values / quantum).round() * quantum
+
+    level, scores, slots, start, first = draw(batch, k), [], [], 0, 0
+    for width in (*widths, 0):
+        scores.append(level)
+        if not width:
+            break
+        chosen = level.sort(dim=-1, descending=True, stable=True).indices[:, :width]
+        slots.append(chosen + start)
+        start, first = k * (1 + first), first + width
+        level = (level.gather(1, chosen)[:, :, None] + draw(batch, width, k)).flatten(1)
+    scores = torch.cat(scores, dim=1)
+    slots = torch.cat(slots, dim=1) if slots else torch.zeros(batch, 0, dtype=torch.int64)
+    return torch.randint(1000, scores.shape, generator=source), scores, slots
+
+
+def assert_same(out, expected):
+    for value, other in zip(out, expected, strict=True):
+        assert value.dtype == other.dtype
+        assert torch.equal(value.cpu(), other)
+
+
+TOP_K = [(1, 1, 1), (3, 7, 7), (2, 513, 10), (4, 1500, 33), (2, 70, 64)]
+TOP_K += [(10, 32000, 10), (3, 128256, 64), (2, 151936, 8)] if CUDA else []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "vocabulary", "k"), TOP_K)
+def test_topk(device, rows, vocabulary, k, dtype):
+    logits = (3 * torch.randn(rows, vocabulary, generator=generator())).to(dtype)
+    values, tokens = tree_decoding.topk(logits.to(device), k)
+    expected, indices = reference.topk(logits, k)
+    assert torch.equal(tokens.cpu(), indices)
+    torch.testing.assert_close(values.cpu(), expected, rtol=1e-6, atol=1e-5)
+    assert not torch.allclose(torch.zeros_like(expected), expected, atol=1e-5) or vocabulary == 1
+
+
+def test_topk_ties_and_values_out_of_range(device):
+    logits = torch.randn(7, 600, generator=generator()).round()
+    logits[1], logits[2], logits[2, 1::2] = float("-inf"), 0.0, -0.0
+    logits[3, 5], logits[4, 9], logits[5, 3:] = float("nan"), float("inf"), float("-inf")
+    values, tokens = tree_decoding.topk(logits.to(device), 10)
+    expected, indices = reference.topk(logits, 10)
+    assert torch.equal(tokens.cpu(), indices)
+    torch.testing.assert_close(values.cpu(), expected, rtol=1e-6, atol=1e-5)
+
+
+def test_topk_strides_offsets_and_wide_k(device):
+    logits = torch.randn(3, 400, generator=generator()).to(device)
+    offsets = torch.randint(1000, (200,), generator=generator()).to(device)
+    for view in (logits[:, ::2], logits.view(6, 200)[::2]):
+        expected, indices = reference.topk(view, 5, offsets=offsets)
+        values, tokens = tree_decoding.topk(view, 5, offsets=offsets)
+        assert torch.equal(tokens, indices)
+        torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-5)
+    assert torch.equal(tree_decoding.topk(logits, 100)[1], reference.topk(logits, 100)[1])
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["best", "fixed"])
+@pytest.mark.parametrize(
+    ("batch", "nodes", "k", "width", "words"),
+    [(1, 1, 10, 10, 2), (2, 10, 10, 10, 2), (3, 4, 5, 3, 1), (2, 3, 3, 0, 1), (2, 33, 32, 32, 3)],
+)
+def test_expand_beam(device, batch, nodes, k, width, words, fixed):
+    source = generator()
+    scores = torch.randn(batch, nodes, generator=source).round()
+    log_probs = torch.randn(batch, nodes, k, generator=source).round()
+    ancestors = torch.randint(-(2**62), 2**62, (batch, nodes, words), generator=source)
+    selected = torch.randperm(nodes * k, generator=source)[:width] if fixed else None
+    expected = reference.expand_beam(scores, log_probs, ancestors, 3, width, selected)
+    moved = None if selected is None else selected.to(device)
+    out = tree_decoding.expand_beam(scores.to(device), log_probs.to(device), ancestors.to(device), 3, width, moved)
+    assert_same(out, expected)
+
+
+def test_expand_beam_takes_nan_as_the_worst(device):
+    log_probs = torch.tensor([[[float("nan"), -1.0, float("-inf"), -2.0]]], device=device)
+    zeros = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
+    for module in (tree_decoding, reference):
+        _, chosen, _ = module.expand_beam(torch.zeros(1, 1, device=device), log_probs, zeros, 0, 4)
+        assert chosen.tolist() == [[1, 3, 0, 2]]
+
+
+def test_expand_beam_strides(device):
+    scores, log_probs = torch.randn(4, 6, device=device).t()[:3, ::2], torch.randn(3, 4, 4, device=device)[:, ::2, ::2]
+    ancestors = torch.ones(3, 2, 3, dtype=torch.int64, device=device)[..., :2]
+    expected = reference.expand_beam(scores, log_probs, ancestors, 0, 3)
+    assert_same(tree_decoding.expand_beam(scores, log_probs, ancestors, 0, 3), [value.cpu() for value in expected])
+
+
+BUILD = [(1, 3, (2,)), (2, 1, (1,)), (7, 3, (3, 3)), (26, 4, (4,) * 4), (60, 10, (10,) * 7), (64, 10, (10,) * 7)]
+BUILD += [(65, 10, (10,) * 7), (130, 10, (10,) * 13), (4, 1, (1, 1, 1)), (8, 8, ()), (101, 10, (10,))]
+
+
+@pytest.mark.parametrize("quantum", [None, 0.5], ids=["distinct", "ties"])
+@pytest.mark.parametrize(("nodes", "k", "widths"), BUILD, ids=[f"N={case[0]} K={case[1]}" for case in BUILD])
+def test_build_tree(device, nodes, k, widths, quantum):
+    candidates, scores, slots = grown(2, k, widths, nodes, quantum)
+    root = torch.tensor([5, 6])
+    expected = reference.build_tree(root, candidates, scores, slots, nodes, k)
+    moved = [value.to(device) for value in (root, candidates, scores, slots)]
+    assert_same(tree_decoding.build_tree(*moved, nodes, k), expected)
+    place = tuple(torch.full_like(value, 77, device=device) for value in expected)
+    assert tree_decoding.build_tree(*moved, nodes, k, out=place) is place
+    assert_same(place, expected)
+
+
+def check_tree(tokens, parents, depths, ancestors, depth):
+    """A tree is closed under parents, children come after parents, and masks follow the links."""
+    nodes = tokens.shape[1]
+    matrix = ancestor_matrix(ancestors, nodes)
+    for b in range(len(tokens)):
+        assert parents[b, 0] == -1 and depths[b, 0] == 0
+        for i in range(nodes):
+            line, node = set(), i
+            while node >= 0:
+                assert node == 0 or parents[b, node] < node
+                line.add(node)
+                node = int(parents[b, node])
+            assert depths[b, i] == len(line) - 1 <= depth
+            assert set(matrix[b, i].nonzero().flatten().tolist()) == line
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_build_tree_of_any_scores(data):
+    device = "cuda" if CUDA else "cpu"
+    k, levels = data.draw(st.integers(1, 6)), data.draw(st.integers(0, 4))
+    widths = tuple(data.draw(st.integers(1, k if level == 0 else k)) for level in range(levels))
+    count = k * (1 + sum(widths))
+    nodes = data.draw(st.integers(1, count + 1))
+    quantum = data.draw(st.sampled_from([None, 0.25, 2.0]))
+    candidates, scores, slots = grown(2, k, widths, data.draw(st.integers(0, 1000)), quantum)
+    root = torch.tensor([1, 2])
+    expected = reference.build_tree(root, candidates, scores, slots, nodes, k)
+    check_tree(*expected, levels + 1)
+    moved = [value.to(device) for value in (root, candidates, scores, slots)]
+    assert_same(tree_decoding.build_tree(*moved, nodes, k), expected)
+
+
+def test_build_tree_takes_nan_and_minus_infinity_as_the_worst(device):
+    candidates, scores, slots = grown(1, 3, (3,))
+    scores[0, 2], scores[0, 9:] = float("nan"), float("-inf")
+    slots[0] = torch.tensor([0, 1, 2])
+    root = torch.zeros(1, dtype=torch.int64)
+    expected = reference.build_tree(root, candidates, scores, slots, 9, 3)
+    assert_same(
+        tree_decoding.build_tree(*(value.to(device) for value in (root, candidates, scores, slots)), 9, 3), expected
+    )
+    check_tree(*expected, 2)
+
+
+def test_build_fixed_tree(device):
+    from eagle_triton.tree_spec import TreeSpec
+
+    spec = TreeSpec.fixed([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]])
+    candidates = torch.arange(spec.candidates).repeat(2, 1) + 100
+    slots = torch.tensor(spec.beam_candidates).expand(2, -1)
+    selected = torch.tensor(spec.selected)
+    scores, root = torch.zeros(2, spec.candidates), torch.tensor([1, 2])
+    expected = reference.build_tree(root, candidates, scores, slots, spec.nodes, spec.top_k, selected)
+    moved = [value.to(device) for value in (root, candidates, scores, slots)]
+    assert_same(tree_decoding.build_tree(*moved, spec.nodes, spec.top_k, selected.to(device)), expected)
+    assert expected[1][0].tolist() == [-1, 0, 0, 1, 1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("module", [tree_decoding, reference], ids=["kernel", "reference"])
+def test_refusals(device, module):
+    logits = torch.zeros(2, 5, device=device)
+    for arguments in ((logits, 0), (logits, 6)):
+        with pytest.raises(ValueError, match="topk: k must be in"):
+            module.topk(*arguments)
+    with pytest.raises(ValueError, match="offsets"):
+        module.topk(logits, 2, offsets=torch.zeros(4, dtype=torch.int64, device=device))
+    if module is tree_decoding:
+        with pytest.raises(ValueError, match="logits"):
+            module.topk(logits.double(), 2)
+    scores, log_probs = torch.zeros(2, 3, device=device), torch.zeros(2, 3, 4, device=device)
+    words = torch.zeros(2, 3, 1, dtype=torch.int64, device=device)
+    for arguments in (
+        (scores[:1], log_probs, words, 0, 2),
+        (scores, log_probs.half(), words, 0, 2),
+        (scores, log_probs, words.int(), 0, 2),
+        (scores, log_probs, words, 0, 13),
+        (scores, log_probs, words, 60, 5),
+        (scores, log_probs, words, 0, 2, torch.zeros(3, dtype=torch.int64, device=device)),
+    ):
+        with pytest.raises(ValueError, match="expand_beam"):
+            module.expand_beam(*arguments)
+    candidates, scores, slots = (value.to(device) for value in grown(2, 3, (3,)))
+    root = torch.zeros(2, dtype=torch.int64, device=device)
+    for arguments in (
+        (root, candidates, scores, slots, 14, 3),
+        (root[:1], candidates, scores, slots, 5, 3),
+        (root, candidates.int(), scores, slots, 5, 3),
+        (root, candidates, scores.double(), slots, 5, 3),
+        (root, candidates, scores, slots, 5, 3, root),
+        (root.to("meta"), candidates, scores, slots, 5, 3),
+    ):
+        with pytest.raises(ValueError, match="build_tree"):
+            module.build_tree(*arguments)

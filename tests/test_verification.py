@@ -1,0 +1,251 @@
+"""Verification: the kernels against the reference, and the sampled walk against the law it must follow."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle_triton import verification
+from eagle_triton.reference import sampling
+from eagle_triton.reference import verification as reference
+
+CUDA = torch.cuda.is_available()
+SIZES = [(1, 11, 0), (7, 50, 3), (26, 300, 5), (60, 40, 8), (64, 30, 6), (65, 100, 8)]
+SIZES += [(60, 128256, 8), (64, 32000, 8)] if CUDA else []
+
+
+def make_params(batch, device, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1):
+    def full(value, dtype):
+        return torch.full((batch,), value, dtype=dtype, device=device)
+
+    return sampling.SamplingParams(
+        full(temperature, torch.float32),
+        full(top_k, torch.int32),
+        full(top_p, torch.float32),
+        full(min_p, torch.float32),
+        torch.arange(seed, seed + batch, device=device),
+        full(3, torch.int64),
+    )
+
+
+def random_tree(batch, nodes, depth, source):
+    """Parents of random trees: a parent's index is below its child's, no node deeper than `depth`."""
+    parents = torch.full((batch, nodes), -1, dtype=torch.int32)
+    depths = torch.zeros(batch, nodes, dtype=torch.int64)
+    for b in range(batch):
+        for i in range(1, nodes):
+            open_nodes = (depths[b, :i] < depth).nonzero().flatten()
+            parent = open_nodes[torch.randint(len(open_nodes), (), generator=source)]
+            parents[b, i], depths[b, i] = parent, depths[b, parent] + 1
+    return parents
+
+
+def fill(parents, likely, vocabulary, source, share=0.6):
+    """Tokens, many of them what the target says after the parent."""
+    tokens = torch.randint(vocabulary, parents.shape, generator=source)
+    follow = likely.cpu().gather(1, parents.clamp(min=0).long())
+    return torch.where(torch.rand(parents.shape, generator=source) < share, follow, tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("nodes", "vocabulary", "depth"), SIZES)
+def test_greedy(device, nodes, vocabulary, depth, dtype):
+    source = torch.Generator().manual_seed(nodes)
+    logits = (2 * torch.randn(2, nodes, vocabulary, generator=source)).round().to(dtype).to(device)  # many ties
+    parents = random_tree(2, nodes, max(depth, 1), source)
+    tokens = fill(parents, logits.argmax(-1), vocabulary, source).to(device)
+    nan = torch.ones(2, dtype=torch.bool, device=device)
+    out = verification.verify_greedy(logits, tokens, parents.to(device), depth, nan=nan)
+    for value, other in zip(out, reference.verify_greedy(logits, tokens, parents.to(device), depth), strict=True):
+        assert value.dtype == other.dtype and torch.equal(value, other)
+    assert not nan.any()
+
+
+def test_greedy_with_nan_and_infinity(device):
+    logits = torch.randn(4, 3, 40, generator=torch.Generator().manual_seed(0)).to(device)
+    logits[0, 1, 7], logits[1, 0, 9], logits[2, 0] = float("nan"), float("inf"), float("-inf")
+    logits[3, 0, 5], logits[3, 0, 30] = float("inf"), float("nan")
+    tokens = torch.tensor([[1, 7, 2], [1, 9, 3], [1, 0, 2], [1, 30, 5]], device=device)
+    parents = torch.tensor([[-1, 0, 1]] * 4, dtype=torch.int32, device=device)
+    flags = [torch.zeros(4, dtype=torch.bool, device=device) for _ in range(2)]
+    out = verification.verify_greedy(logits, tokens, parents, 2, nan=flags[0])
+    expected = reference.verify_greedy(logits, tokens, parents, 2, nan=flags[1])
+    assert all(torch.equal(value, other) for value, other in zip(out, expected, strict=True))
+    assert flags[0].tolist() == flags[1].tolist() == [True, False, False, True]
+
+
+def test_strided_logits_and_tree(device):
+    source = torch.Generator().manual_seed(2)
+    logits = torch.randn(3, 10, 60, generator=source).to(device)[:, ::2, ::2]
+    parents = random_tree(3, 5, 3, source)
+    tokens = fill(parents, logits.argmax(-1), 30, source)
+    wide = [torch.stack((value, value), dim=-1).to(device)[..., 0] for value in (tokens, parents)]
+    params = make_params(3, device)
+    for out, expected in (
+        (verification.verify_greedy(logits, *wide, 3), reference.verify_greedy(logits, *wide, 3)),
+        (verification.verify_sampling(logits, *wide, 3, params), reference.verify_sampling(logits, *wide, 3, params)),
+    ):
+        assert all(torch.equal(value, other) for value, other in zip(out, expected, strict=True))
+
+
+FILTERS = {
+    "plain": {},
+    "top_p": {"top_p": 0.9},
+    "everything": {"top_k": 6, "top_p": 0.9, "min_p": 0.05},
+    "greedy": {"temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
+@pytest.mark.parametrize(("nodes", "vocabulary", "depth"), SIZES)
+def test_sampling(device, nodes, vocabulary, depth, filters):
+    """Every coin is the reference's, so the walk is; the final token may differ by rounding at a boundary."""
+    source = torch.Generator().manual_seed(nodes)
+    batch = 3
+    logits = (2.5 * torch.randn(batch, nodes, vocabulary, generator=source)).to(device)
+    parents = random_tree(batch, nodes, max(depth, 1), source)
+    tokens = fill(parents, logits.argmax(-1), vocabulary, source).to(device)
+    params, nan = make_params(batch, device, **filters), torch.ones(batch, dtype=torch.bool, device=device)
+    arguments = (logits, tokens, parents.to(device), depth, params, nodes % 2 == 0)
+    path, accepted, next_token = verification.verify_sampling(*arguments, nan=nan)
+    expected = reference.verify_sampling(*arguments)
+    assert torch.equal(path, expected[0]) and torch.equal(accepted, expected[1])
+    assert (next_token != expected[2]).sum() <= (1 if vocabulary > 1000 else 0)
+    assert not nan.any()
+
+
+def test_sampling_mixes_greedy_and_sampled_sequences(device):
+    source = torch.Generator().manual_seed(5)
+    logits = torch.randn(4, 9, 30, generator=source).to(device)
+    parents = random_tree(4, 9, 4, source)
+    tokens, parents = fill(parents, logits.argmax(-1), 30, source).to(device), parents.to(device)
+    params = make_params(4, device)
+    params.temperature.copy_(torch.tensor([0.0, 1.0, 0.0, 0.5]))
+    out = verification.verify_sampling(logits, tokens, parents, 4, params)
+    expected = reference.verify_sampling(logits, tokens, parents, 4, params)
+    greedy = reference.verify_greedy(logits, tokens, parents, 4)
+    for value, other, argmax in zip(out, expected, greedy, strict=True):
+        assert torch.equal(value, other)
+        assert torch.equal(value[::2], argmax[::2])
+
+
+def test_siblings_that_share_a_token(device):
+    logits = torch.randn(1, 5, 4, generator=torch.Generator().manual_seed(1)).to(device).expand(60, -1, -1)
+    tokens = torch.tensor([[0, 2, 2, 1, 2]], device=device).expand(60, -1)
+    parents = torch.tensor([[-1, 0, 0, 0, 1]], dtype=torch.int32, device=device).expand(60, -1)
+    params = make_params(60, device)
+    out = verification.verify_sampling(logits, tokens, parents, 2, params)
+    expected = reference.verify_sampling(logits, tokens, parents, 2, params)
+    assert all(torch.equal(value, other) for value, other in zip(out, expected, strict=True))
+    assert not (out[0] == 2).any()
+
+
+def test_all_mass_refused_by_rounding(device):
+    """Children hold all mass, yet the coin passes their sum: the whole law is drawn from."""
+    logits = torch.tensor([[[0.0, 0.0, float("-inf")]] * 3], device=device)
+    tokens = torch.tensor([[2, 0, 1]], device=device)
+    parents = torch.tensor([[-1, 0, 0]], dtype=torch.int32, device=device)
+    out = verification.verify_sampling(logits, tokens, parents, 0, make_params(1, device))
+    expected = reference.verify_sampling(logits, tokens, parents, 0, make_params(1, device))
+    assert all(torch.equal(value, other) for value, other in zip(out, expected, strict=True))
+    assert out[2].item() in (0, 1)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 3}], ids=["plain", "top_p", "top_k"])
+def test_emitted_tokens_follow_the_law(device, filters):
+    """First and second emitted token against the exact law, on V = 6 (total variation < 0.01)."""
+    batch = 200_000
+    logits = torch.randn(1, 6, 6, generator=torch.Generator().manual_seed(4))
+    tokens, parents = torch.tensor([[0, 3, 1, 5, 0, 2]]), torch.tensor([[-1, 0, 0, 1, 1, 2]], dtype=torch.int32)
+    verify, where = (verification.verify_sampling, device) if CUDA else (reference.verify_sampling, "cpu")
+    arguments = [value.expand(batch, *value.shape[1:]).to(where) for value in (logits, tokens, parents)]
+    path, accepted, next_token = verify(*arguments, 2, make_params(batch, where, **filters))
+    law = sampling.probabilities(logits, make_params(1, "cpu", **filters))[0].to(where)
+    first = torch.where(accepted > 0, arguments[1].gather(1, path[:, 1:2].clamp(min=0).long())[:, 0], next_token)
+    assert (first.bincount(minlength=6) / batch - law[0]).abs().sum() / 2 < 0.01
+    for node, token in ((1, 3), (2, 1)):
+        if law[0, token] == 0:
+            continue
+        taken = path[:, 1] == node
+        second = torch.where(accepted > 1, arguments[1].gather(1, path[:, 2:3].clamp(min=0).long())[:, 0], next_token)
+        share = second[taken].bincount(minlength=6) / taken.sum()
+        assert (share - law[node]).abs().sum() / 2 < 0.01
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_any_tree(data):
+    device = "cuda" if CUDA else "cpu"
+    nodes, vocabulary = data.draw(st.integers(1, 33)), data.draw(st.integers(1, 20))
+    depth = data.draw(st.integers(0, 5))
+    source = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    logits = torch.randn(2, nodes, vocabulary, generator=source).to(device)
+    parents = random_tree(2, nodes, max(depth, 1), source)
+    tokens, parents = fill(parents, logits.argmax(-1), vocabulary, source, 0.8).to(device), parents.to(device)
+    params = make_params(2, device, top_p=data.draw(st.sampled_from([1.0, 0.7])), seed=data.draw(st.integers(0, 99)))
+    for out, expected in (
+        (
+            verification.verify_greedy(logits, tokens, parents, depth),
+            reference.verify_greedy(logits, tokens, parents, depth),
+        ),
+        (
+            verification.verify_sampling(logits, tokens, parents, depth, params),
+            reference.verify_sampling(logits, tokens, parents, depth, params),
+        ),
+    ):
+        assert all(torch.equal(value, other) for value, other in zip(out, expected, strict=True))
+        path, accepted, _ = out
+        for b in range(2):
+            count = int(accepted[b])
+            assert (path[b, count + 1 :] == -1).all() and path[b, 0] == 0
+            assert all(parents[b, path[b, i + 1]] == path[b, i] for i in range(count))
+
+
+def test_update_sequence(device):
+    source = torch.Generator().manual_seed(0)
+    sequence = torch.randint(99, (5, 20), generator=source)
+    lengths = torch.tensor([3, 0, 17, 5, 18], dtype=torch.int32)
+    tokens = torch.randint(99, (5, 7), generator=source)
+    path = torch.tensor([[0, 2, 5], [0, -1, -1], [0, 1, -1], [0, 3, -1], [0, -1, -1]], dtype=torch.int32)
+    accepted = torch.tensor([2, 0, 1, -1, 0], dtype=torch.int32)
+    next_token = torch.randint(99, (5,), generator=source)
+    expected, after = sequence.clone(), lengths + accepted + 1
+    for b in range(5):
+        emitted = [tokens[b, path[b, i + 1]] for i in range(accepted[b])] + [next_token[b]]
+        if accepted[b] >= 0:
+            for i, token in enumerate(emitted):
+                expected[b, lengths[b] + 1 + i] = token
+    for update, where in ((reference.update_sequence, "cpu"), (verification.update_sequence, device)):
+        moved = [value.clone().to(where) for value in (sequence, lengths, tokens, path, accepted, next_token)]
+        update(*moved)
+        assert torch.equal(moved[0].cpu(), expected)
+        assert torch.equal(moved[1].cpu(), after)
+
+
+@pytest.mark.parametrize("module", [verification, reference], ids=["kernel", "reference"])
+def test_refusals(device, module):
+    logits = torch.zeros(2, 3, 8, device=device)
+    tokens = torch.zeros(2, 3, dtype=torch.int64, device=device)
+    parents = torch.zeros(2, 3, dtype=torch.int32, device=device)
+    params = make_params(2, device)
+    bad = [
+        (logits[0], tokens, parents, 2),
+        (logits.double(), tokens, parents, 2),
+        (logits, tokens[:, :2], parents, 2),
+        (logits, tokens.int(), parents, 2),
+        (logits, tokens, parents.long(), 2),
+        (logits, tokens, parents, -1),
+        (logits, tokens.to("meta"), parents, 2),
+    ]
+    for arguments in bad:
+        with pytest.raises(ValueError, match="verify_greedy"):
+            module.verify_greedy(*arguments)
+        with pytest.raises(ValueError, match="verify_sampling"):
+            module.verify_sampling(*arguments, params)
+    with pytest.raises(ValueError, match="nan"):
+        module.verify_greedy(logits, tokens, parents, 2, nan=torch.zeros(3, dtype=torch.bool, device=device))
+    with pytest.raises(ValueError, match="temperature"):
+        module.verify_sampling(logits, tokens, parents, 2, params._replace(temperature=params.min_p.double()))
+    lengths = torch.zeros(2, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="update_sequence: path"):
+        module.update_sequence(tokens, lengths, tokens, tokens, lengths, tokens[:, 0])
