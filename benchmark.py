@@ -1,112 +1,127 @@
-"""Time a model as it is against the same model optimised, on the same prompts in one run.
+"""Time EAGLE decoding: the model as it is against the same model optimised, a decode step, or its single operations.
 
-python benchmark.py                                   the embedded checkpoint
+python benchmark.py                                      whole generations, on the embedded checkpoint
 python benchmark.py --model PATH --draft PATH --prompt "..." --max-length 200 --num-runs 5
+python benchmark.py step --shape llama-3.1-8b --context 512,2048 --batch 1,4,8 --output FILE.json --plot FILE.png
+python benchmark.py operations                           every kernel against the best of torch
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import statistics
 import sys
-from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
-import transformers
-from tqdm import tqdm
 
-from eagle_triton import EaModel, __version__
-from eagle_triton.comparison import Comparison, Run, compare
-from eagle_triton.demo import demo_prompts
+from benchmarks import generate, operations, step
+from benchmarks.plot import plot
+from benchmarks.record import Record, machine
+from eagle_triton.models.shapes import SHAPES
 
-
-@dataclass(frozen=True)
-class Row:
-    """Medians over the prompts of one variant."""
-
-    variant: str
-    tokens_per_second: float
-    ms_per_step: float
-    first_step_ms: float
-    tau: float
-
-    @staticmethod
-    def of(variant: str, runs: list[Run]) -> Row:
-        def median(name: str) -> float:
-            return statistics.median(getattr(run, name) for run in runs)
-
-        first = statistics.median(run.times[0] for run in runs) * 1e3
-        return Row(variant, median("tokens_per_second"), median("ms_per_step"), first, median("tau"))
+MODES = {"generate": generate, "step": step, "operations": operations}
 
 
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
-    dtype = getattr(torch, args.dtype)
-    model = EaModel.from_pretrained(args.model, args.draft, use_eagle3=not args.eagle1, dtype=dtype).to(args.device)
-    texts = [args.prompt] * args.num_runs if args.prompt else demo_prompts(args.num_runs)
-    prompts = [model.tokenizer(text, return_tensors="pt").input_ids for text in texts]
-    with tqdm(total=2 * len(prompts), desc="generations", disable=args.json, leave=False) as bar:
-        comparisons, _ = compare(model, prompts, args.max_length, args.temperature, progress=bar.update)
-    result = {
-        "rows": [
-            asdict(Row.of("original", [c.original for c in comparisons])),
-            asdict(Row.of("optimised", [c.optimised for c in comparisons])),
-        ],
-        "same_tokens": sum(c.same_tokens for c in comparisons) if args.temperature == 0 else None,
-        "prompts": len(prompts),
-        "new_tokens": args.max_length,
-        "temperature": args.temperature,
-        "machine": _machine(args.device, args.dtype),
-    }
-    print(json.dumps(result, indent=2) if args.json else _table(result, comparisons))
-    return 0
-
-
-def _machine(device: str, dtype: str) -> dict[str, str]:
-    cuda = torch.device(device).type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU",
-        "dtype": dtype,
-        "threads": str(torch.get_num_threads()),
-        "eagle_triton": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def _table(result: dict, comparisons: list[Comparison]) -> str:
-    original, optimised = result["rows"]
-    lines = [f"{'':12s}{'tokens/s':>10s}{'ms/step':>10s}{'first ms':>10s}{'tau':>7s}"]
-    for row in (original, optimised):
-        lines.append(
-            f"{row['variant']:12s}{row['tokens_per_second']:10.1f}{row['ms_per_step']:10.2f}"
-            f"{row['first_step_ms']:10.1f}{row['tau']:7.2f}"
-        )
-    lines.append(f"{'ratio':12s}{optimised['tokens_per_second'] / original['tokens_per_second']:9.2f}x")
-    if result["same_tokens"] is not None:
-        lines.append(f"same tokens: {result['same_tokens']} of {len(comparisons)} prompts")
-    lines.append(", ".join(result["machine"].values()))
-    return "\n".join(lines)
+    try:
+        rows, notes = MODES[args.mode].measure(args)
+    except (ValueError, FileNotFoundError) as error:  # of the model, the checkout or the options
+        print(f"benchmark.py: {error}", file=sys.stderr)
+        return 2
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    options = {name: value for name, value in options.items() if name not in ("mode", "json", "commit")}
+    record = Record(args.mode, machine(torch.device(args.device), args.commit), options, rows, notes)
+    if args.output:
+        args.output.write_text(record.json() + "\n", encoding="utf-8")
+    if args.csv:
+        record.write_csv(args.csv)
+    if args.plot:
+        plot(record, args.plot)
+    if args.json:
+        print(record.json())
+    else:
+        facts = ", ".join(f"{name} {value}" for name, value in record.machine.items() if value)
+        print("\n".join([MODES[args.mode].text(rows), "", *notes, facts]))
+    return 1 if any(note.startswith("FAIL") for note in notes) else 0
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="benchmark.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("mode", nargs="?", choices=MODES, default="generate", help="what to time (default: generate)")
     parser.add_argument("--model", default="demo", help="directory or hub id of the target (default: demo)")
     parser.add_argument("--draft", default=None, help="directory or hub id of the head (default: the demo's)")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead of a checkpoint")
     parser.add_argument("--eagle1", action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3")
     parser.add_argument("--prompt", default=None, help="one prompt, repeated (default: the demo's held-out ones)")
+    parser.add_argument("--context", type=_sizes, default=[], metavar="N[,N...]", help="random prompts of N tokens")
+    parser.add_argument("--batch", type=_sizes, default=[1], metavar="B[,B...]", help="sequences at a time (step mode)")
     parser.add_argument("--max-length", type=int, default=100, help="new tokens per prompt (default: 100)")
-    parser.add_argument("--num-runs", type=int, default=5, help="prompts, or repetitions of --prompt (default: 5)")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--num-runs", type=int, default=5, help="prompts, or repetitions (default: 5)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of generate mode (default: 0, greedy)")
+    parser.add_argument(
+        "--accept-length",
+        type=float,
+        metavar="X",
+        help="for timing only: accept X drafts per step, right or wrong",
+    )
+    parser.add_argument("--upstream", type=Path, metavar="PATH", help="checkout of SafeAILab/EAGLE, timed as well")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: see below")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the same JSON to a file")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows as CSV")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the figures")
+    parser.add_argument("--commit", help="what to record as the commit where git cannot tell")
+    parser.epilog = "dtype: float32; bfloat16 on a GPU for --shape and operations"
     args = parser.parse_args(argv)
+    _check(parser, args)
+    if args.dtype is None:
+        wide = args.device == "cpu" or (args.shape is None and args.mode != "operations")
+        args.dtype = "float32" if wide else "bfloat16"
+    if args.mode == "generate" and args.shape and not args.context:
+        args.context = [512 if args.device != "cpu" else 64]
+    return args
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.max_length < 1 or args.num_runs < 1:
         parser.error("--max-length and --num-runs must be at least 1")
-    return args
+    if not args.temperature >= 0:
+        parser.error(f"--temperature must be at least 0, got {args.temperature}")
+    if args.accept_length is not None and not 0 <= args.accept_length < 1000:
+        parser.error(f"--accept-length must be at least 0, got {args.accept_length}")
+    if args.mode != "step" and args.batch != [1]:
+        parser.error("--batch is for step mode: the original decodes one sequence at a time")
+    if args.shape and (args.model != "demo" or args.draft or args.prompt):
+        parser.error("--shape builds the model and random prompts: no --model, --draft or --prompt with it")
+    if args.context and args.prompt:
+        parser.error("--context makes random prompts: no --prompt with it")
+    try:
+        device = torch.device(args.device)
+    except RuntimeError:
+        parser.error(f"--device must be cpu or cuda, got {args.device!r}")
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        parser.error(f"--device {args.device} is not available here")
+    for path in (args.output, args.csv, args.plot):
+        if path and not path.absolute().parent.is_dir():
+            parser.error(f"{path.absolute().parent} is no directory")
+
+
+def _sizes(text: str) -> list[int]:
+    """Positive integers, separated by commas."""
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"expected positive integers separated by commas, got {text!r}")
+    return sizes
 
 
 if __name__ == "__main__":

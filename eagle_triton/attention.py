@@ -120,10 +120,30 @@ def _fold(acc, top, total, scores, v, scale_log2, MASKED: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q, cache_desc, k_row, v_row, k_ptr, v_ptr, bits_ptr, node, row_ok, length, capacity, first, last,
-    scale_log2, window,
-    D: tl.constexpr, STRIDE_T: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    q,
+    cache_desc,
+    k_row,
+    v_row,
+    k_ptr,
+    v_ptr,
+    bits_ptr,
+    node,
+    row_ok,
+    length,
+    capacity,
+    first,
+    last,
+    scale_log2,
+    window,
+    D: tl.constexpr,
+    STRIDE_T: tl.constexpr,
+    WORDS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Rows `q` over the cache rows first .. last: their normalised output [BLOCK_M, BLOCK_D] and log2 denominator.
 
@@ -200,13 +220,43 @@ def _attend(
 
 @triton.jit
 def _tree_attention_kernel(
-    q_ptr, cache_ptr, cache_desc, lengths_ptr, ancestors_ptr, out_ptr, partial_ptr, lse_ptr,
-    stride_qb, stride_qn, stride_qh, stride_ckv, stride_cb, stride_ch,
-    stride_ab, stride_an, stride_ob, stride_on, stride_oh,
-    nodes, capacity, scale_log2, window,
-    D: tl.constexpr, STRIDE_T: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, WORDS: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    q_ptr,
+    cache_ptr,
+    cache_desc,
+    lengths_ptr,
+    ancestors_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_ckv,
+    stride_cb,
+    stride_ch,
+    stride_ab,
+    stride_an,
+    stride_ob,
+    stride_on,
+    stride_oh,
+    nodes,
+    capacity,
+    scale_log2,
+    window,
+    D: tl.constexpr,
+    STRIDE_T: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    TMA: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Grid (row blocks, SPLITS, B * Hkv): a program attends BLOCK_M rows of one head over one split of the keys."""
     split, sequence, head = tl.program_id(1), tl.program_id(2) // HEADS, tl.program_id(2) % HEADS
@@ -239,9 +289,30 @@ def _tree_attention_kernel(
     if WORDS:
         bits_ptr = ancestors_ptr + batch * stride_ab + node * stride_an
     acc, lse = _attend(
-        q, cache_desc, k_row, v_row, k_ptr, k_ptr + stride_ckv, bits_ptr, node, row_ok,
-        length, capacity, first, last, scale_log2, window,
-        D, STRIDE_T, WORDS, WINDOW, TMA, BLOCK_M, BLOCK_N, BLOCK_T, BLOCK_D,
+        q,
+        cache_desc,
+        k_row,
+        v_row,
+        k_ptr,
+        k_ptr + stride_ckv,
+        bits_ptr,
+        node,
+        row_ok,
+        length,
+        capacity,
+        first,
+        last,
+        scale_log2,
+        window,
+        D,
+        STRIDE_T,
+        WORDS,
+        WINDOW,
+        TMA,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_T,
+        BLOCK_D,
     )
     if SPLITS == 1:
         o_offset = node * stride_on + query_head * stride_oh
@@ -255,10 +326,28 @@ def _tree_attention_kernel(
 
 @triton.jit
 def _merge_kernel(
-    partial_ptr, lse_ptr, lengths_ptr, out_ptr, stride_ob, stride_on, stride_oh, nodes, capacity, window,
-    D: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    partial_ptr,
+    lse_ptr,
+    lengths_ptr,
+    out_ptr,
+    stride_ob,
+    stride_on,
+    stride_oh,
+    nodes,
+    capacity,
+    window,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Grid (row blocks, B * Hkv): a program sums the splits of BLOCK_R rows, weighted by their denominators."""
     head, rows = tl.program_id(1) % HEADS, nodes * GROUP
@@ -312,11 +401,11 @@ def settings_for(
     """The launch settings for `rows` = N * G query rows per key/value head; of the batch size they know nothing.
 
     `capability` is that of a CUDA device, None elsewhere. Measured on an H200 (bf16, 32/8 heads, d 128, B 1, graph
-    replay over caches larger than L2): attention kernel plus merge, timed apart and with block_t 32, µs for 60 nodes
-    at 512 / 2048 / 32768 keys. 64 x 64, 4 warps: 5 splits 11.3, 8 splits 12.1 / 16.8 / 79 (3 stages, descriptors; 102
-    with 2 stages); 128 x 64, 8 warps: 13.1 / 17 / 86; 128 x 128, 8 warps: 18.2 / 81; 256 x 64, 8 warps: 27 / 96.
-    Descriptors cost 1 µs at the start of a launch and save 15 % of a long one. A tile with new keys takes 0.9 µs
-    whatever its height: block_t 64 instead of 32 saves 0.9. 10 nodes, 16 splits: 8.5 / 12; 1 node: 9 / 13 / 41.
+    replay over caches larger than L2), both kernels together, µs at 512 / 2048 / 32768 keys: 60 nodes, 64 x 64, 8
+    splits 9.8 / 14.3 / 75 (without descriptors 74.8, with 2 stages 101, with 4 or 16 splits 9.9 / 14.2 / 96 and
+    11.1 / 19.0 / 81); 128 x 128, 8 warps - / - / 77.5. 10 nodes, 16 / 32 / 32 splits: 7.8 / 10.9 / 43; 1 node: 6.3 /
+    8.9 / 40; 8 causal nodes: 7.2 / 10.2 / 41. Dependent launch (pdl 2) takes 0.3 µs off at 60 nodes, 0.6 at 10 and
+    0.9 at 8. A tile with new keys takes 0.9 µs whatever its height, so block_t 64 beats 32.
     """
     hopper = capability is not None and capability[0] in (9, 10)
     num_stages = 3 if hopper else 2
@@ -336,7 +425,14 @@ def settings_for(
         splits = max(1, min(programs, capacity // block_n, 32))
     few_rows = rows <= 64
     return Settings(
-        block_m, block_n, splits, 1 if few_rows else 2, 4, num_stages, min(block_n, 64),
+        block_m,
+        block_n,
+        splits,
+        1 if few_rows else 2,
+        4,
+        num_stages,
+        min(block_n, 64),
+        pdl=2 if hopper else 0,
         tma=hopper and capacity > 4096 and rows > 16 and dtype != torch.float32,
     )
 
@@ -381,7 +477,12 @@ def _check_kernel_limits(q: Tensor, cache: Tensor, lengths: Tensor, ancestors: T
 
 
 def _launch(
-    q: Tensor, cache: Tensor, lengths: Tensor, ancestors: Tensor | None, scale: float, sliding_window: int | None,
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor | None,
+    scale: float,
+    sliding_window: int | None,
     use: Settings,
 ) -> Tensor:
     batch, nodes, heads, width = q.shape
@@ -400,24 +501,60 @@ def _launch(
     desc = TensorDescriptor.from_tensor(cache.view(-1, width), [use.block_n, block_d]) if tma else None
     pdl = use.pdl if use.splits > 1 else 0
     shared = {
-        "D": width, "GROUP": group, "HEADS": kv_heads, "WORDS": 0 if ancestors is None else ancestors.shape[-1],
-        "WINDOW": sliding_window is not None, "SPLITS": use.splits, "MIN_TILES": use.min_tiles, "PDL": pdl,
-        "BLOCK_N": use.block_n, "BLOCK_D": block_d,
+        "D": width,
+        "GROUP": group,
+        "HEADS": kv_heads,
+        "WORDS": 0 if ancestors is None else ancestors.shape[-1],
+        "WINDOW": sliding_window is not None,
+        "SPLITS": use.splits,
+        "MIN_TILES": use.min_tiles,
+        "PDL": pdl,
+        "BLOCK_N": use.block_n,
+        "BLOCK_D": block_d,
     }
     _tree_attention_kernel[triton.cdiv(rows, use.block_m), use.splits, batch * kv_heads](
-        q, cache, desc, lengths, ancestors, out, partial, lse,
-        *q.stride()[:3], *cache.stride()[:3], *((0, 0) if ancestors is None else ancestors.stride()[:2]),
-        *out.stride()[:3], nodes, capacity, scale * math.log2(math.e), sliding_window or 0,
-        **shared, STRIDE_T=cache.stride(3), TMA=tma, BLOCK_M=use.block_m, BLOCK_T=use.block_t,
-        num_warps=use.num_warps, num_stages=use.num_stages,
-        **({"launch_pdl": True} if pdl == 2 else {}), **({"maxnreg": use.maxnreg} if use.maxnreg else {}),
+        q,
+        cache,
+        desc,
+        lengths,
+        ancestors,
+        out,
+        partial,
+        lse,
+        *q.stride()[:3],
+        *cache.stride()[:3],
+        *((0, 0) if ancestors is None else ancestors.stride()[:2]),
+        *out.stride()[:3],
+        nodes,
+        capacity,
+        scale * math.log2(math.e),
+        sliding_window or 0,
+        **shared,
+        STRIDE_T=cache.stride(3),
+        TMA=tma,
+        BLOCK_M=use.block_m,
+        BLOCK_T=use.block_t,
+        num_warps=use.num_warps,
+        num_stages=use.num_stages,
+        **({"launch_pdl": True} if pdl == 2 else {}),
+        **({"maxnreg": use.maxnreg} if use.maxnreg else {}),
     )
     if use.splits > 1:
         # One warp and one row (two for narrow heads) per program: no sum crosses threads. 4 warps took 7 µs, this 2.5.
         block_r = max(1, 128 // block_d)
         _merge_kernel[triton.cdiv(rows, block_r), batch * kv_heads](
-            partial, lse, lengths, out, *out.stride()[:3], nodes, capacity, sliding_window or 0,
-            **shared, BLOCK_R=block_r, BLOCK_S=triton.next_power_of_2(use.splits), num_warps=1,
+            partial,
+            lse,
+            lengths,
+            out,
+            *out.stride()[:3],
+            nodes,
+            capacity,
+            sliding_window or 0,
+            **shared,
+            BLOCK_R=block_r,
+            BLOCK_S=triton.next_power_of_2(use.splits),
+            num_warps=1,
             **({"launch_pdl": True} if pdl else {}),
         )
     return out

@@ -36,10 +36,26 @@ def _plane(index, sequences, heads):
 
 @triton.jit
 def _append_kernel(
-    cache_ptr, new_ptr, lengths_ptr,
-    stride_cl, stride_cs, stride_cb, stride_ch, stride_ct, stride_nl, stride_ns, stride_nb, stride_nt, stride_nh,
-    sequences, heads, count, capacity,
-    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    cache_ptr,
+    new_ptr,
+    lengths_ptr,
+    stride_cl,
+    stride_cs,
+    stride_cb,
+    stride_ch,
+    stride_ct,
+    stride_nl,
+    stride_ns,
+    stride_nb,
+    stride_nt,
+    stride_nh,
+    sequences,
+    heads,
+    count,
+    capacity,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Grid (planes, row blocks): a program writes BLOCK_R new rows of one plane."""
     stack, sequence, head = _plane(tl.program_id(0), sequences, heads)
@@ -57,9 +73,22 @@ def _append_kernel(
 
 @triton.jit
 def _gather_kernel(
-    cache_ptr, rows_ptr, out_ptr,
-    stride_cl, stride_cs, stride_cb, stride_ch, stride_ct, stride_rb, sequences, heads, count, capacity,
-    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    cache_ptr,
+    rows_ptr,
+    out_ptr,
+    stride_cl,
+    stride_cs,
+    stride_cb,
+    stride_ch,
+    stride_ct,
+    stride_rb,
+    sequences,
+    heads,
+    count,
+    capacity,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Grid (planes, row blocks): a program copies BLOCK_R rows of one plane; out is contiguous."""
     stack, sequence, head = _plane(tl.program_id(0), sequences, heads)
@@ -76,8 +105,16 @@ def _gather_kernel(
 
 @triton.jit
 def _commit_plane(
-    plane_ptr, stride_ct, length, path_ptr, accepted, steps, capacity,
-    D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    plane_ptr,
+    stride_ct,
+    length,
+    path_ptr,
+    accepted,
+    steps,
+    capacity,
+    D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Move the accepted rows of one plane. All rows are read before any is written: they may overlap."""
     step = tl.arange(0, BLOCK_P)
@@ -94,9 +131,23 @@ def _commit_plane(
 
 @triton.jit
 def _commit_kernel(
-    cache_ptr, lengths_ptr, path_ptr, accepted_ptr,
-    stride_cl, stride_cs, stride_cb, stride_ch, stride_ct, stride_pb, sequences, heads, steps, capacity,
-    D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    cache_ptr,
+    lengths_ptr,
+    path_ptr,
+    accepted_ptr,
+    stride_cl,
+    stride_cs,
+    stride_cb,
+    stride_ch,
+    stride_ct,
+    stride_pb,
+    sequences,
+    heads,
+    steps,
+    capacity,
+    D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Grid (planes,): a program moves the accepted rows of one plane."""
     stack, sequence, head = _plane(tl.program_id(0), sequences, heads)
@@ -120,8 +171,18 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor) -> None:
         return
     block_r = min(16, triton.next_power_of_2(count))
     _append_kernel[planes, triton.cdiv(count, block_r)](
-        cache, new, lengths, *cache.stride()[:5], *new.stride()[:5], *cache.shape[2:4], count, cache.shape[4],
-        D=width, BLOCK_R=block_r, BLOCK_D=triton.next_power_of_2(width), num_warps=_WARPS,
+        cache,
+        new,
+        lengths,
+        *cache.stride()[:5],
+        *new.stride()[:5],
+        *cache.shape[2:4],
+        count,
+        cache.shape[4],
+        D=width,
+        BLOCK_R=block_r,
+        BLOCK_D=triton.next_power_of_2(width),
+        num_warps=_WARPS,
     )
 
 
@@ -138,8 +199,18 @@ def gather(cache: Tensor, rows: Tensor) -> Tensor:
     if out.numel():
         block_r = min(16, triton.next_power_of_2(count))
         _gather_kernel[planes, triton.cdiv(count, block_r)](
-            cache, rows, out, *cache.stride()[:5], rows.stride(0), *cache.shape[2:4], count, cache.shape[4],
-            D=width, BLOCK_R=block_r, BLOCK_D=triton.next_power_of_2(width), num_warps=_WARPS,
+            cache,
+            rows,
+            out,
+            *cache.stride()[:5],
+            rows.stride(0),
+            *cache.shape[2:4],
+            count,
+            cache.shape[4],
+            D=width,
+            BLOCK_R=block_r,
+            BLOCK_D=triton.next_power_of_2(width),
+            num_warps=_WARPS,
         )
     return out
 
@@ -157,8 +228,18 @@ def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor) -> No
     if not planes * steps:
         return
     _commit_kernel[(planes,)](
-        cache, lengths, path, accepted, *cache.stride()[:5], path.stride(0), *cache.shape[2:4], steps,
-        cache.shape[4], D=width, BLOCK_P=triton.next_power_of_2(steps), BLOCK_D=triton.next_power_of_2(width),
+        cache,
+        lengths,
+        path,
+        accepted,
+        *cache.stride()[:5],
+        path.stride(0),
+        *cache.shape[2:4],
+        steps,
+        cache.shape[4],
+        D=width,
+        BLOCK_P=triton.next_power_of_2(steps),
+        BLOCK_D=triton.next_power_of_2(width),
         num_warps=_WARPS,
     )
 

@@ -122,13 +122,14 @@ def scan_kernel(
     part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
     index = part[:, None] * PART + tl.arange(0, PART)[None, :]
     inside = index < vocabulary
-    x = tl.load(x_ptr + row * stride_xr + index * stride_xv, mask=inside, other=float("-inf")).to(tl.float32)
-    nan = x != x
-    y = tl.where(nan, float("inf"), x)
+    place_x = x_ptr + row * stride_xr + index * stride_xv
+    x = tl.load(place_x, mask=inside, other=float("-inf")).to(tl.float32)
+    y = tl.where(x == x, x, float("inf"))
     peak = tl.max(y, 1)
     place = tl.min(tl.where(y == peak[:, None], index, _NOWHERE), 1)
-    if tl.max(peak, 0) == float("inf"):
-        first_nan = tl.min(tl.where(nan, index, _NOWHERE), 1)
+    if tl.max(peak, 0) == float("inf"):  # rare: which was it? Read again rather than keep registers for it
+        again = tl.load(place_x, mask=inside, other=0.0).to(tl.float32)
+        first_nan = tl.min(tl.where(again != again, index, _NOWHERE), 1)
         peak = tl.where(first_nan < _NOWHERE, float("nan"), peak)
         place = tl.where(first_nan < _NOWHERE, first_nan, place)
     parts = tl.cdiv(vocabulary, PART)

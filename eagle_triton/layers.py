@@ -48,8 +48,18 @@ def normalise(x, eps, size: tl.constexpr):
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, residual_ptr, out_ptr, total_ptr, stride_xs, stride_xm, stride_rm, eps,
-    size: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    x_ptr,
+    weight_ptr,
+    residual_ptr,
+    out_ptr,
+    total_ptr,
+    stride_xs,
+    stride_xm,
+    stride_rm,
+    eps,
+    size: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """Grid (rows,): one program per row."""
     row = tl.program_id(0).to(tl.int64)
@@ -84,8 +94,19 @@ def cos_sin(angle):
 
 @triton.jit
 def rotate_heads(
-    x_ptr, norm_ptr, heads, head_limit, stride_s, stride_h, cos, sin, eps,
-    half: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
+    x_ptr,
+    norm_ptr,
+    heads,
+    head_limit,
+    stride_s,
+    stride_h,
+    cos,
+    sin,
+    eps,
+    half: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """Heads heads .. heads + HEADS of one row, normed where `norm_ptr` is given, rotated: (first, second) halves."""
     offs_h = heads + tl.arange(0, HEADS)
@@ -104,12 +125,43 @@ def rotate_heads(
 
 @triton.jit
 def _rotary_append_kernel(
-    q_ptr, k_ptr, v_ptr, cache_ptr, first_row_ptr, positions_ptr, inv_freq_ptr, q_norm_ptr, k_norm_ptr, out_ptr,
-    stride_s, stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-    stride_cs, stride_cb, stride_ch, stride_ct, stride_fb, stride_pb, stride_pn,
-    num_nodes, capacity, scaling, eps,
-    num_kv_heads: tl.constexpr, group: tl.constexpr, half: tl.constexpr,
-    HALF: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cache_ptr,
+    first_row_ptr,
+    positions_ptr,
+    inv_freq_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    out_ptr,
+    stride_s,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_cs,
+    stride_cb,
+    stride_ch,
+    stride_ct,
+    stride_fb,
+    stride_pb,
+    stride_pn,
+    num_nodes,
+    capacity,
+    scaling,
+    eps,
+    num_kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    half: tl.constexpr,
+    HALF: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """Grid (N, Hkv, B): one program rotates the query heads of a group, and its key, and appends key and value."""
     node, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -121,8 +173,19 @@ def _rotary_append_kernel(
     cos, sin = (cos * scaling)[None, :], (sin * scaling)[None, :]
 
     first, second = rotate_heads(
-        q_ptr + batch * stride_qb + node * stride_qn + head * group * stride_qh, q_norm_ptr, 0, group, stride_s,
-        stride_qh, cos, sin, eps, half, HALF, GROUP, SPLITS,
+        q_ptr + batch * stride_qb + node * stride_qn + head * group * stride_qh,
+        q_norm_ptr,
+        0,
+        group,
+        stride_s,
+        stride_qh,
+        cos,
+        sin,
+        eps,
+        half,
+        HALF,
+        GROUP,
+        SPLITS,
     )
     offs_g = tl.arange(0, GROUP)
     mask = (offs_g < group)[:, None] & in_half[None, :]
@@ -134,8 +197,19 @@ def _rotary_append_kernel(
     row = tl.load(first_row_ptr + batch * stride_fb).to(tl.int64) + node
     fits = (row >= 0) & (row < capacity)
     key_first, key_second = rotate_heads(
-        k_ptr + batch * stride_kb + node * stride_kn, k_norm_ptr, head, num_kv_heads, stride_s, stride_kh,
-        cos, sin, eps, half, HALF, 1, SPLITS,
+        k_ptr + batch * stride_kb + node * stride_kn,
+        k_norm_ptr,
+        head,
+        num_kv_heads,
+        stride_s,
+        stride_kh,
+        cos,
+        sin,
+        eps,
+        half,
+        HALF,
+        1,
+        SPLITS,
     )
     mask = in_half[None, :] & fits
     kind = cache_ptr.dtype.element_ty
@@ -148,9 +222,7 @@ def _rotary_append_kernel(
 
 
 @triton.jit
-def _swiglu_kernel(
-    gate_ptr, up_ptr, out_ptr, stride_gm, stride_um, size, BLOCK: tl.constexpr
-):
+def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, stride_gm, stride_um, size, BLOCK: tl.constexpr):
     """Grid (blocks of a row, rows)."""
     row = tl.program_id(1).to(tl.int64)
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -183,8 +255,18 @@ def rms_norm(
             rows, splits, stride_split = _contiguous_rows(x), 1, 0
         block = triton.next_power_of_2(size)
         _rms_norm_kernel[(count,)](
-            rows, weight.contiguous(), others, out, total, stride_split, rows.stride(-2),
-            0 if others is None else others.stride(0), eps, size, block, splits,
+            rows,
+            weight.contiguous(),
+            others,
+            out,
+            total,
+            stride_split,
+            rows.stride(-2),
+            0 if others is None else others.stride(0),
+            eps,
+            size,
+            block,
+            splits,
             num_warps=min(max(block // 512, 1), 16),
         )
     return out if residual is None else (out, total)
@@ -225,11 +307,34 @@ def rotary_append(
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     if out.numel():
         _rotary_append_kernel[(count, num_kv_heads, batch)](
-            q, k, v, cache, first_row, positions, inv_freq.contiguous(),
-            None if q_norm is None else q_norm.contiguous(), None if k_norm is None else k_norm.contiguous(), out,
-            stride_split, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *cache.stride()[:4], first_row.stride(0),
-            *positions.stride(), count, cache.shape[3], attention_scaling, eps, num_kv_heads, group, dim // 2,
-            triton.next_power_of_2(dim // 2), triton.next_power_of_2(group), splits, num_warps=1,
+            q,
+            k,
+            v,
+            cache,
+            first_row,
+            positions,
+            inv_freq.contiguous(),
+            None if q_norm is None else q_norm.contiguous(),
+            None if k_norm is None else k_norm.contiguous(),
+            out,
+            stride_split,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *cache.stride()[:4],
+            first_row.stride(0),
+            *positions.stride(),
+            count,
+            cache.shape[3],
+            attention_scaling,
+            eps,
+            num_kv_heads,
+            group,
+            dim // 2,
+            triton.next_power_of_2(dim // 2),
+            triton.next_power_of_2(group),
+            splits,
+            num_warps=1,
         )
     return out
 
@@ -254,4 +359,3 @@ def _contiguous_rows(x: Tensor) -> Tensor:
     """x as [rows, H], each row contiguous."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
-

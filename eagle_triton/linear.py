@@ -78,8 +78,18 @@ def add_bias(acc, bias_ptr, col, cols, BLOCK_N: tl.constexpr, SWAP: tl.constexpr
 
 @triton.jit
 def store_tile(
-    acc, residual_ptr, out_ptr, row, col, rows, cols, stride_rm, stride_om,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr,
+    acc,
+    residual_ptr,
+    out_ptr,
+    row,
+    col,
+    rows,
+    cols,
+    stride_rm,
+    stride_om,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SWAP: tl.constexpr,
 ):
     """Add the residual, round, and store the tile at (row, col)."""
     if SWAP:
@@ -116,10 +126,33 @@ def join_splits(acc, partials_ptr, arrivals_ptr, slot, split, SPLITS: tl.constex
 
 @triton.jit
 def product_tile(
-    x_ptr, x_desc, w_ptr, w_desc, bias_ptr, residual_ptr, out_ptr, partials_ptr, arrivals_ptr,
-    row, col, slot, split, rows, cols, depth, stride_xm, stride_wn, stride_rm, stride_om,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    SWAP: tl.constexpr, EVEN_K: tl.constexpr, DEFERRED: tl.constexpr,
+    x_ptr,
+    x_desc,
+    w_ptr,
+    w_desc,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    partials_ptr,
+    arrivals_ptr,
+    row,
+    col,
+    slot,
+    split,
+    rows,
+    cols,
+    depth,
+    stride_xm,
+    stride_wn,
+    stride_rm,
+    stride_om,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    DEFERRED: tl.constexpr,
 ):
     """One split of one [BLOCK_M, BLOCK_N] tile of x @ w.T. The bias goes with the first split."""
     steps = tl.cdiv(depth, BLOCK_K)
@@ -145,11 +178,39 @@ def product_tile(
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
-    x_ptr, w0_ptr, w1_ptr, w2_ptr, x_desc, w0_desc, w1_desc, w2_desc, bias0_ptr, bias1_ptr, bias2_ptr,
-    residual_ptr, out_ptr, partials_ptr, arrivals_ptr,
-    rows, cols0, cols1, cols2, depth, stride_xm, stride_w0, stride_w1, stride_w2, stride_rm, stride_om,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    SWAP: tl.constexpr, EVEN_K: tl.constexpr, DEFERRED: tl.constexpr,
+    x_ptr,
+    w0_ptr,
+    w1_ptr,
+    w2_ptr,
+    x_desc,
+    w0_desc,
+    w1_desc,
+    w2_desc,
+    bias0_ptr,
+    bias1_ptr,
+    bias2_ptr,
+    residual_ptr,
+    out_ptr,
+    partials_ptr,
+    arrivals_ptr,
+    rows,
+    cols0,
+    cols1,
+    cols2,
+    depth,
+    stride_xm,
+    stride_w0,
+    stride_w1,
+    stride_w2,
+    stride_rm,
+    stride_om,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    DEFERRED: tl.constexpr,
 ):
     """Grid (column tiles of all weights, splits, row tiles); a program makes one split of one tile of one product.
 
@@ -177,18 +238,57 @@ def _linear_kernel(
             if bias_ptr is not None:
                 bias_ptr = bias1_ptr
     product_tile(
-        x_ptr, x_desc, w_ptr, w_desc, bias_ptr, residual_ptr, out_ptr, partials_ptr, arrivals_ptr,
-        tl.program_id(2) * BLOCK_M, tile * BLOCK_N, slot, split, rows, cols, depth,
-        stride_xm, stride_w, stride_rm, stride_om,
-        BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, SWAP, EVEN_K, DEFERRED,
+        x_ptr,
+        x_desc,
+        w_ptr,
+        w_desc,
+        bias_ptr,
+        residual_ptr,
+        out_ptr,
+        partials_ptr,
+        arrivals_ptr,
+        tl.program_id(2) * BLOCK_M,
+        tile * BLOCK_N,
+        slot,
+        split,
+        rows,
+        cols,
+        depth,
+        stride_xm,
+        stride_w,
+        stride_rm,
+        stride_om,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        SPLITS,
+        SWAP,
+        EVEN_K,
+        DEFERRED,
     )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_swiglu_kernel(
-    x_ptr, gate_ptr, up_ptr, x_desc, gate_desc, up_desc, out_ptr,
-    rows, cols, depth, stride_xm, stride_gate, stride_up, stride_om,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
+    x_ptr,
+    gate_ptr,
+    up_ptr,
+    x_desc,
+    gate_desc,
+    up_desc,
+    out_ptr,
+    rows,
+    cols,
+    depth,
+    stride_xm,
+    stride_gate,
+    stride_up,
+    stride_om,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN_K: tl.constexpr,
 ):
     """Grid (column tiles, row tiles); a program makes one tile of both products and multiplies them."""
     row, col = tl.program_id(1) * BLOCK_M, tl.program_id(0) * BLOCK_N
@@ -354,17 +454,37 @@ def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, *, settings: Settings | N
     if out.numel():
         block_m = _block_m(rows)
         _linear_swiglu_kernel[triton.cdiv(cols, settings.block_n), triton.cdiv(rows, block_m)](
-            matrix, gate, up, *_descriptors([matrix, gate, up], block_m, settings), out, rows, cols, depth,
-            matrix.stride(0), gate.stride(0), up.stride(0), out.stride(0),
-            block_m, settings.block_n, settings.block_k, settings.swap, depth % settings.block_k == 0,
-            num_warps=settings.warps, num_stages=settings.stages,
+            matrix,
+            gate,
+            up,
+            *_descriptors([matrix, gate, up], block_m, settings),
+            out,
+            rows,
+            cols,
+            depth,
+            matrix.stride(0),
+            gate.stride(0),
+            up.stride(0),
+            out.stride(0),
+            block_m,
+            settings.block_n,
+            settings.block_k,
+            settings.swap,
+            depth % settings.block_k == 0,
+            num_warps=settings.warps,
+            num_stages=settings.stages,
         )
     return out.view(*x.shape[:-1], cols)
 
 
 def _launch(
-    name: str, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], residual: Tensor | None,
-    deferred: bool, settings: Settings,
+    name: str,
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    residual: Tensor | None,
+    deferred: bool,
+    settings: Settings,
 ) -> Tensor | Partials:
     """One launch of `_linear_kernel` for up to three weights: [..., N of all weights]."""
     matrix = _matrix(name, x, weights)
@@ -393,13 +513,35 @@ def _launch(
             partials = x.new_empty(tiles * settings.splits * block_m * settings.block_n, dtype=torch.float32)
             arrivals = _arrivals(x.device, tiles)
         _linear_kernel[grid](
-            matrix, *weights, *absent, *_descriptors([matrix, *weights], block_m, settings), *absent, *biases, *absent,
-            residual, out, partials, arrivals, rows, *cols, *(0 for _ in absent), depth,
-            matrix.stride(0), *(weight.stride(0) for weight in weights), *(0 for _ in absent),
-            0 if residual is None else residual.stride(0), out.stride(-2),
-            block_m, settings.block_n, settings.block_k, settings.splits,
-            settings.swap, depth % settings.block_k == 0, deferred,
-            num_warps=settings.warps, num_stages=settings.stages,
+            matrix,
+            *weights,
+            *absent,
+            *_descriptors([matrix, *weights], block_m, settings),
+            *absent,
+            *biases,
+            *absent,
+            residual,
+            out,
+            partials,
+            arrivals,
+            rows,
+            *cols,
+            *(0 for _ in absent),
+            depth,
+            matrix.stride(0),
+            *(weight.stride(0) for weight in weights),
+            *(0 for _ in absent),
+            0 if residual is None else residual.stride(0),
+            out.stride(-2),
+            block_m,
+            settings.block_n,
+            settings.block_k,
+            settings.splits,
+            settings.swap,
+            depth % settings.block_k == 0,
+            deferred,
+            num_warps=settings.warps,
+            num_stages=settings.stages,
         )
     return Partials(out.view(-1, *shape), x.dtype) if deferred else out.view(shape)
 

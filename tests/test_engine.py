@@ -87,7 +87,8 @@ def exact_law(model, prompt: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     tails = torch.tensor(list(itertools.product(range(vocabulary), repeat=2)))
     with torch.no_grad():
         logits = model.base_model(torch.cat((prompt.expand(len(tails), -1), tails), dim=1)).logits[:, 2:]
-    params = SamplingParams(*(torch.zeros(len(tails), dtype=d) for d in (torch.float, torch.int, torch.float, torch.float, torch.long, torch.long)))  # fmt: skip
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
+    params = SamplingParams(*(torch.zeros(len(tails), dtype=dtype) for dtype in dtypes))
     sampling.fill(params)
     probs = probabilities(logits, params, sampling.top_p_first)
     first = probs[0, 0]

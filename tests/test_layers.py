@@ -50,7 +50,8 @@ def test_rms_norm_reads_rows_where_they_lie(device):
     big[:, 3:67], big[:, 100:164] = x, residual
     for out, expected in zip(
         kernels.rms_norm(big[:, 3:67], weight, 1e-6, big[:, 100:164]),
-        kernels.rms_norm(x, weight, 1e-6, residual), strict=True,
+        kernels.rms_norm(x, weight, 1e-6, residual),
+        strict=True,
     ):
         assert torch.equal(out, expected)
 

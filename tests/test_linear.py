@@ -167,9 +167,7 @@ def test_strided_operands_and_poisoned_surroundings(device, settings):
     big_w = torch.full((50, 128), torch.nan, device=device, dtype=dtype)
     big_r = torch.full((6, 99), torch.nan, device=device, dtype=dtype)
     big_x[:, 32:128], big_w[1:49, 16:112], big_r[:, 3:51] = x, weight, residual
-    out = kernels.linear(
-        big_x[:, 32:128], big_w[1:49, 16:112], None, big_r[:, 3:51], settings=SETTINGS[settings]
-    )
+    out = kernels.linear(big_x[:, 32:128], big_w[1:49, 16:112], None, big_r[:, 3:51], settings=SETTINGS[settings])
     assert torch.equal(out, kernels.linear(x, weight, None, residual, settings=SETTINGS[settings]))
     turned = x.t().contiguous().t()
     assert torch.equal(kernels.linear(turned, weight, None, residual, settings=SETTINGS[settings]), out)

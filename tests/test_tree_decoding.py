@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from eagle_triton import tree_decoding
 from eagle_triton.reference import tree_decoding as reference
 from eagle_triton.reference.attention import ancestor_matrix
+from eagle_triton.tree_spec import TreeSpec
 
 CUDA = torch.cuda.is_available()
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -151,7 +152,7 @@ def check_tree(tokens, parents, depths, ancestors, depth):
 def test_build_tree_of_any_scores(data):
     device = "cuda" if CUDA else "cpu"
     k, levels = data.draw(st.integers(1, 6)), data.draw(st.integers(0, 4))
-    widths = tuple(data.draw(st.integers(1, k if level == 0 else k)) for level in range(levels))
+    widths = tuple(data.draw(st.integers(1, k)) for _ in range(levels))
     count = k * (1 + sum(widths))
     nodes = data.draw(st.integers(1, count + 1))
     quantum = data.draw(st.sampled_from([None, 0.25, 2.0]))
@@ -176,8 +177,6 @@ def test_build_tree_takes_nan_and_minus_infinity_as_the_worst(device):
 
 
 def test_build_fixed_tree(device):
-    from eagle_triton.tree_spec import TreeSpec
-
     spec = TreeSpec.fixed([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]])
     candidates = torch.arange(spec.candidates).repeat(2, 1) + 100
     slots = torch.tensor(spec.beam_candidates).expand(2, -1)

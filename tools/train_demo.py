@@ -100,9 +100,6 @@ class Recipe:
             raise ValueError("hidden_size must divide by num_heads, and num_heads by num_kv_heads")
 
 
-# ------------------------------------------------------------------------------------------------ target
-
-
 def shape_config(recipe: Recipe) -> dict:
     """The keys that the configs of the target and of both heads share, readable by old and new versions."""
     return {

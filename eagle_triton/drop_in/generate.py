@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.generate import generate as engine_generate
+from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.sampling import Sampling
 from eagle_triton.models.request import Request, make_generator
 from eagle_triton.patching import Seam

@@ -74,8 +74,15 @@ def check_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
 
 
 def check_rotary_append(
-    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, first_row: Tensor, positions: Tensor, inv_freq: Tensor,
-    q_norm: Tensor | None, k_norm: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: Tensor,
+    first_row: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
 ) -> None:
     """Raise ValueError unless these are operands of rotary_append."""
     name = "rotary_append"
@@ -122,9 +129,7 @@ def _check_alike(name: str, first: Tensor, *others: Tensor | None) -> None:
         raise ValueError(f"{name}: expected floating point tensors, got {first.dtype}")
     for other in others:
         if other is not None and (other.dtype != first.dtype or other.device != first.device):
-            raise ValueError(
-                f"{name}: expected {first.dtype} on {first.device}, got {other.dtype} on {other.device}"
-            )
+            raise ValueError(f"{name}: expected {first.dtype} on {first.device}, got {other.dtype} on {other.device}")
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

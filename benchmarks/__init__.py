@@ -1,0 +1,1 @@
+"""What benchmark.py runs: `generate`, `step` and `operations` measure, the rest builds models, times and records."""

@@ -1,0 +1,119 @@
+"""A fixed mean number of accepted drafts in place of verification's result: for timing only, the tokens mean nothing.
+
+The verification still runs, at its usual cost; then its path is replaced by the first drafts of the tree's deepest
+path, as many as the schedule says: step t accepts floor((t + 1) * mean) - floor(t * mean), or as many as there are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from eagle_triton import integration
+from eagle_triton.engine.operations import Operations
+from eagle_triton.models import ea_model
+
+WARNING = "ACCEPTED LENGTHS ARE FIXED (--accept-length {:g}): TIMES ONLY, THE TOKENS ARE MEANINGLESS"
+
+
+class FixedAcceptance(Operations):
+    """Operations whose verifications accept by the schedule. Everything stays on the device, so that graphs work."""
+
+    def __init__(self, kernels: bool = False, mean: float = 0.0) -> None:
+        super().__init__(kernels)
+        self._mean = mean
+        self._steps: dict[tuple[int, torch.device], Tensor] = {}
+        self.verify_greedy = self._fixed(self.verify_greedy)
+        self.verify_sampling = self._fixed(self.verify_sampling)
+
+    def _fixed(self, verify: Callable) -> Callable:
+        @functools.wraps(verify)
+        def call(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, *args: Any, **kwargs: Any) -> tuple:
+            path, accepted, next_token = verify(logits, tokens, parents, depth, *args, **kwargs)
+            if depth:
+                path, accepted = deepest_path(parents, depth, self._scheduled(len(tokens), tokens.device))
+            return path, accepted, next_token
+
+        return call
+
+    def _scheduled(self, batch: int, device: torch.device) -> Tensor:
+        """How many drafts each sequence accepts now, [B] int64; sequences stand at different steps of the schedule."""
+        step = self._steps.setdefault((batch, device), torch.arange(batch, device=device))
+        step += 1
+        return (step * self._mean).floor().long() - ((step - 1) * self._mean).floor().long()
+
+
+def deepest_path(parents: Tensor, depth: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The first `wanted` [B] drafts on the way to the last node, which is one of the deepest; parents [B, N] int32.
+
+    Returns path [B, D + 1] int32 and accepted [B] int32 as verify_greedy does.
+    """
+    above = parents.clamp(min=0).long()
+    nodes = [torch.full_like(above[:, :1], parents.shape[1] - 1)]
+    for _ in range(depth):
+        nodes.append(above.gather(1, nodes[-1]))
+    upwards = torch.cat(nodes, dim=1)  # the last node first, then its ancestors, then the root again and again
+    reached = (upwards > 0).sum(1)
+    accepted = torch.minimum(wanted, reached)
+    step = torch.arange(depth + 1, device=parents.device)
+    downwards = upwards.gather(1, (reached[:, None] - step).clamp(min=0))
+    return torch.where(step <= accepted[:, None], downwards, -1).int(), accepted.int()
+
+
+@contextmanager
+def fixed_acceptance(mean: float | None, safeailab: ModuleType | None = None) -> Iterator[None]:
+    """While open, models optimised in it, our EaModel, and that of module `safeailab` accept `mean` drafts per step.
+
+    None changes nothing.
+    """
+    with ExitStack() as stack:
+        if mean is not None:
+            operations = functools.partial(FixedAcceptance, mean=mean)
+            stack.enter_context(patch.object(integration, "Operations", operations))
+            stack.enter_context(patch.object(ea_model, "verify_tree", _fixed_walk(ea_model.verify_tree, mean)))
+            if safeailab is not None:
+                posterior = _fixed_posterior(safeailab.evaluate_posterior, mean)
+                stack.enter_context(patch.object(safeailab, "evaluate_posterior", posterior))
+        yield
+
+
+def _schedule(mean: float) -> Iterator[int]:
+    done = 0
+    while True:
+        done += 1
+        yield int(done * mean) - int((done - 1) * mean)
+
+
+def _fixed_walk(verify: Callable, mean: float) -> Callable:
+    """Our EaModel's verify_tree."""
+    schedule = _schedule(mean)
+
+    def call(tokens: Tensor, children: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list[int], Tensor]:
+        _, root = verify(tokens, children, *args, **kwargs)
+        parent = {child: node for node, below in enumerate(children) for child in below}
+        path = [len(tokens) - 1]
+        while path[-1]:
+            path.append(parent[path[-1]])
+        return path[::-1][: next(schedule) + 1], root
+
+    return call
+
+
+def _fixed_posterior(evaluate: Callable, mean: float) -> Callable:
+    """SafeAILab's evaluate_posterior; a row of `candidates` is a path from the root, padded with -1."""
+    schedule = _schedule(mean)
+
+    def call(logits: Tensor, candidates: Tensor, processor: Any) -> tuple[Tensor, int, Tensor]:
+        _, _, law = evaluate(logits, candidates, processor)
+        lengths = (candidates >= 0).sum(1) - 1
+        best = lengths.argmax()
+        return best, min(next(schedule), int(lengths[best])), law
+
+    return call

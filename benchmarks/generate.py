@@ -1,0 +1,116 @@
+"""Whole generations: the original against the optimised model, on the same prompts."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks import models
+from benchmarks.acceptance import WARNING, fixed_acceptance
+from benchmarks.record import table
+from benchmarks.timing import copy_bandwidth, synchronise
+from eagle_triton import EaModel, optimize_eagle_with_triton
+from eagle_triton.adapters import native
+from eagle_triton.comparison import Run, accepted_histogram, decode_all
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Generations of one model: medians over the prompts, and the accepted lengths of all their steps."""
+
+    name: str
+    runs: list[Run]
+    memory_gib: float | None  # peak, None on a CPU
+
+    def row(self, floor_ms: float) -> dict[str, Any]:
+        def median(values: Any) -> float:
+            return statistics.median(values)
+
+        ms = median(run.ms_per_step for run in self.runs)
+        return {
+            "variant": self.name,
+            "tokens_per_second": median(run.tokens_per_second for run in self.runs),
+            "ms_per_step": ms,
+            "first_token_ms": median(run.times[0] for run in self.runs) * 1e3,
+            "tau": sum(run.new_tokens for run in self.runs) / sum(len(run.lengths) for run in self.runs),
+            "accepted": accepted_histogram(self.runs),
+            "memory_gib": self.memory_gib,
+            "floor_ms": floor_ms,
+            "floor_share": floor_ms / ms,
+        }
+
+
+def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows of the original, the optimised, and with --upstream SafeAILab's model; and notes."""
+    module = models.import_safeailab(args.upstream) if args.upstream else None
+    model = models.load(args)
+    view, draft = native.read(model)
+    floor_ms = models.weight_bytes(view, draft, draft.read_tree()) / copy_bandwidth(view.device) * 1e3
+    with fixed_acceptance(args.accept_length, module):
+        variants = _variants(args, model, module)
+    rows = [variant.row(floor_ms) for variant in variants]
+    return rows, _notes(args, variants)
+
+
+def _variants(args: argparse.Namespace, model: EaModel, module: ModuleType | None) -> list[Variant]:
+    prompts = models.prompts(model, args)
+    total = len(prompts) * (2 + bool(module))
+    with tqdm(total=total, desc="generations", disable=args.json, leave=False) as bar:
+
+        def run(name: str, subject: Any) -> Variant:
+            _reset_peak(model.device)
+            runs = decode_all(subject, prompts, args.max_length, args.temperature, bar.update)
+            return Variant(name, runs, _peak(model.device))
+
+        variants = [run("original", model)]
+        with optimize_eagle_with_triton(model)[1]:
+            variants.append(run("optimised", model))
+        if module is not None:
+            variants.append(run("SafeAILab", models.safeailab_model(module, model)))
+    return variants
+
+
+def _notes(args: argparse.Namespace, variants: list[Variant]) -> list[str]:
+    original, optimised, *others = variants
+    notes = []
+    if args.accept_length is not None:
+        notes.append(WARNING.format(args.accept_length))
+    elif args.temperature == 0:
+        for other in (optimised, *others):
+            same = sum(a.tokens == b.tokens for a, b in zip(original.runs, other.runs, strict=True))
+            notes.append(f"same tokens, original and {other.name}: {same} of {len(original.runs)} prompts")
+    for other in (original, *others):
+        ratio = statistics.median(r.ms_per_step for r in other.runs) / statistics.median(
+            r.ms_per_step for r in optimised.runs
+        )
+        notes.append(f"a step of the optimised model is {ratio:.2f} x as fast as one of {other.name}")
+    return notes
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table, and the histograms of accepted lengths below it."""
+    keys = ("variant", "tokens_per_second", "ms_per_step", "first_token_ms", "tau", "memory_gib", "floor_ms")
+    headers = ("", "tokens/s", "ms/step", "first token ms", "tau", "peak GiB", "floor ms", "of floor")
+    cells = [[*(row[key] for key in keys), f"{row['floor_share']:.1%}"] for row in rows]
+    lines = [table(headers, cells), "", "steps by drafts accepted:"]
+    for row in rows:
+        counts = ", ".join(f"{accepted}: {count}" for accepted, count in row["accepted"].items())
+        lines.append(f"  {row['variant']:10s} {counts}")
+    return "\n".join(lines)
+
+
+def _reset_peak(device: torch.device) -> None:
+    synchronise(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peak(device: torch.device) -> float | None:
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None

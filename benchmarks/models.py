@@ -1,0 +1,137 @@
+"""The models and prompts that are measured: ours, and SafeAILab/EAGLE's around the same weights."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor, nn
+
+from eagle_triton import EaModel
+from eagle_triton.adapters.view import MLP, DraftView, Layer, ModelView, Projection
+from eagle_triton.demo import demo_prompts
+from eagle_triton.models.shapes import random_model
+from eagle_triton.tree_spec import TreeSpec
+
+_ALIAS = "safeailab_eagle"  # an installed eagle-llm would be called `eagle` too
+
+
+def load(args: argparse.Namespace) -> EaModel:
+    """The model that the options ask for."""
+    dtype = getattr(torch, args.dtype)
+    if args.shape is None:
+        return EaModel.from_pretrained(args.model, args.draft, use_eagle3=not args.eagle1, dtype=dtype).to(args.device)
+    model = random_model(args.shape, not args.eagle1, args.device, dtype)
+    if args.accept_length is not None:  # a random head is sure of nothing, so its trees are flat: make it sure
+        with torch.no_grad():
+            (model.ea_layer.lm_head if model.use_eagle3 else model.base_model.lm_head).weight.mul_(20)
+    return model
+
+
+def random_prompts(model: EaModel, count: int, length: int) -> list[Tensor]:
+    """Token ids [1, length] each, the same in every run."""
+    generator = torch.Generator().manual_seed(length)
+    return list(torch.randint(model.vocab_size, (count, 1, length), generator=generator))
+
+
+def prompts(model: EaModel, args: argparse.Namespace) -> list[Tensor]:
+    """What generate mode decodes: random tokens of each --context, or texts."""
+    if args.context or model.tokenizer is None:
+        return [prompt for length in args.context for prompt in random_prompts(model, args.num_runs, length)]
+    texts = [args.prompt] * args.num_runs if args.prompt else demo_prompts(args.num_runs)
+    return [model.tokenizer(text, return_tensors="pt").input_ids for text in texts]
+
+
+def weight_bytes(view: ModelView, draft: DraftView, spec: TreeSpec) -> int:
+    """Bytes of weights that one decode step must read: the target once, the head once for each of its passes."""
+    target = _layers_bytes(view.layers) + _bytes(view.head)
+    if not spec.drafts:
+        return target
+    passes = 1 + len(spec.beam_widths)
+    feature_passes = 1 if draft.kind == "eagle3" else passes  # EAGLE-3 projects the target's features only
+    return target + passes * (_layers_bytes(draft.layers) + _bytes(draft.head)) + feature_passes * _bytes(draft.fc)
+
+
+def _layers_bytes(layers: tuple[Layer, ...]) -> int:
+    total = 0
+    for layer in layers:
+        attention, mlp = layer.attention, layer.mlp or MLP()
+        parts = (attention.q, attention.k, attention.v, attention.o, mlp.gate, mlp.up, mlp.down)
+        total += sum(_bytes(part) for part in parts)
+    return total
+
+
+def _bytes(projection: Projection | None) -> int:
+    weight = None if projection is None else projection.weight
+    return 0 if weight is None else weight.numel() * weight.element_size()
+
+
+def import_safeailab(checkout: Path) -> ModuleType:
+    """The module eagle.model.ea_model of a checkout. Raises ValueError that says what is needed."""
+    if not (checkout / "eagle" / "model" / "ea_model.py").is_file():
+        raise ValueError(
+            f"--upstream: {checkout} is no checkout of SafeAILab/EAGLE (it has no eagle/model/ea_model.py)"
+        )
+    package = sys.modules.setdefault(_ALIAS, ModuleType(_ALIAS))
+    package.__path__ = [str(checkout / "eagle")]
+    try:
+        return importlib.import_module(f"{_ALIAS}.model.ea_model")
+    except ImportError as error:
+        raise ValueError(
+            "--upstream: SafeAILab/EAGLE imports under transformers 4.53.x only, this is "
+            f"{transformers.__version__} ({error})"
+        ) from error
+
+
+def safeailab_model(module: ModuleType, model: EaModel) -> nn.Module:
+    """SafeAILab's EaModel around the very weights of `model`. Raises ValueError unless that is a Llama."""
+    config = model.config
+    if config.model_type != "llama":
+        raise ValueError(f"--upstream: the target must be a Llama, got {config.model_type}")
+    config = transformers.LlamaConfig(**{**config.to_dict(), "pretraining_tp": 1})
+    llama = importlib.import_module(f"{_ALIAS}.model.modeling_llama_kv")
+    ours, head = model.base_model, model.ea_layer
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(ours.dtype)
+    try:
+        with torch.device(model.device), tempfile.TemporaryDirectory() as folder:
+            base = llama.LlamaForCausalLM(config)
+            _write_parts(Path(folder), model, config)
+            built = module.EaModel(
+                model.use_eagle3, base, folder, f"{folder}/head.json", head.total_tokens + 1, head.depth, head.top_k,
+                1.0, {},
+            )  # fmt: skip
+    finally:
+        torch.set_default_dtype(default)
+    for part, source in ((base, ours), (built.ea_layer, head)):
+        missing, unknown = part.load_state_dict(source.state_dict(), strict=False, assign=True)
+        lost = [name for name in (*missing, *unknown) if "rotary" not in name and name != "t2d"]
+        if lost:
+            raise ValueError(f"--upstream: weights that do not fit SafeAILab's EaModel: {', '.join(lost)}")
+    return built.eval()
+
+
+def _write_parts(folder: Path, model: EaModel, config: Any) -> None:
+    """What the constructor reads from disk: a tokenizer, the target's configuration and embedding, the head's."""
+    words = Tokenizer(WordLevel({"word": 0}, unk_token="word"))
+    tokenizer = model.tokenizer or transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="word")
+    tokenizer.save_pretrained(folder)
+    config.save_pretrained(folder)
+    name = "model.embed_tokens.weight"
+    save_file({name: model.ea_layer.embed_tokens.weight.detach().cpu()}, folder / "model.safetensors")
+    index = {"weight_map": {name: "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    head = dict(model.ea_layer.config.to_dict(), model_type="llama", pretraining_tp=1, pad_token_id=0)
+    head.pop("target_hidden_size")
+    (folder / "head.json").write_text(json.dumps(head), encoding="utf-8")

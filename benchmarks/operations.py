@@ -1,0 +1,616 @@
+"""Every operation of a decode step against the best that torch offers for it, in the same run.
+
+A provider is timed only if its output agrees with the reference in fp32 on the same inputs: integers exactly, floating
+point to a relative error (2-norm) of 1e-2 in 16 bits, 1e-4 in fp32. Providers take turns over buffers that are together
+larger than the last cache where the operation's own data allow it; what stays in the cache here does so in a decode
+step too. Preparations that a torch user could make once (masks, concatenated weights, packed heads) are not timed.
+On a CPU the references stand in for the kernels, at toy sizes: that checks this program and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
+
+from benchmarks.record import table
+from benchmarks.timing import Quantiles, interleaved
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.state import capacity_bucket
+from eagle_triton.reference import attention, kv_cache, layers, sampling, tree_decoding, verification
+
+CACHE_BYTES = 2**28  # all buffers of one operation together: several times the L2 of any GPU
+MOST_SETS = 32  # layers of the 8b shape: as many distinct caches as a decode step goes through
+ROUNDS = {"cuda": 40, "cpu": 3}
+TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 1e-2, torch.float32: 1e-4}
+
+
+class Sizes(NamedTuple):
+    """The model whose operations are timed."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    width: int
+    vocab: int
+    draft_vocab: int
+    keys: tuple[int, ...]
+
+    @property
+    def qkv(self) -> tuple[int, int, int]:
+        return self.heads * self.width, self.kv_heads * self.width, self.kv_heads * self.width
+
+
+LLAMA_8B = Sizes(32, 4096, 14336, 32, 8, 128, 128256, 32000, (512, 2048, 32768))
+TOY = Sizes(2, 64, 128, 4, 2, 16, 512, 128, (64, 128))
+NODES, DEPTH, TOP_K = 60, 8, 10  # the tree of 60 nodes: eight passes of the head, ten candidates per node
+
+
+@dataclass(frozen=True)
+class Provider:
+    """Somebody who can do it. `finish` makes of its output and its arguments what is compared; it is not timed."""
+
+    name: str
+    call: Callable[..., Any]
+    finish: Callable[..., Any] = lambda out, *_: out
+    ours: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation at one size. `expected` computes in fp32; `moved` are the bytes that must be read and written.
+
+    target_us and least_speedup (over the best of the others) say what our last provider, the one that a decode step
+    uses, is held to on an H200.
+    """
+
+    group: str
+    name: str
+    make: Callable[[torch.Generator], tuple]
+    expected: Callable[..., Any]
+    providers: list[Provider]
+    moved: int
+    target_us: float | None = None
+    least_speedup: float | None = None
+
+
+def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows, one for each case and provider, and notes."""
+    device = torch.device(args.device)
+    cuda = device.type == "cuda"
+    operations = Operations(kernels=cuda)
+    rows, notes = [], []
+    if not cuda:
+        notes.append("ON A CPU: REFERENCES AT TOY SIZES, THE TIMES SAY NOTHING ABOUT THE KERNELS")
+    cases = list(all_cases(operations, LLAMA_8B if cuda else TOY, device, getattr(torch, args.dtype)))
+    if not cuda:
+        cases = [replace(case, target_us=None, least_speedup=None) for case in cases]
+    with torch.no_grad(), tqdm(cases, desc="operations", disable=args.json, leave=False) as bar:
+        for case in bar:
+            bar.set_postfix_str(case.name)
+            more, said = measure_case(case, device)
+            rows += more
+            notes += said
+            torch.compiler.reset()
+    idle = [name for name in vars(operations) if callable(getattr(operations, name)) and not operations.calls[name]]
+    if idle:
+        notes.append(f"never called: {', '.join(idle)}")
+    return rows, notes + _sums(rows)
+
+
+def measure_case(case: Case, device: torch.device) -> tuple[list[dict[str, Any]], list[str]]:
+    """Check every provider of a case, then time those that agree."""
+    agreeing, notes = [], []
+    for provider in case.providers:
+        problem = _disagreement(case, provider, device)
+        if problem:
+            notes.append(f"{'FAIL: ' * provider.ours}{case.name}: {provider.name} was not timed: {problem}")
+        else:
+            agreeing.append(provider)
+    if not agreeing:
+        return [], notes
+    count = min(max(CACHE_BYTES // max(case.moved, 1), 1) + 1, MOST_SETS) if device.type == "cuda" else 2
+    sets = [case.make(torch.Generator(device).manual_seed(seed)) for seed in range(count)]
+    calls = {provider.name: [partial(provider.call, *inputs) for inputs in sets] for provider in agreeing}
+    times, eager = interleaved(calls, device, ROUNDS[device.type])
+    notes += [f"{case.name}: {name} cannot be captured in a graph, so it was launched call by call" for name in eager]
+    return [_row(case, provider, times, agreeing) for provider in agreeing], notes
+
+
+def _row(case: Case, provider: Provider, times: dict[str, Quantiles], timed: list[Provider]) -> dict[str, Any]:
+    time = times[provider.name]
+    others = [times[other.name].median for other in timed if not other.ours]
+    speedup = min(others) / time.median if provider.ours and others else None
+    held = provider is next((p for p in reversed(timed) if p.ours), None)
+    checks = [time.median <= case.target_us] if case.target_us is not None else []
+    if case.least_speedup is not None and speedup is not None:
+        checks.append(speedup >= case.least_speedup)
+    return {
+        "group": case.group,
+        "case": case.name,
+        "provider": provider.name,
+        "ours": provider.ours,
+        "us_p20": time.p20,
+        "us_median": time.median,
+        "us_p80": time.p80,
+        "gb_per_second": case.moved / time.median / 1e3,
+        "speedup": speedup,
+        "target_us": case.target_us if held else None,
+        "target_met": all(checks) if held and checks else None,
+    }
+
+
+def _sums(rows: list[dict[str, Any]]) -> list[str]:
+    """The products together, for each number of rows: ours as a decode step uses them against the best of torch."""
+    notes = []
+    for group in dict.fromkeys(row["group"] for row in rows if row["group"].startswith("products")):
+        ours, others = {}, {}
+        for row in (row for row in rows if row["group"] == group):
+            if row["ours"]:
+                ours[row["case"]] = row["us_median"]
+            else:
+                others[row["case"]] = min(row["us_median"], others.get(row["case"], float("inf")))
+        mine, theirs = sum(ours.values()), sum(others.values())
+        notes.append(f"{group}, sum: ours {mine:.1f} us, torch {theirs:.1f} us, {1 - mine / theirs:.1%} less")
+    return notes
+
+
+# ------------------------------------------------------------------------------------------------------------ parity
+
+
+def _disagreement(case: Case, provider: Provider, device: torch.device) -> str | None:
+    """Why a provider must not be timed, None if it agrees."""
+    inputs = case.make(torch.Generator(device).manual_seed(12345))
+    wide = [_wide(value) for value in case.make(torch.Generator(device).manual_seed(12345))]
+    expected = case.expected(*wide)
+    del wide
+    try:
+        out = provider.finish(provider.call(*inputs), *inputs)
+    except Exception as error:  # whatever a backend or a compiler raises for what it does not support
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    got, wanted = _tensors(out), _tensors(expected)
+    if len(got) != len(wanted):
+        return f"{len(got)} outputs, expected {len(wanted)}"
+    for index, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        if a.shape != b.shape:
+            return f"output {index} is {tuple(a.shape)}, expected {tuple(b.shape)}"
+        if not b.is_floating_point():
+            if not torch.equal(a, b):
+                return f"output {index} differs in {int((a != b).sum())} of {a.numel()} places"
+            continue
+        error = float((a.float() - b).norm() / b.norm())
+        if not error <= TOLERANCE[a.dtype]:
+            return f"output {index} is off by {error:.1e}"
+    return None
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(*map(_wide, value)) if hasattr(value, "_fields") else type(value)(map(_wide, value))
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for item in value for tensor in _tensors(item)]
+
+
+# ------------------------------------------------------------------------------------------------------------- cases
+
+
+def all_cases(ops: Operations, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """What is timed. 16 rows stand for a beam, 64 for a tree."""
+    random = Random(device, dtype)
+    for keys, target in zip(sizes.keys, (8, 12, 50), strict=False):
+        yield attention_case(ops, sizes, random, keys, target)
+    for rows in (16, 64):
+        yield from product_cases(ops, sizes, random, rows)
+    yield from verification_cases(ops, sizes, random)
+    yield tree_case(ops, random)
+    yield commit_case(ops, sizes, random)
+    yield topk_case(ops, sizes, random)
+    yield from layer_cases(ops, sizes, random)
+
+
+class Random(NamedTuple):
+    """Makes tensors of one device and dtype."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def normal(self, generator: torch.Generator, *shape: int, std: float = 1.0) -> Tensor:
+        return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype).mul_(std)
+
+    def parents(self, nodes: int = NODES) -> Tensor:
+        """A tree [1, N]: every node hangs on one of the eight before it. Always the same one."""
+        generator = torch.Generator().manual_seed(0)
+        node = torch.arange(nodes)
+        back = torch.randint(1, 9, (nodes,), generator=generator)
+        parents = (node - back).clamp(min=0)
+        parents[0] = -1
+        return parents[None].int().to(self.device)
+
+    def int32(self, *values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+
+def attention_case(ops: Operations, sizes: Sizes, random: Random, keys: int, target_us: float) -> Case:
+    """The nodes of a tree over `keys` committed rows and each other; torch gets its masks ready made."""
+    heads, kv_heads, width, device = sizes.heads, sizes.kv_heads, sizes.width, random.device
+    group, rows, capacity = heads // kv_heads, keys + NODES, capacity_bucket(keys + NODES)
+    matrix = tree_decoding._ancestor_closure(random.parents())
+    ancestors, lengths, scale = attention.pack_ancestors(matrix), random.int32(keys), width**-0.5
+    visible = torch.ones(NODES, rows, dtype=torch.bool, device=device)
+    visible[:, keys:] = matrix[0]
+    bias = torch.zeros(NODES * group, -(-rows // 8) * 8, dtype=random.dtype, device=device)[:, :rows]  # aligned rows
+    bias.masked_fill_(~visible.repeat_interleave(group, 0), float("-inf"))
+
+    def make(generator: torch.Generator) -> tuple:
+        q = random.normal(generator, 1, NODES, heads, width)
+        packed = q.view(1, NODES, kv_heads, group, width).transpose(1, 2).reshape(1, kv_heads, -1, width)
+        return q, packed, random.normal(generator, 2, 1, kv_heads, capacity, width)
+
+    def expected(q: Tensor, packed: Tensor, cache: Tensor) -> Tensor:
+        return attention.tree_attention(q, cache, lengths, ancestors, scale=scale)
+
+    def kernel(q: Tensor, packed: Tensor, cache: Tensor) -> Tensor:
+        return ops.tree_attention(q, cache, lengths, ancestors, scale=scale)
+
+    def sdpa(q: Tensor, packed: Tensor, cache: Tensor) -> Tensor:
+        """The heads of a group packed into rows, so that keys are not repeated."""
+        k, v = cache[:, :, :, :rows]
+        return F.scaled_dot_product_attention(packed, k, v, bias, scale=scale)
+
+    def unpack(out: Tensor, *_: Tensor) -> Tensor:
+        return out.view(1, kv_heads, NODES, group, width).transpose(1, 2).reshape(1, NODES, heads, width)
+
+    providers = [Provider("sdpa", sdpa, unpack)]
+    if device.type == "cuda":
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+            providers.append(Provider(f"sdpa {backend.name.lower()}", sdpa_kernel(backend)(sdpa), unpack))
+        providers.append(Provider("flex_attention", _flex(visible, rows, scale), lambda out, *_: out.transpose(1, 2)))
+    element = random.dtype.itemsize
+    return Case(
+        "attention",
+        f"tree attention, {NODES} nodes, {keys} keys",
+        make,
+        expected,
+        [*providers, _ours(ops, kernel)],
+        2 * (rows * kv_heads + NODES * heads) * width * element,
+        target_us,
+        1.5,
+    )
+
+
+def _flex(visible: Tensor, rows: int, scale: float) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    mask = create_block_mask(lambda b, h, i, j: visible[i, j], None, None, NODES, rows, device=visible.device)
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def call(q: Tensor, packed: Tensor, cache: Tensor) -> Tensor:
+        k, v = cache[:, :, :, :rows]
+        return compiled(q.transpose(1, 2), k, v, block_mask=mask, scale=scale, enable_gqa=True)
+
+    return call
+
+
+def product_cases(ops: Operations, sizes: Sizes, random: Random, rows: int) -> Iterator[Case]:
+    """The seven products of a decode step; torch gets weights that stand together concatenated."""
+    hidden, qkv = sizes.hidden, sizes.qkv
+    shapes = {
+        "qkv": (qkv, hidden),
+        "o": ((hidden,), qkv[0]),
+        "gate, up": ((sizes.inner, sizes.inner), hidden),
+        "down": ((hidden,), sizes.inner),
+        "head": ((sizes.vocab,), hidden),
+        "draft qkv": (qkv, 2 * hidden),
+        "draft head": ((sizes.draft_vocab,), hidden),
+    }
+    for name, (cols, depth) in shapes.items():
+        yield product_case(ops, random, rows, name, cols, depth)
+
+
+def product_case(ops: Operations, random: Random, rows: int, name: str, cols: tuple[int, ...], depth: int) -> Case:
+    """x @ weights, of several weights side by side, SwiGLU for two."""
+
+    def make(generator: torch.Generator) -> tuple:
+        joined = random.normal(generator, sum(cols), depth, std=depth**-0.5)
+        return random.normal(generator, rows, depth), joined, joined.split(cols)
+
+    def cublas(x: Tensor, joined: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+        return F.linear(x, joined)
+
+    def swiglu(out: Tensor, *_: Any) -> Tensor:
+        gate, up = out.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def ours(x: Tensor, joined: Tensor, weights: tuple[Tensor, ...], **deferred: bool) -> Any:
+        if len(weights) == 1:
+            return ops.linear(x, weights[0], **deferred)
+        return ops.linear_stack(x, weights, [None] * len(weights), **deferred)
+
+    def total(outs: Any, *_: Any) -> Tensor:
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        return torch.cat([out if isinstance(out, Tensor) else out.total() for out in outs], dim=-1)
+
+    if len(cols) == 2:
+        providers = [
+            Provider("cublas, activation not timed", cublas, swiglu),
+            Provider("cublas, silu, mul", lambda *inputs: swiglu(cublas(*inputs))),
+            _ours(ops, lambda x, joined, weights: ops.linear_swiglu(x, *weights)),
+        ]
+    else:
+        providers = [Provider("cublas", cublas), _ours(ops, ours, total)]
+        if _splits(ours, make, random):
+            providers.append(Provider(f"{_name(ops)}, deferred sum", partial(ours, deferred=True), total, True))
+    finish = swiglu if len(cols) == 2 else lambda out: out
+    width = cols[0] if len(cols) == 2 else sum(cols)
+    return Case(
+        f"products, {rows} rows",
+        f"{name} {sum(cols)}x{depth}, {rows} rows",
+        make,
+        lambda *inputs: finish(cublas(*inputs)),
+        providers,
+        (sum(cols) * depth + rows * (depth + width)) * random.dtype.itemsize,
+        least_speedup=1.0,
+    )
+
+
+def _splits(ours: Callable[..., Any], make: Callable[..., tuple], random: Random) -> bool:
+    """Whether this product comes in parts when it may."""
+    out = ours(*make(torch.Generator(random.device).manual_seed(0)), deferred=True)
+    return not isinstance(out[0] if isinstance(out, tuple) else out, Tensor)
+
+
+def verification_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterator[Case]:
+    """From logits to the accepted path. The target agrees with a few drafts; its laws are peaked, as a model's are."""
+    parents, vocab = random.parents(), sizes.vocab
+    path = _path(parents[0].tolist())[:5]
+    element = random.dtype.itemsize
+
+    def make(generator: torch.Generator) -> tuple:
+        logits = random.normal(generator, 1, NODES, vocab, std=8.0)
+        tokens = torch.randint(vocab, (1, NODES), generator=generator, device=random.device)
+        for node, child in pairwise(path):
+            logits[0, node, tokens[0, child]] = 100.0
+        return logits, tokens
+
+    def walk(target: Tensor, logits: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        return verification.verify_greedy(F.one_hot(target, vocab).to(logits.dtype), tokens, parents, DEPTH)
+
+    def greedy(verify: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda logits, tokens: verify(logits, tokens, parents, DEPTH)
+
+    def sampled(verify: Callable[..., Any]) -> Callable[..., Any]:
+        def one(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([value], dtype=dtype, device=random.device)
+
+        params = sampling.SamplingParams(
+            temperature=one(1.0, torch.float32),
+            top_k=one(0, torch.int32),
+            top_p=one(0.9, torch.float32),
+            min_p=one(0.0, torch.float32),
+            seed=one(1, torch.int64),
+            step=one(1, torch.int64),
+        )
+        return lambda logits, tokens: verify(logits, tokens, parents, DEPTH, params, True)
+
+    moved = NODES * vocab * element
+    name = f"from logits [{NODES}, {vocab}]"
+    yield Case(
+        "verification",
+        f"greedy verification {name}",
+        make,
+        greedy(verification.verify_greedy),
+        [
+            Provider("torch", greedy(verification.verify_greedy)),
+            Provider("argmax, walk not timed", lambda logits, tokens: logits.argmax(-1), walk),
+            _ours(ops, greedy(ops.verify_greedy)),
+        ],
+        moved,
+        12,
+    )
+    yield Case(
+        "verification",
+        f"sampled verification, top-p 0.9, {name}",
+        make,
+        sampled(verification.verify_sampling),
+        [Provider("torch", sampled(verification.verify_sampling)), _ours(ops, sampled(ops.verify_sampling))],
+        moved,
+        40,
+    )
+
+
+def _path(parents: list[int]) -> list[int]:
+    """The nodes from the root to the last one."""
+    nodes = [len(parents) - 1]
+    while nodes[0]:
+        nodes.insert(0, parents[nodes[0]])
+    return nodes
+
+
+def tree_case(ops: Operations, random: Random) -> Case:
+    """The best of all candidates of a dynamic tree: scores fall from parent to child, as sums of log-probabilities."""
+
+    def make(generator: torch.Generator) -> tuple:
+        scores = torch.zeros(1, 1, device=random.device)
+        ancestors = torch.zeros(1, 1, 2, dtype=torch.int64, device=random.device)
+        all_scores, slots = [], []
+        for level in range(DEPTH):
+            nodes, first_slot = scores.shape[1], TOP_K * level
+            log_probs = torch.empty(1, nodes, TOP_K, device=random.device).exponential_(generator=generator).neg()
+            children, chosen, ancestors = tree_decoding.expand_beam(scores, log_probs, ancestors, first_slot, TOP_K)
+            all_scores.append(children)
+            slots.append(chosen + TOP_K * (1 + first_slot - nodes))
+            scores = children.gather(1, chosen)
+        scores = torch.cat(all_scores, 1)
+        tokens = torch.randint(32000, scores.shape, generator=generator, device=random.device)
+        return tokens[:, 0].contiguous(), tokens, scores, torch.cat(slots[:-1], 1), NODES, TOP_K
+
+    return Case(
+        "tree",
+        f"build_tree, {NODES} nodes",
+        make,
+        tree_decoding.build_tree,
+        [Provider("torch", tree_decoding.build_tree), _ours(ops, ops.build_tree)],
+        TOP_K * (1 + TOP_K * (DEPTH - 1)) * 12 + NODES * 24,
+        10,
+    )
+
+
+def commit_case(ops: Operations, sizes: Sizes, random: Random) -> Case:
+    """The accepted path of a tree moves together, in every layer."""
+    path = random.int32(0, 1, 4, 9, 15, 22, 31, 44, 59)[None]
+    count, keys = path.shape[1], 512 if random.device.type == "cuda" else 64
+    lengths, accepted = random.int32(keys), random.int32(count - 1)
+    source = keys + path[0].long()
+    target = keys + torch.arange(count, device=random.device)
+
+    def make(generator: torch.Generator) -> tuple:
+        capacity = capacity_bucket(keys + NODES)
+        return (random.normal(generator, sizes.layers, 2, 1, sizes.kv_heads, capacity, sizes.width),)
+
+    def kept(_: Any, cache: Tensor) -> Tensor:
+        return cache[:, :, :, :, keys : keys + count]
+
+    def call(commit: Callable[..., None], cache: Tensor) -> None:
+        commit(cache, lengths, path, accepted)
+
+    def expected(cache: Tensor) -> Tensor:
+        return kept(call(kv_cache.commit, cache), cache)
+
+    def index_copy(cache: Tensor) -> None:
+        cache.index_copy_(4, target, cache.index_select(4, source))
+
+    rows = count * sizes.layers * 2 * sizes.kv_heads
+    return Case(
+        "cache",
+        f"commit, {count} rows over {sizes.layers} layers",
+        make,
+        expected,
+        [Provider("index_select, index_copy", index_copy, kept), _ours(ops, partial(call, ops.commit), kept)],
+        2 * rows * sizes.width * random.dtype.itemsize,
+        6,
+    )
+
+
+def topk_case(ops: Operations, sizes: Sizes, random: Random) -> Case:
+    """The children of a beam. Of equal logits torch may take any, so logits are compared, not tokens."""
+
+    def make(generator: torch.Generator) -> tuple:
+        return (random.normal(generator, TOP_K, sizes.draft_vocab, std=2.0),)
+
+    def values(out: tuple[Tensor, Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
+        return out[0].float(), logits.gather(1, out[1]).float()
+
+    def expected(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return values(tree_decoding.topk(logits, TOP_K), logits)
+
+    return Case(
+        "tree",
+        f"log-softmax, top {TOP_K} of [{TOP_K}, {sizes.draft_vocab}]",
+        make,
+        expected,
+        [
+            Provider("log_softmax, topk", lambda logits: logits.float().log_softmax(-1).topk(TOP_K), values),
+            Provider("topk, logsumexp", _topk_logsumexp, values),
+            _ours(ops, lambda logits: ops.topk(logits, TOP_K), values),
+        ],
+        TOP_K * sizes.draft_vocab * random.dtype.itemsize,
+        8,
+    )
+
+
+def _topk_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor]:
+    best, tokens = logits.topk(TOP_K)
+    return best.float() - logits.float().logsumexp(-1, keepdim=True), tokens
+
+
+def layer_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterator[Case]:
+    """RMSNorm of a residual sum, rotary embedding with the cache append, SwiGLU; for the nodes of a tree."""
+    hidden, width, element = sizes.hidden, sizes.width, random.dtype.itemsize
+    eps, keys = 1e-5, 512 if random.device.type == "cuda" else 64
+
+    def norm_inputs(generator: torch.Generator) -> tuple:
+        return tuple(random.normal(generator, *shape) for shape in ((NODES, hidden), (hidden,), (NODES, hidden)))
+
+    def torch_norm(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return F.rms_norm(total, (hidden,), weight, eps), total
+
+    yield Case(
+        "layers",
+        f"rms_norm with residual [{NODES}, {hidden}]",
+        norm_inputs,
+        lambda x, weight, residual: layers.rms_norm(x, weight, eps, residual),
+        [
+            Provider("add, rms_norm", torch_norm),
+            _ours(ops, lambda x, weight, residual: ops.rms_norm(x, weight, eps, residual=residual)),
+        ],
+        4 * NODES * hidden * element,
+    )
+
+    first_row, positions = random.int32(keys), keys + torch.arange(NODES, dtype=torch.int32, device=random.device)[None]
+    inv_freq = 500000.0 ** -(torch.arange(0, width, 2, device=random.device) / width)
+
+    def rotary_inputs(generator: torch.Generator) -> tuple:
+        heads = [random.normal(generator, 1, NODES, count, width) for count in (sizes.heads, *[sizes.kv_heads] * 2)]
+        return *heads, random.normal(generator, 2, 1, sizes.kv_heads, capacity_bucket(keys + NODES), width)
+
+    def rotate(rotary: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        return rotary(*inputs, first_row, positions, inv_freq)
+
+    def written(q: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return q, inputs[3][:, :, :, keys : keys + NODES]
+
+    yield Case(
+        "layers",
+        f"rotary_append, {NODES} nodes",
+        rotary_inputs,
+        lambda *inputs: written(rotate(layers.rotary_append, *inputs), *inputs),
+        [
+            Provider("torch", partial(rotate, layers.rotary_append), written),
+            _ours(ops, partial(rotate, ops.rotary_append), written),
+        ],
+        2 * NODES * (sizes.heads + 2 * sizes.kv_heads) * width * element,
+    )
+    yield Case(
+        "layers",
+        f"swiglu [{NODES}, {sizes.inner}]",
+        lambda generator: tuple(random.normal(generator, NODES, sizes.inner) for _ in range(2)),
+        layers.swiglu,
+        [Provider("silu, mul", lambda gate, up: F.silu(gate) * up), _ours(ops, ops.swiglu)],
+        3 * NODES * sizes.inner * element,
+    )
+
+
+def _name(ops: Operations) -> str:
+    return "triton" if ops.kernels else "reference"
+
+
+def _ours(ops: Operations, call: Callable[..., Any], finish: Callable[..., Any] = lambda out, *_: out) -> Provider:
+    return Provider(_name(ops), call, finish, ours=True)
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    headers = ("", "provider", "p20 us", "median", "p80", "GB/s", "x best torch", "target us", "met")
+    keys = ("provider", "us_p20", "us_median", "us_p80", "gb_per_second", "speedup", "target_us", "target_met")
+    previous, cells = None, []
+    for row in rows:
+        cells.append(["" if row["case"] == previous else row["case"], *(row[key] for key in keys)])
+        previous = row["case"]
+    return table(headers, cells)

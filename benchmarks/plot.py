@@ -1,0 +1,81 @@
+"""One picture per mode, the machine named below it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import Record
+
+
+def plot(record: Record, path: Path) -> None:
+    """Draw the record's figures. Raises ModuleNotFoundError that says what to install without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("--plot needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(11, 5 + len(record.rows) / 12 * (record.mode == "operations")), layout="constrained")
+    {"generate": _generate, "step": _step, "operations": _operations}[record.mode](figure, record.rows)
+    machine = record.machine
+    names = ("driver", "torch", "triton", "transformers", "commit", "date")
+    caption = ", ".join([machine["device"], *(f"{name} {machine[name]}" for name in names if machine[name])])
+    figure.supxlabel(caption, fontsize=7)
+    if record.notes:
+        figure.suptitle(record.notes[0], fontsize=8)
+    figure.savefig(path, dpi=150, metadata={"Description": caption})
+
+
+def _generate(figure: Any, rows: list[dict[str, Any]]) -> None:
+    left, right = figure.subplots(1, 2)
+    _bars(
+        left, [(row["variant"], row["ms_per_step"]) for row in rows] + [("floor", rows[0]["floor_ms"])], "ms per step"
+    )
+    _bars(right, [(row["variant"], row["tokens_per_second"]) for row in rows], "tokens per second")
+
+
+def _step(figure: Any, rows: list[dict[str, Any]]) -> None:
+    left, right = figure.subplots(1, 2)
+    first = next(row for row in rows if row["decoding"] == "greedy")
+    bars = [
+        (row["variant"], row["ms_per_step"])
+        for row in rows
+        if all(row[key] == first[key] for key in ("decoding", "batch", "context"))
+    ]
+    order = {"SafeAILab": 0, "original": 1, "optimised": 2}
+    bars.sort(key=lambda bar: order[bar[0]])
+    _bars(left, [*bars, ("floor", first["floor_ms"])], "ms per step")
+    left.set_title(f"greedy, batch {first['batch']}, context {first['context']}", fontsize=9)
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        if row["variant"] == "optimised":
+            name = f"{row['decoding']}, batch {row['batch']}"
+            lines.setdefault(name, []).append((row["context"], row["ms_per_step"]))
+    for name, points in lines.items():
+        right.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+    right.set_xlabel("tokens of context")
+    right.set_ylabel("ms per step")
+    right.set_ylim(bottom=0)
+    right.set_title("optimised", fontsize=9)
+    right.legend(fontsize=7)
+
+
+def _operations(figure: Any, rows: list[dict[str, Any]]) -> None:
+    axes = figure.subplots()
+    names = list(dict.fromkeys(row["case"] for row in rows))
+    for offset, ours, label in ((-0.2, False, "best of torch"), (0.2, True, "ours")):
+        times = [
+            min((row["us_median"] for row in rows if row["case"] == name and row["ours"] is ours), default=0.0)
+            for name in names
+        ]
+        axes.barh([place + offset for place in range(len(names))], times, height=0.4, label=label)
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("microseconds (median)")
+    axes.legend(fontsize=8)
+
+
+def _bars(axes: Any, bars: list[tuple[str, float]], label: str) -> None:
+    drawn = axes.bar([name for name, _ in bars], [value for _, value in bars])
+    axes.bar_label(drawn, fmt="%.3g", fontsize=8)
+    axes.set_ylabel(label)

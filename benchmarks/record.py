@@ -1,0 +1,95 @@
+"""The one format of all results: what ran, on what, with what options, and rows of figures."""
+
+from __future__ import annotations
+
+import csv
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from eagle_triton import __version__
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run of the benchmark. `notes` are sentences that a reader of the figures must know."""
+
+    mode: str
+    machine: dict[str, str]
+    options: dict[str, Any]
+    rows: list[dict[str, Any]]
+    notes: list[str]
+
+    def json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    def write_csv(self, path: Path) -> None:
+        """One line for each row, the machine's columns behind the figures'."""
+        lines = [{"mode": self.mode, **row, **self.machine} for row in self.rows]
+        columns = list(dict.fromkeys(column for line in lines for column in line))
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(lines)
+
+
+def machine(device: torch.device, commit: str | None = None) -> dict[str, str]:
+    """What the figures were measured on. `commit` is recorded where git cannot tell."""
+    triton = sys.modules.get("triton")
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "triton": triton.__version__ if triton else "",
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "eagle_triton": __version__,
+        "commit": _commit() or commit or "unknown",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _commit() -> str:
+    changed = "+changes" if _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no") else ""
+    commit = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
+    return commit and commit + changed
+
+
+def _output(*command: str) -> str:
+    """What a command prints, nothing if it does not exist or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Text columns, the first to the left, the others to the right; None is left blank."""
+    cells = [list(headers), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(row, widths, strict=True)) for row in cells)
+    )
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+    return str(value)

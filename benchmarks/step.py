@@ -1,0 +1,176 @@
+"""One decode step, greedy, sampled and plain, over contexts and batches, against the time of reading the weights."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks import models
+from benchmarks.acceptance import WARNING, FixedAcceptance, fixed_acceptance
+from benchmarks.record import table
+from benchmarks.timing import Quantiles, copy_bandwidth, synchronise
+from eagle_triton.adapters import native
+from eagle_triton.comparison import decode
+from eagle_triton.engine.generation import Engine, Generation
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.sampling import Sampling
+from eagle_triton.tree_spec import PLAIN, TreeSpec
+
+DECODINGS = {
+    "greedy": Sampling(),
+    "sampled": Sampling(temperature=1.0, top_p=0.9, top_p_first=True, seed=0),
+    "plain": Sampling(),
+}
+STEPS = {"cuda": 20, "cpu": 3}  # timed at a stretch, twice in each run: by the host's clock, then on the device alone
+WARM_UPS = 2
+
+
+def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    """One row for each model, decoding, batch size and context; and notes."""
+    module = models.import_safeailab(args.upstream) if args.upstream else None
+    model = models.load(args)
+    view, draft = native.read(model)
+    cuda = view.device.type == "cuda"
+    mean = args.accept_length
+    operations = Operations(cuda) if mean is None else FixedAcceptance(cuda, mean)
+    engine = Engine(view, draft, operations, cuda_graph=cuda)
+    bandwidth = copy_bandwidth(view.device)
+    contexts = args.context or ([512] if cuda else [64])
+    cases = list(itertools.product(DECODINGS, args.batch, contexts))
+    rows: list[dict[str, Any]] = []
+
+    def add(variant: str, decoding: str, batch: int, context: int, figures: dict[str, Any]) -> None:
+        spec = PLAIN if decoding == "plain" else draft.read_tree()
+        floor_ms = models.weight_bytes(view, draft, spec) / bandwidth * 1e3
+        case = {"variant": variant, "decoding": decoding, "batch": batch, "context": context}
+        rows.append({**case, **figures, "floor_ms": floor_ms, "floor_share": floor_ms / figures["ms_per_step"]})
+
+    with (
+        torch.no_grad(),
+        fixed_acceptance(mean, module),
+        tqdm(cases, desc="decode steps", disable=args.json, leave=False) as bar,
+    ):
+        for decoding, batch, context in bar:
+            bar.set_postfix_str(f"{decoding}, batch {batch}, context {context}")
+            spec = PLAIN if decoding == "plain" else draft.read_tree()
+            prompts = [prompt[0].to(view.device) for prompt in models.random_prompts(model, batch, context)]
+            figures = optimised_step(engine, prompts, spec, DECODINGS[decoding], args.num_runs)
+            add("optimised", decoding, batch, context, figures)
+        engine.release()
+        originals = {"original": model}
+        if module is not None:
+            originals["SafeAILab"] = models.safeailab_model(module, model)
+        room = max(contexts) + 1024
+        for name, decoding, context in itertools.product(originals, DECODINGS, contexts):
+            (prompt,) = models.random_prompts(model, 1, context)
+            add(name, decoding, 1, context, original_step(originals[name], prompt, decoding, room))
+    notes = [f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s"]
+    if mean is not None:
+        notes.insert(0, WARNING.format(mean))
+    return rows, notes + [f"{path}: {reason}" for path, reason in engine.notes.items()]
+
+
+def optimised_step(
+    engine: Engine, prompts: list[Tensor], spec: TreeSpec, sampling: Sampling, repeats: int
+) -> dict[str, Any]:
+    """Figures of one shape: `repeats` generations of a few steps each, and one before them that compiles and captures.
+
+    ms_per_step is what a caller sees, device_ms the same step replayed without a host between; idle_share is what the
+    device waits of the former.
+    """
+    device = engine.view.device
+    steps = STEPS[device.type]
+    rows = max(map(len, prompts)) + (1 + WARM_UPS + 2 * steps) * (spec.depth + 1)
+    walls, replays, prefills, emitted = [], [], [], 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for repeat in range(repeats + 1):
+        synchronise(device)
+        start = time.perf_counter()
+        with engine.start(prompts, spec, sampling, rows) as generation:
+            generation.step()
+            first = time.perf_counter() - start
+            if not repeat:
+                first_call = first
+                continue
+            prefills.append(first * 1e3)
+            for _ in range(WARM_UPS):
+                generation.step()
+            start = time.perf_counter()
+            emitted += sum(len(tokens) for _ in range(steps) for tokens in generation.step())
+            walls.append((time.perf_counter() - start) / steps * 1e3)
+            if device.type == "cuda":
+                replays.append(_replay_ms(generation, steps))
+    wall = Quantiles.of(walls)
+    device_ms = statistics.median(replays) if replays else None
+    return {
+        "ms_per_step": wall.median,
+        "ms_p20": wall.p20,
+        "ms_p80": wall.p80,
+        "device_ms": device_ms,
+        "idle_share": None if device_ms is None else max(0.0, 1 - device_ms / wall.median),
+        "tau": emitted / (repeats * steps * len(prompts)),
+        "tokens_per_second": emitted / sum(walls) / steps * 1e3,
+        "first_token_ms": statistics.median(prefills),
+        "first_call_s": first_call,
+        "memory_gib": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
+    }
+
+
+def _replay_ms(generation: Generation, steps: int) -> float:
+    """Milliseconds per step with nothing between the launches. The host loses track: the generation must end here."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    generation.launch()  # the first launch is waited for, the others are queued behind it
+    start.record()
+    for _ in range(steps - 1):
+        generation.launch()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / (steps - 1)
+
+
+def original_step(model: Any, prompt: Tensor, decoding: str, room: int) -> dict[str, Any]:
+    """Figures of a model that decodes by itself, one sequence in a cache of `room` rows."""
+    sampling, steps = DECODINGS[decoding], STEPS[model.base_model.lm_head.weight.device.type]
+    top_p = 0.0 if sampling.greedy else sampling.top_p
+    options = dict(temperature=sampling.temperature, plain=decoding == "plain", top_p=top_p, room=room)
+    decode(model, prompt, room, **options, steps=WARM_UPS)
+    run = decode(model, prompt, room, **options, steps=steps + 1)
+    return {
+        "ms_per_step": run.ms_per_step,
+        "tau": run.tau,
+        "tokens_per_second": run.tau / run.ms_per_step * 1e3,
+        "first_token_ms": run.times[0] * 1e3,
+    }
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    columns: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "": lambda row: row["variant"],
+        "decoding": lambda row: row["decoding"],
+        "batch": lambda row: row["batch"],
+        "context": lambda row: row["context"],
+        "ms/step": lambda row: row["ms_per_step"],
+        "p20": lambda row: row.get("ms_p20"),
+        "p80": lambda row: row.get("ms_p80"),
+        "device ms": lambda row: row.get("device_ms"),
+        "idle": lambda row: None if row.get("idle_share") is None else f"{row['idle_share']:.1%}",
+        "floor ms": lambda row: row["floor_ms"],
+        "of floor": lambda row: f"{row['floor_share']:.1%}",
+        "tau": lambda row: row["tau"],
+        "tokens/s": lambda row: row["tokens_per_second"],
+        "first token ms": lambda row: row["first_token_ms"],
+        "first call s": lambda row: row.get("first_call_s"),
+        "peak GiB": lambda row: row.get("memory_gib"),
+    }
+    return table(list(columns), [[column(row) for column in columns.values()] for row in rows])

@@ -1,0 +1,109 @@
+"""Clocks: quantiles, interleaved providers in CUDA graphs, and the bandwidth that every floor is measured against."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}  # of the source: several times the last cache
+LEAST_CALLS = 16  # in one graph, so that launching it weighs little
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """Of repeated measurements, in the unit of the measurements."""
+
+    p20: float
+    median: float
+    p80: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Quantiles:
+        if len(values) == 1:
+            return Quantiles(values[0], values[0], values[0])
+        fifths = statistics.quantiles(values, n=5, method="inclusive")
+        return Quantiles(fifths[0], statistics.median(values), fifths[3])
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def copy_bandwidth(device: torch.device, rounds: int = 10) -> float:
+    """Bytes per second of a large copy on the device, bytes read plus bytes written."""
+    size = COPY_BYTES[device.type]
+    source = torch.ones(size // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    (seconds,) = interleaved({"copy": [lambda: target.copy_(source)]}, device, rounds)[0].values()
+    return 2 * size / (seconds.median * 1e-6)
+
+
+def interleaved(
+    calls: Mapping[str, Sequence[Callable[[], object]]], device: torch.device, rounds: int
+) -> tuple[dict[str, Quantiles], list[str]]:
+    """Microseconds per call of each provider, the providers taking turns.
+
+    calls: one call per set of buffers, run one after the other. On a GPU they are replayed as one CUDA graph; returns
+    the names of those that could not be captured beside the times.
+    """
+    if device.type != "cuda":
+        return _interleaved_on_cpu(calls, rounds), []
+    launches, eager = {}, []
+    for name, variants in calls.items():
+        variants = list(variants) * -(-LEAST_CALLS // len(variants))
+        launches[name], captured = _capture(variants)
+        if not captured:
+            eager.append(name)
+    counts = {name: len(variants) * -(-LEAST_CALLS // len(variants)) for name, variants in calls.items()}
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    for _ in range(rounds):  # queued without waiting, so that no launch is waited for
+        for name, launch in launches.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            launch()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize(device)
+    return {
+        name: Quantiles.of([start.elapsed_time(end) * 1e3 / counts[name] for start, end in pairs])
+        for name, pairs in events.items()
+    }, eager
+
+
+def _capture(variants: Sequence[Callable[[], object]]) -> tuple[Callable[[], None], bool]:
+    """A launch of all variants, and whether it is a graph."""
+
+    def run() -> None:
+        for variant in variants:
+            variant()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError:  # torch's, for what cannot be captured
+        torch.cuda.synchronize()
+        return run, False
+    graph.replay()
+    return graph.replay, True
+
+
+def _interleaved_on_cpu(calls: Mapping[str, Sequence[Callable[[], object]]], rounds: int) -> dict[str, Quantiles]:
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, variants in calls.items():
+            start = time.perf_counter()
+            for variant in variants:
+                variant()
+            times[name].append((time.perf_counter() - start) * 1e6 / len(variants))
+    return {name: Quantiles.of(values) for name, values in times.items()}

@@ -1,0 +1,167 @@
+"""benchmark.py on a CPU: every mode on a tiny shape, what it writes, the parity check, and bad arguments."""
+
+import csv
+import itertools
+import json
+
+import pytest
+import torch
+
+import benchmark
+from benchmarks import operations, timing
+from benchmarks.acceptance import FixedAcceptance, deepest_path
+from benchmarks.operations import Case, Provider, measure_case
+from eagle_triton.comparison import Run, accepted_histogram
+
+TINY = ["--shape", "tiny", "--device", "cpu", "--num-runs", "1"]
+MODES = {
+    "generate": ["generate", *TINY, "--max-length", "6"],
+    "step": ["step", *TINY, "--context", "20,30", "--batch", "1,2"],
+    "operations": ["operations", "--device", "cpu"],
+}
+FACTS = {"device", "driver", "torch", "triton", "transformers", "python", "commit", "date"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_run_writes(mode, tmp_path, capsys):
+    files = {name: tmp_path / name for name in ("out.json", "out.csv", "out.png")}
+    options = ["--output", files["out.json"], "--csv", files["out.csv"], "--plot", files["out.png"]]
+    assert benchmark.main([*MODES[mode], *map(str, options)]) == 0
+    printed = capsys.readouterr().out
+    record = json.loads(files["out.json"].read_text())
+    assert record["mode"] == mode and record["machine"].keys() >= FACTS and record["machine"]["torch"]
+    assert all(note in printed for note in record["notes"])
+    with open(files["out.csv"], newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == len(record["rows"]) and lines[0].keys() >= FACTS | record["rows"][0].keys()
+    assert files["out.png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_generate_compares_the_same_tokens(capsys):
+    assert benchmark.main([*MODES["generate"], "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    original, optimised = record["rows"]
+    assert (original["variant"], optimised["variant"]) == ("original", "optimised")
+    assert original["tau"] == optimised["tau"] and original["accepted"] == optimised["accepted"]
+    assert all(
+        row["tokens_per_second"] > 0 and row["first_token_ms"] > row["ms_per_step"] / 10 for row in record["rows"]
+    )
+    assert "same tokens, original and optimised: 1 of 1 prompts" in record["notes"]
+    assert record["options"]["shape"] == "tiny" and record["options"]["dtype"] == "float32"
+
+
+def test_step_measures_every_decoding_context_and_batch(capsys):
+    assert benchmark.main([*MODES["step"], "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    cases = [(row["decoding"], row["batch"], row["context"]) for row in rows if row["variant"] == "optimised"]
+    assert cases == list(itertools.product(("greedy", "sampled", "plain"), (1, 2), (20, 30)))
+    floors = {row["decoding"]: row["floor_ms"] for row in rows}
+    assert floors["greedy"] == floors["sampled"] > floors["plain"] > 0
+
+
+def test_operations_on_a_cpu_says_what_it_is_worth(capsys):
+    assert benchmark.main(MODES["operations"]) == 0
+    printed = capsys.readouterr().out
+    assert "ON A CPU: REFERENCES AT TOY SIZES" in printed and "was not timed" not in printed
+    assert "products, 64 rows, sum" in printed
+
+
+@pytest.mark.parametrize("mode", ["generate", "step"])
+def test_accept_length_is_met_and_said_loudly(mode, capsys):
+    assert benchmark.main([*MODES[mode], "--max-length", "20", "--accept-length", "1.5", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert "THE TOKENS ARE MEANINGLESS" in record["notes"][0]
+    assert not any(note.startswith("same tokens") for note in record["notes"])
+    for row in record["rows"]:
+        assert row["tau"] == (1 if row.get("decoding") == "plain" else pytest.approx(2.5, abs=0.35))
+
+
+def test_deepest_path_is_a_path():
+    parents = torch.tensor([[-1, 0, 0, 1, 3, 3], [-1, 0, 1, 2, 0, 4]], dtype=torch.int32)
+    path, accepted = deepest_path(parents, 4, torch.tensor([2, 9]))
+    assert path.tolist() == [[0, 1, 3, -1, -1], [0, 4, 5, -1, -1]] and accepted.tolist() == [2, 2]
+    assert path.dtype == accepted.dtype == torch.int32
+
+
+def test_fixed_acceptance_keeps_its_mean():
+    operations = FixedAcceptance(mean=1.25)
+    parents = torch.arange(-1, 4, dtype=torch.int32)[None].repeat(2, 1)
+    logits, tokens = torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.int64)
+    accepted = torch.stack([operations.verify_greedy(logits, tokens, parents, 4)[1] for _ in range(8)])
+    assert accepted.sum(0).tolist() == [10, 10] and set(accepted.flatten().tolist()) == {1, 2}
+
+
+def test_a_provider_that_differs_is_not_timed():
+    def numbers(generator):
+        return (torch.randn(4, 4, generator=generator),)
+
+    providers = [
+        Provider("right", torch.abs),
+        Provider("zeros", torch.zeros_like),
+        Provider("nan", lambda x: x * float("nan")),
+        Provider("broken", torch.linalg.inv_ex, ours=True),
+        Provider("raises", lambda x: x @ x[:3]),
+    ]
+    rows, notes = measure_case(Case("group", "case", numbers, torch.abs, providers, 64), torch.device("cpu"))
+    assert [row["provider"] for row in rows] == ["right"]
+    assert [note.partition(" was")[0] for note in notes] == [
+        "case: zeros",
+        "case: nan",
+        "FAIL: case: broken",
+        "case: raises",
+    ]
+
+
+def test_targets_belong_to_the_last_of_our_providers():
+    times = {name: timing.Quantiles(us, us, us) for name, us in (("torch", 10.0), ("ours", 9.0), ("deferred", 8.0))}
+    providers = [Provider("torch", abs), Provider("ours", abs, ours=True), Provider("deferred", abs, ours=True)]
+    case = Case("group", "case", tuple, abs, providers, 8000, target_us=8.5, least_speedup=1.5)
+    rows = [operations._row(case, provider, times, providers) for provider in providers]
+    assert [row["speedup"] for row in rows] == [None, pytest.approx(10 / 9), 1.25]
+    assert [row["target_met"] for row in rows] == [None, None, False] and rows[2]["gb_per_second"] == 1.0
+
+
+def test_histogram():
+    runs = [Run(3, list(range(9)), [4, 7, 9], [0.1, 0.2, 0.3]), Run(2, list(range(4)), [4], [0.1])]
+    assert accepted_histogram(runs) == {0: 1, 1: 2, 2: 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "invalid choice"),
+        (["--num=3"], "unrecognized"),
+        (["--num-runs", "0"], "at least 1"),
+        (["--shape", "huge"], "invalid choice"),
+        (["--shape", "tiny", "--prompt", "a"], "--shape builds"),
+        (["--context", "5,0"], "positive integers"),
+        (["--context", "5", "--prompt", "a"], "no --prompt"),
+        (["--batch", "2"], "step mode"),
+        (["--temperature", "nan"], "--temperature"),
+        (["--accept-length", "-1"], "--accept-length"),
+        (["--device", "toaster"], "--device"),
+        (["--output", "missing/out.json"], "no directory"),
+    ],
+)
+def test_bad_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        benchmark.main(arguments)
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--upstream", "."], "no checkout of SafeAILab/EAGLE"), (["--model", "missing"], "missing")],
+)
+def test_bad_models(arguments, message, capsys):
+    shape = [] if "--model" in arguments else ["--shape", "tiny"]
+    assert benchmark.main([*arguments, *shape]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_upstream_that_does_not_import_says_what_it_needs(tmp_path, capsys):
+    model = tmp_path / "eagle" / "model"
+    model.mkdir(parents=True)
+    (model / "ea_model.py").write_text("raise ImportError('no LossKwargs')")
+    assert benchmark.main(["--shape", "tiny", "--upstream", str(tmp_path)]) == 2
+    assert "transformers 4.53.x" in capsys.readouterr().err
