@@ -9,6 +9,7 @@ python benchmark.py operations                           every kernel against th
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -108,6 +109,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--device must be cpu or cuda, got {args.device!r}")
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         parser.error(f"--device {args.device} is not available here")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     for path in (args.output, args.csv, args.plot):
         if path and not path.absolute().parent.is_dir():
             parser.error(f"{path.absolute().parent} is no directory")

@@ -178,7 +178,7 @@ def _disagreement(case: Case, provider: Provider, device: torch.device) -> str |
     try:
         out = provider.finish(provider.call(*inputs), *inputs)
     except Exception as error:  # whatever a backend or a compiler raises for what it does not support
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     got, wanted = _tensors(out), _tensors(expected)
     if len(got) != len(wanted):
         return f"{len(got)} outputs, expected {len(wanted)}"
@@ -280,7 +280,12 @@ def attention_case(ops: Operations, sizes: Sizes, random: Random, keys: int, tar
     if device.type == "cuda":
         for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
             providers.append(Provider(f"sdpa {backend.name.lower()}", sdpa_kernel(backend)(sdpa), unpack))
-        providers.append(Provider("flex_attention", _flex(visible, rows, scale), lambda out, *_: out.transpose(1, 2)))
+        for name, query_block, options in (
+            ("flex_attention", 128, {"FORCE_USE_FLEX_ATTENTION": True}),
+            ("flex decoding", 256, {}),  # packs the heads of a group: 4 x 64 rows must divide the mask's block
+        ):
+            call = _flex(visible, rows, scale, query_block, options)
+            providers.append(Provider(name, call, lambda out, *_: out.transpose(1, 2)))
     element = random.dtype.itemsize
     return Case(
         "attention",
@@ -294,15 +299,18 @@ def attention_case(ops: Operations, sizes: Sizes, random: Random, keys: int, tar
     )
 
 
-def _flex(visible: Tensor, rows: int, scale: float) -> Callable[..., Tensor]:
+def _flex(visible: Tensor, rows: int, scale: float, query_block: int, options: dict) -> Callable[..., Tensor]:
+    """flex_attention as compiled by torch for this mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    mask = create_block_mask(lambda b, h, i, j: visible[i, j], None, None, NODES, rows, device=visible.device)
+    mask = create_block_mask(
+        lambda b, h, i, j: visible[i, j], None, None, NODES, rows, visible.device, (query_block, 128)
+    )
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def call(q: Tensor, packed: Tensor, cache: Tensor) -> Tensor:
         k, v = cache[:, :, :, :rows]
-        return compiled(q.transpose(1, 2), k, v, block_mask=mask, scale=scale, enable_gqa=True)
+        return compiled(q.transpose(1, 2), k, v, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=options)
 
     return call
 

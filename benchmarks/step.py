@@ -61,6 +61,7 @@ def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
         for decoding, batch, context in bar:
             bar.set_postfix_str(f"{decoding}, batch {batch}, context {context}")
             spec = PLAIN if decoding == "plain" else draft.read_tree()
+            engine.release()
             prompts = [prompt[0].to(view.device) for prompt in models.random_prompts(model, batch, context)]
             figures = optimised_step(engine, prompts, spec, DECODINGS[decoding], args.num_runs)
             add("optimised", decoding, batch, context, figures)

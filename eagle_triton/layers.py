@@ -13,7 +13,7 @@
 | first_row, positions | [B], [B, N]         | int32                                                            |
 | inv_freq             | [d / 2]             | fp32; angle = position * inv_freq                                |
 
-x, or q, k and v together, may be `Partials` of linear.py: products whose partial sums are added here, in their order.
+x, or q, k and v together, may be `Partials` (partials.py): products whose partial sums are added here, in their order.
 
 Numerics: fp32 throughout, rounded once on the way out; where rms_norm has a residual, the sum is rounded first and the
 rounded sum is normalised, as the next reader will see it. An angle is the fp32 product, as in the models; it is reduced
@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.linear import Partials
+from eagle_triton.partials import Partials
 from eagle_triton.reference.layers import check_rms_norm, check_rotary_append, check_swiglu
 
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -37,6 +36,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from eagle_triton.layers import swiglu
+from eagle_triton.partials import Partials
 from eagle_triton.reference.linear import check_product
 
 
@@ -362,36 +363,6 @@ def launch_settings(
     return settings._replace(splits=splits)
 
 
-@dataclass(frozen=True)
-class Partials:
-    """A product [..., N] whose splits of K are still apart: it is `sums`, added in their order and rounded to `dtype`.
-
-    Stands in for a tensor where rms_norm and rotary_append read one; `sums` is [splits, ..., N] fp32.
-    """
-
-    sums: Tensor
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.sums.shape[1:]
-
-    @property
-    def device(self) -> torch.device:
-        return self.sums.device
-
-    def dim(self) -> int:
-        return self.sums.dim() - 1
-
-    def unflatten(self, dim: int, sizes: Sequence[int]) -> Partials:
-        """As Tensor.unflatten, for a negative `dim`."""
-        return Partials(self.sums.unflatten(dim, sizes), self.dtype)
-
-    def total(self) -> Tensor:
-        """The product itself, for readers that know tensors only."""
-        return functools.reduce(torch.add, self.sums.unbind(0)).to(self.dtype)
-
-
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -447,7 +418,7 @@ def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, *, settings: Settings | N
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
     settings = settings or _choose(x, (gate, up), fused=True)
     if settings is None:
-        return F.silu(F.linear(x, gate)) * F.linear(x, up)
+        return swiglu(F.linear(x, gate), F.linear(x, up))
     matrix = _matrix("linear_swiglu", x, (gate, up))
     rows, depth, cols = *matrix.shape, gate.shape[0]
     out = x.new_empty(rows, cols)

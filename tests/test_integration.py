@@ -144,7 +144,9 @@ def test_optimising_twice_and_foreign_patches_are_refused():
     restore_eagle(model, originals)
 
 
-@pytest.mark.parametrize("not_a_model", [None, 3, torch.nn.Linear(2, 2), object()], ids=str)
+@pytest.mark.parametrize(
+    "not_a_model", [None, 3, torch.nn.Linear(2, 2), object()], ids=["none", "int", "module", "object"]
+)
 def test_not_an_eamodel(not_a_model):
     with pytest.raises(UnsupportedModelError, match="expected an EaModel"):
         optimize_eagle_with_triton(not_a_model)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton import layers as kernels
-from eagle_triton.linear import Partials
+from eagle_triton.partials import Partials
 from eagle_triton.reference import layers as reference
 
 CUDA = torch.cuda.is_available()

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from eagle_triton import linear as kernels
-from eagle_triton.linear import Partials, Settings
+from eagle_triton.linear import Settings
+from eagle_triton.partials import Partials
 from eagle_triton.reference import linear as reference
 
 CUDA = torch.cuda.is_available()

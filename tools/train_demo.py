@@ -15,8 +15,8 @@ mixed with the files. Every stage has fixed seeds, a number of steps and a time 
 whichever ends first ends the stage, and the learning rate follows the nearer of the two.
 What was reached goes to `results/demo_checkpoint.json`.
 
-    python tools/train_demo.py                        # about five minutes on one H200
-    python tools/train_demo.py --stages evaluate --device cpu
+    python tools/train_demo.py                                   # about five minutes on one H200
+    OMP_NUM_THREADS=1 python tools/train_demo.py --stages evaluate --device cpu
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def train_target(run: Run, train: torch.Tensor, held_out: torch.Tensor) -> dict:
     return {"steps": step + 1, "epochs": round(epochs, 1), "held_out_loss": round(best[0], 4), "curve": curve}
 
 
-# ------------------------------------------------------------------------------------------------ heads
+# --- heads ---
 
 
 class Teacher:
@@ -366,7 +366,7 @@ def train_head(kind: str, run: Run, teacher: Teacher, corpus: dict, held_out: di
     return {"steps": step + 1, "train_loss": round(loss.item(), 4), "held_out_per_pass": reached}
 
 
-# ------------------------------------------------------------------------------------------ evaluation
+# --- evaluation ---
 
 
 def evaluate(run: Run, prompts: list[str], new_tokens: int = 64) -> dict:
@@ -418,7 +418,7 @@ def mean_tau(rows: list[dict]) -> float | None:
     return round(sum(row["emitted"] for row in rows) / passes, 3) if passes else None
 
 
-# -------------------------------------------------------------------------------------------- the frame
+# --- the frame ---
 
 
 @dataclasses.dataclass(frozen=True)

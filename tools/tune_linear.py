@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_triton import linear as products
-from eagle_triton.linear import Partials, Settings
+from eagle_triton.linear import Settings
+from eagle_triton.partials import Partials
 
 
 class Product(NamedTuple):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_triton.adapters.view import MLP, Attention, DraftView, Layer, ModelView, Norm, Projection
@@ -75,7 +74,7 @@ def target_forward(
     Returns the normed last hidden states [B, N, H] and the features for the draft head [B, N, F].
     """
     rows = Rows(cache, lengths, lengths, positions, ancestors)
-    x, update, features = F.embedding(tokens, view.embedding), None, []
+    x, update, features = view.embedding[tokens], None, []
     for index, layer in enumerate(view.layers):
         normed, x = add_norm(ops, layer.input_norm, x, update)
         if index in view.feature_layers:
@@ -154,7 +153,7 @@ def draft_forward(
     Returns two [B, n, H]: the hidden states, which are the features of the nodes' children, and what the head's
     vocabulary projection reads (the same, or normed).
     """
-    embedded = F.embedding(tokens, draft.embedding).to(features.dtype)
+    embedded = draft.embedding[tokens].to(features.dtype)
     if draft.kind == "eagle3":
         (layer,) = draft.layers
         normed, _ = add_norm(ops, draft.hidden_norm, features)

@@ -1,0 +1,40 @@
+"""Products whose partial sums are still apart: what a split product hands to the kernel that reads it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Partials:
+    """A product [..., N] whose splits of K are still apart: it is `sums`, added in their order and rounded to `dtype`.
+
+    Stands in for a tensor where rms_norm and rotary_append read one; `sums` is [splits, ..., N] fp32.
+    """
+
+    sums: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.sums.shape[1:]
+
+    @property
+    def device(self) -> torch.device:
+        return self.sums.device
+
+    def dim(self) -> int:
+        return self.sums.dim() - 1
+
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> Partials:
+        """As Tensor.unflatten, for a negative `dim`."""
+        return Partials(self.sums.unflatten(dim, sizes), self.dtype)
+
+    def total(self) -> Tensor:
+        """The product itself, for readers that know tensors only."""
+        return functools.reduce(torch.add, self.sums.unbind(0)).to(self.dtype)
