@@ -59,7 +59,7 @@ def _topk(dtype: str, vocabulary: int) -> list[tuple]:
     ]
 
 
-_WALK = {"NODES": 64, "CHUNKS": 32, "PARTS": 64, "STEPS": 16, "CHUNK": chunk_of(128256), "PAIRS": 64, "stride_xv": 1}
+_WALK = {"NODES": 64, "CHUNKS": 32, "PARTS": 32, "STEPS": 16, "CHUNK": chunk_of(128256), "PAIRS": 64, "stride_xv": 1}
 _LOGITS = {"aligned": ("vocabulary", "stride_xr")}
 _BEAM = {"parents_ptr": "*fp32", "log_probs_ptr": "*fp32", "ancestors_ptr": "*i64", "scores_ptr": "*fp32"}
 _BEAM |= {"chosen_ptr": "*i64", "out_ptr": "*i64", "selected_ptr": "*i64"}
@@ -79,7 +79,7 @@ CASES = [
     _case("expand beam fixed", _expand_beam_kernel, _BEAM, {"CHILDREN": 128, "WIDTH": 16}, {"num_warps": 1}),
     _case("build tree", _build_tree_kernel, _BUILD, {**_TREE, "selected_ptr": None}, {"num_warps": 2}),
     _case("build tree fixed", _build_tree_kernel, _BUILD, {**_TREE, "scratch_ptr": None}, {"num_warps": 2}),
-    _case("greedy walk", _greedy_walk_kernel, {}, _WALK, {"num_warps": 4}),
+    _case("greedy walk", _greedy_walk_kernel, {}, _WALK, {"num_warps": 8}),
     *(
         _case(f"{name} {dtype}", kernel, {"x_ptr": f"*{dtype}"}, _WALK, {"num_warps": 8, **_LOGITS})
         for name, kernel in (("sampled walk", _sampled_walk_kernel), ("final token", _final_token_kernel))
