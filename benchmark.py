@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,8 +27,12 @@ MODES = {"generate": generate, "step": step, "operations": operations}
 
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
+    rows: list[dict[str, Any]] = []
+    notes: list[str] = []
     try:
-        rows, notes = MODES[args.mode].measure(args)
+        MODES[args.mode].measure(args, rows, notes)
+    except KeyboardInterrupt:
+        notes.insert(0, "FAIL: INTERRUPTED, FIGURES ARE MISSING")
     except (ValueError, FileNotFoundError) as error:  # of the model, the checkout or the options
         print(f"benchmark.py: {error}", file=sys.stderr)
         return 2
@@ -62,6 +68,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", default=None, help="one prompt, repeated (default: the demo's held-out ones)")
     parser.add_argument("--context", type=_sizes, default=[], metavar="N[,N...]", help="random prompts of N tokens")
     parser.add_argument("--batch", type=_sizes, default=[1], metavar="B[,B...]", help="sequences at a time (step mode)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="operations whose name contains TEXT")
     parser.add_argument("--max-length", type=int, default=100, help="new tokens per prompt (default: 100)")
     parser.add_argument("--num-runs", type=int, default=5, help="prompts, or repetitions (default: 5)")
     parser.add_argument("--temperature", type=float, default=0.0, help="of generate mode (default: 0, greedy)")
@@ -99,6 +106,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--accept-length must be at least 0, got {args.accept_length}")
     if args.mode != "step" and args.batch != [1]:
         parser.error("--batch is for step mode: the original decodes one sequence at a time")
+    if args.only and args.mode != "operations":
+        parser.error("--only is for operations mode")
     if args.shape and (args.model != "demo" or args.draft or args.prompt):
         parser.error("--shape builds the model and random prompts: no --model, --draft or --prompt with it")
     if args.context and args.prompt:
@@ -128,4 +137,5 @@ def _sizes(text: str) -> list[int]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends a run as Ctrl-C does
     sys.exit(main())

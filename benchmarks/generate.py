@@ -46,16 +46,16 @@ class Variant:
         }
 
 
-def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of the original, the optimised, and with --upstream SafeAILab's model; and notes."""
+def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
+    """Add a row for the original, the optimised, and with --upstream SafeAILab's model; and notes."""
     module = models.import_safeailab(args.upstream) if args.upstream else None
     model = models.load(args)
     view, draft = native.read(model)
     floor_ms = models.weight_bytes(view, draft, draft.read_tree()) / copy_bandwidth(view.device) * 1e3
     with fixed_acceptance(args.accept_length, module):
         variants = _variants(args, model, module)
-    rows = [variant.row(floor_ms) for variant in variants]
-    return rows, _notes(args, variants)
+    rows += [variant.row(floor_ms) for variant in variants]
+    notes += _notes(args, variants)
 
 
 def _variants(args: argparse.Namespace, model: EaModel, module: ModuleType | None) -> list[Variant]:

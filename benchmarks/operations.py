@@ -85,15 +85,17 @@ class Case:
     least_speedup: float | None = None
 
 
-def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows, one for each case and provider, and notes."""
+def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
+    """Add a row for each case and provider, and notes. Raises ValueError if no case is called as --only says."""
     device = torch.device(args.device)
     cuda = device.type == "cuda"
     operations = Operations(kernels=cuda)
-    rows, notes = [], []
     if not cuda:
         notes.append("ON A CPU: REFERENCES AT TOY SIZES, THE TIMES SAY NOTHING ABOUT THE KERNELS")
     cases = list(all_cases(operations, LLAMA_8B if cuda else TOY, device, getattr(torch, args.dtype)))
+    cases = [case for case in cases if args.only in case.name]
+    if not cases:
+        raise ValueError(f"no operation is called {args.only!r}")
     if not cuda:
         cases = [replace(case, target_us=None, least_speedup=None) for case in cases]
     with torch.no_grad(), tqdm(cases, desc="operations", disable=args.json, leave=False) as bar:
@@ -103,10 +105,9 @@ def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
             rows += more
             notes += said
             torch.compiler.reset()
-    idle = [name for name in vars(operations) if callable(getattr(operations, name)) and not operations.calls[name]]
-    if idle:
-        notes.append(f"never called: {', '.join(idle)}")
-    return rows, notes + _sums(rows)
+    if cuda and not operations.calls:
+        notes.append("FAIL: no kernel was called")
+    notes += _sums(rows)
 
 
 def measure_case(case: Case, device: torch.device) -> tuple[list[dict[str, Any]], list[str]]:

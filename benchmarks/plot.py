@@ -12,6 +12,8 @@ def plot(record: Record, path: Path) -> None:
     """Draw the record's figures into a PNG file."""
     from matplotlib.figure import Figure  # only who asks for a picture needs it
 
+    if not record.rows:
+        return
     figure = Figure(figsize=(11, 5 + len(record.rows) / 12 * (record.mode == "operations")), layout="constrained")
     {"generate": _generate, "step": _step, "operations": _operations}[record.mode](figure, record.rows)
     machine = record.machine

@@ -33,8 +33,8 @@ STEPS = {"cuda": 20, "cpu": 3}  # timed at a stretch, twice in each run: by the 
 WARM_UPS = 2
 
 
-def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """One row for each model, decoding, batch size and context; and notes."""
+def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
+    """Add a row for each model, decoding, batch size and context; and notes."""
     module = models.import_safeailab(args.upstream) if args.upstream else None
     model = models.load(args)
     view, draft = native.read(model)
@@ -45,7 +45,9 @@ def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
     bandwidth = copy_bandwidth(view.device)
     contexts = args.context or ([512] if cuda else [64])
     cases = list(itertools.product(DECODINGS, args.batch, contexts))
-    rows: list[dict[str, Any]] = []
+    if mean is not None:
+        notes.append(WARNING.format(mean))
+    notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
 
     def add(variant: str, decoding: str, batch: int, context: int, figures: dict[str, Any]) -> None:
         spec = PLAIN if decoding == "plain" else draft.read_tree()
@@ -73,10 +75,7 @@ def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
         for name, decoding, context in itertools.product(originals, DECODINGS, contexts):
             (prompt,) = models.random_prompts(model, 1, context)
             add(name, decoding, 1, context, original_step(originals[name], prompt, decoding, room))
-    notes = [f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s"]
-    if mean is not None:
-        notes.insert(0, WARNING.format(mean))
-    return rows, notes + [f"{path}: {reason}" for path, reason in engine.notes.items()]
+    notes += [f"{path}: {reason}" for path, reason in engine.notes.items()]
 
 
 def optimised_step(

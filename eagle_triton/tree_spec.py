@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,12 @@ class TreeSpec:
     @property
     def beam_slots(self) -> int:
         return sum(self.beam_widths)
+
+    @property
+    def level_starts(self) -> tuple[int, ...]:
+        """Per level from 0 the flat index of its first candidate: one more entry than there are beam passes."""
+        before = (0, *accumulate(1 if level == 0 else self.beam_widths[level - 1] for level in range(self.depth)))
+        return tuple(self.top_k * count for count in before[: self.depth])
 
     @property
     def candidates(self) -> int:

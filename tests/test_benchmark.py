@@ -37,6 +37,23 @@ def test_what_a_run_writes(mode, tmp_path, capsys):
     assert files["out.png"].read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_interrupted_run_keeps_what_it_has(monkeypatch, capsys):
+    def interrupt(case, device):
+        if "verification" in case.name:
+            raise KeyboardInterrupt
+        return measure_case(case, device)
+
+    monkeypatch.setattr(operations, "measure_case", interrupt)
+    assert benchmark.main([*MODES["operations"], "--json"]) == 1
+    record = json.loads(capsys.readouterr().out)
+    assert "INTERRUPTED" in record["notes"][0] and record["rows"]
+
+
+def test_only_some_operations(capsys):
+    assert benchmark.main([*MODES["operations"], "--only", "attention", "--json"]) == 0
+    assert {row["group"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"attention"}
+
+
 def test_generate_compares_the_same_tokens(capsys):
     assert benchmark.main([*MODES["generate"], "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -137,6 +154,7 @@ def test_histogram():
         (["--context", "5,0"], "positive integers"),
         (["--context", "5", "--prompt", "a"], "no --prompt"),
         (["--batch", "2"], "step mode"),
+        (["--only", "topk"], "operations mode"),
         (["--temperature", "nan"], "--temperature"),
         (["--accept-length", "-1"], "--accept-length"),
         (["--device", "toaster"], "--device"),
@@ -151,11 +169,14 @@ def test_bad_arguments(arguments, message, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--upstream", "."], "no checkout of SafeAILab/EAGLE"), (["--model", "missing"], "missing")],
+    [
+        (["--upstream", ".", "--shape", "tiny"], "no checkout of SafeAILab/EAGLE"),
+        (["--model", "missing"], "missing"),
+        (["operations", "--only", "missing"], "missing"),
+    ],
 )
-def test_bad_models(arguments, message, capsys):
-    shape = [] if "--model" in arguments else ["--shape", "tiny"]
-    assert benchmark.main([*arguments, *shape]) == 2
+def test_bad_models_and_names(arguments, message, capsys):
+    assert benchmark.main(arguments) == 2
     assert message in capsys.readouterr().err
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,8 +74,18 @@ class DecodeState:
             seed=zeros(batch, dtype=torch.int64),
             step=zeros(batch, dtype=torch.int64),
         )
-        self.beam_candidates = self._constant(spec.beam_candidates)
-        self.selected = self._constant(spec.selected)
 
-    def _constant(self, values: tuple[int, ...] | None) -> Tensor | None:
-        return None if values is None else torch.tensor(values, dtype=torch.int64, device=self.tokens.device)
+        def constant(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        # what is known of beam slots beforehand: their level, and the flat index of their level's first child
+        starts = [
+            start for start, width in zip(spec.level_starts, spec.beam_widths, strict=False) for _ in range(width)
+        ]
+        levels = [level for level, width in enumerate(spec.beam_widths) for _ in range(width)]
+        self.slot_starts, self.slot_levels = constant(starts), constant(levels, torch.int32)
+        self.level_slots = constant([sum(spec.beam_widths[:i]) for i in range(len(spec.beam_widths))], torch.int32)
+        self.selected = self.beam_children = None  # a fixed tree's drafts (flat) and slots (within their level)
+        if spec.selected is not None:
+            self.selected = constant(spec.selected)
+            self.beam_children = constant([c - s for c, s in zip(spec.beam_candidates, starts, strict=True)])

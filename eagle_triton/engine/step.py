@@ -108,15 +108,14 @@ def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Ten
     words = max(1, -(-spec.beam_slots // WORD))
     scores = hidden.new_zeros(batch, 1, dtype=torch.float32)
     ancestors = torch.zeros(batch, 1, words, dtype=torch.int64, device=hidden.device)
+    slot_positions, first_rows = lengths[:, None] + state.slot_levels, lengths[:, None] + state.level_slots
     all_tokens, all_scores, all_chosen, first_slot = [], [], [], 0
     for level, beam in enumerate((*spec.beam_widths, 0)):
         logits = project(ops, draft.head, normed).flatten(0, 1)
         log_probs, tokens = ops.topk(logits, spec.top_k, offsets=draft.d2t)
         children = tokens.view(batch, -1)
-        start = spec.top_k * (1 + first_slot - hidden.shape[1])  # flat index of this level's first child
-        fixed = None
-        if state.beam_candidates is not None:
-            fixed = state.beam_candidates[first_slot : first_slot + beam] - start
+        slots = slice(first_slot, first_slot + beam)
+        fixed = None if state.beam_children is None else state.beam_children[slots]
         scores, chosen, beam_ancestors = ops.expand_beam(
             scores, log_probs.view(batch, -1, spec.top_k), ancestors, first_slot, beam, fixed
         )
@@ -125,24 +124,22 @@ def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Ten
         if not beam:
             break
         parent = (chosen // spec.top_k)[:, :, None].expand(-1, -1, width)
-        all_chosen.append(chosen + start)
-        positions = (lengths + level)[:, None].expand(-1, beam)
+        all_chosen.append(chosen)
         ancestors, scores = beam_ancestors, scores.gather(1, chosen)
-        rows = Rows(state.draft_cache, lengths, lengths + first_slot, positions, ancestors)
+        rows = Rows(state.draft_cache, lengths, first_rows[:, level], slot_positions[:, slots], ancestors)
         hidden, normed = draft_forward(ops, draft, hidden.gather(1, parent), children.gather(1, chosen), rows)
         first_slot += beam
-    slots = torch.cat(all_chosen, dim=1) if all_chosen else children[:, :0]
-    grown = ops.build_tree(
+    chosen = torch.cat(all_chosen, dim=1) + state.slot_starts if all_chosen else children[:, :0]
+    ops.build_tree(
         _sequence_rows(state, lengths, 1)[:, 0],
         torch.cat(all_tokens, 1),
         torch.cat(all_scores, 1),
-        slots,
+        chosen,
         spec.nodes,
         spec.top_k,
         state.selected,
+        out=state.tree,
     )
-    for place, value in zip(state.tree, grown, strict=True):
-        place.copy_(value)
 
 
 def draft_forward(
