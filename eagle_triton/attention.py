@@ -422,7 +422,7 @@ def settings_for(
         splits = 1
     else:
         programs = 264 // (kv_heads * triton.cdiv(rows, block_m))
-        splits = max(1, min(programs, capacity // block_n, 32))
+        splits = 1 << (max(1, min(programs, capacity // block_n, 32)).bit_length() - 1)  # few variants to compile
     few_rows = rows <= 64
     return Settings(
         block_m,
