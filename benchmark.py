@@ -22,6 +22,7 @@ from benchmarks.plot import plot
 from benchmarks.record import Record, machine
 from eagle_triton.models.shapes import SHAPES
 
+UNRECORDED = ("mode", "json", "commit", "output", "csv", "plot")  # options that change no figure
 MODES = {"generate": generate, "step": step, "operations": operations}
 
 
@@ -36,8 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:  # of the model, the checkout or the options
         print(f"benchmark.py: {error}", file=sys.stderr)
         return 2
-    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    options = {name: value for name, value in options.items() if name not in ("mode", "json", "commit")}
+    options = {name: value for name, value in vars(args).items() if name not in UNRECORDED}
+    options["upstream"] = args.upstream is not None  # where it lies is nobody's business
     record = Record(args.mode, machine(torch.device(args.device), args.commit), options, rows, notes)
     if args.output:
         args.output.write_text(record.json() + "\n", encoding="utf-8")

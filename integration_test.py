@@ -12,6 +12,7 @@ import sys
 
 import torch
 
+from benchmarks.record import machine
 from eagle_triton import EaModel
 from eagle_triton.comparison import Comparison, compare, decode, top2_margin
 from eagle_triton.demo import demo_prompts
@@ -57,7 +58,11 @@ def main(argv: list[str] | None = None) -> int:
     if not counted.get("tree_attention"):
         failures += 1
         print("FAIL: the engine's operations were never called")
-    print(f"{len(prompts)} prompts, {failures} failures")
+    identical = sum(result.same_tokens for result in comparisons)
+    print(f"{len(prompts)} prompts, {identical} with the same tokens, {failures} failures")
+    print(
+        ", ".join(f"{name} {value}" for name, value in machine(torch.device(args.device), args.commit).items() if value)
+    )
     return 1 if failures else 0
 
 
@@ -71,6 +76,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-runs", type=int, default=3, help="prompts to decode (default: 3)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--commit", default=None, help="what to print as the commit where git cannot tell")
     parser.add_argument("--verbose", action="store_true", help="print texts, accepted lengths and counters")
     args = parser.parse_args(argv)
     if args.max_length < 2 or args.num_runs < 1:

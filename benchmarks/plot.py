@@ -56,7 +56,7 @@ def _step(figure: Any, rows: list[dict[str, Any]]) -> None:
     right.set_ylabel("ms per step")
     right.set_ylim(bottom=0)
     right.set_title("optimised", fontsize=9)
-    right.legend(fontsize=7)
+    right.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
 def _operations(figure: Any, rows: list[dict[str, Any]]) -> None:
