@@ -27,8 +27,8 @@ def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tens
         raise ValueError(f"topk: k must be in 1..{logits.shape[-1]}, got {k}")
     wide = logits.float()
     wide = wide.masked_fill(wide.isnan(), float("-inf"))
-    values, indices = wide.sort(dim=-1, descending=True, stable=True)
-    values, indices = values[:, :k].contiguous(), indices[:, :k].contiguous()
+    indices = _best(wide, k)
+    values = wide.gather(-1, indices)
     if offsets is not None:
         indices = indices + offsets[indices]
     return (values - wide.logsumexp(-1, keepdim=True)).nan_to_num(nan=float("-inf"), neginf=float("-inf")), indices
@@ -56,7 +56,7 @@ def expand_beam(
     if selected is not None:
         chosen = selected.expand(len(scores), width)
     else:
-        chosen = _ranked(scores)[:, :width]
+        chosen = _best(scores, width)
     words = parent_ancestors.shape[-1]
     parent = (chosen // log_probs.shape[-1])[:, :, None].expand(-1, -1, words)
     slot = torch.arange(first_slot, first_slot + width, device=scores.device)
@@ -90,7 +90,7 @@ def build_tree(
     if selected is not None:
         chosen = selected.expand(batch, drafts)
     else:
-        chosen = _ranked(scores)[:, :drafts].sort(dim=-1).values
+        chosen = _best(scores, drafts).sort(dim=-1).values
     tokens = torch.cat((root[:, None], candidates.gather(1, chosen)), dim=1)
 
     slot = chosen // top_k - 1  # the beam slot that was expanded, -1: the root
@@ -107,10 +107,16 @@ def build_tree(
     return out
 
 
-def _ranked(scores: Tensor) -> Tensor:
-    """Indices along the last dimension, best score first; NaN counts as -inf, ties go to the lower index."""
-    scores = scores.masked_fill(scores.isnan(), float("-inf"))
-    return scores.sort(dim=-1, descending=True, stable=True).indices
+def _best(scores: Tensor, k: int) -> Tensor:
+    """Indices [..., k] of the k best fp32 scores, best first; NaN counts as -inf, ties go to the lower index.
+
+    torch.topk leaves ties open, so it gets unique keys: the float's bits as an ordered integer, then the index.
+    """
+    bits = (scores.masked_fill(scores.isnan(), float("-inf")) + 0.0).view(torch.int32)  # + 0.0: no negative zero
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    count = scores.shape[-1]
+    keys = (ordered << 32) + torch.arange(count - 1, -1, -1, device=scores.device)
+    return keys.topk(k, dim=-1).indices
 
 
 def _ancestor_closure(parents: Tensor) -> Tensor:
