@@ -219,3 +219,18 @@ def test_importing_needs_neither_torch_nor_triton():
     assert out.stdout.strip() == "[]"
     with pytest.raises(ImportError):
         exec("from eagle_triton import nothing")
+
+
+def test_without_triton_the_references_work_and_the_kernels_say_what_to_install():
+    code = """
+import sys
+sys.modules["triton"] = None  # as if it were not installed
+from eagle_triton.engine.operations import Operations
+Operations()
+try:
+    Operations(kernels=True)
+except ImportError as error:
+    print(error)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install triton" in out.stdout and "kernels=False" in out.stdout
