@@ -181,6 +181,19 @@ def test_a_second_generation_is_refused_while_one_runs():
         generation.step()
 
 
+def test_a_model_that_was_moved_is_refused_and_one_that_was_cast_is_not():
+    model = tiny_model()
+    engine, prompt = engine_for(model), random_prompt(8)[0]
+    spec = engine.draft.read_tree()
+    run = lambda: generate(engine, [prompt], spec, Sampling(), max_new_tokens=[6], eos_token_ids=())[0]  # noqa: E731
+    before = run()
+    model.double().float()  # new storage, the same values
+    assert torch.equal(run(), before)
+    engine.device = torch.device("cuda")
+    with pytest.raises(RuntimeError, match="moved from cuda to cpu after optimising"):
+        run()
+
+
 def test_long_prompts_are_prefilled_in_chunks_and_capacity_grows_in_buckets():
     model = tiny_model(layers=5)
     engine = engine_for(model)

@@ -39,6 +39,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.accept_lengths: list[int] = []  # of the last generation's first sequence, one for each step
         self.notes: dict[str, str] = {}
+        self.device = self.view.device
         self._lock = threading.Lock()
         self.release()
 
@@ -49,8 +50,16 @@ class Engine:
         self._weights = self._address()
 
     def state(self, batch: int, spec: TreeSpec, rows: int) -> DecodeState:
-        """A state with room for `rows` committed rows per sequence, reused where one is large enough."""
-        if self._weights != self._address():  # the model was moved or cast: graphs point to freed memory
+        """A state with room for `rows` committed rows per sequence, reused where one is large enough.
+
+        Raises RuntimeError if the model was moved to another device since.
+        """
+        if self.view.device != self.device:
+            raise RuntimeError(
+                f"the model was moved from {self.device} to {self.view.device} after optimising; restore it and "
+                "optimise it there"
+            )
+        if self._weights != self._address():  # the model was cast: graphs point to freed memory
             self.release()
         needed = capacity_bucket(rows + rows_beyond(spec))
         state = self._states.get((batch, spec))
