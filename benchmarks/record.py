@@ -39,7 +39,7 @@ class Record:
         lines = [{"mode": self.mode, **row, **self.machine} for row in self.rows]
         columns = list(dict.fromkeys(column for line in lines for column in line))
         with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns)
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(lines)
 
