@@ -88,10 +88,10 @@ def optimize_eagle_with_triton(
         raise ValueError("cuda_graph=True needs a model on a GPU and the kernels")
     operations = Operations(kernels)
     engine = Engine(view, draft, operations, cuda_graph)
-    seams, skipped = (*methods.seams(model, engine), generate_seam(model, engine)), dict(methods.SKIPPED)
+    seams, skipped = (*methods.seams(model, engine), generate_seam(model, engine)), {}
     if config.patch_modules:
-        more, left = methods.module_seams(model, engine)
-        seams, skipped = seams + more, skipped | left
+        more, skipped = methods.module_seams(model, engine)
+        seams += more
     if skipped and config.strict:
         raise UnsupportedModelError("; ".join(f"{path}: {reason}" for path, reason in skipped.items()))
 

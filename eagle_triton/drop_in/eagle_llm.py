@@ -8,7 +8,7 @@ is drafted as well as what is verified, so that a tree other than the head's own
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -24,7 +24,6 @@ from eagle_triton.models.request import original_stop_ids
 from eagle_triton.patching import Seam
 from eagle_triton.tree_spec import PLAIN, TreeSpec
 
-SKIPPED: Mapping[str, str] = {}
 MOST_NEW, LONGEST = 1024, 1960  # where the step-by-step methods stop
 
 

@@ -8,7 +8,6 @@ from eagle_triton.drop_in import upstream
 from eagle_triton.engine.generation import Engine
 from eagle_triton.patching import Seam
 
-SKIPPED = upstream.SKIPPED
 module_seams = upstream.module_seams
 
 

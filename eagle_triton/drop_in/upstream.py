@@ -6,7 +6,7 @@ not fit raises ValueError before anything runs, where the original fails somewhe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -22,8 +22,6 @@ from eagle_triton.models.checks import check_fits
 from eagle_triton.models.request import original_stop_ids
 from eagle_triton.patching import Seam
 from eagle_triton.tree_spec import PLAIN
-
-SKIPPED: Mapping[str, str] = {}
 
 
 def seams(
