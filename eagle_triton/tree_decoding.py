@@ -26,9 +26,6 @@ from torch import Tensor
 
 from eagle_triton.laws import key_of, value_of
 from eagle_triton.reference import tree_decoding as reference
-from eagle_triton.verification import update_sequence, verify_greedy, verify_sampling
-
-__all__ = ["build_tree", "expand_beam", "topk", "update_sequence", "verify_greedy", "verify_sampling"]
 
 WORD = tl.constexpr(64)
 _NOWHERE = tl.constexpr(2**31 - 1)

@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 
 from eagle_triton.reference.attention import WORD, pack_ancestors
-from eagle_triton.reference.verification import update_sequence, verify_greedy, verify_sampling
-
-__all__ = ["build_tree", "expand_beam", "topk", "update_sequence", "verify_greedy", "verify_sampling"]
 
 
 def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
