@@ -78,9 +78,11 @@ class DecodeState:
         def constant(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
-        # whom the emitted tokens see when the draft head takes them in: those before them
-        chain = torch.ones(batch, spec.depth + 1, spec.depth + 1, dtype=torch.bool, device=device).tril()
+        # whom the emitted tokens see when the draft head takes them in: those before them; as wide as the beams' bits
+        columns = max(spec.depth + 1, spec.beam_slots)
+        chain = torch.ones(batch, spec.depth + 1, columns, dtype=torch.bool, device=device).tril()
         self.chain = pack_ancestors(chain)
+        self.planned_nodes = max(spec.depth + 1, *spec.beam_widths, 1)
         # what is known of beam slots beforehand: their level, and the flat index of their level's first child
         starts = [
             start for start, width in zip(spec.level_starts, spec.beam_widths, strict=False) for _ in range(width)
