@@ -520,6 +520,8 @@ def linear(
     """
     check_product("linear", x, (weight,), (bias,), residual, deferred=deferred)
     settings = settings or _choose(x, (weight,), planned_rows)
+    if planned_rows and settings and not deferred:
+        settings = settings._replace(splits=1)  # the megakernel has no last program of a tile
     if settings is None:
         out = F.linear(x, weight, bias)
         return out if residual is None else residual + out
@@ -567,12 +569,12 @@ def linear_swiglu(
     rows, depth, cols = *matrix.shape, gate.shape[0]
     out = x.new_empty(rows, cols)
     if out.numel():
-        block_m = _block_m(rows)
+        block_m = block_m_of(rows)
         _linear_swiglu_kernel[triton.cdiv(cols, settings.block_n), triton.cdiv(rows, block_m)](
             matrix,
             gate,
             up,
-            *_descriptors([matrix, gate, up], block_m, settings),
+            *descriptors([matrix, gate, up], block_m, settings),
             out,
             rows,
             cols,
@@ -619,7 +621,7 @@ def _launch(
             weights, biases, cols = [*weights, weights[1]], [*biases, biases[1]], [*cols, 0]
         if any(bias is not None for bias in biases):
             biases = [x.new_zeros(n) if b is None else b.contiguous() for n, b in zip(cols, biases, strict=True)]
-        block_m = _block_m(rows)
+        block_m = block_m_of(rows)
         absent = [None] * (3 - len(weights))
         grid = (_tiles(cols, settings.block_n), settings.splits, triton.cdiv(rows, block_m))
         partials = arrivals = None
@@ -631,7 +633,7 @@ def _launch(
             matrix,
             *weights,
             *absent,
-            *_descriptors([matrix, *weights], block_m, settings),
+            *descriptors([matrix, *weights], block_m, settings),
             *absent,
             *biases,
             *absent,
@@ -667,7 +669,7 @@ def _choose(x: Tensor, weights: Sequence[Tensor], planned_rows: int | None, fuse
     return launch_settings(x.device, x.dtype, rows, cols, x.shape[-1], fused, planned_rows is not None)
 
 
-def _block_m(rows: int) -> int:
+def block_m_of(rows: int) -> int:
     """The row tile: the next power of two, 16 at least (the tensor cores' least) and 128 at most."""
     return min(max(16, triton.next_power_of_2(rows)), 128)
 
@@ -692,7 +694,7 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if nvidia else (0, 0)
 
 
-def _descriptors(tensors: list[Tensor], block_m: int, settings: Settings) -> list[TensorDescriptor | None]:
+def descriptors(tensors: list[Tensor], block_m: int, settings: Settings) -> list[TensorDescriptor | None]:
     """TMA descriptors of x and the weights, or None each where they cannot be used."""
     if not (settings.tma and _compute_capability(tensors[0].device) >= (9, 0)):
         return [None] * len(tensors)
