@@ -35,6 +35,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from eagle_triton.launch import DRAFT_WARPS
 from eagle_triton.reference.attention import check_tree_attention
 
 _WORD = tl.constexpr(64)
@@ -544,7 +545,13 @@ class Settings(NamedTuple):
 
 
 def settings_for(
-    rows: int, width: int, kv_heads: int, capacity: int, dtype: torch.dtype, capability: tuple[int, int] | None
+    rows: int,
+    width: int,
+    kv_heads: int,
+    capacity: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None,
+    planned: bool = False,
 ) -> Settings:
     """The launch settings for `rows` = N * G query rows per key/value head; of the batch size they know nothing.
 
@@ -569,7 +576,7 @@ def settings_for(
     if rows > 1024:  # a chunk of a prompt fills the device with its row blocks
         splits = 1
     else:
-        programs = 264 // (kv_heads * triton.cdiv(rows, block_m))
+        programs = (132 if planned else 264) // (kv_heads * triton.cdiv(rows, block_m))
         splits = 1 << (max(1, min(programs, capacity // block_n, 32)).bit_length() - 1)  # few variants to compile
     few_rows = rows <= 64
     return Settings(
@@ -577,7 +584,7 @@ def settings_for(
         block_n,
         splits,
         1 if few_rows else 2,
-        4,
+        DRAFT_WARPS if planned else 4,
         num_stages,
         min(block_n, 64),
         pdl=2 if hopper else 0,
@@ -607,7 +614,8 @@ def tree_attention(
     _check_kernel_limits(q, cache, lengths, ancestors)
     rows = (planned_nodes or q.shape[1]) * (q.shape[2] // cache.shape[2])
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda and torch.version.cuda else None
-    use = settings_for(rows, q.shape[3], cache.shape[2], cache.shape[3], q.dtype, capability)
+    planned = planned_nodes is not None
+    use = settings_for(rows, q.shape[3], cache.shape[2], cache.shape[3], q.dtype, capability, planned)
     return _launch(q, cache, lengths, ancestors, scale, sliding_window, use)
 
 
@@ -691,7 +699,7 @@ def _launch(
     )
     if use.splits > 1:
         # One warp and one row (two for narrow heads) per program: no sum crosses threads. 4 warps took 7 µs, this 2.5.
-        block_r = max(1, 128 // block_d)
+        block_r = use.num_warps * max(1, 128 // block_d)
         _merge_kernel[triton.cdiv(rows, block_r), batch * kv_heads](
             partial,
             lse,
@@ -704,7 +712,7 @@ def _launch(
             **shared,
             BLOCK_R=block_r,
             BLOCK_S=triton.next_power_of_2(use.splits),
-            num_warps=1,
+            num_warps=use.num_warps,
             **({"launch_pdl": True} if pdl else {}),
         )
     return out
