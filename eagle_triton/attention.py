@@ -558,7 +558,7 @@ def settings_for(
     `capability` is that of a CUDA device, None elsewhere. Measured on an H200 (bf16, 32/8 heads, d 128, graph replay
     over caches larger than L2), both kernels together, µs. A split costs 4 µs before its first tile, and each of its
     tiles 0.6 to 1.1: few splits serve a batch, many a single sequence. 60 nodes, at batch 1 / 8: 512 keys, 2 splits
-    10.0 / 25, 3 splits 10.2 / 32, 5 splits 8.9 / 43; 2048 keys, 4 splits 14.0 / 63, 8 splits 13.7 / 88; 4000 keys at
+    10.4 / 26, 3 splits 10.2 / 32, 5 splits 8.9 / 43; 2048 keys, 4 splits 14.0 / 63, 8 splits 13.7 / 88; 4000 keys at
     batch 1, 4 splits 20.9, 8 splits 18.9; 32768 keys, 8 splits 73 to 82, 4 splits 96, without descriptors 78 to 82,
     with 2 stages 101, 128 x 128 with 8 warps 77. 10 nodes: 512 keys, 8 splits 6.8 / 17, 16 allowed 7.3 / 20; 2048
     keys, 16 splits 11.1 / 39, 32 splits 10.5 / 54. A tile with new keys takes two to three times as long as another
