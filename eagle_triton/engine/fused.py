@@ -180,7 +180,6 @@ class FusedStep:
             state.capacity,
             dtype,
             torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else None,
-            planned=True,
         )
 
         def empty(*shape: int, kind: torch.dtype = dtype) -> Tensor:

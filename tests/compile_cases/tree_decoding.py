@@ -85,9 +85,16 @@ CASES = [
     _case("build tree fixed", _build_tree_kernel, _BUILD, {**_TREE, "scratch_ptr": None}, {"num_warps": 2}),
     _case("greedy walk", _greedy_walk_kernel, {}, _WALK, {"num_warps": 8}),
     *(
-        _case(f"{name} {dtype}", kernel, {"x_ptr": f"*{dtype}"}, _WALK, {"num_warps": 8, **_LOGITS})
+        _case(
+            f"{name} {dtype}",
+            kernel,
+            {"x_ptr": f"*{dtype}"},
+            {**_WALK, "PDL": pdl},
+            {"num_warps": 8, **_LOGITS, "targets": targets},
+        )
         for name, kernel in (("sampled walk", _sampled_walk_kernel), ("final token", _final_token_kernel))
         for dtype in ("bf16", "fp16")
+        for pdl, targets in ((False, ("sm_80", "gfx942")), (True, ("sm_90", "sm_100")))
     ),
     _case(
         "update sequence",
