@@ -40,7 +40,8 @@ _DRAW_WARPS = 8
 
 
 @triton.jit
-def _greedy_walk_kernel(
+def greedy_walk(
+    batch,
     peaks_ptr,
     places_ptr,
     tokens_ptr,
@@ -60,8 +61,7 @@ def _greedy_walk_kernel(
     PARTS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Grid (B,): merge the parts' argmaxes of one sequence's nodes and follow them through its tree."""
-    batch = tl.program_id(0)
+    """Merge the parts' argmaxes of one sequence's nodes and follow them through its tree."""
     node = tl.arange(0, NODES)
     real = node < nodes
     part = tl.arange(0, PARTS)[None, :]
@@ -90,6 +90,51 @@ def _greedy_walk_kernel(
     tl.store(path_ptr + batch * (depth + 1) + step, path, mask=step <= depth)
     tl.store(accepted_ptr + batch, accepted)
     tl.store(next_ptr + batch, tl.sum(tl.where(node == current, target, 0), 0).to(tl.int64))
+
+
+@triton.jit
+def _greedy_walk_kernel(
+    peaks_ptr,
+    places_ptr,
+    tokens_ptr,
+    parents_ptr,
+    path_ptr,
+    accepted_ptr,
+    next_ptr,
+    nan_ptr,
+    nodes,
+    parts,
+    depth,
+    stride_tb,
+    stride_tn,
+    stride_pb,
+    stride_pn,
+    NODES: tl.constexpr,
+    PARTS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Grid (B,)."""
+    greedy_walk(
+        tl.program_id(0),
+        peaks_ptr,
+        places_ptr,
+        tokens_ptr,
+        parents_ptr,
+        path_ptr,
+        accepted_ptr,
+        next_ptr,
+        nan_ptr,
+        nodes,
+        parts,
+        depth,
+        stride_tb,
+        stride_tn,
+        stride_pb,
+        stride_pn,
+        NODES,
+        PARTS,
+        STEPS,
+    )
 
 
 @triton.jit

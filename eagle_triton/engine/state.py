@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton.adapters.view import DraftView, ModelView
-from eagle_triton.reference.attention import WORD
+from eagle_triton.reference.attention import WORD, pack_ancestors
 from eagle_triton.reference.sampling import SamplingParams
 from eagle_triton.tree_spec import TreeSpec
 
@@ -78,6 +78,9 @@ class DecodeState:
         def constant(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
+        # whom the emitted tokens see when the draft head takes them in: those before them
+        chain = torch.ones(batch, spec.depth + 1, spec.depth + 1, dtype=torch.bool, device=device).tril()
+        self.chain = pack_ancestors(chain)
         # what is known of beam slots beforehand: their level, and the flat index of their level's first child
         starts = [
             start for start, width in zip(spec.level_starts, spec.beam_widths, strict=False) for _ in range(width)
