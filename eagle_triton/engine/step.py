@@ -1,6 +1,6 @@
 """One decode step: target forward over the tree, verify, commit, and the next draft tree.
 
-    tree -> target_forward -> verify -> commit, update_sequence -> draft_extend -> grow_tree -> tree
+    tree -> target_forward -> verify -> update_sequence, commit -> draft_extend -> grow_tree -> tree
 
 Nothing here asks how long a sequence is: shapes are fixed by the state, lengths are read by the operations.
 """
@@ -19,46 +19,66 @@ from eagle_triton.partials import Partials
 from eagle_triton.reference.attention import WORD
 
 
-def decode_step(
-    ops: Operations,
-    view: ModelView,
-    draft: DraftView | None,
-    state: DecodeState,
-    sampled: bool,
-    top_p_first: bool,
-) -> None:
+class Mode(NamedTuple):
+    """What the sequences of a step ask of it; a graph is captured for each. `sampled`: verify by sampling, else by
+    argmax, with top-p before top-k if `top_p_first`."""
+
+    sampled: bool = False
+    top_p_first: bool = False
+
+
+def decode_step(ops: Operations, view: ModelView, draft: DraftView | None, state: DecodeState, mode: Mode) -> None:
     """Advance every active sequence of `state` by its accepted drafts and one token, and draft its next tree.
 
-    `draft` None decodes plainly (a tree of the root alone). `sampled`: verify by sampling, else by argmax.
+    `draft` None decodes plainly (a tree of the root alone).
     """
-    tree, depth = state.tree, state.spec.depth
+    tree = state.tree
     positions = state.lengths[:, None] + tree.depths
     hidden, features = target_forward(
         ops, view, tree.tokens, state.target_cache, state.lengths, positions, tree.ancestors
     )
-    logits = project(ops, view.head, hidden)
-    if sampled:
-        path, accepted, next_token = ops.verify_sampling(
-            logits, tree.tokens, tree.parents, depth, state.sampling, top_p_first, nan=state.nan
+    verify_and_draft(ops, draft, state, project(ops, view.head, hidden), features, mode)
+
+
+def verify_and_draft(
+    ops: Operations, draft: DraftView | None, state: DecodeState, logits: Tensor, features: Tensor, mode: Mode
+) -> None:
+    """All of a step behind the target forward: verify, commit, and draft the next tree, in place.
+
+    logits [B, N, V] and features [B, N, F] of the tree's nodes.
+    """
+    tree, depth = state.tree, state.spec.depth
+    if mode.sampled:
+        walk = ops.verify_sampling(
+            logits, tree.tokens, tree.parents, depth, state.sampling, mode.top_p_first, nan=state.nan
         )
     else:
-        path, accepted, next_token = ops.verify_greedy(logits, tree.tokens, tree.parents, depth, nan=state.nan)
-    state.path.copy_(path)
-    state.accepted.copy_(torch.where(state.active & ~state.nan, accepted, -1))
+        walk = ops.verify_greedy(logits, tree.tokens, tree.parents, depth, nan=state.nan)
+    path, accepted, next_token = walk
     before = state.lengths.clone()
-    ops.commit(state.target_cache, before, state.path, state.accepted)
-    ops.update_sequence(state.tokens, state.lengths, tree.tokens, state.path, state.accepted, next_token)
+    ops.update_sequence(
+        state.tokens,
+        state.lengths,
+        state.active,
+        tree.tokens,
+        path,
+        accepted,
+        next_token,
+        state.nan,
+        state.stops,
+        state.report,
+    )
+    ops.commit(state.target_cache, before, path, accepted)
     state.sampling.step.add_(1)
-    _report(state, before)
     if draft is None:
         tree.tokens.copy_(_sequence_rows(state, state.lengths, 1))
         return
-    node = state.path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1])
+    node = path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1])
     emitted = _sequence_rows(state, before + 1, depth + 1)
     hidden = draft_extend(
         ops, draft, features.gather(1, node), emitted, state.draft_cache, draft.rows(before), state.chain
     )
-    last = state.accepted.clamp(min=0).long()[:, None, None].expand(-1, 1, draft.hidden_size)
+    last = accepted.clamp(min=0).long()[:, None, None].expand(-1, 1, draft.hidden_size)
     grow_tree(ops, draft, state, *(rows.gather(1, last) for rows in hidden))
 
 
@@ -277,13 +297,6 @@ def project_stack(
         return tuple(project(ops, projection, x) for projection in projections)
     weights, biases = [p.weight for p in projections], [p.bias for p in projections]
     return ops.linear_stack(x, weights, biases, deferred=deferred)
-
-
-def _report(state: DecodeState, before: Tensor) -> None:
-    """Write what the host wants to know of a step that began at lengths `before`."""
-    state.out[:, 0] = state.accepted
-    state.out[:, 1] = state.nan & state.active
-    state.out[:, 2:] = _sequence_rows(state, before, state.spec.depth + 1)
 
 
 def _sequence_rows(state: DecodeState, first: Tensor, count: int) -> Tensor:
