@@ -194,12 +194,7 @@ def test_a_cache_that_is_nearly_full_holds_the_row_of_the_root(length):
     assert tokens[:2] == greedy(model, prompt, 2)[-2:].tolist()
 
 
-LAWS = {
-    "T": dict(temperature=1.0),
-    "top-k": dict(temperature=1.0, top_k=3),
-    "top-p": dict(temperature=2.0, top_p=0.85),
-    "min-p": dict(temperature=1.6, min_p=0.1),
-}
+LAWS = {"T": dict(temperature=1.0), "top-k-top-p": dict(temperature=1.5, top_k=4, top_p=0.8)}
 
 
 @pytest.mark.slow
@@ -299,6 +294,13 @@ def half_projection() -> nn.Module:
     return model
 
 
+def quantised_embedding() -> nn.Module:
+    model = causal_lm()
+    codes = torch.zeros(32, 64, dtype=torch.int8, device=DEVICE)
+    model.model.embed_tokens.weight = nn.Parameter(codes, requires_grad=False)
+    return model
+
+
 REFUSED = {
     "another architecture": (
         other_architecture,
@@ -312,6 +314,10 @@ REFUSED = {
     "one layer of another dtype": (
         half_projection,
         r"draft_model\.model\.layers\.1\.mlp\.up_proj must be torch\.float32 as the embedding is.*got torch\.float16",
+    ),
+    "a quantised embedding": (
+        quantised_embedding,
+        r"draft_model\.model\.embed_tokens\.weight must be floating point, got torch\.int8",
     ),
     "another activation": (
         lambda: damaged("model.layers.1.mlp.act_fn", nn.GELU()),
