@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton.adapters import native
+from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.fused import FusedStep, unsupported
 from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.operations import Operations
@@ -61,7 +62,7 @@ def compare_steps(model, spec, prompts, device, steps=2, sampling=None, dtype=to
     view, draft = native.read(model)
     kernels, engine = Operations(kernels=True), Engine(view, draft, Operations())
     seen = []
-    with torch.no_grad(), engine.start(prompts, spec, sampling, max(map(len, prompts)) + 40) as generation:
+    with torch.no_grad(), Batch.start(engine, prompts, spec, sampling, max(map(len, prompts)) + 40) as generation:
         state = generation.state
         assert unsupported(view, draft, state) is None
         fused = FusedStep(view, draft, state, programs)

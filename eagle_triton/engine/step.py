@@ -19,34 +19,40 @@ from eagle_triton.partials import Partials
 
 
 class Mode(NamedTuple):
-    """What the sequences of a step ask of it; a graph is captured for each. `sampled`: verify by sampling, else by
-    argmax, with top-p before top-k if `top_p_first`."""
+    """What the sequences of a step ask of it; a graph is captured for each."""
 
-    sampled: bool = False
-    top_p_first: bool = False
+    sampled: bool = False  # verify by sampling, else by argmax
+    top_p_first: bool = False  # when sampling: top-p before top-k
+    follows: bool = False  # when nothing is drafted: keep the features that the draft will ask for
+    processed: bool = False  # repetition penalties and logit biases
+    logprobs: bool = False  # report log-probabilities
 
 
 def decode_step(ops: Operations, view: ModelView, draft: DraftView | None, state: DecodeState, mode: Mode) -> None:
-    """Advance every active sequence of `state` by its accepted drafts and one token, and draft its next tree.
-
-    `draft` None decodes plainly (a tree of the root alone).
-    """
-    tree = state.tree
+    """Advance every active sequence of `state` by its accepted drafts and one token, and draft its next tree."""
+    tree, sequences = state.tree, state.sequences
     positions = state.lengths[:, None] + tree.depths
     hidden, features = target_forward(
         ops, view, tree.tokens, state.target_cache, state.lengths, positions, tree.ancestors
     )
-    verify_and_draft(ops, draft, state, project(ops, view.head, hidden), features, mode)
+    logits, before = project(ops, view.head, hidden), state.lengths.clone()
+    law = ops.process_logits(logits, tree.tokens, tree.ancestors, sequences.rules) if mode.processed else logits
+    path = verify_and_draft(ops, draft, state, law, features, mode)
+    if mode.processed:  # beside what is committed, the next root: it is on every path
+        sequences.rules.seen.scatter_(1, torch.where(state.emitted < 0, tree.tokens[:, :1], state.emitted), 1)
+    if mode.logprobs:
+        _report_logprobs(state, logits, path, before)
 
 
 def verify_and_draft(
     ops: Operations, draft: DraftView | None, state: DecodeState, logits: Tensor, features: Tensor, mode: Mode
-) -> None:
+) -> Tensor:
     """All of a step behind the target forward: verify, commit, and draft the next tree, in place.
 
-    logits [B, N, V] and features [B, N, F] of the tree's nodes.
+    logits [B, N, V], by which the nodes are judged, and features [B, N, F] of the tree's nodes. `draft` may be None if
+    the tree is a root alone. Returns the accepted path [B, D + 1] int32, as verification does.
     """
-    tree, depth = state.tree, state.spec.depth
+    tree, depth, sequences = state.tree, state.spec.depth, state.sequences
     if mode.sampled:
         walk = ops.verify_sampling(
             logits, tree.tokens, tree.parents, depth, state.sampling, mode.top_p_first, nan=state.nan
@@ -64,21 +70,54 @@ def verify_and_draft(
         accepted,
         next_token,
         state.nan,
-        state.stops,
+        sequences.stops,
         state.report,
     )
     ops.commit(state.target_cache, before, path, accepted)
     state.sampling.step.add_(1)
-    if draft is None:
-        tree.tokens.copy_(_sequence_rows(state, state.lengths, 1))
-        return
+    if not depth:
+        tree.tokens.copy_(sequence_rows(state.tokens, state.lengths, 1))
+        if mode.follows:
+            sequences.lag.keep(before, features)
+        return path
     node = path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1])
-    emitted = _sequence_rows(state, before + 1, depth + 1)
-    hidden = draft_extend(
-        ops, draft, features.gather(1, node), emitted, state.draft_cache, before, state.chain, state.planned_nodes
+    emitted = sequence_rows(state.tokens, before + 1, depth + 1)
+    outputs = draft_extend(
+        ops,
+        draft,
+        features.gather(1, node),
+        emitted,
+        state.draft_cache,
+        draft.rows(before),
+        state.chain,
+        state.planned_nodes,
     )
-    last = accepted.clamp(min=0).long()[:, None, None].expand(-1, 1, draft.hidden_size)
-    grow_tree(ops, draft, state, *(rows.gather(1, last) for rows in hidden))
+    last = accepted.clamp(min=0).long()[:, None, None].expand_as(sequences.hidden)
+    for kept, rows in zip((sequences.hidden, sequences.normed), outputs, strict=True):
+        torch.gather(rows, 1, last, out=kept)
+    grow_tree(ops, draft, state, sequences.hidden, sequences.normed)
+    return path
+
+
+def _report_logprobs(state: DecodeState, logits: Tensor, path: Tensor, before: Tensor) -> None:
+    """Complete the report of a step that began at lengths `before`, and remember the next root's log-probability.
+
+    logits [B, N, V] as the target gave them: neither temperature, filters, penalties nor biases count.
+    """
+    node = path.clamp(min=0).long()[:, :, None].expand(-1, -1, logits.shape[-1])
+    following = sequence_rows(state.tokens, before + 1, path.shape[1])
+    values = token_logprobs(logits.gather(1, node), following)
+    root = state.sequences.root_logprob
+    state.logprobs[:, 0] = root
+    state.logprobs[:, 1:] = values[:, :-1]
+    last = (path >= 0).sum(1, keepdim=True) - 1
+    root.copy_(values.gather(1, last)[:, 0])
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log-softmax in fp32 of logits [B, n, V] at tokens [B, n]: [B, n]."""
+    wide = logits.float()
+    return wide.gather(2, tokens[:, :, None])[:, :, 0] - wide.logsumexp(-1)
 
 
 def target_forward(
@@ -116,10 +155,10 @@ def draft_extend(
     ancestors: Tensor | None = None,
     planned: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The draft head over consecutive positions lengths .. lengths + n, from true target features.
+    """The draft over consecutive rows lengths .. lengths + n of its cache, from true target features.
 
-    features [B, n, F] of the positions, tokens [B, n] of the positions after them; `ancestors` [B, n, W] may say in
-    bits what None does: each position sees those before it. `planned`: see Rows. Returns as draft_forward.
+    tokens [B, n] in these rows, features [B, n, F] of the positions before the tokens'; `ancestors` [B, n, W] may say
+    in bits what None does: each row sees those before it. `planned`: see Rows. Returns as draft_forward.
     """
     positions = lengths[:, None] + torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
     rows = Rows(cache, lengths, lengths, positions, ancestors, planned)
@@ -129,12 +168,12 @@ def draft_extend(
 
 
 def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Tensor, normed: Tensor) -> None:
-    """Draft the next tree from the head's output at the last committed position, in place.
+    """Draft the next tree from the draft's output for the root, in place.
 
     hidden, normed [B, 1, H]: see draft_forward. The root's children come from them; each beam pass runs the head over
     the chosen nodes of one level and scores their children; the best candidates of all levels become the tree.
     """
-    spec, lengths = state.spec, state.lengths
+    spec, lengths = state.spec, draft.rows(state.lengths)
     batch = len(hidden)
     words = state.chain.shape[-1]
     scores = hidden.new_zeros(batch, 1, dtype=torch.float32)
@@ -168,7 +207,7 @@ def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Ten
         first_slot += beam
     chosen = torch.cat(all_chosen, dim=1) + state.slot_starts if all_chosen else children[:, :0]
     ops.build_tree(
-        _sequence_rows(state, lengths, 1)[:, 0],
+        sequence_rows(state.tokens, state.lengths, 1)[:, 0],
         torch.cat(all_tokens, 1),
         torch.cat(all_scores, 1),
         chosen,
@@ -182,8 +221,8 @@ def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Ten
 def draft_forward(
     ops: Operations, draft: DraftView, features: Tensor | Partials, parents: Tensor | None, tokens: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor]:
-    """The draft head's layers over n nodes: features [B, P, H] of their parents, which parents [B, n] names (None: one
-    each, in order), and tokens [B, n].
+    """The draft's layers over n nodes: features [B, P, H] of their parents, which parents [B, n] names (None: one each,
+    in order), and tokens [B, n]. A model reads the tokens alone.
 
     Returns two [B, n, H]: the hidden states, which are the features of the nodes' children, and what the head's
     vocabulary projection reads (the same, or normed).
@@ -205,14 +244,17 @@ def draft_forward(
             residual = inputs[..., draft.hidden_size :]
         normed, hidden = add_norm(ops, draft.norm, *decoder_layer(ops, layer, inputs, residual, rows.of_layer(0)))
         return hidden, normed
-    inputs, _ = ops.draft_inputs(features, parents, tokens, draft.embedding)
-    x = ops.add(project(ops, draft.fc, inputs, deferred=True, planned=rows.planned_rows))
+    if draft.kind == "model":
+        x = draft.embedding[tokens]
+    else:
+        inputs, _ = ops.draft_inputs(features, parents, tokens, draft.embedding)
+        x = ops.add(project(ops, draft.fc, inputs, deferred=True, planned=rows.planned_rows))
     update = None
     for index, layer in enumerate(draft.layers):
         normed, x = add_norm(ops, layer.input_norm, x, update)
         x, update = decoder_layer(ops, layer, normed, x, rows.of_layer(index))
-    hidden = ops.add(update, x)
-    return hidden, hidden
+    normed, hidden = add_norm(ops, draft.norm, x, update)
+    return hidden, normed
 
 
 class Rows(NamedTuple):
@@ -326,7 +368,7 @@ def project_stack(
     return ops.linear_stack(x, weights, biases, deferred=deferred, planned_rows=planned)
 
 
-def _sequence_rows(state: DecodeState, first: Tensor, count: int) -> Tensor:
-    """Tokens at columns first .. first + count of each sequence: [B, count] int64."""
+def sequence_rows(tokens: Tensor, first: Tensor, count: int) -> Tensor:
+    """Columns first .. first + count of each sequence, first [B] int32, of tokens [B, C]: [B, count] int64."""
     columns = first[:, None].long() + torch.arange(count, device=first.device)
-    return state.tokens.gather(1, columns.clamp(max=state.tokens.shape[1] - 1))
+    return tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1))
