@@ -37,16 +37,21 @@ class EagleTritonConfig:
     itself; the generating methods do not need them.
     kernels: the Triton kernels, or the torch references; None takes the kernels on a GPU.
     cuda_graph: launch each decode step as one CUDA graph; None does on a GPU with the kernels.
+    megakernel: whether everything between the target's logits and the next draft tree is one launch; "auto" takes
+    what was measured faster on this GPU. The report says what became of it.
     """
 
     strict: bool = False
     patch_modules: bool = True
     kernels: bool | None = None
     cuda_graph: bool | None = None
+    megakernel: bool | str = "auto"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if field.name == "megakernel" and value == "auto":
+                continue
             if not isinstance(value, bool) and not (value is None and field.default is None):
                 raise TypeError(f"{field.name} must be True or False, got {value!r}")
 
@@ -83,8 +88,11 @@ def optimize_eagle_with_triton(
     cuda_graph = on_gpu and kernels if config.cuda_graph is None else config.cuda_graph
     if cuda_graph and not (on_gpu and kernels):
         raise ValueError("cuda_graph=True needs a model on a GPU and the kernels")
+    if config.megakernel is True and not kernels:
+        raise ValueError("megakernel=True needs the kernels")
     operations = Operations(kernels)
-    engine = Engine(view, draft, operations, cuda_graph)
+    megakernel = None if config.megakernel == "auto" else config.megakernel
+    engine = Engine(view, draft, operations, cuda_graph, megakernel)
     seams, skipped = (*methods.seams(model, engine), generate_seam(model, engine)), {}
     if config.patch_modules:
         more, skipped = methods.module_seams(model, engine)

@@ -23,8 +23,8 @@ takes less time than a barrier.
 | beam        | [D, B, K, ...]          | fp32, int64 | scores and ancestors of each level's nodes               |
 | others      | [rows, ...]             | model's| rows of a pass, b * n + i; fp32 partial sums of split products |
 
-Numerics: those of the operations. A barrier that waits too long ends the launch with the error word set (see
-`grid_barrier`), and the host raises.
+Numerics: those of the operations. A barrier that waits too long ends the launch with FAULT in every sequence's report
+(see `grid_barrier`), and the host raises.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ from eagle_triton.launch import DRAFT_WARPS
 from eagle_triton.laws import scan_parts
 from eagle_triton.layers import norm_row, rotary_append_head
 from eagle_triton.linear import add_bias, product_steps, store_tile, swiglu_tile
+from eagle_triton.reference.verification import FAULT, REASON
 from eagle_triton.tree_decoding import choose_beam, store_ancestors, topk_chunk, topk_merge, write_tree
 from eagle_triton.verification import greedy_walk, update_one
 
 WARPS = tl.constexpr(DRAFT_WARPS)
+_REASON, _FAULT = tl.constexpr(REASON), tl.constexpr(FAULT)
 # The phases of a pass. FC and SUM are EAGLE-1's; EAGLE-3 has its fc once, in front.
 INPUTS, FC, SUM, QKV, ROTARY, ATTEND, MERGE, OUT, POST, SWIGLU, DOWN, NORM, HEAD, TOPK, BEST = map(
     tl.constexpr, range(15)
@@ -136,6 +138,8 @@ def draft_verify_update_kernel(
     inner_ptr,
     hidden_ptr,
     head_in_ptr,
+    last_hidden_ptr,
+    last_normed_ptr,
     logits_ptr,
     ranks_ptr,
     places_ptr,
@@ -665,6 +669,13 @@ def draft_verify_update_kernel(
                     if EAGLE3:
                         normed, total = head_in_ptr + row * HIDDEN, out
                     norm_row(sums, norm_ptr, x, normed, total, rows * HIDDEN, norm_eps, HIDDEN, BLOCK_H, DOWN_SPLITS)
+                    if first_pass:  # from here another tree may be grown later
+                        column = tl.arange(0, BLOCK_H)
+                        tl.debug_barrier()
+                        value = tl.load(out + column, mask=column < HIDDEN)
+                        tl.store(last_hidden_ptr + row * HIDDEN + column, value, mask=column < HIDDEN)
+                        value = tl.load(normed + column, mask=column < HIDDEN)
+                        tl.store(last_normed_ptr + row * HIDDEN + column, value, mask=column < HIDDEN)
                 elif not EAGLE3:
                     out = residual_ptr + row * HIDDEN
                     norm_row(sums, None, None, out, None, rows * HIDDEN, 0.0, HIDDEN, BLOCK_H, FC_SPLITS)
@@ -790,3 +801,6 @@ def draft_verify_update_kernel(
             64 if NODES > 64 else NODES,
             DOUBLINGS,
         )
+    if ok == 0:
+        for batch in range(B):
+            tl.store(report_ptr + batch * REPORT + _REASON, _FAULT)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
 import torch
 from torch import Tensor
 
+from eagle_triton import EaModel, optimize_eagle_with_triton
 from eagle_triton.adapters import native
+from eagle_triton.demo import demo_prompts
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.fused import FusedStep, unsupported
-from eagle_triton.engine.generation import Engine
+from eagle_triton.engine.generation import Engine, MegakernelError
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.sampling import Sampling
 from eagle_triton.engine.step import Mode, project, target_forward, verify_and_draft
 from eagle_triton.tree_spec import TreeSpec
 from tests.tiny import random_prompt, tiny_model
 
+CUDA = torch.cuda.is_available()
+CASES = int(os.environ.get("MEGAKERNEL_CASES", "12"))  # 200 were seen; each takes some seconds in the interpreter
+
 
 def tensors(state) -> dict[str, Tensor]:
-    """Everything a step may change."""
+    """Everything a step may change, but rows of the caches behind what is committed."""
     return {
         "tokens": state.tokens,
         "lengths": state.lengths,
@@ -29,6 +35,8 @@ def tensors(state) -> dict[str, Tensor]:
         "report": state.report,
         "target cache": state.target_cache,
         "draft cache": state.draft_cache,
+        "hidden": state.sequences.hidden,
+        "normed": state.sequences.normed,
         **{f"tree {name}": value for name, value in state.tree._asdict().items()},
     }
 
@@ -43,6 +51,7 @@ def restore(state, saved: dict[str, Tensor]) -> None:
 
 
 def random_spec(source: random.Random) -> TreeSpec:
+    """A dynamic or a fixed tree, of up to five children and four levels."""
     top_k, depth = source.randint(1, 5), source.randint(0, 3)
     if source.random() < 0.3:
         paths = {(source.randrange(top_k),)}
@@ -52,20 +61,18 @@ def random_spec(source: random.Random) -> TreeSpec:
                 paths.add((*parent, source.randrange(top_k)))
         return TreeSpec.fixed(sorted(paths))
     candidates = top_k + depth * top_k * top_k
-    return TreeSpec.dynamic(source.randint(2, min(candidates + 1, 70)), depth, top_k)
+    return TreeSpec.dynamic(source.randint(2, candidates + 1), depth, top_k)
 
 
-def compare_steps(model, spec, prompts, device, steps=2, sampling=None, dtype=torch.float32, programs=None):
-    """Run `steps` steps both ways from the same state; returns the accepted counts seen."""
+def compare_steps(model, spec, prompts, device, steps=2, sampling=None):
+    """Take `steps` steps both ways, each time from the same state; how many drafts each step accepted."""
     sampling = sampling or Sampling()
-    model = model.to(device=device, dtype=dtype)
-    view, draft = native.read(model)
+    view, draft = native.read(model.to(device))
     kernels, engine = Operations(kernels=True), Engine(view, draft, Operations())
-    seen = []
-    with torch.no_grad(), Batch.start(engine, prompts, spec, sampling, max(map(len, prompts)) + 40) as generation:
-        state = generation.state
-        assert unsupported(view, draft, state) is None
-        fused = FusedStep(view, draft, state, programs)
+    mode, accepted = Mode(not sampling.greedy, sampling.top_p_first), []
+    with torch.no_grad(), Batch.start(engine, prompts, spec, sampling, max(map(len, prompts)) + 40) as batch:
+        state = batch.state
+        fused = FusedStep(view, draft, state)
         for _ in range(steps):
             tree = state.tree
             positions = state.lengths[:, None] + tree.depths
@@ -73,21 +80,107 @@ def compare_steps(model, spec, prompts, device, steps=2, sampling=None, dtype=to
                 engine.ops, view, tree.tokens, state.target_cache, state.lengths, positions, tree.ancestors
             )
             logits = project(engine.ops, view.head, hidden)
-            mode = Mode(not sampling.greedy, sampling.top_p_first)
-            before = snapshot(state)
+            before, counter = snapshot(state), state.sampling.step.clone()
             verify_and_draft(kernels, draft, state, logits, features, mode)
             expected = snapshot(state)
             restore(state, before)
-            fused(logits, features)
-            fused.check()
+            state.sampling.step.copy_(counter)
+            verify_and_draft(kernels, draft, state, logits, features, mode, fused)
             for name, value in tensors(state).items():
                 assert torch.equal(value, expected[name]), name
             assert not torch.equal(expected["tree tokens"], before["tree tokens"])
-            seen += state.report[:, 0].tolist()
-    return seen
+            assert not torch.equal(expected["draft cache"], before["draft cache"])
+            accepted += state.report[:, 0].tolist()
+    assert kernels.calls["draft_verify_update"] == steps
+    return accepted
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(CASES))
+def test_random_cases(device, case):
+    """Trees, lengths, batches of one to three, greedy and sampled, both kinds of head, in fp32."""
+    source = random.Random(case)
+    model = tiny_model(eagle3=case % 2 == 0, seed=case)
+    prompts = [random_prompt(source.randint(1, 40), seed=i)[0] for i in range(source.randint(1, 3))]
+    sampling = source.choice([Sampling(), Sampling(temperature=1.0, top_p=0.9, seed=case)])
+    compare_steps(model, random_spec(source), prompts, device, steps=1, sampling=sampling)
+
+
+@pytest.mark.skipif(not CUDA, reason="hours in the interpreter")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
-def test_one_step(device, eagle3):
-    model = tiny_model(eagle3=eagle3)
-    compare_steps(model, TreeSpec.dynamic(8, 2, 3), [random_prompt(9)[0]], device)
+def test_demo(device, eagle3, dtype):
+    """Steps that accept drafts, in batches of one and four."""
+    model = EaModel.from_pretrained("demo", use_eagle3=eagle3, dtype=dtype)
+    prompts = [torch.tensor(model.tokenizer(text).input_ids)[:30] for text in demo_prompts(4)]
+    for batch in (prompts[:1], prompts):
+        accepted = compare_steps(model, TreeSpec.dynamic(60, 7, 10), batch, device, steps=5)
+        assert max(accepted) > 0, "nothing was ever accepted: the test shows nothing"
+
+
+@pytest.mark.slow
+def test_optimised_model_decodes_alike(device):
+    model = tiny_model(total_token=5, depth=1, top_k=2).to(device)
+    prompt = random_prompt(3).to(device)
+    expected = model.eagenerate(prompt, max_new_tokens=2)
+    model, originals = optimize_eagle_with_triton(model, kernels=True, megakernel=True)
+    with originals:
+        assert torch.equal(model.eagenerate(prompt, max_new_tokens=2), expected)
+        assert "draft_verify_update" in str(originals.report())
+
+
+def test_auto_leaves_it_out_without_a_gpu():
+    engine = Engine(*native.read(tiny_model()), Operations(kernels=True), megakernel=None)
+    with Batch.start(engine, [random_prompt(3)[0]], TreeSpec.dynamic(4, 1, 2), Sampling(), 20) as batch:
+        assert engine._fused(batch.state) is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "batch", "reason"),
+    [(TreeSpec.dynamic(60, 7, 10), 7, "70 rows"), (TreeSpec.dynamic(3, 0, 2), 1, None)],
+    ids=["rows", "fits"],
+)
+def test_what_is_unsupported_is_named(spec, batch, reason):
+    engine = Engine(*native.read(tiny_model()), Operations())
+    with Batch.start(engine, [random_prompt(3)[0]] * batch, spec, Sampling(), 20) as running:
+        found = unsupported(engine.view, engine.draft, running.state)
+    assert found is None if reason is None else reason in found
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match="megakernel=True needs the kernels"):
+        optimize_eagle_with_triton(tiny_model(), kernels=False, megakernel=True)
+    with pytest.raises(TypeError, match="megakernel must be"):
+        optimize_eagle_with_triton(tiny_model(), megakernel="always")
+
+
+@pytest.mark.skipif(not CUDA, reason="one program has nobody to wait for")
+def test_a_program_that_never_arrives(monkeypatch):
+    """An exception within a second of the launch, and the model generates correctly afterwards."""
+    from time import perf_counter
+
+    from eagle_triton.engine import fused
+
+    model = tiny_model().cuda()
+    prompt = random_prompt(9).cuda()
+    expected = model.eagenerate(prompt, max_new_tokens=20)
+    original = fused.FusedStep.__init__
+
+    def with_absent(self, *arguments, **options):
+        original(self, *arguments, **options)
+        self.absent = 3
+
+    monkeypatch.setattr(fused.FusedStep, "__init__", with_absent)
+    model, originals = optimize_eagle_with_triton(model, megakernel=True, cuda_graph=False)
+    with originals:
+        with pytest.raises(MegakernelError, match="did not arrive"):
+            model.eagenerate(prompt, max_new_tokens=20)  # compiles
+        originals.restore()
+    model, originals = optimize_eagle_with_triton(model, megakernel=True, cuda_graph=False)
+    with originals:
+        start = perf_counter()
+        with pytest.raises(MegakernelError, match="did not arrive"):
+            model.eagenerate(prompt, max_new_tokens=20)
+        assert perf_counter() - start < 2.5  # the prefill, and two steps launched before the first is read
+        assert torch.equal(model.eagenerate(prompt, max_new_tokens=20), expected)
+        assert "given up" in str(originals.report())

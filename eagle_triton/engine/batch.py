@@ -18,7 +18,7 @@ from eagle_triton.engine.sampling import Sampling
 from eagle_triton.engine.state import DecodeState, rows_beyond
 from eagle_triton.engine.step import Mode
 from eagle_triton.reference.logit_processing import LogitRules
-from eagle_triton.reference.verification import ERROR, LENGTH, STOP
+from eagle_triton.reference.verification import ERROR, FAULT, LENGTH, REASON, STOP
 from eagle_triton.tree_spec import TreeSpec
 
 TREE_ROOM = 128  # rows kept free behind a sequence, so that most trees may be changed to while it runs
@@ -220,6 +220,8 @@ class Batch:
             occupants, state = self._flying.popleft()
             report = self._outbox.receive()
             rows, values = report.tolist(), state.logprobs_of(report).tolist()
+            if any(row[REASON] == FAULT for row in rows):
+                raise self.engine.lost()
             progress = [
                 self._progress(slot, occupant.request, state.spec, rows[slot], values[slot])
                 for slot, occupant in enumerate(occupants)

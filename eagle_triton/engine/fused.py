@@ -16,11 +16,9 @@ from eagle_triton.megakernel import draft_verify_update_kernel
 from eagle_triton.tree_decoding import topk_chunk_of
 
 BARRIER_LIMIT = 1 << 18  # looks at a barrier before giving up: some tenths of a second
+FASTER = {"NVIDIA H200": False}
+"""Whether the megakernel was measured faster than the separate kernels, by device: results/megakernel-h200.json."""
 MAX_ROWS = 64  # rows of a draft pass; more go to cuBLAS, which has no tiles to deal out
-
-
-class MegakernelError(RuntimeError):
-    """The megakernel's programs lost each other: a grid barrier waited past its bound."""
 
 
 def unsupported(view: ModelView, draft: DraftView | None, state: DecodeState) -> str | None:
@@ -90,10 +88,11 @@ class FusedStep:
         self.sync = torch.zeros(2, dtype=torch.int32, device=device)  # arrivals at barriers, error word
         self._arguments = self._collect()
 
-    def __call__(self, logits: Tensor, features: Tensor, walk: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
+    def __call__(self, logits: Tensor, features: Tensor, walk: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
         """Verify (greedily, or take `walk`: path, accepted and next token), commit, and draft the next tree.
 
-        logits [B, N, V] and features [B, N, F] of the tree's nodes.
+        logits [B, N, V] and features [B, N, F] of the tree's nodes. Returns the accepted path [B, D + 1] int32. After a
+        fault the report's reasons are FAULT.
         """
         if walk is not None:
             for place, value in zip((self.path, self.accepted, self.next_token), walk, strict=True):
@@ -111,11 +110,7 @@ class FusedStep:
             **self._arguments,
             **options,
         )
-
-    def check(self) -> None:
-        """Raise MegakernelError if a barrier of the last launch gave up. Waits for the device."""
-        if int(self.sync[1]):
-            raise MegakernelError("a program of the megakernel did not arrive at a grid barrier")
+        return self.path
 
     @staticmethod
     def _tile(use: dict[str, linear.Settings], weights: dict[str, Tensor], block_m: int) -> linear.Settings:
@@ -254,6 +249,8 @@ class FusedStep:
             "inner_ptr": empty(rows, inner),
             "hidden_ptr": empty(rows, hidden),
             "head_in_ptr": empty(rows, hidden),
+            "last_hidden_ptr": state.sequences.hidden,
+            "last_normed_ptr": state.sequences.normed,
             "logits_ptr": empty(rows, vocabulary),
             "ranks_ptr": empty(rows, chunks, spec.top_k, kind=torch.int64),
             "places_ptr": empty(batch * spec.nodes * parts, kind=torch.int32),

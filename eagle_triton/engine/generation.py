@@ -7,24 +7,34 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from eagle_triton.adapters.view import DraftView, ModelView
-from eagle_triton.engine.graph import StepGraph
+from eagle_triton.engine.graph import StepGraph, median_milliseconds
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket
 from eagle_triton.engine.step import Mode, decode_step
 from eagle_triton.tree_spec import TreeSpec
 
+if TYPE_CHECKING:
+    from eagle_triton.engine.fused import FusedStep
+
 log = logging.getLogger(__name__)
+
+
+class MegakernelError(RuntimeError):
+    """The megakernel's programs lost each other: a grid barrier waited past its bound."""
 
 
 @dataclass
 class Engine:
     """Decodes with one model. Holds references to the model's parts, and the states and graphs of the shapes used.
 
-    cuda_graph: launch each step as one CUDA graph (on a GPU only). `notes` tells of what fell back and why.
+    cuda_graph: launch each step as one CUDA graph (on a GPU only). megakernel: whether all behind the target forward is
+    one launch where the model allows it; None takes what was measured faster, and measures on a GPU that is not in
+    fused.FASTER. `notes` tells of what fell back and why.
     One batch (see batch.py) runs at a time; a second one is refused with RuntimeError, never interleaved.
     """
 
@@ -32,6 +42,7 @@ class Engine:
     draft: DraftView | None
     ops: Operations
     cuda_graph: bool = False
+    megakernel: bool | None = False
 
     def __post_init__(self) -> None:
         self.accept_lengths: list[int] = []  # of the last generation's first sequence, one for each step
@@ -86,19 +97,64 @@ class Engine:
 
     def step(self, state: DecodeState, mode: Mode) -> Callable[[], None]:
         """The decode step for a state: a graph, captured here the first time, or the step itself."""
-        eager = functools.partial(decode_step, self.ops, self.view, self.draft, state, mode)
-        if not (self.cuda_graph and state.tokens.is_cuda):
-            return eager
         key = (state, mode)
         if key not in self._steps:
-            try:
-                self._pool = self._pool or torch.cuda.graph_pool_handle()
-                self._steps[key] = StepGraph(eager, state, self.ops, self._pool)
-            except RuntimeError as error:  # torch's, for an operation that cannot be captured
-                log.warning("decoding without a CUDA graph: %s", error)
-                self.notes["cuda_graph"] = f"the step could not be captured: {error}"
-                self._steps[key] = eager
+            fused = self._fused(state)
+            step = self._launchable(state, mode, fused)
+            if fused is not None and self.megakernel is None:
+                separate = self._launchable(state, mode, None)
+                step = step if self._faster(state, step, separate) else separate
+            self._steps[key] = step
         return self._steps[key]
+
+    def lost(self) -> MegakernelError:
+        """Do without the megakernel from now on; the error to raise, because a step of it went wrong."""
+        self.megakernel, self._steps = False, {}
+        self.notes["megakernel"] = "given up: its programs lost each other at a grid barrier"
+        return MegakernelError(
+            "a program of the megakernel did not arrive at a grid barrier; this generation is lost, the next ones run "
+            "without the megakernel"
+        )
+
+    def _launchable(self, state: DecodeState, mode: Mode, fused: FusedStep | None) -> Callable[[], None]:
+        """The step as a graph where that is asked for and can be."""
+        eager = functools.partial(decode_step, self.ops, self.view, self.draft, state, mode, fused)
+        if not (self.cuda_graph and state.tokens.is_cuda):
+            return eager
+        try:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            return StepGraph(eager, state, self.ops, self._pool)
+        except RuntimeError as error:  # torch's, for an operation that cannot be captured
+            log.warning("decoding without a CUDA graph: %s", error)
+            self.notes["cuda_graph"] = f"the step could not be captured: {error}"
+            return eager
+
+    def _fused(self, state: DecodeState) -> FusedStep | None:
+        """The megakernel for a state, or None if it is not wanted or cannot be used."""
+        if self.megakernel is False or not self.ops.kernels or not state.spec.drafts:
+            return None
+        from eagle_triton.engine import fused  # needs Triton
+
+        if self.megakernel is None:
+            if not state.tokens.is_cuda:
+                return None
+            name = torch.cuda.get_device_name(state.tokens.device)
+            if fused.FASTER.get(name) is False:
+                self.notes["megakernel"] = f"not used: measured slower than separate kernels on {name}"
+                return None
+        reason = fused.unsupported(self.view, self.draft, state)
+        if reason is not None:
+            self.notes["megakernel"] = f"not used: {reason}"
+            return None
+        return fused.FusedStep(self.view, self.draft, state)
+
+    def _faster(self, state: DecodeState, together: Callable[[], None], separate: Callable[[], None]) -> bool:
+        """Measure one step with the megakernel against one without, on sequences that stand still."""
+        with state.held():
+            ours, others = (median_milliseconds(step) for step in (together, separate))
+        verb = "used" if ours < others else "not used"
+        self.notes["megakernel"] = f"{verb}: measured {ours:.3f} ms a step with it, {others:.3f} ms without"
+        return ours < others
 
     def forget_steps(self, sequences: Sequences) -> None:
         """Drop the graphs of some sequences, because their tensors were replaced."""

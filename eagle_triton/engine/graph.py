@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -50,6 +51,17 @@ class StepGraph:
         """Launch the step."""
         self.graph.replay()
         self.ops.calls.update(self.calls)
+
+
+def median_milliseconds(step: Callable[[], None], rounds: int = 20) -> float:
+    """The device's time for a step."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
+    for start, end in events:
+        start.record()
+        step()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
 class Outbox:

@@ -7,7 +7,7 @@ Nothing here asks how long a sequence is: shapes are fixed by the state, lengths
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from eagle_triton.adapters.view import MLP, Attention, DraftView, Layer, ModelVi
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.partials import Partials
+
+if TYPE_CHECKING:  # its module needs Triton
+    from eagle_triton.engine.fused import FusedStep
 
 
 class Mode(NamedTuple):
@@ -28,8 +31,18 @@ class Mode(NamedTuple):
     logprobs: bool = False  # report log-probabilities
 
 
-def decode_step(ops: Operations, view: ModelView, draft: DraftView | None, state: DecodeState, mode: Mode) -> None:
-    """Advance every active sequence of `state` by its accepted drafts and one token, and draft its next tree."""
+def decode_step(
+    ops: Operations,
+    view: ModelView,
+    draft: DraftView | None,
+    state: DecodeState,
+    mode: Mode,
+    fused: FusedStep | None = None,
+) -> None:
+    """Advance every active sequence of `state` by its accepted drafts and one token, and draft its next tree.
+
+    `fused`: the megakernel bound to this state, to do all behind the target forward in one launch.
+    """
     tree, sequences = state.tree, state.sequences
     positions = state.lengths[:, None] + tree.depths
     hidden, features = target_forward(
@@ -37,7 +50,7 @@ def decode_step(ops: Operations, view: ModelView, draft: DraftView | None, state
     )
     logits, before = project(ops, view.head, hidden), state.lengths.clone()
     law = ops.process_logits(logits, tree.tokens, tree.ancestors, sequences.rules) if mode.processed else logits
-    path = verify_and_draft(ops, draft, state, law, features, mode)
+    path = verify_and_draft(ops, draft, state, law, features, mode, fused)
     if mode.processed:  # beside what is committed, the next root: it is on every path
         sequences.rules.seen.scatter_(1, torch.where(state.emitted < 0, tree.tokens[:, :1], state.emitted), 1)
     if mode.logprobs:
@@ -45,7 +58,13 @@ def decode_step(ops: Operations, view: ModelView, draft: DraftView | None, state
 
 
 def verify_and_draft(
-    ops: Operations, draft: DraftView | None, state: DecodeState, logits: Tensor, features: Tensor, mode: Mode
+    ops: Operations,
+    draft: DraftView | None,
+    state: DecodeState,
+    logits: Tensor,
+    features: Tensor,
+    mode: Mode,
+    fused: FusedStep | None = None,
 ) -> Tensor:
     """All of a step behind the target forward: verify, commit, and draft the next tree, in place.
 
@@ -53,11 +72,17 @@ def verify_and_draft(
     the tree is a root alone. Returns the accepted path [B, D + 1] int32, as verification does.
     """
     tree, depth, sequences = state.tree, state.spec.depth, state.sequences
+    walk = None
     if mode.sampled:
         walk = ops.verify_sampling(
             logits, tree.tokens, tree.parents, depth, state.sampling, mode.top_p_first, nan=state.nan
         )
-    else:
+    if fused is not None:
+        ops.calls["draft_verify_update"] += 1
+        path = fused(logits, features, walk)
+        state.sampling.step.add_(1)
+        return path
+    if walk is None:
         walk = ops.verify_greedy(logits, tree.tokens, tree.parents, depth, nan=state.nan)
     path, accepted, next_token = walk
     before = state.lengths.clone()

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from eagle_triton.reference.sampling import SamplingParams, check_logits, check_params, probabilities, sample, uniform
 
-GOES_ON, STOP, LENGTH, ERROR = range(4)
-"""Why a sequence has finished: at a stop token, at its limit, because its logits are NaN; or it has not."""
+GOES_ON, STOP, LENGTH, ERROR, FAULT = range(5)
+"""Why a sequence has finished: at a stop token, at its limit, because its logits are NaN, because the megakernel's
+programs lost each other; or it has not."""
 
-REPORT_TOKENS = 3
-"""The column of a report, see update_sequence, where its tokens begin."""
+REASON, REPORT_TOKENS = 2, 3
+"""The columns of a report, see update_sequence, with the reason and where its tokens begin."""
 
 
 class Stops(NamedTuple):
