@@ -57,7 +57,10 @@ class Acceptance:
 class TreePolicy:
     """Chooses among `trees`, and with `fallback` plain decoding. `observe` every step, then ask for `choose()`."""
 
-    def __init__(self, trees: Sequence[TreeSpec], costs: StepCosts, fallback: bool = True) -> None:
+    def __init__(
+        self, trees: Sequence[TreeSpec], costs: StepCosts, fallback: bool = True, pinned: TreeSpec | None = None
+    ) -> None:
+        """pinned: the tree for when there may be no choice, None: the first choice."""
         self.trees, self.costs, self.fallback = tuple(trees), costs, fallback
         self.events: list[str] = []  # what was decided and why, the last of them
         self.stops = self.probes = self.plain_steps = 0
@@ -66,7 +69,7 @@ class TreePolicy:
         self._pause = PAUSE
         self._probing = False
         self.spec = max(self.trees, key=self.rate)
-        self.initial = self.spec
+        self.pinned = pinned or self.spec
 
     def observe(self, accepted: Sequence[int], ms: float) -> None:
         """A step with the chosen tree: drafts accepted by each running sequence, and how long it took."""

@@ -234,7 +234,12 @@ class Stopwatch:
         self.start = self._now()
 
     def seconds(self) -> float:
+        """Until now, after waiting for the device."""
         return self._now() - self.start
+
+    def so_far(self) -> float:
+        """Until now, without waiting."""
+        return max(time.perf_counter() - self.start, 1e-9)
 
     def _now(self) -> float:
         if self.device.type == "cuda":
