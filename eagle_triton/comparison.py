@@ -98,12 +98,20 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def first_difference(one: Run, other: Run) -> int | None:
+    """The column of the first token that differs, None if there is none in the shorter sequence."""
+    pairs = enumerate(zip(one.tokens, other.tokens, strict=False))
+    return next((column for column, (a, b) in pairs if a != b), None)
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """One prompt decoded by the original and by the optimised model."""
+    """One prompt decoded by the original and by the optimised model, perhaps also plainly, one token per step."""
 
     original: Run
     optimised: Run
+    original_plain: Run | None = None
+    optimised_plain: Run | None = None
 
     @property
     def same_tokens(self) -> bool:
@@ -115,21 +123,25 @@ class Comparison:
 
     @property
     def first_difference(self) -> int | None:
-        """The column of the first token that differs, None if there is none in the shorter sequence."""
-        pairs = enumerate(zip(self.original.tokens, self.optimised.tokens, strict=False))
-        return next((column for column, (a, b) in pairs if a != b), None)
+        """Of the original and the optimised run: see `first_difference`."""
+        return first_difference(self.original, self.optimised)
 
 
 def decode_all(
-    model: Any, prompts: Sequence[Tensor], max_new_tokens: int, temperature: float = 0.0, progress: Any = None
+    model: Any,
+    prompts: Sequence[Tensor],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    progress: Any = None,
+    plain: bool = False,
 ) -> list[Run]:
     """Decode every prompt [1, L] after a short warm-up; `progress` is called without arguments after each."""
     longest = max(prompts, key=lambda prompt: prompt.shape[1])
     room = room_for(model, longest, max_new_tokens)  # one for all: SafeAILab's model keeps the first call's
-    decode(model, longest, max_new_tokens, temperature, room=room, steps=2)
+    decode(model, longest, max_new_tokens, temperature, plain, room=room, steps=2)
     runs = []
     for prompt in prompts:
-        runs.append(decode(model, prompt, max_new_tokens, temperature, room=room))
+        runs.append(decode(model, prompt, max_new_tokens, temperature, plain, room=room))
         if progress is not None:
             progress()
     return runs
@@ -142,19 +154,26 @@ def compare(
     temperature: float = 0.0,
     config: EagleTritonConfig | None = None,
     progress: Any = None,
+    plain: bool = False,
 ) -> tuple[list[Comparison], list[SeamReport]]:
     """Decode every prompt [1, L] with the model as it is, then optimised, and restore it.
 
-    `progress` is called without arguments after each generation. Returns a comparison for each prompt and the report
-    of the patch, taken before it was restored.
+    plain: decode plainly too, with both. `progress` is called without arguments after each generation. Returns a
+    comparison for each prompt and the report of the patch, taken before it was restored.
     """
-    before = decode_all(model, prompts, max_new_tokens, temperature, progress)
+
+    def all_runs() -> list[list[Run]]:
+        ways = (False, True) if plain else (False,)
+        return [decode_all(model, prompts, max_new_tokens, temperature, progress, way) for way in ways]
+
+    before = all_runs()
     originals: Originals
     model, originals = optimize_eagle_with_triton(model, config)
     with originals:
-        after = decode_all(model, prompts, max_new_tokens, temperature, progress)
+        after = all_runs()
         report = originals.report()
-    return [Comparison(*pair) for pair in zip(before, after, strict=True)], report
+    columns = [runs for pair in zip(before, after, strict=True) for runs in pair]
+    return [Comparison(*runs) for runs in zip(*columns, strict=True)], report
 
 
 def top2_margin(model: Any, tokens: Sequence[int], column: int) -> float:

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch import nn
-
 from eagle_triton import patching
-from eagle_triton.adapters import eagle_llm, native, upstream
+from eagle_triton.adapters import eagle_llm, native, reading, upstream
 from eagle_triton.adapters.reading import UnsupportedModelError
 from eagle_triton.drop_in import eagle_llm as eagle_llm_methods
 from eagle_triton.drop_in import native as native_methods
@@ -79,7 +76,7 @@ def optimize_eagle_with_triton(
     if patching.MARKER in getattr(model, "__dict__", {}):
         raise PatchError(f"this {type(model).__name__} is optimised already; restore it first")
     adapter, methods = _family(model)
-    _check_one_device(model)
+    reading.one_device(model, "the model")
     view, draft = adapter.read(model)
     on_gpu = view.device.type == "cuda"
     kernels = on_gpu if config.kernels is None else config.kernels
@@ -125,13 +122,3 @@ def _family(model: Any) -> tuple[ModuleType, ModuleType]:
         f"expected an EaModel (eagle_triton, SafeAILab/EAGLE or eagle-llm 1.x) with base_model and ea_layer, got "
         f"{type(model).__module__}.{type(model).__qualname__}"
     )
-
-
-def _check_one_device(model: nn.Module) -> None:
-    devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
-    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
-    if len(devices) > 1 or hooked or torch.device(devices[0]).type == "meta":
-        raise UnsupportedModelError(
-            f"the model must lie on one device; models spread over several or offloaded are not supported yet, got "
-            f"{', '.join(devices)}{' with offloading hooks' if hooked else ''}"
-        )

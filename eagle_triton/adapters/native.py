@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from eagle_triton.adapters import reading
-from eagle_triton.adapters.reading import UnsupportedModelError
+from eagle_triton.adapters.causal_lm import check_causal_lm, read_causal_lm
 from eagle_triton.adapters.view import MLP, Attention, DraftView, Layer, ModelView, Norm, Rotary
 from eagle_triton.models import heads
 from eagle_triton.models.ea_model import EaModel
+from eagle_triton.models.loading import check_fit
+from eagle_triton.models.target import default_feature_layers
 from eagle_triton.tree_spec import TreeSpec
-
-ROPE_TYPES = ("default", "linear", "llama3")  # frequencies that do not depend on the length
 
 
 def recognise(model: Any) -> bool:
@@ -24,70 +25,51 @@ def recognise(model: Any) -> bool:
 def read(model: EaModel) -> tuple[ModelView, DraftView]:
     """References to the target's and the head's parts. Raises UnsupportedModelError for what is not known."""
     target = read_target(model)
-    return target, read_head(model, target)
+    return target, read_head(model.ea_layer, target)
 
 
 def read_target(model: EaModel) -> ModelView:
     """The Hugging Face model below `model.base_model`."""
-    config, root = model.base_model.config, "model.base_model"
-    body = reading.child(model, "base_model.model", nn.Module)
-    rotary_module = reading.child(body, "rotary_emb", nn.Module, root=f"{root}.model")
-    rope_type = getattr(rotary_module, "rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        raise UnsupportedModelError(f"{root}.model.rotary_emb must be one of {ROPE_TYPES}, got rope_type {rope_type!r}")
-    rotary = reading.rotary(
-        rotary_module.inv_freq, getattr(rotary_module, "attention_scaling", 1.0), f"{root}.model.rotary_emb"
-    )
-    layers = tuple(_target_layer(model, index, rotary) for index in range(len(body.layers)))
-    eos = getattr(model.base_model.generation_config, "eos_token_id", None)
-    return ModelView(
-        embedding=reading.child(body, "embed_tokens.weight", root=f"{root}.model"),
-        layers=layers,
-        norm=reading.norm(model, "base_model.model.norm"),
-        head=reading.projection(model, "base_model.lm_head"),
-        feature_layers=tuple(model.feature_layers or ()),
-        eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
-        pad_token_id=config.pad_token_id,
-    )
+    return read_causal_lm(model.base_model, model.feature_layers or (), root="model.base_model")
 
 
-def _target_layer(model: EaModel, index: int, rotary: Rotary) -> Layer:
-    path, config = f"base_model.model.layers.{index}", model.base_model.config
-    attention = reading.child(model, f"{path}.self_attn", nn.Module)
-    reading.silu(reading.child(model, f"{path}.mlp.act_fn"), f"model.{path}.mlp.act_fn")
-    has_norms = hasattr(attention, "q_norm")
-    kinds = getattr(config, "layer_types", None)
-    slides = kinds[index] == "sliding_attention" if kinds else True
-    return Layer(
-        input_norm=reading.norm(model, f"{path}.input_layernorm"),
-        attention=Attention(
-            *(reading.projection(model, f"{path}.self_attn.{name}_proj") for name in "qkvo"),
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=attention.head_dim,
-            scale=attention.scaling,
-            rotary=rotary,
-            q_norm=reading.norm(model, f"{path}.self_attn.q_norm") if has_norms else None,
-            k_norm=reading.norm(model, f"{path}.self_attn.k_norm") if has_norms else None,
-            sliding_window=getattr(config, "sliding_window", None) if slides else None,
-        ),
-        post_norm=reading.norm(model, f"{path}.post_attention_layernorm"),
-        mlp=reading.mlp(model, f"{path}.mlp"),
-    )
+def read_pair(target: nn.Module, head: heads.DraftHead) -> tuple[ModelView, DraftView]:
+    """A bare causal language model and a draft head, read as in an EaModel around them.
+
+    Raises UnsupportedModelError for a target that is not known, ValueError for a head that does not fit it.
+    """
+    check_causal_lm(target, "target_model")
+    check_fit(head.config, target.config, isinstance(head, heads.Eagle3Head))
+    head.init_tree()
+    view = read_causal_lm(target, feature_layers(head, target.config.num_hidden_layers), root="target_model")
+    return view, read_head(head, view, root="draft_model")
 
 
-def read_head(model: EaModel, target: ModelView) -> DraftView:
-    """The draft head below `model.ea_layer`."""
-    head = model.ea_layer
+def feature_layers(head: heads.DraftHead, layers: int) -> tuple[int, ...]:
+    """The layers, of a target with so many, whose inputs `head` sees: its own choice or the usual three.
+
+    None for an EAGLE-1/2 head. Raises ValueError for a target that is too small for the usual three.
+    """
+    if not isinstance(head, heads.Eagle3Head):
+        return ()
+    return head.config.feature_layers or default_feature_layers(layers)
+
+
+def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea_layer") -> DraftView:
+    """A draft head of `target`. root: what messages call it.
+
+    Raises UnsupportedModelError unless it has the target's vocabulary, dtype and device.
+    """
     rotary = Rotary(heads.rotary_frequencies(head.config, target.device))
     eagle3 = isinstance(head, heads.Eagle3Head)
     paths = ["midlayer"] if eagle3 else [f"layers.{index}" for index in range(len(head.layers))]
-    root = "model.ea_layer"
+    norm = reading.child(head, f"{paths[0]}.post_attention_layernorm.weight", torch.Tensor, root=root)
+    reading.like_target(root, target, head.config.vocab_size, norm)  # a norm is never quantised
     return DraftView(
         kind="eagle3" if eagle3 else "eagle1",
         embedding=head.embed_tokens.weight,
         fc=reading.projection(head, "fc", root=root),
-        layers=tuple(_head_layer(head, path, rotary) for path in paths),
+        layers=tuple(_head_layer(head, path, rotary, root) for path in paths),
         head=reading.projection(head, "lm_head", root=root) if eagle3 else target.head,
         read_tree=lambda: read_tree(head),
         hidden_norm=reading.norm(head, "midlayer.hidden_norm", root=root) if eagle3 else None,
@@ -104,8 +86,8 @@ def read_tree(head: heads.DraftHead) -> TreeSpec:
     return TreeSpec.dynamic(head.total_tokens + 1, head.depth, head.top_k)
 
 
-def _head_layer(head: heads.DraftHead, path: str, rotary: Rotary) -> Layer:
-    root, config = "model.ea_layer", head.config
+def _head_layer(head: heads.DraftHead, path: str, rotary: Rotary, root: str) -> Layer:
+    config = head.config
 
     def norm(name: str) -> Norm:
         return reading.norm(head, f"{path}.{name}", root=root)

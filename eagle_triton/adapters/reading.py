@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle_triton.adapters.view import MLP, Norm, Projection, Rotary
+from eagle_triton.adapters.view import MLP, ModelView, Norm, Projection, Rotary
 
 
 class UnsupportedModelError(ValueError):
@@ -27,6 +27,28 @@ def child(module: Any, path: str, kind: type | tuple[type, ...] = object, *, roo
         expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
         raise UnsupportedModelError(f"{walked} must be {expected}, got {type(value).__name__}")
     return value
+
+
+def one_device(module: nn.Module, root: str = "model") -> None:
+    """Raise UnsupportedModelError for a model that is spread over several devices, offloaded, or without storage."""
+    devices = sorted({str(tensor.device) for tensor in (*module.parameters(), *module.buffers())})
+    hooked = any(hasattr(part, "_hf_hook") for part in module.modules())
+    if len(devices) > 1 or hooked or torch.device(devices[0]).type == "meta":
+        raise UnsupportedModelError(
+            f"{root} must lie on one device; models spread over several or offloaded are not supported yet, got "
+            f"{', '.join(devices)}{' with offloading hooks' if hooked else ''}"
+        )
+
+
+def like_target(root: str, target: ModelView, vocabulary: int, weight: torch.Tensor) -> None:
+    """Raise UnsupportedModelError unless a draft of this vocabulary, with weights like `weight`, serves `target`."""
+    for what, got, expected in (
+        ("vocabulary", vocabulary, target.vocab_size),
+        ("dtype", weight.dtype, target.dtype),
+        ("device", weight.device, target.device),
+    ):
+        if got != expected:
+            raise UnsupportedModelError(f"{root} and the target do not fit: {what} {got}, the target's is {expected}")
 
 
 def norm(module: Any, path: str, *, root: str = "model") -> Norm:

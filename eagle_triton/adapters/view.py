@@ -117,16 +117,17 @@ class ModelView:
 
 @dataclass(frozen=True)
 class DraftView:
-    """The draft head.
+    """What drafts: a head on the target's features, or a model of its own.
 
     eagle3: x = fc(features) on target features (its own hidden state passes as it is); the layer reads
     cat(input_norm(embedding), hidden_norm(x)); logits = head(norm(hidden)); target id = id + d2t[id].
     eagle1: x = fc(cat(embedding, features)); plain layers; logits = the target's head on the hidden state.
+    model: a causal language model with the target's vocabulary; it reads tokens alone, and has no fc.
     """
 
-    kind: str  # "eagle3" or "eagle1"
+    kind: str  # "eagle3", "eagle1" or "model"
     embedding: Tensor  # [V, H]
-    fc: Projection
+    fc: Projection | None
     layers: tuple[Layer, ...]
     head: Projection  # [Vd, H]
     read_tree: Callable[[], TreeSpec]  # the model's tree parameters may change between generations
@@ -137,4 +138,12 @@ class DraftView:
 
     @property
     def hidden_size(self) -> int:
-        return self.fc.weight.shape[0] if self.fc.weight is not None else self.embedding.shape[1]
+        return self.embedding.shape[1] if self.fc is None or self.fc.weight is None else self.fc.weight.shape[0]
+
+    def rows(self, lengths: Tensor) -> Tensor:
+        """Rows [B] int32 of the draft's cache, the root's included, where the target's has `lengths`, the root's not.
+
+        A head's row p pairs the features of p with token p + 1, and so none belongs to token 0; a model has a row for
+        every token.
+        """
+        return lengths + 1 if self.kind == "model" else lengths

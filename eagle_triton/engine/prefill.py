@@ -51,7 +51,7 @@ def prefill(
     if draft is None:
         state.tree.tokens.copy_(root)
         return
-    hidden = draft_extend(ops, draft, torch.cat(features), root, state.draft_cache, state.lengths - 1)
+    hidden = draft_extend(ops, draft, torch.cat(features), root, state.draft_cache, draft.rows(state.lengths - 1))
     grow_tree(ops, draft, state, *hidden)
 
 
@@ -60,21 +60,21 @@ def _fill_caches(
 ) -> tuple[Tensor, Tensor]:
     """Run one prompt; returns the target's last normed hidden state [1, 1, H] and features [1, 1, F].
 
-    The head's row of the last position waits for the root, which is its token.
+    The root's row of the draft's cache waits for the root. A head's rows begin with token 1, a model's with token 0.
     """
     row, length = slice(index, index + 1), len(prompt)
+    skipped = 0 if draft is not None and draft.kind == "model" else 1
     state.tokens[index, :length] = prompt
     state.lengths[index] = length
     for first in range(0, length, CHUNK):
         last = min(first + CHUNK, length)
         lengths = torch.full_like(state.lengths[row], first)
         positions = torch.arange(first, last, dtype=torch.int32, device=state.tokens.device)[None]
-        tokens, following = state.tokens[row, first:last], state.tokens[row, first + 1 : min(last + 1, length)]
+        tokens = state.tokens[row, first:last]
+        drafted = state.tokens[row, first + skipped : min(last + skipped, length)]
         hidden, features = target_forward(ops, view, tokens, state.target_cache[:, :, row], lengths, positions, None)
-        if draft is not None and following.shape[1]:
-            draft_extend(
-                ops, draft, features[:, : following.shape[1]], following, state.draft_cache[:, :, row], lengths
-            )
+        if draft is not None and drafted.shape[1]:
+            draft_extend(ops, draft, features[:, : drafted.shape[1]], drafted, state.draft_cache[:, :, row], lengths)
     return hidden[:, -1:], features[:, -1:]
 
 

@@ -29,8 +29,8 @@ def capacity_bucket(rows: int) -> int:
 
 
 def rows_beyond(spec: TreeSpec) -> int:
-    """Cache rows that a step may write behind the committed ones: the tree, or the draft head's passes."""
-    return max(spec.nodes, spec.depth + 1, spec.beam_slots)
+    """Cache rows that a step may write behind the committed ones: the tree, or the draft's passes and its root row."""
+    return max(spec.nodes, spec.depth + 1, spec.beam_slots) + 1
 
 
 class DecodeState:

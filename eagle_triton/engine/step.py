@@ -54,7 +54,7 @@ def decode_step(
         return
     node = state.path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1])
     emitted = _sequence_rows(state, before + 1, depth + 1)
-    hidden = draft_extend(ops, draft, features.gather(1, node), emitted, state.draft_cache, before)
+    hidden = draft_extend(ops, draft, features.gather(1, node), emitted, state.draft_cache, draft.rows(before))
     last = state.accepted.clamp(min=0).long()[:, None, None].expand(-1, 1, draft.hidden_size)
     grow_tree(ops, draft, state, *(rows.gather(1, last) for rows in hidden))
 
@@ -87,9 +87,9 @@ def target_forward(
 def draft_extend(
     ops: Operations, draft: DraftView, features: Tensor, tokens: Tensor, cache: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The draft head over consecutive positions lengths .. lengths + n, from true target features.
+    """The draft over consecutive rows lengths .. lengths + n of its cache, from true target features.
 
-    features [B, n, F] of the positions, tokens [B, n] of the positions after them. Returns as draft_forward.
+    tokens [B, n] in these rows, features [B, n, F] of the positions before the tokens'. Returns as draft_forward.
     """
     positions = lengths[:, None] + torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
     if draft.kind == "eagle3":
@@ -98,12 +98,12 @@ def draft_extend(
 
 
 def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Tensor, normed: Tensor) -> None:
-    """Draft the next tree from the head's output at the last committed position, in place.
+    """Draft the next tree from the draft's output for the root, in place.
 
     hidden, normed [B, 1, H]: see draft_forward. The root's children come from them; each beam pass runs the head over
     the chosen nodes of one level and scores their children; the best candidates of all levels become the tree.
     """
-    spec, lengths = state.spec, state.lengths
+    spec, lengths = state.spec, draft.rows(state.lengths)
     batch, _, width = hidden.shape
     words = max(1, -(-spec.beam_slots // WORD))
     scores = hidden.new_zeros(batch, 1, dtype=torch.float32)
@@ -131,7 +131,7 @@ def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Ten
         first_slot += beam
     chosen = torch.cat(all_chosen, dim=1) + state.slot_starts if all_chosen else children[:, :0]
     ops.build_tree(
-        _sequence_rows(state, lengths, 1)[:, 0],
+        _sequence_rows(state, state.lengths, 1)[:, 0],
         torch.cat(all_tokens, 1),
         torch.cat(all_scores, 1),
         chosen,
@@ -145,7 +145,7 @@ def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Ten
 def draft_forward(
     ops: Operations, draft: DraftView, features: Tensor, tokens: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor]:
-    """The draft head's layers over n nodes: features [B, n, H], tokens [B, n].
+    """The draft's layers over n nodes: features [B, n, H] (not used by a model), tokens [B, n].
 
     Returns two [B, n, H]: the hidden states, which are the features of the nodes' children, and what the head's
     vocabulary projection reads (the same, or normed).
@@ -159,12 +159,14 @@ def draft_forward(
         inputs = torch.cat((embedded, normed), dim=-1)
         normed, hidden = add_norm(ops, draft.norm, *decoder_layer(ops, layer, inputs, residual, rows.of_layer(0)))
         return hidden, normed
-    x, update = project(ops, draft.fc, torch.cat((embedded, features), dim=-1)), None
+    x, update = embedded, None
+    if draft.kind == "eagle1":
+        x = project(ops, draft.fc, torch.cat((embedded, features), dim=-1))
     for index, layer in enumerate(draft.layers):
         normed, x = add_norm(ops, layer.input_norm, x, update)
         x, update = decoder_layer(ops, layer, normed, x, rows.of_layer(index))
-    _, hidden = add_norm(ops, None, x, update)
-    return hidden, hidden
+    normed, hidden = add_norm(ops, draft.norm, x, update)
+    return hidden, normed
 
 
 class Rows(NamedTuple):

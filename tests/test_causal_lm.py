@@ -1,0 +1,350 @@
+"""Bare Hugging Face models as target and as draft: identity and hostile drafts, laws, and what is refused."""
+
+import itertools
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from eagle_triton.adapters import native
+from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
+from eagle_triton.adapters.reading import UnsupportedModelError
+from eagle_triton.engine.generate import generate
+from eagle_triton.engine.generation import Engine
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.sampling import Sampling
+from eagle_triton.models.ea_model import EaModel
+from eagle_triton.models.heads import DraftConfig, Eagle1Head, Eagle3Head
+from eagle_triton.reference.sampling import SamplingParams, probabilities
+from eagle_triton.tree_spec import PLAIN, TreeSpec
+from tests.tiny import FAMILIES, random_prompt, tiny_model
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CHAIN = TreeSpec.dynamic(total_token=4, depth=2, top_k=1)  # three drafts, one below the other
+WIDE = TreeSpec.dynamic(total_token=20, depth=3, top_k=4)
+FIXED = TreeSpec.fixed([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+LENGTHS = (1, 70, 70)  # equal prompts are prefilled once
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """fp32 means fp32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def causal_lm(family: str = "llama", vocab: int = 32, hidden: int = 64, layers: int = 3, seed: int = 0, **options):
+    """A tiny random Hugging Face model in fp32, in evaluation mode."""
+    torch.manual_seed(seed)
+    sizes = dict(hidden_size=hidden, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4)
+    sizes |= dict(num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, vocab_size=vocab)
+    ids = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    config = getattr(transformers, f"{FAMILIES[family]}Config")(**(sizes | ids | options))
+    model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.15)
+    return model.to(DEVICE)
+
+
+def engine_for(target: nn.Module, draft: nn.Module, spec: TreeSpec) -> Engine:
+    view = read_causal_lm(target)
+    on_gpu = DEVICE == "cuda"
+    return Engine(view, draft_from_causal_lm(draft, view, lambda: spec), Operations(on_gpu), cuda_graph=on_gpu)
+
+
+def run(engine: Engine, prompts: list[torch.Tensor], new: int, spec: TreeSpec | None = None, **sampling):
+    return generate(
+        engine,
+        prompts,
+        engine.draft.read_tree() if spec is None else spec,
+        Sampling(**sampling),
+        max_new_tokens=[new] * len(prompts),
+        eos_token_ids=(),
+    )
+
+
+def greedy(model: nn.Module, prompt: torch.Tensor, new: int) -> torch.Tensor:
+    """The model's own argmax, token by token and without a cache."""
+    ids = prompt[None]
+    with torch.no_grad():
+        for _ in range(new):
+            ids = torch.cat((ids, model(ids).logits[:, -1:].argmax(-1)), dim=1)
+    return ids[0]
+
+
+def prompts_of(count: int) -> list[torch.Tensor]:
+    return [random_prompt(length)[0].to(DEVICE) for length in LENGTHS[:count]]
+
+
+class Negated(nn.Linear):
+    """An output projection with the order of the tokens turned round."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -super().forward(x)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_draft_equal_to_the_target_is_accepted_to_the_last_token(family, batch):
+    """Every step accepts the whole chain: the draft's cache never misses a row, and positions are right."""
+    model = causal_lm(family, **({"sliding_window": 20} if family == "mistral" else {}))
+    engine = engine_for(model, model, CHAIN)
+    prompts = prompts_of(batch)
+    rows = run(engine, prompts, 40)
+    assert engine.accept_lengths == [3] * 10
+    with engine.start(prompts, CHAIN, Sampling(), 200) as generation:
+        accepted = [[len(fresh) - 1 for fresh in generation.step()] for _ in range(12)]
+    assert accepted == [[3] * batch] * 12
+    for prompt, row in zip(prompts, rows, strict=True):
+        assert torch.equal(row, greedy(model, prompt, 40))
+
+
+def test_drafts_are_what_the_draft_model_says_on_its_own():
+    """After every step of a batch with rejections, each chain is the draft's own greedy continuation."""
+    target = causal_lm("qwen2", vocab=8)
+    draft = causal_lm("mistral", vocab=8, hidden=48, num_attention_heads=6, head_dim=8, seed=2, sliding_window=20)
+    engine = engine_for(target, draft, CHAIN)
+    prompts = [prompt % 8 for prompt in prompts_of(3)]
+    seen = set()
+    with engine.start(prompts, CHAIN, Sampling(temperature=1.0, seed=1), 200) as generation:
+        generation.ahead = 0  # the tree that is read belongs to the step that was read
+        for _ in range(15):
+            accepted = [len(fresh) - 1 for fresh in generation.step()]
+            for index, count in enumerate(accepted):
+                tree = generation.state.tree.tokens[index]
+                tokens = torch.cat((generation.tokens(index), tree[:1]))
+                assert torch.equal(tree[1:], greedy(draft, tokens, 3)[-3:])
+                seen.add(count)
+    assert len(seen) > 1, "every step accepted the same number: the test shows little"
+
+
+@pytest.mark.parametrize("spec", [WIDE, FIXED], ids=["dynamic", "fixed"])
+def test_a_draft_equal_to_the_target_never_misses_the_first_token_of_a_tree(spec):
+    """The likeliest child of the root is in every tree; the fixed one holds the likeliest path to its end."""
+    model = causal_lm()
+    engine = engine_for(model, model, spec)
+    run(engine, prompts_of(1), 60)
+    if spec is FIXED:
+        assert engine.accept_lengths == [3] * len(engine.accept_lengths)
+    assert min(engine.accept_lengths) >= 1 and sum(engine.accept_lengths) > 1.5 * len(engine.accept_lengths)
+
+
+def test_a_draft_that_is_never_right_costs_no_token():
+    """The target's least likely tokens are drafted: nothing is accepted, and the output is right."""
+    model, hostile = causal_lm(), causal_lm()
+    hostile.lm_head = Negated(64, 32, bias=False, device=DEVICE)
+    hostile.lm_head.weight = model.lm_head.weight
+    engine = engine_for(model, hostile, WIDE)
+    (prompt,) = prompts_of(1)
+    (row,) = run(engine, [prompt], 30)
+    assert set(engine.accept_lengths) == {0} and len(engine.accept_lengths) == 30
+    assert torch.equal(row, greedy(model, prompt, 30))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("spec", [CHAIN, WIDE, FIXED], ids=["chain", "dynamic", "fixed"])
+@pytest.mark.parametrize(
+    "families", [("llama", "qwen3"), ("mistral", "llama"), ("qwen2", "mistral")], ids=lambda pair: "-".join(pair)
+)
+def test_greedy_equals_decoding_with_the_target_alone(families, spec, batch):
+    """The draft has a width, heads and depth of its own; no EaModel is anywhere."""
+    target = causal_lm(families[0], vocab=8, **({"sliding_window": 20} if families[0] == "mistral" else {}))
+    own = dict(hidden=48, layers=2, num_attention_heads=6, num_key_value_heads=3, head_dim=8, seed=2)
+    draft = causal_lm(families[1], vocab=8, **own)
+    engine = engine_for(target, draft, spec)
+    prompts = [prompt % 8 for prompt in prompts_of(batch)]
+    rows, accepted = run(engine, prompts, 40), engine.accept_lengths
+    plain = run(engine, prompts, 40, PLAIN)
+    for prompt, row, alone in zip(prompts, rows, plain, strict=True):
+        assert torch.equal(row, alone)
+        assert torch.equal(row, greedy(target, prompt, 40))
+    assert 0 < sum(accepted) < 3 * len(accepted) or spec is CHAIN
+
+
+def test_a_long_prompt_reaches_the_draft_in_chunks():
+    model = causal_lm(layers=2)
+    engine = engine_for(model, model, CHAIN)
+    prompt = random_prompt(1100)[0].to(DEVICE)
+    (row,) = run(engine, [prompt], 12)
+    assert engine.accept_lengths == [3, 3, 3]
+    assert torch.equal(row, greedy(model, prompt, 12))
+
+
+@pytest.mark.parametrize("length", [502, 503, 504])
+def test_a_cache_that_is_nearly_full_holds_the_row_of_the_root(length):
+    """A model needs one row more than a head, also where a bucket of 512 ends: here behind 9 rows of beam nodes."""
+    model, spec = causal_lm(layers=2), TreeSpec.dynamic(total_token=4, depth=3, top_k=3)
+    engine = engine_for(model, model, spec)
+    prompt = random_prompt(length)[0].to(DEVICE)
+    with engine.start([prompt], spec, Sampling(), length) as generation:
+        tokens = generation.state.tree.tokens[0].tolist()
+    assert tokens[:2] == greedy(model, prompt, 2)[-2:].tolist()
+
+
+LAWS = {
+    "T": dict(temperature=1.0),
+    "top-k": dict(temperature=1.0, top_k=3),
+    "top-p": dict(temperature=2.0, top_p=0.85),
+    "min-p": dict(temperature=1.6, min_p=0.1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", LAWS)
+def test_sampled_tokens_follow_the_targets_law(law):
+    """40,000 samples of three tokens against exact enumeration of 5^3 outcomes, total variation < 0.01."""
+    vocabulary, samples, batch = 5, 40_000, 8000
+    target = causal_lm(vocab=vocabulary, layers=2, seed=3)
+    target.lm_head.weight.data.mul_(2.5)  # a peaked law: fewer likely outcomes, less noise
+    draft = causal_lm("qwen2", vocab=vocabulary, layers=1, hidden=32, seed=4)
+    engine = engine_for(target, draft, TreeSpec.dynamic(total_token=5, depth=2, top_k=2))
+    prompt = torch.tensor([1, 3, 2], device=DEVICE)
+    exact = exact_law(target, prompt, Sampling(**LAWS[law]))
+    assert (exact > 0.005).sum() >= 4, "the law is nearly certain: the test shows nothing"
+    counts, accepted = torch.zeros(vocabulary**3), 0
+    torch.manual_seed(0)
+    for _ in range(samples // batch):
+        rows = run(engine, [prompt] * batch, 3, **LAWS[law])
+        accepted += sum(engine.accept_lengths)
+        digits = torch.stack(rows)[:, 3:].cpu() @ torch.tensor([vocabulary**2, vocabulary, 1])
+        counts += torch.bincount(digits, minlength=vocabulary**3)
+    assert accepted > 0
+    assert 0.5 * (counts / samples - exact).abs().sum() < 0.01
+    assert (counts[exact == 0] == 0).all(), "a token outside the law's support was emitted"
+
+
+def exact_law(model: nn.Module, prompt: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The joint law of three tokens after `prompt`, [V^3], by running the model on every continuation."""
+    vocabulary = model.config.vocab_size
+    tails = torch.tensor(list(itertools.product(range(vocabulary), repeat=2)), device=prompt.device)
+    with torch.no_grad():
+        logits = model(torch.cat((prompt.expand(len(tails), -1), tails), dim=1)).logits[:, len(prompt) - 1 :].cpu()
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
+    params = SamplingParams(*(torch.zeros(len(tails), dtype=dtype) for dtype in dtypes))
+    sampling.fill(params)
+    probs = probabilities(logits, params, sampling.top_p_first)
+    second = probs[::vocabulary, 1]  # the first token of the tail decides it
+    third = probs[:, 2].view(vocabulary, vocabulary, vocabulary)
+    return (probs[0, 0][:, None, None] * second[:, :, None] * third).flatten()
+
+
+# --- a draft head without an EaModel ---
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3 with the usual layers", "eagle1"])
+def test_a_bare_target_and_a_head_decode_as_an_ea_model_does(kind):
+    model = tiny_model(eagle3=kind != "eagle1", total_token=16, depth=3, top_k=4)
+    if kind == "eagle3 with the usual layers":
+        config = model.ea_layer.config.replace(feature_layers=None)
+        target = causal_lm(layers=8).cpu()
+        model = EaModel(target, Eagle3Head(config, total_token=16, depth=3, top_k=4)).eval()
+    view, draft = native.read_pair(model.base_model, model.ea_layer)
+    assert view.feature_layers == tuple(model.feature_layers or ())
+    assert (draft.kind == "eagle1") == (kind == "eagle1")
+    engine, prompt = Engine(view, draft, Operations()), random_prompt(20)
+    (row,) = run(engine, [prompt[0]], 30)
+    assert torch.equal(row, model.generate(prompt, max_new_tokens=30)[0])
+    assert engine.accept_lengths == model.accept_lengths[: len(engine.accept_lengths)]
+
+
+def test_heads_that_do_not_fit_the_target_are_refused():
+    model = tiny_model()
+    config = model.ea_layer.config
+    for changes, message in (
+        (dict(vocab_size=31), "the head's vocabulary has 31 tokens, the target's 32"),
+        (dict(target_hidden_size=48), "expects hidden size 48, the target has 64"),
+        (dict(feature_layers=(1, 2, 9)), "the head sees layers \\[1, 2, 9\\], the target has 6"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            native.read_pair(model.base_model, Eagle3Head(config.replace(**changes), depth=3, total_token=8, top_k=2))
+    with pytest.raises(UnsupportedModelError, match="draft_model .* dtype torch.bfloat16, the target's is torch.float"):
+        native.read_pair(model.base_model, Eagle3Head(config).bfloat16())
+    with pytest.raises(ValueError, match="not three different layers for L = 2"):
+        native.read_pair(causal_lm(layers=2), Eagle3Head(config.replace(feature_layers=None)))
+    with pytest.raises(UnsupportedModelError, match="target_model must be a causal language model"):
+        native.read_pair(nn.Linear(2, 2), Eagle1Head(DraftConfig(64, 96, 4, 32)))
+
+
+# --- what is refused ---
+
+
+def other_architecture():
+    config = transformers.GPT2Config(vocab_size=32, n_embd=64, n_layer=1, n_head=4)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def damaged(path: str, replacement) -> nn.Module:
+    model = causal_lm()
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, replacement)
+    return model
+
+
+def half_projection() -> nn.Module:
+    model = causal_lm()
+    model.model.layers[1].mlp.up_proj.to(torch.float16)
+    return model
+
+
+REFUSED = {
+    "another architecture": (
+        other_architecture,
+        r"draft_model must be a causal language model of llama, mistral, qwen2, qwen3, got GPT2LMHeadModel",
+    ),
+    "a body without a head": (lambda: causal_lm().model, "got LlamaModel"),
+    "another vocabulary": (lambda: causal_lm(vocab=40), "vocabulary 40, the target's is 32"),
+    "another dtype": (lambda: causal_lm().bfloat16(), "dtype torch.bfloat16, the target's is torch.float32"),
+    "weights without storage": (lambda: causal_lm().to("meta"), "draft_model must lie on one device.* meta"),
+    "offloaded": (lambda: damaged("model.layers.0._hf_hook", object()), "with offloading hooks"),
+    "one layer of another dtype": (
+        half_projection,
+        r"draft_model\.model\.layers\.1\.mlp\.up_proj must be torch\.float32 as the embedding is.*got torch\.float16",
+    ),
+    "another activation": (
+        lambda: damaged("model.layers.1.mlp.act_fn", nn.GELU()),
+        r"draft_model\.model\.layers\.1\.mlp\.act_fn must be SiLU",
+    ),
+    "dynamic rope": (
+        lambda: causal_lm(rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+        r"draft_model\.model\.rotary_emb must be one of .*'dynamic'",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, message", REFUSED.values(), ids=REFUSED)
+def test_drafts_that_cannot_serve_are_refused(make, message):
+    view = read_causal_lm(causal_lm())
+    with pytest.raises(UnsupportedModelError, match=message):
+        draft_from_causal_lm(make(), view, lambda: CHAIN)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_a_draft_on_another_device_is_refused():
+    view = read_causal_lm(causal_lm())
+    with pytest.raises(UnsupportedModelError, match="device cpu, the target's is cuda"):
+        draft_from_causal_lm(causal_lm().cpu(), view, lambda: CHAIN)
+
+
+def test_features_of_layers_that_are_missing_are_refused():
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers has 3 layers: no features of layers \[3\]"):
+        read_causal_lm(causal_lm(), (1, 2, 3))
+
+
+def test_layers_that_are_no_plain_linear_are_called_as_they_are():
+    """A quantised layer stays the module it is, in the target and in the draft."""
+
+    class Quantised(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Quantised.calls += 1
+            return super().forward(x)
+
+    model, twin = causal_lm(), causal_lm()
+    model.model.layers[0].mlp.down_proj = Quantised(96, 64, bias=False, device=DEVICE)
+    model.model.layers[0].mlp.down_proj.weight = twin.model.layers[0].mlp.down_proj.weight
+    engine, (prompt,) = engine_for(model, model, CHAIN), prompts_of(1)
+    (row,) = run(engine, [prompt], 9)
+    assert Quantised.calls > 0 and set(engine.accept_lengths) == {3}
+    assert torch.equal(row, greedy(twin, prompt, 9))

@@ -1,0 +1,65 @@
+"""The script integration_test.py: what it prints and records, and that it fails when outputs differ for no reason."""
+
+import json
+
+import pytest
+import torch
+
+import integration_test
+from eagle_triton.comparison import Comparison, Run, compare, first_difference
+from tests.tiny import random_prompt, tiny_model
+
+
+def test_bf16_reports_the_share_of_identical_outputs(tmp_path, capsys):
+    file = tmp_path / "integration.json"
+    arguments = ["--dtype", "bfloat16", "--num-runs", "4", "--max-length", "24", "--device", "cpu"]
+    assert integration_test.main([*arguments, "--output", str(file)]) == 0
+    record = json.loads(file.read_text())
+    assert record["mode"] == "integration" and record["machine"]["torch"] == torch.__version__
+    assert [(row["output"], row["against"]) for row in record["rows"]] == [
+        ("optimised tree", "original plain"),
+        ("optimised tree", "optimised plain"),
+        ("optimised tree", "original tree"),
+        ("optimised plain", "original plain"),
+        ("original tree", "original plain"),
+    ]
+    for row in record["rows"]:
+        assert row["identical"] + len(row["differences"]) == row["of"] == 4
+        assert all(difference["margin"] < 0.25 for difference in row["differences"])
+    assert "4 prompts, " in capsys.readouterr().out
+
+
+def test_defaults_follow_the_dtype():
+    for dtype, expected in (("float32", (3, 100)), ("bfloat16", (100, 128)), ("float16", (100, 128))):
+        args = integration_test._parse(["--dtype", dtype])
+        assert (args.num_runs, args.max_length) == expected
+    assert integration_test._parse(["--dtype", "bfloat16", "--num-runs", "5"]).num_runs == 5
+
+
+def test_a_difference_that_rounding_does_not_explain_fails(monkeypatch, capsys):
+    def bent(*args, **kwargs):
+        comparisons, report = compare(*args, **kwargs)
+        run = comparisons[0].optimised
+        tokens = [*run.tokens[:-1], (run.tokens[-1] + 1) % 4096]
+        broken = Run(run.prompt_length, tokens, run.lengths, run.times)
+        first = comparisons[0]
+        return [Comparison(first.original, broken, first.original_plain, first.optimised_plain)], report
+
+    monkeypatch.setattr(integration_test, "compare", bent)
+    monkeypatch.setattr(integration_test, "MARGIN_BOUND", {torch.float32: 0.0})
+    assert integration_test.main(["--num-runs", "1", "--max-length", "12", "--device", "cpu"]) == 1
+    assert "FAIL: optimised tree against original tree, prompt 0: top-2 margin" in capsys.readouterr().out
+
+
+def test_plain_decoding_is_compared_too():
+    (result,), report = compare(tiny_model(total_token=8, depth=3, top_k=2), [random_prompt(9)], 12, plain=True)
+    assert result.original_plain.new_tokens == result.optimised_plain.new_tokens == 13
+    assert first_difference(result.optimised, result.original_plain) is None
+    assert result.optimised_plain.tokens == result.original_plain.tokens
+    assert {row.path: row.calls for row in report}["naive_generate"] == 2
+
+
+@pytest.mark.parametrize("arguments", [["--num-runs", "0"], ["--max-length", "1"], ["--output", "/no/such/x.json"]])
+def test_bad_arguments(arguments):
+    with pytest.raises(SystemExit):
+        integration_test.main(arguments)
