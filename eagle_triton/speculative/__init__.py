@@ -34,7 +34,7 @@ _HOMES = {
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = sorted(_MODULES)  # noqa: PLE0605
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

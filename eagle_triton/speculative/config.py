@@ -61,8 +61,8 @@ class EAGLEConfig:
             _positive("num_draft_tokens", nodes)
             if not 2 <= nodes <= 1 + self.candidates:
                 raise ValueError(
-                    f"num_draft_tokens counts the root and must be in 2..{1 + self.candidates} for topk {self.topk} and "
-                    f"num_steps {self.num_steps}, which give {self.candidates} candidates; got {nodes}"
+                    f"num_draft_tokens counts the root and must be in 2..{1 + self.candidates} for topk {self.topk} "
+                    f"and num_steps {self.num_steps}, which give {self.candidates} candidates; got {nodes}"
                 )
         for name in ("fallback", "verbose"):
             if not isinstance(getattr(self, name), bool):
@@ -87,7 +87,7 @@ class EAGLEConfig:
         return min(1 + self.candidates, MOST_NODES)
 
     def tree(self, nodes: int | None = None) -> TreeSpec:
-        """The tree with `nodes` nodes (default: the configured one), no deeper and no wider than so many nodes can be."""
+        """The tree with `nodes` nodes (default: the configured one), no deeper nor wider than so many nodes can be."""
         nodes = self.nodes if nodes is None else nodes
         if nodes == self.nodes and self.num_draft_tokens != "auto":
             return TreeSpec.dynamic(nodes, self.num_steps - 1, self.topk)

@@ -22,7 +22,7 @@ SETTLING = 2  # steps after a change of tree that are not timed: capture, caches
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one decode step of `batch` sequences with trees of `nodes` nodes (1: plain) and `depth` levels."""
+    """Milliseconds of a decode step of `batch` sequences with trees of `nodes` nodes (1: plain) and `depth` levels."""
 
     batch: int
     nodes: int

@@ -52,7 +52,7 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
         view, draft = family.read(target)
     elif isinstance(draft_model, DraftHead) or _family(draft_model) is not None:
         head = draft_model if isinstance(draft_model, DraftHead) else draft_model.ea_layer
-        view, draft = native.read(EaModel(base, head))
+        view, draft = native.read_pair(base, head)
     else:
         view = read_causal_lm(base, root="target_model")
         draft = draft_from_causal_lm(draft_model, view, config.tree, root="draft_model")

@@ -51,7 +51,7 @@ class Prefix:
         self.state.tokens[:, self.length : total] = tokens
         for first in range(0, tokens.shape[1], CHUNK):
             following = tokens[:, first : first + CHUNK]
-            hidden, features = self._target(self.state.tokens[:, self.length - 1 :][:, : following.shape[1]])
+            _, features = self._target(self.state.tokens[:, self.length - 1 :][:, : following.shape[1]])
             if self.draft is not None:
                 rows = self.draft.rows(self.state.lengths)
                 self.hidden = draft_extend(engine.ops, self.draft, features, following, self.state.draft_cache, rows)

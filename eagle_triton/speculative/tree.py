@@ -39,7 +39,8 @@ def organize_draft_results(
     tokens = torch.cat([level.flatten(1) for level in token_list], dim=1)
     if tokens.shape != scores.shape:
         raise ValueError(
-            f"organize_draft_results: a token for each score expected, got {list(tokens.shape)} and {list(scores.shape)}"
+            f"organize_draft_results: a token for each score expected, got {list(tokens.shape)} and "
+            f"{list(scores.shape)}"
         )
     drafts = num_draft_tokens - 1
     if not 1 <= drafts <= scores.shape[1]:
