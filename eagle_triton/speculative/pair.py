@@ -42,13 +42,13 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     ValueError for a draft that does not fit or models that lie elsewhere.
     """
     target, tokenizer = _load_target(draft_model, target_model, config, device)
-    if isinstance(draft_model, (str, Path)) or draft_model is None:
-        draft_model = target
     family = _family(target)
-    base = target.base_model if family is not None else target
-    if draft_model is target or (family is not None and draft_model is getattr(target, "ea_layer", None)):
-        if family is None:
-            raise UnsupportedModelError("draft_model: a target without a head needs one")
+    base = target if family is None else target.base_model
+    if isinstance(draft_model, (str, Path)) or draft_model is None:
+        draft_model = getattr(target, "ea_layer", None)
+    if draft_model is None:
+        raise UnsupportedModelError("draft_model: a target without a head needs one")
+    if family is not None and (draft_model is target or draft_model is target.ea_layer):
         view, draft = family.read(target)
     elif isinstance(draft_model, DraftHead) or _family(draft_model) is not None:
         head = draft_model if isinstance(draft_model, DraftHead) else draft_model.ea_layer
@@ -57,6 +57,9 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
         view = read_causal_lm(base, root="target_model")
         draft = draft_from_causal_lm(draft_model, view, config.tree, root="draft_model")
     _check_places(view, draft, device)
+    choices = view.vocab_size if draft.d2t is None else len(draft.d2t)
+    if config.topk > choices:
+        raise ValueError(f"topk must not pass the draft's vocabulary ({choices}), got {config.topk}")
     return Pair(target, draft_model, view, draft, tokenizer, _stop_ids(tokenizer, view))
 
 

@@ -72,10 +72,11 @@ def build_tree_structure(
     use_triton: the kernel or the torch reference, None: the kernel for CUDA tensors. Raises ValueError if arguments do
     not fit, or if a node's parent was not chosen.
     """
+    tensors = (verified_id, parent_list, top_scores_index, draft_tokens, seq_lens)
     status = torch.zeros(len(verified_id), dtype=torch.int32, device=verified_id.device)
     built = _integrators(use_triton, verified_id).build_tree_efficient_triton(
-        verified_id, parent_list, top_scores_index, draft_tokens, seq_lens, int(seq_lens.sum()), topk, spec_steps,
-        num_draft_tokens, tree_mask_mode, status=status,
+        *(tensor.contiguous() for tensor in tensors), int(seq_lens.sum()), topk, spec_steps, num_draft_tokens,
+        tree_mask_mode, status=status,
     )  # fmt: skip
     if status.any():
         orphans = {request: count for request, count in enumerate(status.tolist()) if count}
