@@ -122,7 +122,7 @@ class EAGLEInference:
             prompts, max_new_tokens, stop_token_ids, stop_strings, seed,
             temperature=temperature, top_p=top_p, top_k=top_k, **sampling,
         )  # fmt: skip
-        policy = self._policy(min(self.config.slots, len(prompts)))
+        policy = self.policy(min(self.config.slots, len(prompts)))
         results = self._run(calls, policy, logprobs, on_step, progress)
         if baseline:
             results.plain_seconds = self._run(calls, None, logprobs, None, progress).seconds
@@ -155,7 +155,7 @@ class EAGLEInference:
         the iterator ends the generation. Raises as `generate`, arguments at once.
         """
         calls = self._calls(self._prompts(input_ids), max_new_tokens, stop_token_ids, stop_strings, seed, **sampling)
-        return self._stream(calls, self._policy(min(self.config.slots, len(calls))), logprobs)
+        return self._stream(calls, self.policy(min(self.config.slots, len(calls))), logprobs)
 
     def session(self, rows: int | None = None, slots: int | None = None, logprobs: bool = False) -> Session:
         """A batch that stays open: submit requests at any time, `step()` for their pieces. Use as a context manager.
@@ -168,7 +168,7 @@ class EAGLEInference:
             raise ValueError(
                 "session: give rows, the most tokens of a sequence, or set max_length in the configuration"
             )
-        return self._session(self._policy(slots), slots, rows, logprobs)
+        return self._session(self.policy(slots), slots, rows, logprobs)
 
     def benchmark(
         self,
@@ -187,7 +187,7 @@ class EAGLEInference:
         Arguments as for `generate`. Returns its statistics with a measured `speedup`.
         """
         calls = self._calls(self._prompts(test_data), max_new_tokens, stop_token_ids, stop_strings, seed, **sampling)
-        policy = self._policy(min(self.config.slots, len(calls)))
+        policy = self.policy(min(self.config.slots, len(calls)))
         if warm_up:
             short = [replace(call, max_new_tokens=min(call.max_new_tokens, WARM_UP)) for call in calls]
             for mode in (policy, None):
@@ -399,7 +399,7 @@ class EAGLEInference:
             return [self.config.tree()]
         return [self.config.tree(nodes) for nodes in tree_sizes(self.config.nodes)]
 
-    def _policy(self, slots: int) -> TreePolicy:
+    def policy(self, slots: int) -> TreePolicy:
         """The policy for batches of so many slots; what it has learnt stays for the next call."""
         if slots not in self._policies:
             cost, trees = pass_cost(self.pair.view, self.pair.draft_view), self._trees()

@@ -47,6 +47,12 @@ class Acceptance:
                 self.reached[level] += share * (length >= level)
                 self.accepted[level] += share * (length > level)
 
+    def rate(self, level: int) -> float | None:
+        """Accepted over reached at a depth from 0 on, None where too little was seen."""
+        if level >= len(self.reached) or self.reached[level] < 0.5:
+            return None
+        return self.accepted[level] / self.reached[level]
+
     def fade(self, factor: float) -> None:
         """Let what was observed count less."""
         self.steps, self.emitted = self.steps * factor, self.emitted * factor
@@ -123,13 +129,15 @@ class TreePolicy:
         return lines + self.events[-5:]
 
     def _guess(self, spec: TreeSpec, level: int) -> float:
-        known = max(self._seen, key=lambda other: self._seen[other].steps, default=None)
-        if known is None:
-            return 1 - (1 - PRIOR) ** (_width(spec) ** WIDTH)
-        seen = self._seen[known]
-        rates = [a / r for a, r in zip(seen.accepted, seen.reached, strict=True) if r > 0.5]
-        rate = rates[min(level, len(rates) - 1)] if rates else PRIOR
-        return 1 - (1 - rate) ** ((_width(spec) / _width(known)) ** WIDTH)
+        """The share of steps that accept a draft at `level`, of those that reach it."""
+        known = [(seen, tree) for tree, seen in self._seen.items() if seen.rate(level) is not None]
+        if known:
+            seen, tree = max(known, key=lambda pair: pair[0].steps)
+            return _widened(seen.rate(level), _width(spec) / _width(tree))
+        prior = _widened(PRIOR, _width(spec))
+        if level == 0 or not self._seen:
+            return prior
+        return (self._guess(spec, level - 1) + prior) / 2  # no tree went so deep
 
     def _decide(self) -> None:
         if self._since >= FORGET:
@@ -173,6 +181,11 @@ class TreePolicy:
 def tree_sizes(most: int) -> list[int]:
     """The tree sizes that "auto" considers: powers of two from 2 on, and the most there can be."""
     return sorted({size for size in (2, 4, 8, 16, 32, 64) if size < most} | {most})
+
+
+def _widened(rate: float, factor: float) -> float:
+    """What a level's acceptance becomes if it has `factor` times as many nodes."""
+    return 1 - (1 - rate) ** (factor**WIDTH)
 
 
 def _width(spec: TreeSpec) -> float:
