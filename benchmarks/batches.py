@@ -21,7 +21,7 @@ from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.engine.sampling import Sampling
 from eagle_triton.speculative.policy import TreePolicy
 from eagle_triton.speculative.session import Session
-from eagle_triton.speculative.statistics import Stopwatch
+from eagle_triton.speculative.timing import Stopwatch
 
 BATCHES = [1, 2, 4, 8, 16, 32]
 ACCEPTED = 3.0

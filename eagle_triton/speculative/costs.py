@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from eagle_triton.adapters.view import DraftView, Layer, ModelView, Projection
-from eagle_triton.engine.batch import Batch, Request
-from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.sampling import Sampling
-from eagle_triton.speculative.statistics import Stopwatch
-from eagle_triton.tree_spec import PLAIN, TreeSpec
+from eagle_triton.tree_spec import TreeSpec
 
 TABLES = Path(__file__).parent / "costs.json"
 ROW_COST = 0.0045  # assumed: what one more row in the target's forward costs, in plain steps of one sequence
@@ -183,26 +179,3 @@ def _size(projection: Projection) -> int:
         return projection.weight.numel() * projection.weight.element_size()
     parameters = getattr(projection.module, "parameters", tuple)
     return sum(parameter.numel() * parameter.element_size() for parameter in parameters())
-
-
-@torch.no_grad()
-def measure_costs(
-    engine: Engine, trees: Sequence[TreeSpec], batches: Sequence[int], context: int = 128, steps: int = 12
-) -> CostTable:
-    """Time plain decoding and each of `trees` at every batch size, after random prompts of `context` tokens."""
-    view, source, timings = engine.view, torch.Generator().manual_seed(0), []
-    for batch in batches:
-        prompts = torch.randint(view.vocab_size, (batch, context), generator=source).to(view.device)
-        for spec in (PLAIN, *trees):
-            rows = context + (SETTLING + 2 + steps) * (spec.depth + 1)
-            with Batch(engine, batch, spec, rows) as running:
-                for prompt in prompts:
-                    running.admit(Request(prompt, rows - context, Sampling(), frozenset()))
-                for _ in range(SETTLING + 1):
-                    running.step()
-                watch = Stopwatch(view.device)
-                for _ in range(steps):
-                    running.step()
-                timings.append(Timing(batch, spec.nodes, spec.depth, watch.seconds() / steps * 1e3))
-    dtype = str(view.dtype).removeprefix("torch.")
-    return CostTable(device_name(view.device), shape_of(view), dtype, "measured here", tuple(timings))

@@ -17,12 +17,13 @@ from eagle_triton.engine.sampling import Sampling
 from eagle_triton.models.checks import check_attention_mask, check_prompt
 from eagle_triton.speculative import stages
 from eagle_triton.speculative.config import EAGLEConfig
-from eagle_triton.speculative.costs import CostTable, StepCosts, measure_costs, pass_cost
+from eagle_triton.speculative.costs import CostTable, StepCosts, pass_cost
 from eagle_triton.speculative.pair import read_pair
 from eagle_triton.speculative.policy import TreePolicy, tree_sizes
 from eagle_triton.speculative.session import Piece, Results, Session, StepInfo
-from eagle_triton.speculative.statistics import Statistics, Stopwatch
+from eagle_triton.speculative.statistics import Statistics
 from eagle_triton.speculative.text import check_stop_strings
+from eagle_triton.speculative.timing import Stopwatch, measure_costs
 from eagle_triton.tree_spec import TreeSpec
 
 log = logging.getLogger(__name__)

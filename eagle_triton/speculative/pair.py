@@ -37,7 +37,8 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
 
     target_model: an EaModel of any family, a Hugging Face causal language model, or the path or hub id of one ("demo":
     the checkpoint of this package). draft_model: None for the head of a target that is an EaModel, an EaModel whose
-    head is meant, a draft head, a causal language model with the target's vocabulary, or the path of a head.
+    head is meant, a draft head, a causal language model with the target's vocabulary, or, beside a target's
+    path, that of an EAGLE-3 head.
     device: where the models must lie, None: wherever they do. Raises UnsupportedModelError for what is not known,
     ValueError for a draft that does not fit or models that lie elsewhere.
     """
@@ -68,6 +69,8 @@ def _load_target(
 ) -> tuple[Any, Any | None]:
     """The target, and its tokenizer if one is known."""
     if not isinstance(target_model, (str, Path)):
+        if isinstance(draft_model, (str, Path)):
+            raise TypeError("draft_model: a path goes with a target_model that is given by its path too")
         if not isinstance(target_model, nn.Module):
             raise TypeError(
                 f"target_model must be an EaModel, a causal language model or a path, got {type(target_model).__name__}"

@@ -17,6 +17,7 @@ from torch import Tensor
 from eagle_triton.engine.batch import Batch, Progress, Request
 from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.sampling import Sampling
+from eagle_triton.engine.state import rows_beyond
 from eagle_triton.speculative.policy import TreePolicy
 from eagle_triton.speculative.statistics import Statistics
 from eagle_triton.speculative.text import TextStream
@@ -128,7 +129,9 @@ class Session:
         self._running: dict[int, _Job] = {}
         self._submitted = 0
         self._depths = {spec.drafts: spec.depth for spec in (*(policy.trees if policy else ()), PLAIN)}
-        self._batch = Batch(engine, slots, policy.spec if policy else PLAIN, rows, logprobs=logprobs)
+        largest = max(policy.trees, key=rows_beyond) if policy else PLAIN  # the cache must have room for any of them
+        options = {"logprobs": True} if logprobs else {}  # TEMP
+        self._batch = Batch(engine, slots, largest, rows, drafts=policy is not None, **options)
 
     def __enter__(self) -> Session:
         self._batch.__enter__()
@@ -196,20 +199,30 @@ class Session:
     def _admit(self) -> list[Piece]:
         """Fill free slots from the line; pieces only for requests that end here."""
         ended: list[Piece] = []
-        admitted = [self._waiting.popleft() for _ in range(min(self._batch.free, len(self._waiting)))]
-        self._set_tree([*self._running.values(), *admitted])
-        for job in admitted:
-            if job.request.max_new_tokens == 0:
+        entering: list[_Job] = []
+        while self._waiting and len(entering) < len(self._batch.free):
+            job = self._waiting.popleft()
+            if job.request.max_new_tokens:
+                entering.append(job)
+            else:
                 ended.append(self._end(job, "length"))
-                continue
-            try:
-                slot = self._batch.admit(job.request)
-            except (ValueError, RuntimeError) as error:  # too long, or NaN logits: this request's own
-                ended.append(self._end(job, "error", str(error)))
-                continue
-            job.statistics.add_prefill()
-            self._running[slot] = job
+        self._set_tree([*self._running.values(), *entering])
+        try:  # together, so that equal prompts are computed once
+            slots = self._batch.admit_all([job.request for job in entering])
+        except (ValueError, RuntimeError):  # too long, or NaN logits: find out whose
+            for job in entering:
+                try:
+                    self._enter(job, self._batch.admit(job.request))
+                except (ValueError, RuntimeError) as error:
+                    ended.append(self._end(job, "error", str(error)))
+        else:
+            for job, slot in zip(entering, slots, strict=True):
+                self._enter(job, slot)
         return ended
+
+    def _enter(self, job: _Job, slot: int) -> None:
+        job.statistics.add_prefill()
+        self._running[slot] = job
 
     def _set_tree(self, jobs: Iterable[_Job]) -> None:
         if self.policy is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from eagle_triton.adapters.view import DraftView
 from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.prefill import CHUNK
-from eagle_triton.engine.state import DecodeState, capacity_bucket, rows_beyond
+from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, rows_beyond
 from eagle_triton.engine.step import draft_extend, grow_tree, project, target_forward
 from eagle_triton.reference.attention import pack_ancestors
 from eagle_triton.speculative.config import EAGLEConfig
@@ -69,7 +69,7 @@ class Prefix:
 
     def _state(self, batch: int, rows: int) -> DecodeState:
         capacity = capacity_bucket(rows + rows_beyond(self.spec))
-        return DecodeState(self.engine.view, self.draft, self.spec, batch, capacity)
+        return DecodeState(Sequences(self.engine.view, self.draft, batch, capacity), self.spec)
 
     def _grow(self, rows: int) -> None:
         old, self.state = self.state, self._state(self.state.batch, 2 * rows)

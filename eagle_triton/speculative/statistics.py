@@ -6,13 +6,11 @@ What a stop rule cuts off a step's tokens was verified all the same: it counts a
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -224,24 +222,3 @@ _KEYS = {
     "total_target_forward": "steps",
     "total_draft_forward": "draft_forwards",
 }
-
-
-class Stopwatch:
-    """Wall seconds since it was made, the device's work included."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.start = self._now()
-
-    def seconds(self) -> float:
-        """Until now, after waiting for the device."""
-        return self._now() - self.start
-
-    def so_far(self) -> float:
-        """Until now, without waiting."""
-        return max(time.perf_counter() - self.start, 1e-9)
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
