@@ -461,10 +461,11 @@ def tree_case(ops: Operations, random: Random) -> Case:
         for level in range(DEPTH):
             nodes, first_slot = scores.shape[1], TOP_K * level
             log_probs = torch.empty(1, nodes, TOP_K, device=random.device).exponential_(generator=generator).neg()
-            children, chosen, ancestors = tree_decoding.expand_beam(scores, log_probs, ancestors, first_slot, TOP_K)
-            all_scores.append(children)
-            slots.append(chosen + TOP_K * (1 + first_slot - nodes))
-            scores = children.gather(1, chosen)
+            tokens = torch.zeros(1, nodes * TOP_K, dtype=torch.int64, device=random.device)
+            grown = tree_decoding.expand_beam(scores, log_probs, tokens, ancestors, first_slot, TOP_K)
+            all_scores.append(grown.child_scores)
+            slots.append(grown.chosen + TOP_K * (1 + first_slot - nodes))
+            scores, ancestors = grown.scores, grown.ancestors
         scores = torch.cat(all_scores, 1)
         tokens = torch.randint(32000, scores.shape, generator=generator, device=random.device)
         return tokens[:, 0].contiguous(), tokens, scores, torch.cat(slots[:-1], 1), NODES, TOP_K

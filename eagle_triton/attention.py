@@ -219,6 +219,113 @@ def _attend(
 
 
 @triton.jit
+def attend_split(
+    row_block,
+    split,
+    sequence,
+    head,
+    sequences,
+    q_ptr,
+    cache_ptr,
+    cache_desc,
+    lengths_ptr,
+    ancestors_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_ckv,
+    stride_cb,
+    stride_ch,
+    stride_ab,
+    stride_an,
+    stride_ob,
+    stride_on,
+    stride_oh,
+    nodes,
+    capacity,
+    scale_log2,
+    window,
+    D: tl.constexpr,
+    STRIDE_T: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Rows row_block * BLOCK_M .. of one head of one of `sequences` sequences over one split of the keys.
+
+    The result goes to `partial` and `lse`, with SPLITS 1 to `out`. A split without keys does nothing.
+    """
+    batch, rows = sequence.to(tl.int64), nodes * GROUP
+    row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_ok, node = row < rows, row // GROUP
+    column = tl.arange(0, BLOCK_D)
+    mask = row_ok[:, None] & (column < D)[None, :]
+    query_head = head * GROUP + row % GROUP
+    q_offset = node * stride_qn + query_head * stride_qh
+    length = tl.minimum(tl.load(lengths_ptr + batch), capacity)
+    q = tl.load(q_ptr + batch * stride_qb + (q_offset[:, None] + column[None, :]), mask=mask, other=0.0)
+
+    oldest, newest = _span(length, nodes, capacity, window, WORDS, WINDOW, BLOCK_N)
+    first, last, active = _share(newest - oldest, split, BLOCK_N, SPLITS, MIN_TILES)
+    if split < active:
+        first, last = oldest + first * BLOCK_N, tl.minimum(oldest + last * BLOCK_N, newest)
+        if WORDS == 0:  # causal: nothing behind the block's last node
+            last = tl.minimum(last, length + tl.minimum((row_block + 1) * BLOCK_M - 1, rows - 1) // GROUP + 1)
+
+        k_ptr = cache_ptr + batch * stride_cb + head.to(tl.int64) * stride_ch
+        k_row = (sequence * HEADS + head) * capacity
+        v_row = k_row + sequences * HEADS * capacity
+        bits_ptr = ancestors_ptr
+        if WORDS:
+            bits_ptr = ancestors_ptr + batch * stride_ab + node * stride_an
+        acc, lse = _attend(
+            q,
+            cache_desc,
+            k_row,
+            v_row,
+            k_ptr,
+            k_ptr + stride_ckv,
+            bits_ptr,
+            node,
+            row_ok,
+            length,
+            capacity,
+            first,
+            last,
+            scale_log2,
+            window,
+            D,
+            STRIDE_T,
+            WORDS,
+            WINDOW,
+            TMA,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_T,
+            BLOCK_D,
+        )
+        if SPLITS == 1:
+            o_offset = node * stride_on + query_head * stride_oh
+            out_ptr += batch * stride_ob
+            tl.store(out_ptr + (o_offset[:, None] + column[None, :]), acc.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            p_row = ((batch * HEADS + head) * SPLITS + split) * rows
+            tl.store(lse_ptr + p_row + row, lse, mask=row_ok)
+            tl.store(partial_ptr + p_row * D + (row[:, None] * D + column[None, :]), acc, mask=mask)
+
+
+@triton.jit
 def _tree_attention_kernel(
     q_ptr,
     cache_ptr,
@@ -259,69 +366,107 @@ def _tree_attention_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Grid (row blocks, SPLITS, B * Hkv): a program attends BLOCK_M rows of one head over one split of the keys."""
-    split, sequence, head = tl.program_id(1), tl.program_id(2) // HEADS, tl.program_id(2) % HEADS
-    batch, rows = sequence.to(tl.int64), nodes * GROUP
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_ok, node = row < rows, row // GROUP
-    column = tl.arange(0, BLOCK_D)
-    mask = row_ok[:, None] & (column < D)[None, :]
-    query_head = head * GROUP + row % GROUP
-    q_offset = node * stride_qn + query_head * stride_qh
     if PDL == 2:
         tl.extra.cuda.gdc_wait()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    length = tl.minimum(tl.load(lengths_ptr + batch), capacity)
-    q = tl.load(q_ptr + batch * stride_qb + (q_offset[:, None] + column[None, :]), mask=mask, other=0.0)
-
-    oldest, newest = _span(length, nodes, capacity, window, WORDS, WINDOW, BLOCK_N)
-    first, last, active = _share(newest - oldest, split, BLOCK_N, SPLITS, MIN_TILES)
-    if split >= active:
-        return
-    first, last = oldest + first * BLOCK_N, tl.minimum(oldest + last * BLOCK_N, newest)
-    if WORDS == 0:  # causal: nothing behind the block's last node
-        last = tl.minimum(last, length + tl.minimum((tl.program_id(0) + 1) * BLOCK_M - 1, rows - 1) // GROUP + 1)
-
-    k_ptr = cache_ptr + batch * stride_cb + head.to(tl.int64) * stride_ch
-    k_row = (sequence * HEADS + head) * capacity
-    v_row = k_row + (tl.num_programs(2) * capacity)
-    bits_ptr = ancestors_ptr
-    if WORDS:
-        bits_ptr = ancestors_ptr + batch * stride_ab + node * stride_an
-    acc, lse = _attend(
-        q,
+    attend_split(
+        tl.program_id(0),
+        tl.program_id(1),
+        tl.program_id(2) // HEADS,
+        tl.program_id(2) % HEADS,
+        tl.num_programs(2) // HEADS,
+        q_ptr,
+        cache_ptr,
         cache_desc,
-        k_row,
-        v_row,
-        k_ptr,
-        k_ptr + stride_ckv,
-        bits_ptr,
-        node,
-        row_ok,
-        length,
+        lengths_ptr,
+        ancestors_ptr,
+        out_ptr,
+        partial_ptr,
+        lse_ptr,
+        stride_qb,
+        stride_qn,
+        stride_qh,
+        stride_ckv,
+        stride_cb,
+        stride_ch,
+        stride_ab,
+        stride_an,
+        stride_ob,
+        stride_on,
+        stride_oh,
+        nodes,
         capacity,
-        first,
-        last,
         scale_log2,
         window,
         D,
         STRIDE_T,
+        GROUP,
+        HEADS,
         WORDS,
         WINDOW,
+        SPLITS,
+        MIN_TILES,
         TMA,
         BLOCK_M,
         BLOCK_N,
         BLOCK_T,
         BLOCK_D,
     )
-    if SPLITS == 1:
-        o_offset = node * stride_on + query_head * stride_oh
-        out_ptr += batch * stride_ob
-        tl.store(out_ptr + (o_offset[:, None] + column[None, :]), acc.to(out_ptr.dtype.element_ty), mask=mask)
-    else:
-        p_row = ((batch * HEADS + head) * SPLITS + split) * rows
-        tl.store(lse_ptr + p_row + row, lse, mask=row_ok)
-        tl.store(partial_ptr + p_row * D + (row[:, None] * D + column[None, :]), acc, mask=mask)
+
+
+@triton.jit
+def merge_rows(
+    row_block,
+    sequence,
+    head,
+    partial_ptr,
+    lse_ptr,
+    lengths_ptr,
+    out_ptr,
+    stride_ob,
+    stride_on,
+    stride_oh,
+    nodes,
+    capacity,
+    window,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Sum the splits of rows row_block * BLOCK_R .. of one head of a sequence, weighted by their denominators."""
+    batch, rows = sequence.to(tl.int64), nodes * GROUP
+    length = tl.minimum(tl.load(lengths_ptr + batch), capacity)
+    oldest, newest = _span(length, nodes, capacity, window, WORDS, WINDOW, BLOCK_N)
+    _, _, active = _share(newest - oldest, 0, BLOCK_N, SPLITS, MIN_TILES)
+    row = row_block * BLOCK_R + tl.arange(0, BLOCK_R)
+    split, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    p_row = split[:, None] * rows + row[None, :]
+    lse_ptr += (batch * HEADS + head) * SPLITS * rows
+    partial_ptr += (batch * HEADS + head) * SPLITS * rows * D
+    ok = (split < active)[:, None] & (row < rows)[None, :]
+    mask = ok[:, :, None] & (column < D)[None, None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    lse = tl.load(lse_ptr + p_row, mask=ok, other=float("-inf"))
+    partial = tl.load(partial_ptr + (p_row[:, :, None] * D + column[None, None, :]), mask=mask, other=0.0)
+    top = tl.max(lse, 0)
+    weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top)[None, :])
+    total = tl.sum(weights, 0)
+    out = tl.sum(partial * weights[:, :, None], 0) * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    o_offset = (row // GROUP) * stride_on + (head * GROUP + row % GROUP) * stride_oh
+    o_mask = (row < rows)[:, None] & (column < D)[None, :]
+    out_ptr += batch * stride_ob
+    tl.store(out_ptr + (o_offset[:, None] + column[None, :]), out.to(out_ptr.dtype.element_ty), mask=o_mask)
 
 
 @triton.jit
@@ -349,31 +494,34 @@ def _merge_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (row blocks, B * Hkv): a program sums the splits of BLOCK_R rows, weighted by their denominators."""
-    head, rows = tl.program_id(1) % HEADS, nodes * GROUP
-    batch = (tl.program_id(1) // HEADS).to(tl.int64)
-    length = tl.minimum(tl.load(lengths_ptr + batch), capacity)
-    oldest, newest = _span(length, nodes, capacity, window, WORDS, WINDOW, BLOCK_N)
-    _, _, active = _share(newest - oldest, 0, BLOCK_N, SPLITS, MIN_TILES)
-    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    split, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    p_row = split[:, None] * rows + row[None, :]
-    lse_ptr += (batch * HEADS + head) * SPLITS * rows
-    partial_ptr += (batch * HEADS + head) * SPLITS * rows * D
-    ok = (split < active)[:, None] & (row < rows)[None, :]
-    mask = ok[:, :, None] & (column < D)[None, None, :]
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    lse = tl.load(lse_ptr + p_row, mask=ok, other=float("-inf"))
-    partial = tl.load(partial_ptr + (p_row[:, :, None] * D + column[None, None, :]), mask=mask, other=0.0)
-    top = tl.max(lse, 0)
-    weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top)[None, :])
-    total = tl.sum(weights, 0)
-    out = tl.sum(partial * weights[:, :, None], 0) * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    o_offset = (row // GROUP) * stride_on + (head * GROUP + row % GROUP) * stride_oh
-    o_mask = (row < rows)[:, None] & (column < D)[None, :]
-    out_ptr += batch * stride_ob
-    tl.store(out_ptr + (o_offset[:, None] + column[None, :]), out.to(out_ptr.dtype.element_ty), mask=o_mask)
+    """Grid (row blocks, B * Hkv): a program sums the splits of BLOCK_R rows."""
+    merge_rows(
+        tl.program_id(0),
+        tl.program_id(1) // HEADS,
+        tl.program_id(1) % HEADS,
+        partial_ptr,
+        lse_ptr,
+        lengths_ptr,
+        out_ptr,
+        stride_ob,
+        stride_on,
+        stride_oh,
+        nodes,
+        capacity,
+        window,
+        D,
+        GROUP,
+        HEADS,
+        WORDS,
+        WINDOW,
+        SPLITS,
+        MIN_TILES,
+        PDL,
+        BLOCK_N,
+        BLOCK_R,
+        BLOCK_S,
+        BLOCK_D,
+    )
 
 
 class Settings(NamedTuple):

@@ -47,6 +47,34 @@ def normalise(x, eps, size: tl.constexpr):
 
 
 @triton.jit
+def norm_row(
+    x_ptr,
+    weight_ptr,
+    residual_ptr,
+    out_ptr,
+    total_ptr,
+    stride_split,
+    eps,
+    size: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """RMSNorm of one row, whose pointers are given. Without `weight_ptr` the row is only summed and rounded."""
+    offs = tl.arange(0, BLOCK)[None, :]
+    mask = offs < size
+    x = load_sum(x_ptr + offs, stride_split, mask, SPLITS)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if total_ptr is not None:
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + offs, total, mask=mask)
+        x = total.to(tl.float32)
+    if weight_ptr is not None:
+        x = normalise(x, eps, size) * tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offs, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _rms_norm_kernel(
     x_ptr,
     weight_ptr,
@@ -63,17 +91,21 @@ def _rms_norm_kernel(
 ):
     """Grid (rows,): one program per row."""
     row = tl.program_id(0).to(tl.int64)
-    offs = tl.arange(0, BLOCK)[None, :]
-    mask = offs < size
-    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    x = load_sum(x_ptr + row * stride_xm + offs, stride_xs, mask, SPLITS)
     if residual_ptr is not None:
-        x += tl.load(residual_ptr + row * stride_rm + offs, mask=mask, other=0.0).to(tl.float32)
-        total = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + row * size + offs, total, mask=mask)
-        x = total.to(tl.float32)
-    out = normalise(x, eps, size) * weight
-    tl.store(out_ptr + row * size + offs, out.to(out_ptr.dtype.element_ty), mask=mask)
+        residual_ptr += row * stride_rm
+        total_ptr += row * size
+    norm_row(
+        x_ptr + row * stride_xm,
+        weight_ptr,
+        residual_ptr,
+        out_ptr + row * size,
+        total_ptr,
+        stride_xs,
+        eps,
+        size,
+        BLOCK,
+        SPLITS,
+    )
 
 
 @triton.jit
@@ -124,6 +156,104 @@ def rotate_heads(
 
 
 @triton.jit
+def rotary_append_head(
+    node,
+    head,
+    batch,
+    position,
+    row,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cache_ptr,
+    inv_freq_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    out_ptr,
+    stride_s,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_cs,
+    stride_cb,
+    stride_ch,
+    stride_ct,
+    num_nodes,
+    capacity,
+    scaling,
+    eps,
+    num_kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    half: tl.constexpr,
+    HALF: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Rotate the query heads of one group and its key, and append key and value at `row` of the cache.
+
+    `head` and `batch` are int64; q, k and v are those of node `node` of sequence `batch`.
+    """
+    offs_d = tl.arange(0, HALF)
+    in_half = offs_d < half
+    inv_freq = tl.load(inv_freq_ptr + offs_d, mask=in_half, other=0.0).to(tl.float32)
+    cos, sin = cos_sin(position.to(tl.float32) * inv_freq)
+    cos, sin = (cos * scaling)[None, :], (sin * scaling)[None, :]
+
+    first, second = rotate_heads(
+        q_ptr + batch * stride_qb + node * stride_qn + head * group * stride_qh,
+        q_norm_ptr,
+        0,
+        group,
+        stride_s,
+        stride_qh,
+        cos,
+        sin,
+        eps,
+        half,
+        HALF,
+        GROUP,
+        SPLITS,
+    )
+    offs_g = tl.arange(0, GROUP)
+    mask = (offs_g < group)[:, None] & in_half[None, :]
+    out = out_ptr + ((batch * num_nodes + node) * num_kv_heads + head) * (group * 2 * half)
+    out += offs_g[:, None] * (2 * half) + offs_d[None, :]
+    tl.store(out, first.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + half, second.to(out_ptr.dtype.element_ty), mask=mask)
+
+    fits = (row >= 0) & (row < capacity)
+    key_first, key_second = rotate_heads(
+        k_ptr + batch * stride_kb + node * stride_kn,
+        k_norm_ptr,
+        head,
+        num_kv_heads,
+        stride_s,
+        stride_kh,
+        cos,
+        sin,
+        eps,
+        half,
+        HALF,
+        1,
+        SPLITS,
+    )
+    mask = in_half[None, :] & fits
+    kind = cache_ptr.dtype.element_ty
+    key = cache_ptr + batch * stride_cb + head * stride_ch + row * stride_ct + offs_d[None, :]
+    tl.store(key, key_first.to(kind), mask=mask)
+    tl.store(key + half, key_second.to(kind), mask=mask)
+    value = v_ptr + batch * stride_vb + node * stride_vn + head * stride_vh + offs_d[None, :]
+    tl.store(key + stride_cs, load_sum(value, stride_s, mask, SPLITS).to(kind), mask=mask)
+    tl.store(key + stride_cs + half, load_sum(value + half, stride_s, mask, SPLITS).to(kind), mask=mask)
+
+
+@triton.jit
 def _rotary_append_kernel(
     q_ptr,
     k_ptr,
@@ -163,62 +293,47 @@ def _rotary_append_kernel(
     GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Grid (N, Hkv, B): one program rotates the query heads of a group, and its key, and appends key and value."""
+    """Grid (N, Hkv, B): one program makes one head of one node."""
     node, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    offs_d = tl.arange(0, HALF)
-    in_half = offs_d < half
-    position = tl.load(positions_ptr + batch * stride_pb + node * stride_pn)
-    inv_freq = tl.load(inv_freq_ptr + offs_d, mask=in_half, other=0.0).to(tl.float32)
-    cos, sin = cos_sin(position.to(tl.float32) * inv_freq)
-    cos, sin = (cos * scaling)[None, :], (sin * scaling)[None, :]
-
-    first, second = rotate_heads(
-        q_ptr + batch * stride_qb + node * stride_qn + head * group * stride_qh,
+    rotary_append_head(
+        node,
+        head,
+        batch,
+        tl.load(positions_ptr + batch * stride_pb + node * stride_pn),
+        tl.load(first_row_ptr + batch * stride_fb).to(tl.int64) + node,
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        cache_ptr,
+        inv_freq_ptr,
         q_norm_ptr,
-        0,
-        group,
+        k_norm_ptr,
+        out_ptr,
         stride_s,
+        stride_qb,
+        stride_qn,
         stride_qh,
-        cos,
-        sin,
+        stride_kb,
+        stride_kn,
+        stride_kh,
+        stride_vb,
+        stride_vn,
+        stride_vh,
+        stride_cs,
+        stride_cb,
+        stride_ch,
+        stride_ct,
+        num_nodes,
+        capacity,
+        scaling,
         eps,
+        num_kv_heads,
+        group,
         half,
         HALF,
         GROUP,
         SPLITS,
     )
-    offs_g = tl.arange(0, GROUP)
-    mask = (offs_g < group)[:, None] & in_half[None, :]
-    out = out_ptr + ((batch * num_nodes + node) * num_kv_heads + head) * (group * 2 * half)
-    out += offs_g[:, None] * (2 * half) + offs_d[None, :]
-    tl.store(out, first.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out + half, second.to(out_ptr.dtype.element_ty), mask=mask)
-
-    row = tl.load(first_row_ptr + batch * stride_fb).to(tl.int64) + node
-    fits = (row >= 0) & (row < capacity)
-    key_first, key_second = rotate_heads(
-        k_ptr + batch * stride_kb + node * stride_kn,
-        k_norm_ptr,
-        head,
-        num_kv_heads,
-        stride_s,
-        stride_kh,
-        cos,
-        sin,
-        eps,
-        half,
-        HALF,
-        1,
-        SPLITS,
-    )
-    mask = in_half[None, :] & fits
-    kind = cache_ptr.dtype.element_ty
-    key = cache_ptr + batch * stride_cb + head * stride_ch + row * stride_ct + offs_d[None, :]
-    tl.store(key, key_first.to(kind), mask=mask)
-    tl.store(key + half, key_second.to(kind), mask=mask)
-    value = v_ptr + batch * stride_vb + node * stride_vn + head * stride_vh + offs_d[None, :]
-    tl.store(key + stride_cs, load_sum(value, stride_s, mask, SPLITS).to(kind), mask=mask)
-    tl.store(key + stride_cs + half, load_sum(value + half, stride_s, mask, SPLITS).to(kind), mask=mask)
 
 
 @triton.jit
@@ -230,6 +345,11 @@ def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, stride_gm, stride_um, size, BLOCK:
     gate = tl.load(gate_ptr + row * stride_gm + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * stride_um + offs, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + offs, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def norm_warps(block: int) -> int:
+    """Warps for a row of `block` elements. At most the megakernel's, whose sums must have the same order."""
+    return min(max(block // 512, 1), 4)
 
 
 def rms_norm(
@@ -267,7 +387,7 @@ def rms_norm(
             size,
             block,
             splits,
-            num_warps=min(max(block // 512, 1), 16),
+            num_warps=norm_warps(block),
         )
     return out if residual is None else (out, total)
 

@@ -177,6 +177,101 @@ def product_tile(
             store_tile(acc, residual_ptr, out_ptr, row, col, rows, cols, stride_rm, stride_om, BLOCK_M, BLOCK_N, SWAP)
 
 
+@triton.jit
+def stack_tile(
+    tile,
+    split,
+    row_tile,
+    tiles,
+    x_ptr,
+    w0_ptr,
+    w1_ptr,
+    w2_ptr,
+    x_desc,
+    w0_desc,
+    w1_desc,
+    w2_desc,
+    bias0_ptr,
+    bias1_ptr,
+    bias2_ptr,
+    residual_ptr,
+    out_ptr,
+    partials_ptr,
+    arrivals_ptr,
+    rows,
+    cols0,
+    cols1,
+    cols2,
+    depth,
+    stride_xm,
+    stride_w0,
+    stride_w1,
+    stride_w2,
+    stride_rm,
+    stride_om,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    DEFERRED: tl.constexpr,
+):
+    """One split of tile number `tile` of `tiles`: the products' column tiles one after the other, for one row tile.
+
+    The products' columns stand side by side in `out`: cols0, then cols1, then cols2. All weights, or only the first.
+    """
+    slot = row_tile * tiles + tile
+    w_ptr, w_desc, bias_ptr, cols, stride_w = w0_ptr, w0_desc, bias0_ptr, cols0, stride_w0
+    if w1_ptr is not None:
+        tiles0, tiles1 = tl.cdiv(cols0, BLOCK_N), tl.cdiv(cols1, BLOCK_N)
+        if tile >= tiles0 + tiles1:
+            tile -= tiles0 + tiles1
+            out_ptr += cols0 + cols1
+            w_ptr, cols, stride_w = w2_ptr, cols2, stride_w2
+            if w_desc is not None:
+                w_desc = w2_desc
+            if bias_ptr is not None:
+                bias_ptr = bias2_ptr
+        elif tile >= tiles0:
+            tile -= tiles0
+            out_ptr += cols0
+            w_ptr, cols, stride_w = w1_ptr, cols1, stride_w1
+            if w_desc is not None:
+                w_desc = w1_desc
+            if bias_ptr is not None:
+                bias_ptr = bias1_ptr
+    product_tile(
+        x_ptr,
+        x_desc,
+        w_ptr,
+        w_desc,
+        bias_ptr,
+        residual_ptr,
+        out_ptr,
+        partials_ptr,
+        arrivals_ptr,
+        row_tile * BLOCK_M,
+        tile * BLOCK_N,
+        slot,
+        split,
+        rows,
+        cols,
+        depth,
+        stride_xm,
+        stride_w,
+        stride_rm,
+        stride_om,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        SPLITS,
+        SWAP,
+        EVEN_K,
+        DEFERRED,
+    )
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
     x_ptr,
@@ -213,50 +308,36 @@ def _linear_kernel(
     EVEN_K: tl.constexpr,
     DEFERRED: tl.constexpr,
 ):
-    """Grid (column tiles of all weights, splits, row tiles); a program makes one split of one tile of one product.
-
-    The products' columns stand side by side in `out`: cols0, then cols1, then cols2. All weights, or only the first.
-    """
-    tile, split = tl.program_id(0), tl.program_id(1)
-    slot = tl.program_id(2) * tl.num_programs(0) + tile
-    w_ptr, w_desc, bias_ptr, cols, stride_w = w0_ptr, w0_desc, bias0_ptr, cols0, stride_w0
-    if w1_ptr is not None:
-        tiles0, tiles1 = tl.cdiv(cols0, BLOCK_N), tl.cdiv(cols1, BLOCK_N)
-        if tile >= tiles0 + tiles1:
-            tile -= tiles0 + tiles1
-            out_ptr += cols0 + cols1
-            w_ptr, cols, stride_w = w2_ptr, cols2, stride_w2
-            if w_desc is not None:
-                w_desc = w2_desc
-            if bias_ptr is not None:
-                bias_ptr = bias2_ptr
-        elif tile >= tiles0:
-            tile -= tiles0
-            out_ptr += cols0
-            w_ptr, cols, stride_w = w1_ptr, cols1, stride_w1
-            if w_desc is not None:
-                w_desc = w1_desc
-            if bias_ptr is not None:
-                bias_ptr = bias1_ptr
-    product_tile(
+    """Grid (column tiles of all weights, splits, row tiles)."""
+    stack_tile(
+        tl.program_id(0),
+        tl.program_id(1),
+        tl.program_id(2),
+        tl.num_programs(0),
         x_ptr,
+        w0_ptr,
+        w1_ptr,
+        w2_ptr,
         x_desc,
-        w_ptr,
-        w_desc,
-        bias_ptr,
+        w0_desc,
+        w1_desc,
+        w2_desc,
+        bias0_ptr,
+        bias1_ptr,
+        bias2_ptr,
         residual_ptr,
         out_ptr,
         partials_ptr,
         arrivals_ptr,
-        tl.program_id(2) * BLOCK_M,
-        tile * BLOCK_N,
-        slot,
-        split,
         rows,
-        cols,
+        cols0,
+        cols1,
+        cols2,
         depth,
         stride_xm,
-        stride_w,
+        stride_w0,
+        stride_w1,
+        stride_w2,
         stride_rm,
         stride_om,
         BLOCK_M,
@@ -267,6 +348,41 @@ def _linear_kernel(
         EVEN_K,
         DEFERRED,
     )
+
+
+@triton.jit
+def swiglu_tile(
+    row,
+    col,
+    x_ptr,
+    gate_ptr,
+    up_ptr,
+    x_desc,
+    gate_desc,
+    up_desc,
+    out_ptr,
+    rows,
+    cols,
+    depth,
+    stride_xm,
+    stride_gate,
+    stride_up,
+    stride_om,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """The tile at (row, col) of both products, multiplied."""
+    gate, up = zeros_tile(BLOCK_M, BLOCK_N, SWAP), zeros_tile(BLOCK_M, BLOCK_N, SWAP)
+    for k in range(0, depth, BLOCK_K):
+        gate_w = load_tile(gate_ptr, gate_desc, col, k, cols, depth, stride_gate, BLOCK_N, BLOCK_K, EVEN_K)
+        up_w = load_tile(up_ptr, up_desc, col, k, cols, depth, stride_up, BLOCK_N, BLOCK_K, EVEN_K)
+        x = load_tile(x_ptr, x_desc, row, k, rows, depth, stride_xm, BLOCK_M, BLOCK_K, EVEN_K)
+        gate, up = multiply_add(x, gate_w, gate, SWAP), multiply_add(x, up_w, up, SWAP)
+    out = gate * tl.sigmoid(gate) * up
+    store_tile(out, None, out_ptr, row, col, rows, cols, 0, stride_om, BLOCK_M, BLOCK_N, SWAP)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -291,16 +407,30 @@ def _linear_swiglu_kernel(
     SWAP: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """Grid (column tiles, row tiles); a program makes one tile of both products and multiplies them."""
-    row, col = tl.program_id(1) * BLOCK_M, tl.program_id(0) * BLOCK_N
-    gate, up = zeros_tile(BLOCK_M, BLOCK_N, SWAP), zeros_tile(BLOCK_M, BLOCK_N, SWAP)
-    for k in range(0, depth, BLOCK_K):
-        gate_w = load_tile(gate_ptr, gate_desc, col, k, cols, depth, stride_gate, BLOCK_N, BLOCK_K, EVEN_K)
-        up_w = load_tile(up_ptr, up_desc, col, k, cols, depth, stride_up, BLOCK_N, BLOCK_K, EVEN_K)
-        x = load_tile(x_ptr, x_desc, row, k, rows, depth, stride_xm, BLOCK_M, BLOCK_K, EVEN_K)
-        gate, up = multiply_add(x, gate_w, gate, SWAP), multiply_add(x, up_w, up, SWAP)
-    out = gate * tl.sigmoid(gate) * up
-    store_tile(out, None, out_ptr, row, col, rows, cols, 0, stride_om, BLOCK_M, BLOCK_N, SWAP)
+    """Grid (column tiles, row tiles)."""
+    swiglu_tile(
+        tl.program_id(1) * BLOCK_M,
+        tl.program_id(0) * BLOCK_N,
+        x_ptr,
+        gate_ptr,
+        up_ptr,
+        x_desc,
+        gate_desc,
+        up_desc,
+        out_ptr,
+        rows,
+        cols,
+        depth,
+        stride_xm,
+        stride_gate,
+        stride_up,
+        stride_om,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        SWAP,
+        EVEN_K,
+    )
 
 
 class Settings(NamedTuple):

@@ -46,25 +46,24 @@ def _take_best(key, index):
 
 
 @triton.jit
-def _topk_chunk_kernel(
+def topk_chunk(
     x_ptr,
     keys_ptr,
     places_ptr,
     peaks_ptr,
     sums_ptr,
+    slot,
+    chunk,
     vocabulary,
-    stride_xr,
     stride_xv,
     K: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid (R, chunks): the K best of one chunk, its maximum and its sum of exponentials."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """The K best of one chunk of the row at x_ptr, its maximum and its sum of exponentials, all stored at `slot`."""
     index = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(x_ptr + row * stride_xr + index * stride_xv, mask=index < vocabulary, other=float("-inf"))
+    x = tl.load(x_ptr + index * stride_xv, mask=index < vocabulary, other=float("-inf"))
     x = x.to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
-    slot = row * tl.num_programs(1) + chunk
     peak = tl.max(x, 0)
     tl.store(peaks_ptr + slot, peak)
     tl.store(sums_ptr + slot, tl.sum(tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak)), 0))
@@ -76,7 +75,7 @@ def _topk_chunk_kernel(
 
 
 @triton.jit
-def _topk_merge_kernel(
+def topk_merge(
     keys_ptr,
     places_ptr,
     peaks_ptr,
@@ -84,14 +83,14 @@ def _topk_merge_kernel(
     offsets_ptr,
     values_out_ptr,
     tokens_out_ptr,
+    row,
     chunks,
     K: tl.constexpr,
     CHUNKS: tl.constexpr,
     CANDIDATES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Grid (R,): the K best of the chunks' best, as log-probabilities and tokens."""
-    row = tl.program_id(0).to(tl.int64)
+    """The K best of the chunks' best of row `row`, as log-probabilities and tokens; the out pointers are the row's."""
     lane = tl.arange(0, CANDIDATES)
     inside = lane < chunks * K
     key = tl.load(keys_ptr + row * chunks * K + lane, mask=inside, other=_TAKEN)
@@ -111,11 +110,65 @@ def _topk_merge_kernel(
         tokens = tl.where(rank == count, place, tokens)
     value = value_of(keys, 0) - (peak + tl.log(total))
     value = tl.where(value == value, value, float("-inf"))  # a row of -inf, or with +inf
-    tl.store(values_out_ptr + row * K + rank, value, mask=rank < K)
+    tl.store(values_out_ptr + rank, value, mask=rank < K)
     token = tokens.to(tl.int64)
     if offsets_ptr is not None:
         token += tl.load(offsets_ptr + token, mask=rank < K, other=0)
-    tl.store(tokens_out_ptr + row * K + rank, token, mask=rank < K)
+    tl.store(tokens_out_ptr + rank, token, mask=rank < K)
+
+
+@triton.jit
+def _topk_chunk_kernel(
+    x_ptr,
+    keys_ptr,
+    places_ptr,
+    peaks_ptr,
+    sums_ptr,
+    vocabulary,
+    stride_xr,
+    stride_xv,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid (R, chunks)."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = row * tl.num_programs(1) + chunk
+    x_ptr += row * stride_xr
+    topk_chunk(x_ptr, keys_ptr, places_ptr, peaks_ptr, sums_ptr, slot, chunk, vocabulary, stride_xv, K, CHUNK)
+
+
+@triton.jit
+def _topk_merge_kernel(
+    keys_ptr,
+    places_ptr,
+    peaks_ptr,
+    sums_ptr,
+    offsets_ptr,
+    values_out_ptr,
+    tokens_out_ptr,
+    chunks,
+    K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Grid (R,)."""
+    row = tl.program_id(0).to(tl.int64)
+    topk_merge(
+        keys_ptr,
+        places_ptr,
+        peaks_ptr,
+        sums_ptr,
+        offsets_ptr,
+        values_out_ptr + row * K,
+        tokens_out_ptr + row * K,
+        row,
+        chunks,
+        K,
+        CHUNKS,
+        CANDIDATES,
+        WIDTH,
+    )
 
 
 def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -184,14 +237,62 @@ def _topk_settings(vocabulary: int) -> tuple[int, int, int]:
 
 
 @triton.jit
+def choose_beam(
+    parents_ptr,
+    log_probs_ptr,
+    selected_ptr,
+    children,
+    k,
+    width,
+    stride_pp,
+    stride_lp,
+    stride_lk,
+    CHILDREN: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The scores [CHILDREN] of one sequence's children of a level, and which of them [WIDTH] become the next beam."""
+    child = tl.arange(0, CHILDREN)
+    inside = child < children
+    parent = child // k
+    score = tl.load(parents_ptr + parent * stride_pp, mask=inside, other=0.0)
+    score += tl.load(log_probs_ptr + parent * stride_lp + (child % k) * stride_lk, mask=inside, other=0.0)
+    lane = tl.arange(0, WIDTH)
+    if selected_ptr is None:
+        key = tl.where(inside, key_of(tl.where(score == score, score, float("-inf")), 0), _TAKEN)
+        chosen = tl.zeros((WIDTH,), tl.int32)
+        for rank in range(width):
+            _, best, key = _take_best(key, child)
+            chosen = tl.where(lane == rank, best, chosen)
+    else:
+        chosen = tl.load(selected_ptr + lane, mask=lane < width, other=0).to(tl.int32)
+    return score, chosen
+
+
+@triton.jit
+def store_ancestors(above_ptr, out_ptr, parent, first_slot, width, words, stride_ap, stride_aw, WIDTH: tl.constexpr):
+    """The ancestors of one sequence's new beam: its parents' at above_ptr, and every slot's own bit; out is dense."""
+    lane = tl.arange(0, WIDTH)
+    slot = first_slot + lane
+    bit = tl.full((WIDTH,), 1, tl.int64) << (slot % WORD)
+    for word in range(words):
+        mask = tl.load(above_ptr + parent * stride_ap + word * stride_aw, mask=lane < width, other=0)
+        mask |= tl.where(slot // WORD == word, bit, 0)
+        tl.store(out_ptr + lane * words + word, mask, mask=lane < width)
+
+
+@triton.jit
 def _expand_beam_kernel(
     parents_ptr,
     log_probs_ptr,
+    tokens_ptr,
     ancestors_ptr,
     selected_ptr,
-    scores_ptr,
+    child_scores_ptr,
     chosen_ptr,
-    out_ptr,
+    parents_out_ptr,
+    tokens_out_ptr,
+    scores_out_ptr,
+    ancestors_out_ptr,
     children,
     k,
     width,
@@ -202,6 +303,8 @@ def _expand_beam_kernel(
     stride_lb,
     stride_lp,
     stride_lk,
+    stride_tb,
+    stride_tc,
     stride_ab,
     stride_ap,
     stride_aw,
@@ -210,60 +313,58 @@ def _expand_beam_kernel(
 ):
     """Grid (B,): score one sequence's children of a level and choose the next beam."""
     batch = tl.program_id(0).to(tl.int64)
+    parents_ptr += batch * stride_pb
+    log_probs_ptr += batch * stride_lb
+    score, chosen = choose_beam(
+        parents_ptr, log_probs_ptr, selected_ptr, children, k, width, stride_pp, stride_lp, stride_lk, CHILDREN, WIDTH
+    )
     child = tl.arange(0, CHILDREN)
-    inside = child < children
-    parent = child // k
-    score = tl.load(parents_ptr + batch * stride_pb + parent * stride_pp, mask=inside, other=0.0)
-    place = batch * stride_lb + parent * stride_lp + (child % k) * stride_lk
-    score += tl.load(log_probs_ptr + place, mask=inside, other=0.0)
-    tl.store(scores_ptr + batch * children + child, score, mask=inside)
-
+    tl.store(child_scores_ptr + batch * children + child, score, mask=child < children)
     lane = tl.arange(0, WIDTH)
-    beam = lane < width
-    if selected_ptr is None:
-        key = tl.where(inside, key_of(tl.where(score == score, score, float("-inf")), 0), _TAKEN)
-        chosen = tl.zeros((WIDTH,), tl.int32)
-        for rank in range(width):
-            _, best, key = _take_best(key, child)
-            chosen = tl.where(lane == rank, best, chosen)
-    else:
-        chosen = tl.load(selected_ptr + lane, mask=beam, other=0).to(tl.int32)
-    tl.store(chosen_ptr + batch * width + lane, chosen.to(tl.int64), mask=beam)
-    slot = first_slot + lane
-    bit = tl.full((WIDTH,), 1, tl.int64) << (slot % WORD)
-    for word in range(words):
-        above = ancestors_ptr + batch * stride_ab + (chosen // k) * stride_ap + word * stride_aw
-        mask = tl.load(above, mask=beam, other=0) | tl.where(slot // WORD == word, bit, 0)
-        tl.store(out_ptr + (batch * width + lane) * words + word, mask, mask=beam)
+    beam, place, parent = lane < width, batch * width + lane, chosen // k
+    token = tl.load(tokens_ptr + batch * stride_tb + chosen * stride_tc, mask=beam, other=0)
+    own = tl.load(parents_ptr + parent * stride_pp, mask=beam, other=0.0)
+    own += tl.load(log_probs_ptr + parent * stride_lp + (chosen % k) * stride_lk, mask=beam, other=0.0)
+    tl.store(chosen_ptr + place, chosen.to(tl.int64), mask=beam)
+    tl.store(parents_out_ptr + place, parent.to(tl.int64), mask=beam)
+    tl.store(tokens_out_ptr + place, token, mask=beam)
+    tl.store(scores_out_ptr + place, own, mask=beam)
+    out = ancestors_out_ptr + batch * width * words
+    store_ancestors(
+        ancestors_ptr + batch * stride_ab, out, parent, first_slot, width, words, stride_ap, stride_aw, WIDTH
+    )
 
 
 def expand_beam(
     parent_scores: Tensor,
     log_probs: Tensor,
+    tokens: Tensor,
     parent_ancestors: Tensor,
     first_slot: int,
     width: int,
     selected: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> reference.Expansion:
     """Score the children of a level's nodes and choose the next beam; see reference.tree_decoding.expand_beam.
 
-    Returns (scores of all children [B, P * K] float32, chosen children [B, width] int64 among the P * K, ancestors of
-    the new slots [B, width, W] int64). Raises ValueError if shapes or dtypes do not fit.
+    Raises ValueError if shapes or dtypes do not fit.
     """
-    reference.check_expand_beam(parent_scores, log_probs, parent_ancestors, first_slot, width, selected)
+    reference.check_expand_beam(parent_scores, log_probs, tokens, parent_ancestors, first_slot, width, selected)
     batch, nodes, k = log_probs.shape
-    words, device = parent_ancestors.shape[-1], log_probs.device
-    scores = torch.empty(batch, nodes * k, dtype=torch.float32, device=device)
-    chosen = torch.empty(batch, width, dtype=torch.int64, device=device)
-    ancestors = torch.empty(batch, width, words, dtype=torch.int64, device=device)
+    words = parent_ancestors.shape[-1]
+    integers = torch.empty(3, batch, width, dtype=torch.int64, device=log_probs.device)
+    out = reference.Expansion(
+        log_probs.new_empty(batch, nodes * k),
+        *integers,
+        log_probs.new_empty(batch, width),
+        parent_ancestors.new_empty(batch, width, words),
+    )
     _expand_beam_kernel[(batch,)](
         parent_scores,
         log_probs,
+        tokens,
         parent_ancestors,
         selected,
-        scores,
-        chosen,
-        ancestors,
+        *out,
         nodes * k,
         k,
         width,
@@ -271,12 +372,13 @@ def expand_beam(
         first_slot,
         *parent_scores.stride(),
         *log_probs.stride(),
+        *tokens.stride(),
         *parent_ancestors.stride(),
         CHILDREN=triton.next_power_of_2(nodes * k),
         WIDTH=triton.next_power_of_2(max(width, 1)),
         num_warps=1 if nodes * k <= 512 else 4,
     )
-    return scores, chosen, ancestors
+    return out
 
 
 # ------------------------------------------------------------------------------------------------- re-rank and build
@@ -301,7 +403,8 @@ def _best_candidates(key, least, drafts):
 
 
 @triton.jit
-def _build_tree_kernel(
+def write_tree(
+    batch,
     root_ptr,
     candidates_ptr,
     scores_ptr,
@@ -338,8 +441,7 @@ def _build_tree_kernel(
     PAIRS: tl.constexpr,
     DOUBLINGS: tl.constexpr,
 ):
-    """Grid (B,): choose one sequence's drafts and write its tree."""
-    batch = tl.program_id(0).to(tl.int64)
+    """Choose the drafts of sequence `batch` (int64) and write its tree."""
     if selected_ptr is None:
         chosen_ptr = scratch_ptr + batch * nodes
         index = tl.arange(0, CANDIDATES)
@@ -385,6 +487,85 @@ def _build_tree_kernel(
         if word == 0:
             mask |= 1  # the root, which the doubling reaches too
         tl.store(ancestors_ptr + batch * stride_ab + node * stride_an + word * stride_aw, mask, mask=real)
+
+
+@triton.jit
+def _build_tree_kernel(
+    root_ptr,
+    candidates_ptr,
+    scores_ptr,
+    beam_ptr,
+    selected_ptr,
+    scratch_ptr,
+    tokens_ptr,
+    parents_ptr,
+    depths_ptr,
+    ancestors_ptr,
+    candidates,
+    nodes,
+    slots,
+    k,
+    words,
+    stride_r,
+    stride_cb,
+    stride_cc,
+    stride_sb,
+    stride_sc,
+    stride_bb,
+    stride_bs,
+    stride_tb,
+    stride_tn,
+    stride_pb,
+    stride_pn,
+    stride_db,
+    stride_dn,
+    stride_ab,
+    stride_an,
+    stride_aw,
+    CANDIDATES: tl.constexpr,
+    NODES: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+):
+    """Grid (B,)."""
+    write_tree(
+        tl.program_id(0).to(tl.int64),
+        root_ptr,
+        candidates_ptr,
+        scores_ptr,
+        beam_ptr,
+        selected_ptr,
+        scratch_ptr,
+        tokens_ptr,
+        parents_ptr,
+        depths_ptr,
+        ancestors_ptr,
+        candidates,
+        nodes,
+        slots,
+        k,
+        words,
+        stride_r,
+        stride_cb,
+        stride_cc,
+        stride_sb,
+        stride_sc,
+        stride_bb,
+        stride_bs,
+        stride_tb,
+        stride_tn,
+        stride_pb,
+        stride_pn,
+        stride_db,
+        stride_dn,
+        stride_ab,
+        stride_an,
+        stride_aw,
+        CANDIDATES,
+        NODES,
+        PAIRS,
+        DOUBLINGS,
+    )
 
 
 def build_tree(

@@ -28,10 +28,12 @@ from torch import Tensor
 
 from eagle_triton.laws import Settings, law_weight, merge_peaks, row_laws, scale_of, scan
 from eagle_triton.reference.sampling import SamplingParams
-from eagle_triton.reference.verification import check_tree, check_update
+from eagle_triton.reference.verification import ERROR, LENGTH, REPORT_TOKENS, STOP, Stops, check_tree, check_update
 from eagle_triton.sampling import choose_chunk, choose_token, chunk_of, coin_of
 
 _NOWHERE = tl.constexpr(2**31 - 1)
+_STOP, _LENGTH, _ERROR = tl.constexpr(STOP), tl.constexpr(LENGTH), tl.constexpr(ERROR)
+_REPORT_TOKENS = tl.constexpr(REPORT_TOKENS)
 # Measured on one H200, [60, 128256] bf16 to accepted path: parts of 4096 tokens and 8 warps 11.5 µs, 4 warps 12.0,
 # parts of 2048 tokens 12.0 to 12.5.
 _GREEDY_PART = 4096  # tokens per program of the argmax
@@ -40,7 +42,8 @@ _DRAW_WARPS = 8
 
 
 @triton.jit
-def _greedy_walk_kernel(
+def greedy_walk(
+    batch,
     peaks_ptr,
     places_ptr,
     tokens_ptr,
@@ -60,8 +63,7 @@ def _greedy_walk_kernel(
     PARTS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Grid (B,): merge the parts' argmaxes of one sequence's nodes and follow them through its tree."""
-    batch = tl.program_id(0)
+    """Merge the parts' argmaxes of one sequence's nodes and follow them through its tree."""
     node = tl.arange(0, NODES)
     real = node < nodes
     part = tl.arange(0, PARTS)[None, :]
@@ -90,6 +92,51 @@ def _greedy_walk_kernel(
     tl.store(path_ptr + batch * (depth + 1) + step, path, mask=step <= depth)
     tl.store(accepted_ptr + batch, accepted)
     tl.store(next_ptr + batch, tl.sum(tl.where(node == current, target, 0), 0).to(tl.int64))
+
+
+@triton.jit
+def _greedy_walk_kernel(
+    peaks_ptr,
+    places_ptr,
+    tokens_ptr,
+    parents_ptr,
+    path_ptr,
+    accepted_ptr,
+    next_ptr,
+    nan_ptr,
+    nodes,
+    parts,
+    depth,
+    stride_tb,
+    stride_tn,
+    stride_pb,
+    stride_pn,
+    NODES: tl.constexpr,
+    PARTS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Grid (B,)."""
+    greedy_walk(
+        tl.program_id(0),
+        peaks_ptr,
+        places_ptr,
+        tokens_ptr,
+        parents_ptr,
+        path_ptr,
+        accepted_ptr,
+        next_ptr,
+        nan_ptr,
+        nodes,
+        parts,
+        depth,
+        stride_tb,
+        stride_tn,
+        stride_pb,
+        stride_pn,
+        NODES,
+        PARTS,
+        STEPS,
+    )
 
 
 @triton.jit
@@ -250,39 +297,108 @@ def _final_token_kernel(
 
 
 @triton.jit
-def _update_sequence_kernel(
+def update_one(
     sequence_ptr,
-    lengths_ptr,
+    length_ptr,
+    active_ptr,
     tokens_ptr,
     path_ptr,
     accepted_ptr,
     next_ptr,
+    nan_ptr,
+    stop_ids_ptr,
+    limit_ptr,
+    exact_ptr,
+    report_ptr,
     steps,
     columns,
-    stride_sb,
-    stride_ss,
-    stride_tb,
-    stride_tn,
-    stride_pb,
-    stride_ps,
-    stride_a,
-    stride_n,
+    stops,
     STEPS: tl.constexpr,
+    STOPS: tl.constexpr,
 ):
-    """Grid (B,): append one sequence's emitted tokens and advance its length."""
-    batch = tl.program_id(0).to(tl.int64)
+    """update_sequence for the one sequence whose rows and values the pointers name. STEPS > D, STOPS >= S."""
     step = tl.arange(0, STEPS)
-    length = tl.load(lengths_ptr + batch)
-    accepted = tl.load(accepted_ptr + batch * stride_a)
-    draft = step < accepted
-    node = tl.load(path_ptr + batch * stride_pb + (step + 1) * stride_ps, mask=draft & (step + 1 < steps), other=0)
-    token = tl.load(tokens_ptr + batch * stride_tb + node * stride_tn, mask=draft, other=0)
-    token = tl.where(draft, token, tl.load(next_ptr + batch * stride_n))
-    column = length + 1 + step
-    place = sequence_ptr + batch * stride_sb + column.to(tl.int64) * stride_ss
-    tl.store(place, token, mask=(step <= accepted) & (step < steps) & (column < columns))
-    tl.debug_barrier()  # no warp may still be about to read the length
-    tl.store(lengths_ptr + batch, length + accepted + 1)
+    length = tl.load(length_ptr)
+    active = tl.load(active_ptr) != 0
+    nan = tl.load(nan_ptr) != 0
+    limit = tl.load(limit_ptr)
+    next_token = tl.load(next_ptr)
+    accepted = tl.where(active & (nan == 0), tl.load(accepted_ptr), -1)
+    given = (step <= accepted) & (step < steps)
+    node = tl.load(path_ptr + step, mask=given, other=0)
+    token = tl.load(tokens_ptr + node, mask=given, other=-1)
+
+    stop = tl.arange(0, STOPS)
+    stop_id = tl.load(stop_ids_ptr + stop, mask=stop < stops, other=-1)
+    stopping = tl.max(((token[:, None] == stop_id[None, :]) & given[:, None]).to(tl.int32), 1) > 0
+    first_stop = tl.min(tl.where(stopping, step, steps), 0)
+    count = accepted + 1
+    cut = tl.minimum(tl.minimum(count, first_stop + 1), tl.maximum(limit - length, 0))
+    kept = tl.where(tl.load(exact_ptr) != 0, cut, count)
+    after = length + kept
+    reason = tl.where(first_stop < kept, _STOP, tl.where(after >= limit, _LENGTH, 0))
+    reason = tl.where(active, tl.where(nan, _ERROR, reason), 0)
+
+    place = sequence_ptr + length.to(tl.int64) + step
+    tl.store(place, token, mask=given & (length + step < columns))
+    behind = length + count
+    tl.store(sequence_ptr + behind.to(tl.int64), next_token, mask=(count > 0) & (behind < columns))
+    tl.store(report_ptr + _REPORT_TOKENS + step, token, mask=step < steps)
+    tl.store(report_ptr, accepted.to(tl.int64))
+    tl.store(report_ptr + 1, kept.to(tl.int64))
+    tl.store(report_ptr + 2, reason.to(tl.int64))
+    tl.debug_barrier()  # no warp may still be about to read what follows
+    tl.store(length_ptr, after)
+    tl.store(accepted_ptr, accepted)
+    tl.store(active_ptr, active & (reason == 0))
+
+
+@triton.jit
+def _update_sequence_kernel(
+    sequence_ptr,
+    lengths_ptr,
+    active_ptr,
+    tokens_ptr,
+    path_ptr,
+    accepted_ptr,
+    next_ptr,
+    nan_ptr,
+    stop_ids_ptr,
+    limit_ptr,
+    exact_ptr,
+    report_ptr,
+    steps,
+    columns,
+    stops,
+    stride_sb,
+    stride_tb,
+    stride_pb,
+    stride_ib,
+    stride_rb,
+    STEPS: tl.constexpr,
+    STOPS: tl.constexpr,
+):
+    """Grid (B,)."""
+    batch = tl.program_id(0).to(tl.int64)
+    update_one(
+        sequence_ptr + batch * stride_sb,
+        lengths_ptr + batch,
+        active_ptr + batch,
+        tokens_ptr + batch * stride_tb,
+        path_ptr + batch * stride_pb,
+        accepted_ptr + batch,
+        next_ptr + batch,
+        nan_ptr + batch,
+        stop_ids_ptr + batch * stride_ib,
+        limit_ptr + batch,
+        exact_ptr + batch,
+        report_ptr + batch * stride_rb,
+        steps,
+        columns,
+        stops,
+        STEPS,
+        STOPS,
+    )
 
 
 def verify_greedy(
@@ -374,31 +490,42 @@ def verify_sampling(
 
 
 def update_sequence(
-    sequence: Tensor, lengths: Tensor, tokens: Tensor, path: Tensor, accepted: Tensor, next_token: Tensor
+    sequence: Tensor,
+    lengths: Tensor,
+    active: Tensor,
+    tokens: Tensor,
+    path: Tensor,
+    accepted: Tensor,
+    next_token: Tensor,
+    nan: Tensor,
+    stops: Stops,
+    report: Tensor,
 ) -> None:
-    """Write the accepted drafts and the next token behind the root, and advance the lengths, in place.
+    """Commit what verification accepted and see who has finished; see reference.verification.update_sequence.
 
-    sequence [B, S] int64 with the root at column lengths; lengths [B] int32, increased by accepted + 1; tokens [B, N]
-    int64; path [B, D + 1] int32; accepted [B] int32, -1 to leave a sequence as it is; next_token [B] int64. Columns
-    past S are not written. Raises ValueError if shapes, dtypes or devices do not fit.
+    Changes sequence [B, C], lengths, active and accepted [B] in place and fills report [B, R]. Raises ValueError if
+    shapes, dtypes or devices do not fit.
     """
-    check_update(sequence, lengths, tokens, path, accepted, next_token)
+    check_update(sequence, lengths, active, tokens, path, accepted, next_token, nan, stops, report)
     batch, steps = path.shape
+    width = stops.ids.shape[1]
     _update_sequence_kernel[(batch,)](
         sequence,
         lengths,
+        active,
         tokens,
         path,
         accepted,
         next_token,
+        nan,
+        *stops,
+        report,
         steps,
         sequence.shape[1],
-        *sequence.stride(),
-        *tokens.stride(),
-        *path.stride(),
-        accepted.stride(0),
-        next_token.stride(0),
+        width,
+        *(value.stride(0) for value in (sequence, tokens, path, stops.ids, report)),
         STEPS=triton.next_power_of_2(steps),
+        STOPS=triton.next_power_of_2(width),
         num_warps=1,
     )
 

@@ -47,10 +47,10 @@ def causal_lm(family: str = "llama", vocab: int = 32, hidden: int = 64, layers: 
     return model.to(DEVICE)
 
 
-def engine_for(target: nn.Module, draft: nn.Module, spec: TreeSpec) -> Engine:
+def engine_for(target: nn.Module, draft: nn.Module, spec: TreeSpec, kernels: bool = DEVICE == "cuda") -> Engine:
     view = read_causal_lm(target)
-    on_gpu = DEVICE == "cuda"
-    return Engine(view, draft_from_causal_lm(draft, view, lambda: spec), Operations(on_gpu), cuda_graph=on_gpu)
+    graph = kernels and DEVICE == "cuda"
+    return Engine(view, draft_from_causal_lm(draft, view, lambda: spec), Operations(kernels), cuda_graph=graph)
 
 
 def run(engine: Engine, prompts: list[torch.Tensor], new: int, spec: TreeSpec | None = None, **sampling):
@@ -162,6 +162,18 @@ def test_greedy_equals_decoding_with_the_target_alone(families, spec, batch):
     assert 0 < sum(accepted) < 3 * len(accepted) or spec is CHAIN
 
 
+def test_the_kernels_draft_with_a_model_of_another_shape():
+    """On a CPU in Triton's interpreter."""
+    target = causal_lm(vocab=8, layers=2)
+    own = dict(hidden=48, layers=1, num_attention_heads=6, num_key_value_heads=3, head_dim=8, seed=2)
+    draft, spec = causal_lm("qwen3", vocab=8, **own), TreeSpec.dynamic(total_token=6, depth=2, top_k=2)
+    engine, prompt = engine_for(target, draft, spec, kernels=True), random_prompt(5, vocab=8)[0].to(DEVICE)
+    references = engine_for(target, draft, spec, kernels=False)
+    for subject in (engine, references):
+        assert torch.equal(run(subject, [prompt], 8)[0], greedy(target, prompt, 8))
+    assert engine.accept_lengths == references.accept_lengths and sum(engine.accept_lengths) > 0
+
+
 def test_a_long_prompt_reaches_the_draft_in_chunks():
     model = causal_lm(layers=2)
     engine = engine_for(model, model, CHAIN)
@@ -182,12 +194,7 @@ def test_a_cache_that_is_nearly_full_holds_the_row_of_the_root(length):
     assert tokens[:2] == greedy(model, prompt, 2)[-2:].tolist()
 
 
-LAWS = {
-    "T": dict(temperature=1.0),
-    "top-k": dict(temperature=1.0, top_k=3),
-    "top-p": dict(temperature=2.0, top_p=0.85),
-    "min-p": dict(temperature=1.6, min_p=0.1),
-}
+LAWS = {"T": dict(temperature=1.0), "top-k-top-p": dict(temperature=1.5, top_k=4, top_p=0.8)}
 
 
 @pytest.mark.slow
@@ -287,6 +294,13 @@ def half_projection() -> nn.Module:
     return model
 
 
+def quantised_embedding() -> nn.Module:
+    model = causal_lm()
+    codes = torch.zeros(32, 64, dtype=torch.int8, device=DEVICE)
+    model.model.embed_tokens.weight = nn.Parameter(codes, requires_grad=False)
+    return model
+
+
 REFUSED = {
     "another architecture": (
         other_architecture,
@@ -300,6 +314,10 @@ REFUSED = {
     "one layer of another dtype": (
         half_projection,
         r"draft_model\.model\.layers\.1\.mlp\.up_proj must be torch\.float32 as the embedding is.*got torch\.float16",
+    ),
+    "a quantised embedding": (
+        quantised_embedding,
+        r"draft_model\.model\.embed_tokens\.weight must be floating point, got torch\.int8",
     ),
     "another activation": (
         lambda: damaged("model.layers.1.mlp.act_fn", nn.GELU()),

@@ -92,26 +92,33 @@ def test_expand_beam(device, batch, nodes, k, width, words, fixed):
     scores = torch.randn(batch, nodes, generator=source).round()
     log_probs = torch.randn(batch, nodes, k, generator=source).round()
     ancestors = torch.randint(-(2**62), 2**62, (batch, nodes, words), generator=source)
+    tokens = torch.randint(1000, (batch, nodes * k), generator=source)
     selected = torch.randperm(nodes * k, generator=source)[:width] if fixed else None
-    expected = reference.expand_beam(scores, log_probs, ancestors, 3, width, selected)
+    expected = reference.expand_beam(scores, log_probs, tokens, ancestors, 3, width, selected)
+    inputs = (value.to(device) for value in (scores, log_probs, tokens, ancestors))
     moved = None if selected is None else selected.to(device)
-    out = tree_decoding.expand_beam(scores.to(device), log_probs.to(device), ancestors.to(device), 3, width, moved)
-    assert_same(out, expected)
+    assert_same(tree_decoding.expand_beam(*inputs, 3, width, moved), expected)
+    for b, chosen in enumerate(expected.chosen.tolist()):
+        assert expected.tokens[b].tolist() == [tokens[b, child] for child in chosen]
+        assert expected.scores[b].tolist() == [expected.child_scores[b, child] for child in chosen]
+        assert expected.parents[b].tolist() == [child // k for child in chosen]
 
 
 def test_expand_beam_takes_nan_as_the_worst(device):
     log_probs = torch.tensor([[[float("nan"), -1.0, float("-inf"), -2.0]]], device=device)
-    zeros = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
+    zeros, tokens = torch.zeros(1, 1, 1, dtype=torch.int64, device=device), torch.arange(4, device=device)[None]
     for module in (tree_decoding, reference):
-        _, chosen, _ = module.expand_beam(torch.zeros(1, 1, device=device), log_probs, zeros, 0, 4)
-        assert chosen.tolist() == [[1, 3, 0, 2]]
+        grown = module.expand_beam(torch.zeros(1, 1, device=device), log_probs, tokens, zeros, 0, 4)
+        assert grown.chosen.tolist() == grown.tokens.tolist() == [[1, 3, 0, 2]]
 
 
 def test_expand_beam_strides(device):
     scores, log_probs = torch.randn(4, 6, device=device).t()[:3, ::2], torch.randn(3, 4, 4, device=device)[:, ::2, ::2]
     ancestors = torch.ones(3, 2, 3, dtype=torch.int64, device=device)[..., :2]
-    expected = reference.expand_beam(scores, log_probs, ancestors, 0, 3)
-    assert_same(tree_decoding.expand_beam(scores, log_probs, ancestors, 0, 3), [value.cpu() for value in expected])
+    tokens = torch.arange(48, device=device).view(3, 16)[:, ::2][:, :4]
+    expected = reference.expand_beam(scores, log_probs, tokens, ancestors, 0, 3)
+    out = tree_decoding.expand_beam(scores, log_probs, tokens, ancestors, 0, 3)
+    assert_same(out, [value.cpu() for value in expected])
 
 
 BUILD = [(1, 3, (2,)), (2, 1, (1,)), (7, 3, (3, 3)), (26, 4, (4,) * 4), (60, 10, (10,) * 7), (64, 10, (10,) * 7)]
@@ -201,13 +208,15 @@ def test_refusals(device, module):
             module.topk(logits.double(), 2)
     scores, log_probs = torch.zeros(2, 3, device=device), torch.zeros(2, 3, 4, device=device)
     words = torch.zeros(2, 3, 1, dtype=torch.int64, device=device)
+    tokens = torch.zeros(2, 12, dtype=torch.int64, device=device)
     for arguments in (
-        (scores[:1], log_probs, words, 0, 2),
-        (scores, log_probs.half(), words, 0, 2),
-        (scores, log_probs, words.int(), 0, 2),
-        (scores, log_probs, words, 0, 13),
-        (scores, log_probs, words, 60, 5),
-        (scores, log_probs, words, 0, 2, torch.zeros(3, dtype=torch.int64, device=device)),
+        (scores[:1], log_probs, tokens, words, 0, 2),
+        (scores, log_probs.half(), tokens, words, 0, 2),
+        (scores, log_probs, tokens[:, 1:], words, 0, 2),
+        (scores, log_probs, tokens, words.int(), 0, 2),
+        (scores, log_probs, tokens, words, 0, 13),
+        (scores, log_probs, tokens, words, 60, 5),
+        (scores, log_probs, tokens, words, 0, 2, torch.zeros(3, dtype=torch.int64, device=device)),
     ):
         with pytest.raises(ValueError, match="expand_beam"):
             module.expand_beam(*arguments)

@@ -206,25 +206,106 @@ def test_any_tree(data):
             assert all(parents[b, path[b, i + 1]] == path[b, i] for i in range(count))
 
 
-def test_update_sequence(device):
-    source = torch.Generator().manual_seed(0)
-    sequence = torch.randint(99, (5, 20), generator=source)
+def update_arguments(batch=5, columns=20, nodes=7, depth=2, stop_ids=(), limit=1000, exact=True, seed=0):
+    """Arguments of update_sequence: sequence 0 accepts two drafts, 1 none, 2 one, 3 is not active, 4 has NaN."""
+    source = torch.Generator().manual_seed(seed)
+    sequence = torch.randint(99, (batch, columns), generator=source)
     lengths = torch.tensor([3, 0, 17, 5, 18], dtype=torch.int32)
-    tokens = torch.randint(99, (5, 7), generator=source)
-    path = torch.tensor([[0, 2, 5], [0, -1, -1], [0, 1, -1], [0, 3, -1], [0, -1, -1]], dtype=torch.int32)
-    accepted = torch.tensor([2, 0, 1, -1, 0], dtype=torch.int32)
-    next_token = torch.randint(99, (5,), generator=source)
-    expected, after = sequence.clone(), lengths + accepted + 1
-    for b in range(5):
-        emitted = [tokens[b, path[b, i + 1]] for i in range(accepted[b])] + [next_token[b]]
-        if accepted[b] >= 0:
-            for i, token in enumerate(emitted):
-                expected[b, lengths[b] + 1 + i] = token
+    tokens = torch.randint(99, (batch, nodes), generator=source)
+    tokens[:, 0] = sequence.gather(1, lengths[:, None].long())[:, 0]
+    stops = torch.full((batch, 16), -1)
+    stops[:, : len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
+    return {
+        "sequence": sequence,
+        "lengths": lengths,
+        "active": torch.tensor([True, True, True, False, True]),
+        "tokens": tokens,
+        "path": torch.tensor([[0, 2, 5], [0, -1, -1], [0, 1, -1], [0, 3, -1], [0, 1, 4]], dtype=torch.int32),
+        "accepted": torch.tensor([2, 0, 1, 1, 2], dtype=torch.int32),
+        "next_token": torch.randint(99, (batch,), generator=source),
+        "nan": torch.tensor([False, False, False, False, True]),
+        "stops": reference.Stops(
+            stops, torch.full((batch,), limit, dtype=torch.int32), torch.full((batch,), exact, dtype=torch.bool)
+        ),
+        "report": torch.full((batch, 8), -7),
+    }
+
+
+def updated(update, arguments, where):
+    """The tensors after `update`, on the CPU, by name."""
+    moved = {
+        name: reference.Stops(*(field.to(where) for field in value)) if name == "stops" else value.clone().to(where)
+        for name, value in arguments.items()
+    }
+    update(**moved)
+    return {name: value.cpu() for name, value in moved.items() if name != "stops"}
+
+
+def test_update_sequence_commits_the_root_and_the_accepted_drafts(device):
+    arguments = update_arguments()
     for update, where in ((reference.update_sequence, "cpu"), (verification.update_sequence, device)):
-        moved = [value.clone().to(where) for value in (sequence, lengths, tokens, path, accepted, next_token)]
-        update(*moved)
-        assert torch.equal(moved[0].cpu(), expected)
-        assert torch.equal(moved[1].cpu(), after)
+        after = updated(update, arguments, where)
+        sequence, tokens, next_token = arguments["sequence"].clone(), arguments["tokens"], arguments["next_token"]
+        sequence[0, 4:7] = torch.stack((tokens[0, 2], tokens[0, 5], next_token[0]))
+        sequence[1, 1] = next_token[1]
+        sequence[2, 18:20] = torch.stack((tokens[2, 1], next_token[2]))
+        assert torch.equal(after["sequence"], sequence)
+        assert after["lengths"].tolist() == [6, 1, 19, 5, 18]
+        assert after["active"].tolist() == [True, True, True, False, False]
+        assert after["accepted"].tolist() == [2, 0, 1, -1, -1]
+        report = torch.full((5, 8), -7)
+        report[:, :3] = torch.tensor([[2, 3, 0], [0, 1, 0], [1, 2, 0], [-1, 0, 0], [-1, 0, reference.ERROR]])
+        report[:, 3:6] = -1
+        for row, count in enumerate((3, 1, 2)):
+            report[row, 3 : 3 + count] = tokens[row, arguments["path"][row, :count].long()]
+        assert torch.equal(after["report"], report)
+
+
+STOPPING = {  # stop offset in the emitted tokens or None, room up to the limit, exact -> tokens kept, reason
+    "at the root": (0, 50, True, 1, reference.STOP),
+    "at a draft": (1, 50, True, 2, reference.STOP),
+    "at the last draft": (2, 50, True, 3, reference.STOP),
+    "limit": (None, 2, True, 2, reference.LENGTH),
+    "limit met exactly": (None, 3, True, 3, reference.LENGTH),
+    "limit not yet met": (None, 4, True, 3, reference.GOES_ON),
+    "stop and limit at once": (1, 2, True, 2, reference.STOP),
+    "stop behind the limit": (2, 2, True, 2, reference.LENGTH),
+    "original stop": (0, 50, False, 3, reference.STOP),
+    "original limit": (None, 2, False, 3, reference.LENGTH),
+    "original limit not yet met": (None, 4, False, 3, reference.GOES_ON),
+}
+
+
+@pytest.mark.parametrize("case", STOPPING)
+def test_update_sequence_stops(device, case):
+    offset, room, exact, kept, reason = STOPPING[case]
+    arguments = update_arguments(exact=exact)
+    arguments["tokens"][0] = torch.arange(200, 207)
+    if offset is not None:
+        arguments["stops"].ids[0, 5] = (200, 202, 205)[offset]
+        arguments["stops"].ids[0, 1] = 204  # in the tree, but not on the path
+    arguments["stops"].limit[0] = 3 + room
+    for update, where in ((reference.update_sequence, "cpu"), (verification.update_sequence, device)):
+        after = updated(update, arguments, where)
+        assert after["report"][0, :6].tolist() == [2, kept, reason, 200, 202, 205]
+        assert after["lengths"].tolist() == [3 + kept, 1, 19, 5, 18]
+        assert after["active"][0] == (reason == reference.GOES_ON)
+        assert after["active"][1:].tolist() == [True, True, False, False]
+        again = updated(update, {**arguments, **after}, where)
+        if reason != reference.GOES_ON:  # a step too many changes nothing for who has finished
+            assert torch.equal(again["sequence"][0], after["sequence"][0])
+            assert again["lengths"][0] == after["lengths"][0] and again["report"][0, :3].tolist() == [-1, 0, 0]
+
+
+@settings(max_examples=60 if CUDA else 12, deadline=None)
+@given(seed=st.integers(0, 10_000), exact=st.booleans(), limit=st.integers(0, 25), width=st.sampled_from([1, 5, 16]))
+def test_update_sequence_kernel_equals_the_reference(seed, exact, limit, width):
+    arguments = update_arguments(seed=seed, exact=exact, limit=limit)
+    arguments["tokens"] %= 9  # stop tokens are met often
+    arguments["stops"] = arguments["stops"]._replace(ids=torch.full((5, width), seed % 9))
+    expected = updated(reference.update_sequence, arguments, "cpu")
+    got = updated(verification.update_sequence, arguments, "cuda" if CUDA else "cpu")
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("module", [verification, reference], ids=["kernel", "reference"])
@@ -251,6 +332,13 @@ def test_refusals(device, module):
         module.verify_greedy(logits, tokens, parents, 2, nan=torch.zeros(3, dtype=torch.bool, device=device))
     with pytest.raises(ValueError, match="temperature"):
         module.verify_sampling(logits, tokens, parents, 2, params._replace(temperature=params.min_p.double()))
-    lengths = torch.zeros(2, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="update_sequence: path"):
-        module.update_sequence(tokens, lengths, tokens, tokens, lengths, tokens[:, 0])
+    arguments = update_arguments()
+    for name, wrong, message in (
+        ("path", arguments["tokens"], "update_sequence: path"),
+        ("nan", arguments["nan"].int(), "update_sequence: nan"),
+        ("report", arguments["report"][:, :5], "report must have 6 columns"),
+        ("stops", arguments["stops"]._replace(limit=arguments["next_token"]), "update_sequence: stops.limit"),
+        ("tokens", arguments["tokens"].mT.contiguous().mT, "tokens must have stride 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module.update_sequence(**{**arguments, name: wrong})

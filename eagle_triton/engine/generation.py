@@ -17,7 +17,8 @@ from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prefill import prefill
 from eagle_triton.engine.sampling import Sampling
 from eagle_triton.engine.state import DecodeState, capacity_bucket, rows_beyond
-from eagle_triton.engine.step import decode_step
+from eagle_triton.engine.step import Mode, decode_step
+from eagle_triton.reference.verification import ERROR
 from eagle_triton.tree_spec import TreeSpec
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Engine:
     def release(self) -> None:
         """Drop all states and graphs."""
         self._states: dict[tuple[int, TreeSpec], DecodeState] = {}
-        self._steps: dict[tuple[DecodeState, bool, bool], Callable[[], None]] = {}
+        self._steps: dict[tuple[DecodeState, Mode], Callable[[], None]] = {}
         self._weights = self._address()
 
     def state(self, batch: int, spec: TreeSpec, rows: int) -> DecodeState:
@@ -70,16 +71,16 @@ class Engine:
             state = self._states[batch, spec] = DecodeState(self.view, draft, spec, batch, needed)
         return state
 
-    def step(self, state: DecodeState, sampled: bool, top_p_first: bool) -> Callable[[], None]:
+    def step(self, state: DecodeState, mode: Mode) -> Callable[[], None]:
         """The decode step for a state: a graph, captured here the first time, or the step itself.
 
         Must be called before `state` holds a sequence.
         """
         draft = self.draft if state.spec.drafts else None
-        eager = functools.partial(decode_step, self.ops, self.view, draft, state, sampled, top_p_first)
+        eager = functools.partial(decode_step, self.ops, self.view, draft, state, mode)
         if not (self.cuda_graph and state.tokens.is_cuda):
             return eager
-        key = (state, sampled, top_p_first)
+        key = (state, mode)
         if key not in self._steps:
             try:
                 self._steps[key] = StepGraph(eager, state, self.ops)
@@ -135,13 +136,15 @@ class Generation:
         sampled, top_p_first = not sampling.greedy, sampling.top_p_first
         self.ahead = 1 if engine.view.device.type == "cuda" else 0  # steps launched before the last one is read
         self.state = state = engine.state(len(prompts), spec, rows + self.ahead * (spec.depth + 1))
-        self.launch = engine.step(state, sampled, top_p_first)
+        self.launch = engine.step(state, Mode(sampled, top_p_first))
         self.outbox = Outbox(state, 1 + self.ahead)
         self.running = [True] * len(prompts)
         self.lengths = [len(prompt) for prompt in prompts]  # committed tokens, as the host knows them
         engine.accept_lengths = []
         sampling.fill(state.sampling, generator)
         state.active.fill_(True)
+        state.stops.ids.fill_(-1)
+        state.stops.limit.fill_(2**31 - 1)
         draft = engine.draft if spec.drafts else None
         prefill(engine.ops, engine.view, draft, state, prompts, sampled, top_p_first)
 
@@ -170,12 +173,12 @@ class Generation:
             self.launch()
             self.outbox.send()
         rows = self.outbox.receive()
-        broken = [i for i, (_, nan, *_) in enumerate(rows) if nan and self.running[i]]
+        broken = [i for i, (_, _, reason, *_) in enumerate(rows) if reason == ERROR and self.running[i]]
         if broken:
             raise RuntimeError(f"the target's logits are NaN for sequences {broken}")
         fresh = [
-            tokens[: accepted + 1] if running else []
-            for running, (accepted, _, *tokens) in zip(self.running, rows, strict=True)
+            tokens[:count] if running else []
+            for running, (_, count, _, *tokens) in zip(self.running, rows, strict=True)
         ]
         self.lengths = [length + len(tokens) for length, tokens in zip(self.lengths, fresh, strict=True)]
         if fresh[0]:

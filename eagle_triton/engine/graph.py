@@ -46,13 +46,13 @@ class StepGraph:
 
 
 class Outbox:
-    """Carries `state.out` of each step to the host. On a GPU the copy is asynchronous, into pinned memory."""
+    """Carries `state.report` of each step to the host. On a GPU the copy is asynchronous, into pinned memory."""
 
     def __init__(self, state: DecodeState, slots: int):
-        self.source = state.out
-        self.cuda = state.out.is_cuda
-        shape = (slots, *state.out.shape)
-        self.buffers = torch.empty(shape, dtype=state.out.dtype, pin_memory=self.cuda)
+        self.source = state.report
+        self.cuda = state.report.is_cuda
+        shape = (slots, *state.report.shape)
+        self.buffers = torch.empty(shape, dtype=state.report.dtype, pin_memory=self.cuda)
         self.events = [torch.cuda.Event() for _ in range(slots)] if self.cuda else []
         self.sent = self.received = 0
 

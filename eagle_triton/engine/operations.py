@@ -12,6 +12,7 @@ _STEMS: dict[str, tuple[str, ...]] = {
     "kv_cache": ("commit",),
     "layers": ("rms_norm", "rotary_append", "swiglu"),
     "linear": ("linear", "linear_stack", "linear_swiglu"),
+    "draft_inputs": ("draft_inputs",),
     "tree_decoding": ("topk", "expand_beam", "build_tree"),
     "verification": ("verify_greedy", "verify_sampling", "update_sequence"),
 }

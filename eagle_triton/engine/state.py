@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from eagle_triton.adapters.view import DraftView, ModelView
-from eagle_triton.reference.attention import WORD
+from eagle_triton.reference.attention import WORD, pack_ancestors
 from eagle_triton.reference.sampling import SamplingParams
+from eagle_triton.reference.verification import REPORT_TOKENS, Stops
 from eagle_triton.tree_spec import TreeSpec
+
+STOP_IDS = 16  # stop tokens of one sequence
 
 
 class Tree(NamedTuple):
@@ -61,11 +64,13 @@ class DecodeState:
         self.tree.ancestors[:, 0, 0] = 1
         self.target_cache = cache(view.layers)
         self.draft_cache = cache(draft.layers) if draft is not None else None
-        # what the host reads after a step, per sequence: accepted, NaN flag, the tokens committed
-        self.out = zeros(batch, spec.depth + 3, dtype=torch.int64)
-        self.path = zeros(batch, spec.depth + 1, dtype=torch.int32)  # node indices root..last accepted, then -1
-        self.accepted = zeros(batch, dtype=torch.int32)  # drafts accepted in the last step, -1: frozen
+        self.report = zeros(batch, REPORT_TOKENS + spec.depth + 1, dtype=torch.int64)  # what the host reads of a step
         self.nan = zeros(batch, dtype=torch.bool)  # the target's logits of the last step had a NaN
+        self.stops = Stops(
+            ids=zeros(batch, STOP_IDS, dtype=torch.int64),
+            limit=zeros(batch, dtype=torch.int32),
+            exact=zeros(batch, dtype=torch.bool),
+        )
         self.sampling = SamplingParams(
             temperature=zeros(batch, dtype=torch.float32),
             top_k=zeros(batch, dtype=torch.int32),
@@ -78,6 +83,9 @@ class DecodeState:
         def constant(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
+        # whom the emitted tokens see when the draft head takes them in: those before them
+        chain = torch.ones(batch, spec.depth + 1, spec.depth + 1, dtype=torch.bool, device=device).tril()
+        self.chain = pack_ancestors(chain)
         # what is known of beam slots beforehand: their level, and the flat index of their level's first child
         starts = [
             start for start, width in zip(spec.level_starts, spec.beam_widths, strict=False) for _ in range(width)

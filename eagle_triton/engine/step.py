@@ -1,6 +1,6 @@
 """One decode step: target forward over the tree, verify, commit, and the next draft tree.
 
-    tree -> target_forward -> verify -> commit, update_sequence -> draft_extend -> grow_tree -> tree
+    tree -> target_forward -> verify -> update_sequence, commit -> draft_extend -> grow_tree -> tree
 
 Nothing here asks how long a sequence is: shapes are fixed by the state, lengths are read by the operations.
 """
@@ -15,47 +15,70 @@ from torch import Tensor
 from eagle_triton.adapters.view import MLP, Attention, DraftView, Layer, ModelView, Norm, Projection
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState
+from eagle_triton.partials import Partials
 from eagle_triton.reference.attention import WORD
 
 
-def decode_step(
-    ops: Operations,
-    view: ModelView,
-    draft: DraftView | None,
-    state: DecodeState,
-    sampled: bool,
-    top_p_first: bool,
-) -> None:
+class Mode(NamedTuple):
+    """What the sequences of a step ask of it; a graph is captured for each. `sampled`: verify by sampling, else by
+    argmax, with top-p before top-k if `top_p_first`."""
+
+    sampled: bool = False
+    top_p_first: bool = False
+
+
+def decode_step(ops: Operations, view: ModelView, draft: DraftView | None, state: DecodeState, mode: Mode) -> None:
     """Advance every active sequence of `state` by its accepted drafts and one token, and draft its next tree.
 
-    `draft` None decodes plainly (a tree of the root alone). `sampled`: verify by sampling, else by argmax.
+    `draft` None decodes plainly (a tree of the root alone).
     """
-    tree, depth = state.tree, state.spec.depth
+    tree = state.tree
     positions = state.lengths[:, None] + tree.depths
     hidden, features = target_forward(
         ops, view, tree.tokens, state.target_cache, state.lengths, positions, tree.ancestors
     )
-    logits = project(ops, view.head, hidden)
-    if sampled:
-        path, accepted, next_token = ops.verify_sampling(
-            logits, tree.tokens, tree.parents, depth, state.sampling, top_p_first, nan=state.nan
+    verify_and_draft(ops, draft, state, project(ops, view.head, hidden), features, mode)
+
+
+def verify_and_draft(
+    ops: Operations, draft: DraftView | None, state: DecodeState, logits: Tensor, features: Tensor, mode: Mode
+) -> None:
+    """All of a step behind the target forward: verify, commit, and draft the next tree, in place.
+
+    logits [B, N, V] and features [B, N, F] of the tree's nodes.
+    """
+    tree, depth = state.tree, state.spec.depth
+    if mode.sampled:
+        walk = ops.verify_sampling(
+            logits, tree.tokens, tree.parents, depth, state.sampling, mode.top_p_first, nan=state.nan
         )
     else:
-        path, accepted, next_token = ops.verify_greedy(logits, tree.tokens, tree.parents, depth, nan=state.nan)
-    state.path.copy_(path)
-    state.accepted.copy_(torch.where(state.active & ~state.nan, accepted, -1))
+        walk = ops.verify_greedy(logits, tree.tokens, tree.parents, depth, nan=state.nan)
+    path, accepted, next_token = walk
     before = state.lengths.clone()
-    ops.commit(state.target_cache, before, state.path, state.accepted)
-    ops.update_sequence(state.tokens, state.lengths, tree.tokens, state.path, state.accepted, next_token)
+    ops.update_sequence(
+        state.tokens,
+        state.lengths,
+        state.active,
+        tree.tokens,
+        path,
+        accepted,
+        next_token,
+        state.nan,
+        state.stops,
+        state.report,
+    )
+    ops.commit(state.target_cache, before, path, accepted)
     state.sampling.step.add_(1)
-    _report(state, before)
     if draft is None:
         tree.tokens.copy_(_sequence_rows(state, state.lengths, 1))
         return
-    node = state.path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1])
+    node = path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1])
     emitted = _sequence_rows(state, before + 1, depth + 1)
-    hidden = draft_extend(ops, draft, features.gather(1, node), emitted, state.draft_cache, draft.rows(before))
-    last = state.accepted.clamp(min=0).long()[:, None, None].expand(-1, 1, draft.hidden_size)
+    hidden = draft_extend(
+        ops, draft, features.gather(1, node), emitted, state.draft_cache, draft.rows(before), state.chain
+    )
+    last = accepted.clamp(min=0).long()[:, None, None].expand(-1, 1, draft.hidden_size)
     grow_tree(ops, draft, state, *(rows.gather(1, last) for rows in hidden))
 
 
@@ -85,16 +108,23 @@ def target_forward(
 
 
 def draft_extend(
-    ops: Operations, draft: DraftView, features: Tensor, tokens: Tensor, cache: Tensor, lengths: Tensor
+    ops: Operations,
+    draft: DraftView,
+    features: Tensor,
+    tokens: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The draft over consecutive rows lengths .. lengths + n of its cache, from true target features.
 
-    tokens [B, n] in these rows, features [B, n, F] of the positions before the tokens'. Returns as draft_forward.
+    tokens [B, n] in these rows, features [B, n, F] of the positions before the tokens'; `ancestors` [B, n, W] may say
+    in bits what None does: each row sees those before it. Returns as draft_forward.
     """
     positions = lengths[:, None] + torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
     if draft.kind == "eagle3":
-        features = project(ops, draft.fc, features)
-    return draft_forward(ops, draft, features, tokens, Rows(cache, lengths, lengths, positions, None))
+        features = project(ops, draft.fc, features, deferred=True)
+    return draft_forward(ops, draft, features, None, tokens, Rows(cache, lengths, lengths, positions, ancestors))
 
 
 def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Tensor, normed: Tensor) -> None:
@@ -104,7 +134,7 @@ def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Ten
     the chosen nodes of one level and scores their children; the best candidates of all levels become the tree.
     """
     spec, lengths = state.spec, draft.rows(state.lengths)
-    batch, _, width = hidden.shape
+    batch = len(hidden)
     words = max(1, -(-spec.beam_slots // WORD))
     scores = hidden.new_zeros(batch, 1, dtype=torch.float32)
     ancestors = torch.zeros(batch, 1, words, dtype=torch.int64, device=hidden.device)
@@ -116,18 +146,17 @@ def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Ten
         children = tokens.view(batch, -1)
         slots = slice(first_slot, first_slot + beam)
         fixed = None if state.beam_children is None else state.beam_children[slots]
-        scores, chosen, beam_ancestors = ops.expand_beam(
-            scores, log_probs.view(batch, -1, spec.top_k), ancestors, first_slot, beam, fixed
+        grown = ops.expand_beam(
+            scores, log_probs.view(batch, -1, spec.top_k), children, ancestors, first_slot, beam, fixed
         )
         all_tokens.append(children)
-        all_scores.append(scores)
+        all_scores.append(grown.child_scores)
         if not beam:
             break
-        parent = (chosen // spec.top_k)[:, :, None].expand(-1, -1, width)
-        all_chosen.append(chosen)
-        ancestors, scores = beam_ancestors, scores.gather(1, chosen)
+        all_chosen.append(grown.chosen)
+        scores, ancestors = grown.scores, grown.ancestors
         rows = Rows(state.draft_cache, lengths, first_rows[:, level], slot_positions[:, slots], ancestors)
-        hidden, normed = draft_forward(ops, draft, hidden.gather(1, parent), children.gather(1, chosen), rows)
+        hidden, normed = draft_forward(ops, draft, hidden, grown.parents, grown.tokens, rows)
         first_slot += beam
     chosen = torch.cat(all_chosen, dim=1) + state.slot_starts if all_chosen else children[:, :0]
     ops.build_tree(
@@ -143,25 +172,36 @@ def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Ten
 
 
 def draft_forward(
-    ops: Operations, draft: DraftView, features: Tensor, tokens: Tensor, rows: Rows
+    ops: Operations, draft: DraftView, features: Tensor | Partials, parents: Tensor | None, tokens: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor]:
-    """The draft's layers over n nodes: features [B, n, H] (not used by a model), tokens [B, n].
+    """The draft's layers over n nodes: features [B, P, H] of their parents, which parents [B, n] names (None: one each,
+    in order), and tokens [B, n]. A model reads the tokens alone.
 
     Returns two [B, n, H]: the hidden states, which are the features of the nodes' children, and what the head's
     vocabulary projection reads (the same, or normed).
     """
-    embedded = draft.embedding[tokens].to(features.dtype)
     if draft.kind == "eagle3":
         (layer,) = draft.layers
-        normed, _ = add_norm(ops, draft.hidden_norm, features)
-        embedded, _ = add_norm(ops, layer.input_norm, embedded)
-        residual = normed if draft.norm_before_residual else features
-        inputs = torch.cat((embedded, normed), dim=-1)
+        token_norm, feature_norm = layer.input_norm, draft.hidden_norm
+        inputs, residual = ops.draft_inputs(
+            features,
+            parents,
+            tokens,
+            draft.embedding,
+            token_norm=token_norm.weight,
+            feature_norm=feature_norm.weight,
+            token_eps=token_norm.eps,
+            feature_eps=feature_norm.eps,
+        )
+        if draft.norm_before_residual:
+            residual = inputs[..., draft.hidden_size :]
         normed, hidden = add_norm(ops, draft.norm, *decoder_layer(ops, layer, inputs, residual, rows.of_layer(0)))
         return hidden, normed
-    x, update = embedded, None
-    if draft.kind == "eagle1":
-        x = project(ops, draft.fc, torch.cat((embedded, features), dim=-1))
+    if draft.kind == "model":
+        x, update = draft.embedding[tokens], None
+    else:
+        inputs, _ = ops.draft_inputs(features, parents, tokens, draft.embedding)
+        x, update = project(ops, draft.fc, inputs), None
     for index, layer in enumerate(draft.layers):
         normed, x = add_norm(ops, layer.input_norm, x, update)
         x, update = decoder_layer(ops, layer, normed, x, rows.of_layer(index))
@@ -257,13 +297,6 @@ def project_stack(
         return tuple(project(ops, projection, x) for projection in projections)
     weights, biases = [p.weight for p in projections], [p.bias for p in projections]
     return ops.linear_stack(x, weights, biases, deferred=deferred)
-
-
-def _report(state: DecodeState, before: Tensor) -> None:
-    """Write what the host wants to know of a step that began at lengths `before`."""
-    state.out[:, 0] = state.accepted
-    state.out[:, 1] = state.nan & state.active
-    state.out[:, 2:] = _sequence_rows(state, before, state.spec.depth + 1)
 
 
 def _sequence_rows(state: DecodeState, first: Tensor, count: int) -> Tensor:

@@ -7,6 +7,8 @@ a parent's index is always below its child's.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -31,35 +33,47 @@ def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tens
     return (values - wide.logsumexp(-1, keepdim=True)).nan_to_num(nan=float("-inf"), neginf=float("-inf")), indices
 
 
+class Expansion(NamedTuple):
+    """The children of a level's nodes, and the `width` of them that become the next level's nodes (its beam)."""
+
+    child_scores: Tensor  # [B, P * K] float32, cumulative log-probabilities
+    chosen: Tensor  # [B, width] int64: the beam's children, among the P * K
+    parents: Tensor  # [B, width] int64: their parents, among the P
+    tokens: Tensor  # [B, width] int64
+    scores: Tensor  # [B, width] float32
+    ancestors: Tensor  # [B, width, W] int64 over beam slots, own bit included
+
+
 def expand_beam(
     parent_scores: Tensor,
     log_probs: Tensor,
+    tokens: Tensor,
     parent_ancestors: Tensor,
     first_slot: int,
     width: int,
     selected: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Expansion:
     """Score the children of a level's nodes and choose the next beam.
 
-    parent_scores [B, P] float32 (cumulative log-probabilities; P = 1 and 0.0 for the root), log_probs [B, P, K];
-    parent_ancestors [B, P, W] int64 over beam slots (zeros for the root). The `width` best of the P * K children, ties
-    to the lower index, fill the beam slots first_slot .. first_slot + width; for a fixed tree `selected` [width] int64
-    names them. A NaN score counts as -inf. Returns (scores of all children [B, P * K] float32, chosen children
-    [B, width] int64 among the P * K, ancestors of the new slots [B, width, W] int64, own bit included). width may be 0.
-    Raises ValueError if shapes or dtypes do not fit.
+    parent_scores [B, P] float32 (cumulative log-probabilities; P = 1 and 0.0 for the root); log_probs [B, P, K] of the
+    children, tokens [B, P * K] int64; parent_ancestors [B, P, W] int64 over beam slots (zeros for the root). The
+    `width` best of the P * K children, ties to the lower index, fill the beam slots first_slot .. first_slot + width;
+    for a fixed tree `selected` [width] int64 names them. A NaN score counts as -inf. width may be 0. Raises ValueError
+    if shapes or dtypes do not fit.
     """
-    check_expand_beam(parent_scores, log_probs, parent_ancestors, first_slot, width, selected)
+    check_expand_beam(parent_scores, log_probs, tokens, parent_ancestors, first_slot, width, selected)
     scores = (parent_scores[:, :, None] + log_probs).flatten(1)
     if selected is not None:
         chosen = selected.expand(len(scores), width)
     else:
         chosen = _best(scores, width)
     words = parent_ancestors.shape[-1]
-    parent = (chosen // log_probs.shape[-1])[:, :, None].expand(-1, -1, words)
+    parents = chosen // log_probs.shape[-1]
     slot = torch.arange(first_slot, first_slot + width, device=scores.device)
     own = torch.zeros(width, words, dtype=torch.int64, device=scores.device)
     own.scatter_(1, (slot // WORD)[:, None], (torch.ones_like(slot) << (slot % WORD))[:, None])
-    return scores, chosen, parent_ancestors.gather(1, parent) | own
+    ancestors = parent_ancestors.gather(1, parents[:, :, None].expand(-1, -1, words)) | own
+    return Expansion(scores, chosen, parents, tokens.gather(1, chosen), scores.gather(1, chosen), ancestors)
 
 
 def build_tree(
@@ -143,6 +157,7 @@ def check_offsets(logits: Tensor, offsets: Tensor | None) -> None:
 def check_expand_beam(
     parent_scores: Tensor,
     log_probs: Tensor,
+    tokens: Tensor,
     parent_ancestors: Tensor,
     first_slot: int,
     width: int,
@@ -153,6 +168,7 @@ def check_expand_beam(
     batch, nodes, k = log_probs.shape
     words = parent_ancestors.shape[-1]
     _check("expand_beam", "log_probs", log_probs, (batch, nodes, k), torch.float32, log_probs.device)
+    _check("expand_beam", "tokens", tokens, (batch, nodes * k), torch.int64, log_probs.device)
     _check("expand_beam", "parent_scores", parent_scores, (batch, nodes), torch.float32, log_probs.device)
     _check("expand_beam", "parent_ancestors", parent_ancestors, (batch, nodes, words), torch.int64, log_probs.device)
     if selected is not None:

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from eagle_triton.reference.sampling import SamplingParams, check_logits, check_params, probabilities, sample, uniform
+
+GOES_ON, STOP, LENGTH, ERROR = range(4)
+"""Why a sequence has finished: at a stop token, at its limit, because its logits are NaN; or it has not."""
+
+REPORT_TOKENS = 3
+"""The column of a report, see update_sequence, where its tokens begin."""
+
+
+class Stops(NamedTuple):
+    """When sequences finish; a static place on the device, so that a graph can replay.
+
+    ids [B, S] int64: tokens that finish a sequence, the rest of the row -1. limit [B] int32: the length at which it
+    finishes. exact [B] bool: the tokens behind the stop token or past the limit are dropped; otherwise the step that
+    reaches either is kept whole.
+    """
+
+    ids: Tensor
+    limit: Tensor
+    exact: Tensor
 
 
 def verify_greedy(
@@ -84,24 +105,54 @@ def verify_sampling(
 
 
 def update_sequence(
-    sequence: Tensor, lengths: Tensor, tokens: Tensor, path: Tensor, accepted: Tensor, next_token: Tensor
+    sequence: Tensor,
+    lengths: Tensor,
+    active: Tensor,
+    tokens: Tensor,
+    path: Tensor,
+    accepted: Tensor,
+    next_token: Tensor,
+    nan: Tensor,
+    stops: Stops,
+    report: Tensor,
 ) -> None:
-    """Write the accepted drafts and the next token behind the root, and advance the lengths, in place.
+    """Commit what verification accepted and see who has finished, in place.
 
-    sequence [B, S] int64 with the root at column lengths; lengths [B] int32, increased by accepted + 1; tokens [B, N];
-    path [B, D + 1]; accepted [B] int32, -1 to leave a sequence as it is; next_token [B] int64. Columns past S are not
-    written. Raises ValueError if shapes, dtypes or devices do not fit.
+    sequence [B, C] int64 with the root at column lengths; lengths [B] int32; active [B] bool; tokens [B, N] int64;
+    path [B, D + 1] and accepted [B] int32, next_token [B] int64 and nan [B] bool as verification gives them. An active
+    sequence without NaN commits its root and accepted drafts (fewer where `stops` is exact and it finishes): lengths
+    grows by them, and the next token stands behind them as the new root. Columns past C are not written. Who finishes
+    is no longer active; for who was not, or has NaN, accepted becomes -1 and nothing else changes.
+
+    report [B, R] int64, R >= D + 4: accepted, the number of tokens committed, why it has finished (GOES_ON, STOP,
+    LENGTH or ERROR), and from REPORT_TOKENS on the root and the accepted drafts, then -1. Raises ValueError if shapes,
+    dtypes or devices do not fit.
     """
-    check_update(sequence, lengths, tokens, path, accepted, next_token)
-    columns = sequence.shape[1]
-    for step in range(path.shape[1]):
-        node = path[:, min(step + 1, path.shape[1] - 1), None].clamp(min=0).long()
-        emitted = torch.where(step < accepted, tokens.gather(1, node)[:, 0], next_token)
-        column = (lengths.long() + 1 + step)[:, None]
-        written = (step <= accepted)[:, None] & (column < columns)
+    check_update(sequence, lengths, active, tokens, path, accepted, next_token, nan, stops, report)
+    columns, steps = sequence.shape[1], path.shape[1]
+    advances = active & ~nan
+    accepted.copy_(torch.where(advances, accepted, -1))
+    step = torch.arange(steps + 1, device=sequence.device)
+    nodes = torch.cat((path, path[:, -1:]), dim=1).clamp(min=0).long()
+    given = torch.where(step <= accepted[:, None], tokens.gather(1, nodes), -1)
+    for index in range(steps + 1):
+        column = (lengths.long() + index)[:, None]
+        written = advances[:, None] & (index <= accepted + 1)[:, None] & (column < columns)
         column = column.clamp(max=columns - 1)
-        sequence.scatter_(1, column, torch.where(written, emitted[:, None], sequence.gather(1, column)))
-    lengths += accepted + 1
+        token = torch.where(index <= accepted, given[:, index], next_token)[:, None]
+        sequence.scatter_(1, column, torch.where(written, token, sequence.gather(1, column)))
+
+    stopping = (given[:, :, None] == stops.ids[:, None]).any(-1) & (given >= 0)
+    first_stop = torch.where(stopping, step, steps + 1).amin(-1)
+    count = (accepted + 1).long()
+    room = (stops.limit - lengths).clamp(min=0).long()
+    kept = torch.where(stops.exact, torch.minimum(torch.minimum(count, first_stop + 1), room), count)
+    lengths += kept.int()
+    reason = torch.where(first_stop < kept, STOP, torch.where(lengths >= stops.limit, LENGTH, GOES_ON))
+    reason = torch.where(nan, ERROR, reason) * active
+    active &= reason == GOES_ON
+    report[:, 0], report[:, 1], report[:, 2] = accepted, kept, reason
+    report[:, REPORT_TOKENS : REPORT_TOKENS + steps] = given[:, :steps]
 
 
 def check_tree(name: str, logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, nan: Tensor | None) -> None:
@@ -120,16 +171,31 @@ def check_tree(name: str, logits: Tensor, tokens: Tensor, parents: Tensor, depth
 
 
 def check_update(
-    sequence: Tensor, lengths: Tensor, tokens: Tensor, path: Tensor, accepted: Tensor, next_token: Tensor
+    sequence: Tensor,
+    lengths: Tensor,
+    active: Tensor,
+    tokens: Tensor,
+    path: Tensor,
+    accepted: Tensor,
+    next_token: Tensor,
+    nan: Tensor,
+    stops: Stops,
+    report: Tensor,
 ) -> None:
     batch, device = len(sequence), sequence.device
     arguments = (
         ("sequence", sequence, 2, torch.int64),
         ("lengths", lengths, 1, torch.int32),
+        ("active", active, 1, torch.bool),
         ("tokens", tokens, 2, torch.int64),
         ("path", path, 2, torch.int32),
         ("accepted", accepted, 1, torch.int32),
         ("next_token", next_token, 1, torch.int64),
+        ("nan", nan, 1, torch.bool),
+        ("stops.ids", stops.ids, 2, torch.int64),
+        ("stops.limit", stops.limit, 1, torch.int32),
+        ("stops.exact", stops.exact, 1, torch.bool),
+        ("report", report, 2, torch.int64),
     )
     for name, value, rank, dtype in arguments:
         if value.ndim != rank or len(value) != batch or value.dtype != dtype or value.device != device:
@@ -137,5 +203,10 @@ def check_update(
                 f"update_sequence: {name} must be {dtype} with {rank} dimensions, the first {batch}, on {device}, got "
                 f"{value.dtype} {list(value.shape)} on {value.device}"
             )
-    if not lengths.is_contiguous():
-        raise ValueError(f"update_sequence: lengths must be contiguous, got stride {lengths.stride(0)}")
+        if value.numel() and value.stride(-1) != 1:
+            raise ValueError(f"update_sequence: {name} must have stride 1 in its last dimension, got {value.stride()}")
+    if report.shape[1] < REPORT_TOKENS + path.shape[1]:
+        raise ValueError(
+            f"update_sequence: report must have {REPORT_TOKENS + path.shape[1]} columns for paths of {path.shape[1]} "
+            f"nodes, got {report.shape[1]}"
+        )

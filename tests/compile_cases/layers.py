@@ -1,6 +1,6 @@
 """Production settings of rms_norm, rotary_append and swiglu: 8b and 1b shapes, whole and partial products."""
 
-from eagle_triton.layers import _rms_norm_kernel, _rotary_append_kernel, _swiglu_kernel
+from eagle_triton.layers import _rms_norm_kernel, _rotary_append_kernel, _swiglu_kernel, norm_warps
 
 _ALIGNED = (
     "stride_xs", "stride_xm", "stride_rm", "stride_gm", "stride_um", "stride_s", "capacity",
@@ -27,9 +27,9 @@ for _size in (4096, 2048):
         _values = {"size": _size, "BLOCK": _size, "SPLITS": _splits}
         _types = {"eps": "fp32", **({"x_ptr": "*fp32"} if _splits > 1 else {})}
         _label = f"rms_norm {_size} splits {_splits}"
-        CASES.append(_case(f"{_label} residual", _rms_norm_kernel, _values, (), _size // 512, **_types))
+        CASES.append(_case(f"{_label} residual", _rms_norm_kernel, _values, (), norm_warps(_size), **_types))
         CASES.append(
-            _case(_label, _rms_norm_kernel, _values, ("residual_ptr", "total_ptr"), _size // 512, "fp16", **_types)
+            _case(_label, _rms_norm_kernel, _values, ("residual_ptr", "total_ptr"), norm_warps(_size), "fp16", **_types)
         )
 for _dim in (128, 64):
     for _splits in (1, 2):

@@ -61,11 +61,14 @@ def _topk(dtype: str, vocabulary: int) -> list[tuple]:
 
 _WALK = {"NODES": 64, "CHUNKS": 32, "PARTS": 32, "STEPS": 16, "CHUNK": chunk_of(128256), "PAIRS": 64, "stride_xv": 1}
 _LOGITS = {"aligned": ("vocabulary", "stride_xr")}
-_BEAM = {"parents_ptr": "*fp32", "log_probs_ptr": "*fp32", "ancestors_ptr": "*i64", "scores_ptr": "*fp32"}
-_BEAM |= {"chosen_ptr": "*i64", "out_ptr": "*i64", "selected_ptr": "*i64"}
+_BEAM = {"parents_ptr": "*fp32", "log_probs_ptr": "*fp32", "ancestors_ptr": "*i64"}
+_BEAM |= {"chosen_ptr": "*i64", "selected_ptr": "*i64", "child_scores_ptr": "*fp32", "parents_out_ptr": "*i64"}
+_BEAM |= {"tokens_out_ptr": "*i64", "scores_out_ptr": "*fp32", "ancestors_out_ptr": "*i64"}
 _BUILD = dict.fromkeys(("root_ptr", "candidates_ptr", "beam_ptr", "ancestors_ptr"), "*i64")
 _BUILD |= {"scores_ptr": "*fp32", "depths_ptr": "*i32", "scratch_ptr": "*i32", "selected_ptr": "*i64"}
 _TREE = {"CANDIDATES": 1024, "NODES": 64, "PAIRS": 64, "DOUBLINGS": 6}
+_UPDATE = dict.fromkeys(("sequence_ptr", "stop_ids_ptr", "report_ptr"), "*i64")
+_UPDATE |= {"lengths_ptr": "*i32", "limit_ptr": "*i32", "active_ptr": "*i1", "exact_ptr": "*i1"}
 
 CASES = [
     *(case for dtype in ("bf16", "fp16") for vocabulary in (32000, 128256) for case in _topk(dtype, vocabulary)),
@@ -88,8 +91,8 @@ CASES = [
     _case(
         "update sequence",
         _update_sequence_kernel,
-        {"sequence_ptr": "*i64", "lengths_ptr": "*i32"},
-        _WALK,
+        _UPDATE,
+        {"STEPS": 16, "STOPS": 16},
         {"num_warps": 1},
     ),
 ]

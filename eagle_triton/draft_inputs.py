@@ -1,0 +1,119 @@
+"""What a draft head's layer reads: token embeddings beside the features of the positions before them.
+
+    inputs[b, i] = cat(norm_t(embedding[tokens[b, i]]), norm_f(features[b, parents[b, i]]))
+
+| name           | shape        | dtype, layout                                               |
+|----------------|--------------|-------------------------------------------------------------|
+| features       | [B, P, H]    | fp16, bf16 or fp32, or Partials whose sums are added here   |
+| parents        | [B, n]       | int64; absent: position i reads feature i                   |
+| tokens         | [B, n]       | int64                                                       |
+| embedding      | [V, H]       | as features; rows are contiguous                            |
+| inputs, picked | [B, n, 2H], [B, n, H] | as features                                        |
+
+Numerics: as layers.rms_norm; without a norm, copies.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.layers import norm_row, norm_warps
+from eagle_triton.partials import Partials
+from eagle_triton.reference.draft_inputs import check_draft_inputs
+
+
+@triton.jit
+def _draft_inputs_kernel(
+    features_ptr,
+    parents_ptr,
+    tokens_ptr,
+    embedding_ptr,
+    token_norm_ptr,
+    feature_norm_ptr,
+    inputs_ptr,
+    picked_ptr,
+    count,
+    features,
+    stride_fs,
+    stride_e,
+    token_eps,
+    feature_eps,
+    size: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Grid (B * n, 2): a program makes one half of one row, the token's or the feature's."""
+    row = tl.program_id(0).to(tl.int64)
+    inputs = inputs_ptr + row * (2 * size)
+    if tl.program_id(1) == 0:
+        token = embedding_ptr + tl.load(tokens_ptr + row) * stride_e
+        norm_row(token, token_norm_ptr, None, inputs, None, 0, token_eps, size, BLOCK, 1)
+    else:
+        feature = row
+        if parents_ptr is not None:
+            feature = row // count * features + tl.load(parents_ptr + row)
+        norm_row(
+            features_ptr + feature * size,
+            feature_norm_ptr,
+            None,
+            inputs + size,
+            picked_ptr + row * size,
+            stride_fs,
+            feature_eps,
+            size,
+            BLOCK,
+            SPLITS,
+        )
+
+
+def draft_inputs(
+    features: Tensor | Partials,
+    parents: Tensor | None,
+    tokens: Tensor,
+    embedding: Tensor,
+    *,
+    token_norm: Tensor | None = None,
+    feature_norm: Tensor | None = None,
+    token_eps: float = 0.0,
+    feature_eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Embeddings and features side by side, each normed where its norm is given; see reference.draft_inputs.
+
+    Returns (inputs [B, n, 2H], the picked features [B, n, H]). Raises ValueError if shapes, dtypes, devices or strides
+    do not fit.
+    """
+    check_draft_inputs(features, parents, tokens, embedding, token_norm, feature_norm)
+    if embedding.stride(1) != 1:
+        raise ValueError(f"draft_inputs: the embedding's rows must be contiguous, got strides {embedding.stride()}")
+    (batch, count), size = tokens.shape, embedding.shape[1]
+    inputs = embedding.new_empty(batch, count, 2 * size)
+    picked = embedding.new_empty(batch, count, size)
+    if not picked.numel():
+        return inputs, picked
+    values = features.sums if isinstance(features, Partials) else features
+    values = values.contiguous()
+    splits = len(values) if isinstance(features, Partials) else 1
+    block = triton.next_power_of_2(size)
+    _draft_inputs_kernel[batch * count, 2](
+        values,
+        None if parents is None else parents.contiguous(),
+        tokens.contiguous(),
+        embedding,
+        None if token_norm is None else token_norm.contiguous(),
+        None if feature_norm is None else feature_norm.contiguous(),
+        inputs,
+        picked,
+        count,
+        features.shape[1],
+        values.stride(0) if splits > 1 else 0,
+        embedding.stride(0),
+        token_eps,
+        feature_eps,
+        size,
+        block,
+        splits,
+        num_warps=norm_warps(block),
+    )
+    return inputs, picked
