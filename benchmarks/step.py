@@ -19,7 +19,8 @@ from benchmarks.record import table
 from benchmarks.timing import Quantiles, copy_bandwidth, synchronise
 from eagle_triton.adapters import native
 from eagle_triton.comparison import decode
-from eagle_triton.engine.generation import Engine, Generation
+from eagle_triton.engine.batch import Batch
+from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.sampling import Sampling
 from eagle_triton.tree_spec import PLAIN, TreeSpec
@@ -95,20 +96,20 @@ def optimised_step(
     for repeat in range(repeats + 1):
         synchronise(device)
         start = time.perf_counter()
-        with engine.start(prompts, spec, sampling, rows) as generation:
-            generation.step()
+        with Batch.start(engine, prompts, spec, sampling, rows) as batch:
+            batch.step()
             first = time.perf_counter() - start
             if not repeat:
                 first_call = first
                 continue
             prefills.append(first * 1e3)
             for _ in range(WARM_UPS):
-                generation.step()
+                batch.step()
             start = time.perf_counter()
-            emitted += sum(len(tokens) for _ in range(steps) for tokens in generation.step())
+            emitted += sum(len(progress.tokens) for _ in range(steps) for progress in batch.step())
             walls.append((time.perf_counter() - start) / steps * 1e3)
             if device.type == "cuda":
-                replays.append(_replay_ms(generation, steps))
+                replays.append(_replay_ms(batch, steps))
     wall = Quantiles.of(walls)
     device_ms = statistics.median(replays) if replays else None
     return {
@@ -125,14 +126,14 @@ def optimised_step(
     }
 
 
-def _replay_ms(generation: Generation, steps: int) -> float:
-    """Milliseconds per step with nothing between the launches. The host loses track: the generation must end here."""
+def _replay_ms(batch: Batch, steps: int) -> float:
+    """Milliseconds per step with nothing between the launches. The host loses track: the batch must end here."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    generation.launch()  # the first launch is waited for, the others are queued behind it
+    batch.launch()  # the first launch is waited for, the others are queued behind it
     start.record()
     for _ in range(steps - 1):
-        generation.launch()
+        batch.launch()
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / (steps - 1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from eagle_triton.adapters import native
+from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.generate import generate, original_steps
 from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.operations import Operations
@@ -28,14 +29,14 @@ def engine_for(model) -> Engine:
 def test_cache_after_steps_equals_that_of_plain_decoding(eagle3, tree):
     engine = engine_for(tiny_model(eagle3=eagle3, **TREES[tree]))
     prompt, spec = random_prompt(37)[0], engine.draft.read_tree()
-    with engine.start([prompt], spec, Sampling(), 120) as generation:
+    with Batch.start(engine, [prompt], spec, Sampling(), 120) as generation:
         for _ in range(25):
             generation.step()
         tokens, rows = generation.tokens(0), generation.lengths[0]
         tree_cache = generation.state.target_cache[..., :rows, :].clone()
         root = generation.state.tree.tokens[0, 0]
         assert rows > 37 + 25, "nothing was ever accepted: the test shows nothing"
-    with engine.start([prompt], PLAIN, Sampling(), rows + 1) as generation:
+    with Batch.start(engine, [prompt], PLAIN, Sampling(), rows + 1) as generation:
         while generation.lengths[0] < rows:
             generation.step()
         assert torch.equal(generation.tokens(0), tokens)
@@ -159,10 +160,10 @@ def test_nan_logits_raise_and_the_engine_works_afterwards():
     before = run()
     weight = model.base_model.lm_head.weight
     saved = weight.detach().clone()
-    with engine.start([prompt], spec, Sampling(), 100) as generation:
+    with Batch.start(engine, [prompt], spec, Sampling(), 100) as generation:
         weight.data[4] = float("nan")
-        with pytest.raises(RuntimeError, match="NaN for sequences \\[0\\]"):
-            generation.step()
+        (progress,) = generation.step()
+        assert progress.finished == "error" and "NaN" in progress.error and progress.tokens == []
     with pytest.raises(RuntimeError, match="NaN after the prompts"):
         run()
     weight.data.copy_(saved)
@@ -175,9 +176,9 @@ def test_a_second_generation_is_refused_while_one_runs():
     steps = original_steps(engine, prompt, spec, Sampling(), max_new_tokens=9, limit=100, stop_ids=())
     next(steps)
     with pytest.raises(RuntimeError, match="another generation is running"):
-        engine.start([prompt[0]], spec, Sampling(), 100)
+        Batch.start(engine, [prompt[0]], spec, Sampling(), 100)
     steps.close()
-    with engine.start([prompt[0]], spec, Sampling(), 100) as generation:
+    with Batch.start(engine, [prompt[0]], spec, Sampling(), 100) as generation:
         generation.step()
 
 

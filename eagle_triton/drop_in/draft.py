@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.prefill import CHUNK
-from eagle_triton.engine.state import DecodeState, capacity_bucket, rows_beyond
+from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, rows_beyond
 from eagle_triton.engine.step import draft_extend, grow_tree
 from eagle_triton.models.tree import retrieve_paths
 from eagle_triton.patching import Fallback, Seam
@@ -84,7 +84,7 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
         state = getattr(kept, "state", None)
         if state is not None and state.spec == spec and state.capacity >= needed:
             return state
-        state = DecodeState(view, draft, spec, 1, capacity_bucket(needed))
+        state = DecodeState(Sequences(view, draft, 1, capacity_bucket(needed)), spec)
         for layer, pair in zip(state.draft_cache, kept or (), strict=False):
             for place, rows in zip(layer, pair, strict=True):
                 place[..., :known, :] = rows

@@ -1,4 +1,4 @@
-"""The two families of stop rules over a running generation.
+"""The two families of stop rules over a running batch.
 
 `original_steps` stops like the original EaModel (it looks after a step and so may overshoot), `generate` exactly.
 """
@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
+from dataclasses import replace
+from itertools import count
 
 import torch
 from torch import Tensor
 
+from eagle_triton.engine.batch import NAN, Batch, Progress, Request
 from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.sampling import Sampling
 from eagle_triton.tree_spec import TreeSpec
@@ -28,17 +31,23 @@ def original_steps(
     """Decode one sequence with the original EaModel's stop rules, which look only after a whole step.
 
     input_ids [1, L] int64. Yields (input_ids so far [1, L + new], new tokens, index of the step) after every step and
-    ends when a stop id is among the new tokens, when new tokens > max_new_tokens, or when the length > limit.
+    ends when a stop id is among the new tokens, when new tokens > max_new_tokens, or when the length > limit; without
+    a step if limit < 1. Raises RuntimeError for NaN logits, or if another generation is running.
     """
-    prompt = input_ids.shape[1]
-    rows = min(limit, prompt + max_new_tokens + 1) + spec.depth + 1
-    with engine.start([input_ids[0]], spec, sampling, max(rows, prompt + spec.depth + 1)) as generation:
-        stops = set(stop_ids)
-        for index in range(limit):
-            (fresh,) = generation.step()
-            length = generation.lengths[0]
-            yield generation.tokens(0)[None], length - prompt, index
-            if not stops.isdisjoint(fresh) or length - prompt > max_new_tokens or length > limit:
+    if limit < 1:
+        return
+    length = input_ids.shape[1]
+    most = max(min(limit, length + max_new_tokens) + 1 - length, 1)
+    request = Request(input_ids[0], most, sampling, frozenset(stop_ids), exact=False)
+    with Batch(engine, 1, spec, length + most + spec.depth, drafts=spec.drafts > 0) as batch:
+        engine.accept_lengths = []
+        batch.admit(request)
+        for index in count():
+            (progress,) = batch.step()
+            _raise_errors([progress], {progress.slot: 0})
+            engine.accept_lengths.append(progress.accepted)
+            yield batch.tokens(0)[None], batch.lengths[0] - length, index
+            if progress.finished:
                 return
 
 
@@ -55,30 +64,33 @@ def generate(
     """Decode a batch and stop exactly: at the first end-of-sequence token (kept) or after max_new_tokens.
 
     prompts: int64 [L] each; max_new_tokens: one for each. Returns the prompts with their new tokens, int64 [L + n].
+    Raises RuntimeError for NaN logits, or if another generation is running.
     """
-    rows = max(len(prompt) + new for prompt, new in zip(prompts, max_new_tokens, strict=True)) + spec.depth + 1
-    stops = set(eos_token_ids)
-    ends: list[int | None] = [len(p) if new == 0 else None for p, new in zip(prompts, max_new_tokens, strict=True)]
-    if None not in ends:
-        return [prompt.clone() for prompt in prompts]
-    with engine.start(prompts, spec, sampling, rows, generator) as generation:
-        for index, end in enumerate(ends):
-            if end is not None:
-                generation.freeze(index)
-        while None in ends:
-            before = list(generation.lengths)
-            for index, fresh in enumerate(generation.step()):
-                if ends[index] is None:
-                    limit = len(prompts[index]) + max_new_tokens[index]
-                    ends[index] = _end(fresh, before[index], limit, stops)
-                    if ends[index] is not None:
-                        generation.freeze(index)
-        return [generation.tokens(index)[:end] for index, end in enumerate(ends)]
+    rows = [prompt.clone() for prompt in prompts]
+    wanted = [index for index, new in enumerate(max_new_tokens) if new > 0]
+    if not wanted:
+        return rows
+    seeds, stops = sampling.seeds(len(prompts), generator), frozenset(eos_token_ids)
+    most = max(len(prompts[index]) + max_new_tokens[index] for index in wanted)
+    with Batch(engine, len(wanted), spec, most, drafts=spec.drafts > 0) as batch:
+        engine.accept_lengths = []
+        slots = batch.admit_all(
+            Request(prompts[index], max_new_tokens[index], replace(sampling, seed=seeds[index]), stops)
+            for index in wanted
+        )
+        index_of = dict(zip(slots, wanted, strict=True))
+        while batch.running:
+            progress = batch.step()
+            _raise_errors(progress, index_of)
+            for row in progress:
+                if index_of[row.slot] == 0:
+                    engine.accept_lengths.append(row.accepted)
+                if row.finished:
+                    rows[index_of[row.slot]] = batch.tokens(row.slot)
+    return rows
 
 
-def _end(fresh: list[int], before: int, limit: int, stops: set[int]) -> int | None:
-    """Where a sequence ends whose columns from `before` on are `fresh`: its length then, or None if it goes on."""
-    end = next((before + offset + 1 for offset, token in enumerate(fresh) if token in stops), None)
-    if end is not None and end <= limit:
-        return end
-    return limit if before + len(fresh) >= limit else None
+def _raise_errors(progress: Sequence[Progress], index_of: dict[int, int]) -> None:
+    broken = [index_of[row.slot] for row in progress if row.error]
+    if broken:
+        raise RuntimeError(f"{NAN} for sequences {broken}")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState
@@ -20,22 +21,24 @@ WARM_UPS = 2  # eager runs before a capture: kernels compile, libraries allocate
 class StepGraph:
     """A step captured once for the tensors of one state, replayed at the price of one launch."""
 
-    def __init__(self, step: Callable[[], None], state: DecodeState, ops: Operations):
-        """Run `step` a few times on a frozen state, then capture it. Must come before the state holds a sequence."""
+    def __init__(self, step: Callable[[], None], state: DecodeState, ops: Operations, pool: tuple[int, int]):
+        """Run `step` a few times with no sequence active, then capture it. What the state holds stays as it is.
+
+        pool: torch.cuda.graph_pool_handle() of the graphs that never run at once.
+        """
         start = time.perf_counter()
-        state.active.fill_(False)
-        state.lengths.zero_()
-        stream = torch.cuda.Stream(state.lengths.device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
+        with state.held():
+            stream = torch.cuda.Stream(state.lengths.device)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    step()
+            torch.cuda.current_stream().wait_stream(stream)
+            before = Counter(ops.calls)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, pool=pool):
                 step()
-        torch.cuda.current_stream().wait_stream(stream)
-        before = Counter(ops.calls)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            step()
-        self.calls = ops.calls - before  # what one replay runs
+            self.calls = ops.calls - before  # what one replay runs
         self.ops = ops
         log.info("captured a decode step in %.1f s", time.perf_counter() - start)
 
@@ -46,28 +49,32 @@ class StepGraph:
 
 
 class Outbox:
-    """Carries `state.report` of each step to the host. On a GPU the copy is asynchronous, into pinned memory."""
+    """Carries the reports of steps to the host, in order. On a GPU the copies are asynchronous, into pinned memory."""
 
-    def __init__(self, state: DecodeState, slots: int):
-        self.source = state.report
-        self.cuda = state.report.is_cuda
-        shape = (slots, *state.report.shape)
-        self.buffers = torch.empty(shape, dtype=state.report.dtype, pin_memory=self.cuda)
-        self.events = [torch.cuda.Event() for _ in range(slots)] if self.cuda else []
-        self.sent = self.received = 0
+    def __init__(self, device: torch.device, places: int):
+        """places: how many reports may be on their way at once."""
+        self.cuda, self.places = device.type == "cuda", places
+        self._buffers: dict[torch.Size, list[Tensor]] = {}
+        self._sent: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._count = 0
 
-    def send(self) -> None:
-        """Queue the copy of the step launched last."""
-        slot = self.sent % len(self.buffers)
-        self.buffers[slot].copy_(self.source, non_blocking=self.cuda)
+    def send(self, report: Tensor) -> None:
+        """Queue the copy of a report, an int64 tensor that the next step may overwrite."""
+        if report.shape not in self._buffers:
+            shape = (self.places, *report.shape)
+            self._buffers[report.shape] = list(torch.empty(shape, dtype=report.dtype, pin_memory=self.cuda))
+        place = self._buffers[report.shape][self._count % self.places]
+        place.copy_(report, non_blocking=self.cuda)
+        event = None
         if self.cuda:
-            self.events[slot].record()
-        self.sent += 1
+            event = torch.cuda.Event()
+            event.record()
+        self._sent.append((place, event))
+        self._count += 1
 
-    def receive(self) -> list[list[int]]:
-        """The oldest copy not received yet, waiting for that step only."""
-        slot = self.received % len(self.buffers)
-        if self.cuda:
-            self.events[slot].synchronize()
-        self.received += 1
-        return self.buffers[slot].tolist()
+    def receive(self) -> Tensor:
+        """The oldest report not received yet, waiting for its step only. Valid until `places` more were sent."""
+        place, event = self._sent.popleft()
+        if event is not None:
+            event.synchronize()
+        return place

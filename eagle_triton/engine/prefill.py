@@ -10,7 +10,7 @@ from torch import Tensor
 from eagle_triton.adapters.view import DraftView, ModelView
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState
-from eagle_triton.engine.step import draft_extend, grow_tree, project, target_forward
+from eagle_triton.engine.step import Mode, draft_extend, grow_tree, project, sequence_rows, target_forward
 
 CHUNK = 512  # prompt tokens in one forward: bounds the activations of a long prompt
 
@@ -21,13 +21,13 @@ def prefill(
     draft: DraftView | None,
     state: DecodeState,
     prompts: Sequence[Tensor],
-    sampled: bool,
-    top_p_first: bool,
+    mode: Mode,
 ) -> None:
-    """Bring `state` to where decode_step takes over, for prompts int64 [L], one for each sequence.
+    """Bring `state`, the part of one that holds these sequences, to where decode_step takes over.
 
-    Prompts go through the target one by one, so that a sequence does not depend on its neighbours; equal prompts are
-    computed once and copied. Raises RuntimeError if the target's logits are NaN.
+    prompts int64 [L], one for each sequence, whose way of sampling is set. They go through the target one by one, so
+    that a sequence does not depend on its neighbours; equal prompts are computed once and copied. `draft` None: the
+    sequences will be decoded plainly. Raises RuntimeError if the target's logits are NaN.
     """
     done: dict[tuple[int, ...], int] = {}
     hidden, features = [], []
@@ -45,14 +45,22 @@ def prefill(
     broken = logits.isnan().flatten(1).any(1).nonzero().flatten().tolist()
     if broken:
         raise RuntimeError(f"the target's logits are NaN after the prompts of sequences {broken}")
-    root = _choose(ops, state, logits, sampled, top_p_first)
+    root = _choose(ops, state, logits, mode)
     state.tokens.scatter_(1, state.lengths[:, None].long(), root)
     state.sampling.step.fill_(1)
-    if draft is None:
-        state.tree.tokens.copy_(root)
-        return
-    hidden = draft_extend(ops, draft, torch.cat(features), root, state.draft_cache, draft.rows(state.lengths - 1))
-    grow_tree(ops, draft, state, *hidden)
+    if draft is not None:
+        outputs = draft_extend(ops, draft, torch.cat(features), root, state.draft_cache, draft.rows(state.lengths - 1))
+        for kept, rows in zip((state.sequences.hidden, state.sequences.normed), outputs, strict=True):
+            kept.copy_(rows)
+    plant(ops, draft, state)
+
+
+def plant(ops: Operations, draft: DraftView | None, state: DecodeState) -> None:
+    """The next tree from each sequence's root, in a state whose own tree has not been grown step by step."""
+    if state.spec.drafts:
+        grow_tree(ops, draft, state, state.sequences.hidden, state.sequences.normed)
+    else:
+        state.tree.tokens.copy_(sequence_rows(state.tokens, state.lengths, 1))
 
 
 def _fill_caches(
@@ -88,10 +96,10 @@ def _copy(state: DecodeState, source: int, target: int) -> None:
             cache[:, :, target, :, :length] = cache[:, :, source, :, :length]
 
 
-def _choose(ops: Operations, state: DecodeState, logits: Tensor, sampled: bool, top_p_first: bool) -> Tensor:
+def _choose(ops: Operations, state: DecodeState, logits: Tensor, mode: Mode) -> Tensor:
     """The roots [B, 1] from logits [B, 1, V], by the law of every later step: a walk of a tree that is only a root."""
     tokens = torch.zeros(logits.shape[:2], dtype=torch.int64, device=logits.device)
     parents = torch.full_like(tokens, -1, dtype=torch.int32)
-    if sampled:
-        return ops.verify_sampling(logits, tokens, parents, 0, state.sampling, top_p_first)[2][:, None]
+    if mode.sampled:
+        return ops.verify_sampling(logits, tokens, parents, 0, state.sampling, mode.top_p_first)[2][:, None]
     return ops.verify_greedy(logits, tokens, parents, 0)[2][:, None]

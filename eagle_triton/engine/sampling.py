@@ -1,4 +1,4 @@
-"""How to choose tokens: one frozen, checked dataclass per generation."""
+"""How to choose tokens: one frozen, checked dataclass per request."""
 
 from __future__ import annotations
 
@@ -51,20 +51,23 @@ class Sampling:
             top_p_first=True,
         )
 
-    def fill(self, params: SamplingParams, generator: torch.Generator | None = None) -> None:
-        """Write these values and fresh seeds (one for each sequence) to the device, in place; the step counter to 0."""
+    def seeds(self, count: int, generator: torch.Generator | None = None) -> list[int]:
+        """Fresh seeds for `count` sequences that share these options, from `generator` or torch's default.
+
+        With a seed of its own, that and those that follow it. Greedy decoding needs none, and draws none.
+        """
+        if self.greedy:
+            return [0] * count
+        if self.seed is not None:
+            return list(range(self.seed, self.seed + count))
+        device = None if generator is None else generator.device
+        return torch.randint(2**62, (count,), generator=generator, device=device).tolist()
+
+    def fill(self, params: SamplingParams) -> None:
+        """Write these values and the seed (a fresh one if there is none) to the device, in place; the counter to 0."""
         params.temperature.fill_(self.temperature)
         params.top_k.fill_(int(self.top_k))
         params.top_p.fill_(self.top_p)
         params.min_p.fill_(self.min_p)
+        params.seed.fill_(self.seeds(1)[0])
         params.step.zero_()
-        if self.greedy:
-            return
-        batch = len(params.seed)
-        if self.seed is not None:
-            seeds = torch.arange(self.seed, self.seed + batch)
-        elif generator is not None:
-            seeds = torch.randint(2**62, (batch,), generator=generator, device=generator.device)
-        else:
-            seeds = torch.randint(2**62, (batch,))
-        params.seed.copy_(seeds)

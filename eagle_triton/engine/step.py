@@ -20,18 +20,15 @@ from eagle_triton.reference.attention import WORD
 
 
 class Mode(NamedTuple):
-    """What the sequences of a step ask of it; a graph is captured for each. `sampled`: verify by sampling, else by
-    argmax, with top-p before top-k if `top_p_first`."""
+    """What the sequences of a step ask of it; a graph is captured for each."""
 
-    sampled: bool = False
-    top_p_first: bool = False
+    sampled: bool = False  # verify by sampling, else by argmax
+    top_p_first: bool = False  # when sampling: top-p before top-k
+    follows: bool = False  # when nothing is drafted: keep the features that the draft will ask for
 
 
 def decode_step(ops: Operations, view: ModelView, draft: DraftView | None, state: DecodeState, mode: Mode) -> None:
-    """Advance every active sequence of `state` by its accepted drafts and one token, and draft its next tree.
-
-    `draft` None decodes plainly (a tree of the root alone).
-    """
+    """Advance every active sequence of `state` by its accepted drafts and one token, and draft its next tree."""
     tree = state.tree
     positions = state.lengths[:, None] + tree.depths
     hidden, features = target_forward(
@@ -45,9 +42,9 @@ def verify_and_draft(
 ) -> None:
     """All of a step behind the target forward: verify, commit, and draft the next tree, in place.
 
-    logits [B, N, V] and features [B, N, F] of the tree's nodes.
+    logits [B, N, V] and features [B, N, F] of the tree's nodes. `draft` may be None if the tree is a root alone.
     """
-    tree, depth = state.tree, state.spec.depth
+    tree, depth, sequences = state.tree, state.spec.depth, state.sequences
     if mode.sampled:
         walk = ops.verify_sampling(
             logits, tree.tokens, tree.parents, depth, state.sampling, mode.top_p_first, nan=state.nan
@@ -65,21 +62,25 @@ def verify_and_draft(
         accepted,
         next_token,
         state.nan,
-        state.stops,
+        sequences.stops,
         state.report,
     )
     ops.commit(state.target_cache, before, path, accepted)
     state.sampling.step.add_(1)
-    if draft is None:
-        tree.tokens.copy_(_sequence_rows(state, state.lengths, 1))
+    if not depth:
+        tree.tokens.copy_(sequence_rows(state.tokens, state.lengths, 1))
+        if mode.follows:
+            sequences.lag.keep(before, features)
         return
     node = path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1])
-    emitted = _sequence_rows(state, before + 1, depth + 1)
-    hidden = draft_extend(
+    emitted = sequence_rows(state.tokens, before + 1, depth + 1)
+    outputs = draft_extend(
         ops, draft, features.gather(1, node), emitted, state.draft_cache, draft.rows(before), state.chain
     )
-    last = accepted.clamp(min=0).long()[:, None, None].expand(-1, 1, draft.hidden_size)
-    grow_tree(ops, draft, state, *(rows.gather(1, last) for rows in hidden))
+    last = accepted.clamp(min=0).long()[:, None, None].expand_as(sequences.hidden)
+    for kept, rows in zip((sequences.hidden, sequences.normed), outputs, strict=True):
+        torch.gather(rows, 1, last, out=kept)
+    grow_tree(ops, draft, state, sequences.hidden, sequences.normed)
 
 
 def target_forward(
@@ -160,7 +161,7 @@ def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Ten
         first_slot += beam
     chosen = torch.cat(all_chosen, dim=1) + state.slot_starts if all_chosen else children[:, :0]
     ops.build_tree(
-        _sequence_rows(state, state.lengths, 1)[:, 0],
+        sequence_rows(state.tokens, state.lengths, 1)[:, 0],
         torch.cat(all_tokens, 1),
         torch.cat(all_scores, 1),
         chosen,
@@ -299,7 +300,7 @@ def project_stack(
     return ops.linear_stack(x, weights, biases, deferred=deferred)
 
 
-def _sequence_rows(state: DecodeState, first: Tensor, count: int) -> Tensor:
-    """Tokens at columns first .. first + count of each sequence: [B, count] int64."""
+def sequence_rows(tokens: Tensor, first: Tensor, count: int) -> Tensor:
+    """Columns first .. first + count of each sequence, first [B] int32, of tokens [B, C]: [B, count] int64."""
     columns = first[:, None].long() + torch.arange(count, device=first.device)
-    return state.tokens.gather(1, columns.clamp(max=state.tokens.shape[1] - 1))
+    return tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1))

@@ -1,0 +1,333 @@
+"""A running batch: requests enter and leave its slots while the others go on, without a new capture."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine import lag
+from eagle_triton.engine.generation import Engine
+from eagle_triton.engine.graph import Outbox
+from eagle_triton.engine.prefill import plant, prefill
+from eagle_triton.engine.sampling import Sampling
+from eagle_triton.engine.state import DecodeState, rows_beyond
+from eagle_triton.engine.step import Mode
+from eagle_triton.reference.verification import ERROR, LENGTH, REPORT_TOKENS, STOP
+from eagle_triton.tree_spec import TreeSpec
+
+TREE_ROOM = 128  # rows kept free behind a sequence, so that most trees may be changed to while it runs
+NAN = "the target's logits are NaN"
+REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A sequence to decode. prompt: int64 [L], on any device.
+
+    It ends at the first of `stop_ids` (which is kept) or after `max_new_tokens`. With `exact` False it ends as the
+    original EaModel ends: only after a step, whose other tokens are kept.
+    """
+
+    prompt: Tensor
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_ids: frozenset[int] = frozenset()
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one step did for one request.
+
+    tokens: committed by it, none if its logits were NaN. accepted, proposed: drafts, also those that a stop cut off.
+    finished: None while it goes on, then "stop", "length" or "error", with the reason in `error`.
+    """
+
+    slot: int
+    request: Request
+    tokens: list[int]
+    accepted: int
+    proposed: int
+    finished: str | None = None
+    error: str | None = None
+    logprobs: list[float] | None = None
+
+
+class _Occupant:
+    """A request in its slot; only its identity tells it from one that comes later."""
+
+    def __init__(self, request: Request):
+        self.request = request
+
+
+class Batch:
+    """Decodes the requests that stand in its slots, all by one step at a time. Use as a context manager.
+
+    It has the engine to itself: a second one is refused with RuntimeError. On a GPU the next step is launched before
+    the last one is read, so that the device never waits for the host; what that step does for a request that has
+    ended is nothing. What a request gives depends neither on its slot nor on who else is there.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        slots: int,
+        spec: TreeSpec,
+        rows: int,
+        *,
+        drafts: bool | None = None,
+    ):
+        """rows: the most tokens of a sequence, prompt included. spec: the tree of the next step; see there.
+
+        drafts: False if nothing will ever be drafted, which makes plain decoding a little cheaper; None: it may be,
+        if the engine has a draft.
+        """
+        if slots < 1 or rows < 1:
+            raise ValueError(f"slots and rows must be at least 1, got {slots} and {rows}")
+        engine.occupy()
+        try:
+            self.engine, self.rows = engine, rows
+            self._drafts = engine.draft is not None if drafts is None else drafts
+            room = rows_beyond(spec)
+            if self._drafts:
+                room = max(room, TREE_ROOM, lag.ROWS + 1)
+            self.sequences = engine.sequences(slots, rows + room)
+            self.sequences.active.fill_(False)
+            self.sequences.lengths.zero_()
+            self.spec = spec
+            self.state = engine.state(self.sequences, spec)
+            self.ahead = 1 if engine.view.device.type == "cuda" else 0  # steps launched before the last one is read
+            self.lengths = [0] * slots  # committed tokens, as the host knows them
+            self._occupants: list[_Occupant | None] = [None] * slots
+            self._outbox = Outbox(engine.view.device, places=2)
+            self._flying: deque[tuple[list[_Occupant | None], TreeSpec]] = deque()
+            self._plain_steps: int | None = None  # since the draft knew all; None while it does
+        except BaseException:
+            engine.vacate()
+            raise
+
+    @staticmethod
+    def start(
+        engine: Engine,
+        prompts: Sequence[Tensor],
+        spec: TreeSpec,
+        sampling: Sampling,
+        rows: int,
+        generator: torch.Generator | None = None,
+    ) -> Batch:
+        """A batch of prompts that are sampled alike, each until it has `rows` tokens."""
+        seeds = sampling.seeds(len(prompts), generator)
+        batch = Batch(engine, len(prompts), spec, max(rows, *(len(prompt) + 1 for prompt in prompts)))
+        try:
+            batch.admit_all(
+                Request(prompt, batch.rows - len(prompt), replace(sampling, seed=seed))
+                for prompt, seed in zip(prompts, seeds, strict=True)
+            )
+        except BaseException:
+            engine.vacate()
+            raise
+        return batch
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.vacate()
+
+    @property
+    def spec(self) -> TreeSpec:
+        """The tree of the next step, PLAIN to draft nothing. Raises ValueError, when set, for one that does not fit."""
+        return self._spec
+
+    @spec.setter
+    def spec(self, spec: TreeSpec) -> None:
+        if spec.drafts and not self._drafts:
+            raise ValueError("spec: this batch has no draft, or was made with drafts=False")
+        if self.rows + rows_beyond(spec) > self.sequences.capacity:
+            raise ValueError(
+                f"spec: a tree with {rows_beyond(spec)} rows does not fit behind sequences of {self.rows} in a cache "
+                f"of {self.sequences.capacity}; make the batch with the largest tree"
+            )
+        self._spec = spec
+
+    @property
+    def free(self) -> list[int]:
+        """Slots that a request may enter."""
+        return [slot for slot, occupant in enumerate(self._occupants) if occupant is None]
+
+    @property
+    def running(self) -> list[int]:
+        """Slots with a request that has not ended."""
+        return [slot for slot, occupant in enumerate(self._occupants) if occupant is not None]
+
+    def tokens(self, slot: int) -> Tensor:
+        """The committed tokens of the request that is in a slot or has ended in it last: int64 [n], a copy."""
+        return self.sequences.tokens[slot, : self.lengths[slot]].clone()
+
+    def admit(self, request: Request) -> int:
+        """Prefill a request into a free slot, which is returned. The others notice nothing, also if this fails.
+
+        Raises RuntimeError if no slot is free or the target's logits are NaN after the prompt, ValueError if the
+        request does not fit.
+        """
+        return self.admit_all([request])[0]
+
+    @torch.no_grad()
+    def admit_all(self, requests: Iterable[Request]) -> list[int]:
+        """`admit` several requests, or none if one fails; equal prompts are computed once."""
+        requests = list(requests)
+        for request in requests:
+            self._check(request)
+        slots = self.free[: len(requests)]
+        if len(slots) < len(requests):
+            raise RuntimeError(f"{len(requests)} requests do not fit into {len(slots)} free slots; step until some end")
+        mode = self._mode([*requests, *(occupant.request for occupant in self._occupants if occupant)])
+        self._change_tree()
+        entering = dict(zip(slots, requests, strict=True))
+        for part in _runs(slots):
+            self._fill(part, [entering[slot] for slot in slots if part.start <= slot < part.stop], mode)
+        for slot, request in entering.items():
+            self.sequences.active[slot] = True
+            self.lengths[slot] = len(request.prompt)
+            self._occupants[slot] = _Occupant(request)
+        return slots
+
+    @torch.no_grad()
+    def release(self, slot: int) -> None:
+        """Drop the request in a slot before it has ended. Raises ValueError if there is none."""
+        if self._occupants[slot] is None:
+            raise ValueError(f"slot {slot} is free")
+        self._empty(slot)
+
+    @torch.no_grad()
+    def step(self) -> list[Progress]:
+        """Decode one step: what it did for each running request. Those that have ended leave their slots."""
+        while self.running:
+            while len(self._flying) <= self.ahead:
+                self._launch()
+            occupants, spec = self._flying.popleft()
+            progress = [
+                self._progress(slot, occupant.request, spec, row)
+                for slot, (occupant, row) in enumerate(zip(occupants, self._outbox.receive().tolist(), strict=True))
+                if occupant is not None and occupant is self._occupants[slot]
+            ]
+            for row in progress:
+                self.lengths[row.slot] += len(row.tokens)
+                if row.finished:
+                    self._empty(row.slot)
+            if progress:  # else it was launched for requests that had ended
+                return progress
+        return []
+
+    def launch(self) -> None:
+        """Launch the next step without reading what it does: for timing, at the end of a batch."""
+        requests = [occupant.request for occupant in self._occupants if occupant]
+        self._change_tree()
+        if self._plain_steps is not None:
+            if self._plain_steps == lag.ROWS:
+                self._catch_up()
+            self._plain_steps += 1
+        self.engine.step(self.state, self._mode(requests))()
+
+    def _launch(self) -> None:
+        self.launch()
+        self._outbox.send(self.state.report)
+        self._flying.append((list(self._occupants), self.state.spec))
+
+    def _change_tree(self) -> None:
+        """Go over to `spec` if that is not the tree that was drafted."""
+        if self._spec != self.state.spec:
+            if self._spec.drafts and self._plain_steps is not None:
+                self._catch_up()
+                self._plain_steps = None
+            self.state = self.engine.state(self.sequences, self._spec)
+            plant(self.engine.ops, self.engine.draft, self.state)
+        if self._drafts and not self._spec.drafts and self._plain_steps is None:
+            lag.begin(self.engine.view, self.sequences)
+            self._plain_steps = 0
+
+    def _catch_up(self) -> None:
+        if self._plain_steps:
+            lag.catch_up(self.engine.ops, self.engine.draft, self.sequences, self._plain_steps)
+            self._plain_steps = 0
+
+    def _fill(self, slots: slice, requests: list[Request], mode: Mode) -> None:
+        """Set up some slots that lie side by side and run their prompts. They are not active yet."""
+        engine, part = self.engine, self.state.part(slots)
+        device = engine.view.device
+        stops = part.sequences.stops
+        stops.ids.fill_(-1)
+        for index, request in enumerate(requests):
+            request.sampling.fill(type(part.sampling)(*(value[index : index + 1] for value in part.sampling)))
+            if request.stop_ids:
+                ids = torch.tensor(sorted(request.stop_ids), device=device)
+                stops.ids[index, : len(ids)] = ids
+        limits = [len(request.prompt) + request.max_new_tokens for request in requests]
+        stops.limit.copy_(torch.tensor(limits, dtype=torch.int32))
+        stops.exact.copy_(torch.tensor([request.exact for request in requests]))
+        prompts = [request.prompt.to(device) for request in requests]
+        prefill(engine.ops, engine.view, engine.draft if self._drafts else None, part, prompts, mode)
+        if self._plain_steps is not None:
+            part.sequences.lag.known.copy_(part.lengths)
+
+    def _empty(self, slot: int) -> None:
+        self._occupants[slot] = None
+        self.sequences.active[slot] = False
+        self.sequences.lengths[slot] = 0  # an empty slot costs no attention
+
+    def _mode(self, requests: Sequence[Request]) -> Mode:
+        """How a step with these requests must run. Raises ValueError if they cannot be in one batch."""
+        sampled = [request.sampling for request in requests if not request.sampling.greedy]
+        orders = {sampling.top_p_first for sampling in sampled}
+        if len(orders) > 1:
+            raise ValueError("sampling: top_p_first must be the same for all sampled requests of a batch")
+        return Mode(
+            sampled=bool(sampled),
+            top_p_first=True in orders,
+            follows=self._drafts and not self._spec.drafts,
+        )
+
+    def _check(self, request: Request) -> None:
+        prompt, view = request.prompt, self.engine.view
+        if prompt.dtype != torch.int64 or prompt.ndim != 1 or not len(prompt):
+            raise ValueError(f"prompt must be int64 [L] with L > 0, got {prompt.dtype} {list(prompt.shape)}")
+        if not 0 <= int(prompt.min()) <= int(prompt.max()) < view.vocab_size:
+            raise ValueError(
+                f"prompt: tokens must lie in 0..{view.vocab_size - 1}, got {int(prompt.min())}..{int(prompt.max())}"
+            )
+        if request.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
+        overshoot = 0 if request.exact else self._spec.depth
+        if len(prompt) + request.max_new_tokens + overshoot > self.rows:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and {request.max_new_tokens + overshoot} new ones do not fit into "
+                f"the {self.rows} rows of this batch"
+            )
+        if min(request.stop_ids, default=0) < 0:
+            raise ValueError(f"stop_ids must not be negative, got {min(request.stop_ids)}")
+        if self.sequences.widen_stops(len(request.stop_ids)):
+            self.engine.forget_steps(self.sequences)
+
+    def _progress(self, slot: int, request: Request, spec: TreeSpec, report: list[int]) -> Progress:
+        accepted, count, reason, *tokens = report
+        return Progress(
+            slot,
+            request,
+            tokens[:count],
+            max(accepted, 0),
+            spec.drafts,
+            REASONS.get(reason),
+            NAN if reason == ERROR else None,
+        )
+
+
+def _runs(slots: list[int]) -> list[slice]:
+    """Ascending slots as few slices."""
+    groups = groupby(enumerate(slots), lambda pair: pair[1] - pair[0])
+    runs = [[slot for _, slot in group] for _, group in groups]
+    return [slice(run[0], run[-1] + 1) for run in runs]

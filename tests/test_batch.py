@@ -1,0 +1,288 @@
+"""The running batch on tiny random models: who enters, leaves or fails changes nothing for the others."""
+
+import itertools
+
+import pytest
+import torch
+
+from eagle_triton.engine import lag
+from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.generate import generate
+from eagle_triton.engine.generation import Engine
+from eagle_triton.engine.sampling import Sampling
+from eagle_triton.tree_spec import PLAIN, TreeSpec
+from tests.test_engine import engine_for
+from tests.tiny import random_prompt, tiny_model
+
+SMALL = dict(total_token=8, depth=3, top_k=2)
+LARGER = dict(total_token=24, depth=3, top_k=6)
+AHEAD = pytest.mark.parametrize("ahead", [0, 1], ids=["read-at-once", "read-late"])
+
+
+def prompt(length: int, seed: int = 0, vocab: int = 32) -> torch.Tensor:
+    return random_prompt(length, vocab, seed)[0]
+
+
+def alone(engine: Engine, request: Request) -> list[int]:
+    """The new tokens of a request that has the engine to itself."""
+    sequence = generate(
+        engine,
+        [request.prompt],
+        engine.draft.read_tree(),
+        request.sampling,
+        max_new_tokens=[request.max_new_tokens],
+        eos_token_ids=request.stop_ids,
+    )[0]
+    return sequence[len(request.prompt) :].tolist()
+
+
+def drain(batch: Batch, waiting: list[Request] = (), every: int = 1) -> dict[int, tuple[list[int], str]]:
+    """Run to the end, admitting one waiting request every few steps; by id of the request: tokens and how it ended."""
+    waiting, results = list(waiting), {}
+    for step in itertools.count():
+        if waiting and batch.free and step % every == 0:
+            batch.admit(waiting.pop(0))
+        if not (waiting or batch.running):
+            return results
+        for progress in batch.step():
+            tokens, _ = results.get(id(progress.request), ([], None))
+            results[id(progress.request)] = (tokens + progress.tokens, progress.finished)
+
+
+REQUESTS = [
+    Request(prompt(5), 17),
+    Request(prompt(40), 9, Sampling(temperature=1.0, seed=3)),
+    Request(prompt(1), 30, stop_ids=frozenset([3, 7])),
+    Request(prompt(40), 12, Sampling(temperature=0.8, top_k=9, top_p=0.9, seed=4)),
+    Request(prompt(12), 1),
+    Request(prompt(33), 25, Sampling(temperature=1.5, min_p=0.05, seed=-5), stop_ids=frozenset(range(0, 32, 2))),
+    Request(prompt(7), 20, Sampling(temperature=1.0, seed=3), stop_ids=frozenset(range(9, 29))),
+]
+
+
+@AHEAD
+@pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
+def test_staggered_requests_get_what_each_gets_alone(eagle3, ahead):
+    engine = engine_for(tiny_model(eagle3=eagle3, layers=5, **SMALL))
+    expected = [alone(engine, request) for request in REQUESTS]
+    for every, order in ((1, REQUESTS), (3, REQUESTS[::-1])):
+        with Batch(engine, 3, engine.draft.read_tree(), 80) as batch:
+            batch.ahead = ahead
+            results = drain(batch, order, every)
+            assert batch.free == [0, 1, 2] and batch.step() == []
+        for request, tokens in zip(REQUESTS, expected, strict=True):
+            assert results[id(request)] == (tokens, "stop" if tokens[-1] in request.stop_ids else "length")
+            assert len(tokens) == request.max_new_tokens or tokens[-1] in request.stop_ids
+
+
+@AHEAD
+def test_a_released_slot_belongs_to_the_next_request_alone(ahead):
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    with Batch(engine, 2, engine.draft.read_tree(), 80) as batch:
+        batch.ahead = ahead
+        batch.admit_all(REQUESTS[:2])
+        batch.step()
+        batch.release(0)
+        assert batch.free == [0] and batch.running == [1]
+        with pytest.raises(ValueError, match="slot 0 is free"):
+            batch.release(0)
+        assert batch.admit(REQUESTS[5]) == 0
+        results = drain(batch)
+    assert id(REQUESTS[0]) not in results
+    assert results[id(REQUESTS[5])][0] == alone(engine, REQUESTS[5])
+
+
+@AHEAD
+def test_nan_logits_end_one_request_and_no_other(ahead):
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    with Batch(engine, 3, engine.draft.read_tree(), 80) as batch:
+        batch.ahead = ahead
+        batch.admit_all(REQUESTS[:3])
+        batch.step()
+        batch.sequences.target_cache[:, :, 1, :, :3] = float("nan")
+        failures, results = [], {}
+        while batch.running:
+            for progress in batch.step():
+                results.setdefault(progress.slot, []).extend(progress.tokens)
+                if progress.error:
+                    failures.append(progress)
+        assert [(p.slot, p.request, p.finished, p.tokens) for p in failures] == [(1, REQUESTS[1], "error", [])]
+        assert failures[0].error == "the target's logits are NaN"
+        batch.admit(REQUESTS[3])  # no NaN of the former occupant is left
+        after = drain(batch)
+    for slot in (0, 2):
+        tokens = alone(engine, REQUESTS[slot])
+        assert results[slot] == tokens[-len(results[slot]) :]
+    assert after[id(REQUESTS[3])][0] == alone(engine, REQUESTS[3])
+
+
+def test_a_request_that_cannot_enter_harms_nobody():
+    model = tiny_model(layers=5, **SMALL)
+    engine = engine_for(model)
+    first, second = (Request(prompt(9, seed, vocab=31), 20) for seed in range(2))
+    expected = [alone(engine, request) for request in (first, second)]
+    poisoned = Request(torch.tensor([4, 31]), 5)
+    refused = [
+        (Request(prompt(70), 11), ValueError, "70 tokens and 11 new ones do not fit into the 80 rows"),
+        (Request(prompt(5), 0), ValueError, "max_new_tokens must be at least 1, got 0"),
+        (Request(torch.tensor([1, 32]), 5), ValueError, "tokens must lie in 0..31, got 1..32"),
+        (Request(torch.tensor([[1]]), 5), ValueError, "prompt must be int64 \\[L\\]"),
+        (Request(torch.tensor([], dtype=torch.int64), 5), ValueError, "prompt must be int64 \\[L\\]"),
+        (Request(prompt(5), 5, stop_ids=frozenset([-1])), ValueError, "stop_ids must not be negative"),
+        (poisoned, RuntimeError, "NaN after the prompts of sequences \\[0\\]"),
+    ]
+    with Batch(engine, 3, engine.draft.read_tree(), 80) as batch:
+        batch.admit(first)
+        results = {}
+        for request, error, message in refused:
+            embedding = model.base_model.model.embed_tokens.weight.data
+            saved = embedding[31].clone()
+            if request is poisoned:
+                embedding[31] = float("nan")
+            with pytest.raises(error, match=message):
+                batch.admit(request)
+            embedding[31] = saved
+            assert batch.running == [0] and batch.free == [1, 2]
+        with pytest.raises(RuntimeError, match="3 requests do not fit into 2 free slots"):
+            batch.admit_all([second] * 3)
+        sampled = [Request(prompt(5), 5, Sampling(temperature=1.0, top_p_first=first)) for first in (True, False)]
+        with pytest.raises(ValueError, match="top_p_first must be the same"):
+            batch.admit_all(sampled)
+        assert batch.admit(second) == 1
+        results = drain(batch)
+    assert [results[id(request)][0] for request in (first, second)] == expected
+
+
+def test_a_batch_has_the_engine_to_itself_and_gives_it_back():
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    spec = engine.draft.read_tree()
+    with Batch(engine, 1, spec, 40), pytest.raises(RuntimeError, match="another generation is running"):
+        Batch(engine, 1, spec, 40)
+    with pytest.raises(ValueError, match="slots and rows must be at least 1"):
+        Batch(engine, 0, spec, 40)
+    with pytest.raises(ValueError, match="made with drafts=False"):
+        Batch(engine, 1, spec, 40, drafts=False)
+    with Batch(engine, 1, spec, 40) as batch, pytest.raises(ValueError, match="make the batch with the largest tree"):
+        batch.spec = TreeSpec.dynamic(400, 60, 30)
+
+
+@pytest.mark.parametrize("operation", ["verify_greedy", "commit", "build_tree", "tree_attention"])
+def test_an_interrupted_step_leaves_the_model_usable(operation, monkeypatch):
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    expected = alone(engine, REQUESTS[0])
+    for interrupted_at in (1, 3, 8):
+        calls = itertools.count(1)
+        original = getattr(engine.ops, operation)
+
+        def interrupt(*args, calls=calls, original=original, at=interrupted_at, **kwargs):
+            if next(calls) == at:
+                raise KeyboardInterrupt
+            return original(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.ops, operation, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                alone(engine, REQUESTS[0])
+        assert alone(engine, REQUESTS[0]) == expected
+
+
+def test_what_a_capture_runs_leaves_sequences_as_they_are():
+    """A graph is captured while sequences are there: the steps before it, with nobody active, must change nothing."""
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    spec = engine.draft.read_tree()
+    trees = itertools.cycle([spec, spec, PLAIN, TreeSpec.dynamic(5, 2, 2)])
+    runs = []
+    for held in (False, True):
+        with Batch(engine, 3, spec, 80) as batch:
+            batch.admit_all(REQUESTS[:3])
+            steps = []
+            for tree in itertools.islice(trees, 8):
+                batch.spec = tree
+                if held:
+                    batch._change_tree()
+                    with batch.state.held():
+                        batch.launch()
+                        batch.launch()
+                steps.append([(p.slot, p.tokens, p.accepted) for p in batch.step()])
+            runs.append(steps)
+    assert runs[0] == runs[1]
+
+
+# ------------------------------------------------------------------------------------------ changing trees on the way
+
+
+def known_rows(batch: Batch, slot: int) -> torch.Tensor:
+    """The draft's cache rows of the committed tokens."""
+    return batch.sequences.draft_cache[:, :, slot, :, : batch.lengths[slot]].clone()
+
+
+RESUMED = [(True, 2), (True, lag.ROWS), (True, lag.ROWS + 1), (False, 2), (False, 2 * lag.ROWS + 5)]
+
+
+@pytest.mark.parametrize(("eagle3", "plain_steps"), RESUMED)
+def test_drafting_resumes_as_if_it_had_never_stopped(eagle3, plain_steps):
+    engine = engine_for(tiny_model(eagle3=eagle3, layers=5, **LARGER))
+    spec, rows = engine.draft.read_tree(), 250
+    requests = [Request(prompt(length), rows - length) for length in (30, 3, 50)]
+    with Batch(engine, 3, spec, rows) as batch:
+        batch.admit_all(requests[:2])
+        for _ in range(3):
+            batch.step()
+        batch.spec = PLAIN
+        for _ in range(plain_steps // 2):
+            batch.step()
+        batch.admit(requests[2])  # enters while nothing is drafted
+        for _ in range(plain_steps - plain_steps // 2):
+            assert all((len(p.tokens), p.proposed) == (1, 0) for p in batch.step())
+        batch.spec = spec
+        starts = list(batch.lengths)
+        resumed = [batch.step() for _ in range(6)]
+        sequences = [batch.tokens(slot) for slot in range(3)]
+        got = [known_rows(batch, slot) for slot in range(3)]
+    accepted = 0
+    for slot, sequence in enumerate(sequences):
+        # From the same length on, never having stopped: the prompt takes in what was decoded until then.
+        with Batch.start(engine, [sequence[: starts[slot]]], spec, Sampling(), rows) as batch:
+            again = [batch.step()[0] for _ in range(6)]
+            assert torch.equal(batch.tokens(0), sequence)
+            torch.testing.assert_close(known_rows(batch, 0), got[slot], atol=2e-5, rtol=1e-4)
+        mine = [row for step in resumed for row in step if row.slot == slot]
+        assert [(row.tokens, row.accepted, row.proposed) for row in mine] == [
+            (row.tokens, row.accepted, row.proposed) for row in again
+        ]
+        accepted += sum(row.accepted for row in mine)
+    assert accepted > 0, "nothing was accepted: the test shows nothing"
+
+
+@AHEAD
+def test_trees_may_change_at_every_step(ahead):
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    trees = [engine.draft.read_tree(), TreeSpec.dynamic(20, 4, 5), PLAIN, TreeSpec.fixed([[0], [1], [0, 0]]), PLAIN]
+    greedy = [request for request in REQUESTS if request.sampling.greedy]
+    with Batch(engine, 2, trees[0], 80) as batch:
+        batch.ahead = ahead
+        waiting, results, proposed = list(greedy), {}, set()
+        for tree in itertools.cycle(trees):
+            batch.spec = tree
+            while waiting and batch.free:
+                batch.admit(waiting.pop(0))
+            if not batch.running:
+                break
+            for progress in batch.step():
+                results.setdefault(id(progress.request), []).extend(progress.tokens)
+                proposed.add(progress.proposed)
+    assert proposed == {tree.drafts for tree in trees}
+    for request in greedy:
+        assert results[id(request)] == alone(engine, request)
+
+
+def test_a_batch_without_a_draft_decodes_plainly():
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    expected = alone(engine, REQUESTS[0])
+    engine.draft = None
+    engine.release()
+    with Batch(engine, 2, PLAIN, 80) as batch:
+        batch.admit(REQUESTS[0])
+        assert drain(batch)[id(REQUESTS[0])] == (expected, "length")
+        with pytest.raises(ValueError, match="this batch has no draft"):
+            batch.spec = TreeSpec.dynamic(8, 3, 2)
