@@ -25,32 +25,43 @@ from eagle_triton.speculative.timing import Stopwatch
 
 BATCHES = [1, 2, 4, 8, 16, 32]
 ACCEPTED = 3.0
+STEPS = {"cuda": 20, "cpu": 3}  # timed for each tree
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    """Add a row for plain decoding and one for chosen trees at each batch size and context; and notes."""
+    """Add rows for each batch size and context: the steps of every tree, plain decoding, chosen trees; and notes."""
     model = models.load(args)
     notes.append(WARNING.format(args.accept_length))
     contexts = args.context or [512 if args.device != "cpu" else 64]
     cases = [(batch, context) for batch in args.batch for context in contexts]
     for batch, context in tqdm(cases, desc="batches", disable=args.json, leave=False):
-        plain, auto, eagle = _case(model, args, batch, context)
+        eagle, trees, (plain, auto) = _case(model, args, batch, context)
         auto["speedup"] = auto["tokens_per_second"] / plain["tokens_per_second"]
-        rows += [plain, auto]
+        rows += [*trees, plain, auto]
         if auto["speedup"] < 1:
             notes.append(f"batch {batch}, context {context}: speculation cost {1 - auto['speedup']:.1%}")
-        notes += [f"batch {batch}: {line}" for line in eagle.report().splitlines()[1:]]
+        notes += [f"batch {batch}, context {context}: {line.strip()}" for line in eagle.report().splitlines()[2:]]
 
 
 def _case(
     model: EaModel, args: argparse.Namespace, batch: int, context: int
-) -> tuple[dict[str, Any], dict[str, Any], EAGLEInference]:
-    """Rows of one batch size. Both ways of decoding are warmed up, then run in turns."""
+) -> tuple[EAGLEInference, list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of one batch size: of every tree's steps, and of plain decoding and chosen trees.
+
+    A first generation makes room for the others, timing every tree captures its graph; then both ways of decoding are
+    warmed up and run in turns.
+    """
     head = model.ea_layer
     config = EAGLEConfig(topk=head.top_k, num_steps=head.depth + 1, num_draft_tokens="auto", slots=batch)
     eagle = EAGLEInference(head, model, config)
     eagle.engine.ops = FixedAcceptance(eagle.engine.ops.kernels, args.accept_length)
     prompts = [prompt[0].to(model.device) for prompt in models.random_prompts(model, batch, context)]
+    _decode(eagle, None, prompts, args.max_length)
+    timings = eagle.measure_costs((batch,), context, STEPS[model.device.type]).timings
+    case = {"batch": batch, "context": context}
+    trees = [
+        {"variant": "tree", **case, "ms_per_step": row.ms, "nodes": row.nodes, "depth": row.depth} for row in timings
+    ]
     policy = eagle.policy(batch)
     runs: dict[str, list[dict[str, Any]]] = {"plain": [], "auto": []}
     for repeat in range(args.num_runs + 1):
@@ -58,8 +69,7 @@ def _case(
             run = _decode(eagle, chosen, prompts, args.max_length)
             if repeat:
                 runs[name].append(run)
-    rows = [_row(name, batch, context, found) for name, found in runs.items()]
-    return rows[0], rows[1], eagle
+    return eagle, trees, [{"variant": name, **case, **_figures(found)} for name, found in runs.items()]
 
 
 def _decode(eagle: EAGLEInference, policy: TreePolicy | None, prompts: list[Tensor], new: int) -> dict[str, Any]:
@@ -82,13 +92,10 @@ def _decode(eagle: EAGLEInference, policy: TreePolicy | None, prompts: list[Tens
         }
 
 
-def _row(name: str, batch: int, context: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def _figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
     nodes: Counter[int] = sum((run["nodes"] for run in runs), Counter())
     rates = [run["tokens"] / run["seconds"] for run in runs]
     return {
-        "variant": name,
-        "batch": batch,
-        "context": context,
         "tokens_per_second": statistics.median(rates),
         "lowest": min(rates),
         "highest": max(rates),
@@ -102,6 +109,16 @@ def _row(name: str, batch: int, context: int, runs: list[dict[str, Any]]) -> dic
 
 def text(rows: list[dict[str, Any]]) -> str:
     """The rows as a table."""
-    keys = ("variant", "batch", "context", "tokens_per_second", "lowest", "highest", "ms_per_step", "tau", "nodes")
-    headers = ("", "batch", "context", "tokens/s", "lowest", "highest", "ms/step", "tau", "nodes", "x plain")
-    return table(headers, [[*(row[key] for key in keys), row["speedup"]] for row in rows])
+    columns = {
+        "": "variant",
+        "batch": "batch",
+        "context": "context",
+        "nodes": "nodes",
+        "ms/step": "ms_per_step",
+        "tau": "tau",
+        "tokens/s": "tokens_per_second",
+        "lowest": "lowest",
+        "highest": "highest",
+        "x plain": "speedup",
+    }
+    return table(list(columns), [[row.get(key) for key in columns.values()] for row in rows])

@@ -68,13 +68,14 @@ def test_greedy_output_of_the_demo_is_the_targets(count, device):
 def test_greedy_output_of_random_models_is_the_targets(name, device):
     draft, target = pairs(device)[name]
     base = target.base_model if isinstance(target, EaModel) else target
-    prompts = [random_prompt(length)[0].to(device) for length in (1, 9, 2, 40, 130)]
-    want = [target_alone(base, prompt, 64) for prompt in prompts]
+    prompts = [random_prompt(length)[0].to(device) for length in (9, 1, 130, 2, *range(3, 51, 4))]
+    want = [target_alone(base, prompt, 64 if index < 3 else 10) for index, prompt in enumerate(prompts)]
+    auto = EAGLEConfig(topk=3, num_steps=4, num_draft_tokens="auto")
     accepted = 0
-    for config in (FIXED, EAGLEConfig(slots=2), EAGLEConfig(topk=3, num_steps=4, num_draft_tokens="auto", slots=3)):
-        eagle = EAGLEInference(draft, target, config)
-        _, stats = eagle.generate(prompts, 64)
-        assert new_tokens(stats) == want
+    for count, config in ((1, FIXED), (3, EAGLEConfig(slots=2)), (3, auto), (16, FIXED.changed(slots=5)), (16, auto)):
+        limits = [len(tokens) for tokens in want[:count]]
+        _, stats = EAGLEInference(draft, target, config).generate(prompts[:count], limits)
+        assert new_tokens(stats) == want[:count]
         accepted += stats["total_accepted_tokens"]
     assert accepted > 25, "hardly anything was accepted: the test shows little"
 
