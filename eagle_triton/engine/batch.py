@@ -15,9 +15,9 @@ from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.graph import Outbox
 from eagle_triton.engine.prefill import plant, prefill
 from eagle_triton.engine.sampling import Sampling
-from eagle_triton.engine.state import DecodeState, rows_beyond
+from eagle_triton.engine.state import rows_beyond
 from eagle_triton.engine.step import Mode
-from eagle_triton.reference.verification import ERROR, LENGTH, REPORT_TOKENS, STOP
+from eagle_triton.reference.verification import ERROR, LENGTH, STOP
 from eagle_triton.tree_spec import TreeSpec
 
 TREE_ROOM = 128  # rows kept free behind a sequence, so that most trees may be changed to while it runs
@@ -224,6 +224,7 @@ class Batch:
                 return progress
         return []
 
+    @torch.no_grad()
     def launch(self) -> None:
         """Launch the next step without reading what it does: for timing, at the end of a batch."""
         requests = [occupant.request for occupant in self._occupants if occupant]
