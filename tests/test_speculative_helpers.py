@@ -398,6 +398,17 @@ def test_statistics_as_the_conventions_define_them():
     assert [row["rate"] for row in total.positions] == [row["rate"] for row in stats.positions]
 
 
+def test_the_formulas_of_older_documents():
+    """14.29 % and 1.14 x are what they give when not one draft was accepted."""
+    stats = Statistics()
+    for _ in range(4):
+        stats.add_step(0, proposed=7, depth=2, tokens=1)
+    assert stats.legacy_acceptance_rate == pytest.approx(0.142857, abs=1e-6)
+    assert stats.legacy_speedup_ratio == pytest.approx(1.142857, abs=1e-6)
+    assert stats["acceptance_rate"] == 0.0 and stats.tau == 1.0
+    assert Statistics().legacy_acceptance_rate == 0.0 and Statistics().legacy_speedup_ratio == 1.0
+
+
 def test_speedup_is_there_only_when_both_sides_were_timed(tmp_path):
     stats = Statistics()
     stats.add_step(2, 7, 3, 3)

@@ -121,6 +121,9 @@ class TreePolicy:
         """What it decided, in sentences."""
         now = "plain decoding" if not self.spec.drafts else f"trees of {self.spec.nodes} nodes, {self.spec.depth} deep"
         lines = [f"now: {now}; step time {self.costs.origin(self.spec)}"]
+        if self.spec.drafts:
+            gain = self.rate(self.spec) / self.rate(PLAIN)
+            lines.append(f"estimated speedup {gain:.2f} x; time of a plain step {self.costs.origin(PLAIN)}")
         if self.fallback:
             lines.append(
                 f"drafting was stopped {self.stops} times because it did not pay, tried again {self.probes} times; "

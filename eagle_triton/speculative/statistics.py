@@ -153,6 +153,17 @@ class Statistics(Mapping[str, Any]):
         return self.plain_seconds / self.seconds if self.plain_seconds and self.seconds else None
 
     @property
+    def legacy_acceptance_rate(self) -> float:
+        """What older documents call acceptance: the target's own token of each step counted as an accepted draft."""
+        return (self.accepted + self.steps - self.plain_steps) / self.proposed if self.proposed else 0.0
+
+    @property
+    def legacy_speedup_ratio(self) -> float:
+        """That rate times the nodes of a tree, at least 1: no time was measured for it."""
+        drafting = self.steps - self.plain_steps
+        return max(self.legacy_acceptance_rate * (self.proposed / drafting + 1), 1.0) if drafting else 1.0
+
+    @property
     def positions(self) -> list[dict[str, float | int]]:
         """By depth from 1: steps that verified a draft there, how many accepted it, and the share."""
         table = []
@@ -166,6 +177,7 @@ class Statistics(Mapping[str, Any]):
         """Everything as plain values for JSON; what was not measured is None."""
         values = {key: None if isinstance(value, NotMeasured) else value for key, value in self.items()}
         names = ("steps", "plain_steps", "prefills", "tau", "tokens_per_target_forward", "seconds", "plain_seconds")
+        names += ("legacy_acceptance_rate", "legacy_speedup_ratio")
         values |= {name: getattr(self, name) for name in (*names, "tokens_per_second", "positions")}
         return values | {"histogram": {str(length): count for length, count in sorted(self.histogram.items())}}
 
