@@ -28,7 +28,7 @@ from eagle_triton.reference.kv_cache import check_append, check_commit, check_ga
 
 
 @triton.jit
-def _plane(index, sequences, heads):
+def plane_of(index, sequences, heads):
     """Layer * 2 + side, sequence and head of plane `index`, int64: a cache can pass 2^31 elements."""
     index = tl.full((), 0, tl.int64) + index
     return index // (sequences * heads), index // heads % sequences, index % heads
@@ -58,7 +58,7 @@ def _append_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Grid (planes, row blocks): a program writes BLOCK_R new rows of one plane."""
-    stack, sequence, head = _plane(tl.program_id(0), sequences, heads)
+    stack, sequence, head = plane_of(tl.program_id(0), sequences, heads)
     layer, side = stack // 2, stack % 2
     index = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     row = tl.load(lengths_ptr + sequence) + index
@@ -91,7 +91,7 @@ def _gather_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Grid (planes, row blocks): a program copies BLOCK_R rows of one plane; out is contiguous."""
-    stack, sequence, head = _plane(tl.program_id(0), sequences, heads)
+    stack, sequence, head = plane_of(tl.program_id(0), sequences, heads)
     index = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_D)
     row = tl.load(rows_ptr + sequence * stride_rb + index, mask=index < count, other=-1)
@@ -104,7 +104,7 @@ def _gather_kernel(
 
 
 @triton.jit
-def _commit_plane(
+def commit_plane(
     plane_ptr,
     stride_ct,
     length,
@@ -150,10 +150,10 @@ def _commit_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Grid (planes,): a program moves the accepted rows of one plane."""
-    stack, sequence, head = _plane(tl.program_id(0), sequences, heads)
+    stack, sequence, head = plane_of(tl.program_id(0), sequences, heads)
     cache_ptr += stack // 2 * stride_cl + stack % 2 * stride_cs + sequence * stride_cb + head * stride_ch
     length, accepted = tl.load(lengths_ptr + sequence), tl.load(accepted_ptr + sequence)
-    _commit_plane(
+    commit_plane(
         cache_ptr, stride_ct, length, path_ptr + sequence * stride_pb, accepted, steps, capacity, D, BLOCK_P, BLOCK_D
     )
 

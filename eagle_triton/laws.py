@@ -104,7 +104,9 @@ def scale_of(temperature):
 
 
 @triton.jit
-def scan_kernel(
+def scan_parts(
+    row,
+    part_block,
     x_ptr,
     temperature_ptr,
     peaks_ptr,
@@ -117,10 +119,9 @@ def scan_kernel(
     PART: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Grid (R, part blocks): maximum of PARTS parts of one row (a NaN counts as largest), its first index and, with
-    temperatures, the part's mass relative to it."""
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
+    """Maximum of PARTS parts of row `row` (int64), its first index (a NaN counts as largest) and, with temperatures,
+    the part's mass relative to it."""
+    part = part_block * PARTS + tl.arange(0, PARTS)
     index = part[:, None] * PART + tl.arange(0, PART)[None, :]
     inside = index < vocabulary
     place_x = x_ptr + row * stride_xr + index * stride_xv
@@ -141,6 +142,38 @@ def scan_kernel(
         scale = scale_of(tl.load(temperature_ptr + row // nodes))
         top = tl.where(peak == float("-inf"), 0.0, peak)  # a part of -inf has mass 0, not NaN
         tl.store(masses_ptr + slot, tl.sum(tl.exp2((x - top[:, None]) * scale), 1), mask=part < parts)
+
+
+@triton.jit
+def scan_kernel(
+    x_ptr,
+    temperature_ptr,
+    peaks_ptr,
+    places_ptr,
+    masses_ptr,
+    nodes,
+    vocabulary,
+    stride_xr,
+    stride_xv,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Grid (R, part blocks)."""
+    scan_parts(
+        tl.program_id(0).to(tl.int64),
+        tl.program_id(1),
+        x_ptr,
+        temperature_ptr,
+        peaks_ptr,
+        places_ptr,
+        masses_ptr,
+        nodes,
+        vocabulary,
+        stride_xr,
+        stride_xv,
+        PART,
+        PARTS,
+    )
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """The small operations between the products: RMSNorm, rotary embedding with the cache append, SwiGLU.
 
     rms_norm:       total = x (+ residual);  out = weight * total / sqrt(mean(total^2) + eps)
+    add:            out = x (+ residual)
     rotary_append:  q, k = rotate(norm(q), angle), rotate(norm(k), angle);  cache rows first_row.. = k, v
                     rotate((a, b), angle) = (a cos - b sin, b cos + a sin), a and b the halves of a head
     swiglu:         out = silu(gate) * up
@@ -28,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.partials import Partials
-from eagle_triton.reference.layers import check_rms_norm, check_rotary_append, check_swiglu
+from eagle_triton.reference.layers import check_add, check_rms_norm, check_rotary_append, check_swiglu
 
 
 @triton.jit
@@ -93,6 +94,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     if residual_ptr is not None:
         residual_ptr += row * stride_rm
+    if total_ptr is not None:
         total_ptr += row * size
     norm_row(
         x_ptr + row * stride_xm,
@@ -360,36 +362,52 @@ def rms_norm(
     With `residual` [..., H], x + residual is normalised and the sum is returned too: (normed, sum).
     """
     check_rms_norm(x, weight, residual)
-    size = x.shape[-1]
-    count = x.shape[:-1].numel()
     out = weight.new_empty(x.shape)
-    total = others = None
-    if residual is not None:
-        total, others = weight.new_empty(x.shape), _contiguous_rows(residual)
-    if out.numel():
-        if isinstance(x, Partials):
-            rows = x.sums.reshape(-1, count, size)
-            rows = rows if rows.stride(2) == 1 else rows.contiguous()
-            splits, stride_split = rows.shape[0], rows.stride(0)
-        else:
-            rows, splits, stride_split = _contiguous_rows(x), 1, 0
-        block = triton.next_power_of_2(size)
-        _rms_norm_kernel[(count,)](
-            rows,
-            weight.contiguous(),
-            others,
-            out,
-            total,
-            stride_split,
-            rows.stride(-2),
-            0 if others is None else others.stride(0),
-            eps,
-            size,
-            block,
-            splits,
-            num_warps=norm_warps(block),
-        )
+    total = None if residual is None else weight.new_empty(x.shape)
+    _launch_norm(x, weight.contiguous(), eps, residual, out, total)
     return out if residual is None else (out, total)
+
+
+def add(x: Tensor | Partials, residual: Tensor | None = None) -> Tensor:
+    """x + residual, or the sum of Partials alone, rounded once: [..., H]."""
+    check_add(x, residual)
+    if residual is None and isinstance(x, Tensor):
+        return x
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, None, 0.0, residual, out, None)
+    return out
+
+
+def _launch_norm(
+    x: Tensor | Partials, weight: Tensor | None, eps: float, residual: Tensor | None, out: Tensor, total: Tensor | None
+) -> None:
+    """One program for each row of `out`, which is contiguous."""
+    if not out.numel():
+        return
+    size, count = x.shape[-1], x.shape[:-1].numel()
+    residual = None if residual is None else _contiguous_rows(residual)
+    if isinstance(x, Partials):
+        rows = x.sums.reshape(-1, count, size)
+        rows = rows if rows.stride(2) == 1 else rows.contiguous()
+        splits, stride_split = rows.shape[0], rows.stride(0)
+    else:
+        rows, splits, stride_split = _contiguous_rows(x), 1, 0
+    block = triton.next_power_of_2(size)
+    _rms_norm_kernel[(count,)](
+        rows,
+        weight,
+        residual,
+        out,
+        total,
+        stride_split,
+        rows.stride(-2),
+        0 if residual is None else residual.stride(0),
+        eps,
+        size,
+        block,
+        splits,
+        num_warps=norm_warps(block),
+    )
 
 
 def rotary_append(

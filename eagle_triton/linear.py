@@ -468,16 +468,25 @@ _PROGRAMS = 112  # enough of them to load every multiprocessor
 
 
 def launch_settings(
-    device: torch.device, dtype: torch.dtype, rows: int, cols: tuple[int, ...], depth: int, fused: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    cols: tuple[int, ...],
+    depth: int,
+    fused: bool = False,
+    planned: bool = False,
 ) -> Settings | None:
     """Settings for the product of `rows` rows with weights [n, depth] for n in `cols`, or None: call cuBLAS.
 
     `fused`: each program reads all weights (linear_swiglu); else their tiles stand side by side. In fp32, where no
-    tensor cores are used, and for many rows, time is no longer that of reading the weights: cuBLAS.
+    tensor cores are used, and for many rows, time is no longer that of reading the weights: cuBLAS. `planned` fp32
+    products stay here, so that a draft pass has the megakernel's bits.
     """
-    if rows > _MAX_ROWS or dtype.itemsize > 2:
+    if rows > _MAX_ROWS or (dtype.itemsize > 2 and not planned):
         return None
-    if _compute_capability(device) not in ((9, 0), (10, 0), (10, 3)):
+    if dtype.itemsize > 2:
+        settings = Settings(32, 32, stages=2, tma=False)
+    elif _compute_capability(device) not in ((9, 0), (10, 0), (10, 3)):
         settings = Settings(32 if fused else 64, 64, stages=3)  # small enough for any device; unmeasured
     else:
         few = rows <= 16
@@ -500,15 +509,19 @@ def linear(
     residual: Tensor | None = None,
     *,
     deferred: bool = False,
+    planned_rows: int | None = None,
     settings: Settings | None = None,
 ) -> Tensor | Partials:
     """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
 
-    `deferred`: the caller takes Partials too, and there is no residual. `settings` overrides `launch_settings`.
+    `deferred`: the caller takes Partials too, and there is no residual. `planned_rows`: choose the launch settings for
+    that many rows, so that passes of different widths share them. `settings` overrides `launch_settings`.
     Raises ValueError on shapes, dtypes, strides or devices that do not fit.
     """
     check_product("linear", x, (weight,), (bias,), residual, deferred=deferred)
-    settings = settings or _choose(x, (weight,))
+    settings = settings or _choose(x, (weight,), planned_rows)
+    if planned_rows and settings and not deferred:
+        settings = settings._replace(splits=1)  # the megakernel has no last program of a tile
     if settings is None:
         out = F.linear(x, weight, bias)
         return out if residual is None else residual + out
@@ -521,6 +534,7 @@ def linear_stack(
     biases: Sequence[Tensor | None],
     *,
     deferred: bool = False,
+    planned_rows: int | None = None,
     settings: Settings | None = None,
 ) -> tuple[Tensor | Partials, ...]:
     """Several products of the same rows, e.g. q, k and v, three to a launch. x [..., K], weights [Ni, K].
@@ -528,7 +542,7 @@ def linear_stack(
     Returns one [..., Ni] each: views of one tensor, side by side in its last dimension. Options as for `linear`.
     """
     check_product("linear_stack", x, weights, biases, None)
-    settings = settings or _choose(x, weights)
+    settings = settings or _choose(x, weights, planned_rows)
     if settings is None:
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     outs: list[Tensor | Partials] = []
@@ -543,22 +557,24 @@ def linear_stack(
     return tuple(outs)
 
 
-def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, *, settings: Settings | None = None) -> Tensor:
+def linear_swiglu(
+    x: Tensor, gate: Tensor, up: Tensor, *, planned_rows: int | None = None, settings: Settings | None = None
+) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I]."""
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
-    settings = settings or _choose(x, (gate, up), fused=True)
+    settings = settings or _choose(x, (gate, up), planned_rows, fused=True)
     if settings is None:
         return swiglu(F.linear(x, gate), F.linear(x, up))
     matrix = _matrix("linear_swiglu", x, (gate, up))
     rows, depth, cols = *matrix.shape, gate.shape[0]
     out = x.new_empty(rows, cols)
     if out.numel():
-        block_m = _block_m(rows)
+        block_m = block_m_of(rows)
         _linear_swiglu_kernel[triton.cdiv(cols, settings.block_n), triton.cdiv(rows, block_m)](
             matrix,
             gate,
             up,
-            *_descriptors([matrix, gate, up], block_m, settings),
+            *descriptors([matrix, gate, up], block_m, settings),
             out,
             rows,
             cols,
@@ -605,7 +621,7 @@ def _launch(
             weights, biases, cols = [*weights, weights[1]], [*biases, biases[1]], [*cols, 0]
         if any(bias is not None for bias in biases):
             biases = [x.new_zeros(n) if b is None else b.contiguous() for n, b in zip(cols, biases, strict=True)]
-        block_m = _block_m(rows)
+        block_m = block_m_of(rows)
         absent = [None] * (3 - len(weights))
         grid = (_tiles(cols, settings.block_n), settings.splits, triton.cdiv(rows, block_m))
         partials = arrivals = None
@@ -617,7 +633,7 @@ def _launch(
             matrix,
             *weights,
             *absent,
-            *_descriptors([matrix, *weights], block_m, settings),
+            *descriptors([matrix, *weights], block_m, settings),
             *absent,
             *biases,
             *absent,
@@ -647,12 +663,13 @@ def _launch(
     return Partials(out.view(-1, *shape), x.dtype) if deferred else out.view(shape)
 
 
-def _choose(x: Tensor, weights: Sequence[Tensor], fused: bool = False) -> Settings | None:
-    rows, depth = x.shape[:-1].numel(), x.shape[-1]
-    return launch_settings(x.device, x.dtype, rows, tuple(weight.shape[0] for weight in weights), depth, fused)
+def _choose(x: Tensor, weights: Sequence[Tensor], planned_rows: int | None, fused: bool = False) -> Settings | None:
+    rows = planned_rows or x.shape[:-1].numel()
+    cols = tuple(weight.shape[0] for weight in weights)
+    return launch_settings(x.device, x.dtype, rows, cols, x.shape[-1], fused, planned_rows is not None)
 
 
-def _block_m(rows: int) -> int:
+def block_m_of(rows: int) -> int:
     """The row tile: the next power of two, 16 at least (the tensor cores' least) and 128 at most."""
     return min(max(16, triton.next_power_of_2(rows)), 128)
 
@@ -677,7 +694,7 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if nvidia else (0, 0)
 
 
-def _descriptors(tensors: list[Tensor], block_m: int, settings: Settings) -> list[TensorDescriptor | None]:
+def descriptors(tensors: list[Tensor], block_m: int, settings: Settings) -> list[TensorDescriptor | None]:
     """TMA descriptors of x and the weights, or None each where they cannot be used."""
     if not (settings.tma and _compute_capability(tensors[0].device) >= (9, 0)):
         return [None] * len(tensors)

@@ -31,6 +31,7 @@ WORD = tl.constexpr(64)
 _NOWHERE = tl.constexpr(2**31 - 1)
 _TAKEN = tl.constexpr(-(2**31))  # below the key of -inf
 _TOP_K_LIMIT = 64
+_TOP_K_WARPS = 4  # the megakernel's, whose sums must have the same order
 _BUILD_WARPS = 2  # measured on one H200, 60 nodes of 710 candidates: 9.8 µs; 1 warp 13.4, 4 warps 9.9, 8 warps 10.3
 
 
@@ -188,7 +189,7 @@ def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tens
     reference.check_offsets(logits, offsets)
     if k > _TOP_K_LIMIT:
         return reference.topk(logits, k, offsets=offsets)
-    chunk, chunk_warps, merge_warps = _topk_settings(vocabulary)
+    chunk = topk_chunk_of(vocabulary)
     chunks = triton.cdiv(vocabulary, chunk)
     keys = torch.empty(2, rows, chunks, k, dtype=torch.int32, device=logits.device)
     sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
@@ -204,7 +205,7 @@ def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tens
         *logits.stride(),
         K=k,
         CHUNK=chunk,
-        num_warps=chunk_warps,
+        num_warps=_TOP_K_WARPS,
     )
     _topk_merge_kernel[(rows,)](
         keys[0],
@@ -219,18 +220,14 @@ def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tens
         CHUNKS=triton.next_power_of_2(chunks),
         CANDIDATES=triton.next_power_of_2(chunks * k),
         WIDTH=triton.next_power_of_2(k),
-        num_warps=merge_warps,
+        num_warps=_TOP_K_WARPS,
     )
     return values, tokens
 
 
-def _topk_settings(vocabulary: int) -> tuple[int, int, int]:
-    """(tokens per program, warps of the chunk kernel, warps of the merge).
-
-    Measured on one H200 with bf16, k 10: [10, 32000] 1024 tokens and one warp each 7.8 µs (512: 8.0, 2048 and 4 warps:
-    8.1); [10, 128256] 2048 tokens 12.5 µs (1024: 12.6, 4096: 13.4).
-    """
-    return (1024, 1, 1) if vocabulary <= 65536 else (2048, 4, 4)
+def topk_chunk_of(vocabulary: int) -> int:
+    """Tokens per program."""
+    return 1024 if vocabulary <= 65536 else 2048
 
 
 # ----------------------------------------------------------------------------------------------------- beam search

@@ -75,6 +75,21 @@ def test_rms_norm_of_partial_sums(device, splits):
         kernels.rms_norm(partials, weight.float(), 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_add(device, dtype):
+    sums = torch.randn(3, 2, 5, 40, device=device)
+    residual = torch.randn(2, 5, 80, device=device).to(dtype)[..., ::2][..., :40]
+    for x in (sums[0].to(dtype), Partials(sums, dtype)):
+        wide = x.float() if isinstance(x, Tensor) else sums[0] + sums[1] + sums[2]
+        assert torch.equal(kernels.add(x, residual), (wide + residual.float()).to(dtype))
+        rounding = 4e-3 if dtype == torch.float16 else 1e-5  # the reference rounds twice
+        torch.testing.assert_close(reference.add(x, residual), kernels.add(x, residual), rtol=0, atol=rounding)
+    assert torch.equal(kernels.add(Partials(sums, dtype)), reference.add(Partials(sums, dtype)))
+    for module in (kernels, reference):
+        with pytest.raises(ValueError, match="add: residual must"):
+            module.add(sums[0], sums[0, :1])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 8), (2, 3, 1500), (0, 8)])
 def test_swiglu(device, shape, dtype):

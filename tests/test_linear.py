@@ -120,7 +120,7 @@ def test_settings_fit_the_device(monkeypatch, capability, rows):
     for cols, depth in shapes:
         fused = len(cols) == 2
         settings = kernels.launch_settings(torch.device("cuda"), torch.bfloat16, rows, tuple(cols), depth, fused)
-        block_m = kernels._block_m(rows)
+        block_m = kernels.block_m_of(rows)
         shared = (settings.block_n * (1 + fused) + block_m) * settings.block_k * 2 * settings.stages
         assert shared <= (225 if capability in (H200, (10, 0)) else 64) * 1024
         assert settings.splits == 1 or not fused

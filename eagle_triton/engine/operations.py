@@ -10,7 +10,7 @@ from collections.abc import Callable
 _STEMS: dict[str, tuple[str, ...]] = {
     "attention": ("tree_attention",),
     "kv_cache": ("commit",),
-    "layers": ("rms_norm", "rotary_append", "swiglu"),
+    "layers": ("rms_norm", "add", "rotary_append", "swiglu"),
     "linear": ("linear", "linear_stack", "linear_swiglu"),
     "draft_inputs": ("draft_inputs",),
     "tree_decoding": ("topk", "expand_beam", "build_tree"),

@@ -146,9 +146,11 @@ class DecodeState:
         def constant(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
-        # whom the emitted tokens see when the draft head takes them in: those before them
-        chain = torch.ones(batch, spec.depth + 1, spec.depth + 1, dtype=torch.bool, device=device).tril()
+        # whom the emitted tokens see when the draft head takes them in: those before them; as wide as the beams' bits
+        columns = max(spec.depth + 1, spec.beam_slots)
+        chain = torch.ones(batch, spec.depth + 1, columns, dtype=torch.bool, device=device).tril()
         self.chain = pack_ancestors(chain)
+        self.planned_nodes = max(spec.depth + 1, *spec.beam_widths, 1)
         # what is known of beam slots beforehand: their level, and the flat index of their level's first child
         starts = [
             start for start, width in zip(spec.level_starts, spec.beam_widths, strict=False) for _ in range(width)
@@ -195,6 +197,11 @@ class DecodeState:
         )
         self.target_cache, self.draft_cache = sequences.target_cache, sequences.draft_cache
         self.sampling = sequences.sampling
+
+    @property
+    def stops(self) -> Stops:
+        """Those of the sequences, which may be replaced."""
+        return self.sequences.stops
 
 
 def _each(values: Fields, slots: slice) -> Fields:

@@ -16,7 +16,6 @@ from eagle_triton.adapters.view import MLP, Attention, DraftView, Layer, ModelVi
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.partials import Partials
-from eagle_triton.reference.attention import WORD
 
 
 class Mode(NamedTuple):
@@ -75,7 +74,14 @@ def verify_and_draft(
     node = path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1])
     emitted = sequence_rows(state.tokens, before + 1, depth + 1)
     outputs = draft_extend(
-        ops, draft, features.gather(1, node), emitted, state.draft_cache, draft.rows(before), state.chain
+        ops,
+        draft,
+        features.gather(1, node),
+        emitted,
+        state.draft_cache,
+        draft.rows(before),
+        state.chain,
+        state.planned_nodes,
     )
     last = accepted.clamp(min=0).long()[:, None, None].expand_as(sequences.hidden)
     for kept, rows in zip((sequences.hidden, sequences.normed), outputs, strict=True):
@@ -116,16 +122,18 @@ def draft_extend(
     cache: Tensor,
     lengths: Tensor,
     ancestors: Tensor | None = None,
+    planned: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The draft over consecutive rows lengths .. lengths + n of its cache, from true target features.
 
     tokens [B, n] in these rows, features [B, n, F] of the positions before the tokens'; `ancestors` [B, n, W] may say
-    in bits what None does: each row sees those before it. Returns as draft_forward.
+    in bits what None does: each row sees those before it. `planned`: see Rows. Returns as draft_forward.
     """
     positions = lengths[:, None] + torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+    rows = Rows(cache, lengths, lengths, positions, ancestors, planned)
     if draft.kind == "eagle3":
-        features = project(ops, draft.fc, features, deferred=True)
-    return draft_forward(ops, draft, features, None, tokens, Rows(cache, lengths, lengths, positions, ancestors))
+        features = project(ops, draft.fc, features, deferred=True, planned=rows.planned_rows)
+    return draft_forward(ops, draft, features, None, tokens, rows)
 
 
 def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Tensor, normed: Tensor) -> None:
@@ -136,13 +144,13 @@ def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Ten
     """
     spec, lengths = state.spec, draft.rows(state.lengths)
     batch = len(hidden)
-    words = max(1, -(-spec.beam_slots // WORD))
+    words = state.chain.shape[-1]
     scores = hidden.new_zeros(batch, 1, dtype=torch.float32)
     ancestors = torch.zeros(batch, 1, words, dtype=torch.int64, device=hidden.device)
     slot_positions, first_rows = lengths[:, None] + state.slot_levels, lengths[:, None] + state.level_slots
     all_tokens, all_scores, all_chosen, first_slot = [], [], [], 0
     for level, beam in enumerate((*spec.beam_widths, 0)):
-        logits = project(ops, draft.head, normed).flatten(0, 1)
+        logits = project(ops, draft.head, normed, planned=batch * state.planned_nodes).flatten(0, 1)
         log_probs, tokens = ops.topk(logits, spec.top_k, offsets=draft.d2t)
         children = tokens.view(batch, -1)
         slots = slice(first_slot, first_slot + beam)
@@ -156,7 +164,14 @@ def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Ten
             break
         all_chosen.append(grown.chosen)
         scores, ancestors = grown.scores, grown.ancestors
-        rows = Rows(state.draft_cache, lengths, first_rows[:, level], slot_positions[:, slots], ancestors)
+        rows = Rows(
+            state.draft_cache,
+            lengths,
+            first_rows[:, level],
+            slot_positions[:, slots],
+            ancestors,
+            state.planned_nodes,
+        )
         hidden, normed = draft_forward(ops, draft, hidden, grown.parents, grown.tokens, rows)
         first_slot += beam
     chosen = torch.cat(all_chosen, dim=1) + state.slot_starts if all_chosen else children[:, :0]
@@ -202,10 +217,13 @@ def draft_forward(
         x, update = draft.embedding[tokens], None
     else:
         inputs, _ = ops.draft_inputs(features, parents, tokens, draft.embedding)
-        x, update = project(ops, draft.fc, inputs), None
+        x, update = ops.add(project(ops, draft.fc, inputs, deferred=True, planned=rows.planned_rows)), None
     for index, layer in enumerate(draft.layers):
         normed, x = add_norm(ops, layer.input_norm, x, update)
         x, update = decoder_layer(ops, layer, normed, x, rows.of_layer(index))
+    if draft.norm is None:
+        hidden = ops.add(update, x)
+        return hidden, hidden
     normed, hidden = add_norm(ops, draft.norm, x, update)
     return hidden, normed
 
@@ -218,6 +236,11 @@ class Rows(NamedTuple):
     first: Tensor  # [B] int32: where the new rows begin
     positions: Tensor  # [B, n] int32
     ancestors: Tensor | None  # [B, n, W] int64, bit j: row lengths + j is visible; None: causal
+    planned: int | None = None  # nodes that launches are chosen for, the same in all passes of a draft; None: n
+
+    @property
+    def planned_rows(self) -> int | None:
+        return None if self.planned is None else self.planned * len(self.lengths)
 
     def of_layer(self, index: int) -> Rows:
         return self._replace(cache=self.cache[index])
@@ -229,7 +252,7 @@ def add_norm(ops: Operations, norm: Norm | None, x: Tensor, update: Tensor | Non
     `update` may be a product whose splits are still apart: the sum happens here, in the pass that reads it anyway.
     """
     if norm is None:
-        total = x if update is None else x + (update if isinstance(update, Tensor) else update.total())
+        total = x if update is None else ops.add(update, x)
         return total, total
     if update is None:
         return ops.rms_norm(x, norm.weight, norm.eps), x
@@ -242,15 +265,16 @@ def decoder_layer(ops: Operations, layer: Layer, normed: Tensor, x: Tensor, rows
     Returns (x with the attention's output, the MLP's output still to be added to it).
     """
     attended = attend(ops, layer.attention, normed, rows)
-    update = project(ops, layer.attention.o, attended, deferred=True)
+    update = project(ops, layer.attention.o, attended, deferred=True, planned=rows.planned_rows)
     normed, x = add_norm(ops, layer.post_norm, x, update)
-    return x, feed_forward(ops, layer.mlp, normed)
+    return x, feed_forward(ops, layer.mlp, normed, rows.planned_rows)
 
 
 def attend(ops: Operations, attention: Attention, x: Tensor, rows: Rows) -> Tensor:
     """Project, rotate, append to the cache and attend: x [B, n, *] -> [B, n, Hq * d]."""
     projections = (attention.q, attention.k, attention.v)
-    q, k, v = (y.unflatten(-1, (-1, attention.head_dim)) for y in project_stack(ops, projections, x, deferred=True))
+    products = project_stack(ops, projections, x, deferred=True, planned=rows.planned_rows)
+    q, k, v = (y.unflatten(-1, (-1, attention.head_dim)) for y in products)
     q_norm, k_norm = attention.q_norm, attention.k_norm
     q = ops.rotary_append(
         q,
@@ -266,38 +290,53 @@ def attend(ops: Operations, attention: Attention, x: Tensor, rows: Rows) -> Tens
         eps=0.0 if q_norm is None else q_norm.eps,
     )
     out = ops.tree_attention(
-        q, rows.cache, rows.lengths, rows.ancestors, scale=attention.scale, sliding_window=attention.sliding_window
+        q,
+        rows.cache,
+        rows.lengths,
+        rows.ancestors,
+        scale=attention.scale,
+        sliding_window=attention.sliding_window,
+        planned_nodes=rows.planned,
     )
     return out.flatten(-2)
 
 
-def feed_forward(ops: Operations, mlp: MLP, x: Tensor) -> Tensor:
-    """SwiGLU block: [B, n, H] -> [B, n, H], its splits perhaps still apart."""
+def feed_forward(ops: Operations, mlp: MLP, x: Tensor, planned: int | None = None) -> Tensor:
+    """SwiGLU block: [B, n, H] -> [B, n, H], its splits perhaps still apart. `planned`: see project."""
     if mlp.module is not None:
         return mlp.module(x)
     gate, up = mlp.gate, mlp.up
     if gate.weight is not None and up.weight is not None and gate.bias is None and up.bias is None:
-        inner = ops.linear_swiglu(x, gate.weight, up.weight)
+        inner = ops.linear_swiglu(x, gate.weight, up.weight, planned_rows=planned)
     else:
-        inner = ops.swiglu(*project_stack(ops, (gate, up), x))
-    return project(ops, mlp.down, inner, deferred=True)
+        inner = ops.swiglu(*project_stack(ops, (gate, up), x, planned=planned))
+    return project(ops, mlp.down, inner, deferred=True, planned=planned)
 
 
-def project(ops: Operations, projection: Projection, x: Tensor, deferred: bool = False) -> Tensor:
-    """One matrix product, or the module that stands in its place. `deferred`: the reader adds up its splits."""
+def project(
+    ops: Operations, projection: Projection, x: Tensor, deferred: bool = False, planned: int | None = None
+) -> Tensor:
+    """One matrix product, or the module that stands in its place.
+
+    `deferred`: the reader adds up its splits. `planned`: rows that its launch is chosen for, None: as many as x has.
+    """
     if projection.module is not None:
         return projection.module(x)
-    return ops.linear(x, projection.weight, projection.bias, deferred=deferred)
+    return ops.linear(x, projection.weight, projection.bias, deferred=deferred, planned_rows=planned)
 
 
 def project_stack(
-    ops: Operations, projections: tuple[Projection, ...], x: Tensor, deferred: bool = False
+    ops: Operations,
+    projections: tuple[Projection, ...],
+    x: Tensor,
+    deferred: bool = False,
+    planned: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Several products of the same rows, in one launch where all of them are plain."""
+    """Several products of the same rows, in one launch where all of them are plain. Options as for project."""
     if any(projection.weight is None for projection in projections):
         return tuple(project(ops, projection, x) for projection in projections)
     weights, biases = [p.weight for p in projections], [p.bias for p in projections]
-    return ops.linear_stack(x, weights, biases, deferred=deferred)
+    return ops.linear_stack(x, weights, biases, deferred=deferred, planned_rows=planned)
 
 
 def sequence_rows(tokens: Tensor, first: Tensor, count: int) -> Tensor:

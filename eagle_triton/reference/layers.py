@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eagle_triton.partials import Partials
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension (Zhang & Sennrich 2019), statistics in fp32.
@@ -17,6 +19,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     wide = total.float()
     normed = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     return normed if residual is None else (normed, total)
+
+
+def add(x: Tensor | Partials, residual: Tensor | None = None) -> Tensor:
+    """x + residual, or the sum of Partials alone: [..., H]."""
+    check_add(x, residual)
+    x = x.total() if isinstance(x, Partials) else x
+    return x if residual is None else x + residual
 
 
 def rotary_append(
@@ -71,6 +80,13 @@ def check_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
     if residual is not None:
         _check_shape("rms_norm", "residual", residual, x.shape)
     _check_alike("rms_norm", x, weight, residual)
+
+
+def check_add(x: Tensor | Partials, residual: Tensor | None) -> None:
+    """Raise ValueError unless these are operands of add."""
+    if residual is not None:
+        _check_shape("add", "residual", residual, x.shape)
+        _check_alike("add", x, residual)
 
 
 def check_rotary_append(

@@ -9,11 +9,18 @@ from torch import Tensor
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *, deferred: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    deferred: bool = False,
+    planned_rows: int | None = None,
 ) -> Tensor:
     """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
 
     `deferred`: the caller also takes a product whose partial sums are still apart, which only the kernel returns.
+    `planned_rows` matters to the kernel alone.
     """
     check_product("linear", x, (weight,), (bias,), residual, deferred=deferred)
     out = F.linear(x, weight, bias)
@@ -21,14 +28,19 @@ def linear(
 
 
 def linear_stack(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, deferred: bool = False
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    deferred: bool = False,
+    planned_rows: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Several products of the same rows, e.g. q, k and v. x [..., K], weights [Ni, K]; returns one [..., Ni] each."""
     check_product("linear_stack", x, weights, biases, None)
     return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
-def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, *, planned_rows: int | None = None) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I]."""
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
     return F.silu(F.linear(x, gate)) * F.linear(x, up)

@@ -14,7 +14,7 @@ _ALIGNED = (
 def _case(name, settings, rows, weights, dtype="bf16", deferred=False, residual=False, bias=False, targets=None):
     """weights: how many stand side by side; 0 for gate and up with SwiGLU."""
     kernel = _linear_kernel if weights else _linear_swiglu_kernel
-    block_m = products._block_m(rows)
+    block_m = products.block_m_of(rows)
     present = {"x", "gate", "up", "out"} | {f"w{i}" for i in range(weights)}
     present |= {f"bias{i}" for i in range(weights)} if bias else set()
     present |= {"residual"} if residual else set()

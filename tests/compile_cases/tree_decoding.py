@@ -6,7 +6,7 @@ from eagle_triton.tree_decoding import (
     _expand_beam_kernel,
     _topk_chunk_kernel,
     _topk_merge_kernel,
-    _topk_settings,
+    topk_chunk_of,
 )
 from eagle_triton.verification import (
     _final_token_kernel,
@@ -44,7 +44,7 @@ def _case(name: str, kernel, types: dict[str, str], constexprs: dict, options: d
 
 
 def _topk(dtype: str, vocabulary: int) -> list[tuple]:
-    chunk, chunk_warps, merge_warps = _topk_settings(vocabulary)
+    chunk = topk_chunk_of(vocabulary)
     chunks = 1 << (-(-vocabulary // chunk) - 1).bit_length()
     types = {"x_ptr": f"*{dtype}", "keys_ptr": "*i32", "sums_ptr": "*fp32", "offsets_ptr": "*i64"}
     types |= {"values_out_ptr": "*fp32", "tokens_out_ptr": "*i64"}
@@ -52,10 +52,8 @@ def _topk(dtype: str, vocabulary: int) -> list[tuple]:
     sizes = {"K": 10, "CHUNK": chunk, "CHUNKS": chunks, "CANDIDATES": candidates, "WIDTH": 16}
     options = {"aligned": ("vocabulary", "stride_xr")}
     return [
-        _case(
-            f"topk chunk {dtype} {vocabulary}", _topk_chunk_kernel, types, sizes, {"num_warps": chunk_warps, **options}
-        ),
-        _case(f"topk merge {dtype} {vocabulary}", _topk_merge_kernel, types, sizes, {"num_warps": merge_warps}),
+        _case(f"topk chunk {dtype} {vocabulary}", _topk_chunk_kernel, types, sizes, {"num_warps": 4, **options}),
+        _case(f"topk merge {dtype} {vocabulary}", _topk_merge_kernel, types, sizes, {"num_warps": 4}),
     ]
 
 

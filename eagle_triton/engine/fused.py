@@ -1,0 +1,311 @@
+"""The megakernel bound to one model and one state: its workspace, its launch settings, and when it cannot be used."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from eagle_triton import attention, linear
+from eagle_triton.adapters.view import DraftView, ModelView, Projection
+from eagle_triton.engine.state import DecodeState
+from eagle_triton.megakernel import draft_verify_update_kernel
+from eagle_triton.tree_decoding import topk_chunk_of
+
+WARPS = 4  # those of the operations whose sums must have the same order
+BARRIER_LIMIT = 1 << 18  # looks at a barrier before giving up: some tenths of a second
+MAX_ROWS = 64  # rows of a draft pass; more go to cuBLAS, which has no tiles to deal out
+
+
+class MegakernelError(RuntimeError):
+    """The megakernel's programs lost each other: a grid barrier waited past its bound."""
+
+
+def unsupported(view: ModelView, draft: DraftView | None, state: DecodeState) -> str | None:
+    """Why the megakernel cannot take a step of this state, or None if it can."""
+    spec = state.spec
+    if draft is None or spec.drafts == 0:
+        return "nothing is drafted"
+    if draft.kind not in ("eagle1", "eagle3"):
+        return f"the draft is a {draft.kind}"
+    if len(draft.layers) != 1:
+        return f"the draft head has {len(draft.layers)} layers"
+    (layer,) = draft.layers
+    products = _products(draft)
+    for name, projection in products.items():
+        if projection is None or projection.weight is None:
+            return f"the draft head's {name} is not a plain product"
+        if projection.bias is not None and name not in ("fc", "q", "k", "v"):
+            return f"the draft head's {name} has a bias"
+        if not projection.weight.is_contiguous():
+            return f"the weight of the draft head's {name} is not contiguous"
+    if layer.attention.q_norm is not None or layer.attention.sliding_window is not None:
+        return "the draft head norms its queries or has a sliding window"
+    if draft.kind == "eagle1" and (layer.input_norm is not None or draft.embedding.shape[1] != draft.hidden_size):
+        return "the draft head is not shaped like EAGLE-1's"
+    if not draft.embedding.is_contiguous():
+        return "the draft head's embedding is not contiguous"
+    if state.batch * state.planned_nodes > MAX_ROWS:
+        return f"{state.batch * state.planned_nodes} rows in a draft pass, more than {MAX_ROWS}"
+    if spec.top_k > 64 or spec.top_k * max((1, *spec.beam_widths)) > 1024:
+        return f"{spec.top_k} children for each of {max(spec.beam_widths)} nodes"
+    return None
+
+
+def _products(draft: DraftView) -> dict[str, Projection | None]:
+    (layer,) = draft.layers
+    attended, mlp = layer.attention, layer.mlp
+    return {
+        "fc": draft.fc,
+        "q": attended.q,
+        "k": attended.k,
+        "v": attended.v,
+        "o": attended.o,
+        "gate": mlp.gate,
+        "up": mlp.up,
+        "down": mlp.down,
+        "head": draft.head,
+    }
+
+
+class FusedStep:
+    """`verify_and_draft` of one state in one launch; holds the workspace. See megakernel.py.
+
+    programs: how many share the work, None: one for each multiprocessor. `absent`: a program that misses every
+    barrier, for tests of the fault. Raises ValueError if the model is unsupported.
+    """
+
+    def __init__(self, view: ModelView, draft: DraftView, state: DecodeState, programs: int | None = None):
+        reason = unsupported(view, draft, state)
+        if reason is not None:
+            raise ValueError(f"the megakernel cannot be used: {reason}")
+        self.view, self.draft, self.state = view, draft, state
+        self.absent, self.limit = -1, BARRIER_LIMIT
+        device = view.device
+        if programs is None:
+            programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        self.programs = programs
+        self.sync = torch.zeros(2, dtype=torch.int32, device=device)  # arrivals at barriers, error word
+        self._arguments = self._collect()
+
+    def __call__(self, logits: Tensor, features: Tensor, walk: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
+        """Verify (greedily, or take `walk`: path, accepted and next token), commit, and draft the next tree.
+
+        logits [B, N, V] and features [B, N, F] of the tree's nodes.
+        """
+        if walk is not None:
+            for place, value in zip((self.path, self.accepted, self.next_token), walk, strict=True):
+                place.copy_(value)
+        self.sync.zero_()
+        options = {"launch_cooperative_grid": True} if self.programs > 1 else {}
+        draft_verify_update_kernel[(self.programs,)](
+            logits.contiguous(),
+            features.contiguous(),
+            absent=self.absent,
+            limit=self.limit,
+            GREEDY=walk is None,
+            num_warps=WARPS,
+            num_stages=self.stages,
+            **self._arguments,
+            **options,
+        )
+
+    def check(self) -> None:
+        """Raise MegakernelError if a barrier of the last launch gave up. Waits for the device."""
+        if int(self.sync[1]):
+            raise MegakernelError("a program of the megakernel did not arrive at a grid barrier")
+
+    def _collect(self) -> dict[str, object]:
+        """All arguments but the logits and features of a step."""
+        view, draft, state = self.view, self.draft, self.state
+        spec, batch, (layer,) = state.spec, state.batch, draft.layers
+        eagle3, attended = draft.kind == "eagle3", layer.attention
+        device, dtype, hidden = view.device, view.dtype, draft.hidden_size
+        rows, beam, steps = batch * state.planned_nodes, max((1, *spec.beam_widths)), spec.depth + 1
+        group = attended.num_heads // attended.num_kv_heads
+        q_cols, kv_cols = attended.num_heads * attended.head_dim, attended.num_kv_heads * attended.head_dim
+        inner, vocabulary = layer.mlp.gate.weight.shape[0], draft.head.weight.shape[0]
+        biases = {f"{name}_bias_ptr": _products(draft)[name].bias for name in ("fc", "q", "k", "v")}
+        if any(biases[f"{name}_bias_ptr"] is not None for name in "qkv"):  # all or none
+            for name in "qkv":
+                bias = biases[f"{name}_bias_ptr"]
+                cols = len(_products(draft)[name].weight)
+                biases[f"{name}_bias_ptr"] = torch.zeros(cols, dtype=dtype, device=device) if bias is None else bias
+        weights = {name: projection.weight for name, projection in _products(draft).items()}
+
+        def settings(*names: str, fused: bool = False, whole: bool = False) -> linear.Settings:
+            cols = tuple(weights[name].shape[0] for name in names)
+            depth = weights[names[0]].shape[1]
+            found = linear.launch_settings(device, dtype, rows, cols, depth, fused, planned=True)
+            return found._replace(splits=1) if whole else found
+
+        use = {
+            "FC": settings("fc"),
+            "QKV": settings("q", "k", "v"),
+            "OUT": settings("o"),
+            "MLP": settings("gate", "up", fused=True),
+            "DOWN": settings("down"),
+            "HEAD": settings("head", whole=True),
+        }
+        self.stages = min(setting.stages for setting in use.values())
+        block_m = linear.block_m_of(rows)
+        described = {}
+        for key, names in (("FC", ["fc"]), ("QKV", "qkv"), ("OUT", "o"), ("MLP", ["gate", "up"]), ("DOWN", ["down"]),
+                           ("HEAD", ["head"])):  # fmt: skip
+            tensors = [weights[name] for name in names]
+            for name, desc in zip(
+                names, linear.descriptors([tensors[0], *tensors], block_m, use[key])[1:], strict=True
+            ):
+                described[f"{name}_desc"] = desc
+        keys = attention.settings_for(
+            state.planned_nodes * group,
+            attended.head_dim,
+            attended.num_kv_heads,
+            state.capacity,
+            dtype,
+            torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else None,
+        )
+
+        def empty(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+            return torch.empty(shape, dtype=kind, device=device)
+
+        def zeros(*shape: int, kind: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=kind, device=device)
+
+        def sums(setting: linear.Settings, cols: int) -> Tensor:
+            """A product's splits, or the product."""
+            return empty(setting.splits, rows, cols, kind=torch.float32 if setting.splits > 1 else dtype)
+
+        part = min(4096, max(16, triton.next_power_of_2(view.vocab_size)))
+        parts, chunk = triton.cdiv(view.vocab_size, part), topk_chunk_of(vocabulary)
+        chunks = triton.cdiv(vocabulary, chunk)
+        slots = max(max(spec.beam_slots, 1), 1)
+        levels = torch.zeros(3, steps, dtype=torch.int32)
+        levels[0, : len(spec.beam_widths)] = torch.tensor(spec.beam_widths, dtype=torch.int32)
+        levels[1, 1:steps] = levels[0, : steps - 1].cumsum(0)
+        levels[2, : spec.depth] = torch.tensor(spec.level_starts, dtype=torch.int32)
+        self.path = empty(batch, steps, kind=torch.int32)
+        self.accepted = empty(batch, kind=torch.int32)
+        self.next_token = empty(batch, kind=torch.int64)
+        words = state.chain.shape[-1]
+        width = max(2, triton.next_power_of_2(spec.nodes))
+        aligned = {
+            "target_cache_ptr": state.target_cache,
+            "path_ptr": self.path,
+            "accepted_ptr": self.accepted,
+            "next_ptr": self.next_token,
+            "nan_ptr": state.nan,
+            "before_ptr": empty(batch, kind=torch.int32),
+            "lengths_ptr": state.lengths,
+            "active_ptr": state.active,
+            "stop_ids_ptr": state.stops.ids,
+            "limits_ptr": state.stops.limit,
+            "exact_ptr": state.stops.exact,
+            "report_ptr": state.report,
+            "sequence_ptr": state.tokens,
+            "embedding_ptr": draft.embedding,
+            **{f"{name}_ptr": weight for name, weight in weights.items()},
+            **described,
+            **biases,
+            "token_norm_ptr": layer.input_norm.weight if eagle3 else None,
+            "feature_norm_ptr": draft.hidden_norm.weight if eagle3 else None,
+            "post_norm_ptr": layer.post_norm.weight,
+            "norm_ptr": draft.norm.weight if eagle3 else None,
+            "d2t_ptr": draft.d2t,
+            "inv_freq_ptr": attended.rotary.inv_freq.contiguous(),
+            "cache_ptr": state.draft_cache,
+            "levels_ptr": levels.to(device),
+            "chain_ptr": state.chain,
+            "beam_children_ptr": state.beam_children,
+            "selected_ptr": state.selected,
+            **{f"{name}_ptr": value for name, value in state.tree._asdict().items()},
+            "sync_ptr": self.sync,
+        }
+        workspace = {
+            "fused_ptr": sums(use["FC"], hidden) if eagle3 else empty(batch * steps, view.feature_size),
+            "inputs_ptr": empty(max(rows * 2 * hidden, batch * steps * view.feature_size)),
+            "residual_ptr": empty(rows, hidden),
+            "qkv_ptr": sums(use["QKV"], q_cols + 2 * kv_cols),
+            "queries_ptr": empty(rows, q_cols),
+            "partial_ptr": empty(batch * attended.num_kv_heads * keys.splits, state.planned_nodes * group,
+                                 attended.head_dim, kind=torch.float32),
+            "lse_ptr": empty(batch * attended.num_kv_heads * keys.splits, state.planned_nodes * group,
+                             kind=torch.float32),
+            "attended_ptr": empty(rows, q_cols),
+            "o_sums_ptr": sums(use["OUT"] if eagle3 or use["OUT"].splits >= use["FC"].splits else use["FC"], hidden),
+            "x_ptr": empty(rows, hidden),
+            "normed_ptr": empty(rows, hidden),
+            "inner_ptr": empty(rows, inner),
+            "down_sums_ptr": sums(use["DOWN"], hidden),
+            "hidden_ptr": empty(rows, hidden),
+            "head_in_ptr": empty(rows, hidden),
+            "logits_ptr": empty(rows, vocabulary),
+            "keys_ptr": empty(rows, chunks, spec.top_k, kind=torch.int32),
+            "places_ptr": empty(max(rows * chunks * spec.top_k, batch * spec.nodes * parts), kind=torch.int32),
+            "peaks_ptr": empty(max(rows * chunks, batch * spec.nodes * parts), kind=torch.float32),
+            "sums_ptr": empty(rows, chunks, kind=torch.float32),
+            "log_probs_ptr": empty(rows, spec.top_k, kind=torch.float32),
+            "candidates_ptr": empty(batch, spec.candidates, kind=torch.int64),
+            "scores_ptr": empty(batch, spec.candidates, kind=torch.float32),
+            "beam_scores_ptr": zeros(spec.depth, batch, beam, kind=torch.float32),
+            "beam_ancestors_ptr": zeros(spec.depth, batch, beam, words, kind=torch.int64),
+            "beam_candidates_ptr": zeros(batch, slots, kind=torch.int64),
+            "root_ptr": empty(batch, kind=torch.int64),
+            "scratch_ptr": empty(batch, spec.nodes, kind=torch.int32),
+        }  # fmt: skip
+        sizes = {
+            "nodes": spec.nodes,
+            "columns": state.tokens.shape[1],
+            "stops": state.stops.ids.shape[1],
+            "target_vocabulary": view.vocab_size,
+            "target_planes": state.target_cache[..., 0, 0].numel(),
+            "target_heads": state.target_cache.shape[3],
+            "feature_size": view.feature_size,
+            "vocabulary": vocabulary,
+            "capacity": state.capacity,
+            "scale_log2": attended.scale * math.log2(math.e),
+            "rotary_scaling": attended.rotary.attention_scaling,
+            "token_eps": layer.input_norm.eps if eagle3 else 0.0,
+            "feature_eps": draft.hidden_norm.eps if eagle3 else 0.0,
+            "post_eps": layer.post_norm.eps,
+            "norm_eps": draft.norm.eps if eagle3 else 0.0,
+        }
+        return {
+            **aligned,
+            **workspace,
+            **sizes,
+            "PART": part,
+            "PARTS": parts,
+            "TARGET_D": state.target_cache.shape[-1],
+            "STOPS": triton.next_power_of_2(state.stops.ids.shape[1]),
+            "REPORT": state.report.shape[1],
+            "EAGLE3": eagle3,
+            "NORMED_RESIDUAL": eagle3 and draft.norm_before_residual,
+            "B": batch,
+            "PASSES": spec.depth,
+            "K": spec.top_k,
+            "BEAM": beam,
+            "SLOTS": spec.beam_slots,
+            "CANDIDATES": spec.candidates,
+            "HIDDEN": hidden,
+            "INNER": inner,
+            "HEADS": attended.num_kv_heads,
+            "GROUP": group,
+            "D": attended.head_dim,
+            "WORDS": words,
+            "TREE_WORDS": state.tree.ancestors.shape[-1],
+            "NODES": width,
+            "DOUBLINGS": (spec.nodes - 1).bit_length(),
+            "CHUNKS": chunks,
+            "PROGRAMS": self.programs,
+            "PREFETCH": False,
+            "EVEN_K": all(weights[name].shape[1] % use[key].block_k == 0 for key, name in (
+                ("FC", "fc"), ("QKV", "q"), ("OUT", "o"), ("MLP", "gate"), ("DOWN", "down"), ("HEAD", "head"))),
+            "BLOCK_M": block_m,
+            "BLOCK_H": triton.next_power_of_2(hidden),
+            "CHUNK": chunk,
+            **{key: (s.block_n, s.block_k, s.splits, s.swap) for key, s in use.items()},
+            "ATTENTION": (keys.block_m, keys.block_n, keys.splits, keys.min_tiles, keys.block_t),
+        }  # fmt: skip

@@ -1,0 +1,922 @@
+"""The fused draft-verify-update megakernel: from the target's logits to the next draft tree in one launch.
+
+A persistent grid of PROGRAMS programs walks through the phases of a step together. A phase deals its tasks out to the
+programs, and a grid barrier stands before the next one. The work of a task is the device function that the separate
+kernel of that operation calls too, with the same launch settings, so the results are the same to the bit.
+
+    verify      greedy: the argmax of every node, the walk; then each sequence advances, and its cache rows move
+    extend      the draft head takes in the accepted tokens: features -> fc -> a pass whose rows are those tokens
+    beams       depth - 1 further passes whose rows are the chosen children of the last one
+    a pass      inputs -> (fc ->) q, k, v -> rotary, append -> attention -> merge -> o -> norm -> SwiGLU -> down
+                -> norm -> vocabulary projection -> top-k by chunks -> merge
+    build       the last children's scores, re-rank and tree
+
+The children of a pass are scored by the next one's first phase: each of its programs finds the beam for itself, which
+takes less time than a barrier.
+
+| name        | shape                   | dtype  |                                                              |
+|-------------|-------------------------|--------|--------------------------------------------------------------|
+| features    | [B, N, F]               | any    | of the target, for every node                                |
+| path, accepted, before, lengths | [B, D + 1], [B] | int32 | nodes kept; rows of the draft cache before and after |
+| levels      | [3, D + 1]              | int32  | per level: beam width, first beam slot, first flat candidate |
+| candidates  | [B, C]                  | int64, fp32 | tokens and scores of all children, in flat order         |
+| beam        | [D, B, K, ...]          | fp32, int64 | scores and ancestors of each level's nodes               |
+| others      | [rows, ...]             | model's| rows of a pass, b * n + i; fp32 partial sums of split products |
+
+Numerics: those of the operations. A barrier that waits too long ends the launch with the error word set (see
+`grid_barrier`), and the host raises.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from eagle_triton.attention import attend_split, merge_rows
+from eagle_triton.grid_barrier import grid_barrier
+from eagle_triton.kv_cache import commit_plane, plane_of
+from eagle_triton.laws import scan_parts
+from eagle_triton.layers import norm_row, rotary_append_head
+from eagle_triton.linear import product_tile, stack_tile, swiglu_tile
+from eagle_triton.tree_decoding import choose_beam, store_ancestors, topk_chunk, topk_merge, write_tree
+from eagle_triton.verification import greedy_walk, update_one
+
+
+@triton.jit
+def wide(index):
+    """`index` as an int64, so that what is multiplied with it may pass 2^31."""
+    return tl.full((), 0, tl.int64) + index
+
+
+@triton.jit
+def index_of(index):
+    """`index` as an int32 tensor: the interpreter counts loops in Python's integers."""
+    return tl.full((), 0, tl.int32) + index
+
+
+@triton.jit
+def _product(
+    x_ptr,
+    w_ptr,
+    w_desc,
+    bias_ptr,
+    out_ptr,
+    rows,
+    cols,
+    depth,
+    program,
+    ok,
+    PROGRAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SETTINGS: tl.constexpr,
+):
+    """A phase: x @ w.T for one weight, as `linear` makes it; its splits of K stay apart."""
+    BLOCK_N: tl.constexpr = SETTINGS[0]
+    BLOCK_K: tl.constexpr = SETTINGS[1]
+    SPLITS: tl.constexpr = SETTINGS[2]
+    SWAP: tl.constexpr = SETTINGS[3]
+    for task in range(program, tl.cdiv(cols, BLOCK_N) * SPLITS * ok, PROGRAMS):
+        product_tile(
+            x_ptr,
+            None,
+            w_ptr,
+            w_desc,
+            bias_ptr,
+            None,
+            out_ptr,
+            None,
+            None,
+            0,
+            task // SPLITS * BLOCK_N,
+            0,
+            task % SPLITS,
+            rows,
+            cols,
+            depth,
+            depth,
+            depth,
+            0,
+            cols,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            SPLITS,
+            SWAP,
+            EVEN_K,
+            True,
+        )
+
+
+@triton.jit
+def draft_verify_update_kernel(
+    target_logits_ptr,
+    features_ptr,
+    target_cache_ptr,
+    path_ptr,
+    accepted_ptr,
+    next_ptr,
+    nan_ptr,
+    before_ptr,
+    lengths_ptr,
+    active_ptr,
+    stop_ids_ptr,
+    limits_ptr,
+    exact_ptr,
+    report_ptr,
+    sequence_ptr,
+    embedding_ptr,
+    fc_ptr,
+    fc_desc,
+    fc_bias_ptr,
+    token_norm_ptr,
+    feature_norm_ptr,
+    q_ptr,
+    q_desc,
+    q_bias_ptr,
+    k_ptr,
+    k_desc,
+    k_bias_ptr,
+    v_ptr,
+    v_desc,
+    v_bias_ptr,
+    o_ptr,
+    o_desc,
+    post_norm_ptr,
+    gate_ptr,
+    gate_desc,
+    up_ptr,
+    up_desc,
+    down_ptr,
+    down_desc,
+    norm_ptr,
+    head_ptr,
+    head_desc,
+    d2t_ptr,
+    inv_freq_ptr,
+    cache_ptr,
+    levels_ptr,
+    chain_ptr,
+    beam_children_ptr,
+    selected_ptr,
+    tokens_ptr,
+    parents_ptr,
+    depths_ptr,
+    ancestors_ptr,
+    sync_ptr,
+    fused_ptr,
+    inputs_ptr,
+    residual_ptr,
+    qkv_ptr,
+    queries_ptr,
+    partial_ptr,
+    lse_ptr,
+    attended_ptr,
+    o_sums_ptr,
+    x_ptr,
+    normed_ptr,
+    inner_ptr,
+    down_sums_ptr,
+    hidden_ptr,
+    head_in_ptr,
+    logits_ptr,
+    keys_ptr,
+    places_ptr,
+    peaks_ptr,
+    sums_ptr,
+    log_probs_ptr,
+    candidates_ptr,
+    scores_ptr,
+    beam_scores_ptr,
+    beam_ancestors_ptr,
+    beam_candidates_ptr,
+    root_ptr,
+    scratch_ptr,
+    absent,
+    limit,
+    nodes,
+    columns,
+    stops,
+    target_vocabulary,
+    target_planes,
+    target_heads,
+    feature_size,
+    vocabulary,
+    capacity,
+    scale_log2,
+    rotary_scaling,
+    token_eps,
+    feature_eps,
+    post_eps,
+    norm_eps,
+    GREEDY: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    TARGET_D: tl.constexpr,
+    STOPS: tl.constexpr,
+    REPORT: tl.constexpr,
+    EAGLE3: tl.constexpr,
+    NORMED_RESIDUAL: tl.constexpr,
+    B: tl.constexpr,
+    PASSES: tl.constexpr,
+    K: tl.constexpr,
+    BEAM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    WORDS: tl.constexpr,
+    TREE_WORDS: tl.constexpr,
+    NODES: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FC: tl.constexpr,
+    QKV: tl.constexpr,
+    OUT: tl.constexpr,
+    MLP: tl.constexpr,
+    DOWN: tl.constexpr,
+    HEAD: tl.constexpr,
+    ATTENTION: tl.constexpr,
+):
+    """Grid (PROGRAMS,), all resident: see the module. `ok` is 0 after a fault, and then no phase has any task."""
+    STEPS: tl.constexpr = PASSES + 1
+    Q_COLS: tl.constexpr = HEADS * GROUP * D
+    KV_COLS: tl.constexpr = HEADS * D
+    QKV_COLS: tl.constexpr = Q_COLS + 2 * KV_COLS
+    QKV_N: tl.constexpr = QKV[0]
+    QKV_SPLITS: tl.constexpr = QKV[2]
+    MLP_N: tl.constexpr = MLP[0]
+    FC_SPLITS: tl.constexpr = FC[2]
+    O_SPLITS: tl.constexpr = OUT[2]
+    DOWN_SPLITS: tl.constexpr = DOWN[2]
+    ROWS_M: tl.constexpr = ATTENTION[0]
+    KEYS_N: tl.constexpr = ATTENTION[1]
+    KEY_SPLITS: tl.constexpr = ATTENTION[2]
+    MIN_TILES: tl.constexpr = ATTENTION[3]
+    KEYS_T: tl.constexpr = ATTENTION[4]
+    D_BLOCK: tl.constexpr = triton.next_power_of_2(D) if D > 16 else 16
+    MERGE_ROWS: tl.constexpr = 4 * (128 // D_BLOCK if D_BLOCK < 128 else 1)
+    BEAM_WIDTH: tl.constexpr = triton.next_power_of_2(BEAM)
+    CHILDREN: tl.constexpr = triton.next_power_of_2(BEAM * K)
+    program = tl.program_id(0)
+    number = 0
+    ok = 1
+    lane = tl.arange(0, BEAM_WIDTH)
+    child = tl.arange(0, CHILDREN)
+
+    # Verify, then advance each sequence.
+    STEPS_BLOCK: tl.constexpr = triton.next_power_of_2(STEPS)
+    if GREEDY:
+        for task in range(program, B * nodes * PARTS, PROGRAMS):
+            scan_parts(
+                wide(task // PARTS),
+                task % PARTS,
+                target_logits_ptr,
+                None,
+                peaks_ptr,
+                places_ptr,
+                None,
+                nodes,
+                target_vocabulary,
+                target_vocabulary,
+                1,
+                PART,
+                1,
+            )
+        number += 1
+        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+    for task in range(program, B * ok, PROGRAMS):
+        if GREEDY:
+            greedy_walk(
+                index_of(task),
+                peaks_ptr,
+                places_ptr,
+                tokens_ptr,
+                parents_ptr,
+                path_ptr,
+                accepted_ptr,
+                next_ptr,
+                nan_ptr,
+                nodes,
+                PARTS,
+                PASSES,
+                nodes,
+                1,
+                nodes,
+                1,
+                NODES,
+                triton.next_power_of_2(PARTS),
+                STEPS_BLOCK,
+            )
+            tl.debug_barrier()
+        batch = wide(task)
+        tl.store(before_ptr + batch, tl.load(lengths_ptr + batch))
+        update_one(
+            sequence_ptr + batch * columns,
+            lengths_ptr + batch,
+            active_ptr + batch,
+            tokens_ptr + batch * nodes,
+            path_ptr + batch * STEPS,
+            accepted_ptr + batch,
+            next_ptr + batch,
+            nan_ptr + batch,
+            stop_ids_ptr + batch * stops,
+            limits_ptr + batch,
+            exact_ptr + batch,
+            report_ptr + batch * REPORT,
+            STEPS,
+            columns,
+            stops,
+            STEPS_BLOCK,
+            STOPS,
+        )
+    number += 1
+    ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+
+    # Keep the accepted rows of the target's cache.
+    for task in range(program, target_planes * ok, PROGRAMS):
+        stack, sequence, head = plane_of(task, B, target_heads)
+        plane = target_cache_ptr + ((stack * B + sequence) * target_heads + head) * capacity * TARGET_D
+        commit_plane(
+            plane,
+            TARGET_D,
+            tl.load(before_ptr + sequence),
+            path_ptr + sequence * STEPS,
+            tl.load(accepted_ptr + sequence),
+            STEPS,
+            capacity,
+            TARGET_D,
+            STEPS_BLOCK,
+            triton.next_power_of_2(TARGET_D),
+        )
+
+    # The accepted nodes' features, in the order of the path.
+    FEATURE_BLOCK: tl.constexpr = 1024
+    blocks = tl.cdiv(feature_size, FEATURE_BLOCK)
+    for task in range(program, B * STEPS * blocks * ok, PROGRAMS):
+        row = wide(task // blocks)
+        node = tl.maximum(tl.load(path_ptr + row), 0)
+        column = task % blocks * FEATURE_BLOCK + tl.arange(0, FEATURE_BLOCK)
+        source = features_ptr + (row // STEPS * nodes + node) * feature_size + column
+        value = tl.load(source, mask=column < feature_size)
+        if EAGLE3:
+            tl.store(inputs_ptr + row * feature_size + column, value, mask=column < feature_size)
+        else:
+            tl.store(fused_ptr + row * feature_size + column, value, mask=column < feature_size)
+    number += 1
+    ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+    if EAGLE3:
+        rows = B * STEPS
+        _product(
+            inputs_ptr,
+            fc_ptr,
+            fc_desc,
+            fc_bias_ptr,
+            fused_ptr,
+            rows,
+            HIDDEN,
+            feature_size,
+            program,
+            ok,
+            PROGRAMS,
+            BLOCK_M,
+            EVEN_K,
+            FC,
+        )
+        number += 1
+        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+
+    for index in range(PASSES):
+        level = tl.maximum(index - 1, 0)  # whose chosen children are this pass's nodes
+        first_pass = index == 0
+        count = tl.where(first_pass, STEPS, tl.load(levels_ptr + level))
+        first_slot = tl.load(levels_ptr + STEPS + level)
+        start = tl.load(levels_ptr + 2 * STEPS + level)
+        above = tl.where(level == 0, 1, tl.load(levels_ptr + tl.maximum(level - 1, 0)))  # nodes of the level above
+        rows = B * count
+
+        # Inputs: embedding and feature of each node, and the bookkeeping of its beam.
+        for task in range(program, rows * 2 * ok, PROGRAMS):
+            row = task // 2
+            batch = wide(row // count)
+            place = row % count
+            feature = wide(row)
+            if first_pass:
+                column = tl.minimum(tl.load(before_ptr + batch) + 1 + place, columns - 1)
+                token = tl.load(sequence_ptr + batch * columns + column)
+            else:
+                beam_above = beam_scores_ptr + (level * B + batch) * BEAM
+                log_probs = log_probs_ptr + batch * above * K
+                named = beam_children_ptr
+                if beam_children_ptr is not None:
+                    named += first_slot
+                score, chosen = choose_beam(
+                    beam_above, log_probs, named, above * K, K, count, 1, K, 1, CHILDREN, BEAM_WIDTH
+                )
+                mine = tl.sum(tl.where(lane == place, chosen, 0), 0)
+                candidates = candidates_ptr + batch * CANDIDATES + start
+                token = tl.load(candidates + mine)
+                feature = batch * above + mine // K
+                if (task % 2 == 0) & (place == 0):
+                    parent = chosen // K
+                    in_beam = lane < count
+                    own = tl.load(beam_above + parent, mask=in_beam, other=0.0)
+                    own += tl.load(log_probs + chosen, mask=in_beam, other=0.0)
+                    tl.store(scores_ptr + batch * CANDIDATES + start + child, score, mask=child < above * K)
+                    tl.store(beam_scores_ptr + ((level + 1) * B + batch) * BEAM + lane, own, mask=in_beam)
+                    slots = beam_candidates_ptr + batch * SLOTS + first_slot
+                    tl.store(slots + lane, (chosen + start).to(tl.int64), mask=in_beam)
+                    masks = beam_ancestors_ptr + (level * B + batch) * (BEAM * WORDS)
+                    masks_out = masks + B * BEAM * WORDS
+                    store_ancestors(masks, masks_out, parent, first_slot, count, WORDS, WORDS, 1, BEAM_WIDTH)
+            inputs = inputs_ptr + wide(row) * (2 * HIDDEN)
+            if task % 2 == 0:
+                embedded = embedding_ptr + token * HIDDEN
+                norm_row(embedded, token_norm_ptr, None, inputs, None, 0, token_eps, HIDDEN, BLOCK_H, 1)
+            else:
+                picked = residual_ptr + wide(row) * HIDDEN
+                if first_pass:
+                    norm_row(
+                        fused_ptr + feature * HIDDEN,
+                        feature_norm_ptr,
+                        None,
+                        inputs + HIDDEN,
+                        picked,
+                        rows * HIDDEN,
+                        feature_eps,
+                        HIDDEN,
+                        BLOCK_H,
+                        FC_SPLITS if EAGLE3 else 1,
+                    )
+                else:
+                    norm_row(
+                        hidden_ptr + feature * HIDDEN,
+                        feature_norm_ptr,
+                        None,
+                        inputs + HIDDEN,
+                        picked,
+                        0,
+                        feature_eps,
+                        HIDDEN,
+                        BLOCK_H,
+                        1,
+                    )
+        number += 1
+        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+
+        layer_in_ptr, layer_depth = inputs_ptr, 2 * HIDDEN
+        if not EAGLE3:
+            _product(
+                inputs_ptr,
+                fc_ptr,
+                fc_desc,
+                fc_bias_ptr,
+                o_sums_ptr,
+                rows,
+                HIDDEN,
+                2 * HIDDEN,
+                program,
+                ok,
+                PROGRAMS,
+                BLOCK_M,
+                EVEN_K,
+                FC,
+            )
+            number += 1
+            ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+            for row in range(program, rows * ok, PROGRAMS):
+                sums = o_sums_ptr + row * HIDDEN
+                out = residual_ptr + row * HIDDEN
+                norm_row(sums, None, None, out, None, rows * HIDDEN, 0.0, HIDDEN, BLOCK_H, FC_SPLITS)
+            number += 1
+            ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+            layer_in_ptr, layer_depth = residual_ptr, HIDDEN
+
+        tiles = tl.cdiv(Q_COLS, QKV_N) + 2 * tl.cdiv(KV_COLS, QKV_N)
+        for task in range(program, tiles * QKV_SPLITS * ok, PROGRAMS):
+            stack_tile(
+                task // QKV_SPLITS,
+                task % QKV_SPLITS,
+                0,
+                tiles,
+                layer_in_ptr,
+                q_ptr,
+                k_ptr,
+                v_ptr,
+                None,
+                q_desc,
+                k_desc,
+                v_desc,
+                q_bias_ptr,
+                k_bias_ptr,
+                v_bias_ptr,
+                None,
+                qkv_ptr,
+                None,
+                None,
+                rows,
+                Q_COLS,
+                KV_COLS,
+                KV_COLS,
+                layer_depth,
+                layer_depth,
+                layer_depth,
+                layer_depth,
+                layer_depth,
+                0,
+                QKV_COLS,
+                BLOCK_M,
+                QKV_N,
+                QKV[1],
+                QKV_SPLITS,
+                QKV[3],
+                EVEN_K,
+                True,
+            )
+        number += 1
+        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+
+        for task in range(program, rows * HEADS * ok, PROGRAMS):
+            place = task % count
+            batch = wide(task // (count * HEADS))
+            first_row = tl.load(before_ptr + batch)
+            position = first_row + place
+            if not first_pass:
+                length = tl.load(lengths_ptr + batch)
+                first_row = length + first_slot
+                position = length + level
+            rotary_append_head(
+                place,
+                wide(task // count % HEADS),
+                batch,
+                position,
+                wide(first_row + place),
+                qkv_ptr,
+                qkv_ptr + Q_COLS,
+                qkv_ptr + (Q_COLS + KV_COLS),
+                cache_ptr,
+                inv_freq_ptr,
+                None,
+                None,
+                queries_ptr,
+                rows * QKV_COLS,
+                count * QKV_COLS,
+                QKV_COLS,
+                D,
+                count * QKV_COLS,
+                QKV_COLS,
+                D,
+                count * QKV_COLS,
+                QKV_COLS,
+                D,
+                capacity * (B * HEADS * D),
+                capacity * (HEADS * D),
+                capacity * D,
+                D,
+                count,
+                capacity,
+                rotary_scaling,
+                0.0,
+                HEADS,
+                GROUP,
+                D // 2,
+                D_BLOCK // 2,
+                triton.next_power_of_2(GROUP),
+                QKV_SPLITS,
+            )
+        number += 1
+        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+
+        visible_ptr, bits_ptr, bits_stride = (
+            lengths_ptr,
+            beam_ancestors_ptr + (level + 1) * (B * BEAM * WORDS),
+            BEAM * WORDS,
+        )
+        if first_pass:
+            visible_ptr, bits_ptr, bits_stride = before_ptr, chain_ptr, STEPS * WORDS
+        row_blocks = tl.cdiv(count * GROUP, ROWS_M)
+        for task in range(program, row_blocks * KEY_SPLITS * B * HEADS * ok, PROGRAMS):
+            head = index_of(task // (row_blocks * KEY_SPLITS))
+            attend_split(
+                task // KEY_SPLITS % row_blocks,
+                task % KEY_SPLITS,
+                head // HEADS,
+                head % HEADS,
+                B,
+                queries_ptr,
+                cache_ptr,
+                None,
+                visible_ptr,
+                bits_ptr,
+                attended_ptr,
+                partial_ptr,
+                lse_ptr,
+                count * Q_COLS,
+                Q_COLS,
+                D,
+                wide(capacity) * (B * HEADS * D),
+                wide(capacity) * (HEADS * D),
+                wide(capacity) * D,
+                bits_stride,
+                WORDS,
+                count * Q_COLS,
+                Q_COLS,
+                D,
+                count,
+                capacity,
+                scale_log2,
+                0,
+                D,
+                D,
+                GROUP,
+                HEADS,
+                WORDS,
+                False,
+                KEY_SPLITS,
+                MIN_TILES,
+                False,
+                ROWS_M,
+                KEYS_N,
+                KEYS_T,
+                D_BLOCK,
+            )
+        number += 1
+        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+        if KEY_SPLITS > 1:
+            row_blocks = tl.cdiv(count * GROUP, MERGE_ROWS)
+            for task in range(program, row_blocks * B * HEADS * ok, PROGRAMS):
+                head = index_of(task // row_blocks)
+                merge_rows(
+                    task % row_blocks,
+                    head // HEADS,
+                    head % HEADS,
+                    partial_ptr,
+                    lse_ptr,
+                    visible_ptr,
+                    attended_ptr,
+                    count * Q_COLS,
+                    Q_COLS,
+                    D,
+                    count,
+                    capacity,
+                    0,
+                    D,
+                    GROUP,
+                    HEADS,
+                    WORDS,
+                    False,
+                    KEY_SPLITS,
+                    MIN_TILES,
+                    False,
+                    KEYS_N,
+                    MERGE_ROWS,
+                    triton.next_power_of_2(KEY_SPLITS),
+                    D_BLOCK,
+                )
+            number += 1
+            ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+
+        _product(
+            attended_ptr,
+            o_ptr,
+            o_desc,
+            None,
+            o_sums_ptr,
+            rows,
+            HIDDEN,
+            Q_COLS,
+            program,
+            ok,
+            PROGRAMS,
+            BLOCK_M,
+            EVEN_K,
+            OUT,
+        )
+        number += 1
+        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+        for task in range(program, rows * ok, PROGRAMS):
+            row = wide(task)
+            residual = residual_ptr + row * HIDDEN
+            if NORMED_RESIDUAL:
+                residual = inputs_ptr + (row * 2 + 1) * HIDDEN
+            norm_row(
+                o_sums_ptr + row * HIDDEN,
+                post_norm_ptr,
+                residual,
+                normed_ptr + row * HIDDEN,
+                x_ptr + row * HIDDEN,
+                rows * HIDDEN,
+                post_eps,
+                HIDDEN,
+                BLOCK_H,
+                O_SPLITS,
+            )
+        number += 1
+        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+        for task in range(program, tl.cdiv(INNER, MLP_N) * ok, PROGRAMS):
+            swiglu_tile(
+                0,
+                task * MLP_N,
+                normed_ptr,
+                gate_ptr,
+                up_ptr,
+                None,
+                gate_desc,
+                up_desc,
+                inner_ptr,
+                rows,
+                INNER,
+                HIDDEN,
+                HIDDEN,
+                HIDDEN,
+                HIDDEN,
+                INNER,
+                BLOCK_M,
+                MLP_N,
+                MLP[1],
+                MLP[3],
+                EVEN_K,
+            )
+        number += 1
+        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+        _product(
+            inner_ptr,
+            down_ptr,
+            down_desc,
+            None,
+            down_sums_ptr,
+            rows,
+            HIDDEN,
+            INNER,
+            program,
+            ok,
+            PROGRAMS,
+            BLOCK_M,
+            EVEN_K,
+            DOWN,
+        )
+        number += 1
+        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+
+        # Of the accepted tokens' pass only the last row goes on.
+        ends = tl.where(first_pass, B, rows)
+        for task in range(program, ends * ok, PROGRAMS):
+            row = wide(task)
+            source = row
+            if first_pass:
+                source = row * STEPS + tl.maximum(tl.load(accepted_ptr + row), 0)
+            if EAGLE3:
+                norm_row(
+                    down_sums_ptr + source * HIDDEN,
+                    norm_ptr,
+                    x_ptr + source * HIDDEN,
+                    head_in_ptr + row * HIDDEN,
+                    hidden_ptr + row * HIDDEN,
+                    rows * HIDDEN,
+                    norm_eps,
+                    HIDDEN,
+                    BLOCK_H,
+                    DOWN_SPLITS,
+                )
+            else:
+                norm_row(
+                    down_sums_ptr + source * HIDDEN,
+                    None,
+                    x_ptr + source * HIDDEN,
+                    hidden_ptr + row * HIDDEN,
+                    None,
+                    rows * HIDDEN,
+                    0.0,
+                    HIDDEN,
+                    BLOCK_H,
+                    DOWN_SPLITS,
+                )
+        number += 1
+        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+        _product(
+            head_in_ptr if EAGLE3 else hidden_ptr,
+            head_ptr,
+            head_desc,
+            None,
+            logits_ptr,
+            ends,
+            vocabulary,
+            HIDDEN,
+            program,
+            ok,
+            PROGRAMS,
+            BLOCK_M,
+            EVEN_K,
+            HEAD,
+        )
+        number += 1
+        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+        for task in range(program, ends * CHUNKS * ok, PROGRAMS):
+            row = wide(task // CHUNKS)
+            topk_chunk(
+                logits_ptr + row * vocabulary,
+                keys_ptr,
+                places_ptr,
+                peaks_ptr,
+                sums_ptr,
+                row * CHUNKS + task % CHUNKS,
+                task % CHUNKS,
+                vocabulary,
+                1,
+                K,
+                CHUNK,
+            )
+        number += 1
+        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+        ends_each = tl.where(first_pass, 1, count)
+        start = tl.load(levels_ptr + 2 * STEPS + index)
+        for task in range(program, ends * ok, PROGRAMS):
+            row = wide(task)
+            candidates = row // ends_each * CANDIDATES + start + row % ends_each * K
+            topk_merge(
+                keys_ptr,
+                places_ptr,
+                peaks_ptr,
+                sums_ptr,
+                d2t_ptr,
+                log_probs_ptr + row * K,
+                candidates_ptr + candidates,
+                row,
+                CHUNKS,
+                K,
+                triton.next_power_of_2(CHUNKS),
+                triton.next_power_of_2(CHUNKS * K),
+                triton.next_power_of_2(K),
+            )
+        number += 1
+        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+
+    # The last level's scores, and the tree.
+    for task in range(program, B * ok, PROGRAMS):
+        batch = wide(task)
+        above = tl.where(PASSES == 1, 1, tl.load(levels_ptr + tl.maximum(PASSES - 2, 0)))
+        start = tl.load(levels_ptr + 2 * STEPS + PASSES - 1)
+        score, _ = choose_beam(
+            beam_scores_ptr + ((PASSES - 1) * B + batch) * BEAM,
+            log_probs_ptr + batch * above * K,
+            None,
+            above * K,
+            K,
+            0,
+            1,
+            K,
+            1,
+            CHILDREN,
+            BEAM_WIDTH,
+        )
+        tl.store(scores_ptr + batch * CANDIDATES + start + child, score, mask=child < above * K)
+        root = tl.load(sequence_ptr + batch * columns + tl.minimum(tl.load(lengths_ptr + batch), columns - 1))
+        tl.store(root_ptr + batch, root)
+        tl.debug_barrier()
+        write_tree(
+            batch,
+            root_ptr,
+            candidates_ptr,
+            scores_ptr,
+            beam_candidates_ptr,
+            selected_ptr,
+            scratch_ptr,
+            tokens_ptr,
+            parents_ptr,
+            depths_ptr,
+            ancestors_ptr,
+            CANDIDATES,
+            nodes,
+            SLOTS,
+            K,
+            TREE_WORDS,
+            1,
+            CANDIDATES,
+            1,
+            CANDIDATES,
+            1,
+            SLOTS,
+            1,
+            nodes,
+            1,
+            nodes,
+            1,
+            nodes,
+            1,
+            nodes * TREE_WORDS,
+            TREE_WORDS,
+            1,
+            triton.next_power_of_2(CANDIDATES),
+            NODES,
+            64 if NODES > 64 else NODES,
+            DOUBLINGS,
+        )
