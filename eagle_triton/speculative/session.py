@@ -207,6 +207,8 @@ class Session:
             else:
                 ended.append(self._end(job, "length"))
         self._set_tree([*self._running.values(), *entering])
+        if not entering:
+            return ended
         try:  # together, so that equal prompts are computed once
             slots = self._batch.admit_all([job.request for job in entering])
         except (ValueError, RuntimeError):  # too long, or NaN logits: find out whose
@@ -271,7 +273,8 @@ class Session:
             rest = job.stream.finish()
             job.text.append(rest)
             if job.stream.stopped:
-                finished, kept = "stop", job.stream.tokens
+                kept = job.stream.tokens
+                finished = finished if error else "stop"
         job.statistics.tokens = kept
         self.statistics += job.statistics
         completion = Completion(
