@@ -10,6 +10,7 @@ from torch import nn
 from eagle_triton.adapters import native
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.adapters.reading import UnsupportedModelError
+from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.generate import generate
 from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.operations import Operations
@@ -93,8 +94,8 @@ def test_a_draft_equal_to_the_target_is_accepted_to_the_last_token(family, batch
     prompts = prompts_of(batch)
     rows = run(engine, prompts, 40)
     assert engine.accept_lengths == [3] * 10
-    with engine.start(prompts, CHAIN, Sampling(), 200) as generation:
-        accepted = [[len(fresh) - 1 for fresh in generation.step()] for _ in range(12)]
+    with Batch.start(engine, prompts, CHAIN, Sampling(), 200) as running:
+        accepted = [[progress.accepted for progress in running.step()] for _ in range(12)]
     assert accepted == [[3] * batch] * 12
     for prompt, row in zip(prompts, rows, strict=True):
         assert torch.equal(row, greedy(model, prompt, 40))
@@ -107,13 +108,16 @@ def test_drafts_are_what_the_draft_model_says_on_its_own():
     engine = engine_for(target, draft, CHAIN)
     prompts = [prompt % 8 for prompt in prompts_of(3)]
     seen = set()
-    with engine.start(prompts, CHAIN, Sampling(temperature=1.0, seed=1), 200) as generation:
-        generation.ahead = 0  # the tree that is read belongs to the step that was read
-        for _ in range(15):
-            accepted = [len(fresh) - 1 for fresh in generation.step()]
-            for index, count in enumerate(accepted):
-                tree = generation.state.tree.tokens[index]
-                tokens = torch.cat((generation.tokens(index), tree[:1]))
+    with Batch.start(engine, prompts, CHAIN, Sampling(temperature=1.0, seed=1), 200) as running:
+        running.ahead = 0  # the tree that is read belongs to the step that was read
+        for step in range(15):
+            running.spec = PLAIN if step in (5, 6, 7, 8) else CHAIN  # plain steps, which the draft takes in later
+            counts = [progress.accepted for progress in running.step()]
+            if running.spec == PLAIN:
+                continue
+            for slot, count in enumerate(counts):
+                tree = running.state.tree.tokens[slot]
+                tokens = torch.cat((running.tokens(slot), tree[:1]))
                 assert torch.equal(tree[1:], greedy(draft, tokens, 3)[-3:])
                 seen.add(count)
     assert len(seen) > 1, "every step accepted the same number: the test shows little"
@@ -183,15 +187,13 @@ def test_a_long_prompt_reaches_the_draft_in_chunks():
     assert torch.equal(row, greedy(model, prompt, 12))
 
 
-@pytest.mark.parametrize("length", [502, 503, 504])
-def test_a_cache_that_is_nearly_full_holds_the_row_of_the_root(length):
-    """A model needs one row more than a head, also where a bucket of 512 ends: here behind 9 rows of beam nodes."""
-    model, spec = causal_lm(layers=2), TreeSpec.dynamic(total_token=4, depth=3, top_k=3)
-    engine = engine_for(model, model, spec)
-    prompt = random_prompt(length)[0].to(DEVICE)
-    with engine.start([prompt], spec, Sampling(), length) as generation:
-        tokens = generation.state.tree.tokens[0].tolist()
-    assert tokens[:2] == greedy(model, prompt, 2)[-2:].tolist()
+@pytest.mark.parametrize("rows", [381, 382, 383])
+def test_a_full_cache_holds_the_row_of_the_root(rows):
+    """A model needs one row more than a head, also where a bucket of 512 ends: here behind 130 rows of beam nodes."""
+    model, spec = causal_lm(layers=2), TreeSpec.dynamic(total_token=4, depth=10, top_k=13)
+    engine, prompt = engine_for(model, model, spec), random_prompt(rows - 1)[0].to(DEVICE)
+    (row,) = run(engine, [prompt], 1)
+    assert torch.equal(row, greedy(model, prompt, 1))
 
 
 LAWS = {"T": dict(temperature=1.0), "top-k-top-p": dict(temperature=1.5, top_k=4, top_p=0.8)}

@@ -49,9 +49,10 @@ def prefill(
     state.tokens.scatter_(1, state.lengths[:, None].long(), root)
     state.sampling.step.fill_(1)
     if draft is not None:
-        outputs = draft_extend(ops, draft, torch.cat(features), root, state.draft_cache, draft.rows(state.lengths - 1))
-        for kept, rows in zip((state.sequences.hidden, state.sequences.normed), outputs, strict=True):
-            kept.copy_(rows)
+        rows = draft.rows(state.lengths - 1)
+        outputs = draft_extend(ops, draft, torch.cat(features), root, state.draft_cache, rows)
+        for kept, output in zip((state.sequences.hidden, state.sequences.normed), outputs, strict=True):
+            kept.copy_(output)
     plant(ops, draft, state)
 
 
