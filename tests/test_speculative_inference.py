@@ -545,3 +545,16 @@ def test_a_tree_keeps_its_shape_through_a_run():
     eagle = EAGLEInference(None, tiny_model(), FIXED.changed(num_draft_tokens=5))
     eagle.generate([random_prompt(4)[0]], 20, on_step=lambda info: nodes.add(info.nodes))
     assert nodes == {5} and eagle.config.tree() == TreeSpec.dynamic(5, 2, 4)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes minutes in the interpreter")
+def test_the_kernels_decode_as_the_references():
+    model = EaModel.from_pretrained("demo").to("cuda")
+    prompts = demo_prompts(6)
+    options = dict(max_new_tokens=[40, 3, 20, 33, 1, 60], temperature=[0.0, 0.0, 0.0, 1.0, 0.0, 0.7], seed=1)
+    outputs = [
+        new_tokens(EAGLEInference(model, model, EAGLEConfig(slots=3), kernels=kernels).generate(prompts, **options)[1])
+        for kernels in (False, True)
+    ]
+    assert outputs[0] == outputs[1]
