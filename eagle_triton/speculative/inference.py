@@ -349,7 +349,7 @@ class EAGLEInference:
         results, completions = Results(), {}
         name = "target alone" if policy is None else "speculative"
         with (
-            self._open(calls, policy, logprobs) as session,
+            self._open(calls, policy, logprobs, text=on_step is not None) as session,
             tqdm(total=len(calls), desc=name, disable=not progress) as bar,
         ):
             watch = Stopwatch(self.pair.view.device)
@@ -382,16 +382,16 @@ class EAGLEInference:
             finally:
                 self.statistics += session.statistics
 
-    def _open(self, calls: Sequence[_Call], policy: TreePolicy | None, logprobs: bool) -> Session:
+    def _open(self, calls: Sequence[_Call], policy: TreePolicy | None, logprobs: bool, text: bool = True) -> Session:
         rows = max(len(call.prompt) + call.max_new_tokens for call in calls)
         if self.config.max_length is not None:
             rows = min(rows, self.config.max_length)
-        return self._session(policy, min(self.config.slots, len(calls)), rows, logprobs)
+        return self._session(policy, min(self.config.slots, len(calls)), rows, logprobs, text)
 
-    def _session(self, policy: TreePolicy | None, slots: int, rows: int, logprobs: bool) -> Session:
+    def _session(self, policy: TreePolicy | None, slots: int, rows: int, logprobs: bool, text: bool = True) -> Session:
         return Session(
             self.engine, policy, slots, rows,
-            tokenizer=self.tokenizer, stop_ids=self.pair.stop_ids, logprobs=logprobs,
+            tokenizer=self.tokenizer, stop_ids=self.pair.stop_ids, logprobs=logprobs, text=text,
         )  # fmt: skip
 
     def _trees(self) -> list[TreeSpec]:

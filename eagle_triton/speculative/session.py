@@ -29,7 +29,8 @@ class Completion:
     """How a request ended. finished: "stop" (a stop token, which is kept, or a stop string), "length" or "error".
 
     tokens: the new ones; a stop string takes those behind it away. text: None without a tokenizer; without the stop
-    string. logprobs: the target's log-probability of each token under the law that it was chosen by, if asked for.
+    string. logprobs, if asked for: the log-softmax of the target's own logits at each token, before penalties,
+    biases, temperature and filters.
     """
 
     index: int
@@ -116,14 +117,17 @@ class Session:
         tokenizer: Any | None = None,
         stop_ids: Iterable[int] = (),
         logprobs: bool = False,
+        text: bool = True,
     ) -> None:
         """policy: None decodes plainly. rows: the most tokens of a sequence, prompt included; a longer request fails.
 
-        stop_ids: where requests end that name no stop tokens. Raises RuntimeError if the engine is busy.
+        stop_ids: where requests end that name no stop tokens. text: give pieces their text, with a tokenizer; False
+        leaves it to completions, where stop strings do not ask for it. Raises RuntimeError if the engine is busy.
         """
         self.policy, self.tokenizer, self.rows = policy, tokenizer, rows
         self.statistics = Statistics()  # of the requests that have ended
         self.steps = self.tokens = 0  # so far, of all requests
+        self._text = text
         self._stop_ids = frozenset(stop_ids)
         self._waiting: deque[_Job] = deque()
         self._running: dict[int, _Job] = {}
@@ -241,36 +245,34 @@ class Session:
 
     def _take(self, row: Progress) -> Piece:
         """A request's share of a step."""
-        job = self._running[row.slot]
-        tokens, text = list(row.tokens), []
-        if job.stream is not None:
-            for token in tokens:
-                text.append(job.stream.push(token))
-                if job.stream.stopped:
-                    break
+        job, tokens, text = self._running[row.slot], list(row.tokens), ""
+        if job.stream is not None and (self._text or job.stream.stop_strings):
+            text = job.stream.push(*tokens)
         stopped = job.stream is not None and job.stream.stopped
         finished = "stop" if stopped else row.finished
         self.tokens += len(tokens)
         job.tokens += tokens
-        job.text += text
+        job.text.append(text)
         if row.logprobs is not None:
             job.logprobs = (job.logprobs or []) + list(row.logprobs)
         if row.error is None:
             job.statistics.add_step(row.accepted, row.proposed, self._depths[row.proposed], len(tokens))
-        piece = Piece(job.index, tokens, "".join(text), row.logprobs)
+        piece = Piece(job.index, tokens, text, row.logprobs)
         if finished is not None:
             del self._running[row.slot]
             if row.finished is None:
                 self._batch.release(row.slot)
             last = self._end(job, finished, row.error)
-            piece = Piece(job.index, tokens, piece.text + last.text, row.logprobs, last.completion)
+            piece = Piece(job.index, tokens, text + last.text, row.logprobs, last.completion)
         return piece
 
     def _end(self, job: _Job, finished: str, error: str | None = None) -> Piece:
         """The last piece of a request: text that waited, and its completion."""
         rest, kept = "", len(job.tokens)
         if job.stream is not None:
-            rest = job.stream.finish()
+            if not (self._text or job.stream.stop_strings):
+                rest = job.stream.push(*job.tokens)
+            rest += job.stream.finish()
             job.text.append(rest)
             if job.stream.stopped:
                 kept = job.stream.tokens

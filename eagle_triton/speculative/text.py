@@ -13,7 +13,7 @@ CONTEXT = 8  # tokens that are decoded again before new ones: a token's text may
 class TextStream:
     """Turns tokens into pieces of text that never split a character, and watches for stop strings.
 
-    `push(token)` returns the text that is certain now, often empty; `finish()` the rest. The pieces together are the
+    `push(*tokens)` returns the text that is certain now, often empty; `finish()` the rest. The pieces together are the
     text of all tokens, cut before the first stop string; `stopped` says that one came. Special tokens have no text.
     """
 
@@ -36,17 +36,30 @@ class TextStream:
             return len(self._ends)
         return next(count for count, end in enumerate([0, *self._ends]) if end >= self._released)
 
-    def push(self, token: int) -> str:
-        """The text that `token` makes certain. Raises RuntimeError after a stop string."""
+    def push(self, *tokens: int) -> str:
+        """The text that tokens make certain; those behind a stop string are not looked at.
+
+        Raises RuntimeError after a stop string.
+        """
         if self.stopped:
             raise RuntimeError("TextStream: a stop string has ended this text")
-        self._window.append(token)
+        if not self.stop_strings:
+            return self._push(tokens)
+        pieces = []
+        for token in tokens:  # one by one, to know which of them the text needs
+            pieces.append(self._push([token]))
+            if self.stopped:
+                break
+        return "".join(pieces)
+
+    def _push(self, tokens: Sequence[int]) -> str:
+        self._window += tokens
         text = self._certain()
         fresh, self._shown = text[self._shown :], max(self._shown, len(text))
         if len(self._window) > 2 * CONTEXT and text == self._decoded():
             self._window = self._window[-CONTEXT:]
             self._shown = len(self._certain())
-        self._ends.append((self._ends[-1] if self._ends else 0) + len(fresh))
+        self._ends += [(self._ends[-1] if self._ends else 0) + len(fresh)] * len(tokens)
         return self._release(fresh)
 
     def finish(self) -> str:
