@@ -1,9 +1,11 @@
 """The running batch on tiny random models: who enters, leaves or fails changes nothing for the others."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from eagle_triton.engine import lag
 from eagle_triton.engine.batch import Batch, Request
@@ -23,12 +25,12 @@ def prompt(length: int, seed: int = 0, vocab: int = 32) -> torch.Tensor:
     return random_prompt(length, vocab, seed)[0]
 
 
-def alone(engine: Engine, request: Request) -> list[int]:
+def alone(engine: Engine, request: Request, spec: TreeSpec | None = None) -> list[int]:
     """The new tokens of a request that has the engine to itself."""
     sequence = generate(
         engine,
         [request.prompt],
-        engine.draft.read_tree(),
+        spec or engine.draft.read_tree(),
         request.sampling,
         max_new_tokens=[request.max_new_tokens],
         eos_token_ids=request.stop_ids,
@@ -287,3 +289,97 @@ def test_a_batch_without_a_draft_decodes_plainly():
         assert drain(batch)[id(REQUESTS[0])] == (expected, "length")
         with pytest.raises(ValueError, match="this batch has no draft"):
             batch.spec = TreeSpec.dynamic(8, 3, 2)
+
+
+# -------------------------------------------------------------------------------------------------- logits processed
+
+
+def rewarded(model, request: Request) -> tuple[list[int], list[float]]:
+    """A greedy request decoded by the bare target with Hugging Face's penalty: tokens, and their log-probabilities."""
+    penalise = RepetitionPenaltyLogitsProcessor(request.sampling.repetition_penalty)
+    sequence, logprobs = request.prompt[None], []
+    for _ in range(request.max_new_tokens):
+        with torch.no_grad():
+            logits = model.base_model(sequence).logits[:, -1].float()
+        scores = penalise(sequence, logits.clone())
+        for token, value in request.sampling.logit_bias:
+            scores[0, token] += value
+        token = scores.argmax(-1, keepdim=True)
+        logprobs.append(logits.log_softmax(-1)[0, token.item()].item())
+        sequence = torch.cat((sequence, token), dim=1)
+    return sequence[0, len(request.prompt) :].tolist(), logprobs
+
+
+PROCESSED = [
+    Request(prompt(8), 25, Sampling(repetition_penalty=1.4)),
+    Request(prompt(20), 20, Sampling(logit_bias={5: 3.0, 9: float("-inf")})),
+    Request(prompt(4), 25, Sampling(repetition_penalty=0.8, logit_bias=[(3, -2.0)])),
+    Request(prompt(11), 20),
+]
+
+
+@AHEAD
+@pytest.mark.parametrize("tree", ["draft", "plain"])
+def test_penalties_and_biases_are_those_of_plain_decoding(tree, ahead):
+    model = tiny_model(layers=5, vocab=12, **LARGER)
+    requests = [replace(request, prompt=request.prompt % 12) for request in PROCESSED]
+    engine = engine_for(model)
+    neighbour = Request(prompt(30, vocab=12), 18, Sampling(temperature=1.0, seed=8))
+    spec = PLAIN if tree == "plain" else engine.draft.read_tree()
+    with Batch(engine, 2, spec, 60, logprobs=True) as batch:
+        batch.ahead = ahead
+        waiting, rows = [requests[3], neighbour, *requests[:3]], {}
+        accepted = 0
+        while waiting or batch.running:
+            while waiting and batch.free:
+                batch.admit(waiting.pop(0))
+            for progress in batch.step():
+                tokens, logprobs = rows.setdefault(id(progress.request), ([], []))
+                assert len(progress.logprobs) == len(progress.tokens)
+                tokens += progress.tokens
+                logprobs += progress.logprobs
+                accepted += progress.accepted
+    differ = 0
+    for request in requests:
+        tokens, logprobs = rewarded(model, request)
+        assert rows[id(request)][0] == tokens
+        torch.testing.assert_close(torch.tensor(rows[id(request)][1]), torch.tensor(logprobs), atol=1e-4, rtol=1e-4)
+        differ += tokens != alone(engine, replace(request, sampling=Sampling()))
+    assert differ == 3, "a penalty or bias had no effect: the test shows little"
+    assert accepted > 0 or tree == "plain"
+    assert rows[id(neighbour)][0] == alone(engine, neighbour, spec)  # coins are drawn for a tree's nodes
+
+
+def test_a_sampled_request_gets_the_same_beside_one_that_has_a_penalty():
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    request = REQUESTS[3]
+    with Batch(engine, 2, engine.draft.read_tree(), 80) as batch:
+        batch.admit_all([replace(request, sampling=replace(request.sampling, repetition_penalty=1.2)), request])
+        results = drain(batch)
+    assert results[id(request)][0] == alone(engine, request)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(repetition_penalty=0.0), "repetition_penalty must be a finite number > 0"),
+        (dict(repetition_penalty=float("inf")), "repetition_penalty"),
+        (dict(logit_bias={-1: 1.0}), "tokens >= 0"),
+        (dict(logit_bias={1: float("nan")}), "finite values or -inf"),
+        (dict(logit_bias=[(1, 2.0), (1, 3.0)]), "a token occurs twice"),
+        (dict(seed=2**63), "seed must fit into 64 bits"),
+    ],
+)
+def test_bad_sampling(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**arguments)
+
+
+def test_sampling_with_a_bias_is_hashable_and_a_bias_beyond_the_vocabulary_is_refused():
+    sampling = Sampling(logit_bias={7: 1, 3: -2.5})
+    assert sampling.logit_bias == ((3, -2.5), (7, 1.0)) and hash(sampling) == hash(
+        Sampling(logit_bias=[(7, 1), (3, -2.5)])
+    )
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    with Batch(engine, 1, PLAIN, 80) as batch, pytest.raises(ValueError, match="logit_bias: tokens must lie in 0..31"):
+        batch.admit(Request(prompt(5), 5, Sampling(logit_bias={32: 1.0})))

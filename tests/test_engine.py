@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from eagle_triton.adapters import native
 from eagle_triton.engine.batch import Batch
@@ -53,6 +54,8 @@ LAWS = {
     "top-k-top-p": (Sampling(temperature=1.5, top_k=4, top_p=0.8), WIDE),
     "top-p-top-k": (Sampling(temperature=2.0, top_k=3, top_p=0.9, top_p_first=True), NARROW),
     "min-p": (Sampling(temperature=1.6, min_p=0.1), WIDE),
+    "penalty": (Sampling(temperature=1.0, repetition_penalty=1.7), NARROW),
+    "bias-top-p": (Sampling(temperature=1.5, top_p=0.9, logit_bias={0: 1.5, 4: -1.0}), WIDE),
 }
 
 
@@ -88,6 +91,13 @@ def exact_law(model, prompt: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     tails = torch.tensor(list(itertools.product(range(vocabulary), repeat=2)))
     with torch.no_grad():
         logits = model.base_model(torch.cat((prompt.expand(len(tails), -1), tails), dim=1)).logits[:, 2:]
+    # at position j of a continuation the prompt and its first j tokens are held
+    for row, tail in zip(logits, tails, strict=True):
+        for position, scores in enumerate(row):
+            held = torch.cat((prompt, tail[:position]))[None]
+            scores.copy_(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(held, scores[None])[0])
+            for token, value in sampling.logit_bias:
+                scores[token] += value
     dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
     params = SamplingParams(*(torch.zeros(len(tails), dtype=dtype) for dtype in dtypes))
     sampling.fill(params)

@@ -15,9 +15,10 @@ from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.graph import Outbox
 from eagle_triton.engine.prefill import plant, prefill
 from eagle_triton.engine.sampling import Sampling
-from eagle_triton.engine.state import rows_beyond
+from eagle_triton.engine.state import DecodeState, rows_beyond
 from eagle_triton.engine.step import Mode
-from eagle_triton.reference.verification import ERROR, LENGTH, STOP
+from eagle_triton.reference.logit_processing import LogitRules
+from eagle_triton.reference.verification import ERROR, LENGTH, REPORT_TOKENS, STOP
 from eagle_triton.tree_spec import TreeSpec
 
 TREE_ROOM = 128  # rows kept free behind a sequence, so that most trees may be changed to while it runs
@@ -80,10 +81,13 @@ class Batch:
         spec: TreeSpec,
         rows: int,
         *,
+        logprobs: bool = False,
         drafts: bool | None = None,
     ):
         """rows: the most tokens of a sequence, prompt included. spec: the tree of the next step; see there.
 
+        logprobs: report the log-probability of each token, the log-softmax of the target's own logits there: before
+        penalties, biases, temperature and filters.
         drafts: False if nothing will ever be drafted, which makes plain decoding a little cheaper; None: it may be,
         if the engine has a draft.
         """
@@ -92,6 +96,7 @@ class Batch:
         engine.occupy()
         try:
             self.engine, self.rows = engine, rows
+            self._logprobs = logprobs
             self._drafts = engine.draft is not None if drafts is None else drafts
             room = rows_beyond(spec)
             if self._drafts:
@@ -105,7 +110,7 @@ class Batch:
             self.lengths = [0] * slots  # committed tokens, as the host knows them
             self._occupants: list[_Occupant | None] = [None] * slots
             self._outbox = Outbox(engine.view.device, places=2)
-            self._flying: deque[tuple[list[_Occupant | None], TreeSpec]] = deque()
+            self._flying: deque[tuple[list[_Occupant | None], DecodeState]] = deque()
             self._plain_steps: int | None = None  # since the draft knew all; None while it does
         except BaseException:
             engine.vacate()
@@ -188,6 +193,8 @@ class Batch:
             raise RuntimeError(f"{len(requests)} requests do not fit into {len(slots)} free slots; step until some end")
         mode = self._mode([*requests, *(occupant.request for occupant in self._occupants if occupant)])
         self._change_tree()
+        if mode.processed:
+            self.sequences.add_rules()
         entering = dict(zip(slots, requests, strict=True))
         for part in _runs(slots):
             self._fill(part, [entering[slot] for slot in slots if part.start <= slot < part.stop], mode)
@@ -210,10 +217,11 @@ class Batch:
         while self.running:
             while len(self._flying) <= self.ahead:
                 self._launch()
-            occupants, spec = self._flying.popleft()
+            occupants, state = self._flying.popleft()
+            report = self._outbox.receive()
             progress = [
-                self._progress(slot, occupant.request, spec, row)
-                for slot, (occupant, row) in enumerate(zip(occupants, self._outbox.receive().tolist(), strict=True))
+                self._progress(slot, occupant.request, state.spec, report[slot])
+                for slot, occupant in enumerate(occupants)
                 if occupant is not None and occupant is self._occupants[slot]
             ]
             for row in progress:
@@ -238,7 +246,7 @@ class Batch:
     def _launch(self) -> None:
         self.launch()
         self._outbox.send(self.state.report)
-        self._flying.append((list(self._occupants), self.state.spec))
+        self._flying.append((list(self._occupants), self.state))
 
     def _change_tree(self) -> None:
         """Go over to `spec` if that is not the tree that was drafted."""
@@ -272,6 +280,8 @@ class Batch:
         stops.limit.copy_(torch.tensor(limits, dtype=torch.int32))
         stops.exact.copy_(torch.tensor([request.exact for request in requests]))
         prompts = [request.prompt.to(device) for request in requests]
+        if part.sequences.rules is not None:
+            _set_rules(part.sequences.rules, requests, prompts)
         prefill(engine.ops, engine.view, engine.draft if self._drafts else None, part, prompts, mode)
         if self._plain_steps is not None:
             part.sequences.lag.known.copy_(part.lengths)
@@ -291,6 +301,8 @@ class Batch:
             sampled=bool(sampled),
             top_p_first=True in orders,
             follows=self._drafts and not self._spec.drafts,
+            processed=any(request.sampling.processed for request in requests),
+            logprobs=self._logprobs,
         )
 
     def _check(self, request: Request) -> None:
@@ -309,13 +321,20 @@ class Batch:
                 f"a prompt of {len(prompt)} tokens and {request.max_new_tokens + overshoot} new ones do not fit into "
                 f"the {self.rows} rows of this batch"
             )
+        unknown = [token for token, _ in request.sampling.logit_bias if token >= view.vocab_size]
+        if unknown:
+            raise ValueError(f"logit_bias: tokens must lie in 0..{view.vocab_size - 1}, got {unknown}")
         if min(request.stop_ids, default=0) < 0:
             raise ValueError(f"stop_ids must not be negative, got {min(request.stop_ids)}")
         if self.sequences.widen_stops(len(request.stop_ids)):
             self.engine.forget_steps(self.sequences)
 
-    def _progress(self, slot: int, request: Request, spec: TreeSpec, report: list[int]) -> Progress:
-        accepted, count, reason, *tokens = report
+    def _progress(self, slot: int, request: Request, spec: TreeSpec, report: Tensor) -> Progress:
+        accepted, count, reason, *tokens = report.tolist()
+        logprobs = None
+        if self._logprobs:
+            first = REPORT_TOKENS + spec.depth + 1
+            logprobs = report[first : first + count].view(torch.float64).tolist()
         return Progress(
             slot,
             request,
@@ -324,7 +343,21 @@ class Batch:
             spec.drafts,
             REASONS.get(reason),
             NAN if reason == ERROR else None,
+            logprobs,
         )
+
+
+def _set_rules(rules: LogitRules, requests: Sequence[Request], prompts: Sequence[Tensor]) -> None:
+    """Penalties and biases of the requests, and the tokens of their prompts."""
+    rules.bias.zero_()
+    rules.seen.zero_()
+    for index, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
+        sampling = request.sampling
+        rules.penalty[index] = sampling.repetition_penalty
+        rules.seen[index, prompt] = 1
+        if sampling.logit_bias:
+            tokens, values = zip(*sampling.logit_bias, strict=True)
+            rules.bias[index, torch.tensor(tokens, device=prompt.device)] = torch.tensor(values, device=prompt.device)
 
 
 def _runs(slots: list[int]) -> list[slice]:

@@ -14,6 +14,7 @@ _STEMS: dict[str, tuple[str, ...]] = {
     "linear": ("linear", "linear_stack", "linear_swiglu"),
     "draft_inputs": ("draft_inputs",),
     "tree_decoding": ("topk", "expand_beam", "build_tree"),
+    "logit_processing": ("process_logits",),
     "verification": ("verify_greedy", "verify_sampling", "update_sequence"),
 }
 

@@ -10,7 +10,15 @@ from torch import Tensor
 from eagle_triton.adapters.view import DraftView, ModelView
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState
-from eagle_triton.engine.step import Mode, draft_extend, grow_tree, project, sequence_rows, target_forward
+from eagle_triton.engine.step import (
+    Mode,
+    draft_extend,
+    grow_tree,
+    project,
+    sequence_rows,
+    target_forward,
+    token_logprobs,
+)
 
 CHUNK = 512  # prompt tokens in one forward: bounds the activations of a long prompt
 
@@ -46,6 +54,8 @@ def prefill(
     if broken:
         raise RuntimeError(f"the target's logits are NaN after the prompts of sequences {broken}")
     root = _choose(ops, state, logits, mode)
+    if mode.logprobs:
+        state.sequences.root_logprob.copy_(token_logprobs(logits, root)[:, 0])
     state.tokens.scatter_(1, state.lengths[:, None].long(), root)
     state.sampling.step.fill_(1)
     if draft is not None:
@@ -99,8 +109,10 @@ def _copy(state: DecodeState, source: int, target: int) -> None:
 
 def _choose(ops: Operations, state: DecodeState, logits: Tensor, mode: Mode) -> Tensor:
     """The roots [B, 1] from logits [B, 1, V], by the law of every later step: a walk of a tree that is only a root."""
-    tokens = torch.zeros(logits.shape[:2], dtype=torch.int64, device=logits.device)
+    tokens = sequence_rows(state.tokens, state.lengths - 1, 1)
     parents = torch.full_like(tokens, -1, dtype=torch.int32)
+    if mode.processed:
+        logits = ops.process_logits(logits, tokens, torch.ones_like(tokens)[..., None], state.sequences.rules)
     if mode.sampled:
         return ops.verify_sampling(logits, tokens, parents, 0, state.sampling, mode.top_p_first)[2][:, None]
     return ops.verify_greedy(logits, tokens, parents, 0)[2][:, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +13,12 @@ from eagle_triton.reference.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
+    """temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off.
 
-    `top_p_first`: top-p before top-k, the order of the original EaModel; otherwise Hugging Face's. `seed`: None draws
-    one from torch's default generator, so torch.manual_seed decides.
+    Order: repetition_penalty (over the prompt and all that follows, as Hugging Face has it), logit_bias, temperature,
+    top-k, top-p, min-p. `top_p_first`: top-p before top-k, the order of the original EaModel. `seed`: None draws one
+    from torch's default generator, so torch.manual_seed decides. `logit_bias`: what is added to the logits of some
+    tokens, a mapping or pairs, kept as sorted pairs; -inf forbids a token.
     """
 
     temperature: float = 0.0
@@ -24,6 +27,8 @@ class Sampling:
     min_p: float = 0.0
     top_p_first: bool = False
     seed: int | None = None
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = ()
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.temperature) or self.temperature < 0:
@@ -34,10 +39,27 @@ class Sampling:
             raise ValueError(f"top_p must be in (0, 1] (1: off), got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1] (0: off), got {self.min_p}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must fit into 64 bits, got {self.seed}")
+        if not math.isfinite(self.repetition_penalty) or self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty must be a finite number > 0 (1: off), got {self.repetition_penalty}")
+        pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        bias = tuple(sorted((int(token), float(value)) for token, value in pairs))
+        for token, value in bias:
+            if token < 0 or math.isnan(value) or value == math.inf:
+                raise ValueError(f"logit_bias must give tokens >= 0 finite values or -inf, got {token}: {value}")
+        if len({token for token, _ in bias}) < len(bias):
+            raise ValueError("logit_bias: a token occurs twice")
+        object.__setattr__(self, "logit_bias", bias)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def processed(self) -> bool:
+        """Whether the logits themselves are changed."""
+        return self.repetition_penalty != 1 or bool(self.logit_bias)
 
     @staticmethod
     def original(temperature: float, top_p: float, top_k: float) -> Sampling:

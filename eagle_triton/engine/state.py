@@ -16,6 +16,7 @@ from torch import Tensor
 
 from eagle_triton.adapters.view import DraftView, ModelView
 from eagle_triton.reference.attention import WORD, pack_ancestors
+from eagle_triton.reference.logit_processing import LogitRules
 from eagle_triton.reference.sampling import SamplingParams
 from eagle_triton.reference.verification import REPORT_TOKENS, Stops
 from eagle_triton.tree_spec import TreeSpec
@@ -48,6 +49,7 @@ class Sequences:
 
     def __init__(self, view: ModelView, draft: DraftView | None, slots: int, capacity: int):
         self.slots, self.capacity, self.device = slots, capacity, view.device
+        self.vocabulary = view.vocab_size
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(slots, *shape, dtype=dtype, device=view.device)
@@ -80,6 +82,18 @@ class Sequences:
             self.hidden = zeros(1, draft.hidden_size, dtype=view.dtype)
             self.normed = zeros(1, draft.hidden_size, dtype=view.dtype)
         self.lag: Lag | None = None  # where plain steps leave features for the draft; see lag.py
+        self.rules: LogitRules | None = None  # from the first request on that has any
+        self.root_logprob = zeros(dtype=torch.float32)  # of the root, in steps that report log-probabilities
+
+    def add_rules(self) -> None:
+        """Make room for penalties and biases, all off."""
+        if self.rules is None:
+            shape, device = (self.slots, self.vocabulary), self.device
+            self.rules = LogitRules(
+                penalty=torch.ones(self.slots, dtype=torch.float32, device=device),
+                bias=torch.zeros(shape, dtype=torch.float32, device=device),
+                seen=torch.zeros(shape, dtype=torch.uint8, device=device),
+            )
 
     def widen_stops(self, count: int) -> bool:
         """Make room for `count` stop tokens of a sequence; True if that took a new table."""
@@ -141,7 +155,8 @@ class DecodeState:
         )
         self.tree.parents[:, 0] = -1
         self.tree.ancestors[:, 0, 0] = 1
-        self.report = zeros(REPORT_TOKENS + spec.depth + 1, dtype=torch.int64)  # what the host reads of a step
+        # what the host reads of a step, see update_sequence; behind the tokens their log-probabilities, float64
+        self.report = zeros(REPORT_TOKENS + 2 * (spec.depth + 1), dtype=torch.int64)
 
         def constant(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
@@ -177,7 +192,7 @@ class DecodeState:
         Rows behind the committed ones and the random counters are written all the same, and given back where it counts.
         """
         sequences = self.sequences
-        changed = [*self.tree, sequences.sampling.step, sequences.active, sequences.nan]
+        changed = [*self.tree, sequences.sampling.step, sequences.active, sequences.nan, sequences.root_logprob]
         changed += [] if sequences.hidden is None else [sequences.hidden, sequences.normed]
         saved = [tensor.clone() for tensor in changed]
         sequences.active.fill_(False)
@@ -197,6 +212,16 @@ class DecodeState:
         )
         self.target_cache, self.draft_cache = sequences.target_cache, sequences.draft_cache
         self.sampling = sequences.sampling
+
+    @property
+    def emitted(self) -> Tensor:
+        """The tokens that the last step committed, by the report: int64 [B, D + 1], -1 behind them."""
+        return self.report[:, REPORT_TOKENS : REPORT_TOKENS + self.spec.depth + 1]
+
+    @property
+    def logprobs(self) -> Tensor:
+        """Their log-probabilities in the report: float64 [B, D + 1]."""
+        return self.report.view(torch.float64)[:, REPORT_TOKENS + self.spec.depth + 1 :]
 
     @property
     def stops(self) -> Stops:

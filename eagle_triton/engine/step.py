@@ -24,24 +24,33 @@ class Mode(NamedTuple):
     sampled: bool = False  # verify by sampling, else by argmax
     top_p_first: bool = False  # when sampling: top-p before top-k
     follows: bool = False  # when nothing is drafted: keep the features that the draft will ask for
+    processed: bool = False  # repetition penalties and logit biases
+    logprobs: bool = False  # report log-probabilities
 
 
 def decode_step(ops: Operations, view: ModelView, draft: DraftView | None, state: DecodeState, mode: Mode) -> None:
     """Advance every active sequence of `state` by its accepted drafts and one token, and draft its next tree."""
-    tree = state.tree
+    tree, sequences = state.tree, state.sequences
     positions = state.lengths[:, None] + tree.depths
     hidden, features = target_forward(
         ops, view, tree.tokens, state.target_cache, state.lengths, positions, tree.ancestors
     )
-    verify_and_draft(ops, draft, state, project(ops, view.head, hidden), features, mode)
+    logits, before = project(ops, view.head, hidden), state.lengths.clone()
+    law = ops.process_logits(logits, tree.tokens, tree.ancestors, sequences.rules) if mode.processed else logits
+    path = verify_and_draft(ops, draft, state, law, features, mode)
+    if mode.processed:  # beside what is committed, the next root: it is on every path
+        sequences.rules.seen.scatter_(1, torch.where(state.emitted < 0, tree.tokens[:, :1], state.emitted), 1)
+    if mode.logprobs:
+        _report_logprobs(state, logits, path, before)
 
 
 def verify_and_draft(
     ops: Operations, draft: DraftView | None, state: DecodeState, logits: Tensor, features: Tensor, mode: Mode
-) -> None:
+) -> Tensor:
     """All of a step behind the target forward: verify, commit, and draft the next tree, in place.
 
-    logits [B, N, V] and features [B, N, F] of the tree's nodes. `draft` may be None if the tree is a root alone.
+    logits [B, N, V], by which the nodes are judged, and features [B, N, F] of the tree's nodes. `draft` may be None if
+    the tree is a root alone. Returns the accepted path [B, D + 1] int32, as verification does.
     """
     tree, depth, sequences = state.tree, state.spec.depth, state.sequences
     if mode.sampled:
@@ -70,7 +79,7 @@ def verify_and_draft(
         tree.tokens.copy_(sequence_rows(state.tokens, state.lengths, 1))
         if mode.follows:
             sequences.lag.keep(before, features)
-        return
+        return path
     node = path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1])
     emitted = sequence_rows(state.tokens, before + 1, depth + 1)
     outputs = draft_extend(
@@ -87,6 +96,28 @@ def verify_and_draft(
     for kept, rows in zip((sequences.hidden, sequences.normed), outputs, strict=True):
         torch.gather(rows, 1, last, out=kept)
     grow_tree(ops, draft, state, sequences.hidden, sequences.normed)
+    return path
+
+
+def _report_logprobs(state: DecodeState, logits: Tensor, path: Tensor, before: Tensor) -> None:
+    """Complete the report of a step that began at lengths `before`, and remember the next root's log-probability.
+
+    logits [B, N, V] as the target gave them: neither temperature, filters, penalties nor biases count.
+    """
+    node = path.clamp(min=0).long()[:, :, None].expand(-1, -1, logits.shape[-1])
+    following = sequence_rows(state.tokens, before + 1, path.shape[1])
+    values = token_logprobs(logits.gather(1, node), following)
+    root = state.sequences.root_logprob
+    state.logprobs[:, 0] = root
+    state.logprobs[:, 1:] = values[:, :-1]
+    last = (path >= 0).sum(1, keepdim=True) - 1
+    root.copy_(values.gather(1, last)[:, 0])
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log-softmax in fp32 of logits [B, n, V] at tokens [B, n]: [B, n]."""
+    wide = logits.float()
+    return wide.gather(2, tokens[:, :, None])[:, :, 0] - wide.logsumexp(-1)
 
 
 def target_forward(

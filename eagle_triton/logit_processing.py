@@ -1,0 +1,108 @@
+"""What a request asks of the target's logits before they become a law: repetition penalty, then logit bias.
+
+    x' = (x < 0 ? x * penalty : x / penalty) where the token is in the sequence or on the node's path, else x;  + bias
+
+| name      | shape, dtype       | meaning                                                        |
+|---|---|---|
+| logits    | [B, N, V] any float | of the target after each node, any strides                     |
+| tokens    | [B, N] i64         | the tree's tokens                                              |
+| ancestors | [B, N, W] i64      | bit j of row i: node j is i or an ancestor of i                |
+| penalty   | [B] f32            | 1: off                                                         |
+| bias      | [B, V] f32         | 0: off                                                         |
+| seen      | [B, V] u8          | tokens of the prompt and of what is committed                  |
+| out       | [B, N, V] f32      |                                                                |
+
+One pass over the logits; a program looks for the few tokens of its node's path that lie in its chunk. Numerics: fp32,
+division rounded to nearest, so that the result is the reference's bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.reference.logit_processing import LogitRules, check_process_logits
+
+_NOWHERE = tl.constexpr(2**31 - 1)
+_CHUNK = 4096  # tokens per program
+
+
+@triton.jit
+def _process_logits_kernel(
+    x_ptr,
+    tokens_ptr,
+    ancestors_ptr,
+    penalty_ptr,
+    bias_ptr,
+    seen_ptr,
+    out_ptr,
+    nodes,
+    vocabulary,
+    stride_xb,
+    stride_xn,
+    stride_xv,
+    stride_tb,
+    stride_ab,
+    stride_an,
+    stride_bb,
+    stride_sb,
+    NODES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid (B * N, chunks): one chunk of one node's logits."""
+    row = tl.program_id(0).to(tl.int64)
+    low = tl.program_id(1) * CHUNK
+    batch, node = row // nodes, row % nodes
+    index = low + tl.arange(0, CHUNK)
+    inside = index < vocabulary
+    place = x_ptr + batch * stride_xb + node * stride_xn + index.to(tl.int64) * stride_xv
+    x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    held = tl.load(seen_ptr + batch * stride_sb + index, mask=inside, other=0) != 0
+
+    other = tl.arange(0, NODES)
+    token = tl.load(tokens_ptr + batch * stride_tb + other, mask=other < nodes, other=-1)
+    word = ancestors_ptr + batch * stride_ab + node * stride_an + other // 64
+    on_path = (tl.load(word, mask=other < nodes, other=0) >> (other % 64).to(tl.int64)) & 1
+    here = (on_path != 0) & (token >= low) & (token < low + CHUNK)
+    left = tl.where(here, token.to(tl.int32), _NOWHERE)
+    first = tl.min(left, 0)
+    while first < _NOWHERE:
+        held = held | (index == first)
+        left = tl.where(left == first, _NOWHERE, left)
+        first = tl.min(left, 0)
+
+    penalty = tl.load(penalty_ptr + batch) + tl.zeros((CHUNK,), tl.float32)
+    x = tl.where(held, tl.where(x < 0, x * penalty, tl.div_rn(x, penalty)), x)
+    x += tl.load(bias_ptr + batch * stride_bb + index, mask=inside, other=0.0)
+    tl.store(out_ptr + row * vocabulary + index, x, mask=inside)
+
+
+def process_logits(logits: Tensor, tokens: Tensor, ancestors: Tensor, rules: LogitRules) -> Tensor:
+    """The logits that a tree's nodes are judged by, float32 [B, N, V]; see reference.logit_processing.process_logits.
+
+    Raises ValueError if shapes, dtypes or devices do not fit.
+    """
+    check_process_logits(logits, tokens, ancestors, rules)
+    batch, nodes, vocabulary = logits.shape
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    chunk = min(_CHUNK, max(16, triton.next_power_of_2(vocabulary)))
+    _process_logits_kernel[(batch * nodes, triton.cdiv(vocabulary, chunk))](
+        logits,
+        tokens,
+        ancestors,
+        *rules,
+        out,
+        nodes,
+        vocabulary,
+        *logits.stride(),
+        tokens.stride(0),
+        *ancestors.stride()[:2],
+        rules.bias.stride(0),
+        rules.seen.stride(0),
+        NODES=triton.next_power_of_2(nodes),
+        CHUNK=chunk,
+        num_warps=8,
+    )
+    return out
