@@ -99,11 +99,7 @@ class EAGLEConfig:
         unknown = sorted(set(changes) - {*names, "seed"})
         if unknown:
             raise ValueError(f"unknown sampling option {', '.join(unknown)}; the options are {', '.join(names)}, seed")
-        options = {
-            name: getattr(self, name)
-            for name in names
-            if name != "repetition_penalty" or self.repetition_penalty != 1.0
-        }  # TEMP
+        options = {name: getattr(self, name) for name in names}
         options |= {name: value for name, value in changes.items() if value is not None}
         return Sampling(**{name: value for name, value in options.items() if value is not None})
 

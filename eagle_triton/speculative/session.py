@@ -134,8 +134,7 @@ class Session:
         self._submitted = 0
         self._depths = {spec.drafts: spec.depth for spec in (*(policy.trees if policy else ()), PLAIN)}
         largest = max(policy.trees, key=rows_beyond) if policy else PLAIN  # the cache must have room for any of them
-        options = {"logprobs": True} if logprobs else {}  # TEMP
-        self._batch = Batch(engine, slots, largest, rows, drafts=policy is not None, **options)
+        self._batch = Batch(engine, slots, largest, rows, logprobs=logprobs, drafts=policy is not None)
 
     def __enter__(self) -> Session:
         self._batch.__enter__()
