@@ -24,10 +24,11 @@ setup(
         "transformers>=4.53,<6",
         "accelerate>=1.0",
         "safetensors>=0.4.3",
+        "tqdm>=4.66",
     ],
     extras_require={
         "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100"],
-        "benchmark": ["matplotlib>=3.8", "tqdm>=4.66"],
+        "benchmark": ["matplotlib>=3.8"],
         "dev": ["ruff>=0.9"],
     },
 )

@@ -55,7 +55,7 @@ LAWS = {
     "top-p-top-k": (Sampling(temperature=2.0, top_k=3, top_p=0.9, top_p_first=True), NARROW),
     "min-p": (Sampling(temperature=1.6, min_p=0.1), WIDE),
     "penalty": (Sampling(temperature=1.0, repetition_penalty=1.7), NARROW),
-    "bias-top-p": (Sampling(temperature=1.5, top_p=0.9, logit_bias={0: 1.5, 4: -1.0}), WIDE),
+    "bias-top-p": (Sampling(temperature=2.0, top_p=0.95, logit_bias={0: 1.0, 4: -1.0}), WIDE),
 }
 
 

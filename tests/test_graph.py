@@ -1,12 +1,21 @@
 """The step as a CUDA graph: the same tokens as without, whatever came before it, and no growth of memory."""
 
+import itertools
+
 import pytest
 import torch
 
 from eagle_triton import EaModel, optimize_eagle_with_triton
+from eagle_triton.adapters import native
 from eagle_triton.comparison import compare, decode, top2_margin
 from eagle_triton.demo import demo_prompts
+from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.generation import Engine
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.sampling import Sampling
 from eagle_triton.models.tree import MC_SIM_7B_63
+from eagle_triton.tree_spec import PLAIN, TreeSpec
+from tests.test_batch import LARGER, PROCESSED, REQUESTS, SMALL, alone, drain
 from tests.test_demo import prompts
 from tests.tiny import random_prompt, tiny_model
 
@@ -122,3 +131,83 @@ def test_capacity_grows_and_memory_does_not():
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() <= before + 2**20
         assert torch.equal(model.generate(ids[0], max_length=1500), long)
+
+
+def graph_engine(cuda_graph: bool = True, **tree) -> Engine:
+    view, draft = native.read(tiny_model(layers=5, **tree).cuda())
+    return Engine(view, draft, Operations(kernels=True), cuda_graph)
+
+
+def test_staggered_requests_get_what_each_gets_alone_and_without_a_graph():
+    """Stop tokens and limits on the device, slots used again, and a capture for each way of sampling on the way."""
+    eager, engine = graph_engine(cuda_graph=False, **SMALL), graph_engine(**SMALL)
+    requests = [*REQUESTS, *PROCESSED]
+    results = {}
+    for every in (1, 3):
+        with Batch(engine, 3, engine.draft.read_tree(), 80) as batch:
+            results = drain(batch, requests, every)
+            for request in requests:
+                assert results[id(request)][0] == alone(eager, request)
+    assert not engine.notes, engine.notes
+    assert all(alone(engine, request) == results[id(request)][0] for request in requests)
+    assert not engine.notes, engine.notes
+
+
+def test_trees_change_at_every_step_and_drafting_resumes():
+    engine = graph_engine(**LARGER)
+    trees = [engine.draft.read_tree(), TreeSpec.dynamic(20, 4, 5), PLAIN, PLAIN, TreeSpec.fixed([[0], [1], [0, 0]])]
+    requests = [Request(prompt[0], 60) for prompt in map(random_prompt, (4, 30, 9))]
+    with Batch(engine, 2, trees[0], 120) as batch:
+        waiting, rows, accepted = list(requests), {}, 0
+        for tree in itertools.cycle(trees):
+            batch.spec = tree
+            while waiting and batch.free:
+                batch.admit(waiting.pop())
+            if not batch.running:
+                break
+            for progress in batch.step():
+                rows.setdefault(id(progress.request), []).extend(progress.tokens)
+                accepted += progress.accepted
+    assert accepted > 0 and not engine.notes
+    assert all(rows[id(request)] == alone(engine, request) for request in requests)
+
+
+def test_logprobs_and_nan_through_the_graph():
+    engine = graph_engine(**SMALL)
+    runs = []
+    for cuda_graph in (True, False):
+        engine.cuda_graph = cuda_graph
+        with Batch(engine, 2, engine.draft.read_tree(), 80, logprobs=True) as batch:
+            batch.admit_all(PROCESSED[:2])
+            values = []
+            for step in itertools.count():
+                if step == 2:
+                    batch.sequences.target_cache[:, :, 1, :, :3] = float("nan")
+                if not batch.running:
+                    break
+                values += [(p.slot, p.tokens, p.finished, p.error, p.logprobs) for p in batch.step()]
+        assert [value[2] for value in values if value[0] == 1][-1] == "error"
+        runs.append([value for value in values if value[0] == 0])
+    assert runs[0] == runs[1] and runs[0][-1][2] == "length"
+
+
+def test_memory_stays_flat_over_many_requests():
+    engine = graph_engine(**SMALL)
+    source = torch.Generator().manual_seed(0)
+
+    def some(count: int) -> list[Request]:
+        lengths = torch.randint(1, 60, (count, 2), generator=source).tolist()
+        samplings = (Sampling(), Sampling(temperature=1.0, seed=1), Sampling(repetition_penalty=1.2))
+        return [
+            Request(random_prompt(length)[0], new, samplings[index % 3]) for index, (length, new) in enumerate(lengths)
+        ]
+
+    with Batch(engine, 8, engine.draft.read_tree(), 120) as batch:
+        drain(batch, some(40))
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        requests = some(200)
+        results = drain(batch, requests)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() <= before + 2**20
+    assert all(len(results[id(request)][0]) == request.max_new_tokens for request in requests)

@@ -18,7 +18,7 @@ from eagle_triton.engine.sampling import Sampling
 from eagle_triton.engine.state import DecodeState, rows_beyond
 from eagle_triton.engine.step import Mode
 from eagle_triton.reference.logit_processing import LogitRules
-from eagle_triton.reference.verification import ERROR, LENGTH, REPORT_TOKENS, STOP
+from eagle_triton.reference.verification import ERROR, LENGTH, STOP
 from eagle_triton.tree_spec import TreeSpec
 
 TREE_ROOM = 128  # rows kept free behind a sequence, so that most trees may be changed to while it runs
@@ -198,8 +198,8 @@ class Batch:
         entering = dict(zip(slots, requests, strict=True))
         for part in _runs(slots):
             self._fill(part, [entering[slot] for slot in slots if part.start <= slot < part.stop], mode)
+        self.sequences.active[slots] = True
         for slot, request in entering.items():
-            self.sequences.active[slot] = True
             self.lengths[slot] = len(request.prompt)
             self._occupants[slot] = _Occupant(request)
         return slots
@@ -219,8 +219,9 @@ class Batch:
                 self._launch()
             occupants, state = self._flying.popleft()
             report = self._outbox.receive()
+            rows, values = report.tolist(), state.logprobs_of(report).tolist()
             progress = [
-                self._progress(slot, occupant.request, state.spec, report[slot])
+                self._progress(slot, occupant.request, state.spec, rows[slot], values[slot])
                 for slot, occupant in enumerate(occupants)
                 if occupant is not None and occupant is self._occupants[slot]
             ]
@@ -329,12 +330,8 @@ class Batch:
         if self.sequences.widen_stops(len(request.stop_ids)):
             self.engine.forget_steps(self.sequences)
 
-    def _progress(self, slot: int, request: Request, spec: TreeSpec, report: Tensor) -> Progress:
-        accepted, count, reason, *tokens = report.tolist()
-        logprobs = None
-        if self._logprobs:
-            first = REPORT_TOKENS + spec.depth + 1
-            logprobs = report[first : first + count].view(torch.float64).tolist()
+    def _progress(self, slot: int, request: Request, spec: TreeSpec, row: list[int], logprobs: list[float]) -> Progress:
+        accepted, count, reason, *tokens = row
         return Progress(
             slot,
             request,
@@ -343,7 +340,7 @@ class Batch:
             spec.drafts,
             REASONS.get(reason),
             NAN if reason == ERROR else None,
-            logprobs,
+            logprobs[:count] if self._logprobs else None,
         )
 
 

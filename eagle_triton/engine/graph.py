@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState
@@ -27,12 +28,15 @@ class StepGraph:
         pool: torch.cuda.graph_pool_handle() of the graphs that never run at once.
         """
         start = time.perf_counter()
-        with state.held():
+        # a progress line for people at a terminal; gone when the capture is done, which takes seconds once per shape
+        steps = tqdm(total=WARM_UPS + 1, desc="compiling and capturing a decode step", leave=False, disable=None)
+        with state.held(), steps:
             stream = torch.cuda.Stream(state.lengths.device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UPS):
                     step()
+                    steps.update()
             torch.cuda.current_stream().wait_stream(stream)
             before = Counter(ops.calls)
             self.graph = torch.cuda.CUDAGraph()

@@ -218,10 +218,9 @@ class DecodeState:
         """The tokens that the last step committed, by the report: int64 [B, D + 1], -1 behind them."""
         return self.report[:, REPORT_TOKENS : REPORT_TOKENS + self.spec.depth + 1]
 
-    @property
-    def logprobs(self) -> Tensor:
-        """Their log-probabilities in the report: float64 [B, D + 1]."""
-        return self.report.view(torch.float64)[:, REPORT_TOKENS + self.spec.depth + 1 :]
+    def logprobs_of(self, report: Tensor) -> Tensor:
+        """Their log-probabilities in a report of this state: float64 [B, D + 1]."""
+        return report.view(torch.float64)[:, REPORT_TOKENS + self.spec.depth + 1 :]
 
     @property
     def stops(self) -> Stops:
