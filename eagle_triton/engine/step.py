@@ -107,9 +107,9 @@ def _report_logprobs(state: DecodeState, logits: Tensor, path: Tensor, before: T
     node = path.clamp(min=0).long()[:, :, None].expand(-1, -1, logits.shape[-1])
     following = sequence_rows(state.tokens, before + 1, path.shape[1])
     values = token_logprobs(logits.gather(1, node), following)
-    root, reported = state.sequences.root_logprob, state.logprobs_of(state.report)
-    reported[:, 0] = root
-    reported[:, 1:] = values[:, :-1]
+    root = state.sequences.root_logprob
+    state.logprobs[:, 0] = root
+    state.logprobs[:, 1:] = values[:, :-1]
     last = (path >= 0).sum(1, keepdim=True) - 1
     root.copy_(values.gather(1, last)[:, 0])
 
@@ -245,16 +245,14 @@ def draft_forward(
         normed, hidden = add_norm(ops, draft.norm, *decoder_layer(ops, layer, inputs, residual, rows.of_layer(0)))
         return hidden, normed
     if draft.kind == "model":
-        x, update = draft.embedding[tokens], None
+        x = draft.embedding[tokens]
     else:
         inputs, _ = ops.draft_inputs(features, parents, tokens, draft.embedding)
-        x, update = ops.add(project(ops, draft.fc, inputs, deferred=True, planned=rows.planned_rows)), None
+        x = ops.add(project(ops, draft.fc, inputs, deferred=True, planned=rows.planned_rows))
+    update = None
     for index, layer in enumerate(draft.layers):
         normed, x = add_norm(ops, layer.input_norm, x, update)
         x, update = decoder_layer(ops, layer, normed, x, rows.of_layer(index))
-    if draft.norm is None:
-        hidden = ops.add(update, x)
-        return hidden, hidden
     normed, hidden = add_norm(ops, draft.norm, x, update)
     return hidden, normed
 
