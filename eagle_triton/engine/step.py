@@ -107,9 +107,9 @@ def _report_logprobs(state: DecodeState, logits: Tensor, path: Tensor, before: T
     node = path.clamp(min=0).long()[:, :, None].expand(-1, -1, logits.shape[-1])
     following = sequence_rows(state.tokens, before + 1, path.shape[1])
     values = token_logprobs(logits.gather(1, node), following)
-    root = state.sequences.root_logprob
-    state.logprobs[:, 0] = root
-    state.logprobs[:, 1:] = values[:, :-1]
+    root, reported = state.sequences.root_logprob, state.logprobs_of(state.report)
+    reported[:, 0] = root
+    reported[:, 1:] = values[:, :-1]
     last = (path >= 0).sum(1, keepdim=True) - 1
     root.copy_(values.gather(1, last)[:, 0])
 
