@@ -192,7 +192,7 @@ class EAGLEInference:
         if warm_up:
             short = [replace(call, max_new_tokens=min(call.max_new_tokens, WARM_UP)) for call in calls]
             for mode in (policy, None):
-                self._run(short, mode, False)
+                self._run(short, mode, False, rows=self._rows(calls))  # the room, and so the graphs, of the real run
         results = self._run(calls, policy, False, progress=progress)
         results.plain_seconds = self._run(calls, None, False, progress=progress).seconds
         self.statistics += results
@@ -238,13 +238,18 @@ class EAGLEInference:
 
     # --- what it costs ---
 
-    def measure_costs(self, batches: Sequence[int] = (1, 4, 16), context: int = 128, steps: int = 12) -> CostTable:
+    def measure_costs(
+        self, batches: Sequence[int] = (1, 4, 16), context: int = 128, steps: int = 12, rows: int | None = None
+    ) -> CostTable:
         """Time plain decoding and the trees that the configuration may choose, and go by that from now on.
 
-        batches: numbers of slots to time; context: tokens of the random prompts. Keep the table with
+        batches: numbers of slots to time; context: tokens of the random prompts; rows: the most tokens of the
+        sequences to come (default config.max_length), for which the graphs captured here will do. Keep the table with
         `CostTable.write([table], path)` and hand it to the next EAGLEInference as `costs=CostTable.read(path)`.
         """
-        self._table = measure_costs(self.engine, self._trees(), batches, context, steps)
+        self._table = measure_costs(
+            self.engine, self._trees(), batches, context, steps, rows or self.config.max_length or 0
+        )
         self._policies.clear()
         return self._table
 
@@ -344,12 +349,13 @@ class EAGLEInference:
         logprobs: bool,
         on_step: Callable[[StepInfo], None] | None = None,
         progress: bool = False,
+        rows: int | None = None,
     ) -> Results:
         """Decode all calls to their ends; the completions in their order."""
         results, completions = Results(), {}
         name = "target alone" if policy is None else "speculative"
         with (
-            self._open(calls, policy, logprobs, text=on_step is not None) as session,
+            self._open(calls, policy, logprobs, on_step is not None, rows) as session,
             tqdm(total=len(calls), desc=name, disable=not progress) as bar,
         ):
             watch = Stopwatch(self.pair.view.device)
@@ -382,11 +388,21 @@ class EAGLEInference:
             finally:
                 self.statistics += session.statistics
 
-    def _open(self, calls: Sequence[_Call], policy: TreePolicy | None, logprobs: bool, text: bool = True) -> Session:
+    def _open(
+        self,
+        calls: Sequence[_Call],
+        policy: TreePolicy | None,
+        logprobs: bool,
+        text: bool = True,
+        rows: int | None = None,
+    ) -> Session:
+        slots = min(self.config.slots, len(calls))
+        return self._session(policy, slots, rows or self._rows(calls), logprobs, text)
+
+    def _rows(self, calls: Sequence[_Call]) -> int:
+        """The most tokens of a sequence."""
         rows = max(len(call.prompt) + call.max_new_tokens for call in calls)
-        if self.config.max_length is not None:
-            rows = min(rows, self.config.max_length)
-        return self._session(policy, min(self.config.slots, len(calls)), rows, logprobs, text)
+        return rows if self.config.max_length is None else min(rows, self.config.max_length)
 
     def _session(self, policy: TreePolicy | None, slots: int, rows: int, logprobs: bool, text: bool = True) -> Session:
         return Session(

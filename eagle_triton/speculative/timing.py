@@ -9,7 +9,6 @@ import torch
 
 from eagle_triton.engine.batch import Batch, Request
 from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.sampling import Sampling
 from eagle_triton.speculative.costs import SETTLING, CostTable, Timing, device_name, shape_of
 from eagle_triton.tree_spec import PLAIN, TreeSpec
 
@@ -37,17 +36,19 @@ class Stopwatch:
 
 @torch.no_grad()
 def measure_costs(
-    engine: Engine, trees: Sequence[TreeSpec], batches: Sequence[int], context: int = 128, steps: int = 12
+    engine: Engine, trees: Sequence[TreeSpec], batches: Sequence[int], context: int, steps: int, least_rows: int = 0
 ) -> CostTable:
-    """Time plain decoding and each of `trees` at every batch size, after random prompts of `context` tokens."""
+    """Time plain decoding and each of `trees` at every batch size, after random prompts of `context` tokens.
+
+    least_rows: room for sequences of so many tokens, whatever the timing needs.
+    """
     view, source, timings = engine.view, torch.Generator().manual_seed(0), []
     for batch in batches:
         prompts = torch.randint(view.vocab_size, (batch, context), generator=source).to(view.device)
         for spec in (PLAIN, *trees):
-            rows = context + (SETTLING + 2 + steps) * (spec.depth + 1)
-            with Batch(engine, batch, spec, rows) as running:
-                for prompt in prompts:
-                    running.admit(Request(prompt, rows - context, Sampling(), frozenset()))
+            new = (SETTLING + 2 + steps) * (spec.depth + 1)
+            with Batch(engine, batch, spec, max(context + new, least_rows)) as running:
+                running.admit_all(Request(prompt, new) for prompt in prompts)
                 for _ in range(SETTLING + 1):
                     running.step()
                 watch = Stopwatch(view.device)
