@@ -365,17 +365,20 @@ def _tree_attention_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (row blocks, SPLITS, B * Hkv): a program attends BLOCK_M rows of one head over one split of the keys."""
+    """Grid (row blocks, B * Hkv, SPLITS): a program attends BLOCK_M rows of one head over one split of the keys.
+
+    Splits that are idle for every sequence come last, so that they hold nobody up.
+    """
     if PDL == 2:
         tl.extra.cuda.gdc_wait()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     attend_split(
         tl.program_id(0),
-        tl.program_id(1),
-        tl.program_id(2) // HEADS,
-        tl.program_id(2) % HEADS,
-        tl.num_programs(2) // HEADS,
+        tl.program_id(2),
+        tl.program_id(1) // HEADS,
+        tl.program_id(1) % HEADS,
+        tl.num_programs(1) // HEADS,
         q_ptr,
         cache_ptr,
         cache_desc,
@@ -448,25 +451,29 @@ def merge_rows(
     length = tl.minimum(tl.load(lengths_ptr + batch), capacity)
     oldest, newest = _span(length, nodes, capacity, window, WORDS, WINDOW, BLOCK_N)
     _, _, active = _share(newest - oldest, 0, BLOCK_N, SPLITS, MIN_TILES)
-    row = row_block * BLOCK_R + tl.arange(0, BLOCK_R)
-    split, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    p_row = split[:, None] * rows + row[None, :]
+    row, column, split = row_block * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    row_ok = row < rows
+    mask = row_ok[:, None] & (column < D)[None, :]
     lse_ptr += (batch * HEADS + head) * SPLITS * rows
     partial_ptr += (batch * HEADS + head) * SPLITS * rows * D
-    ok = (split < active)[:, None] & (row < rows)[None, :]
-    mask = ok[:, :, None] & (column < D)[None, None, :]
+    tile = row[:, None] * D + column[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    lse = tl.load(lse_ptr + p_row, mask=ok, other=float("-inf"))
-    partial = tl.load(partial_ptr + (p_row[:, :, None] * D + column[None, None, :]), mask=mask, other=0.0)
-    top = tl.max(lse, 0)
-    weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top)[None, :])
-    total = tl.sum(weights, 0)
-    out = tl.sum(partial * weights[:, :, None], 0) * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    ok = row_ok[:, None] & (split < active)[None, :]
+    top = tl.max(tl.load(lse_ptr + split[None, :] * rows + row[:, None], mask=ok, other=float("-inf")), 1)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros((BLOCK_R,), tl.float32)
+    out = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    for index in tl.static_range(SPLITS):
+        lse = tl.load(lse_ptr + index * rows + row, mask=row_ok & (index < active), other=float("-inf"))
+        partial = tl.load(partial_ptr + index * rows * D + tile, mask=mask & (index < active), other=0.0)
+        weight = tl.exp2(lse - top)
+        total += weight
+        out += partial * weight[:, None]
+    out = out * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     o_offset = (row // GROUP) * stride_on + (head * GROUP + row % GROUP) * stride_oh
-    o_mask = (row < rows)[:, None] & (column < D)[None, :]
     out_ptr += batch * stride_ob
-    tl.store(out_ptr + (o_offset[:, None] + column[None, :]), out.to(out_ptr.dtype.element_ty), mask=o_mask)
+    tl.store(out_ptr + (o_offset[:, None] + column[None, :]), out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -544,16 +551,23 @@ class Settings(NamedTuple):
 
 
 def settings_for(
-    rows: int, width: int, kv_heads: int, capacity: int, dtype: torch.dtype, capability: tuple[int, int] | None
+    rows: int,
+    width: int,
+    kv_heads: int,
+    capacity: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None,
 ) -> Settings:
     """The launch settings for `rows` = N * G query rows per key/value head; of the batch size they know nothing.
 
-    `capability` is that of a CUDA device, None elsewhere. Measured on an H200 (bf16, 32/8 heads, d 128, B 1, graph
-    replay over caches larger than L2), both kernels together, µs at 512 / 2048 / 32768 keys: 60 nodes, 64 x 64, 8
-    splits 9.8 / 14.3 / 75 (without descriptors 74.8, with 2 stages 101, with 4 or 16 splits 9.9 / 14.2 / 96 and
-    11.1 / 19.0 / 81); 128 x 128, 8 warps - / - / 77.5. 10 nodes, 16 / 32 / 32 splits: 7.8 / 10.9 / 43; 1 node: 6.3 /
-    8.9 / 40; 8 causal nodes: 7.2 / 10.2 / 41. Dependent launch (pdl 2) takes 0.3 µs off at 60 nodes, 0.6 at 10 and
-    0.9 at 8. A tile with new keys takes 0.9 µs whatever its height, so block_t 64 beats 32.
+    `capability` is that of a CUDA device, None elsewhere. Measured on an H200 (bf16, 32/8 heads, d 128, graph replay
+    over caches larger than L2), both kernels together, µs. A split costs 4 µs before its first tile, and each of its
+    tiles 0.6 to 1.1: few splits serve a batch, many a single sequence. 60 nodes, at batch 1 / 8: 512 keys, 2 splits
+    10.4 / 26, 3 splits 10.2 / 32, 5 splits 8.9 / 43; 2048 keys, 4 splits 14.0 / 63, 8 splits 13.7 / 88; 4000 keys at
+    batch 1, 4 splits 20.9, 8 splits 18.9; 32768 keys, 8 splits 73 to 82, 4 splits 96, without descriptors 78 to 82,
+    with 2 stages 101, 128 x 128 with 8 warps 77. 10 nodes: 512 keys, 8 splits 6.8 / 17, 16 allowed 7.3 / 20; 2048
+    keys, 16 splits 11.1 / 39, 32 splits 10.5 / 54. A tile with new keys takes two to three times as long as another
+    whatever its height, so block_t 64 beats 32. Dependent launch (pdl 2) takes 0.3 µs off at 60 nodes, 0.6 at 10.
     """
     hopper = capability is not None and capability[0] in (9, 10)
     num_stages = 3 if hopper else 2
@@ -569,15 +583,16 @@ def settings_for(
     if rows > 1024:  # a chunk of a prompt fills the device with its row blocks
         splits = 1
     else:
-        programs = 264 // (kv_heads * triton.cdiv(rows, block_m))
-        splits = 1 << (max(1, min(programs, capacity // block_n, 32)).bit_length() - 1)  # few variants to compile
+        programs = (132 if capacity <= 4096 else 264) // (kv_heads * triton.cdiv(rows, block_m))
+        splits = max(1, min(programs, capacity // (2 * block_n), 32))
+        splits = 1 << (splits.bit_length() - 1)  # few variants to compile
     few_rows = rows <= 64
     return Settings(
         block_m,
         block_n,
         splits,
-        1 if few_rows else 2,
-        4,
+        1 if few_rows else 4,
+        4,  # the megakernel's: launch.DRAFT_WARPS
         num_stages,
         min(block_n, 64),
         pdl=2 if hopper else 0,
@@ -662,7 +677,7 @@ def _launch(
         "BLOCK_N": use.block_n,
         "BLOCK_D": block_d,
     }
-    _tree_attention_kernel[triton.cdiv(rows, use.block_m), use.splits, batch * kv_heads](
+    _tree_attention_kernel[triton.cdiv(rows, use.block_m), batch * kv_heads, use.splits](
         q,
         cache,
         desc,
@@ -690,8 +705,9 @@ def _launch(
         **({"maxnreg": use.maxnreg} if use.maxnreg else {}),
     )
     if use.splits > 1:
-        # One warp and one row (two for narrow heads) per program: no sum crosses threads. 4 warps took 7 µs, this 2.5.
-        block_r = max(1, 128 // block_d)
+        # One warp per program, with as many rows as keep 64 loads of a thread in flight; no sum crosses threads.
+        block_s = triton.next_power_of_2(use.splits)
+        block_r = max(1, 16 // block_s) * max(1, 128 // block_d)
         _merge_kernel[triton.cdiv(rows, block_r), batch * kv_heads](
             partial,
             lse,
@@ -703,7 +719,7 @@ def _launch(
             sliding_window or 0,
             **shared,
             BLOCK_R=block_r,
-            BLOCK_S=triton.next_power_of_2(use.splits),
+            BLOCK_S=block_s,
             num_warps=1,
             **({"launch_pdl": True} if pdl else {}),
         )

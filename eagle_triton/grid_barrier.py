@@ -1,4 +1,4 @@
-"""What a persistent kernel needs between its phases: a barrier for the whole grid, and prefetching into L2.
+"""What a persistent kernel needs between its phases: a barrier for the whole grid.
 
 The barrier counts arrivals upwards, so barrier number n of a launch waits for n * PROGRAMS of them; the counter must be
 zero when the launch begins. Arrival releases what the program wrote, the wait acquires what the others did. A barrier
@@ -13,14 +13,24 @@ import triton.language as tl
 
 
 @triton.jit
-def grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS: tl.constexpr):
+def _fence_async():
+    """Order what threads write and read with what tensor descriptors load."""
+    tl.inline_asm_elementwise(
+        "fence.proxy.async; mov.u32 $0, $1;", "=r,r", [tl.arange(0, 128)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS: tl.constexpr, TMA: tl.constexpr):
     """Wait until all programs of the grid have come here; returns 1, or 0 once any barrier has given up.
 
     sync_ptr: int32 [2], the arrivals so far and the error word. `number`: 1 for a launch's first barrier, then 2, ...
     `limit`: how often the wait looks before it gives up. `absent`: a program that never arrives (-1: none), by which
-    tests see a fault. `ok`: what the barrier before returned.
+    tests see a fault. `ok`: what the barrier before returned. TMA: descriptors load what the phase before wrote.
     """
     if PROGRAMS > 1:
+        if TMA:
+            _fence_async()
         tl.debug_barrier()  # every thread's writes come before the one thread's release
         if program != absent:
             tl.atomic_add(sync_ptr, 1, sem="release", scope="gpu")
@@ -33,25 +43,6 @@ def grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS: tl.cons
             tl.store(sync_ptr + 1, 1)
             ok = ok * 0
         tl.debug_barrier()
+        if TMA:
+            _fence_async()
     return ok
-
-
-@triton.jit
-def prefetch(ptr, count, share, shares, ENABLED: tl.constexpr):
-    """Ask for share number `share` of `shares` of the `count` elements at ptr to be brought into L2; nothing waits."""
-    if ENABLED:
-        LINE: tl.constexpr = 128 // (ptr.dtype.element_ty.primitive_bitwidth // 8)
-        BLOCK: tl.constexpr = 128  # lines at once
-        lines = tl.cdiv(count, LINE)
-        each = tl.cdiv(lines, shares)
-        last = tl.minimum(each * (share + 1), lines)
-        for first in range(each * share, last, BLOCK):
-            line = tl.minimum(first + tl.arange(0, BLOCK), last - 1)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-                "=r,l",
-                [ptr + line.to(tl.int64) * LINE],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )

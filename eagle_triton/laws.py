@@ -6,8 +6,8 @@ with mass(x > key) < p * mass. Both fall with the key, so a search over the logi
 exactly, ties included; one pass over a row measures LANES keys at once.
 
     scan    [row, part]   largest logit of PART tokens, its index, and its mass
-    open    [row]         merge the parts; their maxima alone bound the search, for peaked rows narrowly
-    narrow  [row, group]  take in the last pass's sums, then measure the next keys in GROUP tiles (ROUNDS launches)
+    narrow  [row, group]  take in the last pass's sums, then measure the next keys in GROUP tiles (ROUNDS launches);
+                          the first opens the search: the parts' maxima alone bound it, for peaked rows narrowly
     settle  [row]         end the searches that are still open, alone, and write the laws
 
 A part whose maximum lies below the search is not read again, so that passes over peaked rows cost little more than
@@ -157,8 +157,11 @@ def scan_kernel(
     stride_xv,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Grid (R, part blocks)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     scan_parts(
         tl.program_id(0).to(tl.int64),
         tl.program_id(1),
@@ -255,7 +258,8 @@ def _advance(
 
 
 @triton.jit
-def _open_kernel(
+def _open(
+    row,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
@@ -263,8 +267,7 @@ def _open_kernel(
     peaks_ptr,
     places_ptr,
     masses_ptr,
-    facts_ptr,
-    searches_ptr,
+    facts,
     nodes,
     vocabulary,
     TOP_P_FIRST: tl.constexpr,
@@ -274,8 +277,8 @@ def _open_kernel(
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Grid (R,): merge a row's parts and open its search between bounds that the parts' maxima imply."""
-    row = tl.program_id(0).to(tl.int64)
+    """Merge a row's parts and open its search between bounds that the parts' maxima imply. Every program of the row
+    does, and writes the same facts."""
     temperature, top_k = tl.load(temperature_ptr + row // nodes), tl.load(top_k_ptr + row // nodes)
     top_p, min_p = tl.load(top_p_ptr + row // nodes), tl.load(min_p_ptr + row // nodes)
     part = tl.arange(0, PARTS)
@@ -300,7 +303,6 @@ def _open_kernel(
     if ARGMAX_AT_0:
         stage = tl.where(temperature > 0, stage, _DONE)
         only = tl.where(temperature > 0, only, place)
-    facts = facts_ptr + row * 8
     tl.store(facts, top)
     tl.store(facts + 1, scale)
     tl.store(facts + 2, top_k.to(tl.float32))
@@ -322,7 +324,7 @@ def _open_kernel(
             missed = tl.sum(tl.where(passed, most, 0.0), 1) < target * 0.9999
             low = tl.max(tl.where(enough & (lane > 0), keys, low), 0)
             high = tl.min(tl.where(missed & (lane > 0), keys, high), 0)
-    _store_search(searches_ptr + row * 8, stage, then, tl.full((), 0, tl.int32), low, high, mass, mass)
+    return stage, then, tl.full((), 0, tl.int32), low, high, mass, mass
 
 
 @triton.jit
@@ -345,33 +347,65 @@ def _measure(above, x, facts, stage, floors):
 @triton.jit
 def _narrow_kernel(
     x_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
     peaks_ptr,
+    places_ptr,
+    masses_ptr,
     facts_ptr,
     searches_ptr,
     measures_ptr,
+    nodes,
     vocabulary,
     stride_xr,
     stride_xv,
+    TOP_P_FIRST: tl.constexpr,
+    ARGMAX_AT_0: tl.constexpr,
     ROUND: tl.constexpr,
     SHIFT: tl.constexpr,
     PART: tl.constexpr,
+    PARTS: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     LANES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (R, groups): pass number ROUND of a row's search over GROUP tiles."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows, groups = tl.num_programs(0), tl.num_programs(1)
     facts = facts_ptr + row * 8
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if ROUND == 0:
-        stage, then, passes, low, high, base, mass = _load_search(searches_ptr + row * 8)
+        stage, then, passes, low, high, base, mass = _open(
+            row,
+            temperature_ptr,
+            top_k_ptr,
+            top_p_ptr,
+            min_p_ptr,
+            peaks_ptr,
+            places_ptr,
+            masses_ptr,
+            facts,
+            nodes,
+            vocabulary,
+            TOP_P_FIRST,
+            ARGMAX_AT_0,
+            SHIFT,
+            PART,
+            PARTS,
+            2 * LANES,
+        )
     else:
         stage, then, passes, low, high, base, mass = _next_search(
             facts, searches_ptr, measures_ptr, ROUND - 1, row, rows, groups, vocabulary, SHIFT, GROUPS, LANES
         )
-        if group == 0:
-            _store_search(searches_ptr + (ROUND * rows + row) * 8, stage, then, passes, low, high, base, mass)
+    if group == 0:
+        _store_search(searches_ptr + (ROUND * rows + row) * 8, stage, then, passes, low, high, base, mass)
     if stage < _DONE:
         keys = _keys(facts, passes, low, high, vocabulary, SHIFT, LANES)
         floors = value_of(keys, SHIFT)[:, None]
@@ -437,10 +471,14 @@ def _settle_kernel(
     TILE: tl.constexpr,
     GROUPS: tl.constexpr,
     LANES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (R,): end a row's search, measuring the whole row where passes are still missing, and write its law."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     facts = facts_ptr + row * 8
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     stage, then, passes, low, high, base, mass = _next_search(
         facts, searches_ptr, measures_ptr, ROUNDS - 1, row, rows, groups, vocabulary, SHIFT, GROUPS, LANES
     )
@@ -467,6 +505,13 @@ def _settle_kernel(
 # ----------------------------------------------------------------------------------------------------- launchers
 
 
+def early_launch(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that starts while the one before it ends (it waits for that one's results first)."""
+    if device.type != "cuda" or not torch.version.cuda or torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
 def scan(logits: Tensor, setting: Settings, temperature: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Per row and part of logits [B, N, V]: maximum float32, its index int32 and, given temperatures [B], its mass."""
     _, nodes, vocabulary = logits.shape
@@ -486,6 +531,7 @@ def scan(logits: Tensor, setting: Settings, temperature: Tensor | None = None) -
         *x.stride(),
         PART=setting.part,
         PARTS=setting.scan_parts,
+        PDL=temperature is not None and early_launch(x.device)["PDL"],
     )
     return peaks, places, masses
 
@@ -505,36 +551,31 @@ def row_laws(name: str, logits: Tensor, params: SamplingParams, top_p_first: boo
     searches = torch.empty(setting.rounds + 1, rows, 8, dtype=torch.int32, device=device)
     measures = torch.empty(setting.rounds, rows, groups, setting.lanes, dtype=torch.float32, device=device)
     laws = torch.empty(rows, 4, dtype=torch.float32, device=device)
-    static = {"SHIFT": _KEY_SHIFT[logits.dtype]}
-    _open_kernel[(rows,)](
-        params.temperature,
-        params.top_k,
-        params.top_p,
-        params.min_p,
-        *scans,
-        facts,
-        searches,
-        nodes,
-        vocabulary,
-        TOP_P_FIRST=top_p_first,
-        ARGMAX_AT_0=argmax_at_0,
-        PART=setting.part,
-        PARTS=triton.next_power_of_2(parts),
-        LANES=16,
-        **static,
-    )
-    static |= {"LANES": setting.lanes, "GROUPS": triton.next_power_of_2(groups)}
+    static = {
+        "SHIFT": _KEY_SHIFT[logits.dtype],
+        "LANES": setting.lanes,
+        "GROUPS": triton.next_power_of_2(groups),
+        **early_launch(device),
+    }
     for index in range(setting.rounds):
         _narrow_kernel[(rows, groups)](
             x,
-            scans[0],
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            *scans,
             facts,
             searches,
             measures,
+            nodes,
             vocabulary,
             *x.stride(),
+            TOP_P_FIRST=top_p_first,
+            ARGMAX_AT_0=argmax_at_0,
             ROUND=index,
             PART=setting.part,
+            PARTS=triton.next_power_of_2(parts),
             TILE=setting.tile,
             GROUP=setting.group,
             **static,

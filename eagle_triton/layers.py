@@ -28,16 +28,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.launch import DRAFT_WARPS
 from eagle_triton.partials import Partials
 from eagle_triton.reference.layers import check_add, check_rms_norm, check_rotary_append, check_swiglu
 
 
 @triton.jit
-def load_sum(ptrs, stride_split, mask, SPLITS: tl.constexpr):
-    """fp32 values, or the sum of SPLITS partial values in their order."""
+def load_sum(ptrs, stride_split, mask, SPLITS: tl.constexpr, splits=None):
+    """fp32 values, or the sum of SPLITS partial values in their order; of the first `splits` if given."""
     total = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
-        total += tl.load(ptrs + split * stride_split, mask=mask, other=0.0)
+        some = mask if splits is None else mask & (split < splits)
+        total += tl.load(ptrs + split * stride_split, mask=some, other=0.0)
     return total
 
 
@@ -59,11 +61,12 @@ def norm_row(
     size: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    splits=None,
 ):
     """RMSNorm of one row, whose pointers are given. Without `weight_ptr` the row is only summed and rounded."""
     offs = tl.arange(0, BLOCK)[None, :]
     mask = offs < size
-    x = load_sum(x_ptr + offs, stride_split, mask, SPLITS)
+    x = load_sum(x_ptr + offs, stride_split, mask, SPLITS, splits)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if total_ptr is not None:
@@ -154,7 +157,7 @@ def rotate_heads(
         scale = tl.rsqrt(square / (2 * half) + eps)[:, None]
         first *= scale * tl.load(norm_ptr + offs_d, mask=offs_d < half, other=0.0).to(tl.float32)[None, :]
         second *= scale * tl.load(norm_ptr + half + offs_d, mask=offs_d < half, other=0.0).to(tl.float32)[None, :]
-    return first * cos - second * sin, second * cos + first * sin
+    return tl.fma(first, cos, -(second * sin)), tl.fma(second, cos, first * sin)
 
 
 @triton.jit
@@ -351,7 +354,7 @@ def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, stride_gm, stride_um, size, BLOCK:
 
 def norm_warps(block: int) -> int:
     """Warps for a row of `block` elements. At most the megakernel's, whose sums must have the same order."""
-    return min(max(block // 512, 1), 4)
+    return DRAFT_WARPS
 
 
 def rms_norm(

@@ -126,6 +126,40 @@ def join_splits(acc, partials_ptr, arrivals_ptr, slot, split, SPLITS: tl.constex
 
 
 @triton.jit
+def product_steps(
+    x_ptr,
+    x_desc,
+    w_ptr,
+    w_desc,
+    row,
+    col,
+    split,
+    splits,
+    rows,
+    cols,
+    depth,
+    stride_xm,
+    stride_wn,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr = None,
+):
+    """The accumulator of split number `split` of the tile at (row, col) of x @ w.T."""
+    steps = tl.cdiv(depth, BLOCK_K)
+    per_split = tl.cdiv(steps, splits)
+    first = split * per_split
+    acc = zeros_tile(BLOCK_M, BLOCK_N, SWAP)
+    for step in tl.range(first, tl.minimum(first + per_split, steps), num_stages=STAGES):
+        w = load_tile(w_ptr, w_desc, col, step * BLOCK_K, cols, depth, stride_wn, BLOCK_N, BLOCK_K, EVEN_K)
+        x = load_tile(x_ptr, x_desc, row, step * BLOCK_K, rows, depth, stride_xm, BLOCK_M, BLOCK_K, EVEN_K)
+        acc = multiply_add(x, w, acc, SWAP)
+    return acc
+
+
+@triton.jit
 def product_tile(
     x_ptr,
     x_desc,
@@ -156,21 +190,33 @@ def product_tile(
     DEFERRED: tl.constexpr,
 ):
     """One split of one [BLOCK_M, BLOCK_N] tile of x @ w.T. The bias goes with the first split."""
-    steps = tl.cdiv(depth, BLOCK_K)
-    per_split = tl.cdiv(steps, SPLITS)
-    first = split * per_split
-    acc = zeros_tile(BLOCK_M, BLOCK_N, SWAP)
-    for step in range(first, tl.minimum(first + per_split, steps)):
-        w = load_tile(w_ptr, w_desc, col, step * BLOCK_K, cols, depth, stride_wn, BLOCK_N, BLOCK_K, EVEN_K)
-        x = load_tile(x_ptr, x_desc, row, step * BLOCK_K, rows, depth, stride_xm, BLOCK_M, BLOCK_K, EVEN_K)
-        acc = multiply_add(x, w, acc, SWAP)
+    acc = product_steps(
+        x_ptr,
+        x_desc,
+        w_ptr,
+        w_desc,
+        row,
+        col,
+        split,
+        SPLITS,
+        rows,
+        cols,
+        depth,
+        stride_xm,
+        stride_wn,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        SWAP,
+        EVEN_K,
+    )
     if bias_ptr is not None:
         acc = add_bias(acc, bias_ptr, col, tl.where(split == 0, cols, 0), BLOCK_N, SWAP)
-    if SPLITS == 1:
-        store_tile(acc, residual_ptr, out_ptr, row, col, rows, cols, stride_rm, stride_om, BLOCK_M, BLOCK_N, SWAP)
-    elif DEFERRED:  # out is [SPLITS, rows, ...]
+    if DEFERRED:  # out is [SPLITS, rows, ...]
         out_ptr += split.to(tl.int64) * rows * stride_om
         store_tile(acc, None, out_ptr, row, col, rows, cols, 0, stride_om, BLOCK_M, BLOCK_N, SWAP)
+    elif SPLITS == 1:
+        store_tile(acc, residual_ptr, out_ptr, row, col, rows, cols, stride_rm, stride_om, BLOCK_M, BLOCK_N, SWAP)
     else:
         acc, last = join_splits(acc, partials_ptr, arrivals_ptr, slot, split, SPLITS)
         if last:
@@ -453,7 +499,7 @@ _HOPPER = {
     (16, (14336, 14336), 4096): Settings(128, 128, 1, 4, 3, True),  # gate and up 56.3; 56.6 without SwiGLU
     (16, (4096,), 14336): Settings(64, 256, 2, 4, 4, True),  # down 30.6, 29.7; 32.5
     (16, (128256,), 4096): Settings(128, 128, 1, 4, 3, True),  # head 237; 246
-    (16, (4096, 1024, 1024), 8192): Settings(64, 128, 3, 4, 3, True),  # draft qkv 27.6, 26.1; 27.7
+    (16, (4096, 1024, 1024), 8192): Settings(64, 128, 4, 4, 3, True),  # draft qkv 27.6, 26.1; 27.7
     (16, (32000,), 4096): Settings(128, 128, 1, 4, 3, True),  # draft head 62.0; 64.9
     (64, (4096, 1024, 1024), 4096): Settings(32, 128, 2, 4, 3),  # 17.8, 15.9; 16.0
     (64, (4096,), 4096): Settings(32, 128, 2, 4, 4),  # 12.4, 10.9; 11.7
@@ -525,7 +571,7 @@ def linear(
     if settings is None:
         out = F.linear(x, weight, bias)
         return out if residual is None else residual + out
-    return _launch("linear", x, [weight], [bias], residual, deferred, settings)
+    return _launch("linear", x, [weight], [bias], residual, deferred, planned_rows is not None, settings)
 
 
 def linear_stack(
@@ -548,7 +594,9 @@ def linear_stack(
     outs: list[Tensor | Partials] = []
     for i in range(0, len(weights), 3):
         some = list(weights[i : i + 3])
-        out = _launch("linear_stack", x, some, list(biases[i : i + 3]), None, deferred, settings)
+        out = _launch(
+            "linear_stack", x, some, list(biases[i : i + 3]), None, deferred, planned_rows is not None, settings
+        )
         cols = [weight.shape[0] for weight in some]
         if isinstance(out, Partials):
             outs += [Partials(sums, out.dtype) for sums in out.sums.split(cols, dim=-1)]
@@ -601,13 +649,14 @@ def _launch(
     biases: list[Tensor | None],
     residual: Tensor | None,
     deferred: bool,
+    planned: bool,
     settings: Settings,
 ) -> Tensor | Partials:
     """One launch of `_linear_kernel` for up to three weights: [..., N of all weights]."""
     matrix = _matrix(name, x, weights)
     rows, depth = matrix.shape
     cols = [weight.shape[0] for weight in weights]
-    deferred = deferred and settings.splits > 1
+    deferred = deferred and (settings.splits > 1 or planned)
     shape = (*x.shape[:-1], sum(cols))
     if deferred:
         out = x.new_empty(settings.splits, rows, shape[-1], dtype=torch.float32)

@@ -35,11 +35,18 @@ import triton.language as tl
 from eagle_triton.attention import attend_split, merge_rows
 from eagle_triton.grid_barrier import grid_barrier
 from eagle_triton.kv_cache import commit_plane, plane_of
+from eagle_triton.launch import DRAFT_WARPS
 from eagle_triton.laws import scan_parts
 from eagle_triton.layers import norm_row, rotary_append_head
-from eagle_triton.linear import product_tile, stack_tile, swiglu_tile
+from eagle_triton.linear import add_bias, product_steps, store_tile, swiglu_tile
 from eagle_triton.tree_decoding import choose_beam, store_ancestors, topk_chunk, topk_merge, write_tree
 from eagle_triton.verification import greedy_walk, update_one
+
+WARPS = tl.constexpr(DRAFT_WARPS)
+# The phases of a pass. FC and SUM are EAGLE-1's; EAGLE-3 has its fc once, in front.
+INPUTS, FC, SUM, QKV, ROTARY, ATTEND, MERGE, OUT, POST, SWIGLU, DOWN, NORM, HEAD, TOPK, BEST = map(
+    tl.constexpr, range(15)
+)
 
 
 @triton.jit
@@ -52,60 +59,6 @@ def wide(index):
 def index_of(index):
     """`index` as an int32 tensor: the interpreter counts loops in Python's integers."""
     return tl.full((), 0, tl.int32) + index
-
-
-@triton.jit
-def _product(
-    x_ptr,
-    w_ptr,
-    w_desc,
-    bias_ptr,
-    out_ptr,
-    rows,
-    cols,
-    depth,
-    program,
-    ok,
-    PROGRAMS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    SETTINGS: tl.constexpr,
-):
-    """A phase: x @ w.T for one weight, as `linear` makes it; its splits of K stay apart."""
-    BLOCK_N: tl.constexpr = SETTINGS[0]
-    BLOCK_K: tl.constexpr = SETTINGS[1]
-    SPLITS: tl.constexpr = SETTINGS[2]
-    SWAP: tl.constexpr = SETTINGS[3]
-    for task in range(program, tl.cdiv(cols, BLOCK_N) * SPLITS * ok, PROGRAMS):
-        product_tile(
-            x_ptr,
-            None,
-            w_ptr,
-            w_desc,
-            bias_ptr,
-            None,
-            out_ptr,
-            None,
-            None,
-            0,
-            task // SPLITS * BLOCK_N,
-            0,
-            task % SPLITS,
-            rows,
-            cols,
-            depth,
-            depth,
-            depth,
-            0,
-            cols,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            SPLITS,
-            SWAP,
-            EVEN_K,
-            True,
-        )
 
 
 @triton.jit
@@ -129,6 +82,12 @@ def draft_verify_update_kernel(
     fc_ptr,
     fc_desc,
     fc_bias_ptr,
+    fc_in_desc,
+    qkv_in_desc,
+    o_in_desc,
+    mlp_in_desc,
+    down_in_desc,
+    head_in_desc,
     token_norm_ptr,
     feature_norm_ptr,
     q_ptr,
@@ -164,26 +123,24 @@ def draft_verify_update_kernel(
     depths_ptr,
     ancestors_ptr,
     sync_ptr,
-    fused_ptr,
+    gathered_ptr,
+    products_ptr,
     inputs_ptr,
     residual_ptr,
-    qkv_ptr,
     queries_ptr,
     partial_ptr,
     lse_ptr,
     attended_ptr,
-    o_sums_ptr,
     x_ptr,
     normed_ptr,
     inner_ptr,
-    down_sums_ptr,
     hidden_ptr,
     head_in_ptr,
     logits_ptr,
-    keys_ptr,
+    ranks_ptr,
     places_ptr,
     peaks_ptr,
-    sums_ptr,
+    masses_ptr,
     log_probs_ptr,
     candidates_ptr,
     scores_ptr,
@@ -234,17 +191,15 @@ def draft_verify_update_kernel(
     DOUBLINGS: tl.constexpr,
     CHUNKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIFORM: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
     CHUNK: tl.constexpr,
-    FC: tl.constexpr,
-    QKV: tl.constexpr,
-    OUT: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
     MLP: tl.constexpr,
-    DOWN: tl.constexpr,
-    HEAD: tl.constexpr,
     ATTENTION: tl.constexpr,
 ):
     """Grid (PROGRAMS,), all resident: see the module. `ok` is 0 after a fault, and then no phase has any task."""
@@ -252,19 +207,25 @@ def draft_verify_update_kernel(
     Q_COLS: tl.constexpr = HEADS * GROUP * D
     KV_COLS: tl.constexpr = HEADS * D
     QKV_COLS: tl.constexpr = Q_COLS + 2 * KV_COLS
-    QKV_N: tl.constexpr = QKV[0]
-    QKV_SPLITS: tl.constexpr = QKV[2]
+    TILE_N: tl.constexpr = TILE[0]
+    TILE_K: tl.constexpr = TILE[1]
+    SWAP: tl.constexpr = TILE[2]
+    STAGES: tl.constexpr = TILE[3]
+    FC_SPLITS: tl.constexpr = SPLITS[0]
+    QKV_SPLITS: tl.constexpr = SPLITS[1]
+    OUT_SPLITS: tl.constexpr = SPLITS[2]
+    DOWN_SPLITS: tl.constexpr = SPLITS[3]
     MLP_N: tl.constexpr = MLP[0]
-    FC_SPLITS: tl.constexpr = FC[2]
-    O_SPLITS: tl.constexpr = OUT[2]
-    DOWN_SPLITS: tl.constexpr = DOWN[2]
     ROWS_M: tl.constexpr = ATTENTION[0]
     KEYS_N: tl.constexpr = ATTENTION[1]
     KEY_SPLITS: tl.constexpr = ATTENTION[2]
     MIN_TILES: tl.constexpr = ATTENTION[3]
     KEYS_T: tl.constexpr = ATTENTION[4]
     D_BLOCK: tl.constexpr = triton.next_power_of_2(D) if D > 16 else 16
-    MERGE_ROWS: tl.constexpr = 4 * (128 // D_BLOCK if D_BLOCK < 128 else 1)
+    MERGE_ROWS: tl.constexpr = WARPS * (128 // D_BLOCK if D_BLOCK < 128 else 1)
+    Q_TILES: tl.constexpr = (Q_COLS + TILE_N - 1) // TILE_N
+    KV_TILES: tl.constexpr = (KV_COLS + TILE_N - 1) // TILE_N
+    QKV_TILES: tl.constexpr = Q_TILES + 2 * KV_TILES
     BEAM_WIDTH: tl.constexpr = triton.next_power_of_2(BEAM)
     CHILDREN: tl.constexpr = triton.next_power_of_2(BEAM * K)
     program = tl.program_id(0)
@@ -293,7 +254,7 @@ def draft_verify_update_kernel(
                 1,
             )
         number += 1
-        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS, TMA)
     for task in range(program, B * ok, PROGRAMS):
         if GREEDY:
             greedy_walk(
@@ -340,7 +301,7 @@ def draft_verify_update_kernel(
             STOPS,
         )
     number += 1
-    ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+    ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS, TMA)
 
     # Keep the accepted rows of the target's cache.
     for task in range(program, target_planes * ok, PROGRAMS):
@@ -368,85 +329,73 @@ def draft_verify_update_kernel(
         column = task % blocks * FEATURE_BLOCK + tl.arange(0, FEATURE_BLOCK)
         source = features_ptr + (row // STEPS * nodes + node) * feature_size + column
         value = tl.load(source, mask=column < feature_size)
-        if EAGLE3:
-            tl.store(inputs_ptr + row * feature_size + column, value, mask=column < feature_size)
-        else:
-            tl.store(fused_ptr + row * feature_size + column, value, mask=column < feature_size)
+        tl.store(gathered_ptr + row * feature_size + column, value, mask=column < feature_size)
     number += 1
-    ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
-    if EAGLE3:
-        rows = B * STEPS
-        _product(
-            inputs_ptr,
-            fc_ptr,
-            fc_desc,
-            fc_bias_ptr,
-            fused_ptr,
-            rows,
-            HIDDEN,
-            feature_size,
-            program,
-            ok,
-            PROGRAMS,
-            BLOCK_M,
-            EVEN_K,
-            FC,
-        )
-        number += 1
-        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+    ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS, TMA)
 
-    for index in range(PASSES):
-        level = tl.maximum(index - 1, 0)  # whose chosen children are this pass's nodes
+    # All passes of the draft head, one phase after the other; EAGLE-3 begins with its fc.
+    PHASES: tl.constexpr = 13 if EAGLE3 else 15
+    for phase in range(-1 if EAGLE3 else 0, PASSES * PHASES):
+        index = tl.maximum(phase, 0) // PHASES
+        kind = phase - index * PHASES
+        if EAGLE3:
+            kind = tl.where(kind == 0, INPUTS, kind + 2)
         first_pass = index == 0
-        count = tl.where(first_pass, STEPS, tl.load(levels_ptr + level))
-        first_slot = tl.load(levels_ptr + STEPS + level)
-        start = tl.load(levels_ptr + 2 * STEPS + level)
-        above = tl.where(level == 0, 1, tl.load(levels_ptr + tl.maximum(level - 1, 0)))  # nodes of the level above
+        level = tl.maximum(index - 1, 0)  # whose chosen children are this pass's nodes
+        if UNIFORM:
+            count = tl.where(first_pass, STEPS, BEAM)
+            above = tl.where(level == 0, 1, BEAM)  # nodes of the level above
+            first_slot = level * BEAM
+            start = tl.where(level == 0, 0, K + (level - 1) * (BEAM * K))
+            next_start = tl.where(first_pass, 0, K + level * (BEAM * K))
+        else:
+            count = tl.where(first_pass, STEPS, tl.load(levels_ptr + level))
+            above = tl.where(level == 0, 1, tl.load(levels_ptr + tl.maximum(level - 1, 0)))
+            first_slot = tl.load(levels_ptr + STEPS + level)
+            start = tl.load(levels_ptr + 2 * STEPS + level)
+            next_start = tl.load(levels_ptr + 2 * STEPS + index)
         rows = B * count
+        ends = tl.where(first_pass, B, rows)  # of the accepted tokens' pass only the last row goes on
 
-        # Inputs: embedding and feature of each node, and the bookkeeping of its beam.
-        for task in range(program, rows * 2 * ok, PROGRAMS):
-            row = task // 2
-            batch = wide(row // count)
-            place = row % count
-            feature = wide(row)
-            if first_pass:
-                column = tl.minimum(tl.load(before_ptr + batch) + 1 + place, columns - 1)
-                token = tl.load(sequence_ptr + batch * columns + column)
-            else:
-                beam_above = beam_scores_ptr + (level * B + batch) * BEAM
-                log_probs = log_probs_ptr + batch * above * K
-                named = beam_children_ptr
-                if beam_children_ptr is not None:
-                    named += first_slot
-                score, chosen = choose_beam(
-                    beam_above, log_probs, named, above * K, K, count, 1, K, 1, CHILDREN, BEAM_WIDTH
-                )
-                mine = tl.sum(tl.where(lane == place, chosen, 0), 0)
-                candidates = candidates_ptr + batch * CANDIDATES + start
-                token = tl.load(candidates + mine)
-                feature = batch * above + mine // K
-                if (task % 2 == 0) & (place == 0):
-                    parent = chosen // K
-                    in_beam = lane < count
-                    own = tl.load(beam_above + parent, mask=in_beam, other=0.0)
-                    own += tl.load(log_probs + chosen, mask=in_beam, other=0.0)
-                    tl.store(scores_ptr + batch * CANDIDATES + start + child, score, mask=child < above * K)
-                    tl.store(beam_scores_ptr + ((level + 1) * B + batch) * BEAM + lane, own, mask=in_beam)
-                    slots = beam_candidates_ptr + batch * SLOTS + first_slot
-                    tl.store(slots + lane, (chosen + start).to(tl.int64), mask=in_beam)
-                    masks = beam_ancestors_ptr + (level * B + batch) * (BEAM * WORDS)
-                    masks_out = masks + B * BEAM * WORDS
-                    store_ancestors(masks, masks_out, parent, first_slot, count, WORDS, WORDS, 1, BEAM_WIDTH)
-            inputs = inputs_ptr + wide(row) * (2 * HIDDEN)
-            if task % 2 == 0:
-                embedded = embedding_ptr + token * HIDDEN
-                norm_row(embedded, token_norm_ptr, None, inputs, None, 0, token_eps, HIDDEN, BLOCK_H, 1)
-            else:
-                picked = residual_ptr + wide(row) * HIDDEN
+        if kind == INPUTS:  # the embedding and the feature of each node, and the bookkeeping of its beam
+            for task in range(program, rows * 2 * ok, PROGRAMS):
+                row = wide(task // 2)
+                is_token = task % 2 == 0
+                batch = row // count
+                place = row % count
+                feature = row
                 if first_pass:
+                    column = tl.minimum(tl.load(before_ptr + batch) + 1 + place, columns - 1)
+                    token = tl.load(sequence_ptr + batch * columns + column)
+                else:
+                    beam_above = beam_scores_ptr + (level * B + batch) * BEAM
+                    log_probs = log_probs_ptr + batch * above * K
+                    named = beam_children_ptr
+                    if beam_children_ptr is not None:
+                        named += first_slot
+                    score, chosen = choose_beam(
+                        beam_above, log_probs, named, above * K, K, count, 1, K, 1, CHILDREN, BEAM_WIDTH
+                    )
+                    mine = tl.sum(tl.where(lane == place, chosen, 0), 0)
+                    token = tl.load(candidates_ptr + batch * CANDIDATES + start + mine)
+                    feature = batch * above + mine // K
+                    if is_token & (place == 0):
+                        parent = chosen // K
+                        in_beam = lane < count
+                        own = tl.load(beam_above + parent, mask=in_beam, other=0.0)
+                        own += tl.load(log_probs + chosen, mask=in_beam, other=0.0)
+                        tl.store(scores_ptr + batch * CANDIDATES + start + child, score, mask=child < above * K)
+                        tl.store(beam_scores_ptr + ((level + 1) * B + batch) * BEAM + lane, own, mask=in_beam)
+                        slots = beam_candidates_ptr + batch * SLOTS + first_slot
+                        tl.store(slots + lane, (chosen + start).to(tl.int64), mask=in_beam)
+                        masks = beam_ancestors_ptr + (level * B + batch) * (BEAM * WORDS)
+                        masks_out = masks + B * BEAM * WORDS
+                        store_ancestors(masks, masks_out, parent, first_slot, count, WORDS, WORDS, 1, BEAM_WIDTH)
+                inputs = inputs_ptr + row * (2 * HIDDEN)
+                picked = residual_ptr + row * HIDDEN
+                if EAGLE3 and first_pass and (task % 2 == 1):
                     norm_row(
-                        fused_ptr + feature * HIDDEN,
+                        products_ptr + feature * HIDDEN,
                         feature_norm_ptr,
                         None,
                         inputs + HIDDEN,
@@ -455,220 +404,187 @@ def draft_verify_update_kernel(
                         feature_eps,
                         HIDDEN,
                         BLOCK_H,
-                        FC_SPLITS if EAGLE3 else 1,
+                        FC_SPLITS,
                     )
                 else:
-                    norm_row(
-                        hidden_ptr + feature * HIDDEN,
-                        feature_norm_ptr,
-                        None,
-                        inputs + HIDDEN,
-                        picked,
-                        0,
-                        feature_eps,
-                        HIDDEN,
-                        BLOCK_H,
-                        1,
-                    )
-        number += 1
-        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+                    source = hidden_ptr + feature * HIDDEN
+                    weight = feature_norm_ptr
+                    eps = feature_eps
+                    out = inputs + HIDDEN
+                    if first_pass:
+                        source = gathered_ptr + feature * HIDDEN
+                    if is_token:
+                        source = embedding_ptr + token * HIDDEN
+                        weight = token_norm_ptr
+                        eps = token_eps
+                        out = inputs
+                        picked = normed_ptr + row * HIDDEN  # a place that nobody reads
+                    norm_row(source, weight, None, out, picked, 0, eps, HIDDEN, BLOCK_H, 1)
 
-        layer_in_ptr, layer_depth = inputs_ptr, 2 * HIDDEN
-        if not EAGLE3:
-            _product(
-                inputs_ptr,
-                fc_ptr,
-                fc_desc,
-                fc_bias_ptr,
-                o_sums_ptr,
-                rows,
-                HIDDEN,
-                2 * HIDDEN,
-                program,
-                ok,
-                PROGRAMS,
-                BLOCK_M,
-                EVEN_K,
-                FC,
-            )
-            number += 1
-            ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
-            for row in range(program, rows * ok, PROGRAMS):
-                sums = o_sums_ptr + row * HIDDEN
-                out = residual_ptr + row * HIDDEN
-                norm_row(sums, None, None, out, None, rows * HIDDEN, 0.0, HIDDEN, BLOCK_H, FC_SPLITS)
-            number += 1
-            ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
-            layer_in_ptr, layer_depth = residual_ptr, HIDDEN
+        elif (kind == QKV) | (kind == OUT) | (kind == DOWN) | (kind == HEAD) | (kind == FC):
+            source, source_desc = inputs_ptr, qkv_in_desc
+            depth, width, tiles, splits, height = 2 * HIDDEN, QKV_COLS, QKV_TILES, QKV_SPLITS, rows
+            if not EAGLE3:
+                source, depth = residual_ptr, HIDDEN
+            if kind == FC:
+                source_desc, splits = fc_in_desc, FC_SPLITS
+                source = gathered_ptr if EAGLE3 else inputs_ptr
+                depth = feature_size if EAGLE3 else 2 * HIDDEN
+            elif kind == OUT:
+                source, source_desc, depth, splits = attended_ptr, o_in_desc, Q_COLS, OUT_SPLITS
+            elif kind == DOWN:
+                source, source_desc, depth, splits = inner_ptr, down_in_desc, INNER, DOWN_SPLITS
+            elif kind == HEAD:
+                source, source_desc, depth, splits = hidden_ptr, head_in_desc, HIDDEN, 1
+                if EAGLE3:
+                    source = head_in_ptr
+                width, tiles, height = vocabulary, tl.cdiv(vocabulary, TILE_N), ends
+            if (kind == FC) | (kind == OUT) | (kind == DOWN):
+                width, tiles = HIDDEN, tl.cdiv(HIDDEN, TILE_N)
+            for task in range(program, tiles * splits * ok, PROGRAMS):
+                tile, split = task // splits, task % splits
+                cols = width
+                weight, weight_desc, bias = q_ptr, q_desc, q_bias_ptr
+                base = 0
+                if kind == QKV:
+                    cols = Q_COLS
+                    if tile >= Q_TILES + KV_TILES:
+                        tile -= Q_TILES + KV_TILES
+                        weight, weight_desc, bias = v_ptr, v_desc, v_bias_ptr
+                        cols, base = KV_COLS, Q_COLS + KV_COLS
+                    elif tile >= Q_TILES:
+                        tile -= Q_TILES
+                        weight, weight_desc, bias = k_ptr, k_desc, k_bias_ptr
+                        cols, base = KV_COLS, Q_COLS
+                elif kind == FC:
+                    weight, weight_desc = fc_ptr, fc_desc
+                elif kind == OUT:
+                    weight, weight_desc = o_ptr, o_desc
+                elif kind == DOWN:
+                    weight, weight_desc = down_ptr, down_desc
+                else:
+                    weight, weight_desc = head_ptr, head_desc
+                column = tile * TILE_N
+                acc = product_steps(
+                    source,
+                    source_desc,
+                    weight,
+                    weight_desc,
+                    0,
+                    column,
+                    split,
+                    splits,
+                    height,
+                    cols,
+                    depth,
+                    depth,
+                    depth,
+                    BLOCK_M,
+                    TILE_N,
+                    TILE_K,
+                    SWAP,
+                    EVEN_K,
+                    STAGES,
+                )
+                if q_bias_ptr is not None and kind == QKV:
+                    acc = add_bias(acc, bias, column, tl.where(split == 0, cols, 0), TILE_N, SWAP)
+                if fc_bias_ptr is not None and kind == FC:
+                    acc = add_bias(acc, fc_bias_ptr, column, tl.where(split == 0, cols, 0), TILE_N, SWAP)
+                if kind == HEAD:
+                    store_tile(acc, None, logits_ptr, 0, column, height, cols, 0, vocabulary, BLOCK_M, TILE_N, SWAP)
+                else:
+                    out = products_ptr + wide(split) * height * width + base
+                    store_tile(acc, None, out, 0, column, height, cols, 0, width, BLOCK_M, TILE_N, SWAP)
 
-        tiles = tl.cdiv(Q_COLS, QKV_N) + 2 * tl.cdiv(KV_COLS, QKV_N)
-        for task in range(program, tiles * QKV_SPLITS * ok, PROGRAMS):
-            stack_tile(
-                task // QKV_SPLITS,
-                task % QKV_SPLITS,
-                0,
-                tiles,
-                layer_in_ptr,
-                q_ptr,
-                k_ptr,
-                v_ptr,
-                None,
-                q_desc,
-                k_desc,
-                v_desc,
-                q_bias_ptr,
-                k_bias_ptr,
-                v_bias_ptr,
-                None,
-                qkv_ptr,
-                None,
-                None,
-                rows,
-                Q_COLS,
-                KV_COLS,
-                KV_COLS,
-                layer_depth,
-                layer_depth,
-                layer_depth,
-                layer_depth,
-                layer_depth,
-                0,
-                QKV_COLS,
-                BLOCK_M,
-                QKV_N,
-                QKV[1],
-                QKV_SPLITS,
-                QKV[3],
-                EVEN_K,
-                True,
-            )
-        number += 1
-        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+        elif kind == ROTARY:
+            for task in range(program, rows * HEADS * ok, PROGRAMS):
+                place = task % count
+                batch = wide(task // (count * HEADS))
+                first_row = tl.load(before_ptr + batch)
+                position = first_row + place
+                if not first_pass:
+                    length = tl.load(lengths_ptr + batch)
+                    first_row = length + first_slot
+                    position = length + level
+                rotary_append_head(
+                    place,
+                    wide(task // count % HEADS),
+                    batch,
+                    position,
+                    wide(first_row + place),
+                    products_ptr,
+                    products_ptr + Q_COLS,
+                    products_ptr + (Q_COLS + KV_COLS),
+                    cache_ptr,
+                    inv_freq_ptr,
+                    None,
+                    None,
+                    queries_ptr,
+                    rows * QKV_COLS,
+                    count * QKV_COLS,
+                    QKV_COLS,
+                    D,
+                    count * QKV_COLS,
+                    QKV_COLS,
+                    D,
+                    count * QKV_COLS,
+                    QKV_COLS,
+                    D,
+                    wide(capacity) * (B * HEADS * D),
+                    wide(capacity) * (HEADS * D),
+                    wide(capacity) * D,
+                    D,
+                    count,
+                    capacity,
+                    rotary_scaling,
+                    0.0,
+                    HEADS,
+                    GROUP,
+                    D // 2,
+                    D_BLOCK // 2,
+                    triton.next_power_of_2(GROUP),
+                    QKV_SPLITS,
+                )
 
-        for task in range(program, rows * HEADS * ok, PROGRAMS):
-            place = task % count
-            batch = wide(task // (count * HEADS))
-            first_row = tl.load(before_ptr + batch)
-            position = first_row + place
-            if not first_pass:
-                length = tl.load(lengths_ptr + batch)
-                first_row = length + first_slot
-                position = length + level
-            rotary_append_head(
-                place,
-                wide(task // count % HEADS),
-                batch,
-                position,
-                wide(first_row + place),
-                qkv_ptr,
-                qkv_ptr + Q_COLS,
-                qkv_ptr + (Q_COLS + KV_COLS),
-                cache_ptr,
-                inv_freq_ptr,
-                None,
-                None,
-                queries_ptr,
-                rows * QKV_COLS,
-                count * QKV_COLS,
-                QKV_COLS,
-                D,
-                count * QKV_COLS,
-                QKV_COLS,
-                D,
-                count * QKV_COLS,
-                QKV_COLS,
-                D,
-                capacity * (B * HEADS * D),
-                capacity * (HEADS * D),
-                capacity * D,
-                D,
-                count,
-                capacity,
-                rotary_scaling,
-                0.0,
-                HEADS,
-                GROUP,
-                D // 2,
-                D_BLOCK // 2,
-                triton.next_power_of_2(GROUP),
-                QKV_SPLITS,
-            )
-        number += 1
-        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
-
-        visible_ptr, bits_ptr, bits_stride = (
-            lengths_ptr,
-            beam_ancestors_ptr + (level + 1) * (B * BEAM * WORDS),
-            BEAM * WORDS,
-        )
-        if first_pass:
-            visible_ptr, bits_ptr, bits_stride = before_ptr, chain_ptr, STEPS * WORDS
-        row_blocks = tl.cdiv(count * GROUP, ROWS_M)
-        for task in range(program, row_blocks * KEY_SPLITS * B * HEADS * ok, PROGRAMS):
-            head = index_of(task // (row_blocks * KEY_SPLITS))
-            attend_split(
-                task // KEY_SPLITS % row_blocks,
-                task % KEY_SPLITS,
-                head // HEADS,
-                head % HEADS,
-                B,
-                queries_ptr,
-                cache_ptr,
-                None,
-                visible_ptr,
-                bits_ptr,
-                attended_ptr,
-                partial_ptr,
-                lse_ptr,
-                count * Q_COLS,
-                Q_COLS,
-                D,
-                wide(capacity) * (B * HEADS * D),
-                wide(capacity) * (HEADS * D),
-                wide(capacity) * D,
-                bits_stride,
-                WORDS,
-                count * Q_COLS,
-                Q_COLS,
-                D,
-                count,
-                capacity,
-                scale_log2,
-                0,
-                D,
-                D,
-                GROUP,
-                HEADS,
-                WORDS,
-                False,
-                KEY_SPLITS,
-                MIN_TILES,
-                False,
-                ROWS_M,
-                KEYS_N,
-                KEYS_T,
-                D_BLOCK,
-            )
-        number += 1
-        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
-        if KEY_SPLITS > 1:
-            row_blocks = tl.cdiv(count * GROUP, MERGE_ROWS)
-            for task in range(program, row_blocks * B * HEADS * ok, PROGRAMS):
-                head = index_of(task // row_blocks)
-                merge_rows(
-                    task % row_blocks,
+        elif kind == ATTEND:
+            visible = lengths_ptr
+            bits = beam_ancestors_ptr + (level + 1) * (B * BEAM * WORDS)
+            bits_stride = BEAM * WORDS
+            if first_pass:
+                visible, bits, bits_stride = before_ptr, chain_ptr, STEPS * WORDS
+            row_blocks = tl.cdiv(count * GROUP, ROWS_M)
+            for task in range(program, row_blocks * KEY_SPLITS * B * HEADS * ok, PROGRAMS):
+                head = index_of(task // (row_blocks * KEY_SPLITS))
+                attend_split(
+                    task // KEY_SPLITS % row_blocks,
+                    task % KEY_SPLITS,
                     head // HEADS,
                     head % HEADS,
+                    B,
+                    queries_ptr,
+                    cache_ptr,
+                    None,
+                    visible,
+                    bits,
+                    attended_ptr,
                     partial_ptr,
                     lse_ptr,
-                    visible_ptr,
-                    attended_ptr,
+                    count * Q_COLS,
+                    Q_COLS,
+                    D,
+                    wide(capacity) * (B * HEADS * D),
+                    wide(capacity) * (HEADS * D),
+                    wide(capacity) * D,
+                    bits_stride,
+                    WORDS,
                     count * Q_COLS,
                     Q_COLS,
                     D,
                     count,
                     capacity,
+                    scale_log2,
                     0,
+                    D,
                     D,
                     GROUP,
                     HEADS,
@@ -677,188 +593,142 @@ def draft_verify_update_kernel(
                     KEY_SPLITS,
                     MIN_TILES,
                     False,
+                    ROWS_M,
                     KEYS_N,
-                    MERGE_ROWS,
-                    triton.next_power_of_2(KEY_SPLITS),
+                    KEYS_T,
                     D_BLOCK,
                 )
-            number += 1
-            ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
 
-        _product(
-            attended_ptr,
-            o_ptr,
-            o_desc,
-            None,
-            o_sums_ptr,
-            rows,
-            HIDDEN,
-            Q_COLS,
-            program,
-            ok,
-            PROGRAMS,
-            BLOCK_M,
-            EVEN_K,
-            OUT,
-        )
-        number += 1
-        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
-        for task in range(program, rows * ok, PROGRAMS):
-            row = wide(task)
-            residual = residual_ptr + row * HIDDEN
-            if NORMED_RESIDUAL:
-                residual = inputs_ptr + (row * 2 + 1) * HIDDEN
-            norm_row(
-                o_sums_ptr + row * HIDDEN,
-                post_norm_ptr,
-                residual,
-                normed_ptr + row * HIDDEN,
-                x_ptr + row * HIDDEN,
-                rows * HIDDEN,
-                post_eps,
-                HIDDEN,
-                BLOCK_H,
-                O_SPLITS,
-            )
-        number += 1
-        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
-        for task in range(program, tl.cdiv(INNER, MLP_N) * ok, PROGRAMS):
-            swiglu_tile(
-                0,
-                task * MLP_N,
-                normed_ptr,
-                gate_ptr,
-                up_ptr,
-                None,
-                gate_desc,
-                up_desc,
-                inner_ptr,
-                rows,
-                INNER,
-                HIDDEN,
-                HIDDEN,
-                HIDDEN,
-                HIDDEN,
-                INNER,
-                BLOCK_M,
-                MLP_N,
-                MLP[1],
-                MLP[3],
-                EVEN_K,
-            )
-        number += 1
-        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
-        _product(
-            inner_ptr,
-            down_ptr,
-            down_desc,
-            None,
-            down_sums_ptr,
-            rows,
-            HIDDEN,
-            INNER,
-            program,
-            ok,
-            PROGRAMS,
-            BLOCK_M,
-            EVEN_K,
-            DOWN,
-        )
-        number += 1
-        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+        elif kind == MERGE:
+            if KEY_SPLITS > 1:
+                visible = lengths_ptr
+                if first_pass:
+                    visible = before_ptr
+                row_blocks = tl.cdiv(count * GROUP, MERGE_ROWS)
+                for task in range(program, row_blocks * B * HEADS * ok, PROGRAMS):
+                    head = index_of(task // row_blocks)
+                    merge_rows(
+                        task % row_blocks,
+                        head // HEADS,
+                        head % HEADS,
+                        partial_ptr,
+                        lse_ptr,
+                        visible,
+                        attended_ptr,
+                        count * Q_COLS,
+                        Q_COLS,
+                        D,
+                        count,
+                        capacity,
+                        0,
+                        D,
+                        GROUP,
+                        HEADS,
+                        WORDS,
+                        False,
+                        KEY_SPLITS,
+                        MIN_TILES,
+                        False,
+                        KEYS_N,
+                        MERGE_ROWS,
+                        triton.next_power_of_2(KEY_SPLITS),
+                        D_BLOCK,
+                    )
 
-        # Of the accepted tokens' pass only the last row goes on.
-        ends = tl.where(first_pass, B, rows)
-        for task in range(program, ends * ok, PROGRAMS):
-            row = wide(task)
-            source = row
-            if first_pass:
-                source = row * STEPS + tl.maximum(tl.load(accepted_ptr + row), 0)
-            if EAGLE3:
-                norm_row(
-                    down_sums_ptr + source * HIDDEN,
-                    norm_ptr,
-                    x_ptr + source * HIDDEN,
-                    head_in_ptr + row * HIDDEN,
-                    hidden_ptr + row * HIDDEN,
-                    rows * HIDDEN,
-                    norm_eps,
+        elif (kind == POST) | (kind == NORM) | (kind == SUM):
+            for task in range(program, tl.where(kind == NORM, ends, rows) * ok, PROGRAMS):
+                row = wide(task)
+                source = row
+                if first_pass & (kind == NORM):
+                    source = row * STEPS + tl.maximum(tl.load(accepted_ptr + row), 0)
+                sums = products_ptr + source * HIDDEN
+                x = x_ptr + source * HIDDEN
+                if kind == POST:
+                    residual = residual_ptr + row * HIDDEN
+                    if NORMED_RESIDUAL:
+                        residual = inputs_ptr + (row * 2 + 1) * HIDDEN
+                    norm_row(
+                        sums,
+                        post_norm_ptr,
+                        residual,
+                        normed_ptr + row * HIDDEN,
+                        x,
+                        rows * HIDDEN,
+                        post_eps,
+                        HIDDEN,
+                        BLOCK_H,
+                        OUT_SPLITS,
+                    )
+                elif kind == NORM:
+                    out = hidden_ptr + row * HIDDEN
+                    normed, total = out, None
+                    if EAGLE3:
+                        normed, total = head_in_ptr + row * HIDDEN, out
+                    norm_row(sums, norm_ptr, x, normed, total, rows * HIDDEN, norm_eps, HIDDEN, BLOCK_H, DOWN_SPLITS)
+                elif not EAGLE3:
+                    out = residual_ptr + row * HIDDEN
+                    norm_row(sums, None, None, out, None, rows * HIDDEN, 0.0, HIDDEN, BLOCK_H, FC_SPLITS)
+
+        elif kind == SWIGLU:
+            for task in range(program, tl.cdiv(INNER, MLP_N) * ok, PROGRAMS):
+                swiglu_tile(
+                    0,
+                    task * MLP_N,
+                    normed_ptr,
+                    gate_ptr,
+                    up_ptr,
+                    mlp_in_desc,
+                    gate_desc,
+                    up_desc,
+                    inner_ptr,
+                    rows,
+                    INNER,
                     HIDDEN,
-                    BLOCK_H,
-                    DOWN_SPLITS,
-                )
-            else:
-                norm_row(
-                    down_sums_ptr + source * HIDDEN,
-                    None,
-                    x_ptr + source * HIDDEN,
-                    hidden_ptr + row * HIDDEN,
-                    None,
-                    rows * HIDDEN,
-                    0.0,
                     HIDDEN,
-                    BLOCK_H,
-                    DOWN_SPLITS,
+                    HIDDEN,
+                    HIDDEN,
+                    INNER,
+                    BLOCK_M,
+                    MLP_N,
+                    MLP[1],
+                    MLP[2],
+                    EVEN_K,
+                )
+
+        elif kind == TOPK:
+            for task in range(program, ends * CHUNKS * ok, PROGRAMS):
+                row = wide(task // CHUNKS)
+                topk_chunk(
+                    logits_ptr + row * vocabulary,
+                    ranks_ptr + row * (CHUNKS * K),
+                    peaks_ptr + row * CHUNKS,
+                    masses_ptr + row * CHUNKS,
+                    task % CHUNKS,
+                    vocabulary,
+                    1,
+                    K,
+                    CHUNK,
+                )
+
+        else:  # BEST: of all chunks
+            each = tl.where(first_pass, 1, count)
+            for task in range(program, ends * ok, PROGRAMS):
+                row = wide(task)
+                topk_merge(
+                    ranks_ptr + row * (CHUNKS * K),
+                    peaks_ptr + row * CHUNKS,
+                    masses_ptr + row * CHUNKS,
+                    d2t_ptr,
+                    log_probs_ptr + row * K,
+                    candidates_ptr + (row // each * CANDIDATES + next_start + row % each * K),
+                    CHUNKS,
+                    K,
+                    triton.next_power_of_2(CHUNKS),
+                    triton.next_power_of_2(CHUNKS * K),
+                    triton.next_power_of_2(K),
                 )
         number += 1
-        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
-        _product(
-            head_in_ptr if EAGLE3 else hidden_ptr,
-            head_ptr,
-            head_desc,
-            None,
-            logits_ptr,
-            ends,
-            vocabulary,
-            HIDDEN,
-            program,
-            ok,
-            PROGRAMS,
-            BLOCK_M,
-            EVEN_K,
-            HEAD,
-        )
-        number += 1
-        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
-        for task in range(program, ends * CHUNKS * ok, PROGRAMS):
-            row = wide(task // CHUNKS)
-            topk_chunk(
-                logits_ptr + row * vocabulary,
-                keys_ptr,
-                places_ptr,
-                peaks_ptr,
-                sums_ptr,
-                row * CHUNKS + task % CHUNKS,
-                task % CHUNKS,
-                vocabulary,
-                1,
-                K,
-                CHUNK,
-            )
-        number += 1
-        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
-        ends_each = tl.where(first_pass, 1, count)
-        start = tl.load(levels_ptr + 2 * STEPS + index)
-        for task in range(program, ends * ok, PROGRAMS):
-            row = wide(task)
-            candidates = row // ends_each * CANDIDATES + start + row % ends_each * K
-            topk_merge(
-                keys_ptr,
-                places_ptr,
-                peaks_ptr,
-                sums_ptr,
-                d2t_ptr,
-                log_probs_ptr + row * K,
-                candidates_ptr + candidates,
-                row,
-                CHUNKS,
-                K,
-                triton.next_power_of_2(CHUNKS),
-                triton.next_power_of_2(CHUNKS * K),
-                triton.next_power_of_2(K),
-            )
-        number += 1
-        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS)
+        ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS, TMA)
 
     # The last level's scores, and the tree.
     for task in range(program, B * ok, PROGRAMS):

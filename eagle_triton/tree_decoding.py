@@ -1,9 +1,9 @@
 """Growing a draft tree: log-softmax with top-k, beam expansion, re-rank and build.
 
-Selection never sorts. `topk` and `expand_beam` take the best k times: largest key, first index that has it, strike it
-out; the key is the float's bit pattern as an ordered int32, so both reductions are integer ones. `build_tree` finds the
-(N - 1)-th largest key by bisection and numbers the chosen candidates with a prefix sum. Ties go to the lower index, a
-NaN counts as -inf.
+Selection never sorts. `topk` and `expand_beam` take the best k times and strike it out. Value and place are one int64
+(the float's bits as an ordered int32, then the index, falling), so each time is one integer reduction. `build_tree`
+finds the (N - 1)-th largest key by bisection and numbers the chosen candidates with a prefix sum. Ties go to the lower
+index, a NaN counts as -inf.
 
 | name            | shape, dtype          | meaning                                                            |
 |---|---|---|
@@ -24,23 +24,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.launch import DRAFT_WARPS
 from eagle_triton.laws import key_of, value_of
 from eagle_triton.reference import tree_decoding as reference
 
 WORD = tl.constexpr(64)
 _NOWHERE = tl.constexpr(2**31 - 1)
-_TAKEN = tl.constexpr(-(2**31))  # below the key of -inf
+_OUTSIDE = tl.constexpr(-(2**31))  # a key below that of -inf
+_GONE = tl.constexpr(-(2**63))  # a rank below that of any key
 _TOP_K_LIMIT = 64
-_TOP_K_WARPS = 4  # the megakernel's, whose sums must have the same order
 _BUILD_WARPS = 2  # measured on one H200, 60 nodes of 710 candidates: 9.8 µs; 1 warp 13.4, 4 warps 9.9, 8 warps 10.3
 
 
 @triton.jit
-def _take_best(key, index):
-    """The largest key [n], the first index that has it, and the keys without it."""
-    best = tl.max(key, 0)
-    place = tl.min(tl.where(key == best, index, _NOWHERE), 0)
-    return best, place, tl.where(index == place, _TAKEN, key)
+def ranked(key, index):
+    """One int64 for each int32 key and its index: largest for the largest key, among equals for the lowest index."""
+    return (key.to(tl.int64) << 32) | (index ^ _NOWHERE).to(tl.int64)
+
+
+@triton.jit
+def place_of(rank):
+    return (rank & 0x7FFFFFFF).to(tl.int32) ^ _NOWHERE
+
+
+@triton.jit
+def _take_best(ranks):
+    """The largest of ranks [n], and the ranks without it."""
+    best = tl.max(ranks, 0)
+    return best, tl.where(ranks == best, _GONE, ranks)
 
 
 # ---------------------------------------------------------------------------------------------------------- top-k
@@ -49,80 +60,70 @@ def _take_best(key, index):
 @triton.jit
 def topk_chunk(
     x_ptr,
-    keys_ptr,
-    places_ptr,
+    ranks_ptr,
     peaks_ptr,
     sums_ptr,
-    slot,
     chunk,
     vocabulary,
     stride_xv,
     K: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The K best of one chunk of the row at x_ptr, its maximum and its sum of exponentials, all stored at `slot`."""
+    """The K best of one chunk of a row, its maximum and its sum of exponentials. All pointers are the row's."""
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(x_ptr + index * stride_xv, mask=index < vocabulary, other=float("-inf"))
     x = x.to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
     peak = tl.max(x, 0)
-    tl.store(peaks_ptr + slot, peak)
-    tl.store(sums_ptr + slot, tl.sum(tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak)), 0))
-    key = tl.where(index < vocabulary, key_of(x, 0), _TAKEN)
-    for rank in range(K):
-        best, place, key = _take_best(key, index)
-        tl.store(keys_ptr + slot * K + rank, best)
-        tl.store(places_ptr + slot * K + rank, place)
+    tl.store(peaks_ptr + chunk, peak)
+    tl.store(sums_ptr + chunk, tl.sum(tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak)), 0))
+    ranks = ranked(tl.where(index < vocabulary, key_of(x, 0), _OUTSIDE), index)
+    for count in range(K):
+        best, ranks = _take_best(ranks)
+        tl.store(ranks_ptr + chunk * K + count, best)
 
 
 @triton.jit
 def topk_merge(
-    keys_ptr,
-    places_ptr,
+    ranks_ptr,
     peaks_ptr,
     sums_ptr,
     offsets_ptr,
     values_out_ptr,
     tokens_out_ptr,
-    row,
     chunks,
     K: tl.constexpr,
     CHUNKS: tl.constexpr,
     CANDIDATES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The K best of the chunks' best of row `row`, as log-probabilities and tokens; the out pointers are the row's."""
+    """The K best of a row's `chunks` chunks' best, as log-probabilities and tokens. All pointers are the row's."""
     lane = tl.arange(0, CANDIDATES)
-    inside = lane < chunks * K
-    key = tl.load(keys_ptr + row * chunks * K + lane, mask=inside, other=_TAKEN)
-    index = tl.load(places_ptr + row * chunks * K + lane, mask=inside, other=_NOWHERE)
+    ranks = tl.load(ranks_ptr + lane, mask=lane < chunks * K, other=_GONE)
     chunk = tl.arange(0, CHUNKS)
-    peaks = tl.load(peaks_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
-    sums = tl.load(sums_ptr + row * chunks + chunk, mask=chunk < chunks, other=0.0)
+    peaks = tl.load(peaks_ptr + chunk, mask=chunk < chunks, other=float("-inf"))
+    sums = tl.load(sums_ptr + chunk, mask=chunk < chunks, other=0.0)
     peak = tl.max(peaks, 0)
     total = tl.sum(tl.where(peaks == float("-inf"), 0.0, sums * tl.exp(peaks - peak)), 0)
 
-    rank = tl.arange(0, WIDTH)
-    keys = tl.full((WIDTH,), _TAKEN, tl.int32)
-    tokens = tl.zeros((WIDTH,), tl.int32)
+    place = tl.arange(0, WIDTH)
+    top = tl.full((WIDTH,), 0, tl.int64)
     for count in range(K):
-        best, place, key = _take_best(key, index)
-        keys = tl.where(rank == count, best, keys)
-        tokens = tl.where(rank == count, place, tokens)
-    value = value_of(keys, 0) - (peak + tl.log(total))
+        best, ranks = _take_best(ranks)
+        top = tl.where(place == count, best, top)
+    value = value_of((top >> 32).to(tl.int32), 0) - (peak + tl.log(total))
     value = tl.where(value == value, value, float("-inf"))  # a row of -inf, or with +inf
-    tl.store(values_out_ptr + rank, value, mask=rank < K)
-    token = tokens.to(tl.int64)
+    tl.store(values_out_ptr + place, value, mask=place < K)
+    token = place_of(top).to(tl.int64)
     if offsets_ptr is not None:
-        token += tl.load(offsets_ptr + token, mask=rank < K, other=0)
-    tl.store(tokens_out_ptr + rank, token, mask=rank < K)
+        token += tl.load(offsets_ptr + token, mask=place < K, other=0)
+    tl.store(tokens_out_ptr + place, token, mask=place < K)
 
 
 @triton.jit
 def _topk_chunk_kernel(
     x_ptr,
-    keys_ptr,
-    places_ptr,
+    ranks_ptr,
     peaks_ptr,
     sums_ptr,
     vocabulary,
@@ -132,16 +133,23 @@ def _topk_chunk_kernel(
     CHUNK: tl.constexpr,
 ):
     """Grid (R, chunks)."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = row * tl.num_programs(1) + chunk
-    x_ptr += row * stride_xr
-    topk_chunk(x_ptr, keys_ptr, places_ptr, peaks_ptr, sums_ptr, slot, chunk, vocabulary, stride_xv, K, CHUNK)
+    row, chunks = tl.program_id(0).to(tl.int64), tl.num_programs(1)
+    topk_chunk(
+        x_ptr + row * stride_xr,
+        ranks_ptr + row * chunks * K,
+        peaks_ptr + row * chunks,
+        sums_ptr + row * chunks,
+        tl.program_id(1),
+        vocabulary,
+        stride_xv,
+        K,
+        CHUNK,
+    )
 
 
 @triton.jit
 def _topk_merge_kernel(
-    keys_ptr,
-    places_ptr,
+    ranks_ptr,
     peaks_ptr,
     sums_ptr,
     offsets_ptr,
@@ -156,20 +164,23 @@ def _topk_merge_kernel(
     """Grid (R,)."""
     row = tl.program_id(0).to(tl.int64)
     topk_merge(
-        keys_ptr,
-        places_ptr,
-        peaks_ptr,
-        sums_ptr,
+        ranks_ptr + row * chunks * K,
+        peaks_ptr + row * chunks,
+        sums_ptr + row * chunks,
         offsets_ptr,
         values_out_ptr + row * K,
         tokens_out_ptr + row * K,
-        row,
         chunks,
         K,
         CHUNKS,
         CANDIDATES,
         WIDTH,
     )
+
+
+def topk_chunk_of(vocabulary: int) -> int:
+    """Tokens per program."""
+    return min(1024 if vocabulary <= 65536 else 2048, max(16, triton.next_power_of_2(vocabulary)))
 
 
 def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -191,25 +202,23 @@ def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tens
         return reference.topk(logits, k, offsets=offsets)
     chunk = topk_chunk_of(vocabulary)
     chunks = triton.cdiv(vocabulary, chunk)
-    keys = torch.empty(2, rows, chunks, k, dtype=torch.int32, device=logits.device)
+    ranks = torch.empty(rows, chunks, k, dtype=torch.int64, device=logits.device)
     sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
     values = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
     _topk_chunk_kernel[(rows, chunks)](
         logits,
-        keys[0],
-        keys[1],
+        ranks,
         sums[0],
         sums[1],
         vocabulary,
         *logits.stride(),
         K=k,
         CHUNK=chunk,
-        num_warps=_TOP_K_WARPS,
+        num_warps=DRAFT_WARPS,
     )
     _topk_merge_kernel[(rows,)](
-        keys[0],
-        keys[1],
+        ranks,
         sums[0],
         sums[1],
         offsets,
@@ -220,14 +229,9 @@ def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tens
         CHUNKS=triton.next_power_of_2(chunks),
         CANDIDATES=triton.next_power_of_2(chunks * k),
         WIDTH=triton.next_power_of_2(k),
-        num_warps=_TOP_K_WARPS,
+        num_warps=DRAFT_WARPS,
     )
     return values, tokens
-
-
-def topk_chunk_of(vocabulary: int) -> int:
-    """Tokens per program."""
-    return 1024 if vocabulary <= 65536 else 2048
 
 
 # ----------------------------------------------------------------------------------------------------- beam search
@@ -255,11 +259,12 @@ def choose_beam(
     score += tl.load(log_probs_ptr + parent * stride_lp + (child % k) * stride_lk, mask=inside, other=0.0)
     lane = tl.arange(0, WIDTH)
     if selected_ptr is None:
-        key = tl.where(inside, key_of(tl.where(score == score, score, float("-inf")), 0), _TAKEN)
+        key = key_of(tl.where(score == score, score, float("-inf")), 0)
+        ranks = ranked(tl.where(inside, key, _OUTSIDE), child)
         chosen = tl.zeros((WIDTH,), tl.int32)
-        for rank in range(width):
-            _, best, key = _take_best(key, child)
-            chosen = tl.where(lane == rank, best, chosen)
+        for count in range(width):
+            best, ranks = _take_best(ranks)
+            chosen = tl.where(lane == count, place_of(best), chosen)
     else:
         chosen = tl.load(selected_ptr + lane, mask=lane < width, other=0).to(tl.int32)
     return score, chosen
@@ -444,7 +449,7 @@ def write_tree(
         index = tl.arange(0, CANDIDATES)
         inside = index < candidates
         score = tl.load(scores_ptr + batch * stride_sb + index * stride_sc, mask=inside, other=0.0)
-        key = tl.where(inside, key_of(tl.where(score == score, score, float("-inf")), 0), _TAKEN)
+        key = tl.where(inside, key_of(tl.where(score == score, score, float("-inf")), 0), _OUTSIDE)
         if nodes > 1:
             chosen, rank = _best_candidates(key, tl.min(tl.where(inside, key, _NOWHERE), 0), nodes - 1)
             tl.store(chosen_ptr + rank, index, mask=chosen)

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.laws import Settings, law_weight, merge_peaks, row_laws, scale_of, scan
+from eagle_triton.laws import Settings, early_launch, law_weight, merge_peaks, row_laws, scale_of, scan
 from eagle_triton.reference.sampling import SamplingParams
 from eagle_triton.reference.verification import ERROR, LENGTH, REPORT_TOKENS, STOP, Stops, check_tree, check_update
 from eagle_triton.sampling import choose_chunk, choose_token, chunk_of, coin_of
@@ -185,9 +185,13 @@ def _sampled_walk_kernel(
     STEPS: tl.constexpr,
     CHUNK: tl.constexpr,
     PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (B, chunks): walk one sequence's tree (every chunk the same walk), then sum one chunk of the last accepted
     node's law, without and with the tokens of its refused children."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     batch, chunk = tl.program_id(0), tl.program_id(1)
     node = tl.arange(0, NODES)
     real = node < nodes
@@ -271,8 +275,11 @@ def _final_token_kernel(
     NODES: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (B,): draw the token after the last accepted node from what its refused children left."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     batch = tl.program_id(0)
     current = tl.load(path_ptr + batch * (depth + 1) + tl.load(accepted_ptr + batch))
     lane = tl.arange(0, CHUNKS)
@@ -460,7 +467,7 @@ def verify_sampling(
     sums = torch.empty(batch, chunks, 2, dtype=torch.float64, device=logits.device)
     law = (x, laws, params.temperature, params.min_p, params.seed, params.step, tokens, parents)
     sizes = (nodes, vocabulary, chunks, depth, *x.stride(), *tokens.stride(), *parents.stride())
-    width = triton.next_power_of_2(nodes)
+    width, early = triton.next_power_of_2(nodes), early_launch(logits.device)
     _sampled_walk_kernel[(batch, chunks)](
         *law,
         path,
@@ -472,6 +479,7 @@ def verify_sampling(
         STEPS=triton.next_power_of_2(depth + 1),
         CHUNK=chunk,
         PAIRS=min(width, 64),
+        **early,
         num_warps=_DRAW_WARPS,
     )
     _final_token_kernel[(batch,)](
@@ -484,6 +492,7 @@ def verify_sampling(
         NODES=width,
         CHUNK=chunk,
         CHUNKS=triton.next_power_of_2(chunks),
+        **early,
         num_warps=_DRAW_WARPS,
     )
     return path, accepted, next_token

@@ -11,10 +11,10 @@ from torch import Tensor
 from eagle_triton import attention, linear
 from eagle_triton.adapters.view import DraftView, ModelView, Projection
 from eagle_triton.engine.state import DecodeState
+from eagle_triton.launch import DRAFT_WARPS
 from eagle_triton.megakernel import draft_verify_update_kernel
 from eagle_triton.tree_decoding import topk_chunk_of
 
-WARPS = 4  # those of the operations whose sums must have the same order
 BARRIER_LIMIT = 1 << 18  # looks at a barrier before giving up: some tenths of a second
 MAX_ROWS = 64  # rows of a draft pass; more go to cuBLAS, which has no tiles to deal out
 
@@ -106,7 +106,7 @@ class FusedStep:
             absent=self.absent,
             limit=self.limit,
             GREEDY=walk is None,
-            num_warps=WARPS,
+            num_warps=DRAFT_WARPS,
             num_stages=self.stages,
             **self._arguments,
             **options,
@@ -116,6 +116,27 @@ class FusedStep:
         """Raise MegakernelError if a barrier of the last launch gave up. Waits for the device."""
         if int(self.sync[1]):
             raise MegakernelError("a program of the megakernel did not arrive at a grid barrier")
+
+    @staticmethod
+    def _tile(use: dict[str, linear.Settings], weights: dict[str, Tensor], block_m: int) -> linear.Settings:
+        """The one tile of all products but SwiGLU's: as deep as leaves every split of K where it is."""
+        names = {"FC": "fc", "QKV": "q", "OUT": "o", "DOWN": "down", "HEAD": "head"}
+
+        def split(depth: int, block_k: int, splits: int) -> int:
+            return triton.cdiv(triton.cdiv(depth, block_k), splits) * block_k
+
+        for block_k in (256, 128, 64, 32):
+            if all(
+                split(weights[names[key]].shape[1], block_k, setting.splits)
+                == split(weights[names[key]].shape[1], setting.block_k, setting.splits)
+                for key, setting in use.items()
+            ):
+                break
+        first = next(iter(use.values()))
+        if weights["fc"].element_size() > 2:
+            return first._replace(block_k=min(block_k, first.block_k))
+        per_stage = (64 + block_m) * block_k * 2
+        return linear.Settings(64, block_k, 1, DRAFT_WARPS, max(2, min(5, 200 * 1024 // per_stage)), use["QKV"].swap)
 
     def _collect(self) -> dict[str, object]:
         """All arguments but the logits and features of a step."""
@@ -149,16 +170,9 @@ class FusedStep:
             "DOWN": settings("down"),
             "HEAD": settings("head", whole=True),
         }
-        self.stages = min(setting.stages for setting in use.values())
+        self.stages = use["MLP"].stages
         block_m = linear.block_m_of(rows)
-        described = {}
-        for key, names in (("FC", ["fc"]), ("QKV", "qkv"), ("OUT", "o"), ("MLP", ["gate", "up"]), ("DOWN", ["down"]),
-                           ("HEAD", ["head"])):  # fmt: skip
-            tensors = [weights[name] for name in names]
-            for name, desc in zip(
-                names, linear.descriptors([tensors[0], *tensors], block_m, use[key])[1:], strict=True
-            ):
-                described[f"{name}_desc"] = desc
+        tile = self._tile({key: use[key] for key in ("FC", "QKV", "OUT", "DOWN", "HEAD")}, weights, block_m)
         keys = attention.settings_for(
             state.planned_nodes * group,
             attended.head_dim,
@@ -174,10 +188,12 @@ class FusedStep:
         def zeros(*shape: int, kind: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=kind, device=device)
 
-        def sums(setting: linear.Settings, cols: int) -> Tensor:
-            """A product's splits, or the product."""
-            return empty(setting.splits, rows, cols, kind=torch.float32 if setting.splits > 1 else dtype)
-
+        products = max(
+            use["FC"].splits * hidden,
+            use["QKV"].splits * (q_cols + 2 * kv_cols),
+            use["OUT"].splits * hidden,
+            use["DOWN"].splits * hidden,
+        )
         part = min(4096, max(16, triton.next_power_of_2(view.vocab_size)))
         parts, chunk = triton.cdiv(view.vocab_size, part), topk_chunk_of(vocabulary)
         chunks = triton.cdiv(vocabulary, chunk)
@@ -207,7 +223,6 @@ class FusedStep:
             "sequence_ptr": state.tokens,
             "embedding_ptr": draft.embedding,
             **{f"{name}_ptr": weight for name, weight in weights.items()},
-            **described,
             **biases,
             "token_norm_ptr": layer.input_norm.weight if eagle3 else None,
             "feature_norm_ptr": draft.hidden_norm.weight if eagle3 else None,
@@ -224,28 +239,26 @@ class FusedStep:
             "sync_ptr": self.sync,
         }
         workspace = {
-            "fused_ptr": sums(use["FC"], hidden) if eagle3 else empty(batch * steps, view.feature_size),
-            "inputs_ptr": empty(max(rows * 2 * hidden, batch * steps * view.feature_size)),
+            "gathered_ptr": empty(batch * steps, view.feature_size),
+            "products_ptr": empty(rows, products, kind=torch.float32),
+            "inputs_ptr": empty(rows, 2 * hidden),
             "residual_ptr": empty(rows, hidden),
-            "qkv_ptr": sums(use["QKV"], q_cols + 2 * kv_cols),
             "queries_ptr": empty(rows, q_cols),
             "partial_ptr": empty(batch * attended.num_kv_heads * keys.splits, state.planned_nodes * group,
                                  attended.head_dim, kind=torch.float32),
             "lse_ptr": empty(batch * attended.num_kv_heads * keys.splits, state.planned_nodes * group,
                              kind=torch.float32),
             "attended_ptr": empty(rows, q_cols),
-            "o_sums_ptr": sums(use["OUT"] if eagle3 or use["OUT"].splits >= use["FC"].splits else use["FC"], hidden),
             "x_ptr": empty(rows, hidden),
             "normed_ptr": empty(rows, hidden),
             "inner_ptr": empty(rows, inner),
-            "down_sums_ptr": sums(use["DOWN"], hidden),
             "hidden_ptr": empty(rows, hidden),
             "head_in_ptr": empty(rows, hidden),
             "logits_ptr": empty(rows, vocabulary),
-            "keys_ptr": empty(rows, chunks, spec.top_k, kind=torch.int32),
-            "places_ptr": empty(max(rows * chunks * spec.top_k, batch * spec.nodes * parts), kind=torch.int32),
+            "ranks_ptr": empty(rows, chunks, spec.top_k, kind=torch.int64),
+            "places_ptr": empty(batch * spec.nodes * parts, kind=torch.int32),
             "peaks_ptr": empty(max(rows * chunks, batch * spec.nodes * parts), kind=torch.float32),
-            "sums_ptr": empty(rows, chunks, kind=torch.float32),
+            "masses_ptr": empty(rows, chunks, kind=torch.float32),
             "log_probs_ptr": empty(rows, spec.top_k, kind=torch.float32),
             "candidates_ptr": empty(batch, spec.candidates, kind=torch.int64),
             "scores_ptr": empty(batch, spec.candidates, kind=torch.float32),
@@ -255,6 +268,20 @@ class FusedStep:
             "root_ptr": empty(batch, kind=torch.int64),
             "scratch_ptr": empty(batch, spec.nodes, kind=torch.int32),
         }  # fmt: skip
+        described = {}
+        for name, names, source in (
+            ("fc", ("fc",), "gathered_ptr" if eagle3 else "inputs_ptr"),
+            ("qkv", ("q", "k", "v"), "inputs_ptr" if eagle3 else "residual_ptr"),
+            ("o", ("o",), "attended_ptr"),
+            ("mlp", ("gate", "up"), "normed_ptr"),
+            ("down", ("down",), "inner_ptr"),
+            ("head", ("head",), "head_in_ptr" if eagle3 else "hidden_ptr"),
+        ):
+            tensors = [workspace[source], *(weights[weight] for weight in names)]
+            setting = use["MLP"] if name == "mlp" else tile
+            found = linear.descriptors(tensors, block_m, setting)
+            described |= dict(zip((f"{name}_in_desc", *(f"{weight}_desc" for weight in names)), found, strict=True))
+        tma = described["fc_desc"] is not None
         sizes = {
             "nodes": spec.nodes,
             "columns": state.tokens.shape[1],
@@ -275,6 +302,7 @@ class FusedStep:
         return {
             **aligned,
             **workspace,
+            **described,
             **sizes,
             "PART": part,
             "PARTS": parts,
@@ -300,12 +328,15 @@ class FusedStep:
             "DOUBLINGS": (spec.nodes - 1).bit_length(),
             "CHUNKS": chunks,
             "PROGRAMS": self.programs,
-            "PREFETCH": False,
-            "EVEN_K": all(weights[name].shape[1] % use[key].block_k == 0 for key, name in (
-                ("FC", "fc"), ("QKV", "q"), ("OUT", "o"), ("MLP", "gate"), ("DOWN", "down"), ("HEAD", "head"))),
+            "TMA": tma,
+            "UNIFORM": spec.selected is None,
+            "EVEN_K": all(weight.shape[1] % tile.block_k == 0 for weight in weights.values())
+            and hidden % use["MLP"].block_k == 0,
             "BLOCK_M": block_m,
             "BLOCK_H": triton.next_power_of_2(hidden),
             "CHUNK": chunk,
-            **{key: (s.block_n, s.block_k, s.splits, s.swap) for key, s in use.items()},
+            "TILE": (tile.block_n, tile.block_k, tile.swap, tile.stages),
+            "SPLITS": tuple(use[key].splits for key in ("FC", "QKV", "OUT", "DOWN")),
+            "MLP": (use["MLP"].block_n, use["MLP"].block_k, use["MLP"].swap),
             "ATTENTION": (keys.block_m, keys.block_n, keys.splits, keys.min_tiles, keys.block_t),
         }  # fmt: skip

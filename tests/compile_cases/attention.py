@@ -53,7 +53,11 @@ def _cases(nodes: int, words: int, capacity: int, window: bool, width: int, dtyp
     options = {"num_warps": use.num_warps, "num_stages": use.num_stages, "targets": (arch,)}
     cases = [_case(f"attend {name}", _tree_attention_kernel, constexprs, tensors, options)]
     if use.splits > 1:
-        merge = {**constexprs, "BLOCK_R": max(1, 128 // width), "BLOCK_S": triton.next_power_of_2(use.splits)}
+        merge = {
+            **constexprs,
+            "BLOCK_R": max(1, 16 // use.splits) * max(1, 128 // width),
+            "BLOCK_S": triton.next_power_of_2(use.splits),
+        }
         cases.append(_case(f"merge  {name}", _merge_kernel, merge, tensors, {**options, "num_warps": 1}))
     return cases
 

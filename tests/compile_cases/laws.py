@@ -1,6 +1,6 @@
 """Production settings of the sampling laws' kernels: V 128256; the scan also as greedy verification uses it."""
 
-from eagle_triton.laws import _narrow_kernel, _open_kernel, _settle_kernel, scan_kernel, settings
+from eagle_triton.laws import _narrow_kernel, _settle_kernel, scan_kernel, settings
 
 _SETTING = settings(128256)
 _TYPES = {
@@ -15,8 +15,12 @@ _SIZES = {
     "GROUPS": 16,
     "LANES": _SETTING.lanes,
     "ARGMAX_AT_0": True,
+    "TOP_P_FIRST": True,
 }
 _SIZES |= {"ROUNDS": _SETTING.rounds, "PARTS": _SETTING.scan_parts, "stride_xv": 1}
+
+
+TARGETS = {False: ("sm_80", "gfx942"), True: ("sm_90", "sm_100")}  # by dependent launch
 
 
 def _case(name: str, kernel, sizes: dict, warps: int, dtype: str = "bf16") -> tuple:
@@ -24,26 +28,25 @@ def _case(name: str, kernel, sizes: dict, warps: int, dtype: str = "bf16") -> tu
     types = {**_TYPES, "x_ptr": f"*{dtype}"}
     signature = {key: "constexpr" if key in constexprs else types.get(key, "i32") for key in kernel.arg_names}
     aligned = tuple(key for key in ("vocabulary", "stride_xr") if key in signature)
-    return name, kernel, signature, constexprs, {"num_warps": warps, "aligned": aligned}
+    options = {"num_warps": warps, "aligned": aligned, "targets": TARGETS[sizes["PDL"]]}
+    return name, kernel, signature, constexprs, options
 
 
-_ARGMAX = {"PART": 4096, "PARTS": 1, "temperature_ptr": None, "masses_ptr": None}
+def _cases(dtype: str, shift: int, pdl: bool) -> list[tuple]:
+    early, search = {"PDL": pdl}, {"PDL": pdl, "SHIFT": shift}
+    argmax = {**early, "PART": 4096, "temperature_ptr": None, "masses_ptr": None}
+    settle = {**search, "TILE": _SETTING.settle_tile}
+    return [
+        _case(f"scan argmax {dtype}", scan_kernel, argmax, 4, dtype),
+        _case(f"scan {dtype}", scan_kernel, early, 4, dtype),
+        *(
+            _case(f"narrow {index} {dtype}", _narrow_kernel, {**search, "ROUND": index, "PARTS": 64}, 4, dtype)
+            for index in range(2)
+        ),
+        _case(f"settle {dtype}", _settle_kernel, settle, _SETTING.settle_warps, dtype),
+    ]
+
 
 CASES = [
-    case
-    for dtype, shift in (("bf16", 16), ("fp16", 13))
-    for case in (
-        _case(f"scan argmax {dtype}", scan_kernel, _ARGMAX, 4, dtype),
-        _case(f"scan {dtype}", scan_kernel, {}, 4, dtype),
-        _case(f"open {shift}", _open_kernel, {"SHIFT": shift, "PARTS": 64, "LANES": 16, "TOP_P_FIRST": shift == 13}, 4),
-        _case(f"narrow 0 {dtype}", _narrow_kernel, {"ROUND": 0, "SHIFT": shift}, 4, dtype),
-        _case(f"narrow 1 {dtype}", _narrow_kernel, {"ROUND": 1, "SHIFT": shift}, 4, dtype),
-        _case(
-            f"settle {dtype}",
-            _settle_kernel,
-            {"SHIFT": shift, "TILE": _SETTING.settle_tile},
-            _SETTING.settle_warps,
-            dtype,
-        ),
-    )
+    case for dtype, shift in (("bf16", 16), ("fp16", 13)) for pdl in (False, True) for case in _cases(dtype, shift, pdl)
 ]

@@ -1,5 +1,6 @@
 """Production settings of the drafting and verification kernels: N 60, K 10, D 8, V 128256 and 32000."""
 
+from eagle_triton.launch import DRAFT_WARPS
 from eagle_triton.sampling import chunk_of
 from eagle_triton.tree_decoding import (
     _build_tree_kernel,
@@ -45,15 +46,17 @@ def _case(name: str, kernel, types: dict[str, str], constexprs: dict, options: d
 
 def _topk(dtype: str, vocabulary: int) -> list[tuple]:
     chunk = topk_chunk_of(vocabulary)
-    chunks = 1 << (-(-vocabulary // chunk) - 1).bit_length()
-    types = {"x_ptr": f"*{dtype}", "keys_ptr": "*i32", "sums_ptr": "*fp32", "offsets_ptr": "*i64"}
+    chunks = -(-vocabulary // chunk)
+    types = {"x_ptr": f"*{dtype}", "ranks_ptr": "*i64", "sums_ptr": "*fp32", "offsets_ptr": "*i64"}
     types |= {"values_out_ptr": "*fp32", "tokens_out_ptr": "*i64"}
-    candidates = 1 << (-(-vocabulary // chunk) * 10 - 1).bit_length()
-    sizes = {"K": 10, "CHUNK": chunk, "CHUNKS": chunks, "CANDIDATES": candidates, "WIDTH": 16}
+    sizes = {"K": 10, "CHUNK": chunk, "CHUNKS": 1 << (chunks - 1).bit_length(), "WIDTH": 16}
+    sizes["CANDIDATES"] = 1 << (chunks * 10 - 1).bit_length()
     options = {"aligned": ("vocabulary", "stride_xr")}
     return [
-        _case(f"topk chunk {dtype} {vocabulary}", _topk_chunk_kernel, types, sizes, {"num_warps": 4, **options}),
-        _case(f"topk merge {dtype} {vocabulary}", _topk_merge_kernel, types, sizes, {"num_warps": 4}),
+        _case(
+            f"topk chunk {dtype} {vocabulary}", _topk_chunk_kernel, types, sizes, {"num_warps": DRAFT_WARPS, **options}
+        ),
+        _case(f"topk merge {dtype} {vocabulary}", _topk_merge_kernel, types, sizes, {"num_warps": DRAFT_WARPS}),
     ]
 
 
@@ -82,9 +85,16 @@ CASES = [
     _case("build tree fixed", _build_tree_kernel, _BUILD, {**_TREE, "scratch_ptr": None}, {"num_warps": 2}),
     _case("greedy walk", _greedy_walk_kernel, {}, _WALK, {"num_warps": 8}),
     *(
-        _case(f"{name} {dtype}", kernel, {"x_ptr": f"*{dtype}"}, _WALK, {"num_warps": 8, **_LOGITS})
+        _case(
+            f"{name} {dtype}",
+            kernel,
+            {"x_ptr": f"*{dtype}"},
+            {**_WALK, "PDL": pdl},
+            {"num_warps": 8, **_LOGITS, "targets": targets},
+        )
         for name, kernel in (("sampled walk", _sampled_walk_kernel), ("final token", _final_token_kernel))
         for dtype in ("bf16", "fp16")
+        for pdl, targets in ((False, ("sm_80", "gfx942")), (True, ("sm_90", "sm_100")))
     ),
     _case(
         "update sequence",

@@ -1,0 +1,116 @@
+"""The megakernel as FusedStep launches it: the 8b, 1b and demo shapes, both kinds of head, one and four sequences."""
+
+from __future__ import annotations
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from eagle_triton import linear
+from eagle_triton.adapters.view import MLP, Attention, DraftView, Layer, ModelView, Norm, Projection, Rotary
+from eagle_triton.engine import fused
+from eagle_triton.engine.state import DecodeState
+from eagle_triton.launch import DRAFT_WARPS
+from eagle_triton.megakernel import draft_verify_update_kernel
+from eagle_triton.tree_spec import TreeSpec
+
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+_SHAPES = {  # hidden, intermediate, query heads, key/value heads, head dim, draft vocabulary
+    "8b": (4096, 14336, 32, 8, 128, 32000),
+    "1b": (2048, 8192, 32, 8, 64, 32000),
+    "demo": (256, 640, 4, 2, 64, 2048),
+}
+
+
+def _views(shape: str, eagle3: bool, dtype: torch.dtype) -> tuple[ModelView, DraftView]:
+    """A target of two layers and a draft head of a shape, of memory that nobody touches."""
+    hidden, inner, heads, kv_heads, width, draft_vocab = _SHAPES[shape]
+    vocabulary = 4096
+
+    def product(rows: int, cols: int, bias: bool = False) -> Projection:
+        return Projection(torch.empty(rows, cols, dtype=dtype), torch.empty(rows, dtype=dtype) if bias else None)
+
+    def norm() -> Norm:
+        return Norm(torch.empty(hidden, dtype=dtype), 1e-5)
+
+    def layer(columns: int, input_norm: Norm | None) -> Layer:
+        attention = Attention(
+            product(heads * width, columns),
+            product(kv_heads * width, columns),
+            product(kv_heads * width, columns),
+            product(hidden, heads * width),
+            heads,
+            kv_heads,
+            width,
+            width**-0.5,
+            Rotary(torch.empty(width // 2)),
+        )
+        return Layer(
+            input_norm, attention, norm(), MLP(product(inner, hidden), product(inner, hidden), product(hidden, inner))
+        )
+
+    embedding = torch.empty(vocabulary, hidden, dtype=dtype)
+    target = ModelView(
+        embedding, (layer(hidden, norm()),) * 2, norm(), Projection(embedding), (0, 1, 1) if eagle3 else (), (), None
+    )
+    draft = DraftView(
+        "eagle3" if eagle3 else "eagle1",
+        embedding,
+        product(hidden, (3 if eagle3 else 2) * hidden, bias=not eagle3),
+        (layer((2 if eagle3 else 1) * hidden, norm() if eagle3 else None),),
+        product(draft_vocab if eagle3 else vocabulary, hidden),
+        lambda: TreeSpec.dynamic(60, 7, 10),
+        hidden_norm=norm() if eagle3 else None,
+        norm=norm() if eagle3 else None,
+        d2t=torch.empty(draft_vocab, dtype=torch.int64) if eagle3 else None,
+    )
+    return target, draft
+
+
+def _case(
+    name: str,
+    shape: str,
+    targets: tuple[str, ...],
+    capability: tuple[int, int],
+    eagle3: bool = True,
+    batch: int = 1,
+    greedy: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple:
+    original, linear._compute_capability = linear._compute_capability, lambda device: capability
+    try:
+        view, draft = _views(shape, eagle3, dtype)
+        spec = draft.read_tree()
+        state = DecodeState(view, draft, spec, batch, 512)
+        step = fused.FusedStep(view, draft, state, programs=132)
+    finally:
+        linear._compute_capability = original
+    given = {"target_logits_ptr": torch.empty(1, dtype=dtype), "features_ptr": torch.empty(1, dtype=dtype)}
+    given |= {"absent": -1, "limit": 1, "GREEDY": greedy, **step._arguments}
+    constants = {p.name for p in draft_verify_update_kernel.params if p.is_constexpr}
+    signature, constexprs = {}, {}
+    for argument, value in given.items():
+        if argument in constants or value is None:
+            signature[argument], constexprs[argument] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[argument] = f"*{_TYPES[value.dtype]}"
+        elif isinstance(value, TensorDescriptor):
+            signature[argument] = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
+        else:
+            signature[argument] = "fp32" if isinstance(value, float) else "i32"
+    sizes = [name for name, kind in signature.items() if kind == "i32"]
+    aligned = tuple(name for name in sizes if given[name] % 16 == 0)
+    options = {"num_warps": DRAFT_WARPS, "num_stages": step.stages, "targets": targets, "aligned": aligned}
+    return name, draft_verify_update_kernel, signature, constexprs, options
+
+
+_PORTABLE = ("sm_80", "gfx942")
+CASES = [
+    _case("8b eagle3 greedy", "8b", ("sm_90",), (9, 0)),
+]
