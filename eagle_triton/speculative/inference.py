@@ -253,6 +253,15 @@ class EAGLEInference:
         self._policies.clear()
         return self._table
 
+    def policy(self, slots: int) -> TreePolicy:
+        """The policy for batches of so many slots; what it has learnt stays for the next call."""
+        if slots not in self._policies:
+            cost, trees = pass_cost(self.pair.view, self.pair.draft_view), self._trees()
+            usual = TreePolicy(trees, StepCosts(self.config.slots, cost, self._table))
+            costs = StepCosts(slots, cost, self._table)
+            self._policies[slots] = TreePolicy(trees, costs, self.config.fallback, pinned=usual.spec)
+        return self._policies[slots]
+
     def memory_bytes(self, slots: int | None = None, rows: int | None = None) -> dict[str, int]:
         """Bytes on the device that a batch needs beside the weights: {"target_cache", "draft_cache", "logits"}.
 
@@ -415,15 +424,6 @@ class EAGLEInference:
         if self.config.num_draft_tokens != "auto":
             return [self.config.tree()]
         return [self.config.tree(nodes) for nodes in tree_sizes(self.config.nodes)]
-
-    def policy(self, slots: int) -> TreePolicy:
-        """The policy for batches of so many slots; what it has learnt stays for the next call."""
-        if slots not in self._policies:
-            cost, trees = pass_cost(self.pair.view, self.pair.draft_view), self._trees()
-            usual = TreePolicy(trees, StepCosts(self.config.slots, cost, self._table))
-            costs = StepCosts(slots, cost, self._table)
-            self._policies[slots] = TreePolicy(trees, costs, self.config.fallback, pinned=usual.spec)
-        return self._policies[slots]
 
     def _check_ids(self, input_ids: Tensor) -> None:
         check_prompt(input_ids, self.pair.view.vocab_size)

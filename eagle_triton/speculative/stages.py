@@ -50,8 +50,8 @@ class Prefix:
             self._grow(total)
         self.state.tokens[:, self.length : total] = tokens
         for first in range(0, tokens.shape[1], CHUNK):
-            following = tokens[:, first : first + CHUNK]
-            _, features = self._target(self.state.tokens[:, self.length - 1 :][:, : following.shape[1]])
+            following = tokens[:, first : first + CHUNK].contiguous()
+            _, features = self._target(self.state.tokens[:, self.length - 1 :][:, : following.shape[1]].contiguous())
             if self.draft is not None:
                 rows = self.draft.rows(self.state.lengths)
                 self.hidden = draft_extend(engine.ops, self.draft, features, following, self.state.draft_cache, rows)
@@ -182,8 +182,8 @@ def _candidates(prefix: Prefix) -> _Candidates:
         return build_tree(root, tokens, scores, expanded, *rest, **named)
 
     ops.build_tree = keep
-    hidden, normed = prefix.hidden
-    grow_tree(ops, prefix.draft, prefix.state, hidden[:, -1:], normed[:, -1:])
+    last = (rows[:, -1:].contiguous() for rows in prefix.hidden)
+    grow_tree(ops, prefix.draft, prefix.state, *last)
     return kept[0]
 
 
