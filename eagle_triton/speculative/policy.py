@@ -21,6 +21,7 @@ PAUSE, LONGEST_PAUSE = 32, 2048  # plain steps before the next probe: doubled wh
 GAIN = 1.03  # another tree must promise this much more
 CHECK = 8  # plain steps to learn what they cost, where drafting does not promise CLEAR times their rate
 CLEAR = 2.0
+ENOUGH = 4  # steps of a tree that say more than a guess
 MEMORY = 64  # steps over which acceptance is remembered
 FORGET = 512  # steps after which trees that were not used are guessed anew
 
@@ -73,7 +74,7 @@ class TreePolicy:
         self._seen: dict[TreeSpec, Acceptance] = {}
         self._steps = self._since = 0  # in all, since the last change
         self._pause = PAUSE
-        self._probing = False
+        self._probing = self._checking = False  # drafting after a pause; plain steps to learn their time
         self.spec = max(self.trees, key=self.rate)
         self.pinned = pinned or self.spec
 
@@ -109,7 +110,7 @@ class TreePolicy:
         if not spec.drafts:
             return 1.0
         own = self._seen.get(spec)
-        if own is not None and own.steps >= min(PROBE, LOOK) / 2:
+        if own is not None and own.steps >= ENOUGH:
             return own.emitted / own.steps
         total, reach = 1.0, 1.0
         for level in range(spec.depth):
@@ -146,7 +147,7 @@ class TreePolicy:
         if self._since >= FORGET:
             self._seen = {spec: seen for spec, seen in self._seen.items() if spec == self.spec}
         if self.fallback and self.costs.measured(PLAIN) is None and self.rate(self.spec) < CLEAR * self.rate(PLAIN):
-            self._pause = CHECK
+            self._pause, self._checking = CHECK, True
             self._change(PLAIN)
             return
         best = max((*self.trees, PLAIN) if self.fallback else self.trees, key=self.rate)
@@ -163,7 +164,8 @@ class TreePolicy:
         self._probing = False
 
     def _probe(self) -> None:
-        self.probes += 1
+        self.probes += not self._checking
+        self._checking = False
         for seen in self._seen.values():
             seen.fade(0.05)  # what was learnt before the pause hardly counts
         self._change(max(self.trees, key=self.rate))
