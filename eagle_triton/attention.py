@@ -20,8 +20,10 @@ rows only the first splits get any and the others leave at once. `_merge_kernel`
 same bits every run.
 
 Numerics: products of the input dtype accumulated in fp32 (true fp32 for fp32 inputs), softmax in fp32 in the log2
-domain, one rounding of the weights to the values' dtype and one of the result. Rows of the cache that no node of the
-tile may see are never multiplied, so what they hold (NaN included) does not matter. A row with nothing to see gives 0.
+domain, one rounding of the weights to the values' dtype and one of the result. The maximum that is taken off the scores
+is rounded up to an integer: weights relative to different maxima then differ by powers of two, so that a weight is
+rounded alike in every tile, split and tree. Rows of the cache that no node of the tile may see are never multiplied, so
+what they hold (NaN included) does not matter. A row with nothing to see gives 0.
 """
 
 from __future__ import annotations
@@ -110,7 +112,7 @@ def _positions_before(bits_ptr, offset, row_ok, WORDS: tl.constexpr):
 @triton.jit
 def _fold(acc, top, total, scores, v, scale_log2, MASKED: tl.constexpr):
     """Fold a tile's scores and values into the running (weighted sum, maximum, denominator) of each row."""
-    new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
+    new_top = tl.maximum(top, tl.ceil(tl.max(scores, 1) * scale_log2))
     base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
     weights = tl.exp2(scores * scale_log2 - base[:, None])
     decay = tl.exp2(top - base)

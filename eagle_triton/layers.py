@@ -16,9 +16,11 @@
 
 x, or q, k and v together, may be `Partials` (partials.py): products whose partial sums are added here, in their order.
 
-Numerics: fp32 throughout, rounded once on the way out; where rms_norm has a residual, the sum is rounded first and the
-rounded sum is normalised, as the next reader will see it. An angle is the fp32 product, as in the models; it is reduced
-to a quarter turn in fp64, so sine and cosine are good to fp32 at any position and need no local memory.
+Numerics: computed in fp32 and rounded to the output's dtype wherever Hugging Face's models round: a product before a
+residual is added to it or before it is rotated, a normalised value before its weight, sine and cosine, both terms of a
+rotation, silu(gate). That costs nothing and keeps 16-bit outputs closest to the original's. An angle is the fp32
+product, as in the models; it is reduced to a quarter turn in fp64, so sine and cosine are good to fp32 at any position
+and need no local memory.
 """
 
 from __future__ import annotations
@@ -34,13 +36,18 @@ from eagle_triton.reference.layers import check_add, check_rms_norm, check_rotar
 
 
 @triton.jit
-def load_sum(ptrs, stride_split, mask, SPLITS: tl.constexpr, splits=None):
-    """fp32 values, or the sum of SPLITS partial values in their order; of the first `splits` if given."""
+def load_sum(ptrs, stride_split, mask, SPLITS: tl.constexpr):
+    """fp32 values, or the sum of SPLITS partial values in their order."""
     total = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
-        some = mask if splits is None else mask & (split < splits)
-        total += tl.load(ptrs + split * stride_split, mask=some, other=0.0)
+        total += tl.load(ptrs + split * stride_split, mask=mask, other=0.0)
     return total
+
+
+@triton.jit
+def rounded(x, KIND: tl.constexpr):
+    """fp32 values as they are after rounding to KIND."""
+    return x.to(KIND).to(tl.float32)
 
 
 @triton.jit
@@ -61,12 +68,12 @@ def norm_row(
     size: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
-    splits=None,
 ):
     """RMSNorm of one row, whose pointers are given. Without `weight_ptr` the row is only summed and rounded."""
     offs = tl.arange(0, BLOCK)[None, :]
     mask = offs < size
-    x = load_sum(x_ptr + offs, stride_split, mask, SPLITS, splits)
+    kind = out_ptr.dtype.element_ty
+    x = rounded(load_sum(x_ptr + offs, stride_split, mask, SPLITS), kind)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if total_ptr is not None:
@@ -74,8 +81,8 @@ def norm_row(
         tl.store(total_ptr + offs, total, mask=mask)
         x = total.to(tl.float32)
     if weight_ptr is not None:
-        x = normalise(x, eps, size) * tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + offs, x.to(out_ptr.dtype.element_ty), mask=mask)
+        x = rounded(normalise(x, eps, size), kind) * tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offs, x.to(kind), mask=mask)
 
 
 @triton.jit
@@ -144,20 +151,28 @@ def rotate_heads(
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """Heads heads .. heads + HEADS of one row, normed where `norm_ptr` is given, rotated: (first, second) halves."""
     offs_h = heads + tl.arange(0, HEADS)
     offs_d = tl.arange(0, HALF)
     mask = (offs_h < head_limit)[:, None] & (offs_d < half)[None, :]
     ptrs = x_ptr + offs_h[:, None] * stride_h + offs_d[None, :]
-    first = load_sum(ptrs, stride_s, mask, SPLITS)
-    second = load_sum(ptrs + half, stride_s, mask, SPLITS)
+    first = rounded(load_sum(ptrs, stride_s, mask, SPLITS), KIND)
+    second = rounded(load_sum(ptrs + half, stride_s, mask, SPLITS), KIND)
     if norm_ptr is not None:
         square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         scale = tl.rsqrt(square / (2 * half) + eps)[:, None]
-        first *= scale * tl.load(norm_ptr + offs_d, mask=offs_d < half, other=0.0).to(tl.float32)[None, :]
-        second *= scale * tl.load(norm_ptr + half + offs_d, mask=offs_d < half, other=0.0).to(tl.float32)[None, :]
-    return tl.fma(first, cos, -(second * sin)), tl.fma(second, cos, first * sin)
+        weight = tl.load(norm_ptr + offs_d, mask=offs_d < half, other=0.0).to(tl.float32)[None, :]
+        first = rounded(rounded(first * scale, KIND) * weight, KIND)
+        weight = tl.load(norm_ptr + half + offs_d, mask=offs_d < half, other=0.0).to(tl.float32)[None, :]
+        second = rounded(rounded(second * scale, KIND) * weight, KIND)
+    if tl.float32 == KIND:  # fused by name: a compiler fuses one of two products, not the same one everywhere
+        left, right = tl.fma(first, cos, -(second * sin)), tl.fma(second, cos, first * sin)
+    else:
+        left = rounded(first * cos, KIND) - rounded(second * sin, KIND)
+        right = rounded(second * cos, KIND) + rounded(first * sin, KIND)
+    return left, right
 
 
 @triton.jit
@@ -208,7 +223,8 @@ def rotary_append_head(
     in_half = offs_d < half
     inv_freq = tl.load(inv_freq_ptr + offs_d, mask=in_half, other=0.0).to(tl.float32)
     cos, sin = cos_sin(position.to(tl.float32) * inv_freq)
-    cos, sin = (cos * scaling)[None, :], (sin * scaling)[None, :]
+    kind: tl.constexpr = out_ptr.dtype.element_ty
+    cos, sin = rounded(cos * scaling, kind)[None, :], rounded(sin * scaling, kind)[None, :]
 
     first, second = rotate_heads(
         q_ptr + batch * stride_qb + node * stride_qn + head * group * stride_qh,
@@ -224,6 +240,7 @@ def rotary_append_head(
         HALF,
         GROUP,
         SPLITS,
+        kind,
     )
     offs_g = tl.arange(0, GROUP)
     mask = (offs_g < group)[:, None] & in_half[None, :]
@@ -247,15 +264,16 @@ def rotary_append_head(
         HALF,
         1,
         SPLITS,
+        kind,
     )
     mask = in_half[None, :] & fits
-    kind = cache_ptr.dtype.element_ty
+    stored = cache_ptr.dtype.element_ty
     key = cache_ptr + batch * stride_cb + head * stride_ch + row * stride_ct + offs_d[None, :]
-    tl.store(key, key_first.to(kind), mask=mask)
-    tl.store(key + half, key_second.to(kind), mask=mask)
+    tl.store(key, key_first.to(stored), mask=mask)
+    tl.store(key + half, key_second.to(stored), mask=mask)
     value = v_ptr + batch * stride_vb + node * stride_vn + head * stride_vh + offs_d[None, :]
-    tl.store(key + stride_cs, load_sum(value, stride_s, mask, SPLITS).to(kind), mask=mask)
-    tl.store(key + stride_cs + half, load_sum(value + half, stride_s, mask, SPLITS).to(kind), mask=mask)
+    tl.store(key + stride_cs, load_sum(value, stride_s, mask, SPLITS).to(stored), mask=mask)
+    tl.store(key + stride_cs + half, load_sum(value + half, stride_s, mask, SPLITS).to(stored), mask=mask)
 
 
 @triton.jit
@@ -349,7 +367,8 @@ def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, stride_gm, stride_um, size, BLOCK:
     mask = offs < size
     gate = tl.load(gate_ptr + row * stride_gm + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * stride_um + offs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * size + offs, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
+    kind = out_ptr.dtype.element_ty
+    tl.store(out_ptr + row * size + offs, (rounded(gate * tl.sigmoid(gate), kind) * up).to(kind), mask=mask)
 
 
 def norm_warps(block: int) -> int:

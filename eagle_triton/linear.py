@@ -14,10 +14,11 @@
 | partials   | [tiles, splits, tile]         | fp32, the partial sums of each tile                          |
 | arrivals   | [tiles]                       | int32, zero between launches                                 |
 
-Numerics: fp32 accumulation (true fp32 products for fp32 inputs); bias, residual and SwiGLU are applied in fp32 before
-the one rounding to the output. Where K is split, the partial sums are added in the order of the splits, so the bits are
-the same every run: by the program that arrives last at a tile, or, with `deferred`, by the operation that reads the
-product next (`Partials`), which saves a wait of 1.5 to 2 us at the end of the launch.
+Numerics: fp32 accumulation (true fp32 products for fp32 inputs); bias and residual are applied in fp32 before the one
+rounding to the output; SwiGLU rounds both products and silu(gate) first, as the models do. Where K is split, the
+partial sums are added in the order of the splits, so the bits are the same every run: by the program that arrives last
+at a tile, or, with `deferred`, by the operation that reads the product next (`Partials`), which saves a wait of 1.5 to
+2 us at the end of the launch.
 
 Weights come through TMA descriptors where the hardware has them (Hopper and newer, 16-bit, rows 16-byte aligned), by
 plain loads elsewhere. Where cuBLAS is faster, cuBLAS (`torch.nn.functional.linear`) is called: see `launch_settings`.
@@ -36,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from eagle_triton.layers import swiglu
+from eagle_triton.layers import rounded, swiglu
 from eagle_triton.partials import Partials
 from eagle_triton.reference.linear import check_product
 
@@ -427,7 +428,9 @@ def swiglu_tile(
         up_w = load_tile(up_ptr, up_desc, col, k, cols, depth, stride_up, BLOCK_N, BLOCK_K, EVEN_K)
         x = load_tile(x_ptr, x_desc, row, k, rows, depth, stride_xm, BLOCK_M, BLOCK_K, EVEN_K)
         gate, up = multiply_add(x, gate_w, gate, SWAP), multiply_add(x, up_w, up, SWAP)
-    out = gate * tl.sigmoid(gate) * up
+    kind = out_ptr.dtype.element_ty
+    gate, up = rounded(gate, kind), rounded(up, kind)
+    out = rounded(gate * tl.sigmoid(gate), kind) * up
     store_tile(out, None, out_ptr, row, col, rows, cols, 0, stride_om, BLOCK_M, BLOCK_N, SWAP)
 
 

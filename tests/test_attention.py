@@ -291,3 +291,26 @@ def test_pack_and_unpack_ancestors(columns):
     words = reference.pack_ancestors(matrix)
     assert words.shape == (2, 5, -(-columns // 64))
     assert torch.equal(reference.ancestor_matrix(words, columns), matrix)
+
+
+def test_a_node_gives_the_same_in_a_tree_as_alone(device):
+    """Other tiles, other splits, other rows: the sums have another order, but weights are rounded alike."""
+    nodes, committed, capacity = 60, 1000, 2048
+    generator = torch.Generator().manual_seed(0)
+    cache = torch.randn(2, 1, 1, capacity, 64, generator=generator).half().to(device)
+    q = (4 * torch.randn(1, nodes, 2, 64, generator=generator)).half().to(device)
+    seen = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        seen[node] |= seen[int(torch.randint(node, (), generator=generator))]
+    lengths = torch.tensor([committed], dtype=torch.int32, device=device)
+    together = kernels.tree_attention(q, cache, lengths, reference.pack_ancestors(seen[None]).to(device), scale=0.125)
+    different = total = 0
+    for node in (7, 30, 59):
+        path = seen[node].nonzero().flatten().to(device)
+        alone = cache.clone()
+        alone[:, :, :, committed : committed + len(path)] = cache[:, :, :, committed + path]
+        itself = torch.ones(1, 1, 1, dtype=torch.int64, device=device)
+        row = kernels.tree_attention(q[:, node : node + 1], alone, lengths + len(path) - 1, itself, scale=0.125)
+        different += int((row[:, 0] != together[:, node]).sum())
+        total += row.numel()
+    assert different <= 0.02 * total, f"{different} of {total} elements differ"

@@ -80,10 +80,7 @@ def test_add(device, dtype):
     sums = torch.randn(3, 2, 5, 40, device=device)
     residual = torch.randn(2, 5, 80, device=device).to(dtype)[..., ::2][..., :40]
     for x in (sums[0].to(dtype), Partials(sums, dtype)):
-        wide = x.float() if isinstance(x, Tensor) else sums[0] + sums[1] + sums[2]
-        assert torch.equal(kernels.add(x, residual), (wide + residual.float()).to(dtype))
-        rounding = 4e-3 if dtype == torch.float16 else 1e-5  # the reference rounds twice
-        torch.testing.assert_close(reference.add(x, residual), kernels.add(x, residual), rtol=0, atol=rounding)
+        assert torch.equal(kernels.add(x, residual), reference.add(x, residual))
     assert torch.equal(kernels.add(Partials(sums, dtype)), reference.add(Partials(sums, dtype)))
     for module in (kernels, reference):
         with pytest.raises(ValueError, match="add: residual must"):
@@ -127,6 +124,26 @@ def check_rotary(operands: tuple, **options) -> None:
     assert torch.equal(caches[0].isnan(), caches[1].isnan())
     assert_close(*(x[0].nan_to_num() for x in caches))
     assert torch.equal(caches[0][1].nan_to_num(), caches[1][1].nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_16_bits_are_rounded_where_the_models_round(device, dtype):
+    """Only the order of fp32 sums is left to differ: in less than one element of a hundred."""
+    x, other, weight = randn(device, dtype, 40, 256), randn(device, dtype, 40, 256), randn(device, dtype, 256)
+    q, k, v, cache, *rest = rotary_operands(device, dtype, 2, 9, 4, 2, 64)
+    norms = dict(q_norm=randn(device, dtype, 64), k_norm=randn(device, dtype, 64), eps=1e-6)
+    results = [
+        (
+            module.rms_norm(x, weight, 1e-5),
+            module.rms_norm(x, weight, 1e-5, other)[0],
+            module.swiglu(x, other),
+            module.rotary_append(q, k, v, cache.clone(), *rest),
+            module.rotary_append(q, k, v, cache.clone(), *rest, **norms),
+        )
+        for module in (kernels, reference)
+    ]
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours != theirs).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
