@@ -13,7 +13,9 @@ setup(
     author="eagle_triton contributors",
     license="MIT",
     packages=find_packages(include=["eagle_triton", "eagle_triton.*"]),
-    package_data={"eagle_triton": [f"demo/**/*.{suffix}" for suffix in ("json", "safetensors", "txt")]},
+    package_data={
+        "eagle_triton": [*(f"demo/**/*.{suffix}" for suffix in ("json", "safetensors", "txt")), "speculative/*.json"]
+    },
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6",

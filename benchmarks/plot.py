@@ -15,7 +15,9 @@ def plot(record: Record, path: Path) -> None:
     if not record.rows:
         return
     figure = Figure(figsize=(11, 5 + len(record.rows) / 12 * (record.mode == "operations")), layout="constrained")
-    {"generate": _generate, "step": _step, "operations": _operations}[record.mode](figure, record.rows)
+    {"generate": _generate, "step": _step, "batches": _batches, "operations": _operations}[record.mode](
+        figure, record.rows
+    )
     machine = record.machine
     names = ("driver", "torch", "triton", "transformers", "commit", "date")
     caption = ", ".join([machine["device"], *(f"{name} {machine[name]}" for name in names if machine[name])])
@@ -57,6 +59,23 @@ def _step(figure: Any, rows: list[dict[str, Any]]) -> None:
     right.set_ylim(bottom=0)
     right.set_title("optimised", fontsize=9)
     right.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+
+
+def _batches(figure: Any, rows: list[dict[str, Any]]) -> None:
+    left, right = figure.subplots(1, 2)
+    context = rows[0]["context"]
+    for name in ("plain", "auto"):
+        chosen = [row for row in rows if row["variant"] == name and row["context"] == context]
+        sizes, rates = [row["batch"] for row in chosen], [row["tokens_per_second"] for row in chosen]
+        left.plot(sizes, rates, marker="o", label=name)
+    right.plot(sizes, [row["speedup"] for row in chosen], marker="o")
+    right.axhline(1.0, color="grey", linewidth=1)
+    for row in chosen:
+        right.annotate(f"{row['nodes']} nodes", (row["batch"], row["speedup"]), fontsize=7)
+    for axes, label in ((left, "tokens per second"), (right, "times plain decoding")):
+        axes.set(xlabel="batch", ylabel=label, ylim=(0, None))
+        axes.set_xscale("log", base=2)
+    left.legend(fontsize=8)
 
 
 def _operations(figure: Any, rows: list[dict[str, Any]]) -> None:

@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from eagle_triton.integration import EagleTritonConfig, optimize_eagle_with_triton, restore_eagle
     from eagle_triton.models.ea_model import EaModel
     from eagle_triton.patching import PatchError
+    from eagle_triton.speculative.config import EAGLEConfig
+    from eagle_triton.speculative.inference import EAGLEInference
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "EAGLEConfig": "eagle_triton.speculative.config",
+    "EAGLEInference": "eagle_triton.speculative.inference",
     "EaModel": "eagle_triton.models.ea_model",
     "EagleTritonConfig": "eagle_triton.integration",
     "PatchError": "eagle_triton.patching",
@@ -27,6 +31,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "EAGLEConfig",
+    "EAGLEInference",
     "EaModel",
     "EagleTritonConfig",
     "PatchError",

@@ -17,6 +17,7 @@ TINY = ["--shape", "tiny", "--device", "cpu", "--num-runs", "1"]
 MODES = {
     "generate": ["generate", *TINY, "--max-length", "6"],
     "step": ["step", *TINY, "--context", "20,30", "--batch", "1,2"],
+    "batches": ["batches", *TINY, "--context", "9", "--batch", "1,2", "--max-length", "24"],
     "operations": ["operations", "--device", "cpu"],
 }
 FACTS = {"device", "driver", "torch", "triton", "transformers", "python", "commit", "date"}
@@ -74,6 +75,21 @@ def test_step_measures_every_decoding_context_and_batch(capsys):
     assert cases == list(itertools.product(("greedy", "sampled", "plain"), (1, 2), (20, 30)))
     floors = {row["decoding"]: row["floor_ms"] for row in rows}
     assert floors["greedy"] == floors["sampled"] > floors["plain"] > 0
+
+
+def test_batches_compares_with_plain_decoding_in_the_same_run(capsys):
+    assert benchmark.main([*MODES["batches"], "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["options"]["accept_length"] == 3 and "THE TOKENS ARE MEANINGLESS" in record["notes"][0]
+    trees = [row for row in record["rows"] if row["variant"] == "tree"]
+    assert {(row["batch"], row["nodes"]) for row in trees} == {(b, n) for b in (1, 2) for n in (1, 2, 4, 8, 16, 32, 64)}
+    rows = [row for row in record["rows"] if row not in trees]
+    assert [(row["variant"], row["batch"]) for row in rows] == [
+        ("plain", 1), ("auto", 1), ("plain", 2), ("auto", 2)
+    ]  # fmt: skip
+    for plain, auto in zip(rows[::2], rows[1::2], strict=True):
+        assert plain["tau"] == 1 and plain["nodes"] == 1 and auto["speedup"] > 0
+        assert auto["speedup"] == auto["tokens_per_second"] / plain["tokens_per_second"]
 
 
 def test_operations_on_a_cpu_says_what_it_is_worth(capsys):

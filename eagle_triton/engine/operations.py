@@ -30,7 +30,7 @@ class Operations:
         self.kernels = kernels
         self.calls: Counter[str] = Counter()
         for stem, names in _STEMS.items():
-            module = _kernel_module(stem) if kernels else importlib.import_module(f"eagle_triton.reference.{stem}")
+            module = kernel_module(stem) if kernels else importlib.import_module(f"eagle_triton.reference.{stem}")
             for name in names:
                 setattr(self, name, self._counted(name, getattr(module, name)))
 
@@ -43,7 +43,8 @@ class Operations:
         return call
 
 
-def _kernel_module(stem: str):
+def kernel_module(stem: str):
+    """The module that holds the kernels of a stem. Raises ImportError that says what to install without Triton."""
     try:
         return importlib.import_module(f"eagle_triton.{stem}")
     except ModuleNotFoundError as error:

@@ -1,0 +1,124 @@
+"""Tokens per second over batch sizes: trees as the policy chooses them against plain decoding, in the same run.
+
+Acceptance is fixed (3 drafts a step unless --accept-length says otherwise), so that random weights will do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks import models
+from benchmarks.acceptance import WARNING, FixedAcceptance
+from benchmarks.record import table
+from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
+from eagle_triton.engine.sampling import Sampling
+from eagle_triton.speculative.policy import TreePolicy
+from eagle_triton.speculative.session import Session
+from eagle_triton.speculative.timing import Stopwatch
+
+BATCHES = [1, 2, 4, 8, 16, 32]
+ACCEPTED = 3.0
+STEPS = {"cuda": 20, "cpu": 3}  # timed for each tree
+
+
+def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
+    """Add rows for each batch size and context: the steps of every tree, plain decoding, chosen trees; and notes."""
+    model = models.load(args)
+    notes.append(WARNING.format(args.accept_length))
+    contexts = args.context or [512 if args.device != "cpu" else 64]
+    cases = [(batch, context) for batch in args.batch for context in contexts]
+    for batch, context in tqdm(cases, desc="batches", disable=args.json, leave=False):
+        eagle, trees, (plain, auto) = _case(model, args, batch, context)
+        auto["speedup"] = auto["tokens_per_second"] / plain["tokens_per_second"]
+        rows += [*trees, plain, auto]
+        if auto["speedup"] < 1:
+            notes.append(f"batch {batch}, context {context}: speculation cost {1 - auto['speedup']:.1%}")
+        notes += [f"batch {batch}, context {context}: {line.strip()}" for line in eagle.report().splitlines()[2:]]
+
+
+def _case(
+    model: EaModel, args: argparse.Namespace, batch: int, context: int
+) -> tuple[EAGLEInference, list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of one batch size: of every tree's steps, and of plain decoding and chosen trees.
+
+    A first generation makes room for the others, timing every tree captures its graph; then both ways of decoding are
+    warmed up and run in turns.
+    """
+    head = model.ea_layer
+    config = EAGLEConfig(topk=head.top_k, num_steps=head.depth + 1, num_draft_tokens="auto", slots=batch)
+    eagle = EAGLEInference(head, model, config)
+    eagle.engine.ops = FixedAcceptance(eagle.engine.ops.kernels, args.accept_length)
+    prompts = [prompt[0].to(model.device) for prompt in models.random_prompts(model, batch, context)]
+    _decode(eagle, None, prompts, args.max_length)
+    timings = eagle.measure_costs((batch,), context, STEPS[model.device.type]).timings
+    case = {"batch": batch, "context": context}
+    trees = [
+        {"variant": "tree", **case, "ms_per_step": row.ms, "nodes": row.nodes, "depth": row.depth} for row in timings
+    ]
+    policy = eagle.policy(batch)
+    runs: dict[str, list[dict[str, Any]]] = {"plain": [], "auto": []}
+    for repeat in range(args.num_runs + 1):
+        for name, chosen in (("plain", None), ("auto", policy)):
+            run = _decode(eagle, chosen, prompts, args.max_length)
+            if repeat:
+                runs[name].append(run)
+    return eagle, trees, [{"variant": name, **case, **_figures(found)} for name, found in runs.items()]
+
+
+def _decode(eagle: EAGLEInference, policy: TreePolicy | None, prompts: list[Tensor], new: int) -> dict[str, Any]:
+    """One generation of `new` tokens for each prompt, timed behind the step that holds the prefills."""
+    rows, nodes = len(prompts[0]) + new, Counter()
+    with Session(eagle.engine, policy, len(prompts), rows) as session, torch.no_grad():
+        for prompt in prompts:
+            session.submit(prompt, new, Sampling(), stop_ids=())
+        session.advance()
+        watch, first, steps = Stopwatch(prompts[0].device), session.tokens, session.steps
+        while not session.idle:
+            nodes[session.advance().nodes] += 1
+        seconds = watch.seconds()
+        return {
+            "seconds": seconds,
+            "tokens": session.tokens - first,
+            "steps": session.steps - steps,
+            "tau": session.statistics.tau,
+            "nodes": nodes,
+        }
+
+
+def _figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    nodes: Counter[int] = sum((run["nodes"] for run in runs), Counter())
+    rates = [run["tokens"] / run["seconds"] for run in runs]
+    return {
+        "tokens_per_second": statistics.median(rates),
+        "lowest": min(rates),
+        "highest": max(rates),
+        "ms_per_step": statistics.median(run["seconds"] / run["steps"] * 1e3 for run in runs),
+        "tau": statistics.median(run["tau"] for run in runs),
+        "nodes": nodes.most_common(1)[0][0],
+        "steps_by_nodes": dict(sorted(nodes.items())),
+        "speedup": 1.0,
+    }
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    columns = {
+        "": "variant",
+        "batch": "batch",
+        "context": "context",
+        "nodes": "nodes",
+        "ms/step": "ms_per_step",
+        "tau": "tau",
+        "tokens/s": "tokens_per_second",
+        "lowest": "lowest",
+        "highest": "highest",
+        "x plain": "speedup",
+    }
+    return table(list(columns), [[row.get(key) for key in columns.values()] for row in rows])

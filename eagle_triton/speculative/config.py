@@ -1,0 +1,119 @@
+"""How EAGLEInference drafts and samples: one frozen dataclass, checked before any model is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eagle_triton.engine.sampling import Sampling
+from eagle_triton.reference.integrators import TreeMaskMode
+from eagle_triton.tree_spec import TreeSpec
+
+MOST_NODES = 64  # num_draft_tokens=None: as many nodes as there are candidates, up to this
+
+
+@dataclass(frozen=True)
+class EAGLEConfig:
+    """Options of `EAGLEInference`; sampling options are defaults that every call and request may override.
+
+    topk: children of each expanded node (k). num_steps: drafted levels (D), that is passes of the draft per step.
+    num_draft_tokens: nodes of a tree, root included (N): 2 <= N <= 1 + k + (D - 1) k^2; None: all candidates, at most
+    64; "auto": the tree, or none, that gives the most tokens per second, by measured cost and acceptance.
+    temperature 0 is greedy; top_p, top_k, min_p None are off; repetition_penalty divides positive and multiplies
+    negative logits of tokens seen in prompt or output (1: off); logit_bias: added to the logits of these tokens.
+    fallback: decode plainly while drafting does not pay (and try again from time to time).
+    slots: sequences decoded at a time; further ones wait. max_length: the most tokens of a sequence, prompt included;
+    None: as many as a call needs. tree_mask_mode: of `verify_drafts` and of the trees that it shows.
+    device: where the models must lie; a model given by its path is put there, None: on a GPU if there is one.
+    dtype: of a model given by its path, None: float32 on a CPU, else what its checkpoint says. verbose: log each step.
+    """
+
+    topk: int = 4
+    num_steps: int = 3
+    num_draft_tokens: int | str | None = 8
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    fallback: bool = True
+    slots: int = 16
+    max_length: int | None = None
+    tree_mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK
+    device: str | torch.device | None = None
+    dtype: torch.dtype | None = None
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("topk", "num_steps", "slots"):
+            _positive(name, getattr(self, name))
+        if self.max_length is not None:
+            _positive("max_length", self.max_length)
+        nodes = self.num_draft_tokens
+        if isinstance(nodes, str) and nodes != "auto":
+            raise ValueError(f'num_draft_tokens must be an integer, None or "auto", got {nodes!r}')
+        if not (nodes is None or isinstance(nodes, str)):
+            _positive("num_draft_tokens", nodes)
+            if not 2 <= nodes <= 1 + self.candidates:
+                raise ValueError(
+                    f"num_draft_tokens counts the root and must be in 2..{1 + self.candidates} for topk {self.topk} "
+                    f"and num_steps {self.num_steps}, which give {self.candidates} candidates; got {nodes}"
+                )
+        for name in ("fallback", "verbose"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {self.dtype!r}")
+        object.__setattr__(self, "tree_mask_mode", TreeMaskMode(self.tree_mask_mode))
+        if self.device is not None:
+            object.__setattr__(self, "device", torch.device(self.device))
+        _ = self.sampling()
+
+    @property
+    def candidates(self) -> int:
+        """C: what one step of drafting scores, k + (D - 1) k^2."""
+        return self.topk + (self.num_steps - 1) * self.topk**2
+
+    @property
+    def nodes(self) -> int:
+        """N of the configured tree; with "auto" of the largest that is considered."""
+        if isinstance(self.num_draft_tokens, int):
+            return self.num_draft_tokens
+        return min(1 + self.candidates, MOST_NODES)
+
+    def tree(self, nodes: int | None = None) -> TreeSpec:
+        """The tree with `nodes` nodes (default: the configured one), no deeper nor wider than so many nodes can be."""
+        nodes = self.nodes if nodes is None else nodes
+        if nodes == self.nodes and self.num_draft_tokens != "auto":
+            return TreeSpec.dynamic(nodes, self.num_steps - 1, self.topk)
+        return TreeSpec.dynamic(nodes, min(self.num_steps, nodes - 1) - 1, min(self.topk, nodes - 1))
+
+    def sampling(self, **changes: Any) -> Sampling:
+        """How to choose tokens, with some options changed (None: as configured). Raises ValueError for a bad value."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias")
+        unknown = sorted(set(changes) - {*names, "seed"})
+        if unknown:
+            raise ValueError(f"unknown sampling option {', '.join(unknown)}; the options are {', '.join(names)}, seed")
+        options = {name: getattr(self, name) for name in names}
+        options |= {name: value for name, value in changes.items() if value is not None}
+        return Sampling(**{name: value for name, value in options.items() if value is not None})
+
+    def changed(self, **options: Any) -> EAGLEConfig:
+        """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""
+        known = [field.name for field in dataclasses.fields(self)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
+        return dataclasses.replace(self, **options)
+
+
+def _positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")

@@ -1,0 +1,119 @@
+"""A draft and a target, in whatever form they come, as the engine reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle_triton.adapters import native
+from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
+from eagle_triton.adapters.reading import UnsupportedModelError
+from eagle_triton.adapters.view import DraftView, ModelView
+from eagle_triton.integration import FAMILIES
+from eagle_triton.models.ea_model import EaModel
+from eagle_triton.models.heads import DraftHead
+from eagle_triton.models.loading import load_target, load_tokenizer, locate, read_target_config
+from eagle_triton.speculative.config import EAGLEConfig
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What EAGLEInference decodes with. target, draft: the modules, kept alive here; `tokenizer` may be None."""
+
+    target: Any
+    draft: Any
+    view: ModelView
+    draft_view: DraftView
+    tokenizer: Any | None
+    stop_ids: frozenset[int]
+
+
+def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: torch.device | None) -> Pair:
+    """Read a draft for a target.
+
+    target_model: an EaModel of any family, a Hugging Face causal language model, or the path or hub id of one ("demo":
+    the checkpoint of this package). draft_model: None for the head of a target that is an EaModel, an EaModel whose
+    head is meant, a draft head, a causal language model with the target's vocabulary, or, beside a target's
+    path, that of an EAGLE-3 head.
+    device: where the models must lie, None: wherever they do. Raises UnsupportedModelError for what is not known,
+    ValueError for a draft that does not fit or models that lie elsewhere.
+    """
+    target, tokenizer = _load_target(draft_model, target_model, config, device)
+    family = _family(target)
+    base = target if family is None else target.base_model
+    if isinstance(draft_model, (str, Path)) or draft_model is None:
+        draft_model = getattr(target, "ea_layer", None)
+    if draft_model is None:
+        raise UnsupportedModelError("draft_model: a target without a head needs one")
+    if family is not None and (draft_model is target or draft_model is target.ea_layer):
+        view, draft = family.read(target)
+    elif isinstance(draft_model, DraftHead) or _family(draft_model) is not None:
+        head = draft_model if isinstance(draft_model, DraftHead) else draft_model.ea_layer
+        view, draft = native.read_pair(base, head)
+    else:
+        view = read_causal_lm(base, root="target_model")
+        draft = draft_from_causal_lm(draft_model, view, config.tree, root="draft_model")
+    _check_places(view, draft, device)
+    choices = view.vocab_size if draft.d2t is None else len(draft.d2t)
+    if config.topk > choices:
+        raise ValueError(f"topk must not pass the draft's vocabulary ({choices}), got {config.topk}")
+    return Pair(target, draft_model, view, draft, tokenizer, _stop_ids(tokenizer, view))
+
+
+def _load_target(
+    draft_model: Any, target_model: Any, config: EAGLEConfig, device: torch.device | None
+) -> tuple[Any, Any | None]:
+    """The target, and its tokenizer if one is known."""
+    if not isinstance(target_model, (str, Path)):
+        if isinstance(draft_model, (str, Path)):
+            raise TypeError("draft_model: a path goes with a target_model that is given by its path too")
+        if not isinstance(target_model, nn.Module):
+            raise TypeError(
+                f"target_model must be an EaModel, a causal language model or a path, got {type(target_model).__name__}"
+            )
+        return target_model, getattr(target_model, "tokenizer", None)
+    path = str(target_model)
+    where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = config.dtype or (torch.float32 if where.type == "cpu" else _stored_dtype(path, draft_model))
+    if draft_model is None or isinstance(draft_model, (str, Path)):
+        model = EaModel.from_pretrained(path, None if draft_model is None else str(draft_model), dtype=dtype)
+        return model.to(where), model.tokenizer
+    if path == "demo":
+        path, _, _ = locate(path, None, True)
+    read_target_config(path)
+    return load_target(path, dtype=dtype).to(where), load_tokenizer(path)
+
+
+def _stored_dtype(path: str, draft_model: Any) -> torch.dtype:
+    """The dtype that a checkpoint's configuration names, float32 if it names none."""
+    if draft_model is None:
+        path, _, _ = locate(path, None, True)
+    config = read_target_config(path)
+    return getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
+
+
+def _family(model: Any) -> Any | None:
+    """The adapter of an EaModel, None for anything else."""
+    return next((adapter for adapter, _ in FAMILIES if adapter.recognise(model)), None)
+
+
+def _check_places(view: ModelView, draft: DraftView, device: torch.device | None) -> None:
+    if draft.embedding.device != view.device:
+        raise ValueError(f"draft_model lies on {draft.embedding.device}, target_model on {view.device}")
+    if device is not None and (device.type != view.device.type or device.index not in (None, view.device.index)):
+        raise ValueError(f"device={str(device)!r}, but the models lie on {view.device}: move them with .to({device})")
+    if draft.embedding.shape[0] != view.vocab_size:
+        raise ValueError(
+            f"draft and target do not fit: the draft's vocabulary has {draft.embedding.shape[0]} tokens, the target's "
+            f"{view.vocab_size}"
+        )
+
+
+def _stop_ids(tokenizer: Any | None, view: ModelView) -> frozenset[int]:
+    """The target's end tokens, else the tokenizer's."""
+    end = getattr(tokenizer, "eos_token_id", None)
+    return frozenset(view.eos_token_ids or (() if end is None else (end,)))

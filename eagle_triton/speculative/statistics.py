@@ -1,0 +1,236 @@
+"""What speculation achieved, counted once and the same way everywhere.
+
+Accepted counts drafts (neither root nor bonus), proposed counts N - 1 for a tree of N nodes, emitted = accepted + 1.
+What a stop rule cuts off a step's tokens was verified all the same: it counts as accepted, not as generated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+
+def compute_tree_statistics(
+    accept_lengths: Tensor | Sequence[int], num_draft_tokens: int, num_steps: int
+) -> dict[str, float | int]:
+    """Figures of one verification of a batch.
+
+    accept_lengths [bs]: drafts accepted; num_draft_tokens: N, root included; num_steps: D, which bounds them. Keys:
+    mean_accept_length, max_accept_length, min_accept_length (drafts), acceptance_rate, total_proposed, total_accepted,
+    batch_size; zeros for an empty batch. Raises ValueError for lengths outside 0..min(D, N - 1).
+    """
+    lengths = [int(length) for length in accept_lengths]
+    most = min(num_steps, num_draft_tokens - 1)
+    if any(not 0 <= length <= most for length in lengths):
+        raise ValueError(f"compute_tree_statistics: accepted lengths in 0..{most} expected, got {lengths}")
+    accepted, proposed = sum(lengths), (num_draft_tokens - 1) * len(lengths)
+    return {
+        "mean_accept_length": accepted / len(lengths) if lengths else 0.0,
+        "max_accept_length": max(lengths, default=0),
+        "min_accept_length": min(lengths, default=0),
+        "acceptance_rate": calculate_acceptance_rate(lengths, num_draft_tokens - 1),
+        "total_proposed": proposed,
+        "total_accepted": accepted,
+        "batch_size": len(lengths),
+    }
+
+
+def calculate_acceptance_rate(accept_lengths: Tensor | Sequence[int], num_draft_tokens: int) -> float:
+    """Accepted over proposed. num_draft_tokens: the drafts of one request, N - 1. 0.0 if nothing was proposed."""
+    proposed = num_draft_tokens * len(accept_lengths)
+    return float(sum(int(length) for length in accept_lengths)) / proposed if proposed else 0.0
+
+
+def expected_emitted(alpha: float, drafts: int) -> float:
+    """Tokens per step of a chain whose drafts are each accepted with probability alpha: (1 - a^(n+1)) / (1 - a)."""
+    return drafts + 1.0 if alpha == 1 else (1 - alpha ** (drafts + 1)) / (1 - alpha)
+
+
+def estimated_speedup(tau: float, steps: int, cost: float) -> float:
+    """What acceptance promises: tau / (1 + cost * steps), cost = one draft pass over one target forward."""
+    return tau / (1 + cost * steps)
+
+
+class NotMeasured(float):
+    """A figure that was not measured: NaN to arithmetic, false, equal to None, "n/a" in any number format."""
+
+    def __new__(cls) -> NotMeasured:
+        return super().__new__(cls, "nan")
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or isinstance(other, NotMeasured)
+
+    def __hash__(self) -> int:
+        return hash(None)
+
+    def __format__(self, spec: str) -> str:
+        return "n/a"
+
+    def __repr__(self) -> str:
+        return "n/a"
+
+    __str__ = __repr__
+
+
+class Statistics(Mapping[str, Any]):
+    """Counts of one request, or of several added up, read by attribute or by the documented keys.
+
+    A forward over a batch counts once for each of its sequences. Keys: acceptance_rate = mean_acceptance_rate
+    (accepted / proposed, 0.0 if nothing was proposed), speedup = speedup_ratio, mean_accept_length (tau, emitted per
+    verification), total_tokens_generated, total_draft_tokens, total_accepted_tokens, total_target_forward,
+    total_draft_forward. `speedup` is target-only time over time with drafting for the same requests, and measured or
+    not there: as an attribute None, under its key a `NotMeasured` that prints as "n/a". Further attributes: steps,
+    plain_steps (without drafts), prefills, seconds, histogram {drafts accepted: steps that drafted}, positions.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.plain_steps = self.prefills = self.tokens = 0
+        self.accepted = self.proposed = self.draft_forwards = 0
+        self.histogram: Counter[int] = Counter()
+        self.reached: Counter[int] = Counter()  # by depth: steps whose tree went so deep and that accepted up to there
+        self.seconds: float | None = None  # wall time with drafting
+        self.plain_seconds: float | None = None  # target-only, the same requests
+
+    def add_prefill(self) -> None:
+        """Count the prompt of one request."""
+        self.prefills += 1
+
+    def add_step(self, accepted: int, proposed: int, depth: int, tokens: int) -> None:
+        """Count a verification: drafts accepted of those proposed, in a tree of this depth; tokens that were kept."""
+        self.steps += 1
+        self.tokens += tokens
+        if not proposed:
+            self.plain_steps += 1
+            return
+        self.accepted += accepted
+        self.proposed += proposed
+        self.draft_forwards += depth
+        self.histogram[accepted] += 1
+        for position in range(1, min(accepted + 1, depth) + 1):
+            self.reached[position] += 1
+
+    def __iadd__(self, other: Statistics) -> Statistics:
+        for name in ("steps", "plain_steps", "prefills", "tokens", "accepted", "proposed", "draft_forwards"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.histogram += other.histogram
+        self.reached += other.reached
+        return self
+
+    @property
+    def emitted(self) -> int:
+        """Tokens that verification gave, those behind a stop included."""
+        return self.accepted + self.steps
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted / self.proposed if self.proposed else 0.0
+
+    @property
+    def tau(self) -> float:
+        """Emitted per verification, at least 1; 0.0 before the first."""
+        return self.emitted / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_target_forward(self) -> float:
+        """Emitted per target forward, prefills counted."""
+        forwards = self.steps + self.prefills
+        return self.emitted / forwards if forwards else 0.0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.seconds if self.seconds else None
+
+    @property
+    def speedup(self) -> float | None:
+        """Target-only time over time with drafting, None unless both were measured."""
+        return self.plain_seconds / self.seconds if self.plain_seconds and self.seconds else None
+
+    @property
+    def legacy_acceptance_rate(self) -> float:
+        """What older documents call acceptance: the target's own token of each step counted as an accepted draft."""
+        return (self.accepted + self.steps - self.plain_steps) / self.proposed if self.proposed else 0.0
+
+    @property
+    def legacy_speedup_ratio(self) -> float:
+        """That rate times the nodes of a tree, at least 1: no time was measured for it."""
+        drafting = self.steps - self.plain_steps
+        return max(self.legacy_acceptance_rate * (self.proposed / drafting + 1), 1.0) if drafting else 1.0
+
+    @property
+    def positions(self) -> list[dict[str, float | int]]:
+        """By depth from 1: steps that verified a draft there, how many accepted it, and the share."""
+        table = []
+        for position in range(1, max(self.reached, default=0) + 1):
+            tried = self.reached[position]
+            accepted = sum(count for length, count in self.histogram.items() if length >= position)
+            table.append(dict(position=position, tried=tried, accepted=accepted, rate=accepted / tried))
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values for JSON; what was not measured is None."""
+        values = {key: None if isinstance(value, NotMeasured) else value for key, value in self.items()}
+        names = ("steps", "plain_steps", "prefills", "tau", "tokens_per_target_forward", "seconds", "plain_seconds")
+        names += ("legacy_acceptance_rate", "legacy_speedup_ratio")
+        values |= {name: getattr(self, name) for name in (*names, "tokens_per_second", "positions")}
+        return values | {"histogram": {str(length): count for length, count in sorted(self.histogram.items())}}
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the histogram of accepted lengths and the acceptance by position into an image file."""
+        from matplotlib.figure import Figure  # only who asks for a picture needs it
+
+        figure = Figure(figsize=(9, 4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        lengths = range(max(self.histogram, default=0) + 1)
+        left.bar(lengths, [self.histogram[length] for length in lengths])
+        left.set(xlabel="drafts accepted", ylabel="steps", title=f"tau {self.tau:.2f}, {self.steps} steps")
+        table = self.positions
+        right.bar([row["position"] for row in table], [row["rate"] for row in table])
+        right.set(
+            xlabel="position", ylabel="accepted", ylim=(0, 1), title=f"acceptance rate {self.acceptance_rate:.1%}"
+        )
+        figure.savefig(path, dpi=150)
+
+    def __getitem__(self, key: str) -> Any:
+        value = getattr(self, _KEYS[key])
+        return NotMeasured() if value is None else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_KEYS)
+
+    def __len__(self) -> int:
+        return len(_KEYS)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.tokens} tokens in {self.steps} steps",
+            f"tau {self.tau:.2f}",
+            f"acceptance {self.acceptance_rate:.1%}",
+        ]
+        if self.plain_steps:
+            parts.append(f"{self.plain_steps} steps without drafts")
+        if self.tokens_per_second:
+            parts.append(f"{self.tokens_per_second:.1f} tokens/s")
+        if self.speedup:
+            parts.append(f"speedup {self.speedup:.2f} x")
+        return ", ".join(parts)
+
+
+_KEYS = {
+    "acceptance_rate": "acceptance_rate",
+    "mean_acceptance_rate": "acceptance_rate",
+    "speedup": "speedup",
+    "speedup_ratio": "speedup",
+    "mean_accept_length": "tau",
+    "total_tokens_generated": "tokens",
+    "total_draft_tokens": "proposed",
+    "total_accepted_tokens": "accepted",
+    "total_target_forward": "steps",
+    "total_draft_forward": "draft_forwards",
+}

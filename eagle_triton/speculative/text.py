@@ -1,0 +1,103 @@
+"""Text from tokens as they come: whole characters only, and cut before a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+BROKEN = "\ufffd"  # how decoders write bytes that are no character, or none yet
+MOST_BROKEN = 16  # more of them at the end do not wait for a character
+CONTEXT = 8  # tokens that are decoded again before new ones: a token's text may depend on those before it
+
+
+class TextStream:
+    """Turns tokens into pieces of text that never split a character, and watches for stop strings.
+
+    `push(*tokens)` returns the text that is certain now, often empty; `finish()` the rest. The pieces together are the
+    text of all tokens, cut before the first stop string; `stopped` says that one came. Special tokens have no text.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), stop_strings: Iterable[str] = ()) -> None:
+        """prompt: what the text follows. Raises ValueError for a stop string that is empty or no string."""
+        self.stop_strings = tuple(stop_strings)
+        check_stop_strings(self.stop_strings)
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._window = list(prompt[-CONTEXT:])
+        self._shown = len(self._certain())  # characters of the window's text that were read
+        self._ends: list[int] = []  # characters read after each token
+        self._held = ""  # characters read that may begin a stop string
+        self._released = 0
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the text needs, all but for a stop string; the last one may reach into that."""
+        if not self.stopped:
+            return len(self._ends)
+        return next(count for count, end in enumerate([0, *self._ends]) if end >= self._released)
+
+    def push(self, *tokens: int) -> str:
+        """The text that tokens make certain; those behind a stop string are not looked at.
+
+        Raises RuntimeError after a stop string.
+        """
+        if self.stopped:
+            raise RuntimeError("TextStream: a stop string has ended this text")
+        if not self.stop_strings:
+            return self._push(tokens)
+        pieces = []
+        for token in tokens:  # one by one, to know which of them the text needs
+            pieces.append(self._push([token]))
+            if self.stopped:
+                break
+        return "".join(pieces)
+
+    def _push(self, tokens: Sequence[int]) -> str:
+        self._window += tokens
+        text = self._certain()
+        fresh, self._shown = text[self._shown :], max(self._shown, len(text))
+        if len(self._window) > 2 * CONTEXT and text == self._decoded():
+            self._window = self._window[-CONTEXT:]
+            self._shown = len(self._certain())
+        self._ends += [(self._ends[-1] if self._ends else 0) + len(fresh)] * len(tokens)
+        return self._release(fresh)
+
+    def finish(self) -> str:
+        """What waited: for the rest of a character, or of a stop string."""
+        if self.stopped:
+            return ""
+        fresh = self._decoded()[self._shown :]
+        self._shown += len(fresh)
+        if self._ends:
+            self._ends[-1] += len(fresh)
+        return self._release(fresh, last=True)
+
+    def _release(self, fresh: str, last: bool = False) -> str:
+        held = self._held + fresh
+        found = [place for stop in self.stop_strings if (place := held.find(stop)) >= 0]
+        self.stopped = bool(found)
+        end = min(found) if found else len(held) if last else len(held) - self._beginning(held)
+        piece, self._held = held[:end], "" if found else held[end:]
+        self._released += len(piece)
+        return piece
+
+    def _beginning(self, text: str) -> int:
+        """How many characters at the end of `text` may begin a stop string."""
+        longest = max(map(len, self.stop_strings), default=1) - 1
+        counts = range(min(longest, len(text)), 0, -1)
+        return next((n for n in counts if any(stop.startswith(text[-n:]) for stop in self.stop_strings)), 0)
+
+    def _decoded(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _certain(self) -> str:
+        """The window's text without an end that the next token may still turn into a character."""
+        text = self._decoded()
+        whole = text.rstrip(BROKEN)
+        return whole if len(text) - len(whole) <= MOST_BROKEN else text[:-MOST_BROKEN]
+
+
+def check_stop_strings(stop_strings: Sequence[str]) -> None:
+    """Raise ValueError for a stop string that is empty or no string."""
+    if not all(isinstance(stop, str) and stop for stop in stop_strings):
+        raise ValueError(f"stop_strings must be non-empty strings, got {list(stop_strings)}")

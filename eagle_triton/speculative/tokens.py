@@ -1,0 +1,114 @@
+"""Choosing and masking tokens, and the small arithmetic around it."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.operations import kernel_module
+from eagle_triton.engine.sampling import Sampling
+from eagle_triton.reference.sampling import SamplingParams
+
+
+def fast_topk_torch(scores: Tensor, k: int, dim: int = -1, sorted: bool = True) -> tuple[Tensor, Tensor]:
+    """The k largest scores along `dim` and their indices. Raises ValueError unless 1 <= k <= their number."""
+    size = scores.shape[dim]
+    if not 1 <= k <= size:
+        raise ValueError(f"fast_topk_torch: k must be in 1..{size}, got {k}")
+    if k == 1:
+        return tuple(scores.max(dim=dim, keepdim=True))
+    return tuple(scores.topk(k, dim=dim, sorted=sorted))
+
+
+def select_top_k_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k most likely tokens and their log-probabilities, best first, ties to the lower id.
+
+    logits [bs, V] or [bs, n, V]; returns float32 and int64 of the same leading shape. NaN counts as -inf. Raises
+    ValueError unless 1 <= k <= V.
+    """
+    scores, tokens = _module("tree_decoding", logits).topk(logits.flatten(0, -2), k)
+    return scores.unflatten(0, logits.shape[:-1]), tokens.unflatten(0, logits.shape[:-1])
+
+
+def expand_beam(
+    parent_scores: Tensor, log_probs: Tensor, parent_ancestors: Tensor, first_slot: int, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Score the children of a level's nodes and choose the next beam; see `reference.tree_decoding.expand_beam`."""
+    function = _module("tree_decoding", log_probs).expand_beam
+    return function(parent_scores, log_probs, parent_ancestors, first_slot, width)
+
+
+def sample_from_logits(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    *,
+    min_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """One token for each row of logits [bs, V]: int64 [bs].
+
+    Temperature 0 takes the argmax. Order: temperature, top-k, top-p (with the token that crosses p), min-p. Raises
+    ValueError for a bad value.
+    """
+    asked = {name: value for name, value in dict(top_p=top_p, top_k=top_k, min_p=min_p).items() if value is not None}
+    sampling = Sampling(temperature=temperature, **asked)
+    if sampling.greedy:
+        return logits.argmax(-1)
+    module, device, rows = _module("sampling", logits), logits.device, len(logits)
+    params = SamplingParams(
+        temperature=torch.full((rows,), float(temperature), device=device),
+        top_k=torch.full((rows,), int(sampling.top_k), dtype=torch.int32, device=device),
+        top_p=torch.full((rows,), float(sampling.top_p), device=device),
+        min_p=torch.full((rows,), float(sampling.min_p), device=device),
+        seed=torch.zeros(rows, dtype=torch.int64, device=device),
+        step=torch.zeros(rows, dtype=torch.int64, device=device),
+    )
+    probs = module.probabilities(logits[:, None].contiguous(), params)[:, 0].contiguous()
+    coins = torch.rand(rows, generator=generator, device=device if generator is None else generator.device)
+    return module.sample(probs, coins.to(device))
+
+
+def generate_token_bitmask(token_ids: Tensor, vocab_size: int, packed: bool = False) -> Tensor:
+    """Which tokens of the vocabulary are listed: token_ids [bs, m] -> bool [bs, vocab_size].
+
+    Ids below 0 or past the vocabulary are ignored. packed: int32 [bs, ceil(vocab_size / 32)], bit t % 32 of word
+    t // 32, as grammar back ends have it. Raises ValueError for a vocabulary below 1.
+    """
+    if vocab_size < 1:
+        raise ValueError(f"generate_token_bitmask: vocab_size must be at least 1, got {vocab_size}")
+    words = -(-vocab_size // 32)
+    inside = (token_ids >= 0) & (token_ids < vocab_size)
+    mask = torch.zeros(len(token_ids), 32 * words + 1, dtype=torch.bool, device=token_ids.device)
+    mask.scatter_(1, torch.where(inside, token_ids, 32 * words).long(), True)
+    if not packed:
+        return mask[:, :vocab_size].contiguous()
+    bits = mask[:, :-1].view(len(token_ids), words, 32).long() << torch.arange(32, device=token_ids.device)
+    total = bits.sum(-1)
+    return torch.where(total >= 2**31, total - 2**32, total).int()
+
+
+def pad_to_alignment(tensor: Tensor, alignment: int, dim: int = 0, value: float = 0.0) -> Tensor:
+    """Fill up dimension `dim` on the right to a multiple of `alignment`. Raises ValueError for an alignment below 1."""
+    if alignment < 1:
+        raise ValueError(f"pad_to_alignment: alignment must be at least 1, got {alignment}")
+    missing = -tensor.shape[dim] % alignment
+    if not missing:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat((tensor, tensor.new_full(shape, value)), dim=dim)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is not below n; 1 for n <= 0."""
+    return 1 if n <= 0 else 1 << (n - 1).bit_length()
+
+
+def _module(stem: str, tensor: Tensor) -> ModuleType:
+    """The kernels of a stem for CUDA tensors, else its torch reference."""
+    return kernel_module(stem) if tensor.is_cuda else importlib.import_module(f"eagle_triton.reference.{stem}")

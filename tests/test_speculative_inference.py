@@ -1,0 +1,563 @@
+"""EAGLEInference: the same output as the target alone, for any draft, batch, order of arrival and stop rule."""
+
+import copy
+import gc
+import random
+
+import pytest
+import torch
+
+from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
+from eagle_triton.demo import demo_prompts
+from eagle_triton.engine.sampling import Sampling
+from eagle_triton.speculative.costs import CostTable
+from eagle_triton.tree_spec import TreeSpec
+from tests.tiny import random_prompt, tiny_model
+
+FIXED = EAGLEConfig(fallback=False)
+
+
+@torch.no_grad()
+def target_alone(base, prompt, new, stops=()):
+    """Plain argmax decoding with the Hugging Face model and its own cache; new tokens, the stop token kept."""
+    fed, cache, tokens = prompt[None], None, []
+    while len(tokens) < new:
+        out = base(fed, past_key_values=cache, use_cache=True)
+        fed, cache = out.logits[:, -1].argmax(-1)[:, None], out.past_key_values
+        tokens.append(int(fed))
+        if tokens[-1] in stops:
+            break
+    return tokens
+
+
+def new_tokens(stats):
+    return [completion.tokens for completion in stats.completions]
+
+
+def pairs(device):
+    """Three random targets, each with another kind of draft."""
+    llama = tiny_model("llama", seed=0).to(device)
+    qwen = tiny_model("qwen3", eagle3=False, seed=1).to(device)
+    mistral = tiny_model("mistral", seed=2).base_model.to(device)
+    draft = tiny_model("llama", eagle3=False, layers=2, seed=7).base_model.to(device)
+    return {
+        "llama, EAGLE-3 head": (llama.ea_layer, llama.base_model),
+        "qwen3, EAGLE-1 head": (qwen, qwen),
+        "mistral, causal draft": (draft, mistral),
+    }
+
+
+# --- greedy identity ---
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_greedy_output_of_the_demo_is_the_targets(count, device):
+    model = EaModel.from_pretrained("demo").to(device)
+    eagle = EAGLEInference(model.ea_layer, model.base_model, tokenizer=model.tokenizer)
+    text = model.tokenizer("\n".join(demo_prompts(20)), return_tensors="pt").input_ids[0].to(device)
+    lengths = {1: [700], 3: [1, 63, 300], 16: [1, 2, 5, 8, 13, 21, 34, 55, 64, 65, 89, 128, 144, 233, 512, 700]}[count]
+    prompts = [text[3 * length : 4 * length] for length in lengths]
+    limits = [24 + index % 3 for index in range(count)]
+    _, stats = eagle.generate(prompts, limits)
+    assert new_tokens(stats) == [target_alone(model.base_model, *call) for call in zip(prompts, limits, strict=True)]
+    assert stats["total_accepted_tokens"] > 10 * count and stats.tau > 1.5
+    assert stats["total_tokens_generated"] == sum(limits)
+
+
+@pytest.mark.parametrize("name", ["llama, EAGLE-3 head", "qwen3, EAGLE-1 head", "mistral, causal draft"])
+def test_greedy_output_of_random_models_is_the_targets(name, device):
+    draft, target = pairs(device)[name]
+    base = target.base_model if isinstance(target, EaModel) else target
+    prompts = [random_prompt(length)[0].to(device) for length in (9, 1, 130, 2, *range(3, 51, 4))]
+    want = [target_alone(base, prompt, 64 if index < 3 else 10) for index, prompt in enumerate(prompts)]
+    auto = EAGLEConfig(topk=3, num_steps=4, num_draft_tokens="auto")
+    accepted = 0
+    for count, config in ((1, FIXED), (3, EAGLEConfig(slots=2)), (3, auto), (16, FIXED.changed(slots=5)), (16, auto)):
+        limits = [len(tokens) for tokens in want[:count]]
+        _, stats = EAGLEInference(draft, target, config).generate(prompts[:count], limits)
+        assert new_tokens(stats) == want[:count]
+        accepted += stats["total_accepted_tokens"]
+    assert accepted > 25, "hardly anything was accepted: the test shows little"
+
+
+def test_tensors_come_back_padded_and_masks_are_taken_off(device):
+    model = tiny_model().to(device)
+    eagle = EAGLEInference(None, model)
+    rows = [random_prompt(5)[0], random_prompt(3)[0]]
+    padded = torch.stack((rows[0], torch.cat((torch.zeros(2, dtype=torch.int64), rows[1])))).to(device)
+    mask = torch.tensor([[1] * 5, [0, 0, 1, 1, 1]], device=device)
+    out, stats = eagle.generate(padded, [4, 2], attention_mask=mask)
+    assert out.shape == (2, 9) and out[1, 5:].eq(0).all() and torch.equal(out[0, :5], padded[0])
+    assert torch.equal(out[1, 3:5].cpu(), torch.tensor(stats.completions[1].tokens))
+    assert torch.equal(eagle.generate(padded[:1], 4, return_stats=False), out[:1])
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 4, 5, 7, 11])
+def test_exactly_max_new_tokens(limit):
+    model = tiny_model(vocab=8, seed=1, total_token=4, depth=2, top_k=1)
+    draft = model.base_model  # draft = target: steps of four tokens, so that most limits fall inside one
+    eagle = EAGLEInference(draft, model.base_model, EAGLEConfig(topk=1, num_draft_tokens=4, fallback=False))
+    (out,), stats = eagle.generate([random_prompt(6, vocab=8)[0]], limit)
+    assert len(out) == 6 + limit and stats["total_tokens_generated"] == limit
+    assert stats.completions[0].finished == "length"
+
+
+def test_end_tokens_as_draft_as_bonus_and_as_first_token():
+    """Each token of an output in turn is the stop token, so that it falls on every place of a step of four."""
+    model = tiny_model(seed=4)
+    base, prompt = model.base_model, random_prompt(6)[0]
+    eagle = EAGLEInference(base, base, EAGLEConfig(topk=1, num_draft_tokens=4, fallback=False))
+    free = target_alone(base, prompt, 24)
+    assert len(set(free[:12])) >= 6
+    for place in range(12):
+        for stops in ([free[place]], [free[place], 31, free[(place + 3) % 12]]):
+            (_,), stats = eagle.generate([prompt], 24, stop_token_ids=stops)
+            assert new_tokens(stats) == [target_alone(base, prompt, 24, stops)]
+            assert stats.completions[0].finished == "stop" and stats.completions[0].tokens[-1] in stops
+    base.generation_config.eos_token_id = [free[5], 31]
+    _, stats = EAGLEInference(base, base).generate([prompt], 24)
+    assert new_tokens(stats) == [target_alone(base, prompt, 24, [free[5], 31])]
+
+
+# --- drafts that are always or never right ---
+
+
+def test_a_draft_that_is_the_target_is_always_right(device):
+    base = tiny_model(seed=2).base_model.to(device)
+    config = EAGLEConfig(topk=1, num_steps=3, num_draft_tokens=4, fallback=False)
+    prompts = [random_prompt(length)[0].to(device) for length in (3, 17)]
+    _, stats = EAGLEInference(base, base, config).generate(prompts, 40)
+    assert stats["acceptance_rate"] == 1.0 and stats["mean_accept_length"] == 4.0
+    assert dict(stats.histogram) == {3: 20} and [row["rate"] for row in stats.positions] == [1.0] * 3
+    assert new_tokens(stats) == [target_alone(base, prompt, 40) for prompt in prompts]
+
+
+def never_right():
+    """A target, and a draft that always proposes token 0, which the target never chooses."""
+    target = tiny_model(seed=3).base_model
+    draft = copy.deepcopy(target)
+    draft.lm_head.weight.data.zero_()  # all logits equal: ties go to token 0
+    target.lm_head.weight.data[0].zero_()  # below the best of 31 others
+    return draft, target
+
+
+def test_a_draft_that_is_never_right_costs_speed_and_nothing_else():
+    draft, target = never_right()
+    prompt = random_prompt(8)[0]
+    want = target_alone(target, prompt, 150)
+    assert 0 not in want
+    config = EAGLEConfig(topk=1, num_steps=3, num_draft_tokens=4)
+    _, stats = EAGLEInference(draft, target, config.changed(fallback=False)).generate([prompt], 60)
+    assert stats["acceptance_rate"] == 0.0 and stats["mean_accept_length"] == 1.0 and new_tokens(stats) == [want[:60]]
+    eagle = EAGLEInference(draft, target, config)
+    _, stats = eagle.generate([prompt], 150)
+    assert new_tokens(stats) == [want] and stats.plain_steps > 75
+    assert stats["acceptance_rate"] == 0.0 and stats.tau == 1.0
+    assert "plain" in eagle.report() and "drafting was stopped 0 times" not in eagle.report()
+
+
+# --- sampling ---
+
+MEMORYLESS = 5
+
+
+def memoryless_target():
+    """One layer whose attention sees its own token only: the law of the next token depends on the last one alone."""
+    tree = dict(total_token=4, depth=1, top_k=2)
+    model = tiny_model("mistral", eagle3=False, vocab=MEMORYLESS, layers=1, seed=6, **tree)
+    config = model.base_model.config
+    config.sliding_window = 1
+    model.base_model.lm_head.weight.data.mul_(2.0)
+    return model
+
+
+LAWS = {
+    "T": dict(temperature=1.3),
+    "top-k": dict(temperature=1.0, top_k=2),
+    "top-p": dict(temperature=1.5, top_p=0.8),
+    "min-p": dict(temperature=2.0, min_p=0.2),
+    "bias": dict(temperature=1.0, logit_bias={1: 1.5, 3: -2.0}),
+    "penalty": dict(temperature=1.0, repetition_penalty=1.6),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LAWS)
+def test_sampled_tokens_follow_the_targets_law(case):
+    """60,000 transitions of a target without memory: the joint law of (token, next token), total variation < 0.01.
+
+    A penalty's law depends on which tokens were seen too: each transition is expected by the law of its own history.
+    """
+    model, options = memoryless_target(), dict(LAWS[case])
+    config = EAGLEConfig(topk=2, num_steps=2, num_draft_tokens=4, fallback=False, slots=200)
+    prompts = [torch.tensor([index % MEMORYLESS]) for index in range(200)]
+    torch.manual_seed(0)
+    rows, stats = EAGLEInference(None, model, config).generate(prompts, 300, **options)
+    assert stats["total_accepted_tokens"] > 1000
+    with torch.no_grad():
+        logits = model.base_model(torch.arange(MEMORYLESS)[:, None]).logits[:, 0].double()
+    penalty, bias = options.pop("repetition_penalty", 1.0), options.pop("logit_bias", {})
+    sequences = torch.stack(rows)
+    last, following = sequences[:, :-1].flatten(), sequences[:, 1:].flatten()
+    seen = torch.nn.functional.one_hot(sequences, MEMORYLESS).cumsum(1)[:, :-1].flatten(0, 1) > 0
+    histories, which = torch.cat((last[:, None], seen), dim=1).unique(dim=0, return_inverse=True)
+    own, held = logits[histories[:, 0]], histories[:, 1:] > 0
+    own = torch.where(held, torch.where(own > 0, own / penalty, own * penalty), own)
+    for token, value in bias.items():
+        own[:, token] += value
+    law = exact_law(own, **options)
+    counts, expected = torch.zeros(2, MEMORYLESS, MEMORYLESS, dtype=torch.float64)
+    counts.index_put_((last, following), torch.ones(len(last), dtype=torch.float64), accumulate=True)
+    expected.index_add_(0, last, law[which])
+    assert (counts - expected).abs().sum() / 2 / len(last) < 0.01
+    assert (law[which, following] > 0).all()
+
+
+def exact_law(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
+    """The documented order written out for rows of a small vocabulary: temperature, top-k, top-p, min-p."""
+    law = (logits / temperature).softmax(-1)
+    for row in law:
+        order = row.argsort(descending=True)
+        if top_k:
+            row[order[top_k:]] = 0
+        before = row[order].cumsum(0) - row[order]
+        row[order[before >= top_p * row.sum()]] = 0
+        row[row < min_p * row.max()] = 0
+    return law / law.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("tokens", [8, "auto"])
+def test_a_seed_gives_the_same_tokens_whatever_the_batch(tokens):
+    model = tiny_model(seed=5)
+    eagle = EAGLEInference(None, model, EAGLEConfig(num_draft_tokens=tokens, topk=3, slots=3))
+    prompts = [random_prompt(length)[0] for length in (6, 11, 3, 8, 20)]
+    options = dict(temperature=[0.9, 0.0, 1.2, 0.7, 1.0], top_k=[0, 0, 5, 0, 3], top_p=[1.0, 1.0, 0.9, 0.8, 1.0])
+    limits, seeds = [40, 9, 25, 33, 40], [11, 12, 13, 14, 15]
+    together = new_tokens(eagle.generate(prompts, limits, seed=seeds, **options)[1])
+    assert together == new_tokens(eagle.generate(prompts, limits, seed=11, **options)[1])
+    assert together != new_tokens(eagle.generate(prompts, limits, seed=99, **options)[1])
+    for index, prompt in enumerate(prompts):
+        own = {name: values[index] for name, values in options.items()}
+        alone = eagle.generate([prompt], limits[index], seed=seeds[index], **own)[1]
+        assert new_tokens(alone) == [together[index]]
+
+
+def test_logprobs_are_the_targets(device):
+    model = tiny_model(seed=5).to(device)
+    eagle = EAGLEInference(None, model)
+    prompts = [random_prompt(length)[0].to(device) for length in (6, 11)]
+    rows, stats = eagle.generate(prompts, 20, logprobs=True)
+    for row, completion, prompt in zip(rows, stats.completions, prompts, strict=True):
+        with torch.no_grad():
+            law = model.base_model(row[None]).logits[0].log_softmax(-1)
+        places = torch.arange(len(prompt), len(row), device=device)
+        want = law[places - 1, row[places]].cpu()
+        torch.testing.assert_close(torch.tensor(completion.logprobs), want, atol=1e-4, rtol=1e-4)
+    assert eagle.generate(prompts, 3)[1].completions[0].logprobs is None
+
+
+# --- text ---
+
+
+@pytest.fixture(scope="module")
+def demo():
+    model = EaModel.from_pretrained("demo")
+    return EAGLEInference(model, model)
+
+
+def test_streamed_pieces_are_the_text(demo):
+    prompts = ["def naïve(", "x = '日本語 — ", "import "]
+    whole = demo.generate(prompts, [30, 20, 10])[1]
+    pieces, last = {0: [], 1: [], 2: []}, {}
+    for piece in demo.stream(prompts, [30, 20, 10]):
+        pieces[piece.index].append(piece)
+        if piece.completion is not None:
+            last[piece.index] = piece.completion
+    for index, completion in enumerate(whole.completions):
+        assert "".join(map(str, pieces[index])) == completion.text == last[index].text
+        assert [token for piece in pieces[index] for token in piece.tokens] == completion.tokens == last[index].tokens
+        both = demo.tokenizer.decode(completion.output_ids, skip_special_tokens=True)
+        assert both == prompts[index] + completion.text
+        assert len(pieces[index]) > 2
+
+
+def test_stop_strings_end_a_text(demo):
+    prompt = "def read_lines(path):\n"
+    free = demo.generate(prompt, 60)[1].completions[0]
+    middle = len(free.text) // 2
+    for stop in (free.text[middle : middle + 3], free.text[middle : middle + 12], free.text[:1]):
+        completion = demo.generate(prompt, 60, stop_strings=[stop, "never there"])[1].completions[0]
+        assert completion.finished == "stop"
+        assert completion.text == free.text[: free.text.index(stop)]
+        assert completion.tokens == free.tokens[: len(completion.tokens)]
+        assert demo.tokenizer.decode(completion.tokens).startswith(completion.text)
+        assert "".join(map(str, demo.stream(prompt, 60, stop_strings=stop))) == completion.text
+    assert demo.generate(prompt, 5, stop_strings="never there")[1].completions[0].finished == "length"
+
+
+def test_a_stream_that_is_closed_frees_the_engine(demo):
+    stream = demo.stream("import ", 50)
+    next(stream)
+    with pytest.raises(RuntimeError, match="another generation is running"):
+        demo.generate("import ", 2)
+    stream.close()
+    demo.generate("import ", 2)
+
+
+# --- a queue ---
+
+
+def live_elements():
+    gc.collect()
+    return sum(thing.numel() for thing in gc.get_objects() if type(thing) is torch.Tensor)
+
+
+def test_requests_that_arrive_at_random_get_what_they_get_alone(device):
+    """500 requests through 16 slots, greedy and sampled, with limits and end tokens of their own; memory stays flat."""
+    model = tiny_model(layers=5, seed=8).to(device)
+    fallback = device == "cpu"  # on a GPU a graph that is captured late would count as memory
+    eagle = EAGLEInference(None, model, EAGLEConfig(topk=2, num_steps=2, num_draft_tokens=4, fallback=fallback))
+    source = random.Random(0)
+    prompts = [random_prompt(source.randint(1, 40), seed=index)[0].to(device) for index in range(20)]
+    kinds = [(prompt, seed) for prompt in prompts for seed in (None, 1)]
+    laws = [Sampling() if seed is None else Sampling(temperature=1.0, seed=seed) for _, seed in kinds]
+    alone = []
+    for (prompt, _), law in zip(kinds, laws, strict=True):
+        with eagle.session(rows=60, slots=1) as session:
+            session.submit(prompt, 14, law, stop_ids=())
+            pieces = []
+            while not session.idle:
+                pieces += session.step()
+            alone.append(pieces[-1].completion.tokens)
+    wanted, got, memory = {}, {}, []
+    with eagle.session(rows=60, slots=16) as session:
+        while len(got) < 500:
+            for _ in range(source.choice([0, 0, 1, 5, 12])):
+                if len(wanted) < 500:
+                    kind, limit, stop = source.randrange(40), source.randint(1, 14), source.randrange(32)
+                    index = session.submit(kinds[kind][0], limit, laws[kind], stop_ids=[stop])
+                    tokens = alone[kind][:limit]
+                    wanted[index] = tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
+            for piece in session.step():
+                if piece.completion is not None:
+                    got[piece.index] = piece.completion.tokens
+            if len(got) // 100 > len(memory):
+                memory.append(torch.cuda.max_memory_allocated() if device == "cuda" else live_elements())
+    assert got == wanted
+    assert max(memory[1:]) <= memory[0] * 1.01, memory
+
+
+def test_cancelled_requests_leave_and_others_do_not_notice():
+    eagle = EAGLEInference(None, tiny_model())
+    want = new_tokens(eagle.generate([random_prompt(5)[0]], 30)[1])[0]
+    with eagle.session(rows=64, slots=2) as session:
+        first, second, third = (session.submit(random_prompt(n)[0], 30) for n in (9, 5, 7))
+        pieces = session.step()
+        session.cancel(first)
+        session.cancel(third)
+        while not session.idle:
+            pieces += session.step()
+    assert [piece.completion.tokens for piece in pieces if piece.completion] == [want]
+    assert {piece.index for piece in pieces[3:]} == {second}
+
+
+def test_steps_are_reported(caplog):
+    eagle = EAGLEInference(None, tiny_model(), FIXED.changed(slots=2, verbose=True))
+    infos = []
+    with caplog.at_level("INFO", logger="eagle_triton.speculative.inference"):
+        eagle.generate([random_prompt(n)[0] for n in (3, 4, 5)], 6, on_step=infos.append)
+    assert [info.step for info in infos] == list(range(1, len(infos) + 1)) and len(caplog.records) == len(infos)
+    assert infos[0].nodes == 8 and infos[0].waiting == 1 and infos[-1].running == infos[-1].waiting == 0
+    assert sum(len(piece.tokens) for info in infos for piece in info.pieces) == 18
+
+
+# --- statistics, costs ---
+
+
+def test_benchmark_times_both_sides():
+    eagle = EAGLEInference(None, tiny_model(), FIXED)
+    prompts = [random_prompt(n)[0] for n in (5, 9)]
+    plain = eagle.generate(prompts, 10)[1]
+    assert plain.speedup is None and f"{plain['speedup']:.2f}x" == "n/ax"
+    stats = eagle.benchmark(prompts, 10)
+    assert stats.speedup == stats["speedup_ratio"] == stats.plain_seconds / stats.seconds
+    assert eagle.statistics["total_tokens_generated"] == 40
+    eagle.reset_statistics()
+    assert eagle.statistics["total_tokens_generated"] == 0
+
+
+def test_costs_are_measured_once_and_kept(tmp_path):
+    model, config = tiny_model(), EAGLEConfig(topk=2, num_steps=3, num_draft_tokens="auto")
+    eagle = EAGLEInference(None, model, config)
+    eagle.generate([random_prompt(4)[0]], 2)
+    assert "assumed" in eagle.report()
+    table = eagle.measure_costs(batches=(1, 2), context=16, steps=3)
+    assert {(row.batch, row.nodes) for row in table.timings} == {(b, n) for b in (1, 2) for n in (1, 2, 4, 8, 11)}
+    CostTable.write([table], tmp_path / "costs.json")
+    eagle = EAGLEInference(None, model, config, costs=CostTable.read(tmp_path / "costs.json"))
+    eagle.generate([random_prompt(4)[0]], 2)
+    assert "table of cpu (measured here)" in eagle.report()
+    memory = eagle.memory_bytes(slots=4, rows=400)
+    assert memory["target_cache"] == 6 * 2 * 4 * 2 * 512 * 16 * 4 and memory["logits"] == 4 * 11 * 32 * 4
+
+
+# --- the stages of a step ---
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "model"])
+def test_stages_are_the_engines(kind, device):
+    """The tree of generate_draft_tree is the one that a generation verifies; verify_drafts accepts what it accepts."""
+    model = tiny_model(eagle3=kind != "eagle1", seed=1).to(device)
+    draft = tiny_model(eagle3=False, layers=2, seed=1).base_model.to(device) if kind == "model" else model.ea_layer
+    config = EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=10, fallback=False)
+    eagle = EAGLEInference(draft, model, config)
+    prompts = torch.cat([random_prompt(12, seed=seed) for seed in range(6)]).to(device)
+    out, stats = eagle.generate(prompts, 8)
+    root = out[:, 12]
+    tokens, parents, chosen = eagle.generate_draft_tree(prompts, root)
+    assert tokens.shape == (6, 9) and parents.shape == (6, 7)
+    accepted, lengths, facts = eagle.verify_drafts(prompts, tokens, root, parents, chosen)
+    for row, length, sequence in zip(accepted.tolist(), lengths.tolist(), out.tolist(), strict=True):
+        assert row[: length + 1] == sequence[13 : 14 + length] and set(row[length + 1 :]) <= {-1}
+    assert facts["total_accepted"] == lengths.sum() and facts["batch_size"] == 6
+    assert len(facts["tree"]) == 6 and facts["tree"][0].numel() == 6 * 10 * (12 + 10)
+    first = [completion.statistics.histogram for completion in stats.completions]
+    assert all(histogram[length] for histogram, length in zip(first, lengths.tolist(), strict=True))
+    scores, ids, past = eagle.draft_step(torch.cat((prompts, root[:, None]), 1))
+    assert scores.shape == ids.shape == (6, 3) and (scores.diff(dim=1) <= 0).all() and scores.sum(1).max() <= 1 + 1e-5
+    assert all(set(row.tolist()) & set(drafts.tolist()) for row, drafts in zip(ids, tokens, strict=True))
+    for piece in (root[:, None], out[:, 13:16]):
+        cached = eagle.draft_step(piece, past)
+        prompts = torch.cat((prompts, root[:, None]) if piece is not root else (prompts, piece), 1)
+        past = cached.past_key_values
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "model"])
+def test_a_draft_step_goes_on_where_the_last_one_ended(kind):
+    model = tiny_model(seed=1)
+    draft = tiny_model(eagle3=False, layers=2, seed=1).base_model if kind == "model" else model.ea_layer
+    eagle = EAGLEInference(draft, model)
+    ids = random_prompt(700)
+    whole = eagle.draft_step(ids)
+    step = eagle.draft_step(ids[:, :5])
+    for first, last in ((5, 6), (6, 80), (80, 700)):
+        step = eagle.draft_step(ids[:, first:last], step.past_key_values)
+    assert torch.equal(step.token_ids, whole.token_ids)
+    torch.testing.assert_close(step.scores, whole.scores, atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="two tokens at least"):
+        eagle.draft_step(ids[:, :1])
+
+
+# --- bad input ---
+
+
+def test_models_that_do_not_fit_are_refused():
+    model = tiny_model()
+    with pytest.raises(ValueError, match="vocabulary"):
+        EAGLEInference(tiny_model(vocab=48).base_model, model)
+    with pytest.raises(ValueError, match="vocabulary"):
+        EAGLEInference(tiny_model(vocab=48).ea_layer, model.base_model)
+    with pytest.raises(ValueError, match="a target without a head"):
+        EAGLEInference(None, model.base_model)
+    with pytest.raises(TypeError, match="target_model"):
+        EAGLEInference(model.ea_layer, 7)
+    with pytest.raises(TypeError, match="given by its path too"):
+        EAGLEInference("some/head", model.base_model)
+    with pytest.raises(ValueError, match="topk must not pass the draft's vocabulary"):
+        EAGLEInference(None, model, EAGLEConfig(topk=21))
+    with pytest.raises(ValueError, match="causal language model"):
+        EAGLEInference(torch.nn.Linear(2, 2), model.base_model)
+    with pytest.raises(FileNotFoundError, match="missing"):
+        EAGLEInference(None, "./missing")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="there is no GPU"):
+            EAGLEInference(None, model, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        (torch.zeros(1, 0, dtype=torch.int64), {}, "empty"),
+        (torch.tensor([[40]]), {}, "out of range"),
+        (torch.tensor([[1.0]]), {}, "integer"),
+        ([], {}, "no prompts"),
+        ([torch.tensor([1]), torch.tensor([99])], {}, "prompt 1"),
+        ("text", {}, "tokenizer"),
+        ([[1, 2]], dict(max_new_tokens=-1), "max_new_tokens"),
+        ([[1, 2]], dict(temperature=-1.0), "temperature"),
+        ([[1, 2]], dict(temperature=[1.0, 2.0]), "temperature: one value or 1"),
+        ([[1, 2]], dict(top_q=1), "unknown sampling option top_q"),
+        ([[1, 2]], dict(stop_strings=["x"]), "tokenizer"),
+        ([[1, 2]], dict(stop_strings=[""]), "non-empty"),
+        ([[1, 2]], dict(attention_mask=torch.ones(1, 2)), "padded rows"),
+    ],
+)
+def test_bad_arguments(prompts, options, message):
+    eagle = EAGLEInference(None, tiny_model())
+    with pytest.raises(ValueError, match=message):
+        eagle.generate(prompts, **options)
+    eagle.generate([[1, 2]], 2)
+
+
+def test_a_request_that_is_too_long_fails_alone():
+    model = tiny_model()
+    eagle = EAGLEInference(None, model, EAGLEConfig(max_length=50))
+    prompts = [random_prompt(length)[0] for length in (10, 49, 60, 12)]
+    rows, stats = eagle.generate(prompts, [10, 20, 1, 10])
+    reasons = [completion.error for completion in stats.completions]
+    assert reasons[0] is reasons[3] is None and reasons[1] and reasons[2]
+    assert [completion.finished for completion in stats.completions] == ["length", "error", "error", "length"]
+    assert rows[0][10:].tolist() == target_alone(model.base_model, prompts[0], 10)
+    assert rows[3][12:].tolist() == target_alone(model.base_model, prompts[3], 10)
+    assert torch.equal(rows[2], prompts[2])
+    with pytest.raises(RuntimeError, match="no prompt could be decoded"):
+        eagle.generate(prompts[2], 1)
+    with pytest.raises(ValueError, match="give rows"), EAGLEInference(None, model).session():
+        pass
+
+
+def test_nan_logits_fail_the_request_that_meets_them():
+    """A token whose embedding is NaN poisons its own sequence, from the prompt on or from where it is emitted."""
+    model = tiny_model(seed=9)
+    base, prompts = model.base_model, [random_prompt(length)[0] for length in (6, 7, 30)]
+    want = [target_alone(base, prompt, 40) for prompt in prompts]
+    drafted = (model.ea_layer.d2t + torch.arange(len(model.ea_layer.d2t))).tolist()  # NaN among the drafts would spread
+    harmless = {*want[0], *prompts[0].tolist(), *prompts[1].tolist(), *drafted}
+    poison = next(token for token in want[1][3:] if token not in harmless)
+    model.base_model.model.embed_tokens.weight.data[poison] = float("nan")
+    eagle = EAGLEInference(model.ea_layer, base, FIXED)
+    prompts[2][5] = poison
+    _, stats = eagle.generate(prompts, 40)
+    good, late, early = stats.completions
+    assert good.error is None and good.tokens == want[0]
+    assert late.finished == early.finished == "error" and "NaN" in late.error and "NaN" in early.error
+    assert late.tokens == want[1][: want[1].index(poison)] or late.tokens == want[1][: want[1].index(poison) + 1]
+    assert early.tokens == []
+
+
+# --- paths ---
+
+
+def test_the_demo_by_its_name():
+    eagle = EAGLEInference(None, "demo", EAGLEConfig(dtype=torch.float32), device="cpu")
+    assert eagle.generate("import ", 4)[1].completions[0].text and eagle.pair.view.device.type == "cpu"
+
+
+def test_a_tree_keeps_its_shape_through_a_run():
+    nodes = set()
+    eagle = EAGLEInference(None, tiny_model(), FIXED.changed(num_draft_tokens=5))
+    eagle.generate([random_prompt(4)[0]], 20, on_step=lambda info: nodes.add(info.nodes))
+    assert nodes == {5} and eagle.config.tree() == TreeSpec.dynamic(5, 2, 4)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes minutes in the interpreter")
+def test_the_kernels_decode_as_the_references():
+    model = EaModel.from_pretrained("demo").to("cuda")
+    prompts = demo_prompts(6)
+    options = dict(max_new_tokens=[40, 3, 20, 33, 1, 60], temperature=[0.0, 0.0, 0.0, 1.0, 0.0, 0.7], seed=1)
+    outputs = [
+        new_tokens(EAGLEInference(model, model, EAGLEConfig(slots=3), kernels=kernels).generate(prompts, **options)[1])
+        for kernels in (False, True)
+    ]
+    assert outputs[0] == outputs[1]
