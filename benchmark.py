@@ -4,6 +4,7 @@ python benchmark.py                                      whole generations, on t
 python benchmark.py --model PATH --draft PATH --prompt "..." --max-length 200 --num-runs 5
 python benchmark.py step --shape llama-3.1-8b --context 512,2048 --batch 1,4,8 --output FILE.json --plot FILE.png
 python benchmark.py batches --shape llama-3.1-8b         trees as they pay against plain decoding, 1 to 32 sequences
+python benchmark.py megakernel --shape llama-3.2-1b      all behind the target's logits as one launch and as many
 python benchmark.py operations                           every kernel against the best of torch
 """
 
@@ -18,13 +19,19 @@ from typing import Any
 
 import torch
 
-from benchmarks import batches, generate, operations, step
+from benchmarks import batches, generate, megakernel, operations, step
 from benchmarks.plot import plot
 from benchmarks.record import Record, machine
 from eagle_triton.models.shapes import SHAPES
 
 UNRECORDED = ("mode", "json", "commit", "output", "csv", "plot")  # options that change no figure
-MODES = {"generate": generate, "step": step, "batches": batches, "operations": operations}
+MODES = {
+    "generate": generate,
+    "step": step,
+    "batches": batches,
+    "megakernel": megakernel,
+    "operations": operations,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +76,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--eagle1", action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3")
     parser.add_argument("--prompt", default=None, help="one prompt, repeated (default: the demo's held-out ones)")
     parser.add_argument("--context", type=_sizes, default=[], metavar="N[,N...]", help="random prompts of N tokens")
-    parser.add_argument("--batch", type=_sizes, metavar="B[,B...]", help="sequences at a time (step and batches mode)")
+    parser.add_argument(
+        "--batch", type=_sizes, metavar="B[,B...]", help="sequences at a time (step, batches, megakernel)"
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="operations whose name contains TEXT")
     parser.add_argument("--max-length", type=int, default=100, help="new tokens per prompt (default: 100)")
     parser.add_argument("--num-runs", type=int, default=5, help="prompts, or repetitions (default: 5)")
@@ -110,8 +119,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--temperature must be at least 0, got {args.temperature}")
     if args.accept_length is not None and not 0 <= args.accept_length < 1000:
         parser.error(f"--accept-length must be at least 0, got {args.accept_length}")
-    if args.mode not in ("step", "batches") and args.batch not in (None, [1]):
-        parser.error("--batch is for batches and step mode: the original decodes one sequence at a time")
+    if args.mode not in ("step", "batches", "megakernel") and args.batch not in (None, [1]):
+        parser.error("--batch is for batches, megakernel and step mode: the original decodes one sequence at a time")
     if args.only and args.mode != "operations":
         parser.error("--only is for operations mode")
     if args.shape and (args.model != "demo" or args.draft or args.prompt):

@@ -55,12 +55,17 @@ def prompts(model: EaModel, args: argparse.Namespace) -> list[Tensor]:
 
 def weight_bytes(view: ModelView, draft: DraftView, spec: TreeSpec) -> int:
     """Bytes of weights that one decode step must read: the target once, the head once for each of its passes."""
-    target = _layers_bytes(view.layers) + _bytes(view.head)
+    target = target_bytes(view)
     if not spec.drafts:
         return target
     passes = 1 + len(spec.beam_widths)
     feature_passes = 1 if draft.kind == "eagle3" else passes  # EAGLE-3 projects the target's features only
     return target + passes * (_layers_bytes(draft.layers) + _bytes(draft.head)) + feature_passes * _bytes(draft.fc)
+
+
+def target_bytes(view: ModelView) -> int:
+    """Bytes of weights that one forward of the target must read."""
+    return _layers_bytes(view.layers) + _bytes(view.head)
 
 
 def _layers_bytes(layers: tuple[Layer, ...]) -> int:

@@ -15,9 +15,14 @@ def plot(record: Record, path: Path) -> None:
     if not record.rows:
         return
     figure = Figure(figsize=(11, 5 + len(record.rows) / 12 * (record.mode == "operations")), layout="constrained")
-    {"generate": _generate, "step": _step, "batches": _batches, "operations": _operations}[record.mode](
-        figure, record.rows
-    )
+    drawings = {
+        "generate": _generate,
+        "step": _step,
+        "batches": _batches,
+        "megakernel": _megakernel,
+        "operations": _operations,
+    }
+    drawings[record.mode](figure, record.rows)
     machine = record.machine
     names = ("driver", "torch", "triton", "transformers", "commit", "date")
     caption = ", ".join([machine["device"], *(f"{name} {machine[name]}" for name in names if machine[name])])
@@ -76,6 +81,11 @@ def _batches(figure: Any, rows: list[dict[str, Any]]) -> None:
         axes.set(xlabel="batch", ylabel=label, ylim=(0, None))
         axes.set_xscale("log", base=2)
     left.legend(fontsize=8)
+
+
+def _megakernel(figure: Any, rows: list[dict[str, Any]]) -> None:
+    bars = [(f"{row['variant']}, batch {row['batch']}, context {row['context']}", row["ms"]) for row in rows]
+    _bars(figure.subplots(), [*bars, ("floor", rows[0]["floor_ms"])], "ms from the target's logits to the next tree")
 
 
 def _operations(figure: Any, rows: list[dict[str, Any]]) -> None:

@@ -37,6 +37,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from eagle_triton.launch import EXACT
 from eagle_triton.reference.attention import check_tree_attention
 
 _WORD = tl.constexpr(64)
@@ -114,10 +115,10 @@ def _fold(acc, top, total, scores, v, scale_log2, MASKED: tl.constexpr):
     """Fold a tile's scores and values into the running (weighted sum, maximum, denominator) of each row."""
     new_top = tl.maximum(top, tl.ceil(tl.max(scores, 1) * scale_log2))
     base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
-    weights = tl.exp2(scores * scale_log2 - base[:, None])
+    weights = tl.exp2(tl.fma(scores, scale_log2, -base[:, None])).to(v.dtype)
     decay = tl.exp2(top - base)
-    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-    return acc, new_top, total * decay + tl.sum(weights, 1)
+    acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+    return acc, new_top, tl.fma(total, decay, tl.sum(weights.to(tl.float32), 1))  # a lone key's weight is 1 in the end
 
 
 @triton.jit
@@ -471,7 +472,7 @@ def merge_rows(
         partial = tl.load(partial_ptr + index * rows * D + tile, mask=mask & (index < active), other=0.0)
         weight = tl.exp2(lse - top)
         total += weight
-        out += partial * weight[:, None]
+        out = tl.fma(partial, weight[:, None], out)
     out = out * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     o_offset = (row // GROUP) * stride_on + (head * GROUP + row % GROUP) * stride_oh
     out_ptr += batch * stride_ob
@@ -703,6 +704,7 @@ def _launch(
         BLOCK_T=use.block_t,
         num_warps=use.num_warps,
         num_stages=use.num_stages,
+        **EXACT,
         **({"launch_pdl": True} if pdl == 2 else {}),
         **({"maxnreg": use.maxnreg} if use.maxnreg else {}),
     )
@@ -723,6 +725,7 @@ def _launch(
             BLOCK_R=block_r,
             BLOCK_S=block_s,
             num_warps=1,
+            **EXACT,
             **({"launch_pdl": True} if pdl else {}),
         )
     return out

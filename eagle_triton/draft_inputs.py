@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.launch import EXACT
 from eagle_triton.layers import norm_row, norm_warps
 from eagle_triton.partials import Partials
 from eagle_triton.reference.draft_inputs import check_draft_inputs
@@ -115,5 +116,6 @@ def draft_inputs(
         block,
         splits,
         num_warps=norm_warps(block),
+        **EXACT,
     )
     return inputs, picked

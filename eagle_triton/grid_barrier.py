@@ -32,7 +32,7 @@ def grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS: tl.cons
         if TMA:
             _fence_async()
         tl.debug_barrier()  # every thread's writes come before the one thread's release
-        if program != absent:
+        if (program != absent) & (ok != 0):  # who has given up lets nobody else pass
             tl.atomic_add(sync_ptr, 1, sem="release", scope="gpu")
         left = limit * ok
         arrived = tl.atomic_add(sync_ptr, 0, sem="acquire", scope="gpu")

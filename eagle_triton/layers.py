@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.launch import DRAFT_WARPS
+from eagle_triton.launch import DRAFT_WARPS, EXACT
 from eagle_triton.partials import Partials
 from eagle_triton.reference.layers import check_add, check_rms_norm, check_rotary_append, check_swiglu
 
@@ -167,12 +167,8 @@ def rotate_heads(
         first = rounded(rounded(first * scale, KIND) * weight, KIND)
         weight = tl.load(norm_ptr + half + offs_d, mask=offs_d < half, other=0.0).to(tl.float32)[None, :]
         second = rounded(rounded(second * scale, KIND) * weight, KIND)
-    if tl.float32 == KIND:  # fused by name: a compiler fuses one of two products, not the same one everywhere
-        left, right = tl.fma(first, cos, -(second * sin)), tl.fma(second, cos, first * sin)
-    else:
-        left = rounded(first * cos, KIND) - rounded(second * sin, KIND)
-        right = rounded(second * cos, KIND) + rounded(first * sin, KIND)
-    return left, right
+    left = rounded(first * cos, KIND) - rounded(second * sin, KIND)
+    return left, rounded(second * cos, KIND) + rounded(first * sin, KIND)
 
 
 @triton.jit
@@ -429,6 +425,7 @@ def _launch_norm(
         block,
         splits,
         num_warps=norm_warps(block),
+        **EXACT,
     )
 
 
@@ -495,6 +492,7 @@ def rotary_append(
             triton.next_power_of_2(group),
             splits,
             num_warps=1,
+            **EXACT,
         )
     return out
 
@@ -506,7 +504,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = _contiguous_rows(gate), _contiguous_rows(up)
     if out.numel():
         _swiglu_kernel[(triton.cdiv(size, 1024), gate.shape[0])](
-            gate, up, out, gate.stride(0), up.stride(0), size, 1024, num_warps=4
+            gate, up, out, gate.stride(0), up.stride(0), size, 1024, num_warps=4, **EXACT
         )
     return out
 

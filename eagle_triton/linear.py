@@ -37,6 +37,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from eagle_triton.launch import EXACT
 from eagle_triton.layers import rounded, swiglu
 from eagle_triton.partials import Partials
 from eagle_triton.reference.linear import check_product
@@ -641,6 +642,7 @@ def linear_swiglu(
             depth % settings.block_k == 0,
             num_warps=settings.warps,
             num_stages=settings.stages,
+            **EXACT,
         )
     return out.view(*x.shape[:-1], cols)
 
@@ -711,6 +713,7 @@ def _launch(
             deferred,
             num_warps=settings.warps,
             num_stages=settings.stages,
+            **EXACT,
         )
     return Partials(out.view(-1, *shape), x.dtype) if deferred else out.view(shape)
 

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.launch import DRAFT_WARPS
+from eagle_triton.launch import DRAFT_WARPS, EXACT
 from eagle_triton.laws import key_of, value_of
 from eagle_triton.reference import tree_decoding as reference
 
@@ -216,6 +216,7 @@ def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tens
         K=k,
         CHUNK=chunk,
         num_warps=DRAFT_WARPS,
+        **EXACT,
     )
     _topk_merge_kernel[(rows,)](
         ranks,
@@ -230,6 +231,7 @@ def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tens
         CANDIDATES=triton.next_power_of_2(chunks * k),
         WIDTH=triton.next_power_of_2(k),
         num_warps=DRAFT_WARPS,
+        **EXACT,
     )
     return values, tokens
 

@@ -129,6 +129,7 @@ def test_optimised_model_decodes_alike(device):
         assert "draft_verify_update" in str(originals.report())
 
 
+@pytest.mark.skipif(CUDA, reason="the kernels run there")
 def test_auto_leaves_it_out_without_a_gpu():
     engine = Engine(*native.read(tiny_model()), Operations(kernels=True), megakernel=None)
     with Batch.start(engine, [random_prompt(3)[0]], TreeSpec.dynamic(4, 1, 2), Sampling(), 20) as batch:

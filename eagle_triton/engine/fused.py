@@ -11,7 +11,7 @@ from torch import Tensor
 from eagle_triton import attention, linear
 from eagle_triton.adapters.view import DraftView, ModelView, Projection
 from eagle_triton.engine.state import DecodeState
-from eagle_triton.launch import DRAFT_WARPS
+from eagle_triton.launch import DRAFT_WARPS, EXACT
 from eagle_triton.megakernel import draft_verify_update_kernel
 from eagle_triton.tree_decoding import topk_chunk_of
 
@@ -107,6 +107,7 @@ class FusedStep:
             GREEDY=walk is None,
             num_warps=DRAFT_WARPS,
             num_stages=self.stages,
+            **EXACT,
             **self._arguments,
             **options,
         )
@@ -122,16 +123,17 @@ class FusedStep:
 
         for block_k in (256, 128, 64, 32):
             if all(
-                split(weights[names[key]].shape[1], block_k, setting.splits)
-                == split(weights[names[key]].shape[1], setting.block_k, setting.splits)
-                for key, setting in use.items()
+                split(weights[name].shape[1], block_k, use[key].splits)
+                == split(weights[name].shape[1], use[key].block_k, use[key].splits)
+                for key, name in names.items()
             ):
                 break
-        first = next(iter(use.values()))
+        first = use["FC"]
         if weights["fc"].element_size() > 2:
             return first._replace(block_k=min(block_k, first.block_k))
-        per_stage = (64 + block_m) * block_k * 2
-        return linear.Settings(64, block_k, 1, DRAFT_WARPS, max(2, min(5, 200 * 1024 // per_stage)), use["QKV"].swap)
+        shared = 200 if use["MLP"].block_n * use["MLP"].block_k > 4096 else 60  # KiB that such a device has
+        stages = max(2, min(5, shared * 1024 // ((64 + block_m) * block_k * 2)))
+        return linear.Settings(64, block_k, 1, DRAFT_WARPS, stages, use["QKV"].swap)
 
     def _collect(self) -> dict[str, object]:
         """All arguments but the logits and features of a step."""
@@ -167,7 +169,7 @@ class FusedStep:
         }
         self.stages = use["MLP"].stages
         block_m = linear.block_m_of(rows)
-        tile = self._tile({key: use[key] for key in ("FC", "QKV", "OUT", "DOWN", "HEAD")}, weights, block_m)
+        tile = self._tile(use, weights, block_m)
         keys = attention.settings_for(
             state.planned_nodes * group,
             attended.head_dim,

@@ -3,6 +3,7 @@
 import triton
 
 from eagle_triton.attention import _merge_kernel, _tree_attention_kernel, settings_for
+from eagle_triton.launch import EXACT
 
 KV_HEADS, GROUP = 8, 4
 CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "gfx942": None}
@@ -50,7 +51,7 @@ def _cases(nodes: int, words: int, capacity: int, window: bool, width: int, dtyp
     tensors["cache_desc"] = f"tensordesc<{dtype}[{use.block_n},{width}]>"
     mask = f"{words} words" if words else "causal"
     name = f"N {nodes} {mask} T {capacity} d {width} {dtype}{' window' if window else ''}"
-    options = {"num_warps": use.num_warps, "num_stages": use.num_stages, "targets": (arch,)}
+    options = {**EXACT, "num_warps": use.num_warps, "num_stages": use.num_stages, "targets": (arch,)}
     cases = [_case(f"attend {name}", _tree_attention_kernel, constexprs, tensors, options)]
     if use.splits > 1:
         merge = {

@@ -1,5 +1,6 @@
 """Production settings of rms_norm, rotary_append and swiglu: 8b and 1b shapes, whole and partial products."""
 
+from eagle_triton.launch import EXACT
 from eagle_triton.layers import _rms_norm_kernel, _rotary_append_kernel, _swiglu_kernel, norm_warps
 
 _ALIGNED = (
@@ -18,7 +19,7 @@ def _case(name, kernel, values, absent=(), warps=1, dtype="bf16", **types):
         else types.get(argument, f"*{dtype}" if argument.endswith("_ptr") else "i32")
         for argument in kernel.arg_names
     }
-    return name, kernel, signature, constexprs, {"num_warps": warps, "aligned": _ALIGNED}
+    return name, kernel, signature, constexprs, {**EXACT, "num_warps": warps, "aligned": _ALIGNED}
 
 
 CASES = []

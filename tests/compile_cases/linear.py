@@ -3,6 +3,7 @@
 import torch
 
 from eagle_triton import linear as products
+from eagle_triton.launch import EXACT
 from eagle_triton.linear import Settings, _linear_kernel, _linear_swiglu_kernel, launch_settings
 
 _ALIGNED = (
@@ -40,7 +41,7 @@ def _case(name, settings, rows, weights, dtype="bf16", deferred=False, residual=
                 signature[argument], constexprs[argument] = "constexpr", None
         else:
             signature[argument] = "i32"
-    options = {"num_warps": settings.warps, "num_stages": settings.stages, "aligned": _ALIGNED}
+    options = {**EXACT, "num_warps": settings.warps, "num_stages": settings.stages, "aligned": _ALIGNED}
     if targets:
         options["targets"] = targets
     return name, kernel, signature, constexprs, options

@@ -8,8 +8,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from eagle_triton import linear
 from eagle_triton.adapters.view import MLP, Attention, DraftView, Layer, ModelView, Norm, Projection, Rotary
 from eagle_triton.engine import fused
-from eagle_triton.engine.state import DecodeState
-from eagle_triton.launch import DRAFT_WARPS
+from eagle_triton.engine.state import DecodeState, Sequences
+from eagle_triton.launch import DRAFT_WARPS, EXACT
 from eagle_triton.megakernel import draft_verify_update_kernel
 from eagle_triton.tree_spec import TreeSpec
 
@@ -77,7 +77,7 @@ def _case(
     name: str,
     shape: str,
     targets: tuple[str, ...],
-    capability: tuple[int, int],
+    capability: tuple[int, int],  # (0, 0): no descriptors
     eagle3: bool = True,
     batch: int = 1,
     greedy: bool = True,
@@ -87,7 +87,7 @@ def _case(
     try:
         view, draft = _views(shape, eagle3, dtype)
         spec = draft.read_tree()
-        state = DecodeState(view, draft, spec, batch, 512)
+        state = DecodeState(Sequences(view, draft, batch, 512), spec)
         step = fused.FusedStep(view, draft, state, programs=132)
     finally:
         linear._compute_capability = original
@@ -106,11 +106,15 @@ def _case(
             signature[argument] = "fp32" if isinstance(value, float) else "i32"
     sizes = [name for name, kind in signature.items() if kind == "i32"]
     aligned = tuple(name for name in sizes if given[name] % 16 == 0)
-    options = {"num_warps": DRAFT_WARPS, "num_stages": step.stages, "targets": targets, "aligned": aligned}
+    options = {**EXACT, "num_warps": DRAFT_WARPS, "num_stages": step.stages, "targets": targets, "aligned": aligned}
+    options["local"] = 2048  # what its phases share across their loop; docs/megakernel.md
     return name, draft_verify_update_kernel, signature, constexprs, options
 
 
-_PORTABLE = ("sm_80", "gfx942")
 CASES = [
-    _case("8b eagle3 greedy", "8b", ("sm_90",), (9, 0)),
+    _case("8b eagle3 greedy", "8b", ("sm_90", "sm_100"), (9, 0)),
+    _case("8b eagle3 sampled, four sequences", "8b", ("sm_90",), (9, 0), batch=4, greedy=False),
+    _case("1b eagle1 greedy", "1b", ("sm_90",), (9, 0), eagle3=False),
+    _case("demo eagle3 fp32", "demo", ("sm_90",), (9, 0), dtype=torch.float32),
+    _case("1b eagle3 greedy, any device", "1b", ("sm_80", "gfx942"), (0, 0)),
 ]

@@ -1,6 +1,6 @@
 """Production settings of the drafting and verification kernels: N 60, K 10, D 8, V 128256 and 32000."""
 
-from eagle_triton.launch import DRAFT_WARPS
+from eagle_triton.launch import DRAFT_WARPS, EXACT
 from eagle_triton.sampling import chunk_of
 from eagle_triton.tree_decoding import (
     _build_tree_kernel,
@@ -51,12 +51,10 @@ def _topk(dtype: str, vocabulary: int) -> list[tuple]:
     types |= {"values_out_ptr": "*fp32", "tokens_out_ptr": "*i64"}
     sizes = {"K": 10, "CHUNK": chunk, "CHUNKS": 1 << (chunks - 1).bit_length(), "WIDTH": 16}
     sizes["CANDIDATES"] = 1 << (chunks * 10 - 1).bit_length()
-    options = {"aligned": ("vocabulary", "stride_xr")}
+    options = {**EXACT, "num_warps": DRAFT_WARPS, "aligned": ("vocabulary", "stride_xr")}
     return [
-        _case(
-            f"topk chunk {dtype} {vocabulary}", _topk_chunk_kernel, types, sizes, {"num_warps": DRAFT_WARPS, **options}
-        ),
-        _case(f"topk merge {dtype} {vocabulary}", _topk_merge_kernel, types, sizes, {"num_warps": DRAFT_WARPS}),
+        _case(f"topk chunk {dtype} {vocabulary}", _topk_chunk_kernel, types, sizes, options),
+        _case(f"topk merge {dtype} {vocabulary}", _topk_merge_kernel, types, sizes, options),
     ]
 
 
@@ -78,19 +76,19 @@ CASES = [
         _expand_beam_kernel,
         _BEAM,
         {"CHILDREN": 128, "WIDTH": 16, "selected_ptr": None},
-        {"num_warps": 1},
+        {**EXACT, "num_warps": 1},
     ),
-    _case("expand beam fixed", _expand_beam_kernel, _BEAM, {"CHILDREN": 128, "WIDTH": 16}, {"num_warps": 1}),
-    _case("build tree", _build_tree_kernel, _BUILD, {**_TREE, "selected_ptr": None}, {"num_warps": 2}),
-    _case("build tree fixed", _build_tree_kernel, _BUILD, {**_TREE, "scratch_ptr": None}, {"num_warps": 2}),
-    _case("greedy walk", _greedy_walk_kernel, {}, _WALK, {"num_warps": 8}),
+    _case("expand beam fixed", _expand_beam_kernel, _BEAM, {"CHILDREN": 128, "WIDTH": 16}, {**EXACT, "num_warps": 1}),
+    _case("build tree", _build_tree_kernel, _BUILD, {**_TREE, "selected_ptr": None}, {**EXACT, "num_warps": 2}),
+    _case("build tree fixed", _build_tree_kernel, _BUILD, {**_TREE, "scratch_ptr": None}, {**EXACT, "num_warps": 2}),
+    _case("greedy walk", _greedy_walk_kernel, {}, _WALK, {**EXACT, "num_warps": 8}),
     *(
         _case(
             f"{name} {dtype}",
             kernel,
             {"x_ptr": f"*{dtype}"},
             {**_WALK, "PDL": pdl},
-            {"num_warps": 8, **_LOGITS, "targets": targets},
+            {**EXACT, "num_warps": 8, **_LOGITS, "targets": targets},
         )
         for name, kernel in (("sampled walk", _sampled_walk_kernel), ("final token", _final_token_kernel))
         for dtype in ("bf16", "fp16")
@@ -101,6 +99,6 @@ CASES = [
         _update_sequence_kernel,
         _UPDATE,
         {"STEPS": 16, "STOPS": 16},
-        {"num_warps": 1},
+        {**EXACT, "num_warps": 1},
     ),
 ]
