@@ -96,7 +96,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the same JSON to a file")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows as CSV")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the figures")
-    parser.add_argument("--commit", help="what to record as the commit where git cannot tell")
+    parser.add_argument("--commit", help="what to record as the commit instead of what git says")
     parser.epilog = "dtype: float32; bfloat16 on a GPU for --shape and operations"
     args = parser.parse_args(argv)
     _check(parser, args)

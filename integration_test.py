@@ -111,7 +111,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-runs", type=int, help="prompts to decode (default: 3, in 16 bits 100)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", default=None, help="what to record as the commit where git cannot tell")
+    parser.add_argument("--commit", default=None, help="what to record as the commit instead of what git says")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the shares and differences as JSON")
     parser.add_argument("--verbose", action="store_true", help="print texts, accepted lengths and counters")
     args = parser.parse_args(argv)

@@ -45,7 +45,7 @@ class Record:
 
 
 def machine(device: torch.device, commit: str | None = None) -> dict[str, str]:
-    """What the figures were measured on. `commit` is recorded where git cannot tell."""
+    """What the figures were measured on. `commit` is recorded instead of what git says."""
     triton = sys.modules.get("triton")
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
@@ -56,7 +56,7 @@ def machine(device: torch.device, commit: str | None = None) -> dict[str, str]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "eagle_triton": __version__,
-        "commit": _commit() or commit or "unknown",
+        "commit": commit or _commit() or "unknown",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 

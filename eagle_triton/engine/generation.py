@@ -56,7 +56,6 @@ class Engine:
         self._sequences: dict[int, Sequences] = {}
         self._states: dict[tuple[Sequences, TreeSpec], DecodeState] = {}
         self._steps: dict[tuple[DecodeState, Mode], Callable[[], None]] = {}
-        self._pool: tuple[int, int] | None = None
         self._weights = self._address()
 
     def occupy(self) -> None:
@@ -122,8 +121,10 @@ class Engine:
         if not (self.cuda_graph and state.tokens.is_cuda):
             return eager
         try:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            return StepGraph(eager, state, self.ops, self._pool)
+            # a memory pool is shared by all graphs, and ends with the last of them
+            alive = next((step for step in self._steps.values() if isinstance(step, StepGraph)), None)
+            pool = torch.cuda.graph_pool_handle() if alive is None else alive.graph.pool()
+            return StepGraph(eager, state, self.ops, pool)
         except RuntimeError as error:  # torch's, for an operation that cannot be captured
             log.warning("decoding without a CUDA graph: %s", error)
             self.notes["cuda_graph"] = f"the step could not be captured: {error}"
