@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.launch import EXACT
-from eagle_triton.layers import norm_row, norm_warps
+from eagle_triton.launch import DRAFT_WARPS, EXACT
+from eagle_triton.layers import norm_row
 from eagle_triton.partials import Partials
 from eagle_triton.reference.draft_inputs import check_draft_inputs
 
@@ -115,7 +115,7 @@ def draft_inputs(
         size,
         block,
         splits,
-        num_warps=norm_warps(block),
+        num_warps=DRAFT_WARPS,
         **EXACT,
     )
     return inputs, picked

@@ -367,22 +367,23 @@ def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, stride_gm, stride_um, size, BLOCK:
     tl.store(out_ptr + row * size + offs, (rounded(gate * tl.sigmoid(gate), kind) * up).to(kind), mask=mask)
 
 
-def norm_warps(block: int) -> int:
-    """Warps for a row of `block` elements. At most the megakernel's, whose sums must have the same order."""
-    return DRAFT_WARPS
+def norm_warps(block: int, planned: bool = False) -> int:
+    """Warps for a row of `block` elements; in a draft pass the megakernel's, whose sums have the same order then."""
+    return DRAFT_WARPS if planned else min(max(block // 512, 1), 16)
 
 
 def rms_norm(
-    x: Tensor | Partials, weight: Tensor, eps: float, residual: Tensor | None = None
+    x: Tensor | Partials, weight: Tensor, eps: float, residual: Tensor | None = None, *, planned: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension. x [..., H], weight [H].
 
-    With `residual` [..., H], x + residual is normalised and the sum is returned too: (normed, sum).
+    With `residual` [..., H], x + residual is normalised and the sum is returned too: (normed, sum). `planned`: in a
+    draft pass, whose bits are the megakernel's.
     """
     check_rms_norm(x, weight, residual)
     out = weight.new_empty(x.shape)
     total = None if residual is None else weight.new_empty(x.shape)
-    _launch_norm(x, weight.contiguous(), eps, residual, out, total)
+    _launch_norm(x, weight.contiguous(), eps, residual, out, total, planned)
     return out if residual is None else (out, total)
 
 
@@ -397,7 +398,13 @@ def add(x: Tensor | Partials, residual: Tensor | None = None) -> Tensor:
 
 
 def _launch_norm(
-    x: Tensor | Partials, weight: Tensor | None, eps: float, residual: Tensor | None, out: Tensor, total: Tensor | None
+    x: Tensor | Partials,
+    weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    out: Tensor,
+    total: Tensor | None,
+    planned: bool = False,
 ) -> None:
     """One program for each row of `out`, which is contiguous."""
     if not out.numel():
@@ -424,7 +431,7 @@ def _launch_norm(
         size,
         block,
         splits,
-        num_warps=norm_warps(block),
+        num_warps=norm_warps(block, planned),
         **EXACT,
     )
 

@@ -14,7 +14,7 @@ index, a NaN counts as -inf.
 | beam_candidates | [B, S] int64          | the flat candidate that fills each beam slot                       |
 | tree            | tokens [B, N] int64, parents [B, N] int32, depths [B, N] int32, ancestors [B, N, W] int64 |
 
-Numerics: log-softmax in fp32, chunk sums merged in a fixed order; everything else is exact.
+Numerics: log-softmax in fp32, its sums in fixed point; everything else is exact.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.launch import DRAFT_WARPS, EXACT
+from eagle_triton.launch import EXACT
 from eagle_triton.laws import key_of, value_of
 from eagle_triton.reference import tree_decoding as reference
 
@@ -58,6 +58,12 @@ def _take_best(ranks):
 
 
 @triton.jit
+def fixed_sum(x):
+    """The sum of fp32 values [n] in 0 .. 4096, n up to 4096, in fixed point: the same in any order, on any warps."""
+    return tl.sum((x * 1099511627776.0).to(tl.int64), 0).to(tl.float32) * 9.094947017729282e-13  # 2^40
+
+
+@triton.jit
 def topk_chunk(
     x_ptr,
     ranks_ptr,
@@ -76,7 +82,7 @@ def topk_chunk(
     x = tl.where(x == x, x, float("-inf"))
     peak = tl.max(x, 0)
     tl.store(peaks_ptr + chunk, peak)
-    tl.store(sums_ptr + chunk, tl.sum(tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak)), 0))
+    tl.store(sums_ptr + chunk, fixed_sum(tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak))))
     ranks = ranked(tl.where(index < vocabulary, key_of(x, 0), _OUTSIDE), index)
     for count in range(K):
         best, ranks = _take_best(ranks)
@@ -104,7 +110,7 @@ def topk_merge(
     peaks = tl.load(peaks_ptr + chunk, mask=chunk < chunks, other=float("-inf"))
     sums = tl.load(sums_ptr + chunk, mask=chunk < chunks, other=0.0)
     peak = tl.max(peaks, 0)
-    total = tl.sum(tl.where(peaks == float("-inf"), 0.0, sums * tl.exp(peaks - peak)), 0)
+    total = fixed_sum(tl.where(peaks == float("-inf"), 0.0, sums * tl.exp(peaks - peak)))
 
     place = tl.arange(0, WIDTH)
     top = tl.full((WIDTH,), 0, tl.int64)
@@ -183,6 +189,11 @@ def topk_chunk_of(vocabulary: int) -> int:
     return min(1024 if vocabulary <= 65536 else 2048, max(16, triton.next_power_of_2(vocabulary)))
 
 
+def topk_warps(vocabulary: int) -> int:
+    """Warps of a chunk and of the merge."""
+    return 1 if vocabulary <= 65536 else 4
+
+
 def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The k most likely tokens of each row with their log-softmax, best first; ties go to the lower index.
 
@@ -215,7 +226,7 @@ def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tens
         *logits.stride(),
         K=k,
         CHUNK=chunk,
-        num_warps=DRAFT_WARPS,
+        num_warps=topk_warps(vocabulary),
         **EXACT,
     )
     _topk_merge_kernel[(rows,)](
@@ -230,7 +241,7 @@ def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tens
         CHUNKS=triton.next_power_of_2(chunks),
         CANDIDATES=triton.next_power_of_2(chunks * k),
         WIDTH=triton.next_power_of_2(k),
-        num_warps=DRAFT_WARPS,
+        num_warps=topk_warps(vocabulary),
         **EXACT,
     )
     return values, tokens

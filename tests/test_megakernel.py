@@ -88,7 +88,6 @@ def compare_steps(model, spec, prompts, device, steps=2, sampling=None):
             verify_and_draft(kernels, draft, state, logits, features, mode, fused)
             for name, value in tensors(state).items():
                 assert torch.equal(value, expected[name]), name
-            assert not torch.equal(expected["tree tokens"], before["tree tokens"])
             assert not torch.equal(expected["draft cache"], before["draft cache"])
             accepted += state.report[:, 0].tolist()
     assert kernels.calls["draft_verify_update"] == steps

@@ -267,7 +267,8 @@ def draft_forward(
         )
         if draft.norm_before_residual:
             residual = inputs[..., draft.hidden_size :]
-        normed, hidden = add_norm(ops, draft.norm, *decoder_layer(ops, layer, inputs, residual, rows.of_layer(0)))
+        x, update = decoder_layer(ops, layer, inputs, residual, rows.of_layer(0))
+        normed, hidden = add_norm(ops, draft.norm, x, update, rows.planned is not None)
         return hidden, normed
     if draft.kind == "model":
         x = draft.embedding[tokens]
@@ -276,9 +277,9 @@ def draft_forward(
         x = ops.add(project(ops, draft.fc, inputs, deferred=True, planned=rows.planned_rows))
     update = None
     for index, layer in enumerate(draft.layers):
-        normed, x = add_norm(ops, layer.input_norm, x, update)
+        normed, x = add_norm(ops, layer.input_norm, x, update, rows.planned is not None)
         x, update = decoder_layer(ops, layer, normed, x, rows.of_layer(index))
-    normed, hidden = add_norm(ops, draft.norm, x, update)
+    normed, hidden = add_norm(ops, draft.norm, x, update, rows.planned is not None)
     return hidden, normed
 
 
@@ -300,17 +301,20 @@ class Rows(NamedTuple):
         return self._replace(cache=self.cache[index])
 
 
-def add_norm(ops: Operations, norm: Norm | None, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def add_norm(
+    ops: Operations, norm: Norm | None, x: Tensor, update: Tensor | None = None, planned: bool = False
+) -> tuple[Tensor, Tensor]:
     """(norm(x + update), x + update), [B, n, H] each. Without a norm the sum twice, without an update x as it is.
 
     `update` may be a product whose splits are still apart: the sum happens here, in the pass that reads it anyway.
+    `planned`: in a draft pass.
     """
     if norm is None:
         total = x if update is None else ops.add(update, x)
         return total, total
     if update is None:
-        return ops.rms_norm(x, norm.weight, norm.eps), x
-    return ops.rms_norm(update, norm.weight, norm.eps, residual=x)
+        return ops.rms_norm(x, norm.weight, norm.eps, planned=planned), x
+    return ops.rms_norm(update, norm.weight, norm.eps, residual=x, planned=planned)
 
 
 def decoder_layer(ops: Operations, layer: Layer, normed: Tensor, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -320,7 +324,7 @@ def decoder_layer(ops: Operations, layer: Layer, normed: Tensor, x: Tensor, rows
     """
     attended = attend(ops, layer.attention, normed, rows)
     update = project(ops, layer.attention.o, attended, deferred=True, planned=rows.planned_rows)
-    normed, x = add_norm(ops, layer.post_norm, x, update)
+    normed, x = add_norm(ops, layer.post_norm, x, update, rows.planned is not None)
     return x, feed_forward(ops, layer.mlp, normed, rows.planned_rows)
 
 

@@ -8,11 +8,14 @@ from torch import Tensor
 from eagle_triton.partials import Partials
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, planned: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension (Zhang & Sennrich 2019), statistics in fp32.
 
     x [..., H], weight [H]. With `residual` [..., H], x + residual is normalised and the sum is returned too:
-    (normed, sum). The normalised value is rounded to x's dtype before the weight, as Hugging Face models do.
+    (normed, sum). The normalised value is rounded to x's dtype before the weight, as Hugging Face models do. `planned`
+    matters to the kernel alone.
     """
     check_rms_norm(x, weight, residual)
     total = x if residual is None else x + residual

@@ -1,8 +1,7 @@
 """Production settings of draft_inputs: 8b and 1b shapes, the beam passes and the pass over emitted tokens."""
 
 from eagle_triton.draft_inputs import _draft_inputs_kernel
-from eagle_triton.launch import EXACT
-from eagle_triton.layers import norm_warps
+from eagle_triton.launch import DRAFT_WARPS, EXACT
 
 
 def _case(name, size, absent=(), splits=1):
@@ -16,7 +15,7 @@ def _case(name, size, absent=(), splits=1):
         else types.get(argument, "*bf16" if argument.endswith("_ptr") else "i32")
         for argument in _draft_inputs_kernel.arg_names
     }
-    options = {**EXACT, "num_warps": norm_warps(size), "aligned": ("stride_fs", "stride_e")}
+    options = {**EXACT, "num_warps": DRAFT_WARPS, "aligned": ("stride_fs", "stride_e")}
     return name, _draft_inputs_kernel, signature, constexprs, options
 
 

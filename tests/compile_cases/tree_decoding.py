@@ -1,6 +1,6 @@
 """Production settings of the drafting and verification kernels: N 60, K 10, D 8, V 128256 and 32000."""
 
-from eagle_triton.launch import DRAFT_WARPS, EXACT
+from eagle_triton.launch import EXACT
 from eagle_triton.sampling import chunk_of
 from eagle_triton.tree_decoding import (
     _build_tree_kernel,
@@ -8,6 +8,7 @@ from eagle_triton.tree_decoding import (
     _topk_chunk_kernel,
     _topk_merge_kernel,
     topk_chunk_of,
+    topk_warps,
 )
 from eagle_triton.verification import (
     _final_token_kernel,
@@ -51,7 +52,7 @@ def _topk(dtype: str, vocabulary: int) -> list[tuple]:
     types |= {"values_out_ptr": "*fp32", "tokens_out_ptr": "*i64"}
     sizes = {"K": 10, "CHUNK": chunk, "CHUNKS": 1 << (chunks - 1).bit_length(), "WIDTH": 16}
     sizes["CANDIDATES"] = 1 << (chunks * 10 - 1).bit_length()
-    options = {**EXACT, "num_warps": DRAFT_WARPS, "aligned": ("vocabulary", "stride_xr")}
+    options = {**EXACT, "num_warps": topk_warps(vocabulary), "aligned": ("vocabulary", "stride_xr")}
     return [
         _case(f"topk chunk {dtype} {vocabulary}", _topk_chunk_kernel, types, sizes, options),
         _case(f"topk merge {dtype} {vocabulary}", _topk_merge_kernel, types, sizes, options),
