@@ -17,7 +17,7 @@ from eagle_triton.tree_decoding import topk_chunk_of
 
 BARRIER_LIMIT = 1 << 18  # looks at a barrier before giving up: some tenths of a second
 FASTER = {"NVIDIA H200": False}
-"""Whether the megakernel was measured faster than the separate kernels, by device: results/megakernel-h200.json."""
+"""Whether the megakernel was measured faster than the separate kernels, by device: results/megakernel-*-h200.json."""
 MAX_ROWS = 64  # rows of a draft pass; more go to cuBLAS, which has no tiles to deal out
 
 
@@ -194,7 +194,7 @@ class FusedStep:
         part = min(4096, max(16, triton.next_power_of_2(view.vocab_size)))
         parts, chunk = triton.cdiv(view.vocab_size, part), topk_chunk_of(vocabulary)
         chunks = triton.cdiv(vocabulary, chunk)
-        slots = max(max(spec.beam_slots, 1), 1)
+        slots = max(spec.beam_slots, 1)
         levels = torch.zeros(3, steps, dtype=torch.int32)
         levels[0, : len(spec.beam_widths)] = torch.tensor(spec.beam_widths, dtype=torch.int32)
         levels[1, 1:steps] = levels[0, : steps - 1].cumsum(0)
