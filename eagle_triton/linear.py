@@ -225,12 +225,8 @@ def product_tile(
             store_tile(acc, residual_ptr, out_ptr, row, col, rows, cols, stride_rm, stride_om, BLOCK_M, BLOCK_N, SWAP)
 
 
-@triton.jit
-def stack_tile(
-    tile,
-    split,
-    row_tile,
-    tiles,
+@triton.jit(do_not_specialize=["rows"])
+def _linear_kernel(
     x_ptr,
     w0_ptr,
     w1_ptr,
@@ -265,11 +261,12 @@ def stack_tile(
     EVEN_K: tl.constexpr,
     DEFERRED: tl.constexpr,
 ):
-    """One split of tile number `tile` of `tiles`: the products' column tiles one after the other, for one row tile.
+    """Grid (column tiles of all weights, splits, row tiles); a program makes one split of one tile of one product.
 
     The products' columns stand side by side in `out`: cols0, then cols1, then cols2. All weights, or only the first.
     """
-    slot = row_tile * tiles + tile
+    tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = row_tile * tl.num_programs(0) + tile
     w_ptr, w_desc, bias_ptr, cols, stride_w = w0_ptr, w0_desc, bias0_ptr, cols0, stride_w0
     if w1_ptr is not None:
         tiles0, tiles1 = tl.cdiv(cols0, BLOCK_N), tl.cdiv(cols1, BLOCK_N)
@@ -308,84 +305,6 @@ def stack_tile(
         depth,
         stride_xm,
         stride_w,
-        stride_rm,
-        stride_om,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        SPLITS,
-        SWAP,
-        EVEN_K,
-        DEFERRED,
-    )
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _linear_kernel(
-    x_ptr,
-    w0_ptr,
-    w1_ptr,
-    w2_ptr,
-    x_desc,
-    w0_desc,
-    w1_desc,
-    w2_desc,
-    bias0_ptr,
-    bias1_ptr,
-    bias2_ptr,
-    residual_ptr,
-    out_ptr,
-    partials_ptr,
-    arrivals_ptr,
-    rows,
-    cols0,
-    cols1,
-    cols2,
-    depth,
-    stride_xm,
-    stride_w0,
-    stride_w1,
-    stride_w2,
-    stride_rm,
-    stride_om,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SWAP: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    DEFERRED: tl.constexpr,
-):
-    """Grid (column tiles of all weights, splits, row tiles)."""
-    stack_tile(
-        tl.program_id(0),
-        tl.program_id(1),
-        tl.program_id(2),
-        tl.num_programs(0),
-        x_ptr,
-        w0_ptr,
-        w1_ptr,
-        w2_ptr,
-        x_desc,
-        w0_desc,
-        w1_desc,
-        w2_desc,
-        bias0_ptr,
-        bias1_ptr,
-        bias2_ptr,
-        residual_ptr,
-        out_ptr,
-        partials_ptr,
-        arrivals_ptr,
-        rows,
-        cols0,
-        cols1,
-        cols2,
-        depth,
-        stride_xm,
-        stride_w0,
-        stride_w1,
-        stride_w2,
         stride_rm,
         stride_om,
         BLOCK_M,
@@ -503,7 +422,7 @@ _HOPPER = {
     (16, (14336, 14336), 4096): Settings(128, 128, 1, 4, 3, True),  # gate and up 56.3; 56.6 without SwiGLU
     (16, (4096,), 14336): Settings(64, 256, 2, 4, 4, True),  # down 30.6, 29.7; 32.5
     (16, (128256,), 4096): Settings(128, 128, 1, 4, 3, True),  # head 237; 246
-    (16, (4096, 1024, 1024), 8192): Settings(64, 128, 4, 4, 3, True),  # draft qkv 27.6, 26.1; 27.7
+    (16, (4096, 1024, 1024), 8192): Settings(64, 128, 4, 4, 3, True),  # draft qkv 27.6, 26.3; 27.7
     (16, (32000,), 4096): Settings(128, 128, 1, 4, 3, True),  # draft head 62.0; 64.9
     (64, (4096, 1024, 1024), 4096): Settings(32, 128, 2, 4, 3),  # 17.8, 15.9; 16.0
     (64, (4096,), 4096): Settings(32, 128, 2, 4, 4),  # 12.4, 10.9; 11.7
