@@ -135,6 +135,31 @@ def test_auto_leaves_it_out_without_a_gpu():
         assert engine._fused(batch.state) is None
 
 
+def test_auto_goes_on_without_it_where_it_does_not_run(monkeypatch):
+    model = tiny_model()
+    engine = Engine(*native.read(model), Operations(), megakernel=None)
+    prompt, spec = random_prompt(5)[0], TreeSpec.dynamic(8, 2, 3)
+
+    def broken(*_):
+        raise RuntimeError("too many resources requested for launch")
+
+    monkeypatch.setattr(Engine, "_fused", lambda self, state: broken)
+    monkeypatch.setattr("eagle_triton.engine.generation.median_milliseconds", lambda step: step())
+    monkeypatch.setattr("eagle_triton.engine.step.verify_and_draft", _refusing(verify_and_draft, broken))
+    with Batch.start(engine, [prompt], spec, Sampling(), 20) as batch:
+        assert batch.step()[0].tokens
+    assert "too many resources" in engine.notes["megakernel"]
+
+
+def _refusing(function, refused):
+    """`function`, which calls `refused` instead if that is its last argument."""
+
+    def call(*arguments):
+        return refused() if arguments[-1] is refused else function(*arguments)
+
+    return call
+
+
 @pytest.mark.parametrize(
     ("spec", "batch", "reason"),
     [(TreeSpec.dynamic(60, 7, 10), 7, "70 rows"), (TreeSpec.dynamic(3, 0, 2), 1, None)],

@@ -99,11 +99,10 @@ class Engine:
         key = (state, mode)
         if key not in self._steps:
             fused = self._fused(state)
-            step = self._launchable(state, mode, fused)
             if fused is not None and self.megakernel is None:
-                separate = self._launchable(state, mode, None)
-                step = step if self._faster(state, step, separate) else separate
-            self._steps[key] = step
+                self._steps[key] = self._faster_of(state, mode, fused)
+            else:
+                self._steps[key] = self._launchable(state, mode, fused)
         return self._steps[key]
 
     def lost(self) -> MegakernelError:
@@ -149,13 +148,25 @@ class Engine:
             return None
         return fused.FusedStep(self.view, self.draft, state)
 
-    def _faster(self, state: DecodeState, together: Callable[[], None], separate: Callable[[], None]) -> bool:
-        """Measure one step with the megakernel against one without, on sequences that stand still."""
-        with state.held():
-            ours, others = (median_milliseconds(step) for step in (together, separate))
+    def _faster_of(self, state: DecodeState, mode: Mode, fused: FusedStep) -> Callable[[], None]:
+        """The faster of the steps with the megakernel and without, measured on sequences that stand still.
+
+        That without is taken too if the megakernel does not compile or launch here.
+        """
+        from triton.errors import TritonError
+
+        separate = self._launchable(state, mode, None)
+        try:
+            together = self._launchable(state, mode, fused)
+            with state.held():
+                ours, others = (median_milliseconds(step) for step in (together, separate))
+        except (RuntimeError, TritonError) as error:
+            self.notes["megakernel"] = f"not used: it does not run here: {error}"
+            self.notes.pop("cuda_graph", None)  # said of the trial
+            return separate
         verb = "used" if ours < others else "not used"
         self.notes["megakernel"] = f"{verb}: measured {ours:.3f} ms a step with it, {others:.3f} ms without"
-        return ours < others
+        return together if ours < others else separate
 
     def forget_steps(self, sequences: Sequences) -> None:
         """Drop the graphs of some sequences, because their tensors were replaced."""
