@@ -162,11 +162,15 @@ def _refusing(function, refused):
 
 @pytest.mark.parametrize(
     ("spec", "batch", "reason"),
-    [(TreeSpec.dynamic(60, 7, 10), 7, "70 rows"), (TreeSpec.dynamic(3, 0, 2), 1, None)],
-    ids=["rows", "fits"],
+    [
+        (TreeSpec.dynamic(60, 7, 10), 7, "70 rows"),
+        (TreeSpec.dynamic(3, 0, 65), 1, "65 children"),
+        (TreeSpec.dynamic(3, 0, 2), 1, None),
+    ],
+    ids=["rows", "children", "fits"],
 )
 def test_what_is_unsupported_is_named(spec, batch, reason):
-    engine = Engine(*native.read(tiny_model()), Operations())
+    engine = Engine(*native.read(tiny_model(vocab=120)), Operations())
     with Batch.start(engine, [random_prompt(3)[0]] * batch, spec, Sampling(), 20) as running:
         found = unsupported(engine.view, engine.draft, running.state)
     assert found is None if reason is None else reason in found

@@ -48,7 +48,7 @@ def unsupported(view: ModelView, draft: DraftView | None, state: DecodeState) ->
     if state.batch * state.planned_nodes > MAX_ROWS:
         return f"{state.batch * state.planned_nodes} rows in a draft pass, more than {MAX_ROWS}"
     if spec.top_k > 64 or spec.top_k * max((1, *spec.beam_widths)) > 1024:
-        return f"{spec.top_k} children for each of {max(spec.beam_widths)} nodes"
+        return f"{spec.top_k} children for each of {max((1, *spec.beam_widths))} nodes"
     return None
 
 
