@@ -38,6 +38,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from eagle_triton.launch import EXACT
+from eagle_triton.overlap import prefer_shared_memory
 from eagle_triton.reference.attention import check_tree_attention
 
 _WORD = tl.constexpr(64)
@@ -505,6 +506,8 @@ def _merge_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Grid (row blocks, B * Hkv): a program sums the splits of BLOCK_R rows."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     merge_rows(
         tl.program_id(0),
         tl.program_id(1) // HEADS,
@@ -680,7 +683,7 @@ def _launch(
         "BLOCK_N": use.block_n,
         "BLOCK_D": block_d,
     }
-    _tree_attention_kernel[triton.cdiv(rows, use.block_m), batch * kv_heads, use.splits](
+    compiled = _tree_attention_kernel[triton.cdiv(rows, use.block_m), batch * kv_heads, use.splits](
         q,
         cache,
         desc,
@@ -708,11 +711,13 @@ def _launch(
         **({"launch_pdl": True} if pdl == 2 else {}),
         **({"maxnreg": use.maxnreg} if use.maxnreg else {}),
     )
+    if pdl:
+        prefer_shared_memory(compiled)
     if use.splits > 1:
         # One warp per program, with as many rows as keep 64 loads of a thread in flight; no sum crosses threads.
         block_s = triton.next_power_of_2(use.splits)
         block_r = max(1, 16 // block_s) * max(1, 128 // block_d)
-        _merge_kernel[triton.cdiv(rows, block_r), batch * kv_heads](
+        compiled = _merge_kernel[triton.cdiv(rows, block_r), batch * kv_heads](
             partial,
             lse,
             lengths,
@@ -728,4 +733,6 @@ def _launch(
             **EXACT,
             **({"launch_pdl": True} if pdl else {}),
         )
+        if pdl:
+            prefer_shared_memory(compiled)
     return out

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.launch import DRAFT_WARPS, EXACT
+from eagle_triton.launch import DRAFT_WARPS
 from eagle_triton.layers import norm_row
+from eagle_triton.overlap import await_inputs, overlapped
 from eagle_triton.partials import Partials
 from eagle_triton.reference.draft_inputs import check_draft_inputs
 
@@ -44,8 +45,10 @@ def _draft_inputs_kernel(
     size: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (B * n, 2): a program makes one half of one row, the token's or the feature's."""
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     inputs = inputs_ptr + row * (2 * size)
     if tl.program_id(1) == 0:
@@ -97,7 +100,7 @@ def draft_inputs(
     values = values.contiguous()
     splits = len(values) if isinstance(features, Partials) else 1
     block = triton.next_power_of_2(size)
-    _draft_inputs_kernel[batch * count, 2](
+    overlapped(_draft_inputs_kernel, (batch * count, 2), embedding.device)(
         values,
         None if parents is None else parents.contiguous(),
         tokens.contiguous(),
@@ -116,6 +119,5 @@ def draft_inputs(
         block,
         splits,
         num_warps=DRAFT_WARPS,
-        **EXACT,
     )
     return inputs, picked

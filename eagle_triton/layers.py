@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.launch import DRAFT_WARPS, EXACT
+from eagle_triton.overlap import await_inputs, overlapped
 from eagle_triton.partials import Partials
 from eagle_triton.reference.layers import check_add, check_rms_norm, check_rotary_append, check_swiglu
 
@@ -99,8 +100,10 @@ def _rms_norm_kernel(
     size: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (rows,): one program per row."""
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     if residual_ptr is not None:
         residual_ptr += row * stride_rm
@@ -311,8 +314,10 @@ def _rotary_append_kernel(
     HALF: tl.constexpr,
     GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (N, Hkv, B): one program makes one head of one node."""
+    await_inputs(PDL)
     node, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     rotary_append_head(
         node,
@@ -418,7 +423,7 @@ def _launch_norm(
     else:
         rows, splits, stride_split = _contiguous_rows(x), 1, 0
     block = triton.next_power_of_2(size)
-    _rms_norm_kernel[(count,)](
+    overlapped(_rms_norm_kernel, (count,), out.device)(
         rows,
         weight,
         residual,
@@ -432,7 +437,6 @@ def _launch_norm(
         block,
         splits,
         num_warps=norm_warps(block, planned),
-        **EXACT,
     )
 
 
@@ -470,7 +474,7 @@ def rotary_append(
     q, k, v = (x.total() if isinstance(x, Partials) else x for x in (q, k, v))
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     if out.numel():
-        _rotary_append_kernel[(count, num_kv_heads, batch)](
+        overlapped(_rotary_append_kernel, (count, num_kv_heads, batch), out.device)(
             q,
             k,
             v,
@@ -499,7 +503,6 @@ def rotary_append(
             triton.next_power_of_2(group),
             splits,
             num_warps=1,
-            **EXACT,
         )
     return out
 

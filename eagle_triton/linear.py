@@ -27,8 +27,10 @@ plain loads elsewhere. Where cuBLAS is faster, cuBLAS (`torch.nn.functional.line
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +43,9 @@ from eagle_triton.launch import EXACT
 from eagle_triton.layers import rounded, swiglu
 from eagle_triton.partials import Partials
 from eagle_triton.reference.linear import check_product
+
+if TYPE_CHECKING:  # Gluon's
+    from eagle_triton.streamed_linear import Streaming
 
 
 @triton.jit
@@ -479,7 +484,7 @@ def linear(
     *,
     deferred: bool = False,
     planned_rows: int | None = None,
-    settings: Settings | None = None,
+    settings: Settings | Streaming | None = None,
 ) -> Tensor | Partials:
     """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
 
@@ -488,9 +493,7 @@ def linear(
     Raises ValueError on shapes, dtypes, strides or devices that do not fit.
     """
     check_product("linear", x, (weight,), (bias,), residual, deferred=deferred)
-    settings = settings or _choose(x, (weight,), planned_rows)
-    if planned_rows and settings and not deferred:
-        settings = settings._replace(splits=1)  # the megakernel has no last program of a tile
+    settings = settings or _choose(x, (weight,), planned_rows, deferred, residual)
     if settings is None:
         out = F.linear(x, weight, bias)
         return out if residual is None else residual + out
@@ -504,14 +507,14 @@ def linear_stack(
     *,
     deferred: bool = False,
     planned_rows: int | None = None,
-    settings: Settings | None = None,
+    settings: Settings | Streaming | None = None,
 ) -> tuple[Tensor | Partials, ...]:
     """Several products of the same rows, e.g. q, k and v, three to a launch. x [..., K], weights [Ni, K].
 
     Returns one [..., Ni] each: views of one tensor, side by side in its last dimension. Options as for `linear`.
     """
     check_product("linear_stack", x, weights, biases, None)
-    settings = settings or _choose(x, weights, planned_rows)
+    settings = settings or _choose(x, weights, planned_rows, deferred)
     if settings is None:
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     outs: list[Tensor | Partials] = []
@@ -529,7 +532,12 @@ def linear_stack(
 
 
 def linear_swiglu(
-    x: Tensor, gate: Tensor, up: Tensor, *, planned_rows: int | None = None, settings: Settings | None = None
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    *,
+    planned_rows: int | None = None,
+    settings: Settings | Streaming | None = None,
 ) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I]."""
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
@@ -539,7 +547,9 @@ def linear_swiglu(
     matrix = _matrix("linear_swiglu", x, (gate, up))
     rows, depth, cols = *matrix.shape, gate.shape[0]
     out = x.new_empty(rows, cols)
-    if out.numel():
+    if out.numel() and not isinstance(settings, Settings):
+        _streaming().linear_swiglu(matrix, gate, up, out, settings)
+    elif out.numel():
         block_m = block_m_of(rows)
         _linear_swiglu_kernel[triton.cdiv(cols, settings.block_n), triton.cdiv(rows, block_m)](
             matrix,
@@ -574,9 +584,9 @@ def _launch(
     residual: Tensor | None,
     deferred: bool,
     planned: bool,
-    settings: Settings,
+    settings: Settings | Streaming,
 ) -> Tensor | Partials:
-    """One launch of `_linear_kernel` for up to three weights: [..., N of all weights]."""
+    """One launch for up to three weights: [..., N of all weights]."""
     matrix = _matrix(name, x, weights)
     rows, depth = matrix.shape
     cols = [weight.shape[0] for weight in weights]
@@ -589,11 +599,13 @@ def _launch(
     if residual is not None:
         residual = residual.reshape(out.shape)
         residual = residual if residual.stride(1) == 1 else residual.contiguous()
-    if out.numel():
-        if len(weights) == 2:  # the kernel knows one weight or three
-            weights, biases, cols = [*weights, weights[1]], [*biases, biases[1]], [*cols, 0]
-        if any(bias is not None for bias in biases):
-            biases = [x.new_zeros(n) if b is None else b.contiguous() for n, b in zip(cols, biases, strict=True)]
+    if len(weights) == 2:  # the kernels know one weight or three
+        weights, biases, cols = [*weights, weights[1]], [*biases, biases[1]], [*cols, 0]
+    if any(bias is not None for bias in biases):
+        biases = [x.new_zeros(n) if b is None else b.contiguous() for n, b in zip(cols, biases, strict=True)]
+    if out.numel() and not isinstance(settings, Settings):
+        _streaming().linear(matrix, weights, cols, biases, out, settings)
+    elif out.numel():
         block_m = block_m_of(rows)
         absent = [None] * (3 - len(weights))
         grid = (_tiles(cols, settings.block_n), settings.splits, triton.cdiv(rows, block_m))
@@ -637,10 +649,36 @@ def _launch(
     return Partials(out.view(-1, *shape), x.dtype) if deferred else out.view(shape)
 
 
-def _choose(x: Tensor, weights: Sequence[Tensor], planned_rows: int | None, fused: bool = False) -> Settings | None:
-    rows = planned_rows or x.shape[:-1].numel()
+def _choose(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    planned_rows: int | None,
+    deferred: bool = False,
+    residual: Tensor | None = None,
+    fused: bool = False,
+) -> Settings | Streaming | None:
+    """How a product is launched, None: by cuBLAS. Streamed where that can be, which does not change a bit."""
+    rows, depth = planned_rows or x.shape[:-1].numel(), x.shape[-1]
     cols = tuple(weight.shape[0] for weight in weights)
-    return launch_settings(x.device, x.dtype, rows, cols, x.shape[-1], fused, planned_rows is not None)
+    settings = launch_settings(x.device, x.dtype, rows, cols, depth, fused, planned_rows is not None)
+    if settings is None:
+        return None
+    if planned_rows and not deferred:
+        settings = settings._replace(splits=1)  # the megakernel has no last program of a tile
+    streaming = _streaming() if _compute_capability(x.device) == (9, 0) else None
+    if streaming is None or residual is not None or (settings.splits > 1 and not deferred) or not _tma([x, *weights]):
+        return settings
+    tile = (settings.block_n, settings.block_k, settings.splits, settings.swap)
+    return streaming.settings_for(rows, cols, depth, *tile, fused) or settings
+
+
+@functools.cache
+def _streaming() -> ModuleType | None:
+    """streamed_linear.py, or None with a Triton that has no Gluon."""
+    try:
+        return importlib.import_module("eagle_triton.streamed_linear")
+    except ImportError:
+        return None
 
 
 def block_m_of(rows: int) -> int:
@@ -668,13 +706,17 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if nvidia else (0, 0)
 
 
+def _tma(tensors: Sequence[Tensor]) -> bool:
+    """Whether descriptors can stand for these matrices: Hopper and newer, 16 bits, aligned rows."""
+    return _compute_capability(tensors[0].device) >= (9, 0) and all(
+        tensor.element_size() == 2 and tensor.data_ptr() % 16 == 0 and tensor.stride(-2) % 8 == 0 for tensor in tensors
+    )
+
+
 def descriptors(tensors: list[Tensor], block_m: int, settings: Settings) -> list[TensorDescriptor | None]:
     """TMA descriptors of x and the weights, or None each where they cannot be used."""
-    if not (settings.tma and _compute_capability(tensors[0].device) >= (9, 0)):
+    if not (settings.tma and _tma(tensors)):
         return [None] * len(tensors)
-    for tensor in tensors:
-        if tensor.element_size() != 2 or tensor.data_ptr() % 16 or tensor.stride(0) % 8:
-            return [None] * len(tensors)
     return [
         TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [block, settings.block_k])
         for tensor, block in zip(tensors, [block_m] + [settings.block_n] * (len(tensors) - 1), strict=True)

@@ -97,6 +97,8 @@ def _compile(job: tuple[str, int, str]) -> Usage | str:
     options.pop("targets", None)
     options.pop("local", None)
     aligned = set(options.pop("aligned", ()))
+    if signature.get("PDL", "constexpr") != "constexpr":  # launched early where that can be
+        signature, constexprs = {**signature, "PDL": "constexpr"}, {**constexprs, "PDL": arch in ("sm_90", "sm_100")}
     missing = set(kernel.arg_names) ^ set(signature)
     if missing:
         return f"signature and kernel differ in {sorted(missing)}"
@@ -110,13 +112,21 @@ def _compile(job: tuple[str, int, str]) -> Usage | str:
     if target.backend != "cuda":
         options.pop("launch_pdl", None)
     try:
-        source = ASTSource(kernel, signature, constexprs, attributes)
+        source = _source(kernel)(kernel, signature, constexprs, attributes)
         compiled = triton.compile(source, target=target, options=options)
     except Exception as error:  # whatever the compiler raises is this case's result
         return f"{type(error).__name__}: {error}"
     if target.backend == "cuda":
         return _cuda_usage(compiled)
     return _amd_usage(compiled)
+
+
+def _source(kernel) -> type[ASTSource]:
+    if not kernel.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def _cuda_usage(compiled) -> Usage:

@@ -63,7 +63,7 @@ _SHARED_MEMORY = 225 * 1024
 
 def candidates(product: Product, rows: int) -> Iterator[Settings]:
     """Settings that fit shared memory, keep enough bytes in flight and fill the chip."""
-    block_m, per_program = products._block_m(rows), 2 if product.fused else 1
+    block_m, per_program = products.block_m_of(rows), 2 if product.fused else 1
     for block_n, block_k, splits, stages, swap in itertools.product(
         (32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (3, 4, 6), (False, True)
     ):

@@ -1,0 +1,413 @@
+"""Products of few rows on Hopper whose weights are under way before their input is.
+
+    linear_kernel:  out = x @ weight.T (+ bias), up to three weights side by side; split sums of K, or the product
+    swiglu_kernel:  out = silu(x @ gate.T) * (x @ up.T)
+
+The kernels of linear.py with their memory in their own hands (Gluon): tiles of the weights and of x come through TMA
+into two rings of shared memory, one barrier for each slot. Started early (overlap.py), a program asks for its first
+weights, waits for the kernels before it, and only then asks for x. In a chain of products and the small kernels between
+them, that takes 1.5 to 3 us off each product.
+
+| name         | shape                        | dtype, layout                                           |
+|--------------|------------------------------|---------------------------------------------------------|
+| x            | [rows, K]                    | bf16 or fp16, rows 16-byte aligned                      |
+| weights      | [N, K]                       | as x                                                    |
+| bias         | [N]                          | as x                                                    |
+| out          | [rows, N], [splits, rows, N] | as x; fp32 if the splits' sums stay apart               |
+
+Numerics: those of linear.py, to the bit: K is summed in the same order by the same tensor core instructions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from eagle_triton.launch import EXACT
+from eagle_triton.overlap import prefer_shared_memory
+
+
+class Streaming(NamedTuple):
+    """How one product is launched: tiles of [block_n, block_k] of the weights, and how many of them and of x's tiles
+    shared memory holds. `splits` of K; `swap`: the weights are the left operand."""
+
+    block_n: int
+    block_k: int
+    splits: int
+    swap: bool
+    w_stages: int
+    x_stages: int
+
+
+# One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K) -> block_n, block_k, w_stages, x_stages. Behind each
+# row, us in a CUDA graph behind a small kernel of 2.8 us, that one included; then the same by linear.py's kernels.
+_HOPPER = {
+    (16, (4096,), 4096): (64, 128, 6, 4),  # o 11.5; 13.5
+    (16, (14336, 14336), 4096): (64, 128, 2, 3),  # gate and up 59.0
+    (16, (4096,), 14336): (64, 128, 6, 4),  # down
+    (16, (4096, 1024, 1024), 8192): (64, 128, 3, 3),  # draft qkv 26.9; 29.2
+    (16, (32000,), 4096): (128, 128, 4, 4),  # draft head 63.1; 65.1
+    (64, (4096, 1024, 1024), 4096): (64, 128, 4, 3),  # qkv 17.5; 19.0
+    (64, (4096,), 4096): (32, 128, 4, 4),  # o 12.8; 14.3
+    (64, (14336, 14336), 4096): (64, 128, 2, 2),  # gate and up 61.6
+    (64, (4096,), 14336): (64, 128, 4, 4),  # down 33.3; 35.1
+    (64, (128256,), 4096): (128, 128, 4, 4),  # head
+}
+_SHARED_MEMORY = 100 * 1024  # of an unmeasured shape, so that two programs share a multiprocessor
+_AHEAD = 32 * 1024  # bytes that a program asks for at a time before its input is there: more delay what it waits for
+_WAVE = 264  # programs beyond these start when others end, and have nothing to wait for
+TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_WARPS = 4  # one warpgroup of the tensor cores
+
+
+@gluon.jit
+def _ring(desc, STAGES: gl.constexpr):
+    """Room for STAGES tiles, and a barrier for each that opens when its tile has come."""
+    shape: gl.constexpr = [STAGES, desc.block_type.shape[0], desc.block_type.shape[1]]
+    tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    come = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(come.index(slot), count=1)
+    return tiles, come
+
+
+@gluon.jit
+def _ask(desc, row, column, tiles, come, slot, wanted):
+    """Let the tile at (row, column) come into a slot of a ring, if it is wanted."""
+    mbarrier.expect(come.index(slot), desc.block_type.nbytes, pred=wanted)
+    tma.async_copy_global_to_shared(desc, [row, column], come.index(slot), tiles.index(slot), pred=wanted)
+
+
+@gluon.jit
+def _await(come, step, STAGES: gl.constexpr):
+    """Wait for the tile of a step."""
+    mbarrier.wait(come.index(step % STAGES), step // STAGES & 1)
+
+
+@gluon.jit
+def _zeros(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SWAP: gl.constexpr):
+    """An accumulator: [BLOCK_M, BLOCK_N], or its transpose with SWAP."""
+    warps: gl.constexpr = gl.num_warps()
+    if SWAP:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_M, 16])
+        acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout)
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_N, 16])
+        acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
+    return acc
+
+
+@gluon.jit
+def _multiply_add(x, w, acc, SWAP: gl.constexpr):
+    """acc + x @ w.T, or its transpose with SWAP; not complete before it is waited for."""
+    if SWAP:
+        acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
+    else:
+        acc = warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
+    return acc
+
+
+@gluon.jit
+def _store(
+    value,
+    out_ptr,
+    bias_ptr,
+    col,
+    rows,
+    bias_cols,
+    cols,
+    stride_om,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    SWAP: gl.constexpr,
+):
+    """Add the bias of the first `bias_cols` columns, round, and store the tile whose first column is `col`."""
+    LANES: gl.constexpr = BLOCK_N // 4 if BLOCK_N < 128 else 32
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
+    if SWAP:
+        value = value.permute((1, 0))
+    value = gl.convert_layout(value, layout)
+    offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    offs_n = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+    if bias_ptr is not None:
+        value += gl.load(bias_ptr + offs_n, mask=offs_n < bias_cols, other=0.0).to(gl.float32)[None, :]
+    mask = (offs_m < rows)[:, None] & (offs_n < cols)[None, :]
+    out = out_ptr + offs_m.to(gl.int64)[:, None] * stride_om + offs_n[None, :]
+    gl.store(out, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def linear_kernel(
+    x_desc,
+    w0_desc,
+    w1_desc,
+    w2_desc,
+    bias0_ptr,
+    bias1_ptr,
+    bias2_ptr,
+    out_ptr,
+    rows,
+    cols0,
+    cols1,
+    cols2,
+    depth,
+    stride_om,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SPLITS: gl.constexpr,
+    SWAP: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
+):
+    """Grid (column tiles of all weights, splits): a program makes one split of one tile of one product.
+
+    The products' columns stand side by side in `out`, the splits' sums one behind the other. The bias goes with the
+    first split. AHEAD: tiles of weights on their way at a time while x is not there yet.
+    """
+    tile, split = gl.program_id(0), gl.program_id(1)
+    w_desc, bias_ptr, cols = w0_desc, bias0_ptr, cols0
+    if w1_desc is not None:
+        tiles0, tiles1 = gl.cdiv(cols0, BLOCK_N), gl.cdiv(cols1, BLOCK_N)
+        if tile >= tiles0 + tiles1:
+            tile -= tiles0 + tiles1
+            out_ptr += cols0 + cols1
+            w_desc, cols = w2_desc, cols2
+            if bias_ptr is not None:
+                bias_ptr = bias2_ptr
+        elif tile >= tiles0:
+            tile -= tiles0
+            out_ptr += cols0
+            w_desc, cols = w1_desc, cols1
+            if bias_ptr is not None:
+                bias_ptr = bias1_ptr
+    col = tile * BLOCK_N
+    steps = gl.cdiv(depth, BLOCK_K)
+    per_split = gl.cdiv(steps, SPLITS)
+    first = split * per_split
+    count = gl.minimum(per_split, steps - first)
+
+    w_tiles, w_come = _ring(w_desc, W_STAGES)
+    x_tiles, x_come = _ring(x_desc, X_STAGES)
+    fence_async_shared()
+    for i in gl.static_range(W_STAGES):
+        if i >= AHEAD:
+            mbarrier.wait(w_come.index(i - AHEAD), 0, pred=i - AHEAD < count)
+        _ask(w_desc, col, (first + i) * BLOCK_K, w_tiles, w_come, i, i < count)
+    gdc_wait()
+    for i in gl.static_range(X_STAGES):
+        _ask(x_desc, 0, (first + i) * BLOCK_K, x_tiles, x_come, i, i < count)
+
+    acc = _zeros(BLOCK_M, BLOCK_N, SWAP)
+    for step in range(count):
+        _await(w_come, step, W_STAGES)
+        _await(x_come, step, X_STAGES)
+        acc = _multiply_add(x_tiles.index(step % X_STAGES), w_tiles.index(step % W_STAGES), acc, SWAP)
+        acc = warpgroup_mma_wait(1, deps=[acc])  # the step before is complete, its slots are free
+        next_w, next_x = step - 1 + W_STAGES, step - 1 + X_STAGES
+        wanted = (step > 0) & (next_w < count)
+        _ask(w_desc, col, (first + next_w) * BLOCK_K, w_tiles, w_come, next_w % W_STAGES, wanted)
+        wanted = (step > 0) & (next_x < count)
+        _ask(x_desc, 0, (first + next_x) * BLOCK_K, x_tiles, x_come, next_x % X_STAGES, wanted)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    gdc_launch_dependents()
+
+    out_ptr += split.to(gl.int64) * rows * stride_om
+    _store(acc, out_ptr, bias_ptr, col, rows, gl.where(split == 0, cols, 0), cols, stride_om, BLOCK_M, BLOCK_N, SWAP)
+
+
+@gluon.jit
+def _rounded(x, KIND: gl.constexpr):
+    """fp32 values as they are after rounding to KIND."""
+    return x.to(KIND).to(gl.float32)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def swiglu_kernel(
+    x_desc,
+    gate_desc,
+    up_desc,
+    out_ptr,
+    rows,
+    cols,
+    depth,
+    stride_om,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SWAP: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
+):
+    """Grid (column tiles,): a program makes one tile of both products and multiplies them.
+
+    What comes next is a product, which may start at once: its weights follow these.
+    """
+    col = gl.program_id(0) * BLOCK_N
+    count = gl.cdiv(depth, BLOCK_K)
+    gate_tiles, gate_come = _ring(gate_desc, W_STAGES)
+    up_tiles, up_come = _ring(up_desc, W_STAGES)
+    x_tiles, x_come = _ring(x_desc, X_STAGES)
+    fence_async_shared()
+    gdc_launch_dependents()
+    for i in gl.static_range(W_STAGES):
+        if i >= AHEAD:
+            mbarrier.wait(gate_come.index(i - AHEAD), 0, pred=i - AHEAD < count)
+            mbarrier.wait(up_come.index(i - AHEAD), 0, pred=i - AHEAD < count)
+        _ask(gate_desc, col, i * BLOCK_K, gate_tiles, gate_come, i, i < count)
+        _ask(up_desc, col, i * BLOCK_K, up_tiles, up_come, i, i < count)
+    gdc_wait()
+    for i in gl.static_range(X_STAGES):
+        _ask(x_desc, 0, i * BLOCK_K, x_tiles, x_come, i, i < count)
+
+    gate = _zeros(BLOCK_M, BLOCK_N, SWAP)
+    up = _zeros(BLOCK_M, BLOCK_N, SWAP)
+    for step in range(count):
+        x = x_tiles.index(step % X_STAGES)
+        _await(gate_come, step, W_STAGES)
+        _await(x_come, step, X_STAGES)
+        gate = _multiply_add(x, gate_tiles.index(step % W_STAGES), gate, SWAP)
+        _await(up_come, step, W_STAGES)
+        up = _multiply_add(x, up_tiles.index(step % W_STAGES), up, SWAP)
+        gate, up = warpgroup_mma_wait(2, deps=[gate, up])  # the step before is complete, its slots are free
+        next_w, next_x = step - 1 + W_STAGES, step - 1 + X_STAGES
+        wanted = (step > 0) & (next_w < count)
+        _ask(gate_desc, col, next_w * BLOCK_K, gate_tiles, gate_come, next_w % W_STAGES, wanted)
+        _ask(up_desc, col, next_w * BLOCK_K, up_tiles, up_come, next_w % W_STAGES, wanted)
+        wanted = (step > 0) & (next_x < count)
+        _ask(x_desc, 0, next_x * BLOCK_K, x_tiles, x_come, next_x % X_STAGES, wanted)
+    gate, up = warpgroup_mma_wait(0, deps=[gate, up])
+
+    kind: gl.constexpr = out_ptr.dtype.element_ty
+    gate, up = _rounded(gate, kind), _rounded(up, kind)
+    out = _rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), kind) * up
+    _store(out.to(kind), out_ptr, None, col, rows, cols, cols, stride_om, BLOCK_M, BLOCK_N, SWAP)
+
+
+def settings_for(
+    rows: int,
+    cols: tuple[int, ...],
+    depth: int,
+    block_n: int,
+    block_k: int,
+    splits: int,
+    swap: bool,
+    fused: bool = False,
+) -> Streaming | None:
+    """Settings for the product of `rows` rows with weights [n, depth] for n in `cols`, or None: not by these kernels.
+
+    block_n, block_k, splits and swap are linear.py's settings; tiles of unmeasured shapes have their size. `fused`:
+    swiglu_kernel. The tensor cores' tiles are 64 rows high, of x or, with swap, of the weights.
+    """
+    if rows > (16 if swap else 64):
+        return None
+    measured = _HOPPER.get((16 if swap else 64, cols, depth))
+    if measured is not None:
+        block_n, block_k, w_stages, x_stages = measured
+    else:
+        stage = (block_n * (2 if fused else 1) + _block_m(swap)) * block_k * 2
+        w_stages = x_stages = max(2, min(4, _SHARED_MEMORY // stage))
+    if block_k < 64 or (swap and block_n < 64):
+        return None
+    return Streaming(block_n, block_k, splits, swap, w_stages, x_stages)
+
+
+def linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    cols: Sequence[int],
+    biases: Sequence[Tensor | None],
+    out: Tensor,
+    settings: Streaming,
+) -> None:
+    """x @ weight.T + bias for one weight or three, side by side in `out`; see linear_kernel.
+
+    x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; out [rows, sum of cols], or fp32
+    [splits, rows, sum of cols].
+    """
+    tiles = sum(triton.cdiv(n, settings.block_n) for n in cols)
+    absent = [None] * (3 - len(weights))
+    compiled = linear_kernel[tiles, settings.splits](
+        _descriptor(x, _block_m(settings.swap), settings),
+        *(_descriptor(weight, settings.block_n, settings) for weight in weights),
+        *absent,
+        *biases,
+        *absent,
+        out,
+        len(x),
+        *cols,
+        *(0 for _ in absent),
+        x.shape[1],
+        out.stride(-2),
+        _block_m(settings.swap),
+        settings.block_n,
+        settings.block_k,
+        settings.splits,
+        settings.swap,
+        settings.w_stages,
+        settings.x_stages,
+        _ahead(settings, 1, tiles * settings.splits),
+        num_warps=_WARPS,
+        launch_pdl=True,
+        **EXACT,
+    )
+    prefer_shared_memory(compiled)
+
+
+def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: Streaming) -> None:
+    """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I]."""
+    cols = len(gate)
+    tiles = triton.cdiv(cols, settings.block_n)
+    compiled = swiglu_kernel[(tiles,)](
+        _descriptor(x, _block_m(settings.swap), settings),
+        _descriptor(gate, settings.block_n, settings),
+        _descriptor(up, settings.block_n, settings),
+        out,
+        len(x),
+        cols,
+        x.shape[1],
+        out.stride(0),
+        _block_m(settings.swap),
+        settings.block_n,
+        settings.block_k,
+        settings.swap,
+        settings.w_stages,
+        settings.x_stages,
+        _ahead(settings, 2, tiles),
+        num_warps=_WARPS,
+        launch_pdl=True,
+        **EXACT,
+    )
+    prefer_shared_memory(compiled)
+
+
+def _block_m(swap: bool) -> int:
+    return 16 if swap else 64
+
+
+def _ahead(settings: Streaming, weights: int, programs: int) -> int:
+    """Stages of weights on their way at a time before the input is there."""
+    if programs > _WAVE:
+        return settings.w_stages
+    stage = weights * settings.block_n * settings.block_k * 2
+    return min(settings.w_stages, max(1, _AHEAD // stage))
+
+
+def _descriptor(tensor: Tensor, height: int, settings: Streaming) -> TensorDescriptor:
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [height, settings.block_k], TILE_LAYOUT)
