@@ -711,8 +711,7 @@ def _launch(
         **({"launch_pdl": True} if pdl == 2 else {}),
         **({"maxnreg": use.maxnreg} if use.maxnreg else {}),
     )
-    if pdl:
-        prefer_shared_memory(compiled)
+    prefer_shared_memory(compiled)
     if use.splits > 1:
         # One warp per program, with as many rows as keep 64 loads of a thread in flight; no sum crosses threads.
         block_s = triton.next_power_of_2(use.splits)
@@ -733,6 +732,5 @@ def _launch(
             **EXACT,
             **({"launch_pdl": True} if pdl else {}),
         )
-        if pdl:
-            prefer_shared_memory(compiled)
+        prefer_shared_memory(compiled)
     return out

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.overlap import await_inputs, overlapped
 from eagle_triton.reference.kv_cache import check_append, check_commit, check_gather
 
 
@@ -148,8 +149,10 @@ def _commit_kernel(
     D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (planes,): a program moves the accepted rows of one plane."""
+    await_inputs(PDL)
     stack, sequence, head = plane_of(tl.program_id(0), sequences, heads)
     cache_ptr += stack // 2 * stride_cl + stack % 2 * stride_cs + sequence * stride_cb + head * stride_ch
     length, accepted = tl.load(lengths_ptr + sequence), tl.load(accepted_ptr + sequence)
@@ -227,7 +230,7 @@ def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor) -> No
     planes, steps, width = cache[..., 0, 0].numel(), path.shape[1], cache.shape[5]
     if not planes * steps:
         return
-    _commit_kernel[(planes,)](
+    overlapped(_commit_kernel, (planes,), cache.device)(
         cache,
         lengths,
         path,

@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.overlap import can_overlap, early_start
 from eagle_triton.reference.sampling import SamplingParams, check_logits, check_params
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -505,13 +506,6 @@ def _settle_kernel(
 # ----------------------------------------------------------------------------------------------------- launchers
 
 
-def early_launch(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel that starts while the one before it ends (it waits for that one's results first)."""
-    if device.type != "cuda" or not torch.version.cuda or torch.cuda.get_device_capability(device)[0] not in (9, 10):
-        return {"PDL": False}
-    return {"PDL": True, "launch_pdl": True}
-
-
 def scan(logits: Tensor, setting: Settings, temperature: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Per row and part of logits [B, N, V]: maximum float32, its index int32 and, given temperatures [B], its mass."""
     _, nodes, vocabulary = logits.shape
@@ -531,7 +525,7 @@ def scan(logits: Tensor, setting: Settings, temperature: Tensor | None = None) -
         *x.stride(),
         PART=setting.part,
         PARTS=setting.scan_parts,
-        PDL=temperature is not None and early_launch(x.device)["PDL"],
+        PDL=temperature is not None and can_overlap(x.device),
     )
     return peaks, places, masses
 
@@ -555,7 +549,7 @@ def row_laws(name: str, logits: Tensor, params: SamplingParams, top_p_first: boo
         "SHIFT": _KEY_SHIFT[logits.dtype],
         "LANES": setting.lanes,
         "GROUPS": triton.next_power_of_2(groups),
-        **early_launch(device),
+        **early_start(device),
     }
     for index in range(setting.rounds):
         _narrow_kernel[(rows, groups)](

@@ -661,12 +661,12 @@ def _choose(
     rows, depth = planned_rows or x.shape[:-1].numel(), x.shape[-1]
     cols = tuple(weight.shape[0] for weight in weights)
     settings = launch_settings(x.device, x.dtype, rows, cols, depth, fused, planned_rows is not None)
+    streaming = _streaming() if _compute_capability(x.device) == (9, 0) and _tma([x, *weights]) else None
     if settings is None:
-        return None
+        return streaming.wide_settings(rows, cols, depth) if streaming is not None and deferred else None
     if planned_rows and not deferred:
         settings = settings._replace(splits=1)  # the megakernel has no last program of a tile
-    streaming = _streaming() if _compute_capability(x.device) == (9, 0) else None
-    if streaming is None or residual is not None or (settings.splits > 1 and not deferred) or not _tma([x, *weights]):
+    if streaming is None or residual is not None or (settings.splits > 1 and not deferred):
         return settings
     tile = (settings.block_n, settings.block_k, settings.splits, settings.swap)
     return streaming.settings_for(rows, cols, depth, *tile, fused) or settings

@@ -40,30 +40,31 @@ def can_overlap(device: torch.device) -> bool:
     return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def early_start(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that starts early where the device can, and then has its constexpr PDL set."""
+    return {"PDL": True, "launch_pdl": True} if can_overlap(device) else {"PDL": False}
+
+
 def overlapped(kernel: triton.JITFunction, grid: tuple[int, ...], device: torch.device) -> Callable[..., None]:
     """kernel[grid], to be called as that is: started early where the device can.
 
     The kernel has a constexpr PDL and says `await_inputs(PDL)`.
     """
-    early = can_overlap(device)
 
     def launch(*args, **options) -> None:
-        compiled = kernel[grid](*args, **options, PDL=early, **EXACT, **({"launch_pdl": True} if early else {}))
-        if early:
-            prefer_shared_memory(compiled)
+        prefer_shared_memory(kernel[grid](*args, **options, **early_start(device), **EXACT))
 
     return launch
 
 
 def prefer_shared_memory(compiled) -> None:
-    """Ask for the largest shared memory for a compiled kernel, as all others do. Without a driver to ask: nothing."""
-    function = getattr(compiled, "function", None)
-    if function is None or function in _carved:
+    """Ask for the largest shared memory for a compiled kernel that `early_start` launched."""
+    if not getattr(getattr(compiled, "metadata", None), "launch_pdl", False) or compiled.function in _carved:
         return
-    _carved.add(function)
+    _carved.add(compiled.function)
     driver = _driver()
     if driver is not None:
-        driver.cuFuncSetAttribute(ctypes.c_void_p(function), _SHARED_MEMORY_CARVEOUT, 100)
+        driver.cuFuncSetAttribute(ctypes.c_void_p(compiled.function), _SHARED_MEMORY_CARVEOUT, 100)
 
 
 @functools.cache

@@ -548,8 +548,10 @@ def _build_tree_kernel(
     NODES: tl.constexpr,
     PAIRS: tl.constexpr,
     DOUBLINGS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (B,)."""
+    await_inputs(PDL)
     write_tree(
         tl.program_id(0).to(tl.int64),
         root_ptr,
@@ -618,7 +620,7 @@ def build_tree(
         )
     scratch = torch.empty(batch, nodes, dtype=torch.int32, device=device) if selected is None else None
     width = max(2, triton.next_power_of_2(nodes))
-    _build_tree_kernel[(batch,)](
+    overlapped(_build_tree_kernel, (batch,), device)(
         root,
         candidates,
         scores,

@@ -26,7 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.laws import Settings, early_launch, law_weight, merge_peaks, row_laws, scale_of, scan
+from eagle_triton.laws import Settings, law_weight, merge_peaks, row_laws, scale_of, scan
+from eagle_triton.overlap import await_inputs, early_start, overlapped
 from eagle_triton.reference.sampling import SamplingParams
 from eagle_triton.reference.verification import ERROR, LENGTH, REPORT_TOKENS, STOP, Stops, check_tree, check_update
 from eagle_triton.sampling import choose_chunk, choose_token, chunk_of, coin_of
@@ -114,8 +115,10 @@ def _greedy_walk_kernel(
     NODES: tl.constexpr,
     PARTS: tl.constexpr,
     STEPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (B,)."""
+    await_inputs(PDL)
     greedy_walk(
         tl.program_id(0),
         peaks_ptr,
@@ -384,8 +387,10 @@ def _update_sequence_kernel(
     stride_rb,
     STEPS: tl.constexpr,
     STOPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (B,)."""
+    await_inputs(PDL)
     batch = tl.program_id(0).to(tl.int64)
     update_one(
         sequence_ptr + batch * stride_sb,
@@ -422,7 +427,7 @@ def verify_greedy(
     peaks, places, _ = scan(logits, Settings(part=part, tile=part))
     path, accepted, next_token = _results(batch, depth, logits.device)
     parts = peaks.shape[1]
-    _greedy_walk_kernel[(batch,)](
+    overlapped(_greedy_walk_kernel, (batch,), logits.device)(
         peaks,
         places,
         tokens,
@@ -467,7 +472,7 @@ def verify_sampling(
     sums = torch.empty(batch, chunks, 2, dtype=torch.float64, device=logits.device)
     law = (x, laws, params.temperature, params.min_p, params.seed, params.step, tokens, parents)
     sizes = (nodes, vocabulary, chunks, depth, *x.stride(), *tokens.stride(), *parents.stride())
-    width, early = triton.next_power_of_2(nodes), early_launch(logits.device)
+    width, early = triton.next_power_of_2(nodes), early_start(logits.device)
     _sampled_walk_kernel[(batch, chunks)](
         *law,
         path,
@@ -518,7 +523,7 @@ def update_sequence(
     check_update(sequence, lengths, active, tokens, path, accepted, next_token, nan, stops, report)
     batch, steps = path.shape
     width = stops.ids.shape[1]
-    _update_sequence_kernel[(batch,)](
+    overlapped(_update_sequence_kernel, (batch,), path.device)(
         sequence,
         lengths,
         active,

@@ -28,7 +28,7 @@ def test_measured_settings_fit_a_multiprocessor(key):
     swap, fused = rows == 16, len(cols) == 2
     use = streamed.settings_for(rows, cols, depth, 64, 128, 1, swap, fused)
     tile = use.block_k * 2
-    shared = tile * (use.w_stages * use.block_n * (1 + fused) + use.x_stages * streamed._block_m(swap))
+    shared = tile * (use.w_stages * use.block_n * (1 + fused) + use.x_stages * streamed._block_m(swap, rows))
     assert shared <= 225 * 1024
     for programs in (1, 10_000):
         assert 1 <= streamed._ahead(use, 1 + fused, programs) <= use.w_stages
@@ -60,6 +60,7 @@ def test_without_gluon_or_hopper_products_are_launched_as_ever(monkeypatch):
     assert isinstance(kernels._choose(x, (weight,), None), Settings)  # its last program adds up the splits
     assert isinstance(kernels._choose(x, (weight,), None, True, x), Settings)  # a residual
     assert isinstance(kernels._choose(x[:, 4:], (weight[:, 4:],), None, True), Settings)  # rows not aligned
+    assert kernels._choose(x[:1].expand(80, -1).contiguous(), (weight,), None, True) is None  # cuBLAS
     monkeypatch.setattr(kernels, "_streaming", lambda: None)
     assert isinstance(kernels._choose(x, (weight,), None, deferred=True), Settings)
     monkeypatch.undo()
@@ -90,6 +91,19 @@ def test_bits_of_linear(rows, depth, dtype):
     expected = kernels.linear_swiglu(x, weights[0], weights[0].flip(0), settings=Settings(64, 64, 1, 4, 3, swap))
     stream = streamed.settings_for(rows, (520, 520), depth, 64, 64, 1, swap, fused=True)
     assert torch.equal(kernels.linear_swiglu(x, weights[0], weights[0].flip(0), settings=stream), expected)
+
+
+@on_hopper
+@pytest.mark.parametrize("rows", [65, 80, 128])
+@pytest.mark.parametrize("key", streamed._WIDE, ids=str)
+def test_more_rows(key, rows):
+    cols, depth = key
+    x, weights = matrices(rows, depth, *cols)
+    assert isinstance(kernels._choose(x, weights, rows, deferred=True), streamed.Streaming)
+    outs = kernels.linear_stack(x, weights, [None] * len(weights), deferred=True, planned_rows=rows)
+    for out, weight in zip(outs, weights, strict=True):
+        exact = x.double() @ weight.double().T
+        assert (out.sums.sum(0) - exact).abs().max() < 1e-3 < exact.abs().max()
 
 
 @on_hopper

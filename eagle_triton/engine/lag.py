@@ -11,7 +11,7 @@ import torch
 from eagle_triton.adapters.view import DraftView, ModelView
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import Lag, Sequences
-from eagle_triton.engine.step import draft_extend, sequence_rows
+from eagle_triton.engine.step import draft_extend
 
 ROWS = 64  # plain steps whose features are kept
 
@@ -29,7 +29,7 @@ def catch_up(ops: Operations, draft: DraftView, sequences: Sequences, steps: int
     """Let the draft take in what it does not know, at most `steps` <= ROWS positions of each sequence."""
     lag, known = sequences.lag, sequences.lag.known
     features = lag.features.gather(1, lag.places(known[:, None] + torch.arange(steps, device=known.device)))
-    tokens = sequence_rows(sequences.tokens, known + 1, steps)
+    tokens = ops.sequence_rows(sequences.tokens, known + 1, steps)
     outputs = draft_extend(ops, draft, features, tokens, sequences.draft_cache, draft.rows(known))
     last = (sequences.lengths - known - 1)[:, None, None].long()  # -1: it knew all
     for kept, new in zip((sequences.hidden, sequences.normed), outputs, strict=True):

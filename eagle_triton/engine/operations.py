@@ -13,6 +13,7 @@ _STEMS: dict[str, tuple[str, ...]] = {
     "layers": ("rms_norm", "add", "rotary_append", "swiglu"),
     "linear": ("linear", "linear_stack", "linear_swiglu"),
     "draft_inputs": ("draft_inputs",),
+    "gather": ("gather_rows", "sequence_rows"),
     "tree_decoding": ("topk", "expand_beam", "build_tree"),
     "logit_processing": ("process_logits",),
     "verification": ("verify_greedy", "verify_sampling", "update_sequence"),

@@ -15,7 +15,6 @@ from eagle_triton.engine.step import (
     draft_extend,
     grow_tree,
     project,
-    sequence_rows,
     target_forward,
     token_logprobs,
 )
@@ -71,7 +70,7 @@ def plant(ops: Operations, draft: DraftView | None, state: DecodeState) -> None:
     if state.spec.drafts:
         grow_tree(ops, draft, state, state.sequences.hidden, state.sequences.normed)
     else:
-        state.tree.tokens.copy_(sequence_rows(state.tokens, state.lengths, 1))
+        state.tree.tokens.copy_(ops.sequence_rows(state.tokens, state.lengths, 1))
 
 
 def _fill_caches(
@@ -109,7 +108,7 @@ def _copy(state: DecodeState, source: int, target: int) -> None:
 
 def _choose(ops: Operations, state: DecodeState, logits: Tensor, mode: Mode) -> Tensor:
     """The roots [B, 1] from logits [B, 1, V], by the law of every later step: a walk of a tree that is only a root."""
-    tokens = sequence_rows(state.tokens, state.lengths - 1, 1)
+    tokens = ops.sequence_rows(state.tokens, state.lengths - 1, 1)
     parents = torch.full_like(tokens, -1, dtype=torch.int32)
     if mode.processed:
         logits = ops.process_logits(logits, tokens, torch.ones_like(tokens)[..., None], state.sequences.rules)

@@ -165,6 +165,9 @@ class DecodeState:
         columns = max(spec.depth + 1, spec.beam_slots)
         chain = torch.ones(batch, spec.depth + 1, columns, dtype=torch.bool, device=device).tril()
         self.chain = pack_ancestors(chain)
+        # the score of a root, and the beam slots above it: none
+        self.root_score = zeros(1, dtype=torch.float32)
+        self.root_ancestors = zeros(1, self.chain.shape[-1], dtype=torch.int64)
         self.planned_nodes = max(spec.depth + 1, *spec.beam_widths, 1)
         # what is known of beam slots beforehand: their level, and the flat index of their level's first child
         starts = [
@@ -183,6 +186,7 @@ class DecodeState:
         part = copy.copy(self)
         part._share(self.sequences.part(slots))
         part.tree, part.report, part.chain = _each(self.tree, slots), self.report[slots], self.chain[slots]
+        part.root_score, part.root_ancestors = self.root_score[slots], self.root_ancestors[slots]
         return part
 
     @contextmanager

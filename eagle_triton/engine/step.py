@@ -48,13 +48,13 @@ def decode_step(
     hidden, features = target_forward(
         ops, view, tree.tokens, state.target_cache, state.lengths, positions, tree.ancestors
     )
-    logits, before = project(ops, view.head, hidden), state.lengths.clone()
+    logits, before = project(ops, view.head, hidden), state.lengths.clone() if mode.logprobs else None
     law = ops.process_logits(logits, tree.tokens, tree.ancestors, sequences.rules) if mode.processed else logits
     path = verify_and_draft(ops, draft, state, law, features, mode, fused)
     if mode.processed:  # beside what is committed, the next root: it is on every path
         sequences.rules.seen.scatter_(1, torch.where(state.emitted < 0, tree.tokens[:, :1], state.emitted), 1)
     if mode.logprobs:
-        _report_logprobs(state, logits, path, before)
+        _report_logprobs(ops, state, logits, path, before)
 
 
 def verify_and_draft(
@@ -101,37 +101,34 @@ def verify_and_draft(
     ops.commit(state.target_cache, before, path, accepted)
     state.sampling.step.add_(1)
     if not depth:
-        tree.tokens.copy_(sequence_rows(state.tokens, state.lengths, 1))
+        tree.tokens.copy_(ops.sequence_rows(state.tokens, state.lengths, 1))
         if mode.follows:
             sequences.lag.keep(before, features)
         return path
-    node = path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1])
-    emitted = sequence_rows(state.tokens, before + 1, depth + 1)
+    emitted = ops.sequence_rows(state.tokens, before + 1, depth + 1)
     outputs = draft_extend(
         ops,
         draft,
-        features.gather(1, node),
+        ops.gather_rows(features, path),
         emitted,
         state.draft_cache,
         draft.rows(before),
         state.chain,
         state.planned_nodes,
     )
-    last = accepted.clamp(min=0).long()[:, None, None].expand_as(sequences.hidden)
     for kept, rows in zip((sequences.hidden, sequences.normed), outputs, strict=True):
-        torch.gather(rows, 1, last, out=kept)
+        ops.gather_rows(rows, accepted[:, None], out=kept)
     grow_tree(ops, draft, state, sequences.hidden, sequences.normed)
     return path
 
 
-def _report_logprobs(state: DecodeState, logits: Tensor, path: Tensor, before: Tensor) -> None:
+def _report_logprobs(ops: Operations, state: DecodeState, logits: Tensor, path: Tensor, before: Tensor) -> None:
     """Complete the report of a step that began at lengths `before`, and remember the next root's log-probability.
 
     logits [B, N, V] as the target gave them: neither temperature, filters, penalties nor biases count.
     """
-    node = path.clamp(min=0).long()[:, :, None].expand(-1, -1, logits.shape[-1])
-    following = sequence_rows(state.tokens, before + 1, path.shape[1])
-    values = token_logprobs(logits.gather(1, node), following)
+    following = ops.sequence_rows(state.tokens, before + 1, path.shape[1])
+    values = token_logprobs(ops.gather_rows(logits, path), following)
     root, reported = state.sequences.root_logprob, state.logprobs_of(state.report)
     reported[:, 0] = root
     reported[:, 1:] = values[:, :-1]
@@ -199,10 +196,7 @@ def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Ten
     the chosen nodes of one level and scores their children; the best candidates of all levels become the tree.
     """
     spec, lengths = state.spec, draft.rows(state.lengths)
-    batch = len(hidden)
-    words = state.chain.shape[-1]
-    scores = hidden.new_zeros(batch, 1, dtype=torch.float32)
-    ancestors = torch.zeros(batch, 1, words, dtype=torch.int64, device=hidden.device)
+    batch, scores, ancestors = len(hidden), state.root_score, state.root_ancestors
     slot_positions, first_rows = lengths[:, None] + state.slot_levels, lengths[:, None] + state.level_slots
     all_tokens, all_scores, all_chosen, first_slot = [], [], [], 0
     for level, beam in enumerate((*spec.beam_widths, 0)):
@@ -232,7 +226,7 @@ def grow_tree(ops: Operations, draft: DraftView, state: DecodeState, hidden: Ten
         first_slot += beam
     chosen = torch.cat(all_chosen, dim=1) + state.slot_starts if all_chosen else children[:, :0]
     ops.build_tree(
-        sequence_rows(state.tokens, state.lengths, 1)[:, 0],
+        ops.sequence_rows(state.tokens, state.lengths, 1)[:, 0],
         torch.cat(all_tokens, 1),
         torch.cat(all_scores, 1),
         chosen,
@@ -395,9 +389,3 @@ def project_stack(
         return tuple(project(ops, projection, x) for projection in projections)
     weights, biases = [p.weight for p in projections], [p.bias for p in projections]
     return ops.linear_stack(x, weights, biases, deferred=deferred, planned_rows=planned)
-
-
-def sequence_rows(tokens: Tensor, first: Tensor, count: int) -> Tensor:
-    """Columns first .. first + count of each sequence, first [B] int32, of tokens [B, C]: [B, count] int64."""
-    columns = first[:, None].long() + torch.arange(count, device=first.device)
-    return tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1))

@@ -3,6 +3,7 @@
 from eagle_triton.launch import EXACT
 from eagle_triton.streamed_linear import (
     _HOPPER,
+    _WIDE,
     TILE_LAYOUT,
     Streaming,
     _ahead,
@@ -15,10 +16,10 @@ from eagle_triton.streamed_linear import (
 _ALIGNED = ("depth", "cols0", "cols1", "cols2", "cols", "stride_om")
 
 
-def _case(name: str, settings: Streaming, weights: int, dtype: str = "bf16", bias: bool = False) -> tuple:
+def _case(name: str, rows: int, settings: Streaming, weights: int, dtype: str = "bf16", bias: bool = False) -> tuple:
     """weights: how many stand side by side; 0 for gate and up with SwiGLU."""
     kernel = linear_kernel if weights else swiglu_kernel
-    block_m = _block_m(settings.swap)
+    block_m = _block_m(settings.swap, rows)
     constexprs = {
         "BLOCK_M": block_m,
         "BLOCK_N": settings.block_n,
@@ -50,6 +51,7 @@ CASES = []
 for _rows, _cols, _depth in _HOPPER:
     _splits = 1 if len(_cols) == 2 or max(_cols) > 14336 else 2
     _settings = settings_for(_rows, _cols, _depth, 64, 128, _splits, _rows == 16, len(_cols) == 2)
-    CASES.append(_case(f"{_rows} rows {_cols} of {_depth}", _settings, 0 if len(_cols) == 2 else len(_cols)))
+    CASES.append(_case(f"{_rows} rows {_cols} of {_depth}", _rows, _settings, 0 if len(_cols) == 2 else len(_cols)))
 _UNMEASURED = settings_for(24, (2048, 512, 512), 2048, 64, 128, 4, False)
-CASES.append(_case("unmeasured, bias, fp16", _UNMEASURED, 3, "fp16", bias=True))
+CASES.append(_case("unmeasured, bias, fp16", 24, _UNMEASURED, 3, "fp16", bias=True))
+CASES += [_case(f"80 rows {cols} of {depth}", 80, use, len(cols)) for (cols, depth), use in _WIDE.items()]
