@@ -674,11 +674,10 @@ def _choose(
 
 @functools.cache
 def _streaming() -> ModuleType | None:
-    """streamed_linear.py, or None with a Triton that has no Gluon."""
-    try:
-        return importlib.import_module("eagle_triton.streamed_linear")
-    except ImportError:
+    """streamed_linear.py, or None with a Triton before 3.6, whose Gluon does not compile it."""
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
         return None
+    return importlib.import_module("eagle_triton.streamed_linear")
 
 
 def block_m_of(rows: int) -> int:

@@ -54,7 +54,8 @@ class Streaming(NamedTuple):
 
 
 # One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K) -> block_n, block_k, w_stages, x_stages. Behind each
-# row, us in a CUDA graph behind a small kernel of 2.8 us, that one included; then the same by linear.py's kernels.
+# row, us in a CUDA graph behind a small kernel of 2.8 us, that one included; then the same by linear.py's kernels
+# (tools/tune_linear.py --streamed --deferred). SwiGLU's were chosen by the time of the whole step.
 _HOPPER = {
     (16, (4096,), 4096): (64, 128, 6, 4),  # o 11.5; 13.5
     (16, (14336, 14336), 4096): (64, 128, 2, 3),  # gate and up 59.0

@@ -53,6 +53,13 @@ def test_what_can_be_streamed(rows, block_n, block_k, swap, possible):
         assert use[:4] == (block_n, block_k, 2, swap)
 
 
+def test_an_old_triton_streams_nothing(monkeypatch):
+    monkeypatch.setattr(kernels.triton, "__version__", "3.5.1")
+    assert kernels._streaming.__wrapped__() is None
+    monkeypatch.setattr(kernels.triton, "__version__", "3.10.0.post27")
+    assert kernels._streaming.__wrapped__() is streamed
+
+
 def test_without_gluon_or_hopper_products_are_launched_as_ever(monkeypatch):
     x, weight = torch.zeros(4, 1024, dtype=torch.bfloat16), torch.zeros(64, 1024, dtype=torch.bfloat16)
     monkeypatch.setattr(kernels, "_compute_capability", lambda device: (9, 0))

@@ -5,7 +5,8 @@
 Prints, for each product and row count, cuBLAS's time, the fastest settings and their times: the rows for the table in
 linear.py. Times are those of CUDA-graph replays over distinct weights, together far larger than L2. Settings are
 compiled first, in parallel, and checked against fp32 before they are timed. With --deferred, splits of K are left to
-the reader, as in the engine.
+the reader, as in the engine. With --streamed, settings are those of streamed_linear.py, and every product is timed
+behind a small kernel, which is part of the time: that is where they differ.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from eagle_triton import linear as products
 from eagle_triton.linear import Settings
+from eagle_triton.overlap import await_inputs, overlapped
 from eagle_triton.partials import Partials
+from eagle_triton.streamed_linear import Streaming
 
 
 class Product(NamedTuple):
@@ -39,7 +44,7 @@ class Product(NamedTuple):
     depth: int
     fused: bool = False
 
-    def run(self, x: Tensor, weights: list[Tensor], settings: Settings | None, deferred: bool) -> tuple:
+    def run(self, x: Tensor, weights: list[Tensor], settings: Settings | Streaming, deferred: bool) -> tuple:
         if self.fused:
             return (products.linear_swiglu(x, *weights, settings=settings),)
         return products.linear_stack(x, weights, [None] * len(weights), deferred=deferred, settings=settings)
@@ -59,6 +64,7 @@ PRODUCTS = {  # Llama-3.1-8B and its EAGLE-3 head
     "draft_head": Product((32000,), 4096),
 }
 _SHARED_MEMORY = 225 * 1024
+_PAUSES = 60  # programs of the small kernel
 
 
 def candidates(product: Product, rows: int) -> Iterator[Settings]:
@@ -85,7 +91,45 @@ def candidates(product: Product, rows: int) -> Iterator[Settings]:
         yield Settings(block_n, block_k, splits, 4, stages, swap)
 
 
-def compile_settings(task: tuple[int, bool, int, Settings, bool]) -> str:
+def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
+    """Rings that fit shared memory, in programs that fill the chip."""
+    swap, per_program = rows <= 16, 2 if product.fused else 1
+    block_m = 16 if swap else 64
+    for block_n, block_k, splits, w_stages, x_stages in itertools.product(
+        (32, 64, 128), (64, 128), (1, 2, 4), (2, 3, 4, 6), (2, 3, 4)
+    ):
+        shared = (block_n * per_program * w_stages + block_m * x_stages) * block_k * 2
+        programs = sum(-(-n // block_n) for n in product.cols) // per_program * splits
+        if shared > _SHARED_MEMORY or not 112 <= programs <= (1100 if splits == 1 else 400):
+            continue
+        if splits > 1 and (product.fused or max(product.cols) > 8192):
+            continue
+        if block_n < 64 and swap:  # no warpgroup instruction
+            continue
+        yield Streaming(block_n, block_k, splits, swap, w_stages, x_stages)
+
+
+@triton.jit
+def _pause_kernel(zero_ptr, out_ptr, PDL: tl.constexpr):
+    """Some loads one after another, as small kernels do."""
+    await_inputs(PDL)
+    place = tl.load(zero_ptr, volatile=True)
+    for _ in range(10):
+        place = tl.load(zero_ptr + place, volatile=True)
+    tl.store(out_ptr + tl.program_id(0), place)
+
+
+def pause() -> None:
+    """A small kernel that may start early, about 2.8 us on an H200."""
+    overlapped(_pause_kernel, (_PAUSES,), _pause_tensors().device)(*_pause_tensors(), num_warps=4)
+
+
+@functools.cache
+def _pause_tensors() -> Tensor:
+    return torch.zeros(2, _PAUSES, dtype=torch.int64, device="cuda")
+
+
+def compile_settings(task: tuple[int, bool, int, Settings | Streaming, bool]) -> str:
     """In a worker: run one small product, so that its kernel lies in Triton's cache. Returns the error, or ''."""
     count, fused, rows, settings, deferred = task
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -135,15 +179,19 @@ def make_weights(product: Product, device: str, total_bytes: float = 1.2e9) -> l
 
 
 def tune(
-    product: Product, rows: int, settings: list[Settings], deferred: bool, device: str
+    product: Product, rows: int, settings: list[Settings | Streaming], deferred: bool, streamed: bool, device: str
 ) -> tuple[float, list[tuple]]:
     """cuBLAS's µs for one product with concatenated weights, and (µs, settings, relative error) fastest first."""
+
+    def timed(calls: list[Callable[[], object]]) -> float:
+        return time_graph([lambda call=call: (pause(), call()) for call in calls] if streamed else calls)
+
     weights = make_weights(product, device)
     x = torch.randn(rows, product.depth, device=device, dtype=torch.bfloat16)
     expected = product.reference(x, weights[0])
     joined = weights if len(product.cols) == 1 else [[torch.cat(some)] for some in weights]
     blas = [lambda w=w: F.linear(x, w[0]) for w in joined]
-    blas_times, found = [time_graph(blas)], []
+    blas_times, found = [timed(blas)], []
     for candidate in settings:
         try:
             out = product.run(x, weights[0], candidate, deferred)
@@ -152,10 +200,10 @@ def tune(
             if not error < 5e-3:
                 raise ArithmeticError(f"relative error {error}")
             calls = [functools.partial(product.run, x, some, candidate, deferred) for some in weights]
-            found.append((time_graph(calls), candidate, error))
+            found.append((timed(calls), candidate, error))
         except Exception as error:
             print(f"  {candidate} failed: {type(error).__name__}: {str(error)[:100]}", flush=True)
-    blas_times.append(time_graph(blas))
+    blas_times.append(timed(blas))
     return min(blas_times), sorted(found, key=lambda row: row[0])
 
 
@@ -165,16 +213,27 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--products", nargs="+", choices=PRODUCTS, default=list(PRODUCTS))
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--deferred", action="store_true", help="leave sums over splits of K to the reader")
+    parser.add_argument("--streamed", action="store_true", help="streamed_linear.py, behind a small kernel")
     parser.add_argument("--top", type=int, default=4, help="settings to print per product")
     parser.add_argument("--csv", type=Path, help="write every measurement here")
     args = parser.parse_args(argv)
     started = time.monotonic()
-    plan = [(rows, name, list(candidates(PRODUCTS[name], rows))) for rows in args.rows for name in args.products]
+    plan = []
+    for rows, name in itertools.product(args.rows, args.products):
+        some = list((streamed_candidates if args.streamed else candidates)(PRODUCTS[name], rows))
+        if args.streamed:  # what is to be beaten
+            found = PRODUCTS[name]
+            some.append(
+                products.launch_settings(
+                    torch.device("cuda"), torch.bfloat16, rows, found.cols, found.depth, found.fused
+                )
+            )
+        plan.append((rows, name, some))
 
-    def task(rows: int, name: str, settings: Settings) -> tuple[int, bool, int, Settings, bool]:
+    def task(rows: int, name: str, settings: Settings | Streaming) -> tuple[int, bool, int, Settings | Streaming, bool]:
         return len(PRODUCTS[name].cols), PRODUCTS[name].fused, rows, settings, args.deferred
 
-    tasks = sorted({task(rows, name, settings) for rows, name, some in plan for settings in some})
+    tasks = list(dict.fromkeys(task(rows, name, settings) for rows, name, some in plan for settings in some))
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
         errors = dict(zip(tasks, pool.map(compile_settings, tasks, chunksize=1), strict=True))
     print(f"{len(tasks)} kernels compiled after {time.monotonic() - started:.0f} s", flush=True)
@@ -188,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"  {settings}: {error}", flush=True)
             else:
                 good.append(settings)
-        blas, found = tune(product, rows, good, args.deferred, "cuda")
+        blas, found = tune(product, rows, good, args.deferred, args.streamed, "cuda")
         size = sum(product.cols) * product.depth * 2
         best = found[0][0]
         total = sums.setdefault(rows, [0.0, 0.0])
