@@ -19,8 +19,8 @@ setup(
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6",
-        "triton>=3.2; sys_platform == 'linux' and platform_machine in 'x86_64 aarch64'",
-        "triton-windows>=3.2; sys_platform == 'win32' and platform_machine == 'AMD64'",
+        "triton>=3.4; sys_platform == 'linux' and platform_machine in 'x86_64 aarch64'",
+        "triton-windows>=3.4; sys_platform == 'win32' and platform_machine == 'AMD64'",
         "transformers>=4.53,<6",
         "accelerate>=1.0",
         "safetensors>=0.4.3",

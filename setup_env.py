@@ -43,7 +43,7 @@ TRITON = "triton-windows" if WINDOWS else "triton"
 TRITON_PLATFORMS = {("linux", "x86_64"), ("linux", "aarch64"), ("win32", "AMD64")}
 REQUIRED = {  # at least, below: the bounds of setup.py
     "torch": ("2.6", None),
-    TRITON: ("3.2", None),
+    TRITON: ("3.4", None),
     "transformers": ("4.53", "6"),
     "accelerate": ("1.0", None),
     "safetensors": ("0.4.3", None),

@@ -375,7 +375,7 @@ def _tree_attention_kernel(
     """
     if PDL == 2:
         tl.extra.cuda.gdc_wait()
-    if PDL:
+    if PDL:  # after the wait, because the merge reads the lengths before its own
         tl.extra.cuda.gdc_launch_dependents()
     attend_split(
         tl.program_id(0),

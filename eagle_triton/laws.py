@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.overlap import can_overlap, early_start
+from eagle_triton.overlap import can_overlap, early_start, prefer_shared_memory
 from eagle_triton.reference.sampling import SamplingParams, check_logits, check_params
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -525,7 +525,7 @@ def scan(logits: Tensor, setting: Settings, temperature: Tensor | None = None) -
         *x.stride(),
         PART=setting.part,
         PARTS=setting.scan_parts,
-        PDL=temperature is not None and can_overlap(x.device),
+        PDL=can_overlap(x.device),
     )
     return peaks, places, masses
 
@@ -552,7 +552,7 @@ def row_laws(name: str, logits: Tensor, params: SamplingParams, top_p_first: boo
         **early_start(device),
     }
     for index in range(setting.rounds):
-        _narrow_kernel[(rows, groups)](
+        compiled = _narrow_kernel[(rows, groups)](
             x,
             params.temperature,
             params.top_k,
@@ -574,7 +574,8 @@ def row_laws(name: str, logits: Tensor, params: SamplingParams, top_p_first: boo
             GROUP=setting.group,
             **static,
         )
-    _settle_kernel[(rows,)](
+        prefer_shared_memory(compiled)
+    compiled = _settle_kernel[(rows,)](
         x,
         facts,
         searches,
@@ -588,4 +589,5 @@ def row_laws(name: str, logits: Tensor, params: SamplingParams, top_p_first: boo
         **static,
         num_warps=setting.settle_warps,
     )
+    prefer_shared_memory(compiled)
     return laws

@@ -437,7 +437,7 @@ _HOPPER = {
     (64, (4096, 1024, 1024), 8192): Settings(64, 128, 2, 4, 3),  # 30.8, 28.8; 28.7
     (64, (32000,), 4096): Settings(128, 64, 1, 4, 4),  # 64.9; 67.7
 }
-_MAX_ROWS = 64  # more rows have not been measured and go to cuBLAS
+_MAX_ROWS = 64  # more rows are cuBLAS's, or streamed_linear.wide_settings'
 _PROGRAMS = 112  # enough of them to load every multiprocessor
 
 
@@ -450,7 +450,7 @@ def launch_settings(
     fused: bool = False,
     planned: bool = False,
 ) -> Settings | None:
-    """Settings for the product of `rows` rows with weights [n, depth] for n in `cols`, or None: call cuBLAS.
+    """Settings for the product of `rows` rows with weights [n, depth] for n in `cols`, or None: not by these kernels.
 
     `fused`: each program reads all weights (linear_swiglu); else their tiles stand side by side. In fp32, where no
     tensor cores are used, and for many rows, time is no longer that of reading the weights: cuBLAS. `planned` fp32
@@ -548,6 +548,7 @@ def linear_swiglu(
     rows, depth, cols = *matrix.shape, gate.shape[0]
     out = x.new_empty(rows, cols)
     if out.numel() and not isinstance(settings, Settings):
+        _check_streaming("linear_swiglu", matrix, (gate, up), settings, None, False)
         _streaming().linear_swiglu(matrix, gate, up, out, settings)
     elif out.numel():
         block_m = block_m_of(rows)
@@ -604,6 +605,7 @@ def _launch(
     if any(bias is not None for bias in biases):
         biases = [x.new_zeros(n) if b is None else b.contiguous() for n, b in zip(cols, biases, strict=True)]
     if out.numel() and not isinstance(settings, Settings):
+        _check_streaming(name, matrix, weights, settings, residual, deferred)
         _streaming().linear(matrix, weights, cols, biases, out, settings)
     elif out.numel():
         block_m = block_m_of(rows)
@@ -657,13 +659,15 @@ def _choose(
     residual: Tensor | None = None,
     fused: bool = False,
 ) -> Settings | Streaming | None:
-    """How a product is launched, None: by cuBLAS. Streamed where that can be, which does not change a bit."""
-    rows, depth = planned_rows or x.shape[:-1].numel(), x.shape[-1]
+    """How a product is launched, None: by cuBLAS. Streaming up to 64 rows does not change a bit."""
+    matrix = _contiguous_rows(x)
+    rows, depth = max(planned_rows or 0, len(matrix)), x.shape[-1]
     cols = tuple(weight.shape[0] for weight in weights)
     settings = launch_settings(x.device, x.dtype, rows, cols, depth, fused, planned_rows is not None)
-    streaming = _streaming() if _compute_capability(x.device) == (9, 0) and _tma([x, *weights]) else None
+    streaming = _streaming() if _compute_capability(x.device) == (9, 0) and _tma([matrix, *weights]) else None
     if settings is None:
-        return streaming.wide_settings(rows, cols, depth) if streaming is not None and deferred else None
+        wide = streaming is not None and deferred and planned_rows is not None
+        return streaming.wide_settings(rows, cols, depth) if wide else None
     if planned_rows and not deferred:
         settings = settings._replace(splits=1)  # the megakernel has no last program of a tile
     if streaming is None or residual is not None or (settings.splits > 1 and not deferred):
@@ -674,10 +678,13 @@ def _choose(
 
 @functools.cache
 def _streaming() -> ModuleType | None:
-    """streamed_linear.py, or None with a Triton before 3.6, whose Gluon does not compile it."""
+    """streamed_linear.py, or None with a Triton before 3.6, whose Gluon does not compile it, or without Gluon."""
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
         return None
-    return importlib.import_module("eagle_triton.streamed_linear")
+    try:
+        return importlib.import_module("eagle_triton.streamed_linear")
+    except ImportError:
+        return None
 
 
 def block_m_of(rows: int) -> int:
@@ -694,8 +701,24 @@ def _matrix(name: str, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     for weight in weights:
         if weight.stride(1) != 1 and weight.shape[1] > 1:
             raise ValueError(f"{name}: the rows of a weight must be contiguous, got strides {weight.stride()}")
+    return _contiguous_rows(x)
+
+
+def _contiguous_rows(x: Tensor) -> Tensor:
     x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _check_streaming(
+    name: str, matrix: Tensor, weights: Sequence[Tensor], settings: Streaming, residual: Tensor | None, deferred: bool
+) -> None:
+    if residual is not None or (settings.splits > 1 and not deferred):
+        raise ValueError(f"{name}: streamed products take no residual and leave split sums to the reader (deferred)")
+    if not _tma([matrix, *weights]) or len(matrix) > (16 if settings.swap else 128):
+        raise ValueError(
+            f"{name}: streamed products need a Hopper GPU, 16 bits, rows aligned to 16 bytes, and at most 128 of them "
+            f"(16 with swap), got {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
+        )
 
 
 @functools.cache

@@ -1,11 +1,13 @@
 """Programmatic dependent launch: a kernel starts while the kernel before it ends.
 
 What a kernel does before it reads any other kernel's results (its launch, its set-up, the first tiles of its weights)
-costs nothing then. Every kernel that is launched this way first lets the next one start and then waits for the ones
-before it to have completed (`await_inputs`), so results are what they would be in plain stream order.
+costs nothing then. Every program of a kernel that is launched this way waits until the kernels before it have completed
+(griddepcontrol.wait) before it reads what they write, and before it writes: results are those of plain stream order.
+Only weights are read earlier, which no kernel of a decode step writes. When it lets the next kernel start
+(griddepcontrol.launch_dependents) is each kernel's choice: most at once, products when their sums are complete.
 
-A multiprocessor that must divide its memory between shared memory and L1 anew runs empty first, and nothing overlaps
-there. All kernels launched here therefore ask for the same division, the largest shared memory.
+A multiprocessor that must change its carveout, the share of its memory that is shared memory and not L1, runs empty
+first, and nothing overlaps there. So all these kernels prefer the same carveout, the largest.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ import triton.language as tl
 from eagle_triton.launch import EXACT
 
 _SHARED_MEMORY_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
-_carved: set[int] = set()
+_NO_DRIVER = -1
+_carveouts: dict[int, int] = {}  # what the driver said to that, by function: 0 for yes
 
 
 @triton.jit
 def await_inputs(PDL: tl.constexpr):
-    """To be called before anything is read that another kernel writes, and before anything is written."""
+    """Let the next kernel start, and wait for those before this one. To be called before anything else."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -35,9 +38,10 @@ def await_inputs(PDL: tl.constexpr):
 
 @functools.cache
 def can_overlap(device: torch.device) -> bool:
-    """Whether kernels on this device may start early: NVIDIA's from compute capability 9.0 on."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether kernels on this device may start early: on NVIDIA's compute capabilities 9 and 10, when compiled."""
+    if device.type != "cuda" or torch.version.hip is not None or not isinstance(await_inputs, triton.JITFunction):
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def early_start(device: torch.device) -> dict[str, bool]:
@@ -58,13 +62,13 @@ def overlapped(kernel: triton.JITFunction, grid: tuple[int, ...], device: torch.
 
 
 def prefer_shared_memory(compiled) -> None:
-    """Ask for the largest shared memory for a compiled kernel that `early_start` launched."""
-    if not getattr(getattr(compiled, "metadata", None), "launch_pdl", False) or compiled.function in _carved:
+    """Ask for the largest carveout for a kernel, as its launch returned it, if it may start early."""
+    if not getattr(getattr(compiled, "metadata", None), "launch_pdl", False) or compiled.function in _carveouts:
         return
-    _carved.add(compiled.function)
-    driver = _driver()
+    driver, answer = _driver(), _NO_DRIVER
     if driver is not None:
-        driver.cuFuncSetAttribute(ctypes.c_void_p(compiled.function), _SHARED_MEMORY_CARVEOUT, 100)
+        answer = driver.cuFuncSetAttribute(ctypes.c_void_p(compiled.function), _SHARED_MEMORY_CARVEOUT, 100)
+    _carveouts[compiled.function] = answer
 
 
 @functools.cache

@@ -5,8 +5,9 @@
 
 The kernels of linear.py with their memory in their own hands (Gluon): tiles of the weights and of x come through TMA
 into two rings of shared memory, one barrier for each slot. Started early (overlap.py), a program asks for its first
-weights, waits for the kernels before it, and only then asks for x. In a chain of products and the small kernels between
-them, that takes 1.5 to 3 us off each product.
+weights, waits for the kernels before it, and only then asks for x. Behind a small kernel that takes 1.5 to 2.3 us off a
+product. Weights must therefore not be in the making: a kernel that writes them must have completed when the kernel
+before the product starts. Inside a decode step nothing writes them. Needs Triton 3.6.
 
 | name         | shape                        | dtype, layout                                           |
 |--------------|------------------------------|---------------------------------------------------------|
@@ -15,14 +16,17 @@ them, that takes 1.5 to 3 us off each product.
 | bias         | [N]                          | as x                                                    |
 | out          | [rows, N], [splits, rows, N] | as x; fp32 if the splits' sums stay apart               |
 
-Numerics: those of linear.py, to the bit: K is summed in the same order by the same tensor core instructions.
+Numerics: those of linear.py with the same splits of K, to the bit: K is summed in the same order, sixteen at a time.
+(linear.py's tiles of 16 and 32 rows of x go through `mma`, these through `wgmma`; they have given the same bits.)
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -55,7 +59,7 @@ class Streaming(NamedTuple):
 
 # One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K) -> block_n, block_k, w_stages, x_stages. Behind each
 # row, us in a CUDA graph behind a small kernel of 2.8 us, that one included; then the same by linear.py's kernels
-# (tools/tune_linear.py --streamed --deferred). SwiGLU's were chosen by the time of the whole step.
+# (tools/tune_linear.py --streamed). SwiGLU's were chosen by the time of the whole step.
 _HOPPER = {
     (16, (4096,), 4096): (64, 128, 6, 4),  # o 11.5; 13.5
     (16, (14336, 14336), 4096): (64, 128, 2, 3),  # gate and up 59.0
@@ -73,9 +77,9 @@ _WIDE = {
     ((4096, 1024, 1024), 8192): Streaming(128, 64, 4, False, 4, 4),  # draft qkv, 80 rows 39.1; 45.5
     ((4096,), 14336): Streaming(128, 64, 4, False, 4, 4),  # down, 80 rows 35.2; 36.9
 }
-_SHARED_MEMORY = 100 * 1024  # of an unmeasured shape, so that two programs share a multiprocessor
+_SHARED_MEMORY = 100 * 1024  # aim of an unmeasured shape: two programs share a multiprocessor
 _AHEAD = 32 * 1024  # bytes that a program asks for at a time before its input is there: more delay what it waits for
-_WAVE = 264  # programs beyond these start when others end, and have nothing to wait for
+_MULTIPROCESSOR = 228 * 1024  # bytes of shared memory, of which each program takes 1024 more than it asks for
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _WARPS = 4  # one warpgroup of the tensor cores
 
@@ -83,6 +87,7 @@ _WARPS = 4  # one warpgroup of the tensor cores
 @gluon.jit
 def _ring(desc, STAGES: gl.constexpr):
     """Room for STAGES tiles, and a barrier for each that opens when its tile has come."""
+    gl.static_assert(STAGES >= 2, "the slot of the step before is refilled")
     shape: gl.constexpr = [STAGES, desc.block_type.shape[0], desc.block_type.shape[1]]
     tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     come = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -230,7 +235,7 @@ def linear_kernel(
         _ask(w_desc, col, (first + next_w) * BLOCK_K, w_tiles, w_come, next_w % W_STAGES, wanted)
         wanted = (step > 0) & (next_x < count)
         _ask(x_desc, 0, (first + next_x) * BLOCK_K, x_tiles, x_come, next_x % X_STAGES, wanted)
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    acc = warpgroup_mma_wait(0, deps=[acc])  # of the whole warpgroup: the store may reuse the rings' memory
     gdc_launch_dependents()
 
     out_ptr += split.to(gl.int64) * rows * stride_om
@@ -373,7 +378,7 @@ def linear(
         settings.swap,
         settings.w_stages,
         settings.x_stages,
-        _ahead(settings, 1, tiles * settings.splits),
+        _ahead(settings, 1, len(x), tiles * settings.splits, _multiprocessors(x.device)),
         num_warps=_WARPS,
         launch_pdl=True,
         **EXACT,
@@ -400,7 +405,7 @@ def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: St
         settings.swap,
         settings.w_stages,
         settings.x_stages,
-        _ahead(settings, 2, tiles),
+        _ahead(settings, 2, len(x), tiles, _multiprocessors(x.device)),
         num_warps=_WARPS,
         launch_pdl=True,
         **EXACT,
@@ -412,12 +417,19 @@ def _block_m(swap: bool, rows: int) -> int:
     return 16 if swap else 64 if rows <= 64 else 128
 
 
-def _ahead(settings: Streaming, weights: int, programs: int) -> int:
-    """Stages of weights on their way at a time before the input is there."""
-    if programs > _WAVE:
+def _ahead(settings: Streaming, weights: int, rows: int, programs: int, multiprocessors: int) -> int:
+    """Stages of weights on their way at a time before the input is there: all, if not all programs start at once."""
+    w_stage = weights * settings.block_n * settings.block_k * 2
+    x_stage = _block_m(settings.swap, rows) * settings.block_k * 2
+    shared = settings.w_stages * w_stage + settings.x_stages * x_stage
+    if programs > multiprocessors * (_MULTIPROCESSOR // (shared + 1024)):
         return settings.w_stages
-    stage = weights * settings.block_n * settings.block_k * 2
-    return min(settings.w_stages, max(1, _AHEAD // stage))
+    return min(settings.w_stages, max(1, _AHEAD // w_stage))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _descriptor(tensor: Tensor, height: int, settings: Streaming) -> TensorDescriptor:

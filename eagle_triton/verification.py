@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.laws import Settings, law_weight, merge_peaks, row_laws, scale_of, scan
-from eagle_triton.overlap import await_inputs, early_start, overlapped
+from eagle_triton.overlap import await_inputs, early_start, overlapped, prefer_shared_memory
 from eagle_triton.reference.sampling import SamplingParams
 from eagle_triton.reference.verification import ERROR, LENGTH, REPORT_TOKENS, STOP, Stops, check_tree, check_update
 from eagle_triton.sampling import choose_chunk, choose_token, chunk_of, coin_of
@@ -473,7 +473,7 @@ def verify_sampling(
     law = (x, laws, params.temperature, params.min_p, params.seed, params.step, tokens, parents)
     sizes = (nodes, vocabulary, chunks, depth, *x.stride(), *tokens.stride(), *parents.stride())
     width, early = triton.next_power_of_2(nodes), early_start(logits.device)
-    _sampled_walk_kernel[(batch, chunks)](
+    compiled = _sampled_walk_kernel[(batch, chunks)](
         *law,
         path,
         accepted,
@@ -487,7 +487,8 @@ def verify_sampling(
         **early,
         num_warps=_DRAW_WARPS,
     )
-    _final_token_kernel[(batch,)](
+    prefer_shared_memory(compiled)
+    compiled = _final_token_kernel[(batch,)](
         *law,
         path,
         accepted,
@@ -500,6 +501,7 @@ def verify_sampling(
         **early,
         num_warps=_DRAW_WARPS,
     )
+    prefer_shared_memory(compiled)
     return path, accepted, next_token
 
 

@@ -11,15 +11,17 @@ from eagle_triton.reference import gather as reference
 @pytest.mark.parametrize("size", [1, 48, 1024, 1500])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 def test_gather_rows(device, dtype, size, index_dtype):
-    x = torch.randn(3, 7, size, generator=torch.Generator().manual_seed(size)).to(dtype).to(device)
+    source = torch.Generator().manual_seed(size)
+    x = torch.randn(3, 7, 2 * size, generator=source).to(dtype).to(device)[:, :, size:]  # strided
     index = torch.tensor([[0, 6, 2, -1], [5, -1, -1, -1], [1, 1, 3, 6]], device=device, dtype=index_dtype)
     out = gather.gather_rows(x, index)
     assert torch.equal(out, reference.gather_rows(x, index))
     assert torch.equal(out[0, 3], x[0, 0]) and torch.equal(out[2, 0], x[2, 1])
     wide = torch.full((3, 4, 2 * size), float("nan"), dtype=dtype, device=device)
-    gather.gather_rows(x[:, :, :size], index[:, ::2], out=wide[:, ::2, size:])
+    gather.gather_rows(x, index[:, ::2], out=wide[:, ::2, size:])
     assert torch.equal(wide[:, ::2, size:], out[:, ::2])
     assert wide[:, ::2, :size].isnan().all() and wide[:, 1::2].isnan().all()
+    assert gather.gather_rows(x, index[:, :0]).shape == (3, 0, size)
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 20])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
+import triton
 
+from eagle_triton import EaModel, laws, optimize_eagle_with_triton, overlap
 from eagle_triton import linear as kernels
-from eagle_triton import overlap
 from eagle_triton.layers import rms_norm
 from eagle_triton.linear import Settings
 
-streamed = pytest.importorskip("eagle_triton.streamed_linear")
+streamed = kernels._streaming()
+if streamed is None:
+    pytest.skip("needs Triton 3.6", allow_module_level=True)
 
 HOPPER = torch.cuda.is_available() and torch.version.cuda and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -30,8 +35,22 @@ def test_measured_settings_fit_a_multiprocessor(key):
     tile = use.block_k * 2
     shared = tile * (use.w_stages * use.block_n * (1 + fused) + use.x_stages * streamed._block_m(swap, rows))
     assert shared <= 225 * 1024
-    for programs in (1, 10_000):
-        assert 1 <= streamed._ahead(use, 1 + fused, programs) <= use.w_stages
+    assert 1 <= streamed._ahead(use, 1 + fused, rows, 1, 132) <= use.w_stages
+    assert streamed._ahead(use, 1 + fused, rows, 10_000, 132) == use.w_stages  # they start when others end
+
+
+@pytest.mark.parametrize("key", streamed._HOPPER, ids=str)
+def test_splits_of_k_begin_where_those_of_linear_do(monkeypatch, key):
+    monkeypatch.setattr(kernels, "_compute_capability", lambda device: (9, 0))
+    rows, cols, depth = key
+    plain = kernels.launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, len(cols) == 2)
+    use = streamed.settings_for(rows, cols, depth, *plain[:3], plain.swap, len(cols) == 2)
+    assert (use.splits, use.swap) == (plain.splits, plain.swap)
+
+    def length(block_k: int) -> int:
+        return triton.cdiv(triton.cdiv(depth, block_k), plain.splits) * block_k
+
+    assert length(use.block_k) == length(plain.block_k)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +87,60 @@ def test_without_gluon_or_hopper_products_are_launched_as_ever(monkeypatch):
     assert isinstance(kernels._choose(x, (weight,), None, True, x), Settings)  # a residual
     assert isinstance(kernels._choose(x[:, 4:], (weight[:, 4:],), None, True), Settings)  # rows not aligned
     assert kernels._choose(x[:1].expand(80, -1).contiguous(), (weight,), None, True) is None  # cuBLAS
+    assert isinstance(kernels._choose(x[0], (weight,), None, deferred=True), streamed.Streaming)  # one row
+    copied = torch.zeros(2, 3, 104, dtype=torch.bfloat16)[:, :2, :100]  # as rows of 100: not aligned
+    assert isinstance(kernels._choose(copied, (weight[:, :100],), None, deferred=True), Settings)
+    many = torch.zeros(40, 1024, dtype=torch.bfloat16)
+    assert not kernels._choose(many, (weight,), 10, deferred=True).swap  # more rows than were planned
     monkeypatch.setattr(kernels, "_streaming", lambda: None)
     assert isinstance(kernels._choose(x, (weight,), None, deferred=True), Settings)
     monkeypatch.undo()
     assert isinstance(kernels._choose(x, (weight,), None, deferred=True), Settings)  # a CPU
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "options"),
+    [
+        (8, streamed.Streaming(64, 64, 4, True, 2, 2), {}),  # who adds up the splits?
+        (8, streamed.Streaming(64, 64, 1, True, 2, 2), {"residual": torch.zeros(8, 64, dtype=torch.bfloat16)}),
+        (17, streamed.Streaming(64, 64, 1, True, 2, 2), {}),  # swap has tiles of 16 rows
+        (129, streamed.Streaming(64, 64, 1, False, 2, 2), {}),
+    ],
+)
+def test_streamed_settings_that_do_not_fit_are_refused(monkeypatch, rows, settings, options):
+    monkeypatch.setattr(kernels, "_compute_capability", lambda device: (9, 0))
+    x, weight = torch.zeros(rows, 256, dtype=torch.bfloat16), torch.zeros(64, 256, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="streamed products"):
+        kernels.linear(x, weight, settings=settings, **options)
+
+
+def test_streamed_settings_are_refused_elsewhere():
+    x, weight = torch.zeros(8, 256, dtype=torch.bfloat16), torch.zeros(64, 256, dtype=torch.bfloat16)
+    settings = streamed.Streaming(64, 64, 1, True, 2, 2)
+    with pytest.raises(ValueError, match="Hopper"):
+        kernels.linear(x, weight, settings=settings)
+    with pytest.raises(ValueError, match="Hopper"):
+        kernels.linear_swiglu(x, weight, weight, settings=settings)
+
+
+@on_hopper
+@pytest.mark.parametrize("key", streamed._HOPPER, ids=str)
+def test_production_settings_give_the_bits_of_linear(key):
+    planned, cols, depth = key
+    for rows in {1, planned - 1, planned}:
+        x, weights = matrices(rows, depth, *cols)
+        fused, deferred = len(cols) == 2, max(cols) <= 14336
+        plain = kernels.launch_settings(x.device, x.dtype, planned, cols, depth, fused)
+        plain = plain if deferred else plain._replace(splits=1)
+        if fused:
+            pair = [kernels.linear_swiglu(x, *weights, planned_rows=planned, settings=use) for use in (plain, None)]
+        else:
+            biases, options = [None] * len(weights), {"deferred": deferred, "planned_rows": planned}
+            both = [kernels.linear_stack(x, weights, biases, settings=use, **options) for use in (plain, None)]
+            pair = [torch.cat([out.sums if deferred else out for out in outs], -1) for outs in both]
+        assert isinstance(kernels._choose(x, weights, planned, deferred, fused=fused), streamed.Streaming)
+        assert torch.equal(*pair)
+        assert pair[0].float().abs().max() > 0.1
 
 
 @on_hopper
@@ -122,7 +191,7 @@ def test_a_chain_of_early_starts_reads_nothing_too_early(rows):
     weight = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
 
     def chain(pause=lambda: None) -> torch.Tensor:
-        state = residual = x
+        state = residual = x.clone()
         for _ in range(3):
             for first in (o, down):
                 update = kernels.linear(state, first, deferred=True)
@@ -136,22 +205,48 @@ def test_a_chain_of_early_starts_reads_nothing_too_early(rows):
         return state
 
     assert isinstance(kernels._choose(x, (o,), None, deferred=True), streamed.Streaming)
-    expected = chain(torch.cuda.synchronize)
+    inputs = [x.clone(), x.flip(0) * 0.5, torch.full_like(x, float("nan"))]  # what lies there from the replay before
+    expected = []
+    for values in inputs:
+        x.copy_(values)
+        expected.append(chain(torch.cuda.synchronize).clone())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = chain()
-    for _ in range(50):
-        out.fill_(float("nan"))
+    for count in range(60):
+        x.copy_(inputs[count % 3])
         graph.replay()
-        assert torch.equal(out, expected)
+        assert torch.equal(out.nan_to_num(9.0), expected[count % 3].nan_to_num(9.0))
+    assert not torch.equal(*expected[:2])
 
 
 @on_hopper
-def test_kernels_ask_for_the_largest_shared_memory():
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 3}], ids=str)
+def test_generation_is_the_same_without_early_starts(monkeypatch, options):
+    model = EaModel.from_pretrained("demo", dtype=torch.bfloat16).to("cuda")
+    prompt = torch.arange(5, 45, device="cuda")[None]
+
+    def generate() -> torch.Tensor:
+        _, originals = optimize_eagle_with_triton(model)
+        with originals:
+            return model.generate(prompt, max_new_tokens=64, **options)
+
+    early = generate()
+    for module in (overlap, laws):
+        monkeypatch.setattr(module, "can_overlap", lambda device: False)
+    assert torch.equal(generate(), early)
+
+
+@on_hopper
+def test_kernels_ask_for_the_largest_carveout(monkeypatch):
     x, (weight,) = matrices(8, 512, 512)
-    before = set(overlap._carved)
-    overlap._carved.clear()
+    answers = {}
+    monkeypatch.setattr(overlap, "_carveouts", answers)
     rms_norm(x, weight[0], 1e-5)
     kernels.linear(x, weight, deferred=True)
-    assert len(overlap._carved) == 2
-    overlap._carved.update(before)
+    assert list(answers.values()) == [0, 0]
+    preferred = ctypes.c_int()
+    for function in answers:
+        driver, place = overlap._driver(), ctypes.byref(preferred)
+        assert driver.cuFuncGetAttribute(place, overlap._SHARED_MEMORY_CARVEOUT, ctypes.c_void_p(function)) == 0
+        assert preferred.value == 100

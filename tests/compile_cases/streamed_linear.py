@@ -1,5 +1,6 @@
 """Production settings of the streamed products: every measured shape, and an unmeasured one."""
 
+from eagle_triton import linear
 from eagle_triton.launch import EXACT
 from eagle_triton.streamed_linear import (
     _HOPPER,
@@ -16,8 +17,12 @@ from eagle_triton.streamed_linear import (
 _ALIGNED = ("depth", "cols0", "cols1", "cols2", "cols", "stride_om")
 
 
-def _case(name: str, rows: int, settings: Streaming, weights: int, dtype: str = "bf16", bias: bool = False) -> tuple:
-    """weights: how many stand side by side; 0 for gate and up with SwiGLU."""
+def _case(
+    name: str, rows: int, cols: tuple[int, ...], settings: Streaming, dtype: str = "bf16", bias: bool = False
+) -> tuple:
+    """cols: of each weight; two are gate and up with SwiGLU."""
+    weights = 0 if len(cols) == 2 else len(cols)
+    programs = sum(-(-n // settings.block_n) for n in (cols if weights else cols[:1])) * settings.splits
     kernel = linear_kernel if weights else swiglu_kernel
     block_m = _block_m(settings.swap, rows)
     constexprs = {
@@ -28,7 +33,7 @@ def _case(name: str, rows: int, settings: Streaming, weights: int, dtype: str = 
         "SWAP": settings.swap,
         "W_STAGES": settings.w_stages,
         "X_STAGES": settings.x_stages,
-        "AHEAD": _ahead(settings, 1 if weights else 2, 1),
+        "AHEAD": _ahead(settings, 1 if weights else 2, rows, programs, 132),
     }
     absent = {f"w{i}_desc" for i in range(weights, 3)} | {f"bias{i}_ptr" for i in range(weights if bias else 0, 3)}
     signature, given = {}, {}
@@ -49,9 +54,10 @@ def _case(name: str, rows: int, settings: Streaming, weights: int, dtype: str = 
 
 CASES = []
 for _rows, _cols, _depth in _HOPPER:
-    _splits = 1 if len(_cols) == 2 or max(_cols) > 14336 else 2
-    _settings = settings_for(_rows, _cols, _depth, 64, 128, _splits, _rows == 16, len(_cols) == 2)
-    CASES.append(_case(f"{_rows} rows {_cols} of {_depth}", _rows, _settings, 0 if len(_cols) == 2 else len(_cols)))
-_UNMEASURED = settings_for(24, (2048, 512, 512), 2048, 64, 128, 4, False)
-CASES.append(_case("unmeasured, bias, fp16", 24, _UNMEASURED, 3, "fp16", bias=True))
-CASES += [_case(f"80 rows {cols} of {depth}", 80, use, len(cols)) for (cols, depth), use in _WIDE.items()]
+    _plain = linear._HOPPER[_rows, _cols, _depth]
+    _settings = settings_for(_rows, _cols, _depth, *_plain[:3], _plain.swap, len(_cols) == 2)
+    CASES.append(_case(f"{_rows} rows {_cols} of {_depth}", _rows, _cols, _settings))
+_NARROW = (2048, 512, 512)
+_UNMEASURED = settings_for(24, _NARROW, 2048, 64, 128, 4, False)
+CASES.append(_case("unmeasured, bias, fp16", 24, _NARROW, _UNMEASURED, "fp16", bias=True))
+CASES += [_case(f"80 rows {cols} of {depth}", 80, cols, use) for (cols, depth), use in _WIDE.items()]
