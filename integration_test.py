@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from benchmarks.record import Record, machine, table
 from eagle_triton import EaModel
@@ -60,7 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     methods = {name: getattr(model, name).__func__ for name in attributes}
 
     bound = MARGIN_BOUND[dtype]
-    comparisons, report = compare(model, prompts, args.max_length, plain=True)
+    with tqdm(total=4 * len(prompts), desc="generations", leave=False, disable=None) as bar:
+        comparisons, report = compare(model, prompts, args.max_length, progress=bar.update, plain=True)
     differences = {pair: _differences(model, comparisons, pair) for pair in PAIRS}
     problems = _accepted_problems(comparisons) if dtype == torch.float32 else []
     for (one, other), found in differences.items():
