@@ -38,7 +38,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from eagle_triton.launch import EXACT
-from eagle_triton.overlap import prefer_shared_memory
+from eagle_triton.overlap import can_overlap, prefer_shared_memory
 from eagle_triton.reference.attention import check_tree_attention
 
 _WORD = tl.constexpr(64)
@@ -670,7 +670,7 @@ def _launch(
     tma = use.tma and sliding_window is None and cache.is_contiguous() and width * cache.element_size() % 16 == 0
     tma = tma and cache.numel() // width < 2**31  # a descriptor's coordinates are int32
     desc = TensorDescriptor.from_tensor(cache.view(-1, width), [use.block_n, block_d]) if tma else None
-    pdl = use.pdl if use.splits > 1 else 0
+    pdl = use.pdl if use.splits > 1 and can_overlap(q.device) else 0
     shared = {
         "D": width,
         "GROUP": group,

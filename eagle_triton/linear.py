@@ -21,13 +21,15 @@ at a tile, or, with `deferred`, by the operation that reads the product next (`P
 2 us at the end of the launch.
 
 Weights come through TMA descriptors where the hardware has them (Hopper and newer, 16-bit, rows 16-byte aligned), by
-plain loads elsewhere. Where cuBLAS is faster, cuBLAS (`torch.nn.functional.linear`) is called: see `launch_settings`.
+plain loads elsewhere. Where cuBLAS is faster, cuBLAS (`torch.nn.functional.linear`) is called. On Hopper, Triton 3.6
+given, streamed_linear.py makes products of few rows. See `_choose`.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,11 +43,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from eagle_triton.launch import EXACT
 from eagle_triton.layers import rounded, swiglu
+from eagle_triton.overlap import triton_version
 from eagle_triton.partials import Partials
 from eagle_triton.reference.linear import check_product
 
 if TYPE_CHECKING:  # Gluon's
     from eagle_triton.streamed_linear import Streaming
+
+
+log = logging.getLogger(__name__)
 
 
 @triton.jit
@@ -489,8 +495,8 @@ def linear(
     """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
 
     `deferred`: the caller takes Partials too, and there is no residual. `planned_rows`: choose the launch settings for
-    that many rows, so that passes of different widths share them. `settings` overrides `launch_settings`.
-    Raises ValueError on shapes, dtypes, strides or devices that do not fit.
+    that many rows, so that passes of different widths share them. `settings` overrides that choice.
+    Raises ValueError on shapes, dtypes, strides or devices that do not fit, and on Streaming settings that cannot be.
     """
     check_product("linear", x, (weight,), (bias,), residual, deferred=deferred)
     settings = settings or _choose(x, (weight,), planned_rows, deferred, residual)
@@ -679,11 +685,13 @@ def _choose(
 @functools.cache
 def _streaming() -> ModuleType | None:
     """streamed_linear.py, or None with a Triton before 3.6, whose Gluon does not compile it, or without Gluon."""
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+    if triton_version() < (3, 6):
+        log.warning("products are not streamed: that takes Triton 3.6, this is %s", triton.__version__)
         return None
     try:
         return importlib.import_module("eagle_triton.streamed_linear")
-    except ImportError:
+    except ImportError as error:
+        log.warning("products are not streamed: %s", error)
         return None
 
 

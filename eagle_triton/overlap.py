@@ -36,10 +36,21 @@ def await_inputs(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
+def triton_version() -> tuple[int, int]:
+    """Triton's, major and minor."""
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 @functools.cache
 def can_overlap(device: torch.device) -> bool:
-    """Whether kernels on this device may start early: on NVIDIA's compute capabilities 9 and 10, when compiled."""
-    if device.type != "cuda" or torch.version.hip is not None or not isinstance(await_inputs, triton.JITFunction):
+    """Whether kernels may start early: compiled ones, on NVIDIA's compute capabilities 9 and 10, with Triton 3.5."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    if not isinstance(await_inputs, triton.JITFunction) or triton_version() < (
+        3,
+        5,
+    ):  # 3.4 does not compile its own waits
         return False
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 

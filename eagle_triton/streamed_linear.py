@@ -78,7 +78,7 @@ _WIDE = {
     ((4096,), 14336): Streaming(128, 64, 4, False, 4, 4),  # down, 80 rows 35.2; 36.9
 }
 _SHARED_MEMORY = 100 * 1024  # aim of an unmeasured shape: two programs share a multiprocessor
-_AHEAD = 32 * 1024  # bytes that a program asks for at a time before its input is there: more delay what it waits for
+_PREFETCH_BYTES = 32 * 1024  # in flight before the input is there: more would slow the kernel that makes the input
 _MULTIPROCESSOR = 228 * 1024  # bytes of shared memory, of which each program takes 1024 more than it asks for
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _WARPS = 4  # one warpgroup of the tensor cores
@@ -86,27 +86,27 @@ _WARPS = 4  # one warpgroup of the tensor cores
 
 @gluon.jit
 def _ring(desc, STAGES: gl.constexpr):
-    """Room for STAGES tiles, and a barrier for each that opens when its tile has come."""
+    """Room for STAGES tiles, and for each the barrier that says it is full."""
     gl.static_assert(STAGES >= 2, "the slot of the step before is refilled")
     shape: gl.constexpr = [STAGES, desc.block_type.shape[0], desc.block_type.shape[1]]
     tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-    come = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
-        mbarrier.init(come.index(slot), count=1)
-    return tiles, come
+        mbarrier.init(full.index(slot), count=1)
+    return tiles, full
 
 
 @gluon.jit
-def _ask(desc, row, column, tiles, come, slot, wanted):
-    """Let the tile at (row, column) come into a slot of a ring, if it is wanted."""
-    mbarrier.expect(come.index(slot), desc.block_type.nbytes, pred=wanted)
-    tma.async_copy_global_to_shared(desc, [row, column], come.index(slot), tiles.index(slot), pred=wanted)
+def _issue_load(desc, row, column, tiles, full, slot, wanted):
+    """Let TMA load the tile at (row, column) into a slot of a ring, if it is wanted."""
+    mbarrier.expect(full.index(slot), desc.block_type.nbytes, pred=wanted)
+    tma.async_copy_global_to_shared(desc, [row, column], full.index(slot), tiles.index(slot), pred=wanted)
 
 
 @gluon.jit
-def _await(come, step, STAGES: gl.constexpr):
+def _wait_full(full, step, STAGES: gl.constexpr):
     """Wait for the tile of a step."""
-    mbarrier.wait(come.index(step % STAGES), step // STAGES & 1)
+    mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
 
 
 @gluon.jit
@@ -184,12 +184,12 @@ def linear_kernel(
     SWAP: gl.constexpr,
     W_STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,
+    PREFETCH: gl.constexpr,
 ):
     """Grid (column tiles of all weights, splits): a program makes one split of one tile of one product.
 
     The products' columns stand side by side in `out`, the splits' sums one behind the other. The bias goes with the
-    first split. AHEAD: tiles of weights on their way at a time while x is not there yet.
+    first split. PREFETCH: tiles of weights in flight at a time while x is not there yet.
     """
     tile, split = gl.program_id(0), gl.program_id(1)
     w_desc, bias_ptr, cols = w0_desc, bias0_ptr, cols0
@@ -213,28 +213,28 @@ def linear_kernel(
     first = split * per_split
     count = gl.minimum(per_split, steps - first)
 
-    w_tiles, w_come = _ring(w_desc, W_STAGES)
-    x_tiles, x_come = _ring(x_desc, X_STAGES)
+    w_tiles, w_full = _ring(w_desc, W_STAGES)
+    x_tiles, x_full = _ring(x_desc, X_STAGES)
     fence_async_shared()
     for i in gl.static_range(W_STAGES):
-        if i >= AHEAD:
-            mbarrier.wait(w_come.index(i - AHEAD), 0, pred=i - AHEAD < count)
-        _ask(w_desc, col, (first + i) * BLOCK_K, w_tiles, w_come, i, i < count)
+        if i >= PREFETCH:
+            mbarrier.wait(w_full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
+        _issue_load(w_desc, col, (first + i) * BLOCK_K, w_tiles, w_full, i, i < count)
     gdc_wait()
     for i in gl.static_range(X_STAGES):
-        _ask(x_desc, 0, (first + i) * BLOCK_K, x_tiles, x_come, i, i < count)
+        _issue_load(x_desc, 0, (first + i) * BLOCK_K, x_tiles, x_full, i, i < count)
 
     acc = _zeros(BLOCK_M, BLOCK_N, SWAP)
     for step in range(count):
-        _await(w_come, step, W_STAGES)
-        _await(x_come, step, X_STAGES)
+        _wait_full(w_full, step, W_STAGES)
+        _wait_full(x_full, step, X_STAGES)
         acc = _multiply_add(x_tiles.index(step % X_STAGES), w_tiles.index(step % W_STAGES), acc, SWAP)
         acc = warpgroup_mma_wait(1, deps=[acc])  # the step before is complete, its slots are free
         next_w, next_x = step - 1 + W_STAGES, step - 1 + X_STAGES
         wanted = (step > 0) & (next_w < count)
-        _ask(w_desc, col, (first + next_w) * BLOCK_K, w_tiles, w_come, next_w % W_STAGES, wanted)
+        _issue_load(w_desc, col, (first + next_w) * BLOCK_K, w_tiles, w_full, next_w % W_STAGES, wanted)
         wanted = (step > 0) & (next_x < count)
-        _ask(x_desc, 0, (first + next_x) * BLOCK_K, x_tiles, x_come, next_x % X_STAGES, wanted)
+        _issue_load(x_desc, 0, (first + next_x) * BLOCK_K, x_tiles, x_full, next_x % X_STAGES, wanted)
     acc = warpgroup_mma_wait(0, deps=[acc])  # of the whole warpgroup: the store may reuse the rings' memory
     gdc_launch_dependents()
 
@@ -264,7 +264,7 @@ def swiglu_kernel(
     SWAP: gl.constexpr,
     W_STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,
+    PREFETCH: gl.constexpr,
 ):
     """Grid (column tiles,): a program makes one tile of both products and multiplies them.
 
@@ -272,37 +272,37 @@ def swiglu_kernel(
     """
     col = gl.program_id(0) * BLOCK_N
     count = gl.cdiv(depth, BLOCK_K)
-    gate_tiles, gate_come = _ring(gate_desc, W_STAGES)
-    up_tiles, up_come = _ring(up_desc, W_STAGES)
-    x_tiles, x_come = _ring(x_desc, X_STAGES)
+    gate_tiles, gate_full = _ring(gate_desc, W_STAGES)
+    up_tiles, up_full = _ring(up_desc, W_STAGES)
+    x_tiles, x_full = _ring(x_desc, X_STAGES)
     fence_async_shared()
     gdc_launch_dependents()
     for i in gl.static_range(W_STAGES):
-        if i >= AHEAD:
-            mbarrier.wait(gate_come.index(i - AHEAD), 0, pred=i - AHEAD < count)
-            mbarrier.wait(up_come.index(i - AHEAD), 0, pred=i - AHEAD < count)
-        _ask(gate_desc, col, i * BLOCK_K, gate_tiles, gate_come, i, i < count)
-        _ask(up_desc, col, i * BLOCK_K, up_tiles, up_come, i, i < count)
+        if i >= PREFETCH:
+            mbarrier.wait(gate_full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
+            mbarrier.wait(up_full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
+        _issue_load(gate_desc, col, i * BLOCK_K, gate_tiles, gate_full, i, i < count)
+        _issue_load(up_desc, col, i * BLOCK_K, up_tiles, up_full, i, i < count)
     gdc_wait()
     for i in gl.static_range(X_STAGES):
-        _ask(x_desc, 0, i * BLOCK_K, x_tiles, x_come, i, i < count)
+        _issue_load(x_desc, 0, i * BLOCK_K, x_tiles, x_full, i, i < count)
 
     gate = _zeros(BLOCK_M, BLOCK_N, SWAP)
     up = _zeros(BLOCK_M, BLOCK_N, SWAP)
     for step in range(count):
         x = x_tiles.index(step % X_STAGES)
-        _await(gate_come, step, W_STAGES)
-        _await(x_come, step, X_STAGES)
+        _wait_full(gate_full, step, W_STAGES)
+        _wait_full(x_full, step, X_STAGES)
         gate = _multiply_add(x, gate_tiles.index(step % W_STAGES), gate, SWAP)
-        _await(up_come, step, W_STAGES)
+        _wait_full(up_full, step, W_STAGES)
         up = _multiply_add(x, up_tiles.index(step % W_STAGES), up, SWAP)
         gate, up = warpgroup_mma_wait(2, deps=[gate, up])  # the step before is complete, its slots are free
         next_w, next_x = step - 1 + W_STAGES, step - 1 + X_STAGES
         wanted = (step > 0) & (next_w < count)
-        _ask(gate_desc, col, next_w * BLOCK_K, gate_tiles, gate_come, next_w % W_STAGES, wanted)
-        _ask(up_desc, col, next_w * BLOCK_K, up_tiles, up_come, next_w % W_STAGES, wanted)
+        _issue_load(gate_desc, col, next_w * BLOCK_K, gate_tiles, gate_full, next_w % W_STAGES, wanted)
+        _issue_load(up_desc, col, next_w * BLOCK_K, up_tiles, up_full, next_w % W_STAGES, wanted)
         wanted = (step > 0) & (next_x < count)
-        _ask(x_desc, 0, next_x * BLOCK_K, x_tiles, x_come, next_x % X_STAGES, wanted)
+        _issue_load(x_desc, 0, next_x * BLOCK_K, x_tiles, x_full, next_x % X_STAGES, wanted)
     gate, up = warpgroup_mma_wait(0, deps=[gate, up])
 
     kind: gl.constexpr = out_ptr.dtype.element_ty
@@ -352,7 +352,7 @@ def linear(
     out: Tensor,
     settings: Streaming,
 ) -> None:
-    """x @ weight.T + bias for one weight or three, side by side in `out`; see linear_kernel.
+    """x @ weight.T + bias for one weight or three, side by side in `out`; see linear_kernel. linear.py has checked all.
 
     x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; out [rows, sum of cols], or fp32
     [splits, rows, sum of cols].
@@ -378,7 +378,7 @@ def linear(
         settings.swap,
         settings.w_stages,
         settings.x_stages,
-        _ahead(settings, 1, len(x), tiles * settings.splits, _multiprocessors(x.device)),
+        _prefetch_stages(settings, 1, len(x), tiles * settings.splits, _multiprocessors(x.device)),
         num_warps=_WARPS,
         launch_pdl=True,
         **EXACT,
@@ -387,7 +387,7 @@ def linear(
 
 
 def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: Streaming) -> None:
-    """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I]."""
+    """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I]; linear.py has checked all."""
     cols = len(gate)
     tiles = triton.cdiv(cols, settings.block_n)
     compiled = swiglu_kernel[(tiles,)](
@@ -405,7 +405,7 @@ def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: St
         settings.swap,
         settings.w_stages,
         settings.x_stages,
-        _ahead(settings, 2, len(x), tiles, _multiprocessors(x.device)),
+        _prefetch_stages(settings, 2, len(x), tiles, _multiprocessors(x.device)),
         num_warps=_WARPS,
         launch_pdl=True,
         **EXACT,
@@ -417,14 +417,14 @@ def _block_m(swap: bool, rows: int) -> int:
     return 16 if swap else 64 if rows <= 64 else 128
 
 
-def _ahead(settings: Streaming, weights: int, rows: int, programs: int, multiprocessors: int) -> int:
-    """Stages of weights on their way at a time before the input is there: all, if not all programs start at once."""
+def _prefetch_stages(settings: Streaming, weights: int, rows: int, programs: int, multiprocessors: int) -> int:
+    """How many tiles of weights are in flight at a time before the input is there: all, if programs come in waves."""
     w_stage = weights * settings.block_n * settings.block_k * 2
     x_stage = _block_m(settings.swap, rows) * settings.block_k * 2
     shared = settings.w_stages * w_stage + settings.x_stages * x_stage
     if programs > multiprocessors * (_MULTIPROCESSOR // (shared + 1024)):
         return settings.w_stages
-    return min(settings.w_stages, max(1, _AHEAD // w_stage))
+    return min(settings.w_stages, max(1, _PREFETCH_BYTES // w_stage))
 
 
 @functools.cache

@@ -35,8 +35,8 @@ def test_measured_settings_fit_a_multiprocessor(key):
     tile = use.block_k * 2
     shared = tile * (use.w_stages * use.block_n * (1 + fused) + use.x_stages * streamed._block_m(swap, rows))
     assert shared <= 225 * 1024
-    assert 1 <= streamed._ahead(use, 1 + fused, rows, 1, 132) <= use.w_stages
-    assert streamed._ahead(use, 1 + fused, rows, 10_000, 132) == use.w_stages  # they start when others end
+    assert 1 <= streamed._prefetch_stages(use, 1 + fused, rows, 1, 132) <= use.w_stages
+    assert streamed._prefetch_stages(use, 1 + fused, rows, 10_000, 132) == use.w_stages  # they start when others end
 
 
 @pytest.mark.parametrize("key", streamed._HOPPER, ids=str)
@@ -72,9 +72,32 @@ def test_what_can_be_streamed(rows, block_n, block_k, swap, possible):
         assert use[:4] == (block_n, block_k, 2, swap)
 
 
-def test_an_old_triton_streams_nothing(monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "capability", "version", "expected"),
+    [
+        ("cuda", (9, 0), "3.5.1", True),
+        ("cuda", (10, 3), "3.7.1", True),
+        ("cuda", (9, 0), "3.4.0", False),  # whose own waits do not compile
+        ("cuda", (8, 0), "3.7.1", False),
+        ("cuda", (12, 0), "3.7.1", False),  # never tried
+        ("cpu", (9, 0), "3.7.1", False),
+    ],
+)
+def test_who_starts_early(monkeypatch, device, capability, version, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(overlap.triton, "__version__", version)
+    monkeypatch.setattr(overlap.triton, "JITFunction", type(overlap.await_inputs))  # the interpreter's own, on a CPU
+    can = overlap.can_overlap.__wrapped__
+    assert can(torch.device(device)) == expected
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert not can(torch.device(device))
+
+
+def test_an_old_triton_streams_nothing_and_says_so(monkeypatch, caplog):
     monkeypatch.setattr(kernels.triton, "__version__", "3.5.1")
     assert kernels._streaming.__wrapped__() is None
+    assert "this is 3.5.1" in caplog.text
     monkeypatch.setattr(kernels.triton, "__version__", "3.10.0.post27")
     assert kernels._streaming.__wrapped__() is streamed
 

@@ -7,8 +7,8 @@ from eagle_triton.streamed_linear import (
     _WIDE,
     TILE_LAYOUT,
     Streaming,
-    _ahead,
     _block_m,
+    _prefetch_stages,
     linear_kernel,
     settings_for,
     swiglu_kernel,
@@ -33,7 +33,7 @@ def _case(
         "SWAP": settings.swap,
         "W_STAGES": settings.w_stages,
         "X_STAGES": settings.x_stages,
-        "AHEAD": _ahead(settings, 1 if weights else 2, rows, programs, 132),
+        "PREFETCH": _prefetch_stages(settings, 1 if weights else 2, rows, programs, 132),
     }
     absent = {f"w{i}_desc" for i in range(weights, 3)} | {f"bias{i}_ptr" for i in range(weights if bias else 0, 3)}
     signature, given = {}, {}
