@@ -45,12 +45,8 @@ def triton_version() -> tuple[int, int]:
 @functools.cache
 def can_overlap(device: torch.device) -> bool:
     """Whether kernels may start early: compiled ones, on NVIDIA's compute capabilities 9 and 10, with Triton 3.5."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    if not isinstance(await_inputs, triton.JITFunction) or triton_version() < (
-        3,
-        5,
-    ):  # 3.4 does not compile its own waits
+    compiled = isinstance(await_inputs, triton.JITFunction) and triton_version() >= (3, 5)  # 3.4 compiles no gdc_wait
+    if device.type != "cuda" or torch.version.hip is not None or not compiled:
         return False
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
