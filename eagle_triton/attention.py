@@ -37,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from eagle_triton.launch import EXACT
+from eagle_triton.launch import EXACT, launch
 from eagle_triton.overlap import can_overlap, prefer_shared_memory
 from eagle_triton.reference.attention import check_tree_attention
 
@@ -683,7 +683,7 @@ def _launch(
         "BLOCK_N": use.block_n,
         "BLOCK_D": block_d,
     }
-    compiled = _tree_attention_kernel[triton.cdiv(rows, use.block_m), batch * kv_heads, use.splits](
+    compiled = launch(_tree_attention_kernel, (triton.cdiv(rows, use.block_m), batch * kv_heads, use.splits))(
         q,
         cache,
         desc,
@@ -716,7 +716,7 @@ def _launch(
         # One warp per program, with as many rows as keep 64 loads of a thread in flight; no sum crosses threads.
         block_s = triton.next_power_of_2(use.splits)
         block_r = max(1, 16 // block_s) * max(1, 128 // block_d)
-        compiled = _merge_kernel[triton.cdiv(rows, block_r), batch * kv_heads](
+        compiled = launch(_merge_kernel, (triton.cdiv(rows, block_r), batch * kv_heads))(
             partial,
             lse,
             lengths,

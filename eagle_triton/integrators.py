@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.launch import launch
 from eagle_triton.laws import merge_peaks
 from eagle_triton.reference.integrators import (
     TreeMaskMode,
@@ -333,7 +334,7 @@ def build_tree_efficient_triton(
     index, next_token, next_sibling = (torch.empty(batch, nodes, dtype=torch.int64, device=device) for _ in range(3))
     links = torch.empty(batch, nodes, dtype=torch.int32, device=device)
     width = triton.next_power_of_2(nodes)
-    build_tree_kernel_triton[(batch,)](
+    launch(build_tree_kernel_triton, (batch,))(
         verified_id, parent_list, top_scores_index, draft_tokens, seq_lens, starts, links, mask, positions, index,
         next_token, next_sibling, tokens, status, parent_list.shape[1], topk, spec_steps, nodes,
         MODE=int(tree_mask_mode), NODES=width, PAIRS=min(width, 64),
@@ -361,7 +362,7 @@ def verify_tree_greedy_triton(
     links = (retrive_index, retrive_next_token, retrive_next_sibling)
     check_verify("verify_tree_greedy", predicts, accept_index, accept_token_num, candidates, links, target_predict)
     batch, nodes = candidates.shape
-    verify_tree_greedy_kernel[(batch,)](
+    launch(verify_tree_greedy_kernel, (batch,))(
         predicts, accept_index, accept_token_num, candidates, *links, target_predict, nodes, accept_index.shape[1],
         num_warps=1,
     )  # fmt: skip
@@ -401,15 +402,15 @@ def tree_speculative_sampling_target_only(
     sums = torch.empty(batch, chunks, dtype=torch.float64, device=device)
     peaks = torch.empty(batch, chunks, dtype=torch.float32, device=device)
     places = torch.empty(batch, chunks, dtype=torch.int32, device=device)
-    tree_speculative_sampling_kernel[(batch,)](
+    launch(tree_speculative_sampling_kernel, (batch,))(
         predicts, accept_index, accept_token_num, candidates, *links, uniform_samples, target_probs, draft_probs, ends,
         nodes, steps, vocabulary, float(threshold_single), max(float(threshold_acc), 1e-9),
         NODES=triton.next_power_of_2(nodes), num_warps=1,
     )  # fmt: skip
-    _rest_sums_kernel[(batch, chunks)](
+    launch(_rest_sums_kernel, (batch, chunks))(
         target_probs, draft_probs, accept_token_num, ends, sums, peaks, places, vocabulary, steps, CHUNK=chunk
     )
-    _final_token_kernel[(batch,)](
+    launch(_final_token_kernel, (batch,))(
         predicts, target_probs, draft_probs, accept_token_num, ends, uniform_samples_for_final_sampling, sums, peaks,
         places, vocabulary, chunks, steps, CHUNK=chunk, CHUNKS=triton.next_power_of_2(chunks), num_warps=8,
     )  # fmt: skip

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.launch import launch
 from eagle_triton.overlap import await_inputs, overlapped
 from eagle_triton.reference.kv_cache import check_append, check_commit, check_gather
 
@@ -173,7 +174,7 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor) -> None:
     if not planes * count:
         return
     block_r = min(16, triton.next_power_of_2(count))
-    _append_kernel[planes, triton.cdiv(count, block_r)](
+    launch(_append_kernel, (planes, triton.cdiv(count, block_r)))(
         cache,
         new,
         lengths,
@@ -201,7 +202,7 @@ def gather(cache: Tensor, rows: Tensor) -> Tensor:
     out = torch.empty(*cache.shape[:4], count, width, dtype=cache.dtype, device=cache.device)
     if out.numel():
         block_r = min(16, triton.next_power_of_2(count))
-        _gather_kernel[planes, triton.cdiv(count, block_r)](
+        launch(_gather_kernel, (planes, triton.cdiv(count, block_r)))(
             cache,
             rows,
             out,

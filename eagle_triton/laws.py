@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.launch import launch
 from eagle_triton.overlap import can_overlap, early_start, prefer_shared_memory
 from eagle_triton.reference.sampling import SamplingParams, check_logits, check_params
 
@@ -514,7 +515,7 @@ def scan(logits: Tensor, setting: Settings, temperature: Tensor | None = None) -
     peaks = torch.empty(len(x), parts, dtype=torch.float32, device=x.device)
     places = torch.empty(len(x), parts, dtype=torch.int32, device=x.device)
     masses = None if temperature is None else torch.empty_like(peaks)
-    scan_kernel[(len(x), triton.cdiv(parts, setting.scan_parts))](
+    launch(scan_kernel, (len(x), triton.cdiv(parts, setting.scan_parts)))(
         x,
         temperature,
         peaks,
@@ -552,7 +553,7 @@ def row_laws(name: str, logits: Tensor, params: SamplingParams, top_p_first: boo
         **early_start(device),
     }
     for index in range(setting.rounds):
-        compiled = _narrow_kernel[(rows, groups)](
+        compiled = launch(_narrow_kernel, (rows, groups))(
             x,
             params.temperature,
             params.top_k,
@@ -575,7 +576,7 @@ def row_laws(name: str, logits: Tensor, params: SamplingParams, top_p_first: boo
             **static,
         )
         prefer_shared_memory(compiled)
-    compiled = _settle_kernel[(rows,)](
+    compiled = launch(_settle_kernel, (rows,))(
         x,
         facts,
         searches,

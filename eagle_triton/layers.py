@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.launch import DRAFT_WARPS, EXACT
+from eagle_triton.launch import DRAFT_WARPS, EXACT, launch
 from eagle_triton.overlap import await_inputs, overlapped
 from eagle_triton.partials import Partials
 from eagle_triton.reference.layers import check_add, check_rms_norm, check_rotary_append, check_swiglu
@@ -513,7 +513,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     out, size = gate.new_empty(gate.shape), gate.shape[-1]
     gate, up = _contiguous_rows(gate), _contiguous_rows(up)
     if out.numel():
-        _swiglu_kernel[(triton.cdiv(size, 1024), gate.shape[0])](
+        launch(_swiglu_kernel, (triton.cdiv(size, 1024), gate.shape[0]))(
             gate, up, out, gate.stride(0), up.stride(0), size, 1024, num_warps=4, **EXACT
         )
     return out

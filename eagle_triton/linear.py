@@ -41,7 +41,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from eagle_triton.launch import EXACT
+from eagle_triton.launch import EXACT, launch
 from eagle_triton.layers import rounded, swiglu
 from eagle_triton.overlap import triton_version
 from eagle_triton.partials import Partials
@@ -558,7 +558,7 @@ def linear_swiglu(
         _streaming().linear_swiglu(matrix, gate, up, out, settings)
     elif out.numel():
         block_m = block_m_of(rows)
-        _linear_swiglu_kernel[triton.cdiv(cols, settings.block_n), triton.cdiv(rows, block_m)](
+        launch(_linear_swiglu_kernel, (triton.cdiv(cols, settings.block_n), triton.cdiv(rows, block_m)))(
             matrix,
             gate,
             up,
@@ -622,7 +622,7 @@ def _launch(
             tiles = grid[0] * grid[2]
             partials = x.new_empty(tiles * settings.splits * block_m * settings.block_n, dtype=torch.float32)
             arrivals = _arrivals(x.device, tiles)
-        _linear_kernel[grid](
+        launch(_linear_kernel, grid)(
             matrix,
             *weights,
             *absent,

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.launch import launch
 from eagle_triton.reference.logit_processing import LogitRules, check_process_logits
 
 _NOWHERE = tl.constexpr(2**31 - 1)
@@ -88,7 +89,7 @@ def process_logits(logits: Tensor, tokens: Tensor, ancestors: Tensor, rules: Log
     batch, nodes, vocabulary = logits.shape
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     chunk = min(_CHUNK, max(16, triton.next_power_of_2(vocabulary)))
-    _process_logits_kernel[(batch * nodes, triton.cdiv(vocabulary, chunk))](
+    launch(_process_logits_kernel, (batch * nodes, triton.cdiv(vocabulary, chunk)))(
         logits,
         tokens,
         ancestors,

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from eagle_triton.launch import EXACT
+from eagle_triton.launch import EXACT, launch
 
 _SHARED_MEMORY_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _NO_DRIVER = -1
@@ -62,10 +62,10 @@ def overlapped(kernel: triton.JITFunction, grid: tuple[int, ...], device: torch.
     The kernel has a constexpr PDL and says `await_inputs(PDL)`.
     """
 
-    def launch(*args, **options) -> None:
-        prefer_shared_memory(kernel[grid](*args, **options, **early_start(device), **EXACT))
+    def start(*args, **options) -> None:
+        prefer_shared_memory(launch(kernel, grid)(*args, **options, **early_start(device), **EXACT))
 
-    return launch
+    return start
 
 
 def prefer_shared_memory(compiled) -> None:

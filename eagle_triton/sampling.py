@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.launch import launch
 from eagle_triton.laws import law_weight, row_laws, scale_of
 from eagle_triton.reference.sampling import SamplingParams, check_params, check_sample
 
@@ -128,7 +129,7 @@ def probabilities(logits: Tensor, params: SamplingParams, top_p_first: bool = Fa
     _, nodes, vocabulary = logits.shape
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     x, chunk = logits.reshape(-1, vocabulary), chunk_of(vocabulary)
-    _probabilities_kernel[(len(x), triton.cdiv(vocabulary, chunk))](
+    launch(_probabilities_kernel, (len(x), triton.cdiv(vocabulary, chunk)))(
         x, params.temperature, params.min_p, laws, out, nodes, vocabulary, *x.stride(), CHUNK=chunk
     )
     return out
@@ -142,7 +143,7 @@ def uniform(params: SamplingParams, count: int) -> Tensor:
     batch = len(params.seed)
     out = torch.empty(batch, count, dtype=torch.float32, device=params.seed.device)
     block = min(1024, triton.next_power_of_2(count))
-    _uniform_kernel[(batch, triton.cdiv(count, block))](params.seed, params.step, out, count, BLOCK=block)
+    launch(_uniform_kernel, (batch, triton.cdiv(count, block)))(params.seed, params.step, out, count, BLOCK=block)
     return out
 
 
@@ -158,8 +159,8 @@ def sample(probs: Tensor, coin: Tensor) -> Tensor:
     chunks = triton.cdiv(vocabulary, chunk)
     sums = torch.empty(batch, chunks, dtype=torch.float64, device=probs.device)
     out = torch.empty(batch, dtype=torch.int64, device=probs.device)
-    _chunk_sums_kernel[(batch, chunks)](probs, sums, vocabulary, chunks, *probs.stride(), CHUNK=chunk)
-    _sample_kernel[(batch,)](
+    launch(_chunk_sums_kernel, (batch, chunks))(probs, sums, vocabulary, chunks, *probs.stride(), CHUNK=chunk)
+    launch(_sample_kernel, (batch,))(
         probs,
         coin,
         sums,

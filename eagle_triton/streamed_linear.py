@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from eagle_triton.launch import EXACT
+from eagle_triton.launch import EXACT, launch
 from eagle_triton.overlap import prefer_shared_memory
 
 
@@ -359,7 +359,7 @@ def linear(
     """
     tiles = sum(triton.cdiv(n, settings.block_n) for n in cols)
     absent = [None] * (3 - len(weights))
-    compiled = linear_kernel[tiles, settings.splits](
+    compiled = launch(linear_kernel, (tiles, settings.splits))(
         _descriptor(x, _block_m(settings.swap, len(x)), settings),
         *(_descriptor(weight, settings.block_n, settings) for weight in weights),
         *absent,
@@ -390,7 +390,7 @@ def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: St
     """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I]; linear.py has checked all."""
     cols = len(gate)
     tiles = triton.cdiv(cols, settings.block_n)
-    compiled = swiglu_kernel[(tiles,)](
+    compiled = launch(swiglu_kernel, (tiles,))(
         _descriptor(x, _block_m(settings.swap, len(x)), settings),
         _descriptor(gate, settings.block_n, settings),
         _descriptor(up, settings.block_n, settings),

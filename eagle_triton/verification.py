@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.launch import launch
 from eagle_triton.laws import Settings, law_weight, merge_peaks, row_laws, scale_of, scan
 from eagle_triton.overlap import await_inputs, early_start, overlapped, prefer_shared_memory
 from eagle_triton.reference.sampling import SamplingParams
@@ -473,7 +474,7 @@ def verify_sampling(
     law = (x, laws, params.temperature, params.min_p, params.seed, params.step, tokens, parents)
     sizes = (nodes, vocabulary, chunks, depth, *x.stride(), *tokens.stride(), *parents.stride())
     width, early = triton.next_power_of_2(nodes), early_start(logits.device)
-    compiled = _sampled_walk_kernel[(batch, chunks)](
+    compiled = launch(_sampled_walk_kernel, (batch, chunks))(
         *law,
         path,
         accepted,
@@ -488,7 +489,7 @@ def verify_sampling(
         num_warps=_DRAW_WARPS,
     )
     prefer_shared_memory(compiled)
-    compiled = _final_token_kernel[(batch,)](
+    compiled = launch(_final_token_kernel, (batch,))(
         *law,
         path,
         accepted,

@@ -11,7 +11,7 @@ from torch import Tensor
 from eagle_triton import attention, linear
 from eagle_triton.adapters.view import DraftView, ModelView, Projection
 from eagle_triton.engine.state import DecodeState
-from eagle_triton.launch import DRAFT_WARPS, EXACT
+from eagle_triton.launch import DRAFT_WARPS, EXACT, launch
 from eagle_triton.megakernel import draft_verify_update_kernel
 from eagle_triton.tree_decoding import topk_chunk_of
 
@@ -99,7 +99,7 @@ class FusedStep:
                 place.copy_(value)
         self.sync.zero_()
         options = {"launch_cooperative_grid": True} if self.programs > 1 else {}
-        draft_verify_update_kernel[(self.programs,)](
+        launch(draft_verify_update_kernel, (self.programs,))(
             logits.contiguous(),
             features.contiguous(),
             absent=self.absent,
