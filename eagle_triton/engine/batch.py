@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from torch import Tensor
 from eagle_triton.engine import lag
 from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.graph import Outbox
-from eagle_triton.engine.prefill import plant, prefill
+from eagle_triton.engine.prefill import alike, plant, prefill
 from eagle_triton.engine.sampling import Sampling
 from eagle_triton.engine.state import DecodeState, rows_beyond
 from eagle_triton.engine.step import Mode
@@ -285,7 +286,9 @@ class Batch:
         prompts = [request.prompt.to(device) for request in requests]
         if part.sequences.rules is not None:
             _set_rules(part.sequences.rules, requests, prompts)
-        prefill(engine.ops, engine.view, engine.draft if self._drafts else None, part, prompts, mode)
+        fill = functools.partial(prefill, engine.ops, engine.view, engine.draft if self._drafts else None, part)
+        engine.compile_ahead(self.state, mode, lambda: fill([alike(prompt) for prompt in prompts], mode))
+        fill(prompts, mode)
         if self._plain_steps is not None:
             part.sequences.lag.known.copy_(part.lengths)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -98,12 +99,39 @@ class Engine:
         """The decode step for a state: a graph, captured here the first time, or the step itself."""
         key = (state, mode)
         if key not in self._steps:
+            self.compile_ahead(state, mode)
             fused = self._fused(state)
             if fused is not None and self.megakernel is None:
                 self._steps[key] = self._faster_of(state, mode, fused)
             else:
                 self._steps[key] = self._launchable(state, mode, fused)
         return self._steps[key]
+
+    def compile_ahead(self, state: DecodeState, mode: Mode, prefill: Callable[[], None] | None = None) -> None:
+        """Compile in parallel what a step for a state launches, and `prefill` before it, unless the step has been made.
+
+        What `prefill` writes may change, all else of the state stays as it is. If this fails, kernels are compiled one
+        after another when they are launched, as they are where they cannot be compiled ahead.
+        """
+        if (state, mode) in self._steps or not self.ops.kernels:
+            return
+        from eagle_triton.compile_ahead import can_compile_ahead, compiled_ahead  # needs Triton
+
+        if not can_compile_ahead(self.device):
+            return
+        calls = Counter(self.ops.calls)
+        try:
+            with state.held(), compiled_ahead():
+                if prefill is not None:
+                    prefill()
+                fused = self._fused(state)
+                for which in [fused] if fused is None or self.megakernel else [fused, None]:  # "auto" tries both
+                    decode_step(self.ops, self.view, self.draft, state, mode, which)
+        except Exception as error:  # whatever it is, a launch or the step itself says it again
+            log.warning("kernels are compiled one after another: %s", error)
+        finally:
+            self.ops.calls.clear()  # none of them was one
+            self.ops.calls.update(calls)
 
     def lost(self) -> MegakernelError:
         """Do without the megakernel from now on; the error to raise, because a step of it went wrong."""

@@ -65,6 +65,11 @@ def prefill(
     plant(ops, draft, state)
 
 
+def alike(prompt: Tensor) -> Tensor:
+    """The beginning of a prompt [L] that launches the same kernels: as much as its first and last chunk take."""
+    return prompt[: CHUNK + (len(prompt) - 1) % CHUNK + 1]
+
+
 def plant(ops: Operations, draft: DraftView | None, state: DecodeState) -> None:
     """The next tree from each sequence's root, in a state whose own tree has not been grown step by step."""
     if state.spec.drafts:

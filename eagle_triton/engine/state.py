@@ -198,6 +198,8 @@ class DecodeState:
         sequences = self.sequences
         changed = [*self.tree, sequences.sampling.step, sequences.active, sequences.nan, sequences.root_logprob]
         changed += [] if sequences.hidden is None else [sequences.hidden, sequences.normed]
+        changed += [] if sequences.rules is None else [sequences.rules.seen]
+        changed += [] if sequences.lag is None else [sequences.lag.features]
         saved = [tensor.clone() for tensor in changed]
         sequences.active.fill_(False)
         try:

@@ -1,0 +1,99 @@
+"""A prefill and two steps against a driver that compiles for sm_90 and launches nothing; needs no GPU.
+
+    python tests/decode_without_gpu.py
+
+Prints how many kernels were compiled ahead and which later; the exit status is 1 if any was later. Runs in a process of
+its own because the interpreter, once chosen, stays.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from eagle_triton import compile_ahead, linear, overlap, streamed_linear
+from eagle_triton.adapters import native
+from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.generation import Engine
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.sampling import Sampling
+from tests.tiny import random_prompt, tiny_model
+
+
+class Driver:
+    """What Triton asks of a driver to compile, load and launch."""
+
+    utils = SimpleNamespace(
+        load_binary=lambda name, kernel, shared, device: (object(), 1, 0, 0, 1024),
+        get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
+    )
+
+    def __init__(self):
+        self.launches = 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def launcher_cls(self, source, metadata):
+        def start(*args) -> None:
+            self.launches += 1
+
+        return start
+
+
+def main() -> int:
+    driver = Driver()
+    triton.runtime.driver.set_active(driver)
+    ahead, later = [], []
+
+    def compiled(src, **_) -> None:
+        by_main_thread = threading.current_thread() is threading.main_thread()
+        (later if by_main_thread else ahead).append(src.fn.__name__)
+
+    triton.knobs.compilation.listener = compiled
+    # a CPU that passes for a Hopper GPU
+    compile_ahead.can_compile_ahead = lambda device: True
+    linear._compute_capability = lambda device: (9, 0)
+    streamed_linear._multiprocessors = lambda device: 132
+    overlap._driver = lambda: None
+    for name, module in list(sys.modules.items()):
+        if name.startswith("eagle_triton") and hasattr(module, "can_overlap"):
+            module.can_overlap = lambda device: True
+
+    engine = Engine(*native.read(tiny_model(vocab=512).to(torch.bfloat16)), Operations(kernels=True))
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        triton.knobs.cache.scope(),
+        compile_ahead._ZeroedAllocations(),  # nothing else writes a kernel's results
+        Batch(engine, 1, engine.draft.read_tree(), 100) as batch,
+    ):
+        triton.knobs.cache.dir = cache
+        batch.admit(Request(random_prompt(70, 512)[0], 20, Sampling()))
+        for _ in range(2):
+            batch.launch()
+    print(f"{len(ahead)} kernels compiled ahead, {len(later)} later {sorted(later)}; {driver.launches} launches")
+    return int(bool(later) or not ahead or not driver.launches)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""Compiling in parallel: what is recorded, what a dry pass leaves behind, and what happens when something fails."""
+
+import ast
+import math
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+import eagle_triton
+from eagle_triton import compile_ahead
+from eagle_triton.adapters import native
+from eagle_triton.compile_ahead import compiled_ahead
+from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.generation import Engine
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.sampling import Sampling
+from eagle_triton.launch import launch, launch_key
+from eagle_triton.overlap import triton_version
+from eagle_triton.tree_spec import PLAIN
+from tests.tiny import random_prompt, tiny_model
+
+needs_async_compilation = pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6")
+PACKAGE = Path(eagle_triton.__file__).parent
+
+
+class Kernel:
+    """Stands in for a JITFunction: counts what is launched, and compiles by `compile`."""
+
+    def __init__(self, compile=lambda: None):
+        self.compile, self.compiled, self.launched = compile, 0, []
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.launched.append(args)
+
+    def warmup(self, *args, grid, **options):
+        from triton.runtime._async_compile import active_mode
+
+        def compile():
+            self.compile()
+            return SimpleNamespace(run=None)
+
+        active_mode.get().submit((self, args), compile, self._finished)
+
+    def _finished(self, compiled):
+        self.compiled += 1
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Triton's, of which the threads learn the device that they compile for."""
+    devices = []
+    active = SimpleNamespace(get_current_device=lambda: 3, set_current_device=devices.append)
+    monkeypatch.setattr(compile_ahead, "driver", SimpleNamespace(active=active))
+    return devices
+
+
+@needs_async_compilation
+def test_variants_compile_at_the_same_time_once_each_and_nothing_is_launched(driver, monkeypatch):
+    monkeypatch.setattr(compile_ahead, "_workers", lambda: 2)
+    meeting = threading.Barrier(2, timeout=20)
+    kernel = Kernel(meeting.wait)
+    x = torch.zeros(64, dtype=torch.bfloat16)
+    with compiled_ahead():
+        for tensor in (x, x[8:], x.clone(), x[1:]):  # two variants: x[1:] is not aligned
+            assert launch(kernel, (1,))(tensor, 5, BLOCK=16) is None
+        elsewhere = threading.Thread(target=lambda: launch(kernel, (1,))("another thread"))
+        elsewhere.start()
+        elsewhere.join()
+    assert kernel.compiled == 2 and not meeting.broken
+    assert kernel.launched == [("another thread",)]
+    assert set(driver) == {3}
+    launch(kernel, (1,))(x)
+    assert kernel.launched[1:] == [(x,)]
+
+
+@needs_async_compilation
+def test_a_kernel_that_does_not_compile_is_left_to_its_launch(driver):
+    def fail():
+        raise RuntimeError("ptxas")
+
+    broken, sound = Kernel(fail), Kernel()
+    with compiled_ahead():
+        launch(broken, (1,))()
+        launch(sound, (1,))()
+    assert (broken.compiled, sound.compiled) == (0, 1)
+    launch(broken, (1,))()
+    assert broken.launched
+
+
+@needs_async_compilation
+@pytest.mark.parametrize("where", ["in the block", "while compiling"])
+def test_an_interrupt_leaves_nothing_behind(driver, where):
+    def interrupt(*args, **options):
+        raise KeyboardInterrupt
+
+    kernel, stopped = Kernel(), Kernel()
+    if where == "while compiling":
+        stopped.warmup = interrupt
+    with pytest.raises(KeyboardInterrupt), compiled_ahead():
+        launch(stopped, (1,))()
+        if where == "in the block":
+            interrupt()
+    with compiled_ahead():
+        launch(kernel, (1,))()
+    assert kernel.compiled == 1 and not stopped.compiled
+
+
+def test_new_tensors_are_zeros_where_kernels_do_not_run(monkeypatch):
+    monkeypatch.setattr(compile_ahead, "_compile", lambda launches: None)
+
+    def new() -> list[torch.Tensor]:
+        x = torch.ones(3)
+        tensors = [torch.empty(3), torch.empty_like(x), x.new_empty(3), torch.empty_strided((3,), (1,))]
+        return [tensor for tensor in tensors if tensor.any()]
+
+    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    try:
+        with compiled_ahead():
+            assert not new()
+        assert len(new()) == 4
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_every_kernel_is_launched_by_launch():
+    direct = [
+        f"{path.name}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and "kernel" in ast.unparse(node.func.value)
+    ]
+    assert not direct
+
+
+RULES = Sampling(temperature=1.2, top_p=0.9, repetition_penalty=1.5, logit_bias={0: -math.inf})
+WAYS = {"greedy": (Sampling(), True), "sampled": (RULES, True), "plain": (RULES, False)}
+
+
+def model():
+    return tiny_model(eagle3=False, vocab=8, layers=2, total_token=3, depth=1, top_k=2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="watches launches in the interpreter")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_dry_pass_records_what_a_batch_launches_and_changes_nothing(way, monkeypatch):
+    sampling, drafts = WAYS[way]
+    recorded, launched, results = set(), set(), []
+
+    def run(self, *args, grid, warmup, original=InterpretedFunction.run, **options):
+        launched.add(launch_key(self, args, options))
+        return original(self, *args, grid=grid, warmup=warmup, **options)
+
+    def compile(launches):
+        recorded.update(launch_key(kernel, args, options) for kernel, _, args, options in launches)
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    monkeypatch.setattr(compile_ahead, "_compile", compile)
+    prompts = [random_prompt(length, vocab=7)[0] + 1 for length in (6, 3)]  # without 0, what new tensors hold
+    for ahead in (False, True):
+        monkeypatch.setattr(compile_ahead, "can_compile_ahead", lambda device, ahead=ahead: ahead)
+        engine = Engine(*native.read(model()), Operations(kernels=True))
+        torch.manual_seed(1)
+        with Batch(engine, 2, engine.draft.read_tree() if drafts else PLAIN, 40, logprobs=True) as batch:
+            batch.admit_all(Request(prompt, 9, sampling) for prompt in prompts)
+            steps = [batch.step()]
+            if ahead:
+                assert recorded and recorded >= launched
+            batch.release(1)
+            batch.admit(Request(prompts[0], 9, Sampling(temperature=0.9)))  # a dry pass while the other goes on
+            steps.append(batch.step())
+        told = [[(row.slot, row.tokens, row.logprobs) for row in step] for step in steps]
+        rules = batch.sequences.rules
+        seen = [] if rules is None else rules.seen.tolist()
+        results.append((told, seen, engine.ops.calls, torch.rand(1)))
+        launched.clear()
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_dry_pass_that_fails_is_said_and_leaves_the_engine_usable(error, monkeypatch, caplog):
+    def fail(launches):
+        raise error("no compiler")
+
+    monkeypatch.setattr(compile_ahead, "can_compile_ahead", lambda device: True)
+    monkeypatch.setattr(compile_ahead, "_compile", fail)
+    engine = Engine(*native.read(model()), Operations(kernels=True))
+    prompt = random_prompt(6, vocab=8)[0]
+    with Batch(engine, 1, PLAIN, 40) as batch:
+        if error is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                batch.admit(Request(prompt, 9))
+            assert not engine.ops.calls and batch.free
+            monkeypatch.setattr(compile_ahead, "_compile", lambda launches: None)
+        batch.admit(Request(prompt, 9))
+    assert batch.tokens(0).tolist() == prompt.tolist() and engine.ops.calls["linear"]
+    assert ("one after another: no compiler" in caplog.text) == (error is ValueError)
+
+
+@pytest.mark.slow
+@needs_async_compilation
+def test_nothing_is_compiled_after_the_dry_pass():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).parent / "decode_without_gpu.py"
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
