@@ -187,13 +187,13 @@ def test_a_dry_pass_records_what_a_batch_launches_and_changes_nothing(way, monke
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_dry_pass_that_fails_is_said_and_leaves_the_engine_usable(error, monkeypatch, caplog):
+def test_a_dry_pass_that_fails_is_said_and_leaves_the_engine_usable(error, device, monkeypatch, caplog):
     def fail(launches):
         raise error("no compiler")
 
     monkeypatch.setattr(compile_ahead, "can_compile_ahead", lambda device: True)
     monkeypatch.setattr(compile_ahead, "_compile", fail)
-    engine = Engine(*native.read(model()), Operations(kernels=True))
+    engine = Engine(*native.read(model().to(device)), Operations(kernels=True))
     prompt = random_prompt(6, vocab=8)[0]
     with Batch(engine, 1, PLAIN, 40) as batch:
         if error is KeyboardInterrupt:
