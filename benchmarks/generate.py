@@ -69,7 +69,8 @@ def _variants(args: argparse.Namespace, model: EaModel, module: ModuleType | Non
             return Variant(name, runs, _peak(model.device))
 
         variants = [run("original", model)]
-        with optimize_eagle_with_triton(model)[1]:
+        megakernel = "auto" if args.accept_length is None else False  # it verifies by itself
+        with optimize_eagle_with_triton(model, megakernel=megakernel)[1]:
             variants.append(run("optimised", model))
         if module is not None:
             variants.append(run("SafeAILab", models.safeailab_model(module, model)))

@@ -38,7 +38,8 @@ class EagleTritonConfig:
     kernels: the Triton kernels, or the torch references; None takes the kernels on a GPU.
     cuda_graph: launch each decode step as one CUDA graph; None does on a GPU with the kernels.
     megakernel: whether everything between the target's logits and the next draft tree is one launch; "auto" takes
-    what was measured faster on this GPU. The report says what became of it.
+    what was measured faster on this GPU. The report says what became of it: batches and trees that are too wide for it
+    are decoded without it, also with `strict`.
     """
 
     strict: bool = False
@@ -97,6 +98,11 @@ def optimize_eagle_with_triton(
     if config.patch_modules:
         more, skipped = methods.module_seams(model, engine)
         seams += more
+    if config.megakernel is True and config.strict:
+        from eagle_triton.engine.fused import unsupported_draft  # needs Triton
+
+        reason = unsupported_draft(draft)
+        skipped |= {} if reason is None else {"megakernel": reason}
     if skipped and config.strict:
         raise UnsupportedModelError("; ".join(f"{path}: {reason}" for path, reason in skipped.items()))
 

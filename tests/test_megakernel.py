@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_triton import EaModel, optimize_eagle_with_triton
+from eagle_triton import EaModel, UnsupportedModelError, optimize_eagle_with_triton
 from eagle_triton.adapters import native
 from eagle_triton.demo import demo_prompts
 from eagle_triton.engine.batch import Batch
@@ -172,8 +172,20 @@ def _refusing(function, refused):
 def test_what_is_unsupported_is_named(spec, batch, reason):
     engine = Engine(*native.read(tiny_model(vocab=120)), Operations())
     with Batch.start(engine, [random_prompt(3)[0]] * batch, spec, Sampling(), 20) as running:
-        found = unsupported(engine.view, engine.draft, running.state)
+        found = unsupported(engine.draft, running.state)
     assert found is None if reason is None else reason in found
+
+
+def test_strict_refuses_a_head_that_it_cannot_take():
+    model = tiny_model()
+    weight = model.ea_layer.midlayer.self_attn.o_proj.weight
+    weight.data = weight.data.T.contiguous().T
+    before = dict(vars(model))
+    with pytest.raises(UnsupportedModelError, match="megakernel: the weight of the draft head's o is not contiguous"):
+        optimize_eagle_with_triton(model, kernels=True, megakernel=True, strict=True)
+    assert dict(vars(model)) == before
+    _, originals = optimize_eagle_with_triton(model, kernels=True, megakernel="auto", strict=True)
+    originals.restore()
 
 
 def test_options_are_checked():

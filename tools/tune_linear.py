@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,9 @@ from eagle_triton import linear as products
 from eagle_triton.linear import Settings
 from eagle_triton.overlap import await_inputs, overlapped
 from eagle_triton.partials import Partials
-from eagle_triton.streamed_linear import Streaming, _block_m
+
+if TYPE_CHECKING:  # Gluon's
+    from eagle_triton.streamed_linear import Streaming
 
 
 class Product(NamedTuple):
@@ -93,6 +95,8 @@ def candidates(product: Product, rows: int) -> Iterator[Settings]:
 
 def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
     """Rings that fit shared memory, in programs that fill the chip."""
+    from eagle_triton.streamed_linear import Streaming, _block_m
+
     swap, per_program = rows <= 16, 2 if product.fused else 1
     block_m = _block_m(swap, rows)
     for block_n, block_k, splits, w_stages, x_stages in itertools.product(

@@ -21,11 +21,23 @@ FASTER = {"NVIDIA H200": False}
 MAX_ROWS = 64  # rows of a draft pass; more go to cuBLAS, which has no tiles to deal out
 
 
-def unsupported(view: ModelView, draft: DraftView | None, state: DecodeState) -> str | None:
+def unsupported(draft: DraftView | None, state: DecodeState) -> str | None:
     """Why the megakernel cannot take a step of this state, or None if it can."""
     spec = state.spec
     if draft is None or spec.drafts == 0:
         return "nothing is drafted"
+    reason = unsupported_draft(draft)
+    if reason is not None:
+        return reason
+    if state.batch * state.planned_nodes > MAX_ROWS:
+        return f"{state.batch * state.planned_nodes} rows in a draft pass, more than {MAX_ROWS}"
+    if spec.top_k > 64 or spec.top_k * max((1, *spec.beam_widths)) > 1024:
+        return f"{spec.top_k} children for each of {max((1, *spec.beam_widths))} nodes"
+    return None
+
+
+def unsupported_draft(draft: DraftView) -> str | None:
+    """Why the megakernel cannot take a step of any state with this draft, or None if the state decides."""
     if draft.kind not in ("eagle1", "eagle3"):
         return f"the draft is a {draft.kind}"
     if len(draft.layers) != 1:
@@ -45,10 +57,6 @@ def unsupported(view: ModelView, draft: DraftView | None, state: DecodeState) ->
         return "the draft head is not shaped like EAGLE-1's"
     if not draft.embedding.is_contiguous():
         return "the draft head's embedding is not contiguous"
-    if state.batch * state.planned_nodes > MAX_ROWS:
-        return f"{state.batch * state.planned_nodes} rows in a draft pass, more than {MAX_ROWS}"
-    if spec.top_k > 64 or spec.top_k * max((1, *spec.beam_widths)) > 1024:
-        return f"{spec.top_k} children for each of {max((1, *spec.beam_widths))} nodes"
     return None
 
 
@@ -76,7 +84,7 @@ class FusedStep:
     """
 
     def __init__(self, view: ModelView, draft: DraftView, state: DecodeState, programs: int | None = None):
-        reason = unsupported(view, draft, state)
+        reason = unsupported(draft, state)
         if reason is not None:
             raise ValueError(f"the megakernel cannot be used: {reason}")
         self.view, self.draft, self.state = view, draft, state

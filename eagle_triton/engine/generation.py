@@ -170,7 +170,7 @@ class Engine:
             if fused.FASTER.get(name) is False:
                 self.notes["megakernel"] = f"not used: measured slower than separate kernels on {name}"
                 return None
-        reason = fused.unsupported(self.view, self.draft, state)
+        reason = fused.unsupported(self.draft, state)
         if reason is not None:
             self.notes["megakernel"] = f"not used: {reason}"
             return None
