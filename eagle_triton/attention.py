@@ -329,7 +329,7 @@ def attend_split(
             tl.store(partial_ptr + p_row * D + (row[:, None] * D + column[None, :]), acc, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["lengths_ptr", "nodes"])
 def _tree_attention_kernel(
     q_ptr,
     cache_ptr,
@@ -480,7 +480,7 @@ def merge_rows(
     tl.store(out_ptr + (o_offset[:, None] + column[None, :]), out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["lengths_ptr", "nodes"])
 def _merge_kernel(
     partial_ptr,
     lse_ptr,

@@ -26,7 +26,7 @@ from eagle_triton.partials import Partials
 from eagle_triton.reference.draft_inputs import check_draft_inputs
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["parents_ptr", "tokens_ptr", "count", "features"])
 def _draft_inputs_kernel(
     features_ptr,
     parents_ptr,

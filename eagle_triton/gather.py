@@ -49,7 +49,7 @@ def _gather_rows_kernel(
     tl.store(out_ptr + batch * stride_ob + place * stride_on + column, value, mask=column < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "first_ptr", "count"])
 def _sequence_rows_kernel(
     tokens_ptr,
     first_ptr,

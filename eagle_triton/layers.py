@@ -275,7 +275,7 @@ def rotary_append_head(
     tl.store(key + stride_cs + half, load_sum(value + half, stride_s, mask, SPLITS).to(stored), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["first_row_ptr", "positions_ptr", "stride_fb", "stride_pb", "num_nodes"])
 def _rotary_append_kernel(
     q_ptr,
     k_ptr,

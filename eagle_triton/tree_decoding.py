@@ -300,7 +300,7 @@ def store_ancestors(above_ptr, out_ptr, parent, first_slot, width, words, stride
         tl.store(out_ptr + lane * words + word, mask, mask=lane < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["parents_ptr", "width", "first_slot"])
 def _expand_beam_kernel(
     parents_ptr,
     log_probs_ptr,

@@ -1,4 +1,4 @@
-"""A prefill and two steps against a driver that compiles for sm_90 and launches nothing; needs no GPU.
+"""Two prefills and their steps against a driver that compiles for sm_90 and launches nothing; needs no GPU.
 
     python tests/decode_without_gpu.py
 
@@ -85,12 +85,13 @@ def main() -> int:
         tempfile.TemporaryDirectory() as cache,
         triton.knobs.cache.scope(),
         compile_ahead._ZeroedAllocations(),  # nothing else writes a kernel's results
-        Batch(engine, 1, engine.draft.read_tree(), 100) as batch,
+        Batch(engine, 2, engine.draft.read_tree(), 110) as batch,
     ):
         triton.knobs.cache.dir = cache
-        batch.admit(Request(random_prompt(70, 512)[0], 20, Sampling()))
-        for _ in range(2):
-            batch.launch()
+        for length in (70, 77):  # the second enters another slot, where nothing is aligned as in the first
+            batch.admit(Request(random_prompt(length, 512)[0], 20, Sampling()))
+            for _ in range(2):
+                batch.launch()
     print(f"{len(ahead)} kernels compiled ahead, {len(later)} later {sorted(later)}; {driver.launches} launches")
     return int(bool(later) or not ahead or not driver.launches)
 
