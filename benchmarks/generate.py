@@ -69,7 +69,7 @@ def _variants(args: argparse.Namespace, model: EaModel, module: ModuleType | Non
             return Variant(name, runs, _peak(model.device))
 
         variants = [run("original", model)]
-        megakernel = "auto" if args.accept_length is None else False  # it verifies by itself
+        megakernel = "auto" if args.accept_length is None else False  # whose verification knows nothing of it
         with optimize_eagle_with_triton(model, megakernel=megakernel)[1]:
             variants.append(run("optimised", model))
         if module is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextvars
 import os
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,24 +21,25 @@ from tqdm import tqdm
 from triton.runtime import driver
 
 from eagle_triton.launch import Launch, recorded
-from eagle_triton.overlap import triton_version
+from eagle_triton.overlap import await_inputs, triton_version
 
 _MAX_WORKERS = 32
 _ALLOCATIONS = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
 
 
 def can_compile_ahead(device: torch.device) -> bool:
-    """Whether kernels for a device can be compiled so: on NVIDIA's GPUs, with Triton 3.6."""
-    return device.type == "cuda" and torch.version.hip is None and triton_version() >= (3, 6)
+    """Whether kernels for a device can be compiled so: on NVIDIA's GPUs, from Triton 3.6 on."""
+    compiled = isinstance(await_inputs, triton.JITFunction)  # not interpreted
+    return device.type == "cuda" and torch.version.hip is None and compiled and triton_version() >= (3, 6)
 
 
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
-    """Compile what this thread launches inside the block, which is not launched: in parallel, when the block ends.
+    """Launches of this thread inside the block are not done; their kernels are compiled in parallel when it ends.
 
-    torch's operations run, on zeros where the kernels would have written. So what the block writes is of no use, but an
-    index it computes is valid. A kernel that does not compile is left to its launch, which says what is wrong.
-    Nothing is compiled if the block raises.
+    torch's operations do run, on zeros where the kernels would have written. So what the block writes is of no use, but
+    an index it computes is valid. A kernel that does not compile is left to its launch, which says what is wrong.
+    Nothing is compiled if the block raises; after an interrupt, what has not been compiled is when it is launched.
     """
     with recorded() as launches, _ZeroedAllocations():
         yield
@@ -49,11 +50,15 @@ def compiled_ahead() -> Iterator[None]:
 def _compile(launches: Collection[Launch]) -> None:
     with (
         tqdm(total=0, desc="compiling kernels", leave=False, disable=None, delay=0.5) as progress,
-        _Loader(progress) as executor,
-        triton.AsyncCompileMode(executor, ignore_errors=True),
+        _Loader(progress) as loader,
+        triton.AsyncCompileMode(loader, ignore_errors=True),
     ):
-        for kernel, grid, args, options in launches:
-            kernel.warmup(*args, grid=grid, **options)
+        try:
+            for kernel, grid, args, options in launches:
+                kernel.warmup(*args, grid=grid, **options)
+        except BaseException:
+            loader.stop()
+            raise
 
 
 class _Loader(ThreadPoolExecutor):
@@ -62,18 +67,42 @@ class _Loader(ThreadPoolExecutor):
     def __init__(self, progress: tqdm):
         active = driver.active
         super().__init__(_workers(), "compile", active.set_current_device, (active.get_current_device(),))
-        self._progress = progress
+        self._progress, self._stopped, self._left = progress, False, False
 
-    def submit(self, compile: Callable[[], Any]) -> Future:
-        """Compile and load. Called by AsyncCompileMode, once for each kernel that is not compiled yet."""
+    def __exit__(self, kind, *exception) -> None:
+        if kind is not None:
+            self.stop()
+        super().__exit__(kind, *exception)
+        self._left = True
 
-        def compile_and_load() -> Any:
-            compiled = compile()
+    def stop(self) -> None:
+        """Compile nothing more, but what has begun."""
+        self._stopped = True
+
+    def submit(self, build: Callable[[], Any]) -> Future:
+        """Compile and load. Called by AsyncCompileMode, once for each kernel that is not compiled yet.
+
+        Triton keeps the future, and asks it for the kernel at a later launch too.
+        """
+
+        def build_and_load() -> Any:
+            if self._stopped:
+                raise CancelledError
+            compiled = build()
             compiled.run  # noqa: B018  a property that loads
             return compiled
 
+        def result(timeout: float | None = None) -> Any:
+            try:
+                return finished(timeout)
+            except CancelledError:
+                if not self._left:
+                    raise
+                return build()  # somebody launches what an interrupt had left out
+
         self._progress.total += 1
-        future = super().submit(compile_and_load)
+        future = super().submit(build_and_load)
+        finished, future.result = future.result, result
         future.add_done_callback(lambda _: self._progress.update())
         return future
 

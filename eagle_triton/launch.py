@@ -53,12 +53,12 @@ def recorded() -> Iterator[dict[tuple, Launch]]:
 
 
 def launch_key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple:
-    """Equal for launches that one compilation serves, as far as their arguments' values are equal."""
+    """Launches with equal keys share a compilation; with unequal ones they may."""
     return kernel, *map(_kind, args), *((name, _kind(value)) for name, value in options.items())
 
 
 def _kind(value: Any) -> Any:
-    """What a kernel is compiled for, of one argument, or more than that: of a tensor not its address."""
+    """What matters of an argument for compiling, and for most of them more."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if hasattr(value, "block_shape"):  # a tensor descriptor

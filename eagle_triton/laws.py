@@ -146,7 +146,7 @@ def scan_parts(
         tl.store(masses_ptr + slot, tl.sum(tl.exp2((x - top[:, None]) * scale), 1), mask=part < parts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "nodes"])
 def scan_kernel(
     x_ptr,
     temperature_ptr,
@@ -346,7 +346,7 @@ def _measure(above, x, facts, stage, floors):
     return above + (x > floors).to(tl.float32) * weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "nodes"])
 def _narrow_kernel(
     x_ptr,
     temperature_ptr,

@@ -30,7 +30,7 @@ _NOWHERE = tl.constexpr(2**31 - 1)
 _CHUNK = 4096  # tokens per program
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "ancestors_ptr", "penalty_ptr", "nodes"])
 def _process_logits_kernel(
     x_ptr,
     tokens_ptr,

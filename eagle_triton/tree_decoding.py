@@ -511,7 +511,9 @@ def write_tree(
         tl.store(ancestors_ptr + batch * stride_ab + node * stride_an + word * stride_aw, mask, mask=real)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["root_ptr", "tokens_ptr", "parents_ptr", "depths_ptr", "ancestors_ptr", "nodes"]
+)
 def _build_tree_kernel(
     root_ptr,
     candidates_ptr,

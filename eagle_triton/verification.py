@@ -96,7 +96,7 @@ def greedy_walk(
     tl.store(next_ptr + batch, tl.sum(tl.where(node == current, target, 0), 0).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "parents_ptr", "nan_ptr", "nodes"])
 def _greedy_walk_kernel(
     peaks_ptr,
     places_ptr,
@@ -161,7 +161,18 @@ def _refused(token, parent, current, chunk, CHUNK: tl.constexpr):
     return tl.where((parent == current) & (token >= low) & (token < low + CHUNK), token.to(tl.int32), _NOWHERE)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "temperature_ptr",
+        "min_p_ptr",
+        "seed_ptr",
+        "step_ptr",
+        "tokens_ptr",
+        "parents_ptr",
+        "nan_ptr",
+        "nodes",
+    ]
+)
 def _sampled_walk_kernel(
     x_ptr,
     laws_ptr,
@@ -252,7 +263,17 @@ def _sampled_walk_kernel(
     tl.store(sums_ptr + slot + 1, tl.sum(rest.to(tl.float64), 0))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "temperature_ptr",
+        "min_p_ptr",
+        "seed_ptr",
+        "step_ptr",
+        "tokens_ptr",
+        "parents_ptr",
+        "nodes",
+    ]
+)
 def _final_token_kernel(
     x_ptr,
     laws_ptr,

@@ -202,7 +202,7 @@ def test_what_a_capture_runs_leaves_sequences_as_they_are():
                 batch.spec = tree
                 if held:
                     with torch.no_grad():
-                        batch._change_tree()
+                        batch._change_tree(batch._mode([]))
                     with batch.state.held():
                         batch.launch()
                         batch.launch()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,7 +35,7 @@ class Kernel:
     """Stands in for a JITFunction: counts what is launched, and compiles by `compile`."""
 
     def __init__(self, compile=lambda: None):
-        self.compile, self.compiled, self.launched = compile, 0, []
+        self.compile, self.begun, self.compiled, self.launched, self.futures = compile, 0, 0, [], []
 
     def __getitem__(self, grid):
         return lambda *args, **options: self.launched.append(args)
@@ -43,10 +44,11 @@ class Kernel:
         from triton.runtime._async_compile import active_mode
 
         def compile():
+            self.begun += 1
             self.compile()
             return SimpleNamespace(run=None)
 
-        active_mode.get().submit((self, args), compile, self._finished)
+        self.futures.append(active_mode.get().submit((self, args), compile, self._finished))
 
     def _finished(self, compiled):
         self.compiled += 1
@@ -92,6 +94,37 @@ def test_a_kernel_that_does_not_compile_is_left_to_its_launch(driver):
     assert (broken.compiled, sound.compiled) == (0, 1)
     launch(broken, (1,))()
     assert broken.launched
+
+
+@needs_async_compilation
+@pytest.mark.parametrize("when", ["asking", "waiting"])
+def test_an_interrupt_waits_for_what_has_begun_only(driver, monkeypatch, when):
+    """What was left out compiles when it is launched: Triton keeps the futures of its cache."""
+    monkeypatch.setattr(compile_ahead, "_workers", lambda: 1)
+    begun, kernel = threading.Event(), Kernel()
+
+    def compile():
+        begun.set()
+        threading.Event().wait(0.3)
+
+    kernel.compile = compile
+
+    def interrupt(*args, **options):
+        begun.wait(20)
+        raise KeyboardInterrupt
+
+    if when == "waiting":
+        monkeypatch.setattr("triton.runtime._async_compile.as_completed", interrupt)
+    last = Kernel()
+    if when == "asking":
+        last.warmup = interrupt
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt), compiled_ahead():
+        for number in range(10):
+            launch(kernel, (1,))(number)
+        launch(last, (1,))()
+    assert time.perf_counter() - start < 2.5 and kernel.begun == 1
+    assert [future.result() for future in kernel.futures] and kernel.begun == 10
 
 
 @needs_async_compilation
@@ -141,8 +174,13 @@ def test_every_kernel_is_launched_by_launch():
     assert not direct
 
 
-RULES = Sampling(temperature=1.2, top_p=0.9, repetition_penalty=1.5, logit_bias={0: -math.inf})
-WAYS = {"greedy": (Sampling(), True), "sampled": (RULES, True), "plain": (RULES, False)}
+RULES = Sampling(repetition_penalty=1.5, logit_bias={0: -math.inf})
+WAYS = {  # how the first requests are sampled, whether the first tree drafts, and the later ones
+    "greedy": (Sampling(), True, True),
+    "rules": (RULES, True, True),
+    "plain": (RULES, False, False),
+    "drafts rest": (Sampling(), True, False),
+}
 
 
 def model():
@@ -153,8 +191,8 @@ def model():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="watches launches in the interpreter")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_dry_pass_records_what_a_batch_launches_and_changes_nothing(way, monkeypatch):
-    sampling, drafts = WAYS[way]
-    recorded, launched, results = set(), set(), []
+    sampling, drafts, drafts_later = WAYS[way]
+    recorded, launched, results, passes = set(), set(), [], []
 
     def run(self, *args, grid, warmup, original=InterpretedFunction.run, **options):
         launched.add(launch_key(self, args, options))
@@ -162,6 +200,7 @@ def test_a_dry_pass_records_what_a_batch_launches_and_changes_nothing(way, monke
 
     def compile(launches):
         recorded.update(launch_key(kernel, args, options) for kernel, _, args, options in launches)
+        passes.append(len(launches))
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
     monkeypatch.setattr(compile_ahead, "_compile", compile)
@@ -175,9 +214,14 @@ def test_a_dry_pass_records_what_a_batch_launches_and_changes_nothing(way, monke
             steps = [batch.step()]
             if ahead:
                 assert recorded and recorded >= launched
-            batch.release(1)
-            batch.admit(Request(prompts[0], 9, Sampling(temperature=0.9)))  # a dry pass while the other goes on
+            batch.spec = engine.draft.read_tree() if drafts_later else PLAIN
             steps.append(batch.step())
+            batch.release(1)
+            before = len(passes)
+            batch.admit(Request(prompts[0], 9, Sampling(temperature=0.9)))  # another mode while the other goes on
+            assert len(passes) == before + ahead
+            batch.spec = engine.draft.read_tree() if drafts else PLAIN
+            steps += [batch.step(), batch.step()]
         told = [[(row.slot, row.tokens, row.logprobs) for row in step] for step in steps]
         rules = batch.sequences.rules
         seen = [] if rules is None else rules.seen.tolist()
@@ -203,7 +247,7 @@ def test_a_dry_pass_that_fails_is_said_and_leaves_the_engine_usable(error, devic
             monkeypatch.setattr(compile_ahead, "_compile", lambda launches: None)
         batch.admit(Request(prompt, 9))
     assert batch.tokens(0).tolist() == prompt.tolist() and engine.ops.calls["linear"]
-    assert ("one after another: no compiler" in caplog.text) == (error is ValueError)
+    assert ("compiling them ahead failed: no compiler" in caplog.text) == (error is ValueError)
 
 
 @pytest.mark.slow

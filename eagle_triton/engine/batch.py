@@ -193,9 +193,9 @@ class Batch:
         if len(slots) < len(requests):
             raise RuntimeError(f"{len(requests)} requests do not fit into {len(slots)} free slots; step until some end")
         mode = self._mode([*requests, *(occupant.request for occupant in self._occupants if occupant)])
-        self._change_tree()
         if mode.processed:
             self.sequences.add_rules()
+        self._change_tree(mode)
         entering = dict(zip(slots, requests, strict=True))
         for part in _runs(slots):
             self._fill(part, [entering[slot] for slot in slots if part.start <= slot < part.stop], mode)
@@ -239,30 +239,33 @@ class Batch:
     @torch.no_grad()
     def launch(self) -> None:
         """Launch the next step without reading what it does: for timing, at the end of a batch."""
-        requests = [occupant.request for occupant in self._occupants if occupant]
-        self._change_tree()
+        mode = self._mode([occupant.request for occupant in self._occupants if occupant])
+        self._change_tree(mode)
         if self._plain_steps is not None:
             if self._plain_steps == lag.ROWS:
                 self._catch_up()
             self._plain_steps += 1
-        self.engine.step(self.state, self._mode(requests))()
+        self.engine.step(self.state, mode)()
 
     def _launch(self) -> None:
         self.launch()
         self._outbox.send(self.state.report)
         self._flying.append((list(self._occupants), self.state))
 
-    def _change_tree(self) -> None:
+    def _change_tree(self, mode: Mode) -> None:
         """Go over to `spec` if that is not the tree that was drafted."""
+        if self._drafts and not self._spec.drafts and self._plain_steps is None:
+            lag.begin(self.engine.view, self.sequences)
+            self._plain_steps = 0
         if self._spec != self.state.spec:
             if self._spec.drafts and self._plain_steps is not None:
                 self._catch_up()
                 self._plain_steps = None
-            self.state = self.engine.state(self.sequences, self._spec)
-            plant(self.engine.ops, self.engine.draft, self.state)
-        if self._drafts and not self._spec.drafts and self._plain_steps is None:
-            lag.begin(self.engine.view, self.sequences)
-            self._plain_steps = 0
+            state = self.engine.state(self.sequences, self._spec)
+            grow = functools.partial(plant, self.engine.ops, self.engine.draft, state)
+            self.engine.compile_ahead(state, mode, grow)
+            grow()
+            self.state = state
 
     def _catch_up(self) -> None:
         if self._plain_steps:

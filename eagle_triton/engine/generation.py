@@ -57,6 +57,7 @@ class Engine:
         self._sequences: dict[int, Sequences] = {}
         self._states: dict[tuple[Sequences, TreeSpec], DecodeState] = {}
         self._steps: dict[tuple[DecodeState, Mode], Callable[[], None]] = {}
+        self._compiled: set[tuple[DecodeState, Mode]] = set()  # ahead
         self._weights = self._address()
 
     def occupy(self) -> None:
@@ -107,13 +108,14 @@ class Engine:
                 self._steps[key] = self._launchable(state, mode, fused)
         return self._steps[key]
 
-    def compile_ahead(self, state: DecodeState, mode: Mode, prefill: Callable[[], None] | None = None) -> None:
-        """Compile in parallel what a step for a state launches, and `prefill` before it, unless the step has been made.
+    def compile_ahead(self, state: DecodeState, mode: Mode, before: Callable[[], None] | None = None) -> None:
+        """Compile in parallel what a step for a state launches, and `before` in front of it, if that has not been done.
 
-        What `prefill` writes may change, all else of the state stays as it is. If this fails, kernels are compiled one
-        after another when they are launched, as they are where they cannot be compiled ahead.
+        What `before` writes may change, all else of the state stays as it is; modules of the model's own (a quantised
+        projection) run once more, on zeros. If this fails, kernels are compiled one after another when they are
+        launched, as they are where they cannot be compiled ahead.
         """
-        if (state, mode) in self._steps or not self.ops.kernels:
+        if (state, mode) in self._compiled or not self.ops.kernels:
             return
         from eagle_triton.compile_ahead import can_compile_ahead, compiled_ahead  # needs Triton
 
@@ -122,20 +124,21 @@ class Engine:
         calls = Counter(self.ops.calls)
         try:
             with state.held(), compiled_ahead():
-                if prefill is not None:
-                    prefill()
+                if before is not None:
+                    before()
                 fused = self._fused(state)
                 for which in [fused] if fused is None or self.megakernel else [fused, None]:  # "auto" tries both
                     decode_step(self.ops, self.view, self.draft, state, mode, which)
         except Exception as error:  # whatever it is, a launch or the step itself says it again
-            log.warning("kernels are compiled one after another: %s", error)
+            log.warning("kernels are compiled one after another: compiling them ahead failed: %s", error)
         finally:
             self.ops.calls.clear()  # none of them was one
             self.ops.calls.update(calls)
+        self._compiled.add((state, mode))
 
     def lost(self) -> MegakernelError:
         """Do without the megakernel from now on; the error to raise, because a step of it went wrong."""
-        self.megakernel, self._steps = False, {}
+        self.megakernel, self._steps, self._compiled = False, {}, set()
         self.notes["megakernel"] = "given up: its programs lost each other at a grid barrier"
         return MegakernelError(
             "a program of the megakernel did not arrive at a grid barrier; this generation is lost, the next ones run "
@@ -199,6 +202,7 @@ class Engine:
     def forget_steps(self, sequences: Sequences) -> None:
         """Drop the graphs of some sequences, because their tensors were replaced."""
         self._steps = {key: step for key, step in self._steps.items() if key[0].sequences is not sequences}
+        self._compiled = {key for key in self._compiled if key[0].sequences is not sequences}
 
     def _address(self) -> tuple[int, torch.dtype]:
         return self.view.embedding.data_ptr(), self.view.dtype
