@@ -1,4 +1,4 @@
-"""Two prefills and their steps against a driver that compiles for sm_90 and launches nothing; needs no GPU.
+"""Prefills, steps and a change of tree against a driver that compiles for sm_90 and launches nothing; needs no GPU.
 
     python tests/decode_without_gpu.py
 
@@ -28,7 +28,14 @@ from eagle_triton.engine.batch import Batch, Request
 from eagle_triton.engine.generation import Engine
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.sampling import Sampling
+from eagle_triton.tree_spec import TreeSpec
 from tests.tiny import random_prompt, tiny_model
+
+WAYS = (  # and the tree's nodes
+    (Sampling(), 60),
+    (Sampling(temperature=1.0, top_p=0.9), 25),
+    (Sampling(temperature=1.0, repetition_penalty=1.2), 25),
+)
 
 
 class Driver:
@@ -80,17 +87,20 @@ def main() -> int:
         if name.startswith("eagle_triton") and hasattr(module, "can_overlap"):
             module.can_overlap = lambda device: True
 
-    engine = Engine(*native.read(tiny_model(vocab=512).to(torch.bfloat16)), Operations(kernels=True))
     with (
         tempfile.TemporaryDirectory() as cache,
         triton.knobs.cache.scope(),
         compile_ahead._ZeroedAllocations(),  # nothing else writes a kernel's results
-        Batch(engine, 2, engine.draft.read_tree(), 110) as batch,
     ):
         triton.knobs.cache.dir = cache
-        for length in (70, 77):  # the second enters another slot, where nothing is aligned as in the first
-            batch.admit(Request(random_prompt(length, 512)[0], 20, Sampling()))
-            for _ in range(2):
+        for sampling, nodes in WAYS:
+            engine = Engine(*native.read(tiny_model(vocab=512, total_token=nodes).to(torch.bfloat16)), Operations(True))
+            with Batch(engine, 2, engine.draft.read_tree(), 110) as batch:
+                for length in (70, 77):  # the second enters another slot, where nothing is aligned as in the first
+                    batch.admit(Request(random_prompt(length, 512)[0], 20, sampling))
+                    for _ in range(2):
+                        batch.launch()
+                batch.spec = TreeSpec.dynamic(16, 3, 4)
                 batch.launch()
     print(f"{len(ahead)} kernels compiled ahead, {len(later)} later {sorted(later)}; {driver.launches} launches")
     return int(bool(later) or not ahead or not driver.launches)

@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     tokens = [row.pop("tokens") for row in rows]
     equal = tokens[0] == tokens[1]
     notes = [f"tokens of the two ways: {'equal' if equal else 'DIFFERENT'}", f"{len(os.sched_getaffinity(0))} cores"]
-    record = Record("first call", machine(torch.device("cuda"), args.commit), {"shape": args.shape}, rows, notes)
+    options = {"shape": args.shape, "dtype": "bfloat16", "context": CONTEXT, "max_length": NEW}
+    record = Record("first call", machine(torch.device("cuda"), args.commit), options, rows, notes)
     print(table(COLUMNS, [list(row.values()) for row in rows]), *notes, sep="\n")
     if args.output:
         args.output.write_text(record.json() + "\n", encoding="utf-8")
