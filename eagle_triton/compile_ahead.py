@@ -39,7 +39,7 @@ def compiled_ahead() -> Iterator[None]:
 
     torch's operations do run, on zeros where the kernels would have written. So what the block writes is of no use, but
     an index it computes is valid. A kernel that does not compile is left to its launch, which says what is wrong.
-    Nothing is compiled if the block raises; after an interrupt, what has not been compiled is when it is launched.
+    Nothing is compiled if the block raises. What an interrupt leaves out is compiled when it is launched.
     """
     with recorded() as launches, _ZeroedAllocations():
         yield
