@@ -58,7 +58,7 @@ def launch_key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> t
 
 
 def _kind(value: Any) -> Any:
-    """What matters of an argument for compiling, and for most of them more."""
+    """An argument as a key has it: a tensor by dtype and alignment, all else by value, more finely than Triton asks."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if hasattr(value, "block_shape"):  # a tensor descriptor

@@ -41,6 +41,8 @@ _REPORT_TOKENS = tl.constexpr(REPORT_TOKENS)
 _GREEDY_PART = 4096  # tokens per program of the argmax
 _WALK_WARPS = 8
 _DRAW_WARPS = 8
+_BY_SLOT = ["temperature_ptr", "min_p_ptr", "seed_ptr", "step_ptr", "tokens_ptr", "parents_ptr", "nan_ptr", "nodes"]
+"""Arguments whose alignment moves with a batch's slot, or counts nodes: no kernel is compiled anew for it."""
 
 
 @triton.jit
@@ -96,7 +98,7 @@ def greedy_walk(
     tl.store(next_ptr + batch, tl.sum(tl.where(node == current, target, 0), 0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "parents_ptr", "nan_ptr", "nodes"])
+@triton.jit(do_not_specialize_on_alignment=_BY_SLOT)
 def _greedy_walk_kernel(
     peaks_ptr,
     places_ptr,
@@ -161,18 +163,7 @@ def _refused(token, parent, current, chunk, CHUNK: tl.constexpr):
     return tl.where((parent == current) & (token >= low) & (token < low + CHUNK), token.to(tl.int32), _NOWHERE)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=[
-        "temperature_ptr",
-        "min_p_ptr",
-        "seed_ptr",
-        "step_ptr",
-        "tokens_ptr",
-        "parents_ptr",
-        "nan_ptr",
-        "nodes",
-    ]
-)
+@triton.jit(do_not_specialize_on_alignment=_BY_SLOT)
 def _sampled_walk_kernel(
     x_ptr,
     laws_ptr,
@@ -263,17 +254,7 @@ def _sampled_walk_kernel(
     tl.store(sums_ptr + slot + 1, tl.sum(rest.to(tl.float64), 0))
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=[
-        "temperature_ptr",
-        "min_p_ptr",
-        "seed_ptr",
-        "step_ptr",
-        "tokens_ptr",
-        "parents_ptr",
-        "nodes",
-    ]
-)
+@triton.jit(do_not_specialize_on_alignment=_BY_SLOT)
 def _final_token_kernel(
     x_ptr,
     laws_ptr,

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,12 +117,11 @@ def test_an_interrupt_waits_for_what_has_begun_only(driver, monkeypatch, when):
     last = Kernel()
     if when == "asking":
         last.warmup = interrupt
-    start = time.perf_counter()
     with pytest.raises(KeyboardInterrupt), compiled_ahead():
         for number in range(10):
             launch(kernel, (1,))(number)
         launch(last, (1,))()
-    assert time.perf_counter() - start < 2.5 and kernel.begun == 1
+    assert kernel.begun == 1
     assert [future.result() for future in kernel.futures] and kernel.begun == 10
 
 
@@ -248,6 +246,32 @@ def test_a_dry_pass_that_fails_is_said_and_leaves_the_engine_usable(error, devic
         batch.admit(Request(prompt, 9))
     assert batch.tokens(0).tolist() == prompt.tolist() and engine.ops.calls["linear"]
     assert ("compiling them ahead failed: no compiler" in caplog.text) == (error is ValueError)
+    assert ("no compiler" in engine.notes.get("compile_ahead", "")) == (error is ValueError)
+
+
+def test_an_interrupted_change_of_tree_changes_nothing(device, monkeypatch):
+    def interrupt(launches):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compile_ahead, "_compile", interrupt)
+    ends = []
+    for interrupted in (False, True):
+        engine = Engine(*native.read(model().to(device)), Operations(kernels=True))
+        spec = engine.draft.read_tree()
+        with Batch(engine, 1, spec, 40) as batch:
+            batch.admit(Request(random_prompt(6, vocab=8)[0], 9))
+            batch.step()
+            if interrupted:
+                batch.spec = PLAIN
+                monkeypatch.setattr(compile_ahead, "can_compile_ahead", lambda device: True)
+                with pytest.raises(KeyboardInterrupt):
+                    batch.launch()
+                monkeypatch.setattr(compile_ahead, "can_compile_ahead", lambda device: False)
+                batch.spec = spec
+            batch.step()
+            assert batch.state.spec == spec and batch._plain_steps is None
+            ends.append(batch.tokens(0).tolist())
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.slow

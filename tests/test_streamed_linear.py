@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 
-from eagle_triton import EaModel, laws, optimize_eagle_with_triton, overlap
+from eagle_triton import EaModel, attention, laws, optimize_eagle_with_triton, overlap
 from eagle_triton import linear as kernels
 from eagle_triton.layers import rms_norm
 from eagle_triton.linear import Settings
@@ -255,7 +255,7 @@ def test_generation_is_the_same_without_early_starts(monkeypatch, options):
             return model.generate(prompt, max_new_tokens=64, **options)
 
     early = generate()
-    for module in (overlap, laws):
+    for module in (overlap, laws, attention):
         monkeypatch.setattr(module, "can_overlap", lambda device: False)
     assert torch.equal(generate(), early)
 

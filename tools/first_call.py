@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = [in_a_fresh_process(args.shape, way) for way in WAYS]
     tokens = [row.pop("tokens") for row in rows]
     equal = tokens[0] == tokens[1]
-    notes = [f"tokens of the two ways: {'equal' if equal else 'DIFFERENT'}", f"{len(os.sched_getaffinity(0))} cores"]
+    notes = [f"tokens of the two ways: {'equal' if equal else 'DIFFERENT'}", f"{os.cpu_count()} cores"]
     options = {"shape": args.shape, "dtype": "bfloat16", "context": CONTEXT, "max_length": NEW}
     record = Record("first call", machine(torch.device("cuda"), args.commit), options, rows, notes)
     print(table(COLUMNS, [list(row.values()) for row in rows]), *notes, sep="\n")

@@ -254,9 +254,9 @@ class Batch:
 
     def _change_tree(self, mode: Mode) -> None:
         """Go over to `spec` if that is not the tree that was drafted."""
-        if self._drafts and not self._spec.drafts and self._plain_steps is None:
+        rests = self._drafts and not self._spec.drafts and self._plain_steps is None
+        if rests:
             lag.begin(self.engine.view, self.sequences)
-            self._plain_steps = 0
         if self._spec != self.state.spec:
             if self._spec.drafts and self._plain_steps is not None:
                 self._catch_up()
@@ -266,6 +266,8 @@ class Batch:
             self.engine.compile_ahead(state, mode, grow)
             grow()
             self.state = state
+        if rests:
+            self._plain_steps = 0
 
     def _catch_up(self) -> None:
         if self._plain_steps:

@@ -113,7 +113,7 @@ class Engine:
 
         What `before` writes may change, all else of the state stays as it is; modules of the model's own (a quantised
         projection) run once more, on zeros. If this fails, kernels are compiled one after another when they are
-        launched, as they are where they cannot be compiled ahead.
+        launched, as they are where they cannot be compiled ahead, and the report says so.
         """
         if (state, mode) in self._compiled or not self.ops.kernels:
             return
@@ -131,6 +131,7 @@ class Engine:
                     decode_step(self.ops, self.view, self.draft, state, mode, which)
         except Exception as error:  # whatever it is, a launch or the step itself says it again
             log.warning("kernels are compiled one after another: compiling them ahead failed: %s", error)
+            self.notes["compile_ahead"] = f"kernels are compiled one after another: {error}"
         finally:
             self.ops.calls.clear()  # none of them was one
             self.ops.calls.update(calls)
