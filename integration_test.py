@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from benchmarks.comparison import Comparison, compare, decode, first_difference, top2_margin
 from benchmarks.record import Record, machine, table
 from eagle_triton import EaModel
-from eagle_triton.comparison import Comparison, compare, decode, first_difference, top2_margin
 from eagle_triton.demo import demo_prompts
 
 MARGIN_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}

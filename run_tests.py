@@ -1,4 +1,4 @@
-"""Lint and test the project with the interpreter that runs this.
+"""Lint, check the floors and test the project with the interpreter that runs this.
 
 Arguments that --help does not list go to pytest: `python run_tests.py tests/test_setup_env.py -k install`.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 CPUS = os.cpu_count() or 1
 WORKERS = min(CPUS, 4)
+LINT_IMPORTS = "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
 
 
 def run(*arguments: str) -> bool:
@@ -31,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     passed = [
         run("-m", "ruff", "check", "--output-format", "concise"),
         run("-m", "ruff", "format", "--check", "--output-format", "concise"),
+        run("-c", LINT_IMPORTS, "--no-cache"),
         run("-m", "pytest", *parallel, *durations, *pytest_arguments),
     ]
     if options.detailed_report and all(passed):

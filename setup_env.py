@@ -41,7 +41,7 @@ INSTALL_UPSTREAM = (
 )
 TRITON = "triton-windows" if WINDOWS else "triton"
 TRITON_PLATFORMS = {("linux", "x86_64"), ("linux", "aarch64"), ("win32", "AMD64")}
-REQUIRED = {  # at least, below: the bounds of setup.py
+REQUIRED = {  # at least, below: the bounds of pyproject.toml
     "torch": ("2.6", None),
     TRITON: ("3.4", None),
     "transformers": ("4.53", "6"),
@@ -320,7 +320,7 @@ def install(directory: Path, constraints: Path, extra_no_deps: list[str]) -> Non
 def fingerprint(constraints: Path, extra_no_deps: list[str]) -> str:
     """The Python series, then a hash of all that decides what gets installed and from where."""
     torch_spec = os.environ.get("EAGLE_TRITON_TORCH_SPEC")
-    sources = [ROOT, (ROOT / "setup.py").read_text(), constraints.read_text(), torch_spec, extra_no_deps]
+    sources = [ROOT, (ROOT / "pyproject.toml").read_text(), constraints.read_text(), torch_spec, extra_no_deps]
     return f"{python_series()} {hashlib.sha256(repr(sources).encode()).hexdigest()}"
 
 

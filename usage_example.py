@@ -10,8 +10,8 @@ import sys
 
 import torch
 
+from benchmarks.comparison import decode
 from eagle_triton import EaModel, optimize_eagle_with_triton
-from eagle_triton.comparison import decode
 
 PROMPT = "def read_lines(path, encoding='utf-8'):\n    "
 

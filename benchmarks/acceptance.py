@@ -17,37 +17,35 @@ import torch
 from torch import Tensor
 
 from eagle_triton import integration
-from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.operations import Operations, make_operations
 from eagle_triton.models import ea_model
 
 WARNING = "ACCEPTED LENGTHS ARE FIXED (--accept-length {:g}): TIMES ONLY, THE TOKENS ARE MEANINGLESS"
 
 
-class FixedAcceptance(Operations):
-    """Operations whose verifications accept by the schedule. Everything stays on the device, so that graphs work."""
+def fix_acceptance(operations: Operations, mean: float) -> Operations:
+    """The same operations, whose verifications accept by the schedule. All stays on the device: graphs work."""
+    steps: dict[tuple[int, torch.device], Tensor] = {}
 
-    def __init__(self, kernels: bool = False, mean: float = 0.0) -> None:
-        super().__init__(kernels)
-        self._mean = mean
-        self._steps: dict[tuple[int, torch.device], Tensor] = {}
-        self.verify_greedy = self._fixed(self.verify_greedy)
-        self.verify_sampling = self._fixed(self.verify_sampling)
+    def scheduled(batch: int, device: torch.device) -> Tensor:
+        """How many drafts each sequence accepts now, [B] int64; sequences stand at different steps of the schedule."""
+        step = steps.setdefault((batch, device), torch.arange(batch, device=device))
+        step += 1
+        return (step * mean).floor().long() - ((step - 1) * mean).floor().long()
 
-    def _fixed(self, verify: Callable) -> Callable:
+    def fixed(verify: Callable) -> Callable:
         @functools.wraps(verify)
         def call(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, *args: Any, **kwargs: Any) -> tuple:
             path, accepted, next_token = verify(logits, tokens, parents, depth, *args, **kwargs)
             if depth:
-                path, accepted = deepest_path(parents, depth, self._scheduled(len(tokens), tokens.device))
+                path, accepted = deepest_path(parents, depth, scheduled(len(tokens), tokens.device))
             return path, accepted, next_token
 
         return call
 
-    def _scheduled(self, batch: int, device: torch.device) -> Tensor:
-        """How many drafts each sequence accepts now, [B] int64; sequences stand at different steps of the schedule."""
-        step = self._steps.setdefault((batch, device), torch.arange(batch, device=device))
-        step += 1
-        return (step * self._mean).floor().long() - ((step - 1) * self._mean).floor().long()
+    for name in ("verify_greedy", "verify_sampling"):
+        setattr(operations, name, fixed(getattr(operations, name)))
+    return operations
 
 
 def deepest_path(parents: Tensor, depth: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,13 +73,17 @@ def fixed_acceptance(mean: float | None, safeailab: ModuleType | None = None) ->
     """
     with ExitStack() as stack:
         if mean is not None:
-            operations = functools.partial(FixedAcceptance, mean=mean)
-            stack.enter_context(patch.object(integration, "Operations", operations))
+            fixed = functools.partial(_fixed_operations, mean=mean)
+            stack.enter_context(patch.object(integration, "make_operations", fixed))
             stack.enter_context(patch.object(ea_model, "verify_tree", _fixed_walk(ea_model.verify_tree, mean)))
             if safeailab is not None:
                 posterior = _fixed_posterior(safeailab.evaluate_posterior, mean)
                 stack.enter_context(patch.object(safeailab, "evaluate_posterior", posterior))
         yield
+
+
+def _fixed_operations(kernels: bool, mean: float) -> Operations:
+    return fix_acceptance(make_operations(kernels), mean)
 
 
 def _schedule(mean: float) -> Iterator[int]:
@@ -111,9 +113,9 @@ def _fixed_posterior(evaluate: Callable, mean: float) -> Callable:
     schedule = _schedule(mean)
 
     def call(logits: Tensor, candidates: Tensor, processor: Any) -> tuple[Tensor, int, Tensor]:
-        _, _, law = evaluate(logits, candidates, processor)
+        _, _, distribution = evaluate(logits, candidates, processor)
         lengths = (candidates >= 0).sum(1) - 1
         best = lengths.argmax()
-        return best, min(next(schedule), int(lengths[best])), law
+        return best, min(next(schedule), int(lengths[best])), distribution
 
     return call

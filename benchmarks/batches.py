@@ -15,10 +15,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks import models
-from benchmarks.acceptance import WARNING, FixedAcceptance
+from benchmarks.acceptance import WARNING, fix_acceptance
 from benchmarks.record import table
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
-from eagle_triton.engine.sampling import Sampling
+from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.speculative.policy import TreePolicy
 from eagle_triton.speculative.session import Session
 from eagle_triton.speculative.timing import Stopwatch
@@ -54,7 +54,7 @@ def _case(
     head = model.ea_layer
     config = EAGLEConfig(topk=head.top_k, num_steps=head.depth + 1, num_draft_tokens="auto", slots=batch)
     eagle = EAGLEInference(head, model, config)
-    eagle.engine.ops = FixedAcceptance(eagle.engine.ops.kernels, args.accept_length)
+    fix_acceptance(eagle.engine.ops, args.accept_length)
     prompts = [prompt[0].to(model.device) for prompt in models.random_prompts(model, batch, context)]
     _decode(eagle, None, prompts, args.max_length)
     timings = eagle.measure_costs((batch,), context, STEPS[model.device.type]).timings
@@ -77,7 +77,7 @@ def _decode(eagle: EAGLEInference, policy: TreePolicy | None, prompts: list[Tens
     rows, nodes = len(prompts[0]) + new, Counter()
     with Session(eagle.engine, policy, len(prompts), rows) as session, torch.no_grad():
         for prompt in prompts:
-            session.submit(prompt, new, Sampling(), stop_ids=())
+            session.submit(prompt, new, SamplingParams(), stop_ids=())
         session.advance()
         watch, first, steps = Stopwatch(prompts[0].device), session.tokens, session.steps
         while not session.idle:

@@ -13,11 +13,11 @@ from tqdm import tqdm
 
 from benchmarks import models
 from benchmarks.acceptance import WARNING, fixed_acceptance
+from benchmarks.comparison import Run, accepted_histogram, decode_all
 from benchmarks.record import table
 from benchmarks.timing import copy_bandwidth, synchronise
 from eagle_triton import EaModel, optimize_eagle_with_triton
 from eagle_triton.adapters import native
-from eagle_triton.comparison import Run, accepted_histogram, decode_all
 
 
 @dataclass(frozen=True)

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import models
 from benchmarks.record import table
 from benchmarks.timing import Quantiles, copy_bandwidth
 from eagle_triton.adapters import native
 from eagle_triton.engine.batch import Batch
-from eagle_triton.engine.generation import Engine
+from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import StepGraph
-from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.sampling import Sampling
-from eagle_triton.engine.step import Mode, project, target_forward, verify_and_draft
+from eagle_triton.engine.model import target_forward
+from eagle_triton.engine.modules import project
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.state import DecodeState
+from eagle_triton.engine.step import Mode, verify_and_draft
+
+if TYPE_CHECKING:  # needs Triton
+    from eagle_triton.engine.megakernel_step import MegakernelStep
 
 ROUNDS = 60
 
@@ -27,33 +35,32 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     """Add a row for each batch size and context. Raises ValueError without a GPU or for an unsupported model."""
     if args.device == "cpu":
         raise ValueError("megakernel mode needs a GPU")
-    from eagle_triton.engine.fused import FusedStep
+    from eagle_triton.engine.megakernel_step import MegakernelStep
 
     model = models.load(args)
     view, draft = native.read(model)
-    spec, ops = draft.read_tree(), Operations(kernels=True)
+    spec, ops = draft.read_tree(), make_operations(kernels=True)
     engine = Engine(view, draft, ops)
     bandwidth = copy_bandwidth(view.device)
-    floor_ms = (models.weight_bytes(view, draft, spec) - models.target_bytes(view)) / bandwidth * 1e3
+    floor_ms = draft.weight_bytes(spec) / bandwidth * 1e3
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s; the floor is the head's weights read")
     for batch, context in itertools.product(args.batch, args.context or [512]):
         prompts = [prompt[0].to(view.device) for prompt in models.random_prompts(model, batch, context)]
-        with torch.no_grad(), Batch.start(engine, prompts, spec, Sampling(), context + 64) as running:
+        with torch.no_grad(), Batch.start(engine, prompts, spec, SamplingParams(), context + 64) as running:
             state = running.state
-            fused = FusedStep(view, draft, state)
+            megakernel = MegakernelStep(view, draft, state)
             tree, positions = state.tree, state.lengths[:, None] + state.tree.depths
-            hidden, features = target_forward(
-                ops, view, tree.tokens, state.target_cache, state.lengths, positions, tree.ancestors
+            hidden, features, uncommitted = target_forward(
+                ops, view, tree.tokens, state.sequences.caches, state.lengths, positions, tree.ancestors
             )
             logits = project(ops, view.head, hidden)
-            _same(ops, draft, state, logits, features, fused)
-            with state.held():
+            step = partial(verify_and_draft, ops, draft, state, logits, features, uncommitted, Mode())
+            _same(step, state, megakernel)
+            with state.unchanged():
                 pool = torch.cuda.graph_pool_handle()
                 steps = {
-                    name: StepGraph(
-                        partial(verify_and_draft, ops, draft, state, logits, features, Mode(), used), state, ops, pool
-                    )
-                    for name, used in (("separate", None), ("megakernel", fused))
+                    name: StepGraph(partial(step, used), state, ops, pool)
+                    for name, used in (("separate", None), ("megakernel", megakernel))
                 }
                 times = _times(steps)
         for name, milliseconds in times.items():
@@ -71,15 +78,15 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
                     "speedup": times["separate"].median / milliseconds.median,
                 }
             )
-        engine.release()
+        engine.clear()
 
 
-def _same(ops: Operations, draft, state, logits, features, fused) -> None:
+def _same(step: Callable[[MegakernelStep | None], Tensor], state: DecodeState, megakernel: MegakernelStep) -> None:
     """Take one step both ways. Raises ValueError unless the trees are equal to the bit."""
     saved = [tensor.clone() for tensor in (*state.tree, state.lengths, state.tokens, state.active)]
     trees = []
-    for used in (None, fused):
-        verify_and_draft(ops, draft, state, logits, features, Mode(), used)
+    for used in (None, megakernel):
+        step(used)
         trees.append([tensor.clone() for tensor in (*state.tree, state.lengths, state.tokens)])
         for place, before in zip((*state.tree, state.lengths, state.tokens, state.active), saved, strict=True):
             place.copy_(before)

@@ -19,10 +19,11 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 
 from eagle_triton import EaModel
-from eagle_triton.adapters.view import MLP, DraftView, Layer, ModelView, Projection
 from eagle_triton.demo import demo_prompts
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.model import ModelView
+from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.shapes import random_model
-from eagle_triton.tree_spec import TreeSpec
 
 _ALIAS = "safeailab_eagle"  # an installed eagle-llm would be called `eagle` too
 
@@ -53,33 +54,9 @@ def prompts(model: EaModel, args: argparse.Namespace) -> list[Tensor]:
     return [model.tokenizer(text, return_tensors="pt").input_ids for text in texts]
 
 
-def weight_bytes(view: ModelView, draft: DraftView, spec: TreeSpec) -> int:
+def weight_bytes(view: ModelView, draft: Draft, spec: TreeSpec) -> int:
     """Bytes of weights that one decode step must read: the target once, the head once for each of its passes."""
-    target = target_bytes(view)
-    if not spec.drafts:
-        return target
-    passes = 1 + len(spec.beam_widths)
-    feature_passes = 1 if draft.kind == "eagle3" else passes  # EAGLE-3 projects the target's features only
-    return target + passes * (_layers_bytes(draft.layers) + _bytes(draft.head)) + feature_passes * _bytes(draft.fc)
-
-
-def target_bytes(view: ModelView) -> int:
-    """Bytes of weights that one forward of the target must read."""
-    return _layers_bytes(view.layers) + _bytes(view.head)
-
-
-def _layers_bytes(layers: tuple[Layer, ...]) -> int:
-    total = 0
-    for layer in layers:
-        attention, mlp = layer.attention, layer.mlp or MLP()
-        parts = (attention.q, attention.k, attention.v, attention.o, mlp.gate, mlp.up, mlp.down)
-        total += sum(_bytes(part) for part in parts)
-    return total
-
-
-def _bytes(projection: Projection | None) -> int:
-    weight = None if projection is None else projection.weight
-    return 0 if weight is None else weight.numel() * weight.element_size()
+    return view.weight_bytes + draft.weight_bytes(spec)
 
 
 def import_safeailab(checkout: Path) -> ModuleType:

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from benchmarks.record import table
 from benchmarks.timing import Quantiles, interleaved
-from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.operations import Operations, make_operations
 from eagle_triton.engine.state import capacity_bucket
 from eagle_triton.reference import attention, kv_cache, layers, sampling, tree_decoding, verification
 
@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     """Add a row for each case and provider, and notes. Raises ValueError if no case is called as --only says."""
     device = torch.device(args.device)
     cuda = device.type == "cuda"
-    operations = Operations(kernels=cuda)
+    operations = make_operations(kernels=cuda)
     if not cuda:
         notes.append("ON A CPU: REFERENCES AT TOY SIZES, THE TIMES SAY NOTHING ABOUT THE KERNELS")
     cases = list(all_cases(operations, LLAMA_8B if cuda else TOY, device, getattr(torch, args.dtype)))
@@ -346,10 +346,10 @@ def product_case(ops: Operations, random: Random, rows: int, name: str, cols: tu
         gate, up = out.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def ours(x: Tensor, joined: Tensor, weights: tuple[Tensor, ...], **deferred: bool) -> Any:
+    def ours(x: Tensor, joined: Tensor, weights: tuple[Tensor, ...], **keep_splits: bool) -> Any:
         if len(weights) == 1:
-            return ops.linear(x, weights[0], **deferred)
-        return ops.linear_stack(x, weights, [None] * len(weights), **deferred)
+            return ops.linear(x, weights[0], **keep_splits)
+        return ops.linear_stack(x, weights, [None] * len(weights), **keep_splits)
 
     def total(outs: Any, *_: Any) -> Tensor:
         outs = outs if isinstance(outs, tuple) else (outs,)
@@ -364,7 +364,7 @@ def product_case(ops: Operations, random: Random, rows: int, name: str, cols: tu
     else:
         providers = [Provider("cublas", cublas), _ours(ops, ours, total)]
         if _splits(ours, make, random):
-            providers.append(Provider(f"{_name(ops)}, deferred sum", partial(ours, deferred=True), total, True))
+            providers.append(Provider(f"{_name(ops)}, keep_splits sum", partial(ours, keep_splits=True), total, True))
     finish = swiglu if len(cols) == 2 else lambda out: out
     width = cols[0] if len(cols) == 2 else sum(cols)
     return Case(
@@ -380,12 +380,12 @@ def product_case(ops: Operations, random: Random, rows: int, name: str, cols: tu
 
 def _splits(ours: Callable[..., Any], make: Callable[..., tuple], random: Random) -> bool:
     """Whether this product comes in parts when it may."""
-    out = ours(*make(torch.Generator(random.device).manual_seed(0)), deferred=True)
+    out = ours(*make(torch.Generator(random.device).manual_seed(0)), keep_splits=True)
     return not isinstance(out[0] if isinstance(out, tuple) else out, Tensor)
 
 
 def verification_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterator[Case]:
-    """From logits to the accepted path. The target agrees with a few drafts; its laws are peaked, as a model's are."""
+    """From logits to the accepted path. The target agrees with a few drafts; its logits are as peaked as a model's."""
     parents, vocab = random.parents(), sizes.vocab
     path = _path(parents[0].tolist())[:5]
     element = random.dtype.itemsize
@@ -407,7 +407,7 @@ def verification_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterato
         def one(value: float, dtype: torch.dtype) -> Tensor:
             return torch.tensor([value], dtype=dtype, device=random.device)
 
-        params = sampling.SamplingParams(
+        params = sampling.SamplingTensors(
             temperature=one(1.0, torch.float32),
             top_k=one(0, torch.int32),
             top_p=one(0.9, torch.float32),
@@ -563,12 +563,12 @@ def layer_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterator[Case]
 
     yield Case(
         "layers",
-        f"rms_norm with residual [{NODES}, {hidden}]",
+        f"add_rms_norm [{NODES}, {hidden}]",
         norm_inputs,
-        lambda x, weight, residual: layers.rms_norm(x, weight, eps, residual),
+        lambda x, weight, residual: layers.add_rms_norm(x, residual, weight, eps),
         [
             Provider("add, rms_norm", torch_norm),
-            _ours(ops, lambda x, weight, residual: ops.rms_norm(x, weight, eps, residual=residual)),
+            _ours(ops, lambda x, weight, residual: ops.add_rms_norm(x, residual, weight, eps)),
         ],
         4 * NODES * hidden * element,
     )

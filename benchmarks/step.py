@@ -14,21 +14,21 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks import models
-from benchmarks.acceptance import WARNING, FixedAcceptance, fixed_acceptance
+from benchmarks.acceptance import WARNING, fix_acceptance, fixed_acceptance
+from benchmarks.comparison import decode
 from benchmarks.record import table
 from benchmarks.timing import Quantiles, copy_bandwidth, synchronise
 from eagle_triton.adapters import native
-from eagle_triton.comparison import decode
 from eagle_triton.engine.batch import Batch
-from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.sampling import Sampling
-from eagle_triton.tree_spec import PLAIN, TreeSpec
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 
 DECODINGS = {
-    "greedy": Sampling(),
-    "sampled": Sampling(temperature=1.0, top_p=0.9, top_p_first=True, seed=0),
-    "plain": Sampling(),
+    "greedy": SamplingParams(),
+    "sampled": SamplingParams(temperature=1.0, top_p=0.9, top_p_first=True, seed=0),
+    "plain": SamplingParams(),
 }
 STEPS = {"cuda": 20, "cpu": 3}  # timed at a stretch, twice in each run: by the host's clock, then on the device alone
 WARM_UPS = 2
@@ -41,7 +41,9 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     view, draft = native.read(model)
     cuda = view.device.type == "cuda"
     mean = args.accept_length
-    operations = Operations(cuda) if mean is None else FixedAcceptance(cuda, mean)
+    operations = make_operations(cuda)
+    if mean is not None:
+        fix_acceptance(operations, mean)
     engine = Engine(view, draft, operations, cuda_graph=cuda)
     bandwidth = copy_bandwidth(view.device)
     contexts = args.context or ([512] if cuda else [64])
@@ -64,11 +66,11 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         for decoding, batch, context in bar:
             bar.set_postfix_str(f"{decoding}, batch {batch}, context {context}")
             spec = PLAIN if decoding == "plain" else draft.read_tree()
-            engine.release()
+            engine.clear()
             prompts = [prompt[0].to(view.device) for prompt in models.random_prompts(model, batch, context)]
             figures = optimised_step(engine, prompts, spec, DECODINGS[decoding], args.num_runs)
             add("optimised", decoding, batch, context, figures)
-        engine.release()
+        engine.clear()
         originals = {"original": model}
         if module is not None:
             originals["SafeAILab"] = models.safeailab_model(module, model)
@@ -80,7 +82,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
 
 def optimised_step(
-    engine: Engine, prompts: list[Tensor], spec: TreeSpec, sampling: Sampling, repeats: int
+    engine: Engine, prompts: list[Tensor], spec: TreeSpec, sampling: SamplingParams, repeats: int
 ) -> dict[str, Any]:
     """Figures of one shape: `repeats` generations of a few steps each, and one before them that compiles and captures.
 

@@ -10,36 +10,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eagle_triton.adapters.reading import UnsupportedModelError
-    from eagle_triton.integration import EagleTritonConfig, optimize_eagle_with_triton, restore_eagle
-    from eagle_triton.models.ea_model import EaModel
-    from eagle_triton.patching import PatchError
-    from eagle_triton.speculative.config import EAGLEConfig
-    from eagle_triton.speculative.inference import EAGLEInference
+    from eagle_triton.adapters.module_reader import UnsupportedModelError as UnsupportedModelError
+    from eagle_triton.drop_in.patching import PatchError as PatchError
+    from eagle_triton.integration import EagleTritonConfig as EagleTritonConfig
+    from eagle_triton.integration import optimize_eagle_with_triton as optimize_eagle_with_triton
+    from eagle_triton.integration import restore_eagle as restore_eagle
+    from eagle_triton.models.ea_model import EaModel as EaModel
+    from eagle_triton.speculative.config import EAGLEConfig as EAGLEConfig
+    from eagle_triton.speculative.inference import EAGLEInference as EAGLEInference
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "EAGLEConfig": "eagle_triton.speculative.config",
     "EAGLEInference": "eagle_triton.speculative.inference",
     "EaModel": "eagle_triton.models.ea_model",
     "EagleTritonConfig": "eagle_triton.integration",
-    "PatchError": "eagle_triton.patching",
-    "UnsupportedModelError": "eagle_triton.adapters.reading",
+    "PatchError": "eagle_triton.drop_in.patching",
+    "UnsupportedModelError": "eagle_triton.adapters.module_reader",
     "optimize_eagle_with_triton": "eagle_triton.integration",
     "restore_eagle": "eagle_triton.integration",
 }
 
-__all__ = [
-    "EAGLEConfig",
-    "EAGLEInference",
-    "EaModel",
-    "EagleTritonConfig",
-    "PatchError",
-    "UnsupportedModelError",
-    "optimize_eagle_with_triton",
-    "restore_eagle",
-]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -37,9 +37,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from eagle_triton.launch import EXACT, launch
-from eagle_triton.overlap import can_overlap, prefer_shared_memory
 from eagle_triton.reference.attention import check_tree_attention
+from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.overlap import can_overlap, prefer_shared_memory
 
 _WORD = tl.constexpr(64)
 
@@ -614,19 +614,19 @@ def tree_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
-    planned_nodes: int | None = None,
+    launch_nodes: int | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T + mask) v for N new nodes per sequence, whose keys are in the cache already.
 
     q [B, N, Hq, d]; cache [2, B, Hkv, T, d] in q's dtype (fp16, bf16 or fp32), d <= 256; lengths [B] int32; ancestors
     [B, N, W] int64 or None (causal); `scale` > 0. See `reference.attention.tree_attention` for who sees what.
-    The last dimension of every tensor must be contiguous; its other strides are free. `planned_nodes`: choose the
+    The last dimension of every tensor must be contiguous; its other strides are free. `launch_nodes`: choose the
     launch settings for that many nodes. Returns [B, N, Hq, d]. Raises ValueError before the launch if shapes, dtypes,
     strides or devices do not fit.
     """
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window)
     _check_kernel_limits(q, cache, lengths, ancestors)
-    rows = (planned_nodes or q.shape[1]) * (q.shape[2] // cache.shape[2])
+    rows = (launch_nodes or q.shape[1]) * (q.shape[2] // cache.shape[2])
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda and torch.version.cuda else None
     use = settings_for(rows, q.shape[3], cache.shape[2], cache.shape[3], q.dtype, capability)
     return _launch(q, cache, lengths, ancestors, scale, sliding_window, use)

@@ -4,7 +4,7 @@
 
 | name           | shape        | dtype, layout                                               |
 |----------------|--------------|-------------------------------------------------------------|
-| features       | [B, P, H]    | fp16, bf16 or fp32, or Partials whose sums are added here   |
+| features       | [B, P, H]    | fp16, bf16 or fp32, or SplitSums whose sums are added here   |
 | parents        | [B, n]       | int64; absent: position i reads feature i                   |
 | tokens         | [B, n]       | int64                                                       |
 | embedding      | [V, H]       | as features; rows are contiguous                            |
@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.launch import DRAFT_WARPS
 from eagle_triton.layers import norm_row
-from eagle_triton.overlap import await_inputs, overlapped
-from eagle_triton.partials import Partials
 from eagle_triton.reference.draft_inputs import check_draft_inputs
+from eagle_triton.runtime.launch import DRAFT_WARPS
+from eagle_triton.runtime.overlap import await_inputs, overlapped
+from eagle_triton.runtime.split_sums import SplitSums
 
 
 @triton.jit(do_not_specialize_on_alignment=["parents_ptr", "tokens_ptr", "count", "features"])
@@ -73,7 +73,7 @@ def _draft_inputs_kernel(
 
 
 def draft_inputs(
-    features: Tensor | Partials,
+    features: Tensor | SplitSums,
     parents: Tensor | None,
     tokens: Tensor,
     embedding: Tensor,
@@ -96,9 +96,9 @@ def draft_inputs(
     picked = embedding.new_empty(batch, count, size)
     if not picked.numel():
         return inputs, picked
-    values = features.sums if isinstance(features, Partials) else features
+    values = features.sums if isinstance(features, SplitSums) else features
     values = values.contiguous()
-    splits = len(values) if isinstance(features, Partials) else 1
+    splits = len(values) if isinstance(features, SplitSums) else 1
     block = triton.next_power_of_2(size)
     overlapped(_draft_inputs_kernel, (batch * count, 2), embedding.device)(
         values,

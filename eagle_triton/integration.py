@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from eagle_triton import patching
-from eagle_triton.adapters import eagle_llm, native, reading, upstream
-from eagle_triton.adapters.reading import UnsupportedModelError
+from eagle_triton.adapters import eagle_llm, native, upstream
+from eagle_triton.adapters.module_reader import UnsupportedModelError, check_one_device
 from eagle_triton.drop_in import eagle_llm as eagle_llm_methods
 from eagle_triton.drop_in import native as native_methods
+from eagle_triton.drop_in import patching
 from eagle_triton.drop_in import upstream as upstream_methods
 from eagle_triton.drop_in.generate import generate_seam
-from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.operations import Operations
-from eagle_triton.patching import Originals, PatchError
+from eagle_triton.drop_in.patching import Originals, PatchError
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.operations import make_operations
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def optimize_eagle_with_triton(
     if patching.MARKER in getattr(model, "__dict__", {}):
         raise PatchError(f"this {type(model).__name__} is optimised already; restore it first")
     adapter, methods = _family(model)
-    reading.one_device(model, "the model")
+    check_one_device(model, "the model")
     view, draft = adapter.read(model)
     on_gpu = view.device.type == "cuda"
     kernels = on_gpu if config.kernels is None else config.kernels
@@ -91,7 +91,7 @@ def optimize_eagle_with_triton(
         raise ValueError("cuda_graph=True needs a model on a GPU and the kernels")
     if config.megakernel is True and not kernels:
         raise ValueError("megakernel=True needs the kernels")
-    operations = Operations(kernels)
+    operations = make_operations(kernels)
     megakernel = None if config.megakernel == "auto" else config.megakernel
     engine = Engine(view, draft, operations, cuda_graph, megakernel)
     seams, skipped = (*methods.seams(model, engine), generate_seam(model, engine)), {}
@@ -99,19 +99,19 @@ def optimize_eagle_with_triton(
         more, skipped = methods.module_seams(model, engine)
         seams += more
     if config.megakernel is True and config.strict:
-        from eagle_triton.engine.fused import unsupported_draft  # needs Triton
+        from eagle_triton.engine.megakernel_step import unsupported_draft  # needs Triton
 
         reason = unsupported_draft(draft)
         skipped |= {} if reason is None else {"megakernel": reason}
     if skipped and config.strict:
         raise UnsupportedModelError("; ".join(f"{path}: {reason}" for path, reason in skipped.items()))
 
-    def forget() -> None:
-        methods.forget(model)
-        engine.release()
+    def drop_caches() -> None:
+        methods.drop_caches(model)
+        engine.clear()
 
     engine.notes.update(skipped)
-    originals = patching.apply(seams, model, forget, engine.notes, operations.calls)
+    originals = patching.apply(seams, model, drop_caches, engine.notes, operations.calls)
     log.info("optimised %s: %d attributes replaced", type(model).__name__, len(originals))
     return model, originals
 

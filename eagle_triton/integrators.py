@@ -24,8 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.launch import launch
-from eagle_triton.laws import merge_peaks
 from eagle_triton.reference.integrators import (
     TreeMaskMode,
     both_spellings,
@@ -34,7 +32,9 @@ from eagle_triton.reference.integrators import (
     check_verify,
     packed_dtypes,
 )
-from eagle_triton.sampling import choose_chunk, choose_token, chunk_of
+from eagle_triton.runtime.launch import launch
+from eagle_triton.sampling.draws import choose_chunk, choose_token, chunk_of
+from eagle_triton.sampling.filter_thresholds import merge_peaks
 
 _NOWHERE = tl.constexpr(2**31 - 1)
 
@@ -230,11 +230,11 @@ def tree_speculative_sampling_kernel(
 
 @triton.jit
 def _rest(target_probs_ptr, draft_probs_ptr, row, whole, index, vocabulary):
-    """A chunk of a row's law, and of what its refused tokens leave of it."""
+    """A chunk of a row's distribution, and of what its refused tokens leave of it."""
     place = row * vocabulary + index
-    law = tl.load(target_probs_ptr + place, mask=index < vocabulary, other=0.0)
+    distribution = tl.load(target_probs_ptr + place, mask=index < vocabulary, other=0.0)
     used = tl.load(draft_probs_ptr + place, mask=(index < vocabulary) & (whole == 0), other=0.0)
-    return law, tl.maximum(law - used, 0.0)
+    return distribution, tl.maximum(distribution - used, 0.0)
 
 
 @triton.jit
@@ -250,17 +250,17 @@ def _rest_sums_kernel(
     steps,
     CHUNK: tl.constexpr,
 ):
-    """Grid (bs, chunks): what is left of one chunk, and the law's largest token in it."""
+    """Grid (bs, chunks): what is left of one chunk, and the distribution's largest token in it."""
     batch, chunk = tl.program_id(0), tl.program_id(1)
     whole = (tl.load(accept_token_num_ptr + batch) == steps - 1).to(tl.int32)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     row = tl.load(ends_ptr + batch * 2)
-    law, rest = _rest(target_probs_ptr, draft_probs_ptr, row, whole, index, vocabulary)
+    distribution, rest = _rest(target_probs_ptr, draft_probs_ptr, row, whole, index, vocabulary)
     slot = batch * tl.num_programs(1) + chunk
-    peak = tl.max(law, 0)
+    peak = tl.max(distribution, 0)
     tl.store(sums_ptr + slot, tl.sum(rest.to(tl.float64), 0))
     tl.store(peaks_ptr + slot, peak)
-    tl.store(places_ptr + slot, tl.min(tl.where(law == peak, index, _NOWHERE), 0))
+    tl.store(places_ptr + slot, tl.min(tl.where(distribution == peak, index, _NOWHERE), 0))
 
 
 @triton.jit
@@ -280,7 +280,7 @@ def _final_token_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Grid (bs,): draw the final token; the law's argmax if nothing is left."""
+    """Grid (bs,): draw the final token; the distribution's argmax if nothing is left."""
     batch = tl.program_id(0)
     lane = tl.arange(0, CHUNKS)
     slot = batch * chunks + lane

@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.launch import launch
-from eagle_triton.overlap import await_inputs, overlapped
 from eagle_triton.reference.kv_cache import check_append, check_commit, check_gather
+from eagle_triton.runtime.launch import launch
+from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 
 @triton.jit

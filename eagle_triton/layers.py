@@ -1,6 +1,7 @@
 """The small operations between the products: RMSNorm, rotary embedding with the cache append, SwiGLU.
 
-    rms_norm:       total = x (+ residual);  out = weight * total / sqrt(mean(total^2) + eps)
+    rms_norm:       out = weight * x / sqrt(mean(x^2) + eps)
+    add_rms_norm:   total = x + residual;  out = rms_norm(total)
     add:            out = x (+ residual)
     rotary_append:  q, k = rotate(norm(q), angle), rotate(norm(k), angle);  cache rows first_row.. = k, v
                     rotate((a, b), angle) = (a cos - b sin, b cos + a sin), a and b the halves of a head
@@ -14,7 +15,7 @@
 | first_row, positions | [B], [B, N]         | int32                                                            |
 | inv_freq             | [d / 2]             | fp32; angle = position * inv_freq                                |
 
-x, or q, k and v together, may be `Partials` (partials.py): products whose partial sums are added here, in their order.
+x, or q, k and v together, may be `SplitSums`: products whose partial sums are added here, in their order.
 
 Numerics: computed in fp32 and rounded to the output's dtype wherever Hugging Face's models round: a product before a
 residual is added to it or before it is rotated, a normalised value before its weight, sine and cosine, both terms of a
@@ -30,10 +31,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.launch import DRAFT_WARPS, EXACT, launch
-from eagle_triton.overlap import await_inputs, overlapped
-from eagle_triton.partials import Partials
 from eagle_triton.reference.layers import check_add, check_rms_norm, check_rotary_append, check_swiglu
+from eagle_triton.runtime.launch import DRAFT_WARPS, EXACT, launch
+from eagle_triton.runtime.overlap import await_inputs, overlapped
+from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 
 @triton.jit
@@ -372,28 +373,37 @@ def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, stride_gm, stride_um, size, BLOCK:
     tl.store(out_ptr + row * size + offs, (rounded(gate * tl.sigmoid(gate), kind) * up).to(kind), mask=mask)
 
 
-def norm_warps(block: int, planned: bool = False) -> int:
+def norm_warps(block: int, in_draft_pass: bool = False) -> int:
     """Warps for a row of `block` elements; in a draft pass the megakernel's, whose sums have the same order then."""
-    return DRAFT_WARPS if planned else min(max(block // 512, 1), 16)
+    return DRAFT_WARPS if in_draft_pass else min(max(block // 512, 1), 16)
 
 
-def rms_norm(
-    x: Tensor | Partials, weight: Tensor, eps: float, residual: Tensor | None = None, *, planned: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor | SplitSums, weight: Tensor, eps: float, *, in_draft_pass: bool = False) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension. x [..., H], weight [H].
 
-    With `residual` [..., H], x + residual is normalised and the sum is returned too: (normed, sum). `planned`: in a
-    draft pass, whose bits are the megakernel's.
+    With `in_draft_pass` the bits are the megakernel's.
     """
-    check_rms_norm(x, weight, residual)
+    check_rms_norm("rms_norm", x, weight)
     out = weight.new_empty(x.shape)
-    total = None if residual is None else weight.new_empty(x.shape)
-    _launch_norm(x, weight.contiguous(), eps, residual, out, total, planned)
-    return out if residual is None else (out, total)
+    _launch_norm(x, weight.contiguous(), eps, None, out, None, in_draft_pass)
+    return out
 
 
-def add(x: Tensor | Partials, residual: Tensor | None = None) -> Tensor:
-    """x + residual, or the sum of Partials alone, rounded once: [..., H]."""
+def add_rms_norm(
+    x: Tensor | SplitSums, residual: Tensor, weight: Tensor, eps: float, *, in_draft_pass: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), [..., H] each, in one pass. x, residual [..., H], weight [H].
+
+    With `in_draft_pass` the bits are the megakernel's.
+    """
+    check_rms_norm("add_rms_norm", x, weight, residual)
+    out, total = weight.new_empty(x.shape), weight.new_empty(x.shape)
+    _launch_norm(x, weight.contiguous(), eps, residual, out, total, in_draft_pass)
+    return out, total
+
+
+def add(x: Tensor | SplitSums, residual: Tensor | None = None) -> Tensor:
+    """x + residual, or the sum of SplitSums alone, rounded once: [..., H]."""
     check_add(x, residual)
     if residual is None and isinstance(x, Tensor):
         return x
@@ -403,20 +413,20 @@ def add(x: Tensor | Partials, residual: Tensor | None = None) -> Tensor:
 
 
 def _launch_norm(
-    x: Tensor | Partials,
+    x: Tensor | SplitSums,
     weight: Tensor | None,
     eps: float,
     residual: Tensor | None,
     out: Tensor,
     total: Tensor | None,
-    planned: bool = False,
+    in_draft_pass: bool = False,
 ) -> None:
     """One program for each row of `out`, which is contiguous."""
     if not out.numel():
         return
     size, count = x.shape[-1], x.shape[:-1].numel()
     residual = None if residual is None else _contiguous_rows(residual)
-    if isinstance(x, Partials):
+    if isinstance(x, SplitSums):
         rows = x.sums.reshape(-1, count, size)
         rows = rows if rows.stride(2) == 1 else rows.contiguous()
         splits, stride_split = rows.shape[0], rows.stride(0)
@@ -436,14 +446,14 @@ def _launch_norm(
         size,
         block,
         splits,
-        num_warps=norm_warps(block, planned),
+        num_warps=norm_warps(block, in_draft_pass),
     )
 
 
 def rotary_append(
-    q: Tensor | Partials,
-    k: Tensor | Partials,
-    v: Tensor | Partials,
+    q: Tensor | SplitSums,
+    k: Tensor | SplitSums,
+    v: Tensor | SplitSums,
     cache: Tensor,
     first_row: Tensor,
     positions: Tensor,
@@ -468,10 +478,10 @@ def rotary_append(
         raise ValueError(f"rotary_append: the cache's last dimension must be contiguous, got {cache.stride()}")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     splits, stride_split = 1, 0
-    if all(isinstance(x, Partials) and _split_layout(x) == _split_layout(q) for x in (q, k, v)):
+    if all(isinstance(x, SplitSums) and _split_layout(x) == _split_layout(q) for x in (q, k, v)):
         splits, stride_split = _split_layout(q)
         q, k, v = q.sums[0], k.sums[0], v.sums[0]
-    q, k, v = (x.total() if isinstance(x, Partials) else x for x in (q, k, v))
+    q, k, v = total_of(q), total_of(k), total_of(v)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     if out.numel():
         overlapped(_rotary_append_kernel, (count, num_kv_heads, batch), out.device)(
@@ -519,7 +529,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def _split_layout(x: Partials) -> tuple[int, int]:
+def _split_layout(x: SplitSums) -> tuple[int, int]:
     return x.sums.shape[0], x.sums.stride(0)
 
 

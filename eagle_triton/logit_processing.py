@@ -1,4 +1,4 @@
-"""What a request asks of the target's logits before they become a law: repetition penalty, then logit bias.
+"""What a request asks of the target's logits before they become a distribution: repetition penalty, then logit bias.
 
     x' = (x < 0 ? x * penalty : x / penalty) where the token is in the sequence or on the node's path, else x;  + bias
 
@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.launch import launch
 from eagle_triton.reference.logit_processing import LogitRules, check_process_logits
+from eagle_triton.runtime.launch import launch
 
 _NOWHERE = tl.constexpr(2**31 - 1)
 _CHUNK = 4096  # tokens per program

@@ -1,9 +1,9 @@
 """Judging a draft tree: greedy walk, sampled walk, and the update of the token sequence.
 
-Greedy: the vocabulary's argmax is taken by a grid of (node, part) programs; one program per sequence merges the
-parts and walks. Sampled: laws.row_laws gives every node's law as four numbers, so that [N, V] probabilities never
-exist; the walk gathers the children's masses alone, and only the last accepted node's row is read once more, to draw
-the final token.
+Greedy: the vocabulary's argmax is taken by a grid of (node, part) programs; one program per sequence merges the parts
+and walks. Sampled: filter_thresholds.row_thresholds gives every node's distribution as four numbers, so that [N, V]
+probabilities never exist; the walk gathers the children's masses alone, and only the last accepted node's row is read
+once more, to draw the final token.
 
 | name       | shape, dtype           | meaning                                                       |
 |---|---|---|
@@ -26,12 +26,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.launch import launch
-from eagle_triton.laws import Settings, law_weight, merge_peaks, row_laws, scale_of, scan
-from eagle_triton.overlap import await_inputs, early_start, overlapped, prefer_shared_memory
-from eagle_triton.reference.sampling import SamplingParams
+from eagle_triton.reference.sampling import SamplingTensors
 from eagle_triton.reference.verification import ERROR, LENGTH, REPORT_TOKENS, STOP, Stops, check_tree, check_update
-from eagle_triton.sampling import choose_chunk, choose_token, chunk_of, coin_of
+from eagle_triton.runtime.launch import launch
+from eagle_triton.runtime.overlap import await_inputs, early_start, overlapped, prefer_shared_memory
+from eagle_triton.sampling.draws import choose_chunk, choose_token, chunk_of, coin_of
+from eagle_triton.sampling.filter_thresholds import Settings, merge_peaks, row_thresholds, scale_of, scan, token_weight
 
 _NOWHERE = tl.constexpr(2**31 - 1)
 _STOP, _LENGTH, _ERROR = tl.constexpr(STOP), tl.constexpr(LENGTH), tl.constexpr(ERROR)
@@ -166,7 +166,7 @@ def _refused(token, parent, current, chunk, CHUNK: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=_BY_SLOT)
 def _sampled_walk_kernel(
     x_ptr,
-    laws_ptr,
+    thresholds_ptr,
     temperature_ptr,
     min_p_ptr,
     seed_ptr,
@@ -194,7 +194,7 @@ def _sampled_walk_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (B, chunks): walk one sequence's tree (every chunk the same walk), then sum one chunk of the last accepted
-    node's law, without and with the tokens of its refused children."""
+    node's distribution, without and with the tokens of its refused children."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -205,14 +205,16 @@ def _sampled_walk_kernel(
     token = tl.load(tokens + node * stride_tn, mask=real, other=-1)
     parent = tl.load(parents + node * stride_pn, mask=real, other=-2)
     x_batch = x_ptr + batch.to(tl.int64) * nodes * stride_xr
-    laws = laws_ptr + batch.to(tl.int64) * nodes * 4
+    thresholds = thresholds_ptr + batch.to(tl.int64) * nodes * 4
     scale, min_p = scale_of(tl.load(temperature_ptr + batch)), tl.load(min_p_ptr + batch)
     seed, counter = tl.load(seed_ptr + batch), tl.load(step_ptr + batch)
 
     above = tl.maximum(parent, 0)
     known = real & (parent >= 0) & (token >= 0) & (token < vocabulary)
     x = tl.load(x_batch + above.to(tl.int64) * stride_xr + token * stride_xv, mask=known, other=float("-inf"))
-    mass = law_weight(laws + above * 4, x.to(tl.float32), token, min_p, scale) * tl.load(laws + above * 4 + 2)
+    mass = token_weight(thresholds + above * 4, x.to(tl.float32), token, min_p, scale) * tl.load(
+        thresholds + above * 4 + 2
+    )
     repeated = tl.zeros((NODES,), tl.int32)
     for first in range(0, nodes, PAIRS):  # a token that an earlier sibling holds counts once
         other = first + tl.arange(0, PAIRS)
@@ -241,13 +243,13 @@ def _sampled_walk_kernel(
         tl.store(path_ptr + batch * (depth + 1) + step, path, mask=step <= depth)
         tl.store(accepted_ptr + batch, accepted)
         if nan_ptr is not None:
-            tops = tl.load(laws + node * 4, mask=real, other=0.0)
+            tops = tl.load(thresholds + node * 4, mask=real, other=0.0)
             tl.store(nan_ptr + batch, tl.max((tops != tops).to(tl.int32), 0) > 0)
 
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     x_row = x_batch + current.to(tl.int64) * stride_xr
     x = tl.load(x_row + index * stride_xv, mask=index < vocabulary, other=float("-inf")).to(tl.float32)
-    weight = law_weight(laws + current * 4, x, index, min_p, scale)
+    weight = token_weight(thresholds + current * 4, x, index, min_p, scale)
     rest = _without(weight, index, _refused(token, parent, current, chunk, CHUNK))
     slot = (batch * chunks + chunk) * 2
     tl.store(sums_ptr + slot, tl.sum(weight.to(tl.float64), 0))
@@ -257,7 +259,7 @@ def _sampled_walk_kernel(
 @triton.jit(do_not_specialize_on_alignment=_BY_SLOT)
 def _final_token_kernel(
     x_ptr,
-    laws_ptr,
+    thresholds_ptr,
     temperature_ptr,
     min_p_ptr,
     seed_ptr,
@@ -292,7 +294,7 @@ def _final_token_kernel(
     slot = (batch * chunks + lane) * 2
     whole = tl.load(sums_ptr + slot, mask=lane < chunks, other=0.0)
     rest = tl.load(sums_ptr + slot + 1, mask=lane < chunks, other=0.0)
-    some_left = tl.sum(rest, 0) > 0  # else rounding refused all mass: draw from the whole law
+    some_left = tl.sum(rest, 0) > 0  # else rounding refused all mass: draw from the whole distribution
     coin = coin_of(tl.load(seed_ptr + batch), tl.load(step_ptr + batch), nodes)
     chunk, target = choose_chunk(tl.where(some_left, rest, whole), coin)
 
@@ -303,7 +305,7 @@ def _final_token_kernel(
     row = batch.to(tl.int64) * nodes + current
     x = tl.load(x_ptr + row * stride_xr + index * stride_xv, mask=index < vocabulary, other=float("-inf"))
     scale = scale_of(tl.load(temperature_ptr + batch))
-    weight = law_weight(laws_ptr + row * 4, x.to(tl.float32), index, tl.load(min_p_ptr + batch), scale)
+    weight = token_weight(thresholds_ptr + row * 4, x.to(tl.float32), index, tl.load(min_p_ptr + batch), scale)
     if some_left:
         weight = _without(weight, index, _refused(token, parent, current, chunk, CHUNK))
     tl.store(next_ptr + batch, choose_token(weight, index, target, vocabulary).to(tl.int64))
@@ -457,7 +459,7 @@ def verify_sampling(
     tokens: Tensor,
     parents: Tensor,
     depth: int,
-    params: SamplingParams,
+    params: SamplingTensors,
     top_p_first: bool = False,
     *,
     nan: Tensor | None = None,
@@ -468,16 +470,16 @@ def verify_sampling(
     """
     check_tree("verify_sampling", logits, tokens, parents, depth, nan)
     batch, nodes, vocabulary = logits.shape
-    laws = row_laws("verify_sampling", logits, params, top_p_first, argmax_at_0=True)
+    thresholds = row_thresholds("verify_sampling", logits, params, top_p_first, argmax_at_0=True)
     path, accepted, next_token = _results(batch, depth, logits.device)
     x, chunk = logits.reshape(-1, vocabulary), chunk_of(vocabulary)
     chunks = triton.cdiv(vocabulary, chunk)
     sums = torch.empty(batch, chunks, 2, dtype=torch.float64, device=logits.device)
-    law = (x, laws, params.temperature, params.min_p, params.seed, params.step, tokens, parents)
+    rows = (x, thresholds, params.temperature, params.min_p, params.seed, params.step, tokens, parents)
     sizes = (nodes, vocabulary, chunks, depth, *x.stride(), *tokens.stride(), *parents.stride())
     width, early = triton.next_power_of_2(nodes), early_start(logits.device)
     compiled = launch(_sampled_walk_kernel, (batch, chunks))(
-        *law,
+        *rows,
         path,
         accepted,
         nan,
@@ -492,7 +494,7 @@ def verify_sampling(
     )
     prefer_shared_memory(compiled)
     compiled = launch(_final_token_kernel, (batch,))(
-        *law,
+        *rows,
         path,
         accepted,
         sums,

@@ -22,19 +22,20 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from eagle_triton import compile_ahead, linear, overlap, streamed_linear
 from eagle_triton.adapters import native
 from eagle_triton.engine.batch import Batch, Request
-from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.sampling import Sampling
-from eagle_triton.tree_spec import TreeSpec
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.linear import settings, streamed
+from eagle_triton.runtime import compile_ahead, overlap
 from tests.tiny import random_prompt, tiny_model
 
 WAYS = (  # and the tree's nodes
-    (Sampling(), 60),
-    (Sampling(temperature=1.0, top_p=0.9), 25),
-    (Sampling(temperature=1.0, repetition_penalty=1.2), 25),
+    (SamplingParams(), 60),
+    (SamplingParams(temperature=1.0, top_p=0.9), 25),
+    (SamplingParams(temperature=1.0, repetition_penalty=1.2), 25),
 )
 
 
@@ -80,8 +81,8 @@ def main() -> int:
     triton.knobs.compilation.listener = compiled
     # a CPU that passes for a Hopper GPU
     compile_ahead.can_compile_ahead = lambda device: True
-    linear._compute_capability = lambda device: (9, 0)
-    streamed_linear._multiprocessors = lambda device: 132
+    settings.compute_capability = lambda device: (9, 0)
+    streamed._multiprocessors = lambda device: 132
     overlap._driver = lambda: None
     for name, module in list(sys.modules.items()):
         if name.startswith("eagle_triton") and hasattr(module, "can_overlap"):
@@ -94,7 +95,9 @@ def main() -> int:
     ):
         triton.knobs.cache.dir = cache
         for sampling, nodes in WAYS:
-            engine = Engine(*native.read(tiny_model(vocab=512, total_token=nodes).to(torch.bfloat16)), Operations(True))
+            engine = Engine(
+                *native.read(tiny_model(vocab=512, total_token=nodes).to(torch.bfloat16)), make_operations(True)
+            )
             with Batch(engine, 2, engine.draft.read_tree(), 110) as batch:
                 for length in (70, 77):  # the second enters another slot, where nothing is aligned as in the first
                     batch.admit(Request(random_prompt(length, 512)[0], 20, sampling))

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from eagle_triton.adapters import eagle_llm, native, upstream
-from eagle_triton.adapters.reading import UnsupportedModelError
+from eagle_triton.adapters.module_reader import UnsupportedModelError
 from eagle_triton.drop_in import methods
 from eagle_triton.drop_in.attention import PreallocatedRows, _ancestors
-from eagle_triton.patching import Fallback
-from eagle_triton.tree_spec import TreeSpec
+from eagle_triton.drop_in.patching import Fallback
+from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft
+from eagle_triton.engine.tree_spec import TreeSpec
 from tests.tiny import tiny_model
 
 HIDDEN, HEADS, KV_HEADS, VOCAB, DRAFT_VOCAB = 32, 4, 2, 24, 16
@@ -125,10 +126,10 @@ def test_eagle3_is_read_as_it_is():
     view, draft = upstream.read(model)
     assert (len(view.layers), view.feature_layers, view.vocab_size) == (8, (2, 4, 5), VOCAB)
     layer, module = view.layers[3], model.base_model.model.layers[3]
-    assert layer.attention.q.weight is module.self_attn.q_proj.weight and layer.mlp.gate.bias is None
-    assert (layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.scale) == (4, 2, HEAD_DIM**-0.5)
+    assert layer.mixer.q.weight is module.self_attn.q_proj.weight and layer.mlp.gate.bias is None
+    assert (layer.mixer.num_heads, layer.mixer.num_kv_heads, layer.mixer.scale) == (4, 2, HEAD_DIM**-0.5)
     assert (view.eos_token_ids, view.norm.eps) == ((2,), 1e-5)
-    assert draft.kind == "eagle3" and draft.d2t is model.ea_layer.d2t
+    assert isinstance(draft, Eagle3Draft) and draft.d2t is model.ea_layer.d2t
     assert draft.hidden_norm.weight is model.ea_layer.midlayer.hidden_norm.weight
     assert draft.read_tree() == TreeSpec.dynamic(60, 7, 10)
     model.ea_layer.total_tokens, model.ea_layer.depth, model.ea_layer.top_k = 7, 3, 2
@@ -138,7 +139,7 @@ def test_eagle3_is_read_as_it_is():
 def test_eagle1_is_read_as_it_is():
     model = stand_in("eagle1")
     view, draft = upstream.read(model)
-    assert draft.kind == "eagle1" and view.feature_layers == () and draft.head is view.head
+    assert isinstance(draft, Eagle1Draft) and view.feature_layers == () and draft.head is view.head
     assert draft.layers[0].input_norm is None and draft.layers[1].input_norm is not None
     assert draft.fc.bias is model.ea_layer.fc.bias
 
@@ -163,14 +164,14 @@ def test_rotary_frequencies_do_not_come_from_a_rounded_buffer():
     model.to(torch.bfloat16)
     view, draft = upstream.read(model)
     for layer in (view.layers[0], draft.layers[0]):
-        assert layer.attention.rotary.inv_freq.dtype == torch.float32
-        assert torch.equal(layer.attention.rotary.inv_freq, exact)
+        assert layer.mixer.rotary.inv_freq.dtype == torch.float32
+        assert torch.equal(layer.mixer.rotary.inv_freq, exact)
 
 
 def test_scaled_rotary_embeddings():
     model = stand_in()
     model.base_model.model.layers[0].self_attn.rotary_emb = LlamaLinearScalingRotaryEmbedding()
-    first, second = (layer.attention.rotary.inv_freq for layer in upstream.read(model)[0].layers[:2])
+    first, second = (layer.mixer.rotary.inv_freq for layer in upstream.read(model)[0].layers[:2])
     torch.testing.assert_close(first * 4, second)
 
 
@@ -180,7 +181,7 @@ def test_qwen3_shares_one_rotary_embedding_and_has_head_norms():
     for layer in model.base_model.model.layers:
         del layer.self_attn.rotary_emb
         layer.self_attn.q_norm, layer.self_attn.k_norm = Norm(HEAD_DIM), Norm(HEAD_DIM)
-    attention = upstream.read(model)[0].layers[0].attention
+    attention = upstream.read(model)[0].layers[0].mixer
     assert attention.rotary.attention_scaling == 1.25
     assert torch.equal(attention.rotary.inv_freq, model.base_model.model.rotary_emb.inv_freq)
     assert attention.q_norm.weight is model.base_model.model.layers[0].self_attn.q_norm.weight

@@ -7,18 +7,18 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from eagle_triton.engine import lag
+from eagle_triton.engine import skipped_features
 from eagle_triton.engine.batch import Batch, Request
-from eagle_triton.engine.generate import generate
-from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.sampling import Sampling
-from eagle_triton.tree_spec import PLAIN, TreeSpec
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.stop_rules import generate
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from tests.test_engine import engine_for
-from tests.tiny import random_prompt, tiny_model
+from tests.tiny import draft_cache, random_prompt, target_cache, tiny_model
 
 SMALL = dict(total_token=8, depth=3, top_k=2)
 LARGER = dict(total_token=24, depth=3, top_k=6)
-AHEAD = pytest.mark.parametrize("ahead", [0, 1], ids=["read-at-once", "read-late"])
+IN_FLIGHT = pytest.mark.parametrize("in_flight", [1, 2], ids=["read-at-once", "read-late"])
 
 
 def prompt(length: int, seed: int = 0, vocab: int = 32) -> torch.Tensor:
@@ -53,23 +53,23 @@ def drain(batch: Batch, waiting: list[Request] = (), every: int = 1) -> dict[int
 
 REQUESTS = [
     Request(prompt(5), 17),
-    Request(prompt(40), 9, Sampling(temperature=1.0, seed=3)),
+    Request(prompt(40), 9, SamplingParams(temperature=1.0, seed=3)),
     Request(prompt(1), 30, stop_ids=frozenset([3, 7])),
-    Request(prompt(40), 12, Sampling(temperature=0.8, top_k=9, top_p=0.9, seed=4)),
+    Request(prompt(40), 12, SamplingParams(temperature=0.8, top_k=9, top_p=0.9, seed=4)),
     Request(prompt(12), 1),
-    Request(prompt(33), 25, Sampling(temperature=1.5, min_p=0.05, seed=-5), stop_ids=frozenset(range(0, 32, 2))),
-    Request(prompt(7), 20, Sampling(temperature=1.0, seed=3), stop_ids=frozenset(range(9, 29))),
+    Request(prompt(33), 25, SamplingParams(temperature=1.5, min_p=0.05, seed=-5), stop_ids=frozenset(range(0, 32, 2))),
+    Request(prompt(7), 20, SamplingParams(temperature=1.0, seed=3), stop_ids=frozenset(range(9, 29))),
 ]
 
 
-@AHEAD
+@IN_FLIGHT
 @pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
-def test_staggered_requests_get_what_each_gets_alone(eagle3, ahead):
+def test_staggered_requests_get_what_each_gets_alone(eagle3, in_flight):
     engine = engine_for(tiny_model(eagle3=eagle3, layers=5, **SMALL))
     expected = [alone(engine, request) for request in REQUESTS]
     for every, order in ((1, REQUESTS), (3, REQUESTS[::-1])):
         with Batch(engine, 3, engine.draft.read_tree(), 80) as batch:
-            batch.ahead = ahead
+            batch.max_in_flight = in_flight
             results = drain(batch, order, every)
             assert batch.free == [0, 1, 2] and batch.step() == []
         for request, tokens in zip(REQUESTS, expected, strict=True):
@@ -77,11 +77,11 @@ def test_staggered_requests_get_what_each_gets_alone(eagle3, ahead):
             assert len(tokens) == request.max_new_tokens or tokens[-1] in request.stop_ids
 
 
-@AHEAD
-def test_a_released_slot_belongs_to_the_next_request_alone(ahead):
+@IN_FLIGHT
+def test_a_released_slot_belongs_to_the_next_request_alone(in_flight):
     engine = engine_for(tiny_model(layers=5, **SMALL))
     with Batch(engine, 2, engine.draft.read_tree(), 80) as batch:
-        batch.ahead = ahead
+        batch.max_in_flight = in_flight
         batch.admit_all(REQUESTS[:2])
         batch.step()
         batch.release(0)
@@ -94,14 +94,14 @@ def test_a_released_slot_belongs_to_the_next_request_alone(ahead):
     assert results[id(REQUESTS[5])][0] == alone(engine, REQUESTS[5])
 
 
-@AHEAD
-def test_nan_logits_end_one_request_and_no_other(ahead):
+@IN_FLIGHT
+def test_nan_logits_end_one_request_and_no_other(in_flight):
     engine = engine_for(tiny_model(layers=5, **SMALL))
     with Batch(engine, 3, engine.draft.read_tree(), 80) as batch:
-        batch.ahead = ahead
+        batch.max_in_flight = in_flight
         batch.admit_all(REQUESTS[:3])
         batch.step()
-        batch.sequences.target_cache[:, :, 1, :, :3] = float("nan")
+        target_cache(batch.sequences)[:, :, 1, :, :3] = float("nan")
         failures, results = [], {}
         while batch.running:
             for progress in batch.step():
@@ -147,7 +147,7 @@ def test_a_request_that_cannot_enter_harms_nobody():
             assert batch.running == [0] and batch.free == [1, 2]
         with pytest.raises(RuntimeError, match="3 requests do not fit into 2 free slots"):
             batch.admit_all([second] * 3)
-        sampled = [Request(prompt(5), 5, Sampling(temperature=1.0, top_p_first=first)) for first in (True, False)]
+        sampled = [Request(prompt(5), 5, SamplingParams(temperature=1.0, top_p_first=first)) for first in (True, False)]
         with pytest.raises(ValueError, match="top_p_first must be the same"):
             batch.admit_all(sampled)
         assert batch.admit(second) == 1
@@ -203,7 +203,7 @@ def test_what_a_capture_runs_leaves_sequences_as_they_are():
                 if held:
                     with torch.no_grad():
                         batch._change_tree(batch._mode([]))
-                    with batch.state.held():
+                    with batch.state.unchanged():
                         batch.launch()
                         batch.launch()
                 steps.append([(p.slot, p.tokens, p.accepted) for p in batch.step()])
@@ -216,10 +216,16 @@ def test_what_a_capture_runs_leaves_sequences_as_they_are():
 
 def known_rows(batch: Batch, slot: int) -> torch.Tensor:
     """The draft's cache rows of the committed tokens."""
-    return batch.sequences.draft_cache[:, :, slot, :, : batch.lengths[slot]].clone()
+    return draft_cache(batch.sequences)[:, :, slot, :, : batch.lengths[slot]].clone()
 
 
-RESUMED = [(True, 2), (True, lag.ROWS), (True, lag.ROWS + 1), (False, 2), (False, 2 * lag.ROWS + 5)]
+RESUMED = [
+    (True, 2),
+    (True, skipped_features.ROWS),
+    (True, skipped_features.ROWS + 1),
+    (False, 2),
+    (False, 2 * skipped_features.ROWS + 5),
+]
 
 
 @pytest.mark.parametrize(("eagle3", "plain_steps"), RESUMED)
@@ -245,7 +251,7 @@ def test_drafting_resumes_as_if_it_had_never_stopped(eagle3, plain_steps):
     accepted = 0
     for slot, sequence in enumerate(sequences):
         # From the same length on, never having stopped: the prompt takes in what was decoded until then.
-        with Batch.start(engine, [sequence[: starts[slot]]], spec, Sampling(), rows) as batch:
+        with Batch.start(engine, [sequence[: starts[slot]]], spec, SamplingParams(), rows) as batch:
             again = [batch.step()[0] for _ in range(6)]
             assert torch.equal(batch.tokens(0), sequence)
             torch.testing.assert_close(known_rows(batch, 0), got[slot], atol=2e-5, rtol=1e-4)
@@ -257,13 +263,13 @@ def test_drafting_resumes_as_if_it_had_never_stopped(eagle3, plain_steps):
     assert accepted > 0, "nothing was accepted: the test shows nothing"
 
 
-@AHEAD
-def test_trees_may_change_at_every_step(ahead):
+@IN_FLIGHT
+def test_trees_may_change_at_every_step(in_flight):
     engine = engine_for(tiny_model(layers=5, **SMALL))
     trees = [engine.draft.read_tree(), TreeSpec.dynamic(20, 4, 5), PLAIN, TreeSpec.fixed([[0], [1], [0, 0]]), PLAIN]
     greedy = [request for request in REQUESTS if request.sampling.greedy]
     with Batch(engine, 2, trees[0], 80) as batch:
-        batch.ahead = ahead
+        batch.max_in_flight = in_flight
         waiting, results, proposed = list(greedy), {}, set()
         for tree in itertools.cycle(trees):
             batch.spec = tree
@@ -283,7 +289,7 @@ def test_a_batch_without_a_draft_decodes_plainly():
     engine = engine_for(tiny_model(layers=5, **SMALL))
     expected = alone(engine, REQUESTS[0])
     engine.draft = None
-    engine.release()
+    engine.clear()
     with Batch(engine, 2, PLAIN, 80) as batch:
         batch.admit(REQUESTS[0])
         assert drain(batch)[id(REQUESTS[0])] == (expected, "length")
@@ -311,23 +317,23 @@ def rewarded(model, request: Request) -> tuple[list[int], list[float]]:
 
 
 PROCESSED = [
-    Request(prompt(8), 25, Sampling(repetition_penalty=1.4)),
-    Request(prompt(20), 20, Sampling(logit_bias={5: 3.0, 9: float("-inf")})),
-    Request(prompt(4), 25, Sampling(repetition_penalty=0.8, logit_bias=[(3, -2.0)])),
+    Request(prompt(8), 25, SamplingParams(repetition_penalty=1.4)),
+    Request(prompt(20), 20, SamplingParams(logit_bias={5: 3.0, 9: float("-inf")})),
+    Request(prompt(4), 25, SamplingParams(repetition_penalty=0.8, logit_bias=[(3, -2.0)])),
     Request(prompt(11), 20),
 ]
 
 
-@AHEAD
+@IN_FLIGHT
 @pytest.mark.parametrize("tree", ["draft", "plain"])
-def test_penalties_and_biases_are_those_of_plain_decoding(tree, ahead):
+def test_penalties_and_biases_are_those_of_plain_decoding(tree, in_flight):
     model = tiny_model(layers=5, vocab=12, **LARGER)
     requests = [replace(request, prompt=request.prompt % 12) for request in PROCESSED]
     engine = engine_for(model)
-    neighbour = Request(prompt(30, vocab=12), 18, Sampling(temperature=1.0, seed=8))
+    neighbour = Request(prompt(30, vocab=12), 18, SamplingParams(temperature=1.0, seed=8))
     spec = PLAIN if tree == "plain" else engine.draft.read_tree()
     with Batch(engine, 2, spec, 60, logprobs=True) as batch:
-        batch.ahead = ahead
+        batch.max_in_flight = in_flight
         waiting, rows = [requests[3], neighbour, *requests[:3]], {}
         accepted = 0
         while waiting or batch.running:
@@ -344,7 +350,7 @@ def test_penalties_and_biases_are_those_of_plain_decoding(tree, ahead):
         tokens, logprobs = rewarded(model, request)
         assert rows[id(request)][0] == tokens
         torch.testing.assert_close(torch.tensor(rows[id(request)][1]), torch.tensor(logprobs), atol=1e-4, rtol=1e-4)
-        differ += tokens != alone(engine, replace(request, sampling=Sampling()))
+        differ += tokens != alone(engine, replace(request, sampling=SamplingParams()))
     assert differ == 3, "a penalty or bias had no effect: the test shows little"
     assert accepted > 0 or tree == "plain"
     assert rows[id(neighbour)][0] == alone(engine, neighbour, spec)  # coins are drawn for a tree's nodes
@@ -372,14 +378,14 @@ def test_a_sampled_request_gets_the_same_beside_one_that_has_a_penalty():
 )
 def test_bad_sampling(arguments, message):
     with pytest.raises(ValueError, match=message):
-        Sampling(**arguments)
+        SamplingParams(**arguments)
 
 
 def test_sampling_with_a_bias_is_hashable_and_a_bias_beyond_the_vocabulary_is_refused():
-    sampling = Sampling(logit_bias={7: 1, 3: -2.5})
+    sampling = SamplingParams(logit_bias={7: 1, 3: -2.5})
     assert sampling.logit_bias == ((3, -2.5), (7, 1.0)) and hash(sampling) == hash(
-        Sampling(logit_bias=[(7, 1), (3, -2.5)])
+        SamplingParams(logit_bias=[(7, 1), (3, -2.5)])
     )
     engine = engine_for(tiny_model(layers=5, **SMALL))
     with Batch(engine, 1, PLAIN, 80) as batch, pytest.raises(ValueError, match="logit_bias: tokens must lie in 0..31"):
-        batch.admit(Request(prompt(5), 5, Sampling(logit_bias={32: 1.0})))
+        batch.admit(Request(prompt(5), 5, SamplingParams(logit_bias={32: 1.0})))

@@ -9,9 +9,10 @@ import torch
 
 import benchmark
 from benchmarks import operations, timing
-from benchmarks.acceptance import FixedAcceptance, deepest_path
+from benchmarks.acceptance import deepest_path, fix_acceptance
+from benchmarks.comparison import Run, accepted_histogram
 from benchmarks.operations import Case, Provider, measure_case
-from eagle_triton.comparison import Run, accepted_histogram
+from eagle_triton.engine.operations import make_operations
 
 TINY = ["--shape", "tiny", "--device", "cpu", "--num-runs", "1"]
 MODES = {
@@ -117,7 +118,7 @@ def test_deepest_path_is_a_path():
 
 
 def test_fixed_acceptance_keeps_its_mean():
-    operations = FixedAcceptance(mean=1.25)
+    operations = fix_acceptance(make_operations(), 1.25)
     parents = torch.arange(-1, 4, dtype=torch.int32)[None].repeat(2, 1)
     logits, tokens = torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.int64)
     accepted = torch.stack([operations.verify_greedy(logits, tokens, parents, 4)[1] for _ in range(8)])
@@ -146,8 +147,8 @@ def test_a_provider_that_differs_is_not_timed():
 
 
 def test_targets_belong_to_the_last_of_our_providers():
-    times = {name: timing.Quantiles(us, us, us) for name, us in (("torch", 10.0), ("ours", 9.0), ("deferred", 8.0))}
-    providers = [Provider("torch", abs), Provider("ours", abs, ours=True), Provider("deferred", abs, ours=True)]
+    times = {name: timing.Quantiles(us, us, us) for name, us in (("torch", 10.0), ("ours", 9.0), ("keep_splits", 8.0))}
+    providers = [Provider("torch", abs), Provider("ours", abs, ours=True), Provider("keep_splits", abs, ours=True)]
     case = Case("group", "case", tuple, abs, providers, 8000, target_us=8.5, least_speedup=1.5)
     rows = [operations._row(case, provider, times, providers) for provider in providers]
     assert [row["speedup"] for row in rows] == [None, pytest.approx(10 / 9), 1.25]

@@ -1,4 +1,4 @@
-"""Bare Hugging Face models as target and as draft: identity and hostile drafts, laws, and what is refused."""
+"""Bare Hugging Face models as target and as draft: identity and hostile drafts, distributions, and what is refused."""
 
 import itertools
 
@@ -9,16 +9,17 @@ from torch import nn
 
 from eagle_triton.adapters import native
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
-from eagle_triton.adapters.reading import UnsupportedModelError
+from eagle_triton.adapters.module_reader import UnsupportedModelError
 from eagle_triton.engine.batch import Batch
-from eagle_triton.engine.generate import generate
-from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.sampling import Sampling
+from eagle_triton.engine.drafts.eagle import Eagle1Draft
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.stop_rules import generate
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.heads import DraftConfig, Eagle1Head, Eagle3Head
-from eagle_triton.reference.sampling import SamplingParams, probabilities
-from eagle_triton.tree_spec import PLAIN, TreeSpec
+from eagle_triton.reference.sampling import SamplingTensors, probabilities
 from tests.tiny import FAMILIES, random_prompt, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,7 +52,7 @@ def causal_lm(family: str = "llama", vocab: int = 32, hidden: int = 64, layers: 
 def engine_for(target: nn.Module, draft: nn.Module, spec: TreeSpec, kernels: bool = DEVICE == "cuda") -> Engine:
     view = read_causal_lm(target)
     graph = kernels and DEVICE == "cuda"
-    return Engine(view, draft_from_causal_lm(draft, view, lambda: spec), Operations(kernels), cuda_graph=graph)
+    return Engine(view, draft_from_causal_lm(draft, view, lambda: spec), make_operations(kernels), cuda_graph=graph)
 
 
 def run(engine: Engine, prompts: list[torch.Tensor], new: int, spec: TreeSpec | None = None, **sampling):
@@ -59,7 +60,7 @@ def run(engine: Engine, prompts: list[torch.Tensor], new: int, spec: TreeSpec | 
         engine,
         prompts,
         engine.draft.read_tree() if spec is None else spec,
-        Sampling(**sampling),
+        SamplingParams(**sampling),
         max_new_tokens=[new] * len(prompts),
         eos_token_ids=(),
     )
@@ -94,7 +95,7 @@ def test_a_draft_equal_to_the_target_is_accepted_to_the_last_token(family, batch
     prompts = prompts_of(batch)
     rows = run(engine, prompts, 40)
     assert engine.accept_lengths == [3] * 10
-    with Batch.start(engine, prompts, CHAIN, Sampling(), 200) as running:
+    with Batch.start(engine, prompts, CHAIN, SamplingParams(), 200) as running:
         accepted = [[progress.accepted for progress in running.step()] for _ in range(12)]
     assert accepted == [[3] * batch] * 12
     for prompt, row in zip(prompts, rows, strict=True):
@@ -108,8 +109,8 @@ def test_drafts_are_what_the_draft_model_says_on_its_own():
     engine = engine_for(target, draft, CHAIN)
     prompts = [prompt % 8 for prompt in prompts_of(3)]
     seen = set()
-    with Batch.start(engine, prompts, CHAIN, Sampling(temperature=1.0, seed=1), 200) as running:
-        running.ahead = 0  # the tree that is read belongs to the step that was read
+    with Batch.start(engine, prompts, CHAIN, SamplingParams(temperature=1.0, seed=1), 200) as running:
+        running.max_in_flight = 1  # the tree that is read belongs to the step that was read
         for step in range(15):
             running.spec = PLAIN if step in (5, 6, 7, 8) else CHAIN  # plain steps, which the draft takes in later
             counts = [progress.accepted for progress in running.step()]
@@ -196,41 +197,41 @@ def test_a_full_cache_holds_the_row_of_the_root(rows):
     assert torch.equal(row, greedy(model, prompt, 1))
 
 
-LAWS = {"T": dict(temperature=1.0), "top-k-top-p": dict(temperature=1.5, top_k=4, top_p=0.8)}
+DISTRIBUTIONS = {"T": dict(temperature=1.0), "top-k-top-p": dict(temperature=1.5, top_k=4, top_p=0.8)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("law", LAWS)
-def test_sampled_tokens_follow_the_targets_law(law):
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_sampled_tokens_follow_the_targets_distribution(distribution):
     """40,000 samples of three tokens against exact enumeration of 5^3 outcomes, total variation < 0.01."""
     vocabulary, samples, batch = 5, 40_000, 8000
     target = causal_lm(vocab=vocabulary, layers=2, seed=3)
-    target.lm_head.weight.data.mul_(2.5)  # a peaked law: fewer likely outcomes, less noise
+    target.lm_head.weight.data.mul_(2.5)  # a peaked distribution: fewer likely outcomes, less noise
     draft = causal_lm("qwen2", vocab=vocabulary, layers=1, hidden=32, seed=4)
     engine = engine_for(target, draft, TreeSpec.dynamic(total_token=5, depth=2, top_k=2))
     prompt = torch.tensor([1, 3, 2], device=DEVICE)
-    exact = exact_law(target, prompt, Sampling(**LAWS[law]))
-    assert (exact > 0.005).sum() >= 4, "the law is nearly certain: the test shows nothing"
+    exact = exact_distribution(target, prompt, SamplingParams(**DISTRIBUTIONS[distribution]))
+    assert (exact > 0.005).sum() >= 4, "the distribution is nearly certain: the test shows nothing"
     counts, accepted = torch.zeros(vocabulary**3), 0
     torch.manual_seed(0)
     for _ in range(samples // batch):
-        rows = run(engine, [prompt] * batch, 3, **LAWS[law])
+        rows = run(engine, [prompt] * batch, 3, **DISTRIBUTIONS[distribution])
         accepted += sum(engine.accept_lengths)
         digits = torch.stack(rows)[:, 3:].cpu() @ torch.tensor([vocabulary**2, vocabulary, 1])
         counts += torch.bincount(digits, minlength=vocabulary**3)
     assert accepted > 0
     assert 0.5 * (counts / samples - exact).abs().sum() < 0.01
-    assert (counts[exact == 0] == 0).all(), "a token outside the law's support was emitted"
+    assert (counts[exact == 0] == 0).all(), "a token outside the distribution's support was emitted"
 
 
-def exact_law(model: nn.Module, prompt: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The joint law of three tokens after `prompt`, [V^3], by running the model on every continuation."""
+def exact_distribution(model: nn.Module, prompt: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """The joint distribution of three tokens after `prompt`, [V^3], by running the model on every continuation."""
     vocabulary = model.config.vocab_size
     tails = torch.tensor(list(itertools.product(range(vocabulary), repeat=2)), device=prompt.device)
     with torch.no_grad():
         logits = model(torch.cat((prompt.expand(len(tails), -1), tails), dim=1)).logits[:, len(prompt) - 1 :].cpu()
     dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
-    params = SamplingParams(*(torch.zeros(len(tails), dtype=dtype) for dtype in dtypes))
+    params = SamplingTensors(*(torch.zeros(len(tails), dtype=dtype) for dtype in dtypes))
     sampling.fill(params)
     probs = probabilities(logits, params, sampling.top_p_first)
     second = probs[::vocabulary, 1]  # the first token of the tail decides it
@@ -250,8 +251,8 @@ def test_a_bare_target_and_a_head_decode_as_an_ea_model_does(kind):
         model = EaModel(target, Eagle3Head(config, total_token=16, depth=3, top_k=4)).eval()
     view, draft = native.read_pair(model.base_model, model.ea_layer)
     assert view.feature_layers == tuple(model.feature_layers or ())
-    assert (draft.kind == "eagle1") == (kind == "eagle1")
-    engine, prompt = Engine(view, draft, Operations()), random_prompt(20)
+    assert isinstance(draft, Eagle1Draft) == (kind == "eagle1")
+    engine, prompt = Engine(view, draft, make_operations()), random_prompt(20)
     (row,) = run(engine, [prompt[0]], 30)
     assert torch.equal(row, model.generate(prompt, max_new_tokens=30)[0])
     assert engine.accept_lengths == model.accept_lengths[: len(engine.accept_lengths)]

@@ -14,16 +14,16 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 import eagle_triton
-from eagle_triton import compile_ahead
 from eagle_triton.adapters import native
-from eagle_triton.compile_ahead import compiled_ahead
 from eagle_triton.engine.batch import Batch, Request
-from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.sampling import Sampling
-from eagle_triton.launch import launch, launch_key
-from eagle_triton.overlap import triton_version
-from eagle_triton.tree_spec import PLAIN
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.tree_spec import PLAIN
+from eagle_triton.runtime import compile_ahead
+from eagle_triton.runtime.compile_ahead import compiled_ahead
+from eagle_triton.runtime.launch import launch, launch_key
+from eagle_triton.runtime.overlap import triton_version
 from tests.tiny import random_prompt, tiny_model
 
 needs_async_compilation = pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6")
@@ -172,12 +172,12 @@ def test_every_kernel_is_launched_by_launch():
     assert not direct
 
 
-RULES = Sampling(repetition_penalty=1.5, logit_bias={0: -math.inf})
+RULES = SamplingParams(repetition_penalty=1.5, logit_bias={0: -math.inf})
 WAYS = {  # how the first requests are sampled, whether the first tree drafts, and the later ones
-    "greedy": (Sampling(), True, True),
+    "greedy": (SamplingParams(), True, True),
     "rules": (RULES, True, True),
     "plain": (RULES, False, False),
-    "drafts rest": (Sampling(), True, False),
+    "drafts rest": (SamplingParams(), True, False),
 }
 
 
@@ -205,7 +205,7 @@ def test_a_dry_pass_records_what_a_batch_launches_and_changes_nothing(way, monke
     prompts = [random_prompt(length, vocab=7)[0] + 1 for length in (6, 3)]  # without 0, what new tensors hold
     for ahead in (False, True):
         monkeypatch.setattr(compile_ahead, "can_compile_ahead", lambda device, ahead=ahead: ahead)
-        engine = Engine(*native.read(model()), Operations(kernels=True))
+        engine = Engine(*native.read(model()), make_operations(kernels=True))
         torch.manual_seed(1)
         with Batch(engine, 2, engine.draft.read_tree() if drafts else PLAIN, 40, logprobs=True) as batch:
             batch.admit_all(Request(prompt, 9, sampling) for prompt in prompts)
@@ -216,7 +216,7 @@ def test_a_dry_pass_records_what_a_batch_launches_and_changes_nothing(way, monke
             steps.append(batch.step())
             batch.release(1)
             before = len(passes)
-            batch.admit(Request(prompts[0], 9, Sampling(temperature=0.9)))  # another mode while the other goes on
+            batch.admit(Request(prompts[0], 9, SamplingParams(temperature=0.9)))  # another mode while the other goes on
             assert len(passes) == before + ahead
             batch.spec = engine.draft.read_tree() if drafts else PLAIN
             steps += [batch.step(), batch.step()]
@@ -235,7 +235,7 @@ def test_a_dry_pass_that_fails_is_said_and_leaves_the_engine_usable(error, devic
 
     monkeypatch.setattr(compile_ahead, "can_compile_ahead", lambda device: True)
     monkeypatch.setattr(compile_ahead, "_compile", fail)
-    engine = Engine(*native.read(model().to(device)), Operations(kernels=True))
+    engine = Engine(*native.read(model().to(device)), make_operations(kernels=True))
     prompt = random_prompt(6, vocab=8)[0]
     with Batch(engine, 1, PLAIN, 40) as batch:
         if error is KeyboardInterrupt:
@@ -256,7 +256,7 @@ def test_an_interrupted_change_of_tree_changes_nothing(device, monkeypatch):
     monkeypatch.setattr(compile_ahead, "_compile", interrupt)
     ends = []
     for interrupted in (False, True):
-        engine = Engine(*native.read(model().to(device)), Operations(kernels=True))
+        engine = Engine(*native.read(model().to(device)), make_operations(kernels=True))
         spec = engine.draft.read_tree()
         with Batch(engine, 1, spec, 40) as batch:
             batch.admit(Request(random_prompt(6, vocab=8)[0], 9))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from eagle_triton import draft_inputs
-from eagle_triton.partials import Partials
 from eagle_triton.reference import draft_inputs as reference
+from eagle_triton.runtime.split_sums import SplitSums
 
 
 def case(device, dtype, batch=2, count=5, parents=3, size=48, vocabulary=30, seed=0):
@@ -57,7 +57,7 @@ def test_partial_sums(device, dtype):
     _, _, tokens, embedding, token_norm, feature_norm = case(device, dtype, parents=5)
     sums = torch.randn(3, 2, 5, 48, generator=torch.Generator().manual_seed(1)).to(device)
     norms = {"token_norm": token_norm, "feature_norm": feature_norm}
-    both = (Partials(sums, dtype), None, tokens, embedding)
+    both = (SplitSums(sums, dtype), None, tokens, embedding)
     values, expected = draft_inputs.draft_inputs(*both, **norms), reference.draft_inputs(*both, **norms)
     assert_close(values, expected, dtype)
     assert torch.equal(values[1], expected[1])

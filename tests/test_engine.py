@@ -1,4 +1,4 @@
-"""The engine on tiny random models: its cache, its sampling law, its stop rules, and what happens when things break."""
+"""The engine on tiny random models: its cache, what it samples, its stop rules, and what happens when things break."""
 
 import itertools
 
@@ -8,21 +8,21 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from eagle_triton.adapters import native
 from eagle_triton.engine.batch import Batch
-from eagle_triton.engine.generate import generate, original_steps
-from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.sampling import Sampling
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.state import capacity_bucket
+from eagle_triton.engine.stop_rules import generate, original_steps
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.tree import MC_SIM_7B_63
-from eagle_triton.reference.sampling import SamplingParams, probabilities
-from eagle_triton.tree_spec import PLAIN, TreeSpec
-from tests.tiny import random_prompt, tiny_model
+from eagle_triton.reference.sampling import SamplingTensors, probabilities
+from tests.tiny import random_prompt, target_cache, tiny_model
 
 TREES = {"60-7-10": {}, "fixed-26": {"tree_choices": MC_SIM_7B_63}, "8-3-2": dict(total_token=8, depth=3, top_k=2)}
 
 
 def engine_for(model) -> Engine:
-    return Engine(*native.read(model), Operations())
+    return Engine(*native.read(model), make_operations())
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -30,46 +30,46 @@ def engine_for(model) -> Engine:
 def test_cache_after_steps_equals_that_of_plain_decoding(eagle3, tree):
     engine = engine_for(tiny_model(eagle3=eagle3, **TREES[tree]))
     prompt, spec = random_prompt(37)[0], engine.draft.read_tree()
-    with Batch.start(engine, [prompt], spec, Sampling(), 120) as generation:
+    with Batch.start(engine, [prompt], spec, SamplingParams(), 120) as generation:
         for _ in range(25):
             generation.step()
         tokens, rows = generation.tokens(0), generation.lengths[0]
-        tree_cache = generation.state.target_cache[..., :rows, :].clone()
+        tree_cache = target_cache(generation.sequences)[..., :rows, :].clone()
         root = generation.state.tree.tokens[0, 0]
         assert rows > 37 + 25, "nothing was ever accepted: the test shows nothing"
-    with Batch.start(engine, [prompt], PLAIN, Sampling(), rows + 1) as generation:
+    with Batch.start(engine, [prompt], PLAIN, SamplingParams(), rows + 1) as generation:
         while generation.lengths[0] < rows:
             generation.step()
         assert torch.equal(generation.tokens(0), tokens)
         assert generation.state.tree.tokens[0, 0] == root
-        plain_cache = generation.state.target_cache[..., :rows, :]
+        plain_cache = target_cache(generation.sequences)[..., :rows, :]
         torch.testing.assert_close(tree_cache, plain_cache, atol=2e-5, rtol=1e-4)
 
 
 NARROW, WIDE = dict(total_token=5, depth=2, top_k=2), dict(total_token=4, depth=2, top_k=3)
-LAWS = {
-    "T": (Sampling(temperature=1.0), NARROW),
-    "top-k": (Sampling(temperature=1.0, top_k=3), WIDE),
-    "top-p": (Sampling(temperature=2.0, top_p=0.85), NARROW),
-    "top-k-top-p": (Sampling(temperature=1.5, top_k=4, top_p=0.8), WIDE),
-    "top-p-top-k": (Sampling(temperature=2.0, top_k=3, top_p=0.9, top_p_first=True), NARROW),
-    "min-p": (Sampling(temperature=1.6, min_p=0.1), WIDE),
-    "penalty": (Sampling(temperature=1.0, repetition_penalty=1.7), NARROW),
-    "bias-top-p": (Sampling(temperature=2.0, top_p=0.95, logit_bias={0: 1.0, 4: -1.0}), WIDE),
+DISTRIBUTIONS = {
+    "T": (SamplingParams(temperature=1.0), NARROW),
+    "top-k": (SamplingParams(temperature=1.0, top_k=3), WIDE),
+    "top-p": (SamplingParams(temperature=2.0, top_p=0.85), NARROW),
+    "top-k-top-p": (SamplingParams(temperature=1.5, top_k=4, top_p=0.8), WIDE),
+    "top-p-top-k": (SamplingParams(temperature=2.0, top_k=3, top_p=0.9, top_p_first=True), NARROW),
+    "min-p": (SamplingParams(temperature=1.6, min_p=0.1), WIDE),
+    "penalty": (SamplingParams(temperature=1.0, repetition_penalty=1.7), NARROW),
+    "bias-top-p": (SamplingParams(temperature=2.0, top_p=0.95, logit_bias={0: 1.0, 4: -1.0}), WIDE),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", LAWS)
+@pytest.mark.parametrize("case", DISTRIBUTIONS)
 def test_joint_law_of_three_tokens_is_the_targets(case):
     """40,000 samples against exact enumeration of 5^3 outcomes, total variation < 0.01."""
     vocabulary, samples, batch = 5, 40_000, 8000
-    sampling, tree = LAWS[case]
+    sampling, tree = DISTRIBUTIONS[case]
     model = tiny_model(eagle3=False, vocab=vocabulary, layers=2, seed=3, **tree)
-    model.base_model.lm_head.weight.data.mul_(2.5)  # a peaked law: fewer likely outcomes, less noise
+    model.base_model.lm_head.weight.data.mul_(2.5)  # a peaked distribution: fewer likely outcomes, less noise
     engine, prompt = engine_for(model), torch.tensor([1, 3, 2])
-    law = exact_law(model, prompt, sampling)
-    assert (law > 0.005).sum() >= 4, "the law is nearly certain: the test shows nothing"
+    distribution = exact_distribution(model, prompt, sampling)
+    assert (distribution > 0.005).sum() >= 4, "the distribution is nearly certain: the test shows nothing"
     counts = torch.zeros(vocabulary**3)
     torch.manual_seed(0)
     accepted = 0
@@ -81,12 +81,12 @@ def test_joint_law_of_three_tokens_is_the_targets(case):
         digits = torch.stack(rows)[:, 3:] @ torch.tensor([vocabulary**2, vocabulary, 1])
         counts += torch.bincount(digits, minlength=vocabulary**3)
     assert accepted > 0
-    assert 0.5 * (counts / samples - law).abs().sum() < 0.01
-    assert (counts[law == 0] == 0).all(), "a token outside the law's support was emitted"
+    assert 0.5 * (counts / samples - distribution).abs().sum() < 0.01
+    assert (counts[distribution == 0] == 0).all(), "a token outside the distribution's support was emitted"
 
 
-def exact_law(model, prompt: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The joint law of three tokens after `prompt`, [V^3], by running the model on every continuation."""
+def exact_distribution(model, prompt: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """The joint distribution of three tokens after `prompt`, [V^3], by running the model on every continuation."""
     vocabulary = model.vocab_size
     tails = torch.tensor(list(itertools.product(range(vocabulary), repeat=2)))
     with torch.no_grad():
@@ -99,7 +99,7 @@ def exact_law(model, prompt: torch.Tensor, sampling: Sampling) -> torch.Tensor:
             for token, value in sampling.logit_bias:
                 scores[token] += value
     dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
-    params = SamplingParams(*(torch.zeros(len(tails), dtype=dtype) for dtype in dtypes))
+    params = SamplingTensors(*(torch.zeros(len(tails), dtype=dtype) for dtype in dtypes))
     sampling.fill(params)
     probs = probabilities(logits, params, sampling.top_p_first)
     first = probs[0, 0]
@@ -111,7 +111,7 @@ def exact_law(model, prompt: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 def test_the_same_torch_seed_gives_the_same_tokens_whatever_the_batch():
     engine = engine_for(tiny_model())
     prompts = [random_prompt(n)[0] for n in (5, 9, 20)]
-    sampling, spec = Sampling(temperature=1.0, top_p=0.9), engine.draft.read_tree()
+    sampling, spec = SamplingParams(temperature=1.0, top_p=0.9), engine.draft.read_tree()
 
     def run(chosen, **kwargs):
         return generate(engine, chosen, spec, sampling, max_new_tokens=[30] * len(chosen), eos_token_ids=(), **kwargs)
@@ -134,7 +134,9 @@ def test_a_batch_gives_what_each_prompt_gives_alone():
     engine = engine_for(model)
     prompts = [random_prompt(n)[0] for n in (1, 64, 13, 13)]
     limits = [20, 7, 0, 33]
-    rows = generate(engine, prompts, engine.draft.read_tree(), Sampling(), max_new_tokens=limits, eos_token_ids=[3])
+    rows = generate(
+        engine, prompts, engine.draft.read_tree(), SamplingParams(), max_new_tokens=limits, eos_token_ids=[3]
+    )
     for prompt, limit, row in zip(prompts, limits, rows, strict=True):
         alone = model.generate(prompt[None], max_new_tokens=limit, eos_token_id=3)[0]
         assert torch.equal(row, alone)
@@ -145,17 +147,19 @@ def test_a_batch_gives_what_each_prompt_gives_alone():
 def test_original_stop_rules_overshoot_and_exact_ones_do_not():
     engine = engine_for(tiny_model(vocab=8, seed=1, total_token=20, depth=3, top_k=4))
     prompt, spec = random_prompt(5, vocab=8), engine.draft.read_tree()
-    steps = list(original_steps(engine, prompt, spec, Sampling(), max_new_tokens=20, limit=1000, stop_ids=()))
+    steps = list(original_steps(engine, prompt, spec, SamplingParams(), max_new_tokens=20, limit=1000, stop_ids=()))
     news = [new for _, new, _ in steps]
     assert news[-1] > 20 and all(new <= 20 for new in news[:-1])
     assert [index for _, _, index in steps] == list(range(len(steps)))
     assert [ids.shape[1] - 5 for ids, _, _ in steps] == news
-    exact = generate(engine, [prompt[0]], spec, Sampling(), max_new_tokens=[20], eos_token_ids=())[0]
+    exact = generate(engine, [prompt[0]], spec, SamplingParams(), max_new_tokens=[20], eos_token_ids=())[0]
     assert torch.equal(exact, steps[-1][0][0, :25])
-    short = list(original_steps(engine, prompt, spec, Sampling(), max_new_tokens=500, limit=12, stop_ids=()))
+    short = list(original_steps(engine, prompt, spec, SamplingParams(), max_new_tokens=500, limit=12, stop_ids=()))
     assert short[-1][0].shape[1] > 12 and all(ids.shape[1] <= 12 for ids, _, _ in short[:-1])
     stop = int(exact[9])
-    stopped = list(original_steps(engine, prompt, spec, Sampling(), max_new_tokens=500, limit=1000, stop_ids=[stop]))
+    stopped = list(
+        original_steps(engine, prompt, spec, SamplingParams(), max_new_tokens=500, limit=1000, stop_ids=[stop])
+    )
     assert stop in stopped[-1][0][0, 5:] and all(stop not in ids[0, 5:] for ids, _, _ in stopped[:-1])
 
 
@@ -165,12 +169,12 @@ def test_nan_logits_raise_and_the_engine_works_afterwards():
     spec = engine.draft.read_tree()
 
     def run():
-        return generate(engine, [prompt], spec, Sampling(), max_new_tokens=[12], eos_token_ids=())[0]
+        return generate(engine, [prompt], spec, SamplingParams(), max_new_tokens=[12], eos_token_ids=())[0]
 
     before = run()
     weight = model.base_model.lm_head.weight
     saved = weight.detach().clone()
-    with Batch.start(engine, [prompt], spec, Sampling(), 100) as generation:
+    with Batch.start(engine, [prompt], spec, SamplingParams(), 100) as generation:
         weight.data[4] = float("nan")
         (progress,) = generation.step()
         assert progress.finished == "error" and "NaN" in progress.error and progress.tokens == []
@@ -183,12 +187,12 @@ def test_nan_logits_raise_and_the_engine_works_afterwards():
 def test_a_second_generation_is_refused_while_one_runs():
     engine, prompt = engine_for(tiny_model()), random_prompt(8)
     spec = engine.draft.read_tree()
-    steps = original_steps(engine, prompt, spec, Sampling(), max_new_tokens=9, limit=100, stop_ids=())
+    steps = original_steps(engine, prompt, spec, SamplingParams(), max_new_tokens=9, limit=100, stop_ids=())
     next(steps)
     with pytest.raises(RuntimeError, match="another generation is running"):
-        Batch.start(engine, [prompt[0]], spec, Sampling(), 100)
+        Batch.start(engine, [prompt[0]], spec, SamplingParams(), 100)
     steps.close()
-    with Batch.start(engine, [prompt[0]], spec, Sampling(), 100) as generation:
+    with Batch.start(engine, [prompt[0]], spec, SamplingParams(), 100) as generation:
         generation.step()
 
 
@@ -196,7 +200,7 @@ def test_a_model_that_was_moved_is_refused_and_one_that_was_cast_is_not():
     model = tiny_model()
     engine, prompt = engine_for(model), random_prompt(8)[0]
     spec = engine.draft.read_tree()
-    run = lambda: generate(engine, [prompt], spec, Sampling(), max_new_tokens=[6], eos_token_ids=())[0]  # noqa: E731
+    run = lambda: generate(engine, [prompt], spec, SamplingParams(), max_new_tokens=[6], eos_token_ids=())[0]  # noqa: E731
     before = run()
     model.double().float()  # new storage, the same values
     assert torch.equal(run(), before)
@@ -211,7 +215,7 @@ def test_long_prompts_are_prefilled_in_chunks_and_capacity_grows_in_buckets():
     prompt = random_prompt(1100)
     want = model.eagenerate(prompt, max_new_tokens=10)
     steps = original_steps(
-        engine, prompt, engine.draft.read_tree(), Sampling(), max_new_tokens=10, limit=1979, stop_ids=()
+        engine, prompt, engine.draft.read_tree(), SamplingParams(), max_new_tokens=10, limit=1979, stop_ids=()
     )
     assert torch.equal([ids for ids, _, _ in steps][-1], want)
     assert [capacity_bucket(n) for n in (1, 512, 513, 4096, 4097, 9000)] == [512, 512, 1024, 4096, 8192, 12288]
@@ -230,7 +234,7 @@ def test_long_prompts_are_prefilled_in_chunks_and_capacity_grows_in_buckets():
 )
 def test_bad_sampling_parameters(arguments, message):
     with pytest.raises(ValueError, match=message):
-        Sampling(**arguments)
+        SamplingParams(**arguments)
 
 
 def test_tree_specs():

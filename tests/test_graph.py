@@ -5,19 +5,19 @@ import itertools
 import pytest
 import torch
 
+from benchmarks.comparison import compare, decode, top2_margin
 from eagle_triton import EaModel, optimize_eagle_with_triton
 from eagle_triton.adapters import native
-from eagle_triton.comparison import compare, decode, top2_margin
 from eagle_triton.demo import demo_prompts
 from eagle_triton.engine.batch import Batch, Request
-from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.sampling import Sampling
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.tree import MC_SIM_7B_63
-from eagle_triton.tree_spec import PLAIN, TreeSpec
 from tests.test_batch import LARGER, PROCESSED, REQUESTS, SMALL, alone, drain
 from tests.test_demo import prompts
-from tests.tiny import random_prompt, tiny_model
+from tests.tiny import random_prompt, target_cache, tiny_model
 
 pytestmark = [
     pytest.mark.cuda,
@@ -135,7 +135,7 @@ def test_capacity_grows_and_memory_does_not():
 
 def graph_engine(cuda_graph: bool = True, **tree) -> Engine:
     view, draft = native.read(tiny_model(layers=5, **tree).cuda())
-    return Engine(view, draft, Operations(kernels=True), cuda_graph)
+    return Engine(view, draft, make_operations(kernels=True), cuda_graph)
 
 
 def test_staggered_requests_get_what_each_gets_alone_and_without_a_graph():
@@ -182,7 +182,7 @@ def test_logprobs_and_nan_through_the_graph():
             values = []
             for step in itertools.count():
                 if step == 2:
-                    batch.sequences.target_cache[:, :, 1, :, :3] = float("nan")
+                    target_cache(batch.sequences)[:, :, 1, :, :3] = float("nan")
                 if not batch.running:
                     break
                 values += [(p.slot, p.tokens, p.finished, p.error, p.logprobs) for p in batch.step()]
@@ -197,7 +197,7 @@ def test_memory_stays_flat_over_many_requests():
 
     def some(count: int) -> list[Request]:
         lengths = torch.randint(1, 60, (count, 2), generator=source).tolist()
-        samplings = (Sampling(), Sampling(temperature=1.0, seed=1), Sampling(repetition_penalty=1.2))
+        samplings = (SamplingParams(), SamplingParams(temperature=1.0, seed=1), SamplingParams(repetition_penalty=1.2))
         return [
             Request(random_prompt(length)[0], new, samplings[index % 3]) for index, (length, new) in enumerate(lengths)
         ]

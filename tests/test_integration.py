@@ -225,10 +225,10 @@ def test_without_triton_the_references_work_and_the_kernels_say_what_to_install(
     code = """
 import sys
 sys.modules["triton"] = None  # as if it were not installed
-from eagle_triton.engine.operations import Operations
-Operations()
+from eagle_triton.engine.operations import make_operations
+make_operations()
 try:
-    Operations(kernels=True)
+    make_operations(kernels=True)
 except ImportError as error:
     print(error)
 """

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import integration_test
-from eagle_triton.comparison import Comparison, Run, compare, first_difference
+from benchmarks.comparison import Comparison, Run, compare, first_difference
 from tests.tiny import random_prompt, tiny_model
 
 

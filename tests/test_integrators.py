@@ -1,4 +1,4 @@
-"""The serving engines' kernels: hand-worked trees, random trees, and the law of the sampled walk."""
+"""The serving engines' kernels: hand-worked trees, random trees, and the distribution of the sampled walk."""
 
 import pytest
 import torch
@@ -155,17 +155,17 @@ def test_walks_of_any_tree(data):
     out = integrators.verify_tree_greedy_triton(*outputs(batch, nodes, steps, DEVICE), *moved, target.to(DEVICE))
     assert_same(out, expected)
 
-    law = torch.softmax(2 * torch.randn(batch, nodes, vocabulary, generator=source), dim=-1)
+    distribution = torch.softmax(2 * torch.randn(batch, nodes, vocabulary, generator=source), dim=-1)
     coins, final = torch.rand(batch, nodes, generator=source), torch.rand(batch, generator=source)
     thresholds = data.draw(st.sampled_from([(1.0, 1.0), (0.4, 1.0), (1.0, 0.5)]))
-    used = [torch.zeros_like(law), torch.zeros_like(law, device=DEVICE)]
+    used = [torch.zeros_like(distribution), torch.zeros_like(distribution, device=DEVICE)]
     expected = reference.tree_speculative_sampling_target_only(
-        *outputs(batch, nodes, steps, "cpu"), *tree, coins, final, law, used[0], *thresholds
+        *outputs(batch, nodes, steps, "cpu"), *tree, coins, final, distribution, used[0], *thresholds
     )
     out = integrators.tree_speculative_sampling_target_only(
         *outputs(batch, nodes, steps, DEVICE),
         *moved,
-        *(value.to(DEVICE) for value in (coins, final, law)),
+        *(value.to(DEVICE) for value in (coins, final, distribution)),
         used[1],
         *thresholds,
     )
@@ -199,26 +199,26 @@ def test_both_spellings_and_aliases(device):
 
 
 def test_sampled_walk_follows_the_target():
-    """Root law [.5, .2, .2, .1], siblings {0, 2}, grandchild under 0: tokens follow the target (lossless)."""
+    """Root distribution [.5, .2, .2, .1], siblings {0, 2}, grandchild under 0: tokens follow the target (lossless)."""
     batch = 100_000 if CUDA else 4000
     module, where = (integrators, "cuda") if CUDA else (reference, "cpu")
     source = torch.Generator().manual_seed(0)
-    law = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.0, 0.3], [0.25] * 4, [0.7, 0.1, 0.1, 0.1]])
+    distribution = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.0, 0.3], [0.25] * 4, [0.7, 0.1, 0.1, 0.1]])
     tree = [torch.tensor([[0, 0, 2, 1]]), torch.arange(4)[None]]
     tree += [torch.tensor([[1, 3, -1, -1]]), torch.tensor([[-1, 2, -1, -1]])]
     moved = [value.expand(batch, -1).contiguous().to(where) for value in tree]
     moved[1] = moved[1] + 4 * torch.arange(batch, device=where)[:, None]
     coins, final = torch.rand(batch, 4, generator=source).to(where), torch.rand(batch, generator=source).to(where)
-    probs = law.expand(batch, 4, 4).contiguous().to(where)
+    probs = distribution.expand(batch, 4, 4).contiguous().to(where)
     predicts, accept_index, count = module.tree_speculative_sampling_target_only(
         *outputs(batch, 4, 3, where), *moved, coins, final, probs, torch.zeros_like(probs)
     )
     tolerance = 0.01 if CUDA else 0.04
     first = predicts[accept_index[:, 0].long()]
-    assert (first.bincount(minlength=4).cpu() / batch - law[0]).abs().sum() / 2 < tolerance
+    assert (first.bincount(minlength=4).cpu() / batch - distribution[0]).abs().sum() / 2 < tolerance
     deep = (count >= 1) & (first == 0)
     second = predicts[accept_index[deep, 1].long()]
-    assert (second.bincount(minlength=4).cpu() / deep.sum().cpu() - law[1]).abs().sum() / 2 < tolerance
+    assert (second.bincount(minlength=4).cpu() / deep.sum().cpu() - distribution[1]).abs().sum() / 2 < tolerance
 
 
 def test_edges_of_the_sampled_walk(device):
@@ -226,10 +226,10 @@ def test_edges_of_the_sampled_walk(device):
     candidates = torch.tensor([[0, 1, 1, 2]]).repeat(3, 1)
     index = torch.arange(12).view(3, 4)
     next_token, next_sibling = torch.tensor([[1, -1, -1, -1]]).repeat(3, 1), torch.tensor([[-1, 2, 3, -1]]).repeat(3, 1)
-    law = torch.tensor([[0.5, 0.0, 0.0, 0.5], [0.0, 0.3, 0.0, 0.7], [0.0, 0.9999999, 0.0, 0.0]])
+    distribution = torch.tensor([[0.5, 0.0, 0.0, 0.5], [0.0, 0.3, 0.0, 0.7], [0.0, 0.9999999, 0.0, 0.0]])
     coins, final = torch.tensor([0.0, 0.5, 1.0])[:, None].repeat(1, 4), torch.tensor([0.0, 0.9, 0.9])
     for module, where in ((reference, "cpu"), (integrators, device)):
-        probs = law[:, None].repeat(1, 4, 1).to(where)
+        probs = distribution[:, None].repeat(1, 4, 1).to(where)
         moved = [value.to(where) for value in (candidates, index, next_token, next_sibling, coins, final)]
         predicts, _, count = module.tree_speculative_sampling_target_only(
             *outputs(3, 4, 3, where), *moved, probs, torch.zeros_like(probs)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from eagle_triton import layers as kernels
-from eagle_triton.partials import Partials
 from eagle_triton.reference import layers as reference
+from eagle_triton.runtime.split_sums import SplitSums
 
 CUDA = torch.cuda.is_available()
 # The interpreter truncates where a GPU rounds to bfloat16.
@@ -37,9 +37,9 @@ def test_rms_norm(device, shape, dtype):
     if not out.numel():
         return
     assert_close(out, reference.rms_norm(x, weight, 1e-5), reference.rms_norm(x.float(), weight.float(), 1e-5))
-    out, total = kernels.rms_norm(x, weight, 1e-5, residual)
-    same, same_total = reference.rms_norm(x, weight, 1e-5, residual)
-    exact, _ = reference.rms_norm(x.float(), weight.float(), 1e-5, residual.float())
+    out, total = kernels.add_rms_norm(x, residual, weight, 1e-5)
+    same, same_total = reference.add_rms_norm(x, residual, weight, 1e-5)
+    exact, _ = reference.add_rms_norm(x.float(), residual.float(), weight.float(), 1e-5)
     assert_close(out, same, exact)
     assert torch.equal(total, same_total)
 
@@ -49,8 +49,8 @@ def test_rms_norm_reads_rows_where_they_lie(device):
     big = torch.full((5, 200), torch.nan, device=device, dtype=torch.float16)
     big[:, 3:67], big[:, 100:164] = x, residual
     for out, expected in zip(
-        kernels.rms_norm(big[:, 3:67], weight, 1e-6, big[:, 100:164]),
-        kernels.rms_norm(x, weight, 1e-6, residual),
+        kernels.add_rms_norm(big[:, 3:67], big[:, 100:164], weight, 1e-6),
+        kernels.add_rms_norm(x, residual, weight, 1e-6),
         strict=True,
     ):
         assert torch.equal(out, expected)
@@ -60,11 +60,11 @@ def test_rms_norm_reads_rows_where_they_lie(device):
 def test_rms_norm_of_partial_sums(device, splits):
     sums = torch.randn(splits, 2, 3, 300, device=device)
     residual, weight = randn(device, torch.float16, 2, 3, 200), randn(device, torch.float16, 200)
-    partials = Partials(sums[..., 50:250], torch.float16)
+    partials = SplitSums(sums[..., 50:250], torch.float16)
     total, exact_total = partials.total(), partials.sums.sum(0)
-    exact = reference.rms_norm(exact_total, weight.float(), 1e-5, residual.float())
-    same = reference.rms_norm(total, weight, 1e-5, residual)
-    for out, a, b in zip(kernels.rms_norm(partials, weight, 1e-5, residual), same, exact, strict=True):
+    exact = reference.add_rms_norm(exact_total, residual.float(), weight.float(), 1e-5)
+    same = reference.add_rms_norm(total, residual, weight, 1e-5)
+    for out, a, b in zip(kernels.add_rms_norm(partials, residual, weight, 1e-5), same, exact, strict=True):
         assert_close(out, a, b)
     assert_close(
         kernels.rms_norm(partials, weight, 1e-5),
@@ -79,9 +79,9 @@ def test_rms_norm_of_partial_sums(device, splits):
 def test_add(device, dtype):
     sums = torch.randn(3, 2, 5, 40, device=device)
     residual = torch.randn(2, 5, 80, device=device).to(dtype)[..., ::2][..., :40]
-    for x in (sums[0].to(dtype), Partials(sums, dtype)):
+    for x in (sums[0].to(dtype), SplitSums(sums, dtype)):
         assert torch.equal(kernels.add(x, residual), reference.add(x, residual))
-    assert torch.equal(kernels.add(Partials(sums, dtype)), reference.add(Partials(sums, dtype)))
+    assert torch.equal(kernels.add(SplitSums(sums, dtype)), reference.add(SplitSums(sums, dtype)))
     for module in (kernels, reference):
         with pytest.raises(ValueError, match="add: residual must"):
             module.add(sums[0], sums[0, :1])
@@ -135,7 +135,7 @@ def test_16_bits_are_rounded_where_the_models_round(device, dtype):
     results = [
         (
             module.rms_norm(x, weight, 1e-5),
-            module.rms_norm(x, weight, 1e-5, other)[0],
+            module.add_rms_norm(x, other, weight, 1e-5)[0],
             module.swiglu(x, other),
             module.rotary_append(q, k, v, cache.clone(), *rest),
             module.rotary_append(q, k, v, cache.clone(), *rest, **norms),
@@ -181,7 +181,7 @@ def test_other_strides(device):
 def test_partial_sums(device):
     sums = torch.randn(3, 2, 5, 6 * 64, device=device)
     parts = sums.split([4 * 64, 64, 64], dim=-1)
-    q, k, v = (Partials(part, torch.float16).unflatten(-1, (-1, 64)) for part in parts)
+    q, k, v = (SplitSums(part, torch.float16).unflatten(-1, (-1, 64)) for part in parts)
     cache, *rest = rotary_operands(device, torch.float16, 2, 5, 4, 1, 64)[3:]
     caches = [cache.clone(), cache.clone(), cache.float()]
     out = kernels.rotary_append(q, k, v, caches[0], *rest)
@@ -226,7 +226,7 @@ def test_bad_operands_are_refused(device, module):
         (module.rms_norm, (x, weight[:7], 1e-5)),
         (module.rms_norm, (x, weight.half(), 1e-5)),
         (module.rms_norm, (x, weight.to("meta"), 1e-5)),
-        (module.rms_norm, (x, weight, 1e-5, x[:1])),
+        (module.add_rms_norm, (x, x[:1], weight, 1e-5)),
         (module.rms_norm, (x.long(), weight.long(), 1e-5)),
         (module.swiglu, (x, x[:1])),
         (module.swiglu, (x, x.half())),

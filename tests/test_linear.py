@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_triton import linear as kernels
-from eagle_triton.linear import Settings
-from eagle_triton.partials import Partials
+from eagle_triton.linear import products as kernels
+from eagle_triton.linear import settings as table
+from eagle_triton.linear import small
+from eagle_triton.linear.settings import Settings
 from eagle_triton.reference import linear as reference
+from eagle_triton.runtime.split_sums import SplitSums
 
 CUDA = torch.cuda.is_available()
 ROWS = [1, 7, 26, 60, 64, 65] + ([128, 200] if CUDA else [])
@@ -89,7 +91,7 @@ def test_stack_of_any_size_with_some_biases(device, count):
 
 def test_default_settings(device):
     x, weights, biases, residual = operands(device, torch.float16, (4,), 1024, (64, 32, 32))
-    assert kernels.launch_settings(x.device, x.dtype, 4, (64,), 1024).splits > 1
+    assert table.launch_settings(x.device, x.dtype, 4, (64,), 1024).splits > 1
     assert_close(
         kernels.linear(x, weights[0], biases[0], residual),
         reference.linear(x, weights[0], biases[0], residual),
@@ -116,43 +118,43 @@ LLAMA_1B = [(2048, 512, 512), 2048], [(2048,), 2048], [(2048,), 8192], [(128256,
 @pytest.mark.parametrize("capability", [(8, 0), H200, (10, 0), (12, 0), (0, 0)], ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 17, 64])
 def test_settings_fit_the_device(monkeypatch, capability, rows):
-    monkeypatch.setattr(kernels, "_compute_capability", lambda device: capability)
-    shapes = [*LLAMA_1B, *([list(key[1]), key[2]] for key in kernels._HOPPER)]
+    monkeypatch.setattr(table, "compute_capability", lambda device: capability)
+    shapes = [*LLAMA_1B, *([list(key[1]), key[2]] for key in table._HOPPER)]
     for cols, depth in shapes:
         fused = len(cols) == 2
-        settings = kernels.launch_settings(torch.device("cuda"), torch.bfloat16, rows, tuple(cols), depth, fused)
-        block_m = kernels.block_m_of(rows)
+        settings = table.launch_settings(torch.device("cuda"), torch.bfloat16, rows, tuple(cols), depth, fused)
+        block_m = table.block_m_of(rows)
         shared = (settings.block_n * (1 + fused) + block_m) * settings.block_k * 2 * settings.stages
         assert shared <= (225 if capability in (H200, (10, 0)) else 64) * 1024
         assert settings.splits == 1 or not fused
-        assert settings.splits * kernels._tiles(cols, settings.block_n, fused) >= 64
+        assert settings.splits * table.tiles_of(cols, settings.block_n, fused) >= 64
 
 
 def test_deferred(device):
     dtype = torch.float16
     x, weights, biases, residual = operands(device, dtype, (2, 5), 200, (72, 40))
     settings = SETTINGS["splits"]
-    out = kernels.linear(x, weights[0], biases[0], deferred=True, settings=settings)
-    assert isinstance(out, Partials) and out.shape == (2, 5, 72) and out.sums.shape[0] == 3 and out.dtype == dtype
+    out = kernels.linear(x, weights[0], biases[0], keep_splits=True, settings=settings)
+    assert isinstance(out, SplitSums) and out.shape == (2, 5, 72) and out.sums.shape[0] == 3 and out.dtype == dtype
     assert out.dim() == 3 and out.device == x.device
     assert_close(
         out.total(), reference.linear(x, weights[0], biases[0]), reference.linear(*wide((x, weights[0], biases[0])))
     )
-    outs = kernels.linear_stack(x, weights, biases, deferred=True, settings=settings)
+    outs = kernels.linear_stack(x, weights, biases, keep_splits=True, settings=settings)
     sames, exacts = (reference.linear_stack(*each) for each in ((x, weights, biases), wide((x, weights, biases))))
     for part, same, exact in zip(outs, sames, exacts, strict=True):
         assert_close(part.unflatten(-1, (-1, 8)).total().flatten(-2), same, exact)
-    whole = kernels.linear(x, weights[0], biases[0], deferred=True, settings=SETTINGS["plain"])
+    whole = kernels.linear(x, weights[0], biases[0], keep_splits=True, settings=SETTINGS["plain"])
     assert isinstance(whole, Tensor) and whole.dtype == dtype
     for module in (kernels, reference):
         with pytest.raises(ValueError, match="residual"):
-            module.linear(x, weights[0], None, residual, deferred=True)
+            module.linear(x, weights[0], None, residual, keep_splits=True)
 
 
 def test_many_rows_go_to_cublas(device):
     x, weights, biases, residual = operands(device, torch.float32, (300,), 32, (16, 16))
-    assert kernels.launch_settings(x.device, torch.float16, 300, (16,), 32) is None
-    assert kernels.launch_settings(x.device, torch.float32, 1, (16,), 32) is None
+    assert table.launch_settings(x.device, torch.float16, 300, (16,), 32) is None
+    assert table.launch_settings(x.device, torch.float32, 1, (16,), 32) is None
     assert torch.equal(
         kernels.linear(x, weights[0], biases[0], residual), reference.linear(x, weights[0], biases[0], residual)
     )
@@ -180,7 +182,7 @@ def test_same_bits_and_counters_left_clean(device):
     x, (weight,), _, _ = operands(device, torch.float16, (17,), 512, (96,))
     outs = [kernels.linear(x, weight, settings=SETTINGS["descriptors"]) for _ in range(3)]
     assert all(torch.equal(out, outs[0]) for out in outs)
-    assert not any(counters.any() for counters in kernels._ARRIVALS.values())
+    assert not any(counters.any() for counters in small._ARRIVALS.values())
 
 
 def test_no_rows(device):

@@ -13,13 +13,15 @@ from eagle_triton import EaModel, UnsupportedModelError, optimize_eagle_with_tri
 from eagle_triton.adapters import native
 from eagle_triton.demo import demo_prompts
 from eagle_triton.engine.batch import Batch
-from eagle_triton.engine.fused import FusedStep, unsupported
-from eagle_triton.engine.generation import Engine, MegakernelError
-from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.sampling import Sampling
-from eagle_triton.engine.step import Mode, project, target_forward, verify_and_draft
-from eagle_triton.tree_spec import TreeSpec
-from tests.tiny import random_prompt, tiny_model
+from eagle_triton.engine.engine import Engine, MegakernelError
+from eagle_triton.engine.megakernel_step import MegakernelStep, unsupported
+from eagle_triton.engine.model import target_forward
+from eagle_triton.engine.modules import project
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.step import Mode, verify_and_draft
+from eagle_triton.engine.tree_spec import TreeSpec
+from tests.tiny import draft_cache, random_prompt, target_cache, tiny_model
 
 CUDA = torch.cuda.is_available()
 CASES = int(os.environ.get("MEGAKERNEL_CASES", "12"))  # 200 were seen; each takes some seconds in the interpreter
@@ -33,10 +35,10 @@ def tensors(state) -> dict[str, Tensor]:
         "active": state.active,
         "nan": state.nan,
         "report": state.report,
-        "target cache": state.target_cache,
-        "draft cache": state.draft_cache,
-        "hidden": state.sequences.hidden,
-        "normed": state.sequences.normed,
+        "target cache": target_cache(state.sequences),
+        "draft cache": draft_cache(state.sequences),
+        "hidden": state.sequences.draft_tensors.hidden,
+        "normed": state.sequences.draft_tensors.normed,
         **{f"tree {name}": value for name, value in state.tree._asdict().items()},
     }
 
@@ -66,26 +68,26 @@ def random_spec(source: random.Random) -> TreeSpec:
 
 def compare_steps(model, spec, prompts, device, steps=2, sampling=None):
     """Take `steps` steps both ways, each time from the same state; how many drafts each step accepted."""
-    sampling = sampling or Sampling()
+    sampling = sampling or SamplingParams()
     view, draft = native.read(model.to(device))
-    kernels, engine = Operations(kernels=True), Engine(view, draft, Operations())
+    kernels, engine = make_operations(kernels=True), Engine(view, draft, make_operations())
     mode, accepted = Mode(not sampling.greedy, sampling.top_p_first), []
     with torch.no_grad(), Batch.start(engine, prompts, spec, sampling, max(map(len, prompts)) + 40) as batch:
         state = batch.state
-        fused = FusedStep(view, draft, state)
+        megakernel = MegakernelStep(view, draft, state)
         for _ in range(steps):
             tree = state.tree
             positions = state.lengths[:, None] + tree.depths
-            hidden, features = target_forward(
-                engine.ops, view, tree.tokens, state.target_cache, state.lengths, positions, tree.ancestors
+            hidden, features, uncommitted = target_forward(
+                engine.ops, view, tree.tokens, state.sequences.caches, state.lengths, positions, tree.ancestors
             )
             logits = project(engine.ops, view.head, hidden)
             before, counter = snapshot(state), state.sampling.step.clone()
-            verify_and_draft(kernels, draft, state, logits, features, mode)
+            verify_and_draft(kernels, draft, state, logits, features, uncommitted, mode)
             expected = snapshot(state)
             restore(state, before)
             state.sampling.step.copy_(counter)
-            verify_and_draft(kernels, draft, state, logits, features, mode, fused)
+            verify_and_draft(kernels, draft, state, logits, features, uncommitted, mode, megakernel)
             for name, value in tensors(state).items():
                 assert torch.equal(value, expected[name]), name
             assert not torch.equal(expected["draft cache"], before["draft cache"])
@@ -101,7 +103,7 @@ def test_random_cases(device, case):
     source = random.Random(case)
     model = tiny_model(eagle3=case % 2 == 0, seed=case)
     prompts = [random_prompt(source.randint(1, 40), seed=i)[0] for i in range(source.randint(1, 3))]
-    sampling = source.choice([Sampling(), Sampling(temperature=1.0, top_p=0.9, seed=case)])
+    sampling = source.choice([SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9, seed=case)])
     compare_steps(model, random_spec(source), prompts, device, steps=1, sampling=sampling)
 
 
@@ -130,23 +132,23 @@ def test_optimised_model_decodes_alike(device):
 
 @pytest.mark.skipif(CUDA, reason="the kernels run there")
 def test_auto_leaves_it_out_without_a_gpu():
-    engine = Engine(*native.read(tiny_model()), Operations(kernels=True), megakernel=None)
-    with Batch.start(engine, [random_prompt(3)[0]], TreeSpec.dynamic(4, 1, 2), Sampling(), 20) as batch:
-        assert engine._fused(batch.state) is None
+    engine = Engine(*native.read(tiny_model()), make_operations(kernels=True), megakernel=None)
+    with Batch.start(engine, [random_prompt(3)[0]], TreeSpec.dynamic(4, 1, 2), SamplingParams(), 20) as batch:
+        assert engine._megakernel_step(batch.state) is None
 
 
 def test_auto_goes_on_without_it_where_it_does_not_run(monkeypatch):
     model = tiny_model()
-    engine = Engine(*native.read(model), Operations(), megakernel=None)
+    engine = Engine(*native.read(model), make_operations(), megakernel=None)
     prompt, spec = random_prompt(5)[0], TreeSpec.dynamic(8, 2, 3)
 
     def broken(*_):
         raise RuntimeError("too many resources requested for launch")
 
-    monkeypatch.setattr(Engine, "_fused", lambda self, state: broken)
-    monkeypatch.setattr("eagle_triton.engine.generation.median_milliseconds", lambda step: step())
+    monkeypatch.setattr(Engine, "_megakernel_step", lambda self, state: broken)
+    monkeypatch.setattr("eagle_triton.engine.engine.median_milliseconds", lambda step: step())
     monkeypatch.setattr("eagle_triton.engine.step.verify_and_draft", _refusing(verify_and_draft, broken))
-    with Batch.start(engine, [prompt], spec, Sampling(), 20) as batch:
+    with Batch.start(engine, [prompt], spec, SamplingParams(), 20) as batch:
         assert batch.step()[0].tokens
     assert "too many resources" in engine.notes["megakernel"]
 
@@ -170,8 +172,8 @@ def _refusing(function, refused):
     ids=["rows", "children", "fits"],
 )
 def test_what_is_unsupported_is_named(spec, batch, reason):
-    engine = Engine(*native.read(tiny_model(vocab=120)), Operations())
-    with Batch.start(engine, [random_prompt(3)[0]] * batch, spec, Sampling(), 20) as running:
+    engine = Engine(*native.read(tiny_model(vocab=120)), make_operations())
+    with Batch.start(engine, [random_prompt(3)[0]] * batch, spec, SamplingParams(), 20) as running:
         found = unsupported(engine.draft, running.state)
     assert found is None if reason is None else reason in found
 
@@ -200,18 +202,18 @@ def test_a_program_that_never_arrives(monkeypatch):
     """An exception within a second of the launch, and the model generates correctly afterwards."""
     from time import perf_counter
 
-    from eagle_triton.engine import fused
+    from eagle_triton.engine import megakernel_step
 
     model = tiny_model().cuda()
     prompt = random_prompt(9).cuda()
     expected = model.eagenerate(prompt, max_new_tokens=20)
-    original = fused.FusedStep.__init__
+    original = megakernel_step.MegakernelStep.__init__
 
     def with_absent(self, *arguments, **options):
         original(self, *arguments, **options)
         self.absent = 3
 
-    monkeypatch.setattr(fused.FusedStep, "__init__", with_absent)
+    monkeypatch.setattr(megakernel_step.MegakernelStep, "__init__", with_absent)
     model, originals = optimize_eagle_with_triton(model, megakernel=True, cuda_graph=False)
     with originals:
         with pytest.raises(MegakernelError, match="did not arrive"):

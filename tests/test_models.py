@@ -298,12 +298,12 @@ def test_sampling_repeats_with_its_seed(eagle3):
 
 @pytest.mark.parametrize("filters", [dict(), dict(top_k=3), dict(top_p=0.7), dict(min_p=0.3)], ids=str)
 def test_the_sampled_walk_is_lossless(filters):
-    """The law of the first two tokens, over a tree whose nodes' logits depend on their token alone."""
+    """The distribution of the first two tokens, over a tree whose nodes' logits depend on their token alone."""
     torch.manual_seed(0)
     size, samples = 5, 6000
     table = torch.randn(size, size) * 1.5
     warpers = generate_warpers(**dict(dict(temperature=0.8, top_k=0, top_p=1.0, min_p=0.0), **filters))
-    law = warpers(None, table.clone()).softmax(-1)
+    distribution = warpers(None, table.clone()).softmax(-1)
     tokens = torch.tensor([2, 0, 4, 1, 3, 4])
     children = [[1, 2], [3, 4], [5], [], [], []]
     counts = torch.zeros(size, size)
@@ -311,9 +311,9 @@ def test_the_sampled_walk_is_lossless(filters):
         path, after = verify_tree(tokens, children, table[tokens], warpers)
         emitted = [*tokens[path[1:]].tolist(), int(after)]
         if len(emitted) == 1:
-            emitted.append(int(torch.multinomial(law[emitted[0]], 1)))
+            emitted.append(int(torch.multinomial(distribution[emitted[0]], 1)))
         counts[emitted[0], emitted[1]] += 1
-    exact = law[2][:, None] * law
+    exact = distribution[2][:, None] * distribution
     assert 0.5 * (counts / samples - exact).abs().sum() < 0.03
     assert counts[exact == 0].sum() == 0
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from eagle_triton import laws, sampling
+from eagle_triton import sampling
 from eagle_triton.reference import sampling as reference
+from eagle_triton.sampling import filter_thresholds
 
 CUDA = torch.cuda.is_available()
 FILTERS = {
@@ -25,7 +26,7 @@ def make_params(batch, device, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, s
     def full(value, dtype):
         return torch.full((batch,), value, dtype=dtype, device=device)
 
-    return reference.SamplingParams(
+    return reference.SamplingTensors(
         full(temperature, torch.float32),
         full(top_k, torch.int32),
         full(top_p, torch.float32),
@@ -87,7 +88,7 @@ def test_parameters_are_per_sequence(device):
     torch.testing.assert_close(out, reference.probabilities(logits, params), rtol=2e-5, atol=1e-7)
     alone = [
         sampling.probabilities(
-            logits[b : b + 1], reference.SamplingParams(*(value[b : b + 1].clone() for value in params))
+            logits[b : b + 1], reference.SamplingTensors(*(value[b : b + 1].clone() for value in params))
         )
         for b in range(3)
     ]
@@ -177,8 +178,8 @@ def test_refusals(device, module):
 
 def test_keys_order_like_floats():
     """What the search stands on: ordered keys for every dtype, and back."""
-    assert set(laws._KEY_SHIFT) == {torch.bfloat16, torch.float16, torch.float32}
-    for dtype, shift in laws._KEY_SHIFT.items():
+    assert set(filter_thresholds._KEY_SHIFT) == {torch.bfloat16, torch.float16, torch.float32}
+    for dtype, shift in filter_thresholds._KEY_SHIFT.items():
         values = torch.cat((randn(200).to(dtype).float(), torch.tensor([0.0, 1e-7, -1e-7, 65504.0]))).to(dtype).float()
         values = torch.cat((values, torch.tensor([float("inf"), float("-inf")]))).sort().values
         bits = values.view(torch.int32)

@@ -123,10 +123,10 @@ def test_eagle_package(path, error, transformers, status, comment):
     assert ("constraints-upstream.txt" in found.mend) == (status == "note")
 
 
-def test_bounds_are_those_of_setup_py():
-    setup = (ROOT / "setup.py").read_text()
+def test_bounds_are_those_of_pyproject():
+    project = (ROOT / "pyproject.toml").read_text()
     for name, (low, below) in setup_env.REQUIRED.items():
-        assert f"{name}>={low}{f',<{below}' if below else ''}" in setup
+        assert f"{name}>={low}{f',<{below}' if below else ''}" in project
 
 
 def fake_tool(directory: Path, name: str, script: str) -> None:

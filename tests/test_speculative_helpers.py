@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.record import ROOT
 from eagle_triton import speculative
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.reference import integrators as reference
 from eagle_triton.reference import tree_decoding
 from eagle_triton.speculative import (
@@ -34,7 +35,6 @@ from eagle_triton.speculative import (
 )
 from eagle_triton.speculative.costs import CostTable, StepCosts
 from eagle_triton.speculative.policy import TreePolicy, tree_sizes
-from eagle_triton.tree_spec import PLAIN, TreeSpec
 from tools import cost_tables
 
 # --- configuration ---
@@ -245,8 +245,8 @@ def test_topk_and_log_probabilities(device):
 
 
 def test_samples_follow_the_filtered_law(device):
-    law = torch.tensor([0.45, 0.3, 0.15, 0.07, 0.03])
-    logits = law.log().expand(40_000, -1).contiguous().to(device)
+    distribution = torch.tensor([0.45, 0.3, 0.15, 0.07, 0.03])
+    logits = distribution.log().expand(40_000, -1).contiguous().to(device)
 
     def frequencies(**options):
         tokens = sample_from_logits(logits, generator=torch.Generator().manual_seed(1), **options)
@@ -256,12 +256,12 @@ def test_samples_follow_the_filtered_law(device):
         return (got - want / want.sum()).abs().sum() / 2
 
     keep = torch.arange(5)
-    assert distance(frequencies(), law) < 0.01
-    assert distance(frequencies(temperature=0.5), law**2) < 0.01
-    assert distance(frequencies(top_k=2), law * (keep < 2)) < 0.01
-    assert distance(frequencies(top_p=0.7), law * (keep < 2)) < 0.01  # 0.45 + 0.3 crosses 0.7
-    assert distance(frequencies(top_p=0.76), law * (keep < 3)) < 0.01  # the token that crosses is kept
-    assert distance(frequencies(min_p=0.3), law * (keep < 3)) < 0.01
+    assert distance(frequencies(), distribution) < 0.01
+    assert distance(frequencies(temperature=0.5), distribution**2) < 0.01
+    assert distance(frequencies(top_k=2), distribution * (keep < 2)) < 0.01
+    assert distance(frequencies(top_p=0.7), distribution * (keep < 2)) < 0.01  # 0.45 + 0.3 crosses 0.7
+    assert distance(frequencies(top_p=0.76), distribution * (keep < 3)) < 0.01  # the token that crosses is kept
+    assert distance(frequencies(min_p=0.3), distribution * (keep < 3)) < 0.01
     assert sample_from_logits(logits, temperature=0.0).eq(0).all()
     for options in (dict(top_p=0.0), dict(temperature=-1.0), dict(top_k=-1)):
         with pytest.raises(ValueError):

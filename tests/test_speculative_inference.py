@@ -9,9 +9,9 @@ import torch
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.demo import demo_prompts
-from eagle_triton.engine.sampling import Sampling
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.speculative.costs import CostTable
-from eagle_triton.tree_spec import TreeSpec
 from tests.tiny import random_prompt, tiny_model
 
 FIXED = EAGLEConfig(fallback=False)
@@ -162,7 +162,7 @@ MEMORYLESS = 5
 
 
 def memoryless_target():
-    """One layer whose attention sees its own token only: the law of the next token depends on the last one alone."""
+    """One layer whose attention sees its own token only: what comes next depends on the last token alone."""
     tree = dict(total_token=4, depth=1, top_k=2)
     model = tiny_model("mistral", eagle3=False, vocab=MEMORYLESS, layers=1, seed=6, **tree)
     config = model.base_model.config
@@ -171,7 +171,7 @@ def memoryless_target():
     return model
 
 
-LAWS = {
+DISTRIBUTIONS = {
     "T": dict(temperature=1.3),
     "top-k": dict(temperature=1.0, top_k=2),
     "top-p": dict(temperature=1.5, top_p=0.8),
@@ -182,13 +182,15 @@ LAWS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", LAWS)
-def test_sampled_tokens_follow_the_targets_law(case):
-    """60,000 transitions of a target without memory: the joint law of (token, next token), total variation < 0.01.
+@pytest.mark.parametrize("case", DISTRIBUTIONS)
+def test_sampled_tokens_follow_the_targets_distribution(case):
+    """60,000 transitions of a target without memory: the joint distribution of (token, next token), total variation <
+    0.01.
 
-    A penalty's law depends on which tokens were seen too: each transition is expected by the law of its own history.
+    A penalty's distribution depends on which tokens were seen too: each transition is expected by the distribution of
+    its own history.
     """
-    model, options = memoryless_target(), dict(LAWS[case])
+    model, options = memoryless_target(), dict(DISTRIBUTIONS[case])
     config = EAGLEConfig(topk=2, num_steps=2, num_draft_tokens=4, fallback=False, slots=200)
     prompts = [torch.tensor([index % MEMORYLESS]) for index in range(200)]
     torch.manual_seed(0)
@@ -205,25 +207,25 @@ def test_sampled_tokens_follow_the_targets_law(case):
     own = torch.where(held, torch.where(own > 0, own / penalty, own * penalty), own)
     for token, value in bias.items():
         own[:, token] += value
-    law = exact_law(own, **options)
+    distribution = exact_distribution(own, **options)
     counts, expected = torch.zeros(2, MEMORYLESS, MEMORYLESS, dtype=torch.float64)
     counts.index_put_((last, following), torch.ones(len(last), dtype=torch.float64), accumulate=True)
-    expected.index_add_(0, last, law[which])
+    expected.index_add_(0, last, distribution[which])
     assert (counts - expected).abs().sum() / 2 / len(last) < 0.01
-    assert (law[which, following] > 0).all()
+    assert (distribution[which, following] > 0).all()
 
 
-def exact_law(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
+def exact_distribution(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
     """The documented order written out for rows of a small vocabulary: temperature, top-k, top-p, min-p."""
-    law = (logits / temperature).softmax(-1)
-    for row in law:
+    distribution = (logits / temperature).softmax(-1)
+    for row in distribution:
         order = row.argsort(descending=True)
         if top_k:
             row[order[top_k:]] = 0
         before = row[order].cumsum(0) - row[order]
         row[order[before >= top_p * row.sum()]] = 0
         row[row < min_p * row.max()] = 0
-    return law / law.sum(-1, keepdim=True)
+    return distribution / distribution.sum(-1, keepdim=True)
 
 
 @pytest.mark.parametrize("tokens", [8, "auto"])
@@ -249,9 +251,9 @@ def test_logprobs_are_the_targets(device):
     rows, stats = eagle.generate(prompts, 20, logprobs=True)
     for row, completion, prompt in zip(rows, stats.completions, prompts, strict=True):
         with torch.no_grad():
-            law = model.base_model(row[None]).logits[0].log_softmax(-1)
+            distribution = model.base_model(row[None]).logits[0].log_softmax(-1)
         places = torch.arange(len(prompt), len(row), device=device)
-        want = law[places - 1, row[places]].cpu()
+        want = distribution[places - 1, row[places]].cpu()
         torch.testing.assert_close(torch.tensor(completion.logprobs), want, atol=1e-4, rtol=1e-4)
     assert eagle.generate(prompts, 3)[1].completions[0].logprobs is None
 
@@ -320,11 +322,13 @@ def test_requests_that_arrive_at_random_get_what_they_get_alone(device):
     source = random.Random(0)
     prompts = [random_prompt(source.randint(1, 40), seed=index)[0].to(device) for index in range(20)]
     kinds = [(prompt, seed) for prompt in prompts for seed in (None, 1)]
-    laws = [Sampling() if seed is None else Sampling(temperature=1.0, seed=seed) for _, seed in kinds]
+    distributions = [
+        SamplingParams() if seed is None else SamplingParams(temperature=1.0, seed=seed) for _, seed in kinds
+    ]
     alone = []
-    for (prompt, _), law in zip(kinds, laws, strict=True):
+    for (prompt, _), distribution in zip(kinds, distributions, strict=True):
         with eagle.session(rows=60, slots=1) as session:
-            session.submit(prompt, 14, law, stop_ids=())
+            session.submit(prompt, 14, distribution, stop_ids=())
             pieces = []
             while not session.idle:
                 pieces += session.step()
@@ -335,7 +339,7 @@ def test_requests_that_arrive_at_random_get_what_they_get_alone(device):
             for _ in range(source.choice([0, 0, 1, 5, 12])):
                 if len(wanted) < 500:
                     kind, limit, stop = source.randrange(40), source.randint(1, 14), source.randrange(32)
-                    index = session.submit(kinds[kind][0], limit, laws[kind], stop_ids=[stop])
+                    index = session.submit(kinds[kind][0], limit, distributions[kind], stop_ids=[stop])
                     tokens = alone[kind][:limit]
                     wanted[index] = tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
             for piece in session.step():

@@ -1,4 +1,4 @@
-"""Verification: the kernels against the reference, and the sampled walk against the law it must follow."""
+"""Verification: the kernels against the reference, and the sampled walk against the distribution it must follow."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def make_params(batch, device, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, s
     def full(value, dtype):
         return torch.full((batch,), value, dtype=dtype, device=device)
 
-    return sampling.SamplingParams(
+    return sampling.SamplingTensors(
         full(temperature, torch.float32),
         full(top_k, torch.int32),
         full(top_p, torch.float32),
@@ -146,7 +146,7 @@ def test_siblings_that_share_a_token(device):
 
 
 def test_all_mass_refused_by_rounding(device):
-    """Children hold all mass, yet the coin passes their sum: the whole law is drawn from."""
+    """Children hold all mass, yet the coin passes their sum: the whole distribution is drawn from."""
     logits = torch.tensor([[[0.0, 0.0, float("-inf")]] * 3], device=device)
     tokens = torch.tensor([[2, 0, 1]], device=device)
     parents = torch.tensor([[-1, 0, 0]], dtype=torch.int32, device=device)
@@ -158,23 +158,23 @@ def test_all_mass_refused_by_rounding(device):
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 3}], ids=["plain", "top_p", "top_k"])
 def test_emitted_tokens_follow_the_law(device, filters):
-    """First and second emitted token against the exact law, on V = 6 (total variation < 0.01)."""
+    """First and second emitted token against the exact distribution, on V = 6 (total variation < 0.01)."""
     batch = 200_000
     logits = torch.randn(1, 6, 6, generator=torch.Generator().manual_seed(4))
     tokens, parents = torch.tensor([[0, 3, 1, 5, 0, 2]]), torch.tensor([[-1, 0, 0, 1, 1, 2]], dtype=torch.int32)
     verify, where = (verification.verify_sampling, device) if CUDA else (reference.verify_sampling, "cpu")
     arguments = [value.expand(batch, *value.shape[1:]).to(where) for value in (logits, tokens, parents)]
     path, accepted, next_token = verify(*arguments, 2, make_params(batch, where, **filters))
-    law = sampling.probabilities(logits, make_params(1, "cpu", **filters))[0].to(where)
+    distribution = sampling.probabilities(logits, make_params(1, "cpu", **filters))[0].to(where)
     first = torch.where(accepted > 0, arguments[1].gather(1, path[:, 1:2].clamp(min=0).long())[:, 0], next_token)
-    assert (first.bincount(minlength=6) / batch - law[0]).abs().sum() / 2 < 0.01
+    assert (first.bincount(minlength=6) / batch - distribution[0]).abs().sum() / 2 < 0.01
     for node, token in ((1, 3), (2, 1)):
-        if law[0, token] == 0:
+        if distribution[0, token] == 0:
             continue
         taken = path[:, 1] == node
         second = torch.where(accepted > 1, arguments[1].gather(1, path[:, 2:3].clamp(min=0).long())[:, 0], next_token)
         share = second[taken].bincount(minlength=6) / taken.sum()
-        assert (share - law[node]).abs().sum() / 2 < 0.01
+        assert (share - distribution[node]).abs().sum() / 2 < 0.01
 
 
 @settings(max_examples=40 if CUDA else 6, deadline=None)

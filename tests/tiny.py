@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import transformers
 
+from eagle_triton.engine.state import Sequences
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.heads import DraftConfig, Eagle1Head, Eagle3Head
 
@@ -60,3 +61,15 @@ def tiny_model(
 def random_prompt(length: int, vocab: int = 32, seed: int = 0) -> torch.Tensor:
     """Token ids [1, length]."""
     return torch.randint(vocab, (1, length), generator=torch.Generator().manual_seed(1000 * length + seed))
+
+
+def target_cache(sequences: Sequences) -> torch.Tensor:
+    """Keys and values [layers, 2, B, Hkv, T, d] of a target whose layers are all attention of one shape."""
+    (cache,) = sequences.caches.caches
+    return cache.data
+
+
+def draft_cache(sequences: Sequences) -> torch.Tensor:
+    """The same of its draft."""
+    (cache,) = sequences.draft_tensors.caches.caches
+    return cache.data

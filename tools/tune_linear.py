@@ -4,8 +4,8 @@
 
 Prints, for each product and row count, cuBLAS's time, the fastest settings and their times: the rows for the table in
 linear.py. Times are those of CUDA-graph replays over distinct weights, together far larger than L2. Settings are
-compiled first, in parallel, and checked against fp32 before they are timed. With --deferred, splits of K are left to
-the reader, as in the engine. With --streamed, settings are those of streamed_linear.py, and every product is timed
+compiled first, in parallel, and checked against fp32 before they are timed. With --keep_splits, splits of K are left to
+the reader, as in the engine. With --streamed, settings are those of linear/streamed.py, and every product is timed
 behind a small kernel, which is part of the time: that is where they differ.
 """
 
@@ -31,12 +31,13 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton import linear as products
-from eagle_triton.linear import Settings
-from eagle_triton.overlap import await_inputs, overlapped
-from eagle_triton.partials import Partials
+from eagle_triton.linear import settings as table
+from eagle_triton.linear.settings import Settings
+from eagle_triton.runtime.overlap import await_inputs, overlapped
+from eagle_triton.runtime.split_sums import SplitSums
 
 if TYPE_CHECKING:  # Gluon's
-    from eagle_triton.streamed_linear import Streaming
+    from eagle_triton.linear.streamed import Streaming
 
 
 class Product(NamedTuple):
@@ -46,10 +47,10 @@ class Product(NamedTuple):
     depth: int
     fused: bool = False
 
-    def run(self, x: Tensor, weights: list[Tensor], settings: Settings | Streaming, deferred: bool) -> tuple:
+    def run(self, x: Tensor, weights: list[Tensor], settings: Settings | Streaming, keep_splits: bool) -> tuple:
         if self.fused:
             return (products.linear_swiglu(x, *weights, settings=settings),)
-        return products.linear_stack(x, weights, [None] * len(weights), deferred=deferred, settings=settings)
+        return products.linear_stack(x, weights, [None] * len(weights), keep_splits=keep_splits, settings=settings)
 
     def reference(self, x: Tensor, weights: list[Tensor]) -> Tensor:
         out = [F.linear(x.float(), weight.float()) for weight in weights]
@@ -71,7 +72,7 @@ _PAUSES = 60  # programs of the small kernel
 
 def candidates(product: Product, rows: int) -> Iterator[Settings]:
     """Settings that fit shared memory, keep enough bytes in flight and fill the chip."""
-    block_m, per_program = products.block_m_of(rows), 2 if product.fused else 1
+    block_m, per_program = table.block_m_of(rows), 2 if product.fused else 1
     for block_n, block_k, splits, stages, swap in itertools.product(
         (32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (3, 4, 6), (False, True)
     ):
@@ -95,7 +96,7 @@ def candidates(product: Product, rows: int) -> Iterator[Settings]:
 
 def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
     """Rings that fit shared memory, in programs that fill the chip."""
-    from eagle_triton.streamed_linear import Streaming, _block_m
+    from eagle_triton.linear.streamed import Streaming, _block_m
 
     swap, per_program = rows <= 16, 2 if product.fused else 1
     block_m = _block_m(swap, rows)
@@ -135,14 +136,14 @@ def _pause_tensors() -> Tensor:
 
 def compile_settings(task: tuple[int, bool, int, Settings | Streaming, bool]) -> str:
     """In a worker: run one small product, so that its kernel lies in Triton's cache. Returns the error, or ''."""
-    count, fused, rows, settings, deferred = task
+    count, fused, rows, settings, keep_splits = task
     device = "cuda" if torch.cuda.is_available() else "cpu"
     depth = 2 * settings.block_k * settings.splits
     product = Product((2 * settings.block_n,) * count, depth, fused)
     try:
         x = torch.zeros(rows, depth, device=device, dtype=torch.bfloat16)
         weights = [torch.zeros(n, depth, device=device, dtype=torch.bfloat16) for n in product.cols]
-        product.run(x, weights, settings, deferred)
+        product.run(x, weights, settings, keep_splits)
     except Exception as error:  # reported by the caller beside the settings
         return f"{type(error).__name__}: {error}"[:120]
     return ""
@@ -183,7 +184,7 @@ def make_weights(product: Product, device: str, total_bytes: float = 1.2e9) -> l
 
 
 def tune(
-    product: Product, rows: int, settings: list[Settings | Streaming], deferred: bool, streamed: bool, device: str
+    product: Product, rows: int, settings: list[Settings | Streaming], keep_splits: bool, streamed: bool, device: str
 ) -> tuple[float, list[tuple]]:
     """cuBLAS's µs for one product with concatenated weights, and (µs, settings, relative error) fastest first."""
 
@@ -198,12 +199,12 @@ def tune(
     blas_times, found = [timed(blas)], []
     for candidate in settings:
         try:
-            out = product.run(x, weights[0], candidate, deferred)
-            out = torch.cat([y.total() if isinstance(y, Partials) else y for y in out], dim=-1)
+            out = product.run(x, weights[0], candidate, keep_splits)
+            out = torch.cat([y.total() if isinstance(y, SplitSums) else y for y in out], dim=-1)
             error = ((out.float() - expected).norm() / expected.norm()).item()
             if not error < 5e-3:
                 raise ArithmeticError(f"relative error {error}")
-            calls = [functools.partial(product.run, x, some, candidate, deferred) for some in weights]
+            calls = [functools.partial(product.run, x, some, candidate, keep_splits) for some in weights]
             found.append((timed(calls), candidate, error))
         except Exception as error:
             print(f"  {candidate} failed: {type(error).__name__}: {str(error)[:100]}", flush=True)
@@ -216,24 +217,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--products", nargs="+", choices=PRODUCTS, default=list(PRODUCTS))
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
-    parser.add_argument("--deferred", action="store_true", help="leave sums over splits of K to the reader")
-    parser.add_argument("--streamed", action="store_true", help="streamed_linear.py, behind a small kernel")
+    parser.add_argument("--keep_splits", action="store_true", help="leave sums over splits of K to the reader")
+    parser.add_argument("--streamed", action="store_true", help="linear/streamed.py, behind a small kernel")
     parser.add_argument("--top", type=int, default=4, help="settings to print per product")
     parser.add_argument("--csv", type=Path, help="write every measurement here")
     args = parser.parse_args(argv)
-    args.deferred |= args.streamed  # they leave split sums to the reader
+    args.keep_splits |= args.streamed  # they leave split sums to the reader
     started = time.monotonic()
     plan = []
     for rows, name in itertools.product(args.rows, args.products):
         some = list((streamed_candidates if args.streamed else candidates)(PRODUCTS[name], rows))
         if args.streamed:  # what is to be beaten
             cols, depth, fused = PRODUCTS[name]
-            plain = products.launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, fused)
+            plain = table.launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, fused)
             some += [] if plain is None else [plain]
         plan.append((rows, name, some))
 
     def task(rows: int, name: str, settings: Settings | Streaming) -> tuple[int, bool, int, Settings | Streaming, bool]:
-        return len(PRODUCTS[name].cols), PRODUCTS[name].fused, rows, settings, args.deferred
+        return len(PRODUCTS[name].cols), PRODUCTS[name].fused, rows, settings, args.keep_splits
 
     tasks = list(dict.fromkeys(task(rows, name, settings) for rows, name, some in plan for settings in some))
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
@@ -249,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"  {settings}: {error}", flush=True)
             else:
                 good.append(settings)
-        blas, found = tune(product, rows, good, args.deferred, args.streamed, "cuda")
+        blas, found = tune(product, rows, good, args.keep_splits, args.streamed, "cuda")
         size = sum(product.cols) * product.depth * 2
         best = found[0][0]
         total = sums.setdefault(rows, [0.0, 0.0])

@@ -8,11 +8,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle_triton.adapters import reading
-from eagle_triton.adapters.reading import UnsupportedModelError
-from eagle_triton.adapters.view import Attention, DraftView, Layer, ModelView, Rotary
+from eagle_triton.adapters.module_reader import (
+    UnsupportedModelError,
+    attribute_at,
+    check_fits_target,
+    check_one_device,
+    check_silu,
+    read_mlp,
+    read_norm,
+    read_projection,
+    read_rotary,
+)
+from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
+from eagle_triton.engine.mixers import Attention
+from eagle_triton.engine.model import Layer, ModelView
+from eagle_triton.engine.modules import Rotary
+from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.target import SUPPORTED
-from eagle_triton.tree_spec import TreeSpec
 
 ROPE_TYPES = ("default", "linear", "llama3")  # frequencies that do not depend on the length
 
@@ -35,24 +47,24 @@ def read_causal_lm(model: nn.Module, feature_layers: Sequence[int] = (), *, root
     (modules that are no plain nn.Linear are called as they are).
     """
     check_causal_lm(model, root)
-    reading.one_device(model, root)
-    body = reading.child(model, "model", nn.Module, root=root)
+    check_one_device(model, root)
+    body = attribute_at(model, "model", nn.Module, root=root)
     where = f"{root}.model"
-    rotary_module = reading.child(body, "rotary_emb", nn.Module, root=where)
+    rotary_module = attribute_at(body, "rotary_emb", nn.Module, root=where)
     rope_type = getattr(rotary_module, "rope_type", "default")
     if rope_type not in ROPE_TYPES:
         raise UnsupportedModelError(f"{where}.rotary_emb must be one of {ROPE_TYPES}, got rope_type {rope_type!r}")
     scaling = getattr(rotary_module, "attention_scaling", 1.0)
-    rotary = reading.rotary(rotary_module.inv_freq, scaling, f"{where}.rotary_emb")
+    rotary = read_rotary(rotary_module.inv_freq, scaling, f"{where}.rotary_emb")
     layers = tuple(_layer(model, index, rotary, root) for index in range(len(body.layers)))
     if wrong := [index for index in feature_layers if not 0 <= index < len(layers)]:
         raise UnsupportedModelError(f"{root}.model.layers has {len(layers)} layers: no features of layers {wrong}")
     eos = getattr(model.generation_config, "eos_token_id", None)
     view = ModelView(
-        embedding=reading.child(body, "embed_tokens.weight", torch.Tensor, root=where),
+        embedding=attribute_at(body, "embed_tokens.weight", torch.Tensor, root=where),
         layers=layers,
-        norm=reading.norm(body, "norm", root=where),
-        head=reading.projection(model, "lm_head", root=root),
+        norm=read_norm(body, "norm", root=where),
+        head=read_projection(model, "lm_head", root=root),
         feature_layers=tuple(feature_layers),
         eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
         pad_token_id=model.config.pad_token_id,
@@ -63,47 +75,41 @@ def read_causal_lm(model: nn.Module, feature_layers: Sequence[int] = (), *, root
 
 def draft_from_causal_lm(
     model: nn.Module, target: ModelView, read_tree: Callable[[], TreeSpec], *, root: str = "draft_model"
-) -> DraftView:
+) -> CausalLMDraft:
     """A causal language model as the draft of `target`; `read_tree` gives the tree to draft in the next generation.
 
     Only the vocabulary, the dtype and the device must be the target's. Raises UnsupportedModelError otherwise, and
     for what `read_causal_lm` refuses.
     """
     view = read_causal_lm(model, root=root)
-    reading.like_target(root, target, view.vocab_size, view.embedding)
-    return DraftView(
-        kind="model",
-        embedding=view.embedding,
-        fc=None,
-        layers=view.layers,
-        head=view.head,
-        read_tree=read_tree,
-        norm=view.norm,
+    check_fits_target(root, target, view.vocab_size, view.embedding)
+    return CausalLMDraft(
+        embedding=view.embedding, layers=view.layers, head=view.head, tree_reader=read_tree, norm=view.norm
     )
 
 
 def _layer(model: nn.Module, index: int, rotary: Rotary, root: str) -> Layer:
     path, config = f"model.layers.{index}", model.config
-    attention = reading.child(model, f"{path}.self_attn", nn.Module, root=root)
-    reading.silu(reading.child(model, f"{path}.mlp.act_fn", root=root), f"{root}.{path}.mlp.act_fn")
+    attention = attribute_at(model, f"{path}.self_attn", nn.Module, root=root)
+    check_silu(attribute_at(model, f"{path}.mlp.act_fn", root=root), f"{root}.{path}.mlp.act_fn")
     has_norms = hasattr(attention, "q_norm")
     kinds = getattr(config, "layer_types", None)
     slides = kinds[index] == "sliding_attention" if kinds else True
     return Layer(
-        input_norm=reading.norm(model, f"{path}.input_layernorm", root=root),
-        attention=Attention(
-            *(reading.projection(model, f"{path}.self_attn.{name}_proj", root=root) for name in "qkvo"),
+        input_norm=read_norm(model, f"{path}.input_layernorm", root=root),
+        mixer=Attention(
+            *(read_projection(model, f"{path}.self_attn.{name}_proj", root=root) for name in "qkvo"),
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
             scale=attention.scaling,
             rotary=rotary,
-            q_norm=reading.norm(model, f"{path}.self_attn.q_norm", root=root) if has_norms else None,
-            k_norm=reading.norm(model, f"{path}.self_attn.k_norm", root=root) if has_norms else None,
+            q_norm=read_norm(model, f"{path}.self_attn.q_norm", root=root) if has_norms else None,
+            k_norm=read_norm(model, f"{path}.self_attn.k_norm", root=root) if has_norms else None,
             sliding_window=getattr(config, "sliding_window", None) if slides else None,
         ),
-        post_norm=reading.norm(model, f"{path}.post_attention_layernorm", root=root),
-        mlp=reading.mlp(model, f"{path}.mlp", root=root),
+        post_norm=read_norm(model, f"{path}.post_attention_layernorm", root=root),
+        mlp=read_mlp(model, f"{path}.mlp", root=root),
     )
 
 
@@ -124,7 +130,7 @@ def _plain_weights(view: ModelView) -> Iterator[tuple[str, torch.Tensor | None]]
     yield "model.norm", view.norm.weight
     yield "lm_head", view.head.weight
     for index, layer in enumerate(view.layers):
-        path, attention, mlp = f"model.layers.{index}", layer.attention, layer.mlp
+        path, attention, mlp = f"model.layers.{index}", layer.mixer, layer.mlp
         yield f"{path}.input_layernorm", layer.input_norm.weight
         yield f"{path}.post_attention_layernorm", layer.post_norm.weight
         for name in ("q", "k", "v", "o"):

@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 
 from eagle_triton.adapters.upstream import is_ea_model, read_eagle1_head, read_target
-from eagle_triton.adapters.view import DraftView, ModelView
-from eagle_triton.tree_spec import TreeSpec
+from eagle_triton.engine.drafts.eagle import Eagle1Draft
+from eagle_triton.engine.model import ModelView
+from eagle_triton.engine.tree_spec import TreeSpec
 
 TARGETS = {"modeling_llama_kv": False}
 
@@ -22,7 +23,7 @@ def recognise(model: Any) -> bool:
     return is_ea_model(model) and all(hasattr(model.ea_layer, name) for name in parameters)
 
 
-def read(model: Any) -> tuple[ModelView, DraftView]:
+def read(model: Any) -> tuple[ModelView, Eagle1Draft]:
     """References to the target's and the head's parts. Raises UnsupportedModelError for what is not known."""
     target = read_target(model, TARGETS, eagle3=False)
     return target, read_eagle1_head(model, target, read_tree)

@@ -7,14 +7,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle_triton.adapters import reading
 from eagle_triton.adapters.causal_lm import check_causal_lm, read_causal_lm
-from eagle_triton.adapters.view import MLP, Attention, DraftView, Layer, ModelView, Norm, Rotary
+from eagle_triton.adapters.module_reader import (
+    attribute_at,
+    check_fits_target,
+    read_norm,
+    read_projection,
+)
+from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft, EagleDraft
+from eagle_triton.engine.mixers import Attention
+from eagle_triton.engine.model import Layer, ModelView
+from eagle_triton.engine.modules import MLP, Norm, Rotary
+from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models import heads
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.loading import check_fit
 from eagle_triton.models.target import default_feature_layers
-from eagle_triton.tree_spec import TreeSpec
 
 
 def recognise(model: Any) -> bool:
@@ -22,7 +30,7 @@ def recognise(model: Any) -> bool:
     return isinstance(model, EaModel)
 
 
-def read(model: EaModel) -> tuple[ModelView, DraftView]:
+def read(model: EaModel) -> tuple[ModelView, EagleDraft]:
     """References to the target's and the head's parts. Raises UnsupportedModelError for what is not known."""
     target = read_target(model)
     return target, read_head(model.ea_layer, target)
@@ -33,7 +41,7 @@ def read_target(model: EaModel) -> ModelView:
     return read_causal_lm(model.base_model, model.feature_layers or (), root="model.base_model")
 
 
-def read_pair(target: nn.Module, head: heads.DraftHead) -> tuple[ModelView, DraftView]:
+def read_pair(target: nn.Module, head: heads.DraftHead) -> tuple[ModelView, EagleDraft]:
     """A bare causal language model and a draft head, read as in an EaModel around them.
 
     Raises UnsupportedModelError for a target that is not known, ValueError for a head that does not fit it.
@@ -55,7 +63,7 @@ def feature_layers(head: heads.DraftHead, layers: int) -> tuple[int, ...]:
     return head.config.feature_layers or default_feature_layers(layers)
 
 
-def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea_layer") -> DraftView:
+def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea_layer") -> EagleDraft:
     """A draft head of `target`. root: what messages call it.
 
     Raises UnsupportedModelError unless it has the target's vocabulary, dtype and device.
@@ -63,19 +71,23 @@ def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea
     rotary = Rotary(heads.rotary_frequencies(head.config, target.device))
     eagle3 = isinstance(head, heads.Eagle3Head)
     paths = ["midlayer"] if eagle3 else [f"layers.{index}" for index in range(len(head.layers))]
-    norm = reading.child(head, f"{paths[0]}.post_attention_layernorm.weight", torch.Tensor, root=root)
-    reading.like_target(root, target, head.config.vocab_size, norm)  # a norm is never quantised
-    return DraftView(
-        kind="eagle3" if eagle3 else "eagle1",
+    norm = attribute_at(head, f"{paths[0]}.post_attention_layernorm.weight", torch.Tensor, root=root)
+    check_fits_target(root, target, head.config.vocab_size, norm)  # a norm is never quantised
+    shared: dict[str, Any] = dict(
         embedding=head.embed_tokens.weight,
-        fc=reading.projection(head, "fc", root=root),
+        fc=read_projection(head, "fc", root=root),
         layers=tuple(_head_layer(head, path, rotary, root) for path in paths),
-        head=reading.projection(head, "lm_head", root=root) if eagle3 else target.head,
-        read_tree=lambda: read_tree(head),
-        hidden_norm=reading.norm(head, "midlayer.hidden_norm", root=root) if eagle3 else None,
-        norm=reading.norm(head, "norm", root=root) if eagle3 else None,
+        tree_reader=lambda: read_tree(head),
         d2t=head.d2t,
+    )
+    if not eagle3:
+        return Eagle1Draft(head=target.head, **shared)
+    return Eagle3Draft(
+        head=read_projection(head, "lm_head", root=root),
+        hidden_norm=read_norm(head, "midlayer.hidden_norm", root=root),
+        norm=read_norm(head, "norm", root=root),
         norm_before_residual=head.config.norm_before_residual,
+        **shared,
     )
 
 
@@ -90,12 +102,12 @@ def _head_layer(head: heads.DraftHead, path: str, rotary: Rotary, root: str) -> 
     config = head.config
 
     def norm(name: str) -> Norm:
-        return reading.norm(head, f"{path}.{name}", root=root)
+        return read_norm(head, f"{path}.{name}", root=root)
 
     return Layer(
         input_norm=norm("input_layernorm") if hasattr(head.get_submodule(path), "input_layernorm") else None,
-        attention=Attention(
-            *(reading.projection(head, f"{path}.self_attn.{name}_proj", root=root) for name in "qkvo"),
+        mixer=Attention(
+            *(read_projection(head, f"{path}.self_attn.{name}_proj", root=root) for name in "qkvo"),
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
@@ -103,5 +115,5 @@ def _head_layer(head: heads.DraftHead, path: str, rotary: Rotary, root: str) -> 
             rotary=rotary,
         ),
         post_norm=norm("post_attention_layernorm"),
-        mlp=MLP(*(reading.projection(head, f"{path}.mlp.{name}_proj", root=root) for name in ("gate", "up", "down"))),
+        mlp=MLP(*(read_projection(head, f"{path}.mlp.{name}_proj", root=root) for name in ("gate", "up", "down"))),
     )

@@ -5,16 +5,27 @@ Read by looking at classes and structure; the package itself is never imported.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from eagle_triton.adapters import reading
-from eagle_triton.adapters.reading import UnsupportedModelError
-from eagle_triton.adapters.view import Attention, DraftView, Layer, ModelView, Rotary
-from eagle_triton.models.request import stop_ids
-from eagle_triton.tree_spec import TreeSpec
+from eagle_triton.adapters.module_reader import (
+    UnsupportedModelError,
+    attribute_at,
+    check_silu,
+    read_mlp,
+    read_norm,
+    read_projection,
+    read_rotary,
+)
+from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft, EagleDraft
+from eagle_triton.engine.mixers import Attention
+from eagle_triton.engine.model import Layer, ModelView
+from eagle_triton.engine.modules import Rotary
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.models.generate_arguments import stop_ids
 
 TARGETS = {  # module of the target: whether its forward collects the features of an EAGLE-3 head
     "modeling_llama_kv": True,
@@ -30,7 +41,7 @@ def recognise(model: Any) -> bool:
     return is_ea_model(model) and all(hasattr(model.ea_layer, name) for name in parameters)
 
 
-def read(model: Any) -> tuple[ModelView, DraftView]:
+def read(model: Any) -> tuple[ModelView, EagleDraft]:
     """References to the target's and the head's parts. Raises UnsupportedModelError for what is not known."""
     eagle3 = hasattr(model.ea_layer, "midlayer")
     target = read_target(model, TARGETS, eagle3)
@@ -57,7 +68,7 @@ def read_target(model: Any, targets: dict[str, bool], eagle3: bool) -> ModelView
         )
     config = model.base_model.config
     check_tensor_parallel(config, "model.base_model.config")
-    body = reading.child(model, "base_model.model", nn.Module)
+    body = attribute_at(model, "base_model.model", nn.Module)
     layers = tuple(read_layer(model, f"base_model.model.layers.{i}", root="model") for i in range(len(body.layers)))
     features: tuple[int, ...] = ()
     if eagle3:
@@ -68,65 +79,63 @@ def read_target(model: Any, targets: dict[str, bool], eagle3: bool) -> ModelView
         count = len(layers)
         features = tuple(sorted({index for index in (2, count // 2, count - 3) if 0 <= index < count}))
     return ModelView(
-        embedding=reading.child(body, "embed_tokens.weight", torch.Tensor, root="model.base_model.model"),
+        embedding=attribute_at(body, "embed_tokens.weight", torch.Tensor, root="model.base_model.model"),
         layers=layers,
-        norm=reading.norm(model, "base_model.model.norm"),
-        head=reading.projection(model, "base_model.lm_head"),
+        norm=read_norm(model, "base_model.model.norm"),
+        head=read_projection(model, "base_model.lm_head"),
         feature_layers=features,
         eos_token_ids=tuple(sorted(stop_ids(model))),
         pad_token_id=getattr(config, "pad_token_id", None),
     )
 
 
-def read_eagle3_head(model: Any, target: ModelView) -> DraftView:
+def read_eagle3_head(model: Any, target: ModelView) -> Eagle3Draft:
     """The EAGLE-3 head below `model.ea_layer`."""
     head, root = model.ea_layer, "model.ea_layer"
-    fc, lm_head = reading.child(head, "fc", nn.Linear, root=root), reading.child(head, "lm_head", nn.Linear, root=root)
+    fc, lm_head = attribute_at(head, "fc", nn.Linear, root=root), attribute_at(head, "lm_head", nn.Linear, root=root)
     _expect(f"{root}.fc columns", fc.in_features, target.feature_size, "the width of the target's features")
     _expect(f"{root}.lm_head columns", lm_head.in_features, fc.out_features, "the head's hidden size")
-    return DraftView(
-        kind="eagle3",
+    return Eagle3Draft(
         embedding=_embedding(head, target, fc.out_features),
-        fc=reading.projection(head, "fc", root=root),
+        fc=read_projection(head, "fc", root=root),
         layers=(_head_layer(head, "midlayer"),),
-        head=reading.projection(head, "lm_head", root=root),
-        read_tree=lambda: read_tree(head),
-        hidden_norm=reading.norm(head, "midlayer.hidden_norm", root=root),
-        norm=reading.norm(head, "norm", root=root),
+        head=read_projection(head, "lm_head", root=root),
+        tree_reader=lambda: read_tree(head),
+        hidden_norm=read_norm(head, "midlayer.hidden_norm", root=root),
+        norm=read_norm(head, "norm", root=root),
         d2t=_draft_to_target(head, lm_head.out_features, target),
     )
 
 
-def read_eagle1_head(model: Any, target: ModelView, tree_reader: Any) -> DraftView:
+def read_eagle1_head(model: Any, target: ModelView, tree_reader: Callable[[nn.Module], TreeSpec]) -> Eagle1Draft:
     """The EAGLE-1/2 head below `model.ea_layer`; `tree_reader(head)` reads its tree parameters."""
     head, root = model.ea_layer, "model.ea_layer"
-    fc = reading.child(head, "fc", nn.Linear, root=root)
+    fc = attribute_at(head, "fc", nn.Linear, root=root)
     _expect(f"{root}.fc columns", fc.in_features, 2 * target.hidden_size, "twice the target's hidden size")
     _expect(f"{root}.fc rows", fc.out_features, target.hidden_size, "the target's hidden size")
-    count = len(reading.child(head, "layers", nn.ModuleList, root=root))
-    return DraftView(
-        kind="eagle1",
+    count = len(attribute_at(head, "layers", nn.ModuleList, root=root))
+    return Eagle1Draft(
         embedding=_embedding(head, target, fc.out_features),
-        fc=reading.projection(head, "fc", root=root),
+        fc=read_projection(head, "fc", root=root),
         layers=tuple(_head_layer(head, f"layers.{index}") for index in range(count)),
         head=target.head,
-        read_tree=lambda: tree_reader(head),
+        tree_reader=lambda: tree_reader(head),
     )
 
 
 def read_layer(module: Any, path: str, *, root: str) -> Layer:
     """A decoder layer of the Llama family at a dotted path below `module`. Only an EAGLE-1/2 head lacks input norms."""
     where = f"{root}.{path}"
-    layer = reading.child(module, path, nn.Module, root=root)
-    attention = reading.child(layer, "self_attn", nn.Module, root=where)
-    reading.silu(reading.child(layer, "mlp.act_fn", root=where), f"{where}.mlp.act_fn")
-    config = reading.child(attention, "config", root=f"{where}.self_attn")
-    head_dim = reading.child(attention, "head_dim", int, root=f"{where}.self_attn")
+    layer = attribute_at(module, path, nn.Module, root=root)
+    attention = attribute_at(layer, "self_attn", nn.Module, root=where)
+    check_silu(attribute_at(layer, "mlp.act_fn", root=where), f"{where}.mlp.act_fn")
+    config = attribute_at(attention, "config", root=f"{where}.self_attn")
+    head_dim = attribute_at(attention, "head_dim", int, root=f"{where}.self_attn")
     per_head_norm = hasattr(attention, "q_norm")
     return Layer(
-        input_norm=reading.norm(layer, "input_layernorm", root=where) if hasattr(layer, "input_layernorm") else None,
-        attention=Attention(
-            *(reading.projection(attention, f"{name}_proj", root=f"{where}.self_attn") for name in "qkvo"),
+        input_norm=read_norm(layer, "input_layernorm", root=where) if hasattr(layer, "input_layernorm") else None,
+        mixer=Attention(
+            *(read_projection(attention, f"{name}_proj", root=f"{where}.self_attn") for name in "qkvo"),
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=head_dim,
@@ -134,11 +143,11 @@ def read_layer(module: Any, path: str, *, root: str) -> Layer:
             rotary=_rotary(attention, f"{where}.self_attn")
             if hasattr(attention, "rotary_emb")
             else _body_rotary(module),
-            q_norm=reading.norm(attention, "q_norm", root=where) if per_head_norm else None,
-            k_norm=reading.norm(attention, "k_norm", root=where) if per_head_norm else None,
+            q_norm=read_norm(attention, "q_norm", root=where) if per_head_norm else None,
+            k_norm=read_norm(attention, "k_norm", root=where) if per_head_norm else None,
         ),
-        post_norm=reading.norm(layer, "post_attention_layernorm", root=where),
-        mlp=reading.mlp(layer, "mlp", root=where),
+        post_norm=read_norm(layer, "post_attention_layernorm", root=where),
+        mlp=read_mlp(layer, "mlp", root=where),
     )
 
 
@@ -149,28 +158,28 @@ def check_tensor_parallel(config: Any, where: str) -> None:
 
 
 def _head_layer(head: nn.Module, path: str) -> Layer:
-    attention = reading.child(head, f"{path}.self_attn", nn.Module, root="model.ea_layer")
+    attention = attribute_at(head, f"{path}.self_attn", nn.Module, root="model.ea_layer")
     check_tensor_parallel(attention.config, f"model.ea_layer.{path}.self_attn.config")
     return read_layer(head, path, root="model.ea_layer")
 
 
 def _rotary(owner: Any, where: str) -> Rotary:
-    module = reading.child(owner, "rotary_emb", nn.Module, root=where)
+    module = attribute_at(owner, "rotary_emb", nn.Module, root=where)
     name, path = type(module).__name__, f"{where}.rotary_emb"
     rope_type = getattr(module, "rope_type", "dynamic" if "Dynamic" in name else "default")
     if rope_type not in ROPE_TYPES:
         raise UnsupportedModelError(f"{path} must be one of {ROPE_TYPES}, got {rope_type!r} ({name})")
     if not (hasattr(module, "base") and hasattr(module, "dim")):
-        return reading.rotary(module.inv_freq, getattr(module, "attention_scaling", 1.0), path)
+        return read_rotary(module.inv_freq, getattr(module, "attention_scaling", 1.0), path)
     # Its cosines were tabulated in fp32 before a cast to half precision rounded the inv_freq buffer: start afresh.
-    device = reading.child(module, "inv_freq", torch.Tensor, root=path).device
+    device = attribute_at(module, "inv_freq", torch.Tensor, root=path).device
     exponent = torch.arange(0, module.dim, 2, dtype=torch.int64).float() / module.dim
     return Rotary((1.0 / module.base**exponent / getattr(module, "scaling_factor", 1.0)).to(device))
 
 
 def _embedding(head: nn.Module, target: ModelView, width: int) -> torch.Tensor:
     path = "model.ea_layer.embed_tokens.weight"
-    weight = reading.child(head, "embed_tokens.weight", torch.Tensor, root="model.ea_layer")
+    weight = attribute_at(head, "embed_tokens.weight", torch.Tensor, root="model.ea_layer")
     _expect(f"{path} rows", weight.shape[0], target.vocab_size, "the target's vocabulary")
     _expect(f"{path} columns", weight.shape[1], width, "the head's hidden size")
     _expect("model.ea_layer.fc.weight dtype", head.fc.weight.dtype, target.dtype, "the target's")
@@ -180,7 +189,7 @@ def _embedding(head: nn.Module, target: ModelView, width: int) -> torch.Tensor:
 def _draft_to_target(head: nn.Module, draft_vocabulary: int, target: ModelView) -> torch.Tensor | None:
     if draft_vocabulary == target.vocab_size:
         return None
-    d2t = reading.child(head, "d2t", torch.Tensor, root="model.ea_layer")
+    d2t = attribute_at(head, "d2t", torch.Tensor, root="model.ea_layer")
     _expect("model.ea_layer.d2t shape", tuple(d2t.shape), (draft_vocabulary,), "one offset for each draft token")
     ids = torch.arange(draft_vocabulary, device=d2t.device) + d2t
     if ids.min() < 0 or ids.max() >= target.vocab_size:
@@ -201,4 +210,4 @@ def _source(base_model: Any) -> str:
 
 
 def _body_rotary(model: Any) -> Rotary:
-    return _rotary(reading.child(model, "base_model.model", nn.Module), "model.base_model.model")
+    return _rotary(attribute_at(model, "base_model.model", nn.Module), "model.base_model.model")

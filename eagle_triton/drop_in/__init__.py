@@ -1,1 +1,1 @@
-"""What takes the place of an EaModel's methods: one module per family, and the parts that families share."""
+"""What takes the place of an EaModel's methods, and the patch that sets it there and takes it out again."""

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle_triton.adapters.view import Attention, ModelView
-from eagle_triton.engine.generation import Engine
+from eagle_triton.drop_in.patching import Fallback, Seam
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.mixers import Attention, Mixer, Rows
+from eagle_triton.engine.model import ModelView
+from eagle_triton.engine.modules import project
 from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.step import Rows, attend, project
 from eagle_triton.models.target import TargetCache
-from eagle_triton.patching import Fallback, Seam
 from eagle_triton.reference.attention import pack_ancestors
 
 
@@ -163,7 +164,7 @@ class TargetAttention:
 
     def __init__(self, ops: Operations, view: ModelView):
         self.ops, self.dtype = ops, view.dtype
-        self.layers = [replace(layer.attention, sliding_window=None) for layer in view.layers]  # masks tell of windows
+        self.layers = [_without_window(layer.mixer) for layer in view.layers]  # masks tell of windows
         self.frame: Frame | None = None
 
     def __call__(
@@ -191,10 +192,16 @@ class TargetAttention:
             raise Fallback(frame.refused)
         attention = self.layers[index]
         cache = rows.cache(attention)
-        where = Rows(cache, frame.lengths, frame.lengths, frame.positions, frame.ancestors)
-        out = attend(self.ops, attention, x, where)
+        where = Rows(frame.lengths, frame.lengths, frame.positions, frame.ancestors)
+        out = attention.attend(self.ops, x, cache, where)
         rows.keep()
         return project(self.ops, attention.o, out)
+
+
+def _without_window(mixer: Mixer) -> Attention:
+    if not isinstance(mixer, Attention):
+        raise TypeError(f"expected attention layers, got a {type(mixer).__name__}")
+    return replace(mixer, sliding_window=None)
 
 
 def _belongs(frame: Frame, mask: Tensor | None, position_ids: Tensor, past: int, x: Tensor) -> bool:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.generation import Engine
+from eagle_triton.drop_in.patching import Fallback, Seam
+from eagle_triton.engine.drafts.eagle import Eagle1Draft
+from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.prefill import CHUNK
-from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, rows_beyond
-from eagle_triton.engine.step import draft_extend, grow_tree
+from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, scratch_rows
+from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.tree import retrieve_paths
-from eagle_triton.patching import Fallback, Seam
 from eagle_triton.reference.attention import ancestor_matrix
-from eagle_triton.tree_spec import TreeSpec
 
 
 class KeptRows(tuple):
@@ -26,16 +26,22 @@ class KeptRows(tuple):
     @staticmethod
     def of(state: DecodeState, count: int) -> KeptRows:
         """The first `count` rows of a state's draft cache."""
-        rows = KeptRows((layer[0, ..., :count, :], layer[1, ..., :count, :]) for layer in state.draft_cache)
+        rows = KeptRows((layer[0, ..., :count, :], layer[1, ..., :count, :]) for layer in _layers(state))
         rows.state = state
         return rows
+
+
+def _layers(state: DecodeState) -> list[Tensor]:
+    """Keys and values [2, 1, Hkv, T, d] of each of the draft's layers."""
+    draft = state.sequences.draft_tensors
+    return [draft.caches.layer(index) for index in range(draft.caches.count)]
 
 
 def draft_seam(model: Any, engine: Engine) -> Seam:
     """`ea_layer.topK_genrate` of a model whose head drafts dynamic trees, or fixed ones with the same result."""
     ea_layer, lm_head = model.ea_layer, model.base_model.lm_head
     ops, draft = engine.ops, engine.draft
-    view = replace(engine.view, layers=engine.view.layers[:1])  # the target's cache in a state lies idle here
+    view = replace(engine.view, layers=())  # nothing of the target is remembered here
 
     @torch.no_grad()
     def topK_genrate(
@@ -57,7 +63,7 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
             raise Fallback(f"hidden_states must be {expected} for this input, got {tuple(hidden_states.shape)}")
         if hidden_states.dtype != view.dtype:
             raise Fallback(f"hidden_states must be {view.dtype}, got {hidden_states.dtype}")
-        if draft.kind == "eagle1" and head is not lm_head:
+        if isinstance(draft, Eagle1Draft) and head is not lm_head:
             raise Fallback("head is not the target's lm_head")
 
         state = _state(kept, known, length, draft.read_tree())
@@ -66,12 +72,13 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
             after = min(first + CHUNK, length)
             state.lengths.fill_(first)
             features = hidden_states[:, first - known : after - known]
-            hidden, normed = draft_extend(
-                ops, draft, features, state.tokens[:, first + 1 : after + 1], state.draft_cache, state.lengths
-            )
+            following, caches = state.tokens[:, first + 1 : after + 1], state.sequences.draft_tensors.caches
+            hidden, normed = draft.take_in(ops, features, following, caches, state.lengths)
         state.lengths.fill_(length)
         ea_layer.stable_kv = KeptRows.of(state, length)
-        grow_tree(ops, draft, state, hidden[:, -1:], normed[:, -1:])
+        for kept_output, output in zip(state.sequences.draft_tensors[1:], (hidden, normed), strict=True):
+            kept_output.copy_(output[:, -1:])
+        draft.grow(ops, state)
 
         tree = state.tree
         paths = retrieve_paths(tree.parents[0].tolist(), by_path=logits_processor is not None)
@@ -80,12 +87,12 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
 
     def _state(kept: Any, known: int, length: int, spec: TreeSpec) -> DecodeState:
         """The state that the kept rows lie in if it will do, else a new one with a copy of them."""
-        needed = length + 1 + rows_beyond(spec)
+        needed = length + 1 + scratch_rows(spec)
         state = getattr(kept, "state", None)
         if state is not None and state.spec == spec and state.capacity >= needed:
             return state
-        state = DecodeState(Sequences(view, draft, 1, capacity_bucket(needed)), spec)
-        for layer, pair in zip(state.draft_cache, kept or (), strict=False):
+        state = DecodeState(Sequences(view, draft, 1, capacity_bucket(needed)), draft, spec)
+        for layer, pair in zip(_layers(state), kept or (), strict=False):
             for place, rows in zip(layer, pair, strict=True):
                 place[..., :known, :] = rows
         return state

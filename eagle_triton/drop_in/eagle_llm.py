@@ -14,15 +14,15 @@ from typing import Any
 
 from torch import Tensor
 
-from eagle_triton.adapters.reading import UnsupportedModelError
+from eagle_triton.adapters.module_reader import UnsupportedModelError
 from eagle_triton.drop_in import attention
 from eagle_triton.drop_in.methods import Steps, check_tree, drop, last, method_seam, prompt, sequences
-from eagle_triton.engine.generate import original_steps
-from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.sampling import Sampling
-from eagle_triton.models.request import original_stop_ids
-from eagle_triton.patching import Seam
-from eagle_triton.tree_spec import PLAIN, TreeSpec
+from eagle_triton.drop_in.patching import Seam
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.stop_rules import original_steps
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.models.generate_arguments import original_stop_ids
 
 MOST_NEW, LONGEST = 1024, 1960  # where the step-by-step methods stop
 
@@ -31,7 +31,7 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
     """The three generating methods. Raises UnsupportedModelError if their arguments are not the known ones."""
     default_tree = _default_tree(model)
 
-    def steps(spec: TreeSpec, input_ids: Tensor, sampling: Sampling, max_new_tokens: int, limit: int) -> Steps:
+    def steps(spec: TreeSpec, input_ids: Tensor, sampling: SamplingParams, max_new_tokens: int, limit: int) -> Steps:
         tokens = prompt(engine, input_ids)
         check_tree(spec, engine.draft)
         capacity = model.config.max_position_embeddings
@@ -67,7 +67,7 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
         Returns the sequence [1, L + new], None if `max_length` is 0. Raises ValueError for a prompt that is empty, out
         of range or does not fit, RuntimeError for NaN logits or if another generation is running.
         """
-        sampling = Sampling.original(temperature, top_p, top_k)
+        sampling = SamplingParams.original(temperature, top_p, top_k)
         end = last(steps(TreeSpec.fixed(tree_choices), input_ids, sampling, max_new_tokens, max_length))
         return None if end is None else end[0]
 
@@ -83,7 +83,7 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
 
         Stops after the end token, more than 1024 new tokens, or a sequence longer than 1960.
         """
-        sampling = Sampling.original(temperature, top_p, top_k)
+        sampling = SamplingParams.original(temperature, top_p, top_k)
         return _first(max_steps, steps(TreeSpec.fixed(tree_choices), input_ids, sampling, MOST_NEW, LONGEST))
 
     def naive_generate(
@@ -98,7 +98,7 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
 
         Stops after the end token or a sequence longer than 1960. `tree_choices` has no effect.
         """
-        return _first(max_steps, steps(PLAIN, input_ids, Sampling(), LONGEST, LONGEST))
+        return _first(max_steps, steps(PLAIN, input_ids, SamplingParams(), LONGEST, LONGEST))
 
     methods = (eagenerate, ea_generate, naive_generate)
     return tuple(method_seam(model, method.__name__, method) for method in methods)
@@ -110,7 +110,7 @@ def module_seams(model: Any, engine: Engine) -> tuple[tuple[Seam, ...], dict[str
     return attention.seams(model, engine), {"ea_layer.topK_genrate": reason}
 
 
-def forget(model: Any) -> None:
+def drop_caches(model: Any) -> None:
     """Drop what one regime has cached and the other must not find."""
     drop(model, "past_key_values", "past_key_values_data", "current_length_data", "tree_buffers", "tree_choices")
     drop(model.ea_layer, "stable_kv", "tree_mask")

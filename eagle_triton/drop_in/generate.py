@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.generate import generate as engine_generate
-from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.sampling import Sampling
-from eagle_triton.models.request import Request, make_generator
-from eagle_triton.patching import Seam
+from eagle_triton.drop_in.patching import Seam
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.stop_rules import generate as engine_generate
+from eagle_triton.models.generate_arguments import GenerateArguments, make_generator
 
 
 def generate_seam(model: Any, engine: Engine) -> Seam:
@@ -37,14 +37,14 @@ def generate_seam(model: Any, engine: Engine) -> Seam:
         The sequences of a batch are decoded together. Raises ValueError for bad arguments, RuntimeError for NaN
         logits or if another generation is running on this model.
         """
-        request = Request.resolve(
+        request = GenerateArguments.resolve(
             model, input_ids, attention_mask, max_length, max_new_tokens, eos_token_id, pad_token_id
         )
-        sampling = Sampling()
+        sampling = SamplingParams()
         if do_sample:
             if temperature == 0:
                 raise ValueError("temperature: must be positive when sampling, got 0 (greedy: do_sample=False)")
-            sampling = Sampling(temperature, top_k, top_p, min_p)
+            sampling = SamplingParams(temperature, top_k, top_p, min_p)
         device = engine.view.device
         rows = engine_generate(
             engine,

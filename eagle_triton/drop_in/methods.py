@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_triton.adapters.reading import UnsupportedModelError
-from eagle_triton.adapters.view import DraftView
-from eagle_triton.engine.generation import Engine
+from eagle_triton.adapters.module_reader import UnsupportedModelError
+from eagle_triton.drop_in.patching import Seam
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.checks import check_prompt
-from eagle_triton.patching import Seam
-from eagle_triton.tree_spec import TreeSpec
 
 Steps = Generator[tuple[Tensor, int, int], None, None]  # (sequence so far [1, L + new], new tokens, index of the step)
 
@@ -42,11 +42,10 @@ def prompt(engine: Engine, input_ids: Tensor) -> Tensor:
     return input_ids.to(engine.view.device, torch.int64)
 
 
-def check_tree(spec: TreeSpec, draft: DraftView) -> TreeSpec:
+def check_tree(spec: TreeSpec, draft: Draft) -> TreeSpec:
     """ValueError if a node of the tree needs more followers than the draft vocabulary has."""
-    vocabulary = None if draft.head.weight is None else draft.head.weight.shape[0]
-    if vocabulary is not None and spec.top_k > vocabulary:
-        raise ValueError(f"the tree's top_k must not pass the draft vocabulary ({vocabulary}), got {spec.top_k}")
+    if draft.vocabulary is not None and spec.top_k > draft.vocabulary:
+        raise ValueError(f"the tree's top_k must not pass the draft vocabulary ({draft.vocabulary}), got {spec.top_k}")
     return spec
 
 

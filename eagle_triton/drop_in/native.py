@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from eagle_triton.drop_in import upstream
-from eagle_triton.engine.generation import Engine
-from eagle_triton.patching import Seam
+from eagle_triton.drop_in.patching import Seam
+from eagle_triton.engine.engine import Engine
 
 module_seams = upstream.module_seams
 
@@ -20,7 +20,7 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
     return upstream.seams(model, engine, after_step=remember, greedy_count_is_tensor=False)
 
 
-def forget(model: Any) -> None:
+def drop_caches(model: Any) -> None:
     """Drop what one regime has cached and the other must not find."""
     model.ea_layer.reset_kv()
     model.accept_lengths = []

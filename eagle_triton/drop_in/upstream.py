@@ -15,13 +15,13 @@ from torch import Tensor
 from eagle_triton.drop_in import attention
 from eagle_triton.drop_in.draft import draft_seam
 from eagle_triton.drop_in.methods import Steps, check_tree, drop, last, method_seam, observed, prompt, sequences
-from eagle_triton.engine.generate import original_steps
-from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.sampling import Sampling
+from eagle_triton.drop_in.patching import Seam
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.stop_rules import original_steps
+from eagle_triton.engine.tree_spec import PLAIN
 from eagle_triton.models.checks import check_fits
-from eagle_triton.models.request import original_stop_ids
-from eagle_triton.patching import Seam
-from eagle_triton.tree_spec import PLAIN
+from eagle_triton.models.generate_arguments import original_stop_ids
 
 
 def seams(
@@ -52,7 +52,7 @@ def seams(
             engine,
             tokens,
             spec,
-            Sampling.original(temperature, top_p, top_k),
+            SamplingParams.original(temperature, top_p, top_k),
             max_new_tokens=max_new_tokens,
             limit=max_length - model.ea_layer.total_tokens - 10,
             stop_ids=original_stop_ids(model, is_llama3),
@@ -136,7 +136,7 @@ def module_seams(model: Any, engine: Engine) -> tuple[tuple[Seam, ...], dict[str
     return (draft_seam(model, engine), *attention.seams(model, engine)), {}
 
 
-def forget(model: Any) -> None:
+def drop_caches(model: Any) -> None:
     """Drop what one regime has cached and the other must not find."""
     drop(model, "past_key_values", "past_key_values_data", "current_length_data")
     drop(model.ea_layer, "stable_kv", "tree_mask")

@@ -1,1 +1,1 @@
-"""The decode engine, written once: state (tensors), step (one decode step), generate (loop and stop rules)."""
+"""The decode engine, written once: models, layers and drafts as it reads them, tensors, the step, the running batch."""

@@ -11,18 +11,18 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from eagle_triton.engine import lag
-from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.graph import Outbox
-from eagle_triton.engine.prefill import alike, plant, prefill
-from eagle_triton.engine.sampling import Sampling
-from eagle_triton.engine.state import DecodeState, rows_beyond
+from eagle_triton.engine import skipped_features
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.graph import ReportQueue
+from eagle_triton.engine.prefill import grow_first_tree, prefill, shortest_prompt_with_same_launches
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.state import DecodeState, scratch_rows
 from eagle_triton.engine.step import Mode
+from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.logit_processing import LogitRules
 from eagle_triton.reference.verification import ERROR, FAULT, LENGTH, REASON, STOP
-from eagle_triton.tree_spec import TreeSpec
 
-TREE_ROOM = 128  # rows kept free behind a sequence, so that most trees may be changed to while it runs
+MIN_SCRATCH_ROWS = 128  # rows kept free behind a sequence, so that most trees may be changed to while it runs
 NAN = "the target's logits are NaN"
 REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
 
@@ -37,7 +37,7 @@ class Request:
 
     prompt: Tensor
     max_new_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_ids: frozenset[int] = frozenset()
     exact: bool = True
 
@@ -60,7 +60,7 @@ class Progress:
     logprobs: list[float] | None = None
 
 
-class _Occupant:
+class _SlotEntry:
     """A request in its slot; only its identity tells it from one that comes later."""
 
     def __init__(self, request: Request):
@@ -94,27 +94,30 @@ class Batch:
         """
         if slots < 1 or rows < 1:
             raise ValueError(f"slots and rows must be at least 1, got {slots} and {rows}")
-        engine.occupy()
+        engine.acquire()
         try:
             self.engine, self.rows = engine, rows
             self._logprobs = logprobs
             self._drafts = engine.draft is not None if drafts is None else drafts
-            room = rows_beyond(spec)
+            self._catches_up = self._drafts and engine.draft.must_catch_up
+            room = scratch_rows(spec)
             if self._drafts:
-                room = max(room, TREE_ROOM, lag.ROWS + 1)
+                room = max(room, MIN_SCRATCH_ROWS, skipped_features.ROWS + 1)
             self.sequences = engine.sequences(slots, rows + room)
             self.sequences.active.fill_(False)
             self.sequences.lengths.zero_()
             self.spec = spec
             self.state = engine.state(self.sequences, spec)
-            self.ahead = 1 if engine.view.device.type == "cuda" else 0  # steps launched before the last one is read
+            self.max_in_flight = (
+                2 if engine.view.device.type == "cuda" else 1
+            )  # a step is launched before the last is read
             self.lengths = [0] * slots  # committed tokens, as the host knows them
-            self._occupants: list[_Occupant | None] = [None] * slots
-            self._outbox = Outbox(engine.view.device, places=2)
-            self._flying: deque[tuple[list[_Occupant | None], DecodeState]] = deque()
+            self._entries: list[_SlotEntry | None] = [None] * slots
+            self._reports = ReportQueue(engine.view.device, places=2)
+            self._in_flight: deque[tuple[list[_SlotEntry | None], DecodeState]] = deque()
             self._plain_steps: int | None = None  # since the draft knew all; None while it does
         except BaseException:
-            engine.vacate()
+            engine.release()
             raise
 
     @staticmethod
@@ -122,7 +125,7 @@ class Batch:
         engine: Engine,
         prompts: Sequence[Tensor],
         spec: TreeSpec,
-        sampling: Sampling,
+        sampling: SamplingParams,
         rows: int,
         generator: torch.Generator | None = None,
     ) -> Batch:
@@ -135,7 +138,7 @@ class Batch:
                 for prompt, seed in zip(prompts, seeds, strict=True)
             )
         except BaseException:
-            engine.vacate()
+            engine.release()
             raise
         return batch
 
@@ -143,7 +146,7 @@ class Batch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.engine.vacate()
+        self.engine.release()
 
     @property
     def spec(self) -> TreeSpec:
@@ -154,9 +157,9 @@ class Batch:
     def spec(self, spec: TreeSpec) -> None:
         if spec.drafts and not self._drafts:
             raise ValueError("spec: this batch has no draft, or was made with drafts=False")
-        if self.rows + rows_beyond(spec) > self.sequences.capacity:
+        if self.rows + scratch_rows(spec) > self.sequences.capacity:
             raise ValueError(
-                f"spec: a tree with {rows_beyond(spec)} rows does not fit behind sequences of {self.rows} in a cache "
+                f"spec: a tree with {scratch_rows(spec)} rows does not fit behind sequences of {self.rows} in a cache "
                 f"of {self.sequences.capacity}; make the batch with the largest tree"
             )
         self._spec = spec
@@ -164,12 +167,12 @@ class Batch:
     @property
     def free(self) -> list[int]:
         """Slots that a request may enter."""
-        return [slot for slot, occupant in enumerate(self._occupants) if occupant is None]
+        return [slot for slot, entry in enumerate(self._entries) if entry is None]
 
     @property
     def running(self) -> list[int]:
         """Slots with a request that has not ended."""
-        return [slot for slot, occupant in enumerate(self._occupants) if occupant is not None]
+        return [slot for slot, entry in enumerate(self._entries) if entry is not None]
 
     def tokens(self, slot: int) -> Tensor:
         """The committed tokens of the request that is in a slot or has ended in it last: int64 [n], a copy."""
@@ -192,7 +195,7 @@ class Batch:
         slots = self.free[: len(requests)]
         if len(slots) < len(requests):
             raise RuntimeError(f"{len(requests)} requests do not fit into {len(slots)} free slots; step until some end")
-        mode = self._mode([*requests, *(occupant.request for occupant in self._occupants if occupant)])
+        mode = self._mode([*requests, *(entry.request for entry in self._entries if entry)])
         if mode.processed:
             self.sequences.add_rules()
         self._change_tree(mode)
@@ -202,13 +205,13 @@ class Batch:
         self.sequences.active[slots] = True
         for slot, request in entering.items():
             self.lengths[slot] = len(request.prompt)
-            self._occupants[slot] = _Occupant(request)
+            self._entries[slot] = _SlotEntry(request)
         return slots
 
     @torch.no_grad()
     def release(self, slot: int) -> None:
         """Drop the request in a slot before it has ended. Raises ValueError if there is none."""
-        if self._occupants[slot] is None:
+        if self._entries[slot] is None:
             raise ValueError(f"slot {slot} is free")
         self._empty(slot)
 
@@ -216,17 +219,17 @@ class Batch:
     def step(self) -> list[Progress]:
         """Decode one step: what it did for each running request. Those that have ended leave their slots."""
         while self.running:
-            while len(self._flying) <= self.ahead:
+            while len(self._in_flight) < self.max_in_flight:
                 self._launch()
-            occupants, state = self._flying.popleft()
-            report = self._outbox.receive()
+            entries, state = self._in_flight.popleft()
+            report = self._reports.receive()
             rows, values = report.tolist(), state.logprobs_of(report).tolist()
             if any(row[REASON] == FAULT for row in rows):
-                raise self.engine.lost()
+                raise self.engine.disable_megakernel()
             progress = [
-                self._progress(slot, occupant.request, state.spec, rows[slot], values[slot])
-                for slot, occupant in enumerate(occupants)
-                if occupant is not None and occupant is self._occupants[slot]
+                self._progress(slot, entry.request, state.spec, rows[slot], values[slot])
+                for slot, entry in enumerate(entries)
+                if entry is not None and entry is self._entries[slot]
             ]
             for row in progress:
                 self.lengths[row.slot] += len(row.tokens)
@@ -239,39 +242,39 @@ class Batch:
     @torch.no_grad()
     def launch(self) -> None:
         """Launch the next step without reading what it does: for timing, at the end of a batch."""
-        mode = self._mode([occupant.request for occupant in self._occupants if occupant])
+        mode = self._mode([entry.request for entry in self._entries if entry])
         self._change_tree(mode)
         if self._plain_steps is not None:
-            if self._plain_steps == lag.ROWS:
+            if self._plain_steps == skipped_features.ROWS:
                 self._catch_up()
             self._plain_steps += 1
         self.engine.step(self.state, mode)()
 
     def _launch(self) -> None:
         self.launch()
-        self._outbox.send(self.state.report)
-        self._flying.append((list(self._occupants), self.state))
+        self._reports.send(self.state.report)
+        self._in_flight.append((list(self._entries), self.state))
 
     def _change_tree(self, mode: Mode) -> None:
         """Go over to `spec` if that is not the tree that was drafted."""
-        rests = self._drafts and not self._spec.drafts and self._plain_steps is None
-        if rests:
-            lag.begin(self.engine.view, self.sequences)
+        starts_skipping = self._catches_up and not self._spec.drafts and self._plain_steps is None
+        if starts_skipping:
+            skipped_features.start_skipping(self.engine.view, self.sequences)
         if self._spec != self.state.spec:
             if self._spec.drafts and self._plain_steps is not None:
                 self._catch_up()
                 self._plain_steps = None
             state = self.engine.state(self.sequences, self._spec)
-            grow = functools.partial(plant, self.engine.ops, self.engine.draft, state)
+            grow = functools.partial(grow_first_tree, self.engine.ops, self.engine.draft, state)
             self.engine.compile_ahead(state, mode, grow)
             grow()
             self.state = state
-        if rests:
+        if starts_skipping:
             self._plain_steps = 0
 
     def _catch_up(self) -> None:
         if self._plain_steps:
-            lag.catch_up(self.engine.ops, self.engine.draft, self.sequences, self._plain_steps)
+            skipped_features.catch_up(self.engine.ops, self.engine.draft, self.sequences, self._plain_steps)
             self._plain_steps = 0
 
     def _fill(self, slots: slice, requests: list[Request], mode: Mode) -> None:
@@ -292,13 +295,14 @@ class Batch:
         if part.sequences.rules is not None:
             _set_rules(part.sequences.rules, requests, prompts)
         fill = functools.partial(prefill, engine.ops, engine.view, engine.draft if self._drafts else None, part)
-        engine.compile_ahead(self.state, mode, lambda: fill([alike(prompt) for prompt in prompts], mode))
+        shortest = [shortest_prompt_with_same_launches(prompt) for prompt in prompts]
+        engine.compile_ahead(self.state, mode, lambda: fill(shortest, mode))
         fill(prompts, mode)
         if self._plain_steps is not None:
-            part.sequences.lag.known.copy_(part.lengths)
+            part.sequences.skipped.draft_lengths.copy_(part.lengths)
 
     def _empty(self, slot: int) -> None:
-        self._occupants[slot] = None
+        self._entries[slot] = None
         self.sequences.active[slot] = False
         self.sequences.lengths[slot] = 0  # an empty slot costs no attention
 
@@ -311,7 +315,7 @@ class Batch:
         return Mode(
             sampled=bool(sampled),
             top_p_first=True in orders,
-            follows=self._drafts and not self._spec.drafts,
+            keep_features=self._catches_up and not self._spec.drafts,
             processed=any(request.sampling.processed for request in requests),
             logprobs=self._logprobs,
         )

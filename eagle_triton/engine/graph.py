@@ -31,7 +31,7 @@ class StepGraph:
         start = time.perf_counter()
         # a progress line for people at a terminal; gone when the capture is done, which takes seconds once per shape
         steps = tqdm(total=WARM_UPS + 1, desc="compiling and capturing a decode step", leave=False, disable=None)
-        with state.held(), steps:
+        with state.unchanged(), steps:
             stream = torch.cuda.Stream(state.lengths.device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -64,7 +64,7 @@ def median_milliseconds(step: Callable[[], None], rounds: int = 20) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
-class Outbox:
+class ReportQueue:
     """Carries the reports of steps to the host, in order. On a GPU the copies are asynchronous, into pinned memory."""
 
     def __init__(self, device: torch.device, places: int):

@@ -1,4 +1,8 @@
-"""The operations that a step calls: one table, filled with the Triton kernels or with their torch references."""
+"""The operations that a step calls: the table of their torch references.
+
+`kernel_operations.py` is the same table of Triton kernels; a type checker compares the two. Stems and names are those
+of the modules: `ops.topk` is `reference/tree_decoding.py`'s here, and `tree_decoding.py`'s there.
+"""
 
 from __future__ import annotations
 
@@ -6,48 +10,81 @@ import functools
 import importlib
 from collections import Counter
 from collections.abc import Callable
+from types import ModuleType
+from typing import Any, ClassVar
 
-_STEMS: dict[str, tuple[str, ...]] = {
-    "attention": ("tree_attention",),
-    "kv_cache": ("commit",),
-    "layers": ("rms_norm", "add", "rotary_append", "swiglu"),
-    "linear": ("linear", "linear_stack", "linear_swiglu"),
-    "draft_inputs": ("draft_inputs",),
-    "gather": ("gather_rows", "sequence_rows"),
-    "tree_decoding": ("topk", "expand_beam", "build_tree"),
-    "logit_processing": ("process_logits",),
-    "verification": ("verify_greedy", "verify_sampling", "update_sequence"),
-}
+from eagle_triton.reference import attention as _attention
+from eagle_triton.reference import draft_inputs as _draft_inputs
+from eagle_triton.reference import gather as _gather
+from eagle_triton.reference import kv_cache as _kv_cache
+from eagle_triton.reference import layers as _layers
+from eagle_triton.reference import linear as _linear
+from eagle_triton.reference import logit_processing as _logit_processing
+from eagle_triton.reference import tree_decoding as _tree_decoding
+from eagle_triton.reference import verification as _verification
 
 
 class Operations:
-    """Every operation as an attribute of its own name, each call counted in `calls`.
+    """Every operation as an attribute of its own name, each call counted in `calls`. In plain torch, on any device."""
 
-    kernels: the Triton kernels (CUDA tensors, or CPU tensors in Triton's interpreter) instead of the torch references.
-    Raises ImportError that says what to install if Triton is missing.
-    """
+    kernels: ClassVar[bool] = False
 
-    def __init__(self, kernels: bool = False) -> None:
-        self.kernels = kernels
+    rms_norm = staticmethod(_layers.rms_norm)
+    add_rms_norm = staticmethod(_layers.add_rms_norm)
+    add = staticmethod(_layers.add)
+    linear = staticmethod(_linear.linear)
+    linear_stack = staticmethod(_linear.linear_stack)
+    linear_swiglu = staticmethod(_linear.linear_swiglu)
+    swiglu = staticmethod(_layers.swiglu)
+    rotary_append = staticmethod(_layers.rotary_append)
+    tree_attention = staticmethod(_attention.tree_attention)
+    process_logits = staticmethod(_logit_processing.process_logits)
+    verify_greedy = staticmethod(_verification.verify_greedy)
+    verify_sampling = staticmethod(_verification.verify_sampling)
+    update_sequence = staticmethod(_verification.update_sequence)
+    commit = staticmethod(_kv_cache.commit)
+    gather_rows = staticmethod(_gather.gather_rows)
+    sequence_rows = staticmethod(_gather.sequence_rows)
+    draft_inputs = staticmethod(_draft_inputs.draft_inputs)
+    topk = staticmethod(_tree_decoding.topk)
+    expand_beam = staticmethod(_tree_decoding.expand_beam)
+    build_tree = staticmethod(_tree_decoding.build_tree)
+
+    def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
-        for stem, names in _STEMS.items():
-            module = kernel_module(stem) if kernels else importlib.import_module(f"eagle_triton.reference.{stem}")
-            for name in names:
-                setattr(self, name, self._counted(name, getattr(module, name)))
+        for name in operation_names():
+            setattr(self, name, self._counted(name, getattr(type(self), name)))
 
-    def _counted(self, name: str, function: Callable) -> Callable:
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def call(*args, **kwargs):
+        def call(*args: Any, **kwargs: Any) -> Any:
             self.calls[name] += 1
             return function(*args, **kwargs)
 
         return call
 
 
-def kernel_module(stem: str):
+def operation_names() -> list[str]:
+    """All operations, in the order in which a step calls them."""
+    return [name for name, value in vars(Operations).items() if isinstance(value, staticmethod)]
+
+
+def make_operations(kernels: bool = False) -> Operations:
+    """The references, or with `kernels` the Triton kernels (CUDA tensors, or CPU tensors in Triton's interpreter).
+
+    Raises ImportError that says what to install if Triton is missing.
+    """
+    return _needing_triton("eagle_triton.engine.kernel_operations").KernelOperations() if kernels else Operations()
+
+
+def kernel_module(stem: str) -> ModuleType:
     """The module that holds the kernels of a stem. Raises ImportError that says what to install without Triton."""
+    return _needing_triton(f"eagle_triton.{stem}")
+
+
+def _needing_triton(name: str) -> ModuleType:
     try:
-        return importlib.import_module(f"eagle_triton.{stem}")
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "triton":
             raise

@@ -7,22 +7,27 @@ to one shape of tree: several states may stand on the same sequences and take tu
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from eagle_triton.adapters.view import DraftView, ModelView
-from eagle_triton.reference.attention import WORD, pack_ancestors
+from eagle_triton.engine import slots as by_slot
+from eagle_triton.engine.model import ModelView
+from eagle_triton.engine.slots import part_of, tensors_of
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.reference.attention import WORD
 from eagle_triton.reference.logit_processing import LogitRules
-from eagle_triton.reference.sampling import SamplingParams
+from eagle_triton.reference.sampling import SamplingTensors
 from eagle_triton.reference.verification import REPORT_TOKENS, Stops
-from eagle_triton.tree_spec import TreeSpec
+
+if TYPE_CHECKING:
+    from eagle_triton.engine.drafts.draft import Draft
+    from eagle_triton.engine.skipped_features import SkippedFeatures
 
 STOP_IDS = 16  # stop tokens of one sequence, unless one asks for more
-Fields = TypeVar("Fields", bound=tuple)
 
 
 class Tree(NamedTuple):
@@ -39,34 +44,29 @@ def capacity_bucket(rows: int) -> int:
     return max(512, 1 << (rows - 1).bit_length()) if rows <= 4096 else -(-rows // 4096) * 4096
 
 
-def rows_beyond(spec: TreeSpec) -> int:
+def scratch_rows(spec: TreeSpec) -> int:
     """Cache rows that a step may write behind the committed ones: the tree, or the draft's passes and its root row."""
     return max(spec.nodes, spec.depth + 1, spec.beam_slots) + 1
 
 
 class Sequences:
-    """B sequences, one for each slot: tokens, caches of T rows, and how each is sampled and stopped."""
+    """B sequences, one for each slot: tokens, what target and draft remember, and how each is sampled and stopped."""
 
-    def __init__(self, view: ModelView, draft: DraftView | None, slots: int, capacity: int):
+    def __init__(self, view: ModelView, draft: Draft | None, slots: int, capacity: int):
         self.slots, self.capacity, self.device = slots, capacity, view.device
         self.vocabulary = view.vocab_size
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(slots, *shape, dtype=dtype, device=view.device)
 
-        def cache(layers: tuple) -> Tensor:
-            attention = layers[0].attention
-            shape = (len(layers), 2, slots, attention.num_kv_heads, capacity, attention.head_dim)
-            return torch.zeros(shape, dtype=view.dtype, device=view.device)
-
         self.tokens = zeros(capacity + 1, dtype=torch.int64)  # the root at column `lengths`
-        self.lengths = zeros(dtype=torch.int32)  # committed tokens = valid rows of the target cache
+        self.lengths = zeros(dtype=torch.int32)  # committed tokens = what the target remembers
         self.active = zeros(dtype=torch.bool)  # a step leaves the others as they are
         self.nan = zeros(dtype=torch.bool)  # the target's logits of the last step had a NaN
         self.stops = Stops(
             ids=zeros(STOP_IDS, dtype=torch.int64), limit=zeros(dtype=torch.int32), exact=zeros(dtype=torch.bool)
         )
-        self.sampling = SamplingParams(
+        self.sampling = SamplingTensors(
             temperature=zeros(dtype=torch.float32),
             top_k=zeros(dtype=torch.int32),
             top_p=zeros(dtype=torch.float32),
@@ -74,14 +74,9 @@ class Sequences:
             seed=zeros(dtype=torch.int64),
             step=zeros(dtype=torch.int64),
         )
-        self.target_cache = cache(view.layers)
-        self.draft_cache = self.hidden = self.normed = None
-        if draft is not None:
-            self.draft_cache = cache(draft.layers)
-            # what the draft says of the root, from which a tree of any shape grows; see step.draft_forward
-            self.hidden = zeros(1, draft.hidden_size, dtype=view.dtype)
-            self.normed = zeros(1, draft.hidden_size, dtype=view.dtype)
-        self.lag: Lag | None = None  # where plain steps leave features for the draft; see lag.py
+        self.caches = view.new_caches(slots, capacity)
+        self.draft_tensors: Any = None if draft is None else draft.new_slot_tensors(slots, capacity, view.device)
+        self.skipped: SkippedFeatures | None = None  # where plain steps leave features for the draft
         self.rules: LogitRules | None = None  # from the first request on that has any
         self.root_logprob = zeros(dtype=torch.float32)  # of the root, in steps that report log-probabilities
 
@@ -109,37 +104,29 @@ class Sequences:
         """Some of the sequences: views of the same tensors."""
         part = copy.copy(self)
         for name, value in vars(self).items():
-            if name in ("target_cache", "draft_cache"):
-                value = value if value is None else value[:, :, slots]
-            elif isinstance(value, Tensor):
-                value = value[slots]
-            elif isinstance(value, tuple):
-                value = _each(value, slots)
-            setattr(part, name, value)
+            setattr(part, name, part_of(value, slots))
         part.slots = len(part.lengths)
         return part
 
+    def clear(self) -> None:
+        """Begin all sequences anew."""
+        self.lengths.zero_()
+        self.caches.clear()
+        by_slot.clear(self.draft_tensors)
 
-class Lag(NamedTuple):
-    """Features that plain decoding keeps while the draft does not take them in."""
-
-    features: Tensor  # [B, R, F]: of position p in row p % R
-    known: Tensor  # [B] int32: valid rows of the draft's cache
-
-    def places(self, positions: Tensor) -> Tensor:
-        """Where positions [B, n] stand in `features`, as an index [B, n, F] into dimension 1."""
-        rows = positions.long() % self.features.shape[1]
-        return rows[:, :, None].expand(-1, -1, self.features.shape[2])
-
-    def keep(self, lengths: Tensor, features: Tensor) -> None:
-        """Remember the features [B, 1, F] of the positions `lengths` [B]."""
-        self.features.scatter_(1, self.places(lengths[:, None]), features)
+    def copy(self, source: int, target: int) -> None:
+        """Let slot `target` hold the prompt that slot `source` holds, as target and draft remember it."""
+        length = int(self.lengths[source])
+        self.lengths[target] = length
+        self.tokens[target, :length] = self.tokens[source, :length]
+        self.caches.copy(source, target, length)
+        by_slot.copy(self.draft_tensors, source, target, length)
 
 
 class DecodeState:
     """Everything that one decode step of B sequences reads and writes, for one shape of tree."""
 
-    def __init__(self, sequences: Sequences, spec: TreeSpec):
+    def __init__(self, sequences: Sequences, draft: Draft | None, spec: TreeSpec):
         self.spec = spec
         self._share(sequences)
         batch, nodes, device = sequences.slots, spec.nodes, sequences.device
@@ -157,49 +144,29 @@ class DecodeState:
         self.tree.ancestors[:, 0, 0] = 1
         # what the host reads of a step, see update_sequence; behind the tokens their log-probabilities, float64
         self.report = zeros(REPORT_TOKENS + 2 * (spec.depth + 1), dtype=torch.int64)
-
-        def constant(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        # whom the emitted tokens see when the draft head takes them in: those before them; as wide as the beams' bits
-        columns = max(spec.depth + 1, spec.beam_slots)
-        chain = torch.ones(batch, spec.depth + 1, columns, dtype=torch.bool, device=device).tril()
-        self.chain = pack_ancestors(chain)
-        # the score of a root, and the beam slots above it: none
-        self.root_score = zeros(1, dtype=torch.float32)
-        self.root_ancestors = zeros(1, self.chain.shape[-1], dtype=torch.int64)
-        self.planned_nodes = max(spec.depth + 1, *spec.beam_widths, 1)
-        # what is known of beam slots beforehand: their level, and the flat index of their level's first child
-        starts = [
-            start for start, width in zip(spec.level_starts, spec.beam_widths, strict=False) for _ in range(width)
-        ]
-        levels = [level for level, width in enumerate(spec.beam_widths) for _ in range(width)]
-        self.slot_starts, self.slot_levels = constant(starts), constant(levels, torch.int32)
-        self.level_slots = constant([sum(spec.beam_widths[:i]) for i in range(len(spec.beam_widths))], torch.int32)
-        self.selected = self.beam_children = None  # a fixed tree's drafts (flat) and slots (within their level)
-        if spec.selected is not None:
-            self.selected = constant(spec.selected)
-            self.beam_children = constant([c - s for c, s in zip(spec.beam_candidates, starts, strict=True)])
+        self.draft_tree_tensors: Any = (
+            None if draft is None or not spec.drafts else draft.new_tree_tensors(spec, batch, device)
+        )
 
     def part(self, slots: slice) -> DecodeState:
         """The state of some of the sequences: views of the same tensors."""
         part = copy.copy(self)
         part._share(self.sequences.part(slots))
-        part.tree, part.report, part.chain = _each(self.tree, slots), self.report[slots], self.chain[slots]
-        part.root_score, part.root_ancestors = self.root_score[slots], self.root_ancestors[slots]
+        part.tree, part.report = part_of(self.tree, slots), self.report[slots]
+        part.draft_tree_tensors = part_of(self.draft_tree_tensors, slots)
         return part
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def unchanged(self) -> Iterator[None]:
         """Steps inside the block change nothing that a sequence is decoded from: none is active meanwhile.
 
         Rows behind the committed ones and the random counters are written all the same, and given back where it counts.
         """
         sequences = self.sequences
         changed = [*self.tree, sequences.sampling.step, sequences.active, sequences.nan, sequences.root_logprob]
-        changed += [] if sequences.hidden is None else [sequences.hidden, sequences.normed]
+        changed += tensors_of(sequences.draft_tensors, objects=False)
         changed += [] if sequences.rules is None else [sequences.rules.seen]
-        changed += [] if sequences.lag is None else [sequences.lag.features]
+        changed += [] if sequences.skipped is None else [sequences.skipped.features]
         saved = [tensor.clone() for tensor in changed]
         sequences.active.fill_(False)
         try:
@@ -216,7 +183,6 @@ class DecodeState:
             sequences.active,
             sequences.nan,
         )
-        self.target_cache, self.draft_cache = sequences.target_cache, sequences.draft_cache
         self.sampling = sequences.sampling
 
     @property
@@ -232,7 +198,3 @@ class DecodeState:
     def stops(self) -> Stops:
         """Those of the sequences, which may be replaced."""
         return self.sequences.stops
-
-
-def _each(values: Fields, slots: slice) -> Fields:
-    return type(values)(*(value[slots] for value in values))

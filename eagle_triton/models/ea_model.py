@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .checks import check_fits, check_logits, check_prompt
+from .generate_arguments import GenerateArguments, make_generator, original_stop_ids
 from .heads import DraftHead, Eagle3Head
 from .loading import (
     HEAD_FOLDERS,
@@ -28,7 +29,6 @@ from .loading import (
     locate,
     read_target_config,
 )
-from .request import Request, make_generator, original_stop_ids
 from .target import TargetCache, check_architecture, default_feature_layers, run_target
 from .tree import TreeChoices
 from .verify import children_of, choose, eagle_warpers, generate_warpers, verify_tree
@@ -276,7 +276,7 @@ class EaModel(nn.Module):
         Returns [B, longest] int64: prompts without their padding, new tokens, then `pad_token_id` on the right.
         Raises ValueError for bad arguments, RuntimeError for NaN logits.
         """
-        request = Request.resolve(
+        request = GenerateArguments.resolve(
             self, input_ids, attention_mask, max_length, max_new_tokens, eos_token_id, pad_token_id
         )
         warpers = generate_warpers(temperature, top_k, top_p, min_p) if do_sample else None

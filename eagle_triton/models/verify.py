@@ -97,15 +97,15 @@ def verify_tree(
 
     path = [0]
     while True:
-        law = probabilities(logits[path[-1]], warpers)
+        distribution = probabilities(logits[path[-1]], warpers)
         for child in children[path[-1]]:
-            rest = law.clone()
+            rest = distribution.clone()
             rest[drafts[child]] = 0
             mass = rest.sum()
-            accepted = torch.rand((), generator=generator, device=law.device) < law[drafts[child]]
+            accepted = torch.rand((), generator=generator, device=distribution.device) < distribution[drafts[child]]
             if accepted or mass == 0:
                 path.append(child)
                 break
-            law = rest / mass
+            distribution = rest / mass
         else:
-            return path, torch.multinomial(law, 1, generator=generator)
+            return path, torch.multinomial(distribution, 1, generator=generator)

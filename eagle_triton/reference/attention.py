@@ -31,7 +31,7 @@ def tree_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
-    planned_nodes: int | None = None,
+    launch_nodes: int | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T + mask) v for N new nodes per sequence, whose keys are in the cache already.
 

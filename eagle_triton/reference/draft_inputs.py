@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_triton.partials import Partials
 from eagle_triton.reference.layers import rms_norm
+from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 
 def draft_inputs(
-    features: Tensor | Partials,
+    features: Tensor | SplitSums,
     parents: Tensor | None,
     tokens: Tensor,
     embedding: Tensor,
@@ -27,8 +27,7 @@ def draft_inputs(
     [B, n, H]). Raises ValueError if shapes, dtypes or devices do not fit.
     """
     check_draft_inputs(features, parents, tokens, embedding, token_norm, feature_norm)
-    if isinstance(features, Partials):
-        features = features.total()
+    features = total_of(features)
     if parents is not None:
         features = features.gather(1, parents[:, :, None].expand(-1, -1, features.shape[-1]))
     left, right = embedding[tokens], features
@@ -40,7 +39,7 @@ def draft_inputs(
 
 
 def check_draft_inputs(
-    features: Tensor | Partials,
+    features: Tensor | SplitSums,
     parents: Tensor | None,
     tokens: Tensor,
     embedding: Tensor,

@@ -208,8 +208,8 @@ def tree_speculative_sampling_target_only(
                 refused.add(token)
                 current = int(retrive_next_sibling[b, current])
         accept_token_num[b] = count
-        law = target_probs[b, row]
-        weight = law if count == steps - 1 else (law - draft_probs[b, row]).clamp(min=0)
+        distribution = target_probs[b, row]
+        weight = distribution if count == steps - 1 else (distribution - draft_probs[b, row]).clamp(min=0)
         cumulated = weight.double().cumsum(0)
         hit = (cumulated > uniform_samples_for_final_sampling[b].double() * cumulated[-1]) & (weight > 0)
         if hit.any():
@@ -217,7 +217,7 @@ def tree_speculative_sampling_target_only(
         elif weight.sum() > 0:
             token = (weight > 0).nonzero()[-1, 0]
         else:
-            token = law.argmax()
+            token = distribution.argmax()
         predicts[last] = token
     return predicts, accept_index, accept_token_num
 

@@ -5,36 +5,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_triton.partials import Partials
+from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, planned: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor | SplitSums, weight: Tensor, eps: float, *, in_draft_pass: bool = False) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension (Zhang & Sennrich 2019), statistics in fp32.
 
-    x [..., H], weight [H]. With `residual` [..., H], x + residual is normalised and the sum is returned too:
-    (normed, sum). The normalised value is rounded to x's dtype before the weight, as Hugging Face models do. `planned`
-    matters to the kernel alone.
+    x [..., H], weight [H]. The normalised value is rounded to x's dtype before the weight, as Hugging Face models do.
+    `in_draft_pass` matters to the kernel alone.
     """
-    check_rms_norm(x, weight, residual)
-    total = x if residual is None else x + residual
-    wide = total.float()
-    normed = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    return normed if residual is None else (normed, total)
+    check_rms_norm("rms_norm", x, weight)
+    x = total_of(x)
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def add(x: Tensor | Partials, residual: Tensor | None = None) -> Tensor:
-    """x + residual, or the sum of Partials alone: [..., H]."""
+def add_rms_norm(
+    x: Tensor | SplitSums, residual: Tensor, weight: Tensor, eps: float, *, in_draft_pass: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), [..., H] each. x, residual [..., H], weight [H]."""
+    check_rms_norm("add_rms_norm", x, weight, residual)
+    total = total_of(x) + residual
+    return rms_norm(total, weight, eps), total
+
+
+def add(x: Tensor | SplitSums, residual: Tensor | None = None) -> Tensor:
+    """x + residual, or the sum of SplitSums alone: [..., H]."""
     check_add(x, residual)
-    x = x.total() if isinstance(x, Partials) else x
+    x = total_of(x)
     return x if residual is None else x + residual
 
 
 def rotary_append(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | SplitSums,
+    k: Tensor | SplitSums,
+    v: Tensor | SplitSums,
     cache: Tensor,
     first_row: Tensor,
     positions: Tensor,
@@ -54,6 +59,7 @@ def rotary_append(
     ValueError (CPU).
     """
     check_rotary_append(q, k, v, cache, first_row, positions, inv_freq, q_norm, k_norm)
+    q, k, v = total_of(q), total_of(k), total_of(v)
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps)
     if k_norm is not None:
@@ -77,15 +83,15 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def check_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
-    """Raise ValueError unless these are operands of rms_norm."""
-    _check_shape("rms_norm", "weight", weight, x.shape[-1:])
+def check_rms_norm(name: str, x: Tensor | SplitSums, weight: Tensor, residual: Tensor | None = None) -> None:
+    """Raise ValueError unless these are operands of rms_norm or add_rms_norm."""
+    _check_shape(name, "weight", weight, x.shape[-1:])
     if residual is not None:
-        _check_shape("rms_norm", "residual", residual, x.shape)
-    _check_alike("rms_norm", x, weight, residual)
+        _check_shape(name, "residual", residual, x.shape)
+    _check_alike(name, x, weight, residual)
 
 
-def check_add(x: Tensor | Partials, residual: Tensor | None) -> None:
+def check_add(x: Tensor | SplitSums, residual: Tensor | None) -> None:
     """Raise ValueError unless these are operands of add."""
     if residual is not None:
         _check_shape("add", "residual", residual, x.shape)
@@ -93,9 +99,9 @@ def check_add(x: Tensor | Partials, residual: Tensor | None) -> None:
 
 
 def check_rotary_append(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | SplitSums,
+    k: Tensor | SplitSums,
+    v: Tensor | SplitSums,
     cache: Tensor,
     first_row: Tensor,
     positions: Tensor,
@@ -138,12 +144,12 @@ def check_swiglu(gate: Tensor, up: Tensor) -> None:
     _check_alike("swiglu", gate, up)
 
 
-def _check_shape(name: str, label: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+def _check_shape(name: str, label: str, tensor: Tensor | SplitSums, expected: tuple[int, ...]) -> None:
     if tensor.shape != tuple(expected):
         raise ValueError(f"{name}: {label} must be {tuple(expected)}, got {tuple(tensor.shape)}")
 
 
-def _check_alike(name: str, first: Tensor, *others: Tensor | None) -> None:
+def _check_alike(name: str, first: Tensor | SplitSums, *others: Tensor | SplitSums | None) -> None:
     if not first.dtype.is_floating_point:
         raise ValueError(f"{name}: expected floating point tensors, got {first.dtype}")
     for other in others:

@@ -14,15 +14,15 @@ def linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
-    deferred: bool = False,
-    planned_rows: int | None = None,
+    keep_splits: bool = False,
+    launch_rows: int | None = None,
 ) -> Tensor:
     """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
 
-    `deferred`: the caller also takes a product whose partial sums are still apart, which only the kernel returns.
-    `planned_rows` matters to the kernel alone.
+    `keep_splits`: the caller also takes a product whose partial sums are still apart, which only the kernel returns.
+    `launch_rows` matters to the kernel alone.
     """
-    check_product("linear", x, (weight,), (bias,), residual, deferred=deferred)
+    check_product("linear", x, (weight,), (bias,), residual, keep_splits=keep_splits)
     out = F.linear(x, weight, bias)
     return out if residual is None else residual + out
 
@@ -32,15 +32,15 @@ def linear_stack(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     *,
-    deferred: bool = False,
-    planned_rows: int | None = None,
+    keep_splits: bool = False,
+    launch_rows: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Several products of the same rows, e.g. q, k and v. x [..., K], weights [Ni, K]; returns one [..., Ni] each."""
     check_product("linear_stack", x, weights, biases, None)
     return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
-def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, *, planned_rows: int | None = None) -> Tensor:
+def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, *, launch_rows: int | None = None) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I]."""
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
     return F.silu(F.linear(x, gate)) * F.linear(x, up)
@@ -53,11 +53,11 @@ def check_product(
     biases: Sequence[Tensor | None],
     residual: Tensor | None,
     same: bool = False,
-    deferred: bool = False,
+    keep_splits: bool = False,
 ) -> None:
     """Raise ValueError unless these are operands of one product; `same`: all weights must have one shape."""
-    if deferred and residual is not None:
-        raise ValueError(f"{name}: a deferred product takes no residual: its reader adds one")
+    if keep_splits and residual is not None:
+        raise ValueError(f"{name}: a keep_splits product takes no residual: its reader adds one")
     if not weights or len(weights) != len(biases):
         raise ValueError(f"{name}: expected one bias or None per weight, got {len(weights)} and {len(biases)}")
     if x.dim() < 1 or not x.is_floating_point():

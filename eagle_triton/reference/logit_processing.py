@@ -1,4 +1,4 @@
-"""What a request asks of the target's logits before they become a law: repetition penalty, then logit bias."""
+"""What a request asks of the target's logits before they become a distribution: repetition penalty, then logit bias."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling laws (temperature, top-k, top-p, min-p) and counter-based random numbers."""
+"""Sampling distributions (temperature, top-k, top-p, min-p) and counter-based random numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 _MASK = 0xFFFFFFFF
 
 
-class SamplingParams(NamedTuple):
+class SamplingTensors(NamedTuple):
     """Per-sequence sampling parameters, each [B]; a static place on the device, so that a graph can replay.
 
     temperature float32 (0: greedy), top_k int32 (0: off), top_p float32 (1: off), min_p float32 (0: off),
@@ -25,7 +25,7 @@ class SamplingParams(NamedTuple):
     step: Tensor
 
 
-def probabilities(logits: Tensor, params: SamplingParams, top_p_first: bool = False) -> Tensor:
+def probabilities(logits: Tensor, params: SamplingTensors, top_p_first: bool = False) -> Tensor:
     """The distribution that sampling follows, float32 [B, N, V].
 
     logits [B, N, V]. Order: temperature, then top-k, then top-p on what is left (Hugging Face); with `top_p_first`
@@ -64,7 +64,7 @@ def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     return logits.masked_fill(logits < last, float("-inf"))
 
 
-def uniform(params: SamplingParams, count: int) -> Tensor:
+def uniform(params: SamplingTensors, count: int) -> Tensor:
     """`count` uniform numbers in [0, 1) per sequence, float32 [B, count], a function of (seed, step, index) alone.
 
     Philox 4x32-10 (Salmon et al. 2011): key = seed, counter = (index, step, 0, 0), the first output word's upper
@@ -114,7 +114,7 @@ def check_logits(name: str, logits: Tensor) -> None:
         )
 
 
-def check_params(name: str, params: SamplingParams, batch: int, device: torch.device) -> None:
+def check_params(name: str, params: SamplingTensors, batch: int, device: torch.device) -> None:
     dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
     for field, value, dtype in zip(params._fields, params, dtypes, strict=True):
         if value.shape != (batch,) or value.dtype != dtype or value.device != device or not value.is_contiguous():

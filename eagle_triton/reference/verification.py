@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_triton.reference.sampling import SamplingParams, check_logits, check_params, probabilities, sample, uniform
+from eagle_triton.reference.sampling import SamplingTensors, check_logits, check_params, probabilities, sample, uniform
 
 GOES_ON, STOP, LENGTH, ERROR, FAULT = range(5)
 """Why a sequence has finished: at a stop token, at its limit, because its logits are NaN, because the megakernel's
@@ -60,15 +60,15 @@ def verify_sampling(
     tokens: Tensor,
     parents: Tensor,
     depth: int,
-    params: SamplingParams,
+    params: SamplingTensors,
     top_p_first: bool = False,
     *,
     nan: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Walk the tree by sampling each node's continuation from the target (lossless; one coin for each visited node).
 
-    At a node with target law p, the children's masses are laid side by side in node order and one coin in [0, 1)
-    chooses a child or, past their sum, the rest: then the next token is drawn from p without the children's tokens.
+    At a node with target distribution p, the children's masses are laid side by side in node order and one coin in [0,
+    1) chooses a child or, past their sum, the rest: then the next token is drawn from p without the children's tokens.
     That is inverse-CDF sampling of p in another order, so the emitted tokens follow p exactly. A token that two
     siblings share counts once. Arguments and results as verify_greedy; coins come from `params` (seed, step): node i
     uses number i, the final token number N. Sequences with temperature 0 follow their argmax.
@@ -97,11 +97,11 @@ def verify_sampling(
         path.append(torch.where(alive, current, -1))
     stacked = torch.stack(path, dim=1).int()
 
-    law = probs[rows, current]
+    distribution = probs[rows, current]
     child = parents == current[:, None]  # of the last accepted node: all its children were refused
-    refused = torch.zeros_like(law).scatter_add_(1, tokens, child.float()) > 0
-    rest = law.masked_fill(refused, 0.0)
-    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, law)  # all mass refused by rounding
+    refused = torch.zeros_like(distribution).scatter_add_(1, tokens, child.float()) > 0
+    rest = distribution.masked_fill(refused, 0.0)
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, distribution)  # all mass refused by rounding
     return stacked, (stacked >= 0).sum(-1).int() - 1, sample(rest, coins[:, nodes])
 
 

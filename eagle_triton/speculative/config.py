@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from eagle_triton.engine.sampling import Sampling
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.integrators import TreeMaskMode
-from eagle_triton.tree_spec import TreeSpec
 
 MOST_NODES = 64  # num_draft_tokens=None: as many nodes as there are candidates, up to this
 
@@ -93,7 +93,7 @@ class EAGLEConfig:
             return TreeSpec.dynamic(nodes, self.num_steps - 1, self.topk)
         return TreeSpec.dynamic(nodes, min(self.num_steps, nodes - 1) - 1, min(self.topk, nodes - 1))
 
-    def sampling(self, **changes: Any) -> Sampling:
+    def sampling(self, **changes: Any) -> SamplingParams:
         """How to choose tokens, with some options changed (None: as configured). Raises ValueError for a bad value."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias")
         unknown = sorted(set(changes) - {*names, "seed"})
@@ -101,7 +101,7 @@ class EAGLEConfig:
             raise ValueError(f"unknown sampling option {', '.join(unknown)}; the options are {', '.join(names)}, seed")
         options = {name: getattr(self, name) for name in names}
         options |= {name: value for name, value in changes.items() if value is not None}
-        return Sampling(**{name: value for name, value in options.items() if value is not None})
+        return SamplingParams(**{name: value for name, value in options.items() if value is not None})
 
     def changed(self, **options: Any) -> EAGLEConfig:
         """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from eagle_triton.adapters.view import DraftView, Layer, ModelView, Projection
-from eagle_triton.tree_spec import TreeSpec
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.model import ModelView
+from eagle_triton.engine.tree_spec import TreeSpec
 
 TABLES = Path(__file__).parent / "costs.json"
 ROW_COST = 0.0045  # assumed: what one more row in the target's forward costs, in plain steps of one sequence
@@ -92,9 +93,9 @@ def shape_of(view: ModelView) -> tuple[int, int, int]:
     return len(view.layers), view.hidden_size, view.vocab_size
 
 
-def pass_cost(view: ModelView, draft: DraftView) -> float:
+def pass_cost(view: ModelView, draft: Draft) -> float:
     """Bytes of weights that one pass of the draft reads over those of a target forward: what it costs, about."""
-    return _bytes(draft.layers, draft.head) / max(_bytes(view.layers, view.head), 1)
+    return draft.weight_bytes(TreeSpec.dynamic(2, 0, 1)) / view.weight_bytes
 
 
 class StepCosts:
@@ -159,23 +160,3 @@ class StepCosts:
 
     def _assumed(self, nodes: int, depth: int) -> float:
         return 1 + self.pass_cost * depth + ROW_COST * self.slots * (nodes - 1)
-
-
-def _bytes(layers: tuple[Layer, ...], head: Projection) -> int:
-    return sum(_size(projection) for projection in (head, *_projections(layers)))
-
-
-def _projections(layers: tuple[Layer, ...]) -> Iterator[Projection]:
-    for layer in layers:
-        attention, mlp = layer.attention, layer.mlp
-        yield from (attention.q, attention.k, attention.v, attention.o)
-        yield from (part for part in (mlp.gate, mlp.up, mlp.down) if part is not None)
-        if mlp.module is not None:
-            yield Projection(module=mlp.module)
-
-
-def _size(projection: Projection) -> int:
-    if projection.weight is not None:
-        return projection.weight.numel() * projection.weight.element_size()
-    parameters = getattr(projection.module, "parameters", tuple)
-    return sum(parameter.numel() * parameter.element_size() for parameter in parameters())

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.sampling import Sampling
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.checks import check_attention_mask, check_prompt
 from eagle_triton.speculative import stages
 from eagle_triton.speculative.config import EAGLEConfig
@@ -24,7 +25,6 @@ from eagle_triton.speculative.session import Piece, Results, Session, StepInfo
 from eagle_triton.speculative.statistics import Statistics
 from eagle_triton.speculative.text import check_stop_strings
 from eagle_triton.speculative.timing import Stopwatch, measure_costs
-from eagle_triton.tree_spec import TreeSpec
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ Prompts = Tensor | str | Sequence[str] | Sequence[Tensor] | Sequence[Sequence[in
 class EAGLEInference:
     """Decodes with a target, several times as fast for the drafts of a small model, with the same output.
 
-    Greedy output is token for token that of the target alone; sampled output follows the target's own law. One call
-    runs at a time. `statistics` adds up over all calls until `reset_statistics`.
+    Greedy output is token for token that of the target alone; sampled output follows the target's own distribution. One
+    call runs at a time. `statistics` adds up over all calls until `reset_statistics`.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class EAGLEInference:
             raise ValueError(f"device={str(wanted)!r}: there is no GPU here")
         self.pair = read_pair(draft_model, target_model, self.config, wanted)
         self.tokenizer = tokenizer or self.pair.tokenizer
-        view, draft = self.pair.view, self.pair.draft_view
+        view, draft = self.pair.view, self.pair.draft
         on_gpu = view.device.type == "cuda"
         kernels = on_gpu if kernels is None else kernels
         graph = on_gpu and kernels if cuda_graph is None else cuda_graph
         if graph and not (on_gpu and kernels):
             raise ValueError("cuda_graph=True needs a model on a GPU and the kernels")
-        self.engine = Engine(view, draft, Operations(kernels), graph)
+        self.engine = Engine(view, draft, make_operations(kernels), graph)
         self._table = CostTable.find(CostTable.read() if costs is None else costs, view)
         self._policies: dict[int, TreePolicy] = {}
         self.reset_statistics()
@@ -256,10 +256,10 @@ class EAGLEInference:
     def policy(self, slots: int) -> TreePolicy:
         """The policy for batches of so many slots; what it has learnt stays for the next call."""
         if slots not in self._policies:
-            cost, trees = pass_cost(self.pair.view, self.pair.draft_view), self._trees()
+            cost, trees = pass_cost(self.pair.view, self.pair.draft), self._trees()
             usual = TreePolicy(trees, StepCosts(self.config.slots, cost, self._table))
             costs = StepCosts(slots, cost, self._table)
-            self._policies[slots] = TreePolicy(trees, costs, self.config.fallback, pinned=usual.spec)
+            self._policies[slots] = TreePolicy(trees, costs, self.config.fallback, fixed_tree=usual.spec)
         return self._policies[slots]
 
     def memory_bytes(self, slots: int | None = None, rows: int | None = None) -> dict[str, int]:
@@ -439,7 +439,7 @@ class _Call:
 
     prompt: Tensor
     max_new_tokens: int
-    sampling: Sampling
+    sampling: SamplingParams
     stop_ids: frozenset[int] | None
     stop_strings: tuple[str, ...]
 

@@ -11,8 +11,10 @@ from torch import nn
 
 from eagle_triton.adapters import native
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
-from eagle_triton.adapters.reading import UnsupportedModelError
-from eagle_triton.adapters.view import DraftView, ModelView
+from eagle_triton.adapters.module_reader import UnsupportedModelError
+from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.model import ModelView
 from eagle_triton.integration import FAMILIES
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.heads import DraftHead
@@ -22,12 +24,15 @@ from eagle_triton.speculative.config import EAGLEConfig
 
 @dataclass(frozen=True)
 class Pair:
-    """What EAGLEInference decodes with. target, draft: the modules, kept alive here; `tokenizer` may be None."""
+    """What EAGLEInference decodes with. The models given, kept alive here, and as the engine reads them.
 
-    target: Any
-    draft: Any
+    `tokenizer` may be None.
+    """
+
+    target_model: Any
+    draft_model: Any
     view: ModelView
-    draft_view: DraftView
+    draft: Draft
     tokenizer: Any | None
     stop_ids: frozenset[int]
 
@@ -37,10 +42,9 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
 
     target_model: an EaModel of any family, a Hugging Face causal language model, or the path or hub id of one ("demo":
     the checkpoint of this package). draft_model: None for the head of a target that is an EaModel, an EaModel whose
-    head is meant, a draft head, a causal language model with the target's vocabulary, or, beside a target's
-    path, that of an EAGLE-3 head.
-    device: where the models must lie, None: wherever they do. Raises UnsupportedModelError for what is not known,
-    ValueError for a draft that does not fit or models that lie elsewhere.
+    head is meant, a draft head, a causal language model with the target's vocabulary, a `Draft` of one's own, or,
+    beside a target's path, that of an EAGLE-3 head. device: where the models must lie, None: wherever they do. Raises
+    UnsupportedModelError for what is not known, ValueError for a draft that does not fit or models that lie elsewhere.
     """
     target, tokenizer = _load_target(draft_model, target_model, config, device)
     family = _family(target)
@@ -49,7 +53,12 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
         draft_model = getattr(target, "ea_layer", None)
     if draft_model is None:
         raise UnsupportedModelError("draft_model: a target without a head needs one")
-    if family is not None and (draft_model is target or draft_model is target.ea_layer):
+    view: ModelView
+    draft: Draft
+    if isinstance(draft_model, Draft):
+        view = read_causal_lm(base, root="target_model") if family is None else family.read(target)[0]
+        draft = draft_model
+    elif family is not None and (draft_model is target or draft_model is target.ea_layer):
         view, draft = family.read(target)
     elif isinstance(draft_model, DraftHead) or _family(draft_model) is not None:
         head = draft_model if isinstance(draft_model, DraftHead) else draft_model.ea_layer
@@ -58,9 +67,8 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
         view = read_causal_lm(base, root="target_model")
         draft = draft_from_causal_lm(draft_model, view, config.tree, root="draft_model")
     _check_places(view, draft, device)
-    choices = view.vocab_size if draft.d2t is None else len(draft.d2t)
-    if config.topk > choices:
-        raise ValueError(f"topk must not pass the draft's vocabulary ({choices}), got {config.topk}")
+    if draft.vocabulary is not None and config.topk > draft.vocabulary:
+        raise ValueError(f"topk must not pass the draft's vocabulary ({draft.vocabulary}), got {config.topk}")
     return Pair(target, draft_model, view, draft, tokenizer, _stop_ids(tokenizer, view))
 
 
@@ -101,12 +109,13 @@ def _family(model: Any) -> Any | None:
     return next((adapter for adapter, _ in FAMILIES if adapter.recognise(model)), None)
 
 
-def _check_places(view: ModelView, draft: DraftView, device: torch.device | None) -> None:
-    if draft.embedding.device != view.device:
+def _check_places(view: ModelView, draft: Draft, device: torch.device | None) -> None:
+    beams = isinstance(draft, BeamDraft)
+    if beams and draft.embedding.device != view.device:
         raise ValueError(f"draft_model lies on {draft.embedding.device}, target_model on {view.device}")
     if device is not None and (device.type != view.device.type or device.index not in (None, view.device.index)):
         raise ValueError(f"device={str(device)!r}, but the models lie on {view.device}: move them with .to({device})")
-    if draft.embedding.shape[0] != view.vocab_size:
+    if beams and draft.embedding.shape[0] != view.vocab_size:
         raise ValueError(
             f"draft and target do not fit: the draft's vocabulary has {draft.embedding.shape[0]} tokens, the target's "
             f"{view.vocab_size}"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.speculative.costs import StepCosts
-from eagle_triton.tree_spec import PLAIN, TreeSpec
 
 PRIOR = 0.6  # acceptance of a chain's drafts before anything was observed
 WIDTH = 0.3
@@ -65,9 +65,9 @@ class TreePolicy:
     """Chooses among `trees`, and with `fallback` plain decoding. `observe` every step, then ask for `choose()`."""
 
     def __init__(
-        self, trees: Sequence[TreeSpec], costs: StepCosts, fallback: bool = True, pinned: TreeSpec | None = None
+        self, trees: Sequence[TreeSpec], costs: StepCosts, fallback: bool = True, fixed_tree: TreeSpec | None = None
     ) -> None:
-        """pinned: the tree for when there may be no choice, None: the first choice."""
+        """fixed_tree: the tree for when there may be no choice, None: the first choice."""
         self.trees, self.costs, self.fallback = tuple(trees), costs, fallback
         self.events: list[str] = []  # what was decided and why, the last of them
         self.stops = self.probes = self.plain_steps = 0
@@ -76,7 +76,7 @@ class TreePolicy:
         self._pause = PAUSE
         self._probing = self._checking = False  # drafting after a pause; plain steps to learn their time
         self.spec = max(self.trees, key=self.rate)
-        self.pinned = pinned or self.spec
+        self.fixed_tree = fixed_tree or self.spec
 
     def observe(self, accepted: Sequence[int], ms: float) -> None:
         """A step with the chosen tree: drafts accepted by each running sequence, and how long it took."""

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine.batch import Batch, Progress, Request
-from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.sampling import Sampling
-from eagle_triton.engine.state import rows_beyond
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.state import scratch_rows
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.speculative.policy import TreePolicy
 from eagle_triton.speculative.statistics import Statistics
 from eagle_triton.speculative.text import TextStream
-from eagle_triton.tree_spec import PLAIN, TreeSpec
 
 
 @dataclass
@@ -95,7 +95,7 @@ class _Job:
     statistics: Statistics = field(default_factory=Statistics)
 
     @property
-    def pins(self) -> bool:
+    def needs_fixed_tree(self) -> bool:
         """Whether its tokens depend on the trees: sampled, and with a seed that someone may use again."""
         return not self.request.sampling.greedy and self.request.sampling.seed is not None
 
@@ -133,7 +133,7 @@ class Session:
         self._running: dict[int, _Job] = {}
         self._submitted = 0
         self._depths = {spec.drafts: spec.depth for spec in (*(policy.trees if policy else ()), PLAIN)}
-        largest = max(policy.trees, key=rows_beyond) if policy else PLAIN  # the cache must have room for any of them
+        largest = max(policy.trees, key=scratch_rows) if policy else PLAIN  # the cache must have room for any of them
         self._batch = Batch(engine, slots, largest, rows, logprobs=logprobs, drafts=policy is not None)
 
     def __enter__(self) -> Session:
@@ -152,7 +152,7 @@ class Session:
         self,
         prompt: Tensor,
         max_new_tokens: int = 100,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         *,
         stop_ids: Iterable[int] | None = None,
         stop_strings: Sequence[str] = (),
@@ -166,7 +166,7 @@ class Session:
         if stop_strings and self.tokenizer is None:
             raise ValueError("stop_strings need a tokenizer, the target has none")
         stops = self._stop_ids if stop_ids is None else frozenset(stop_ids)
-        request = Request(prompt, max_new_tokens, sampling or Sampling(), stops)
+        request = Request(prompt, max_new_tokens, sampling or SamplingParams(), stops)
         stream = None
         if self.tokenizer is not None:
             stream = TextStream(self.tokenizer, prompt[-16:].tolist(), stop_strings)
@@ -232,7 +232,7 @@ class Session:
     def _set_tree(self, jobs: Iterable[_Job]) -> None:
         if self.policy is None:
             return
-        wanted: TreeSpec = self.policy.pinned if any(job.pins for job in jobs) else self.policy.choose()
+        wanted: TreeSpec = self.policy.fixed_tree if any(job.needs_fixed_tree for job in jobs) else self.policy.choose()
         if self._batch.spec != wanted:
             self._batch.spec = wanted
 

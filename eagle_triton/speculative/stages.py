@@ -5,17 +5,21 @@ They are the engine's own functions over a state of their own, eager and without
 
 from __future__ import annotations
 
-import copy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from eagle_triton.adapters.view import DraftView
-from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.prefill import CHUNK
-from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, rows_beyond
-from eagle_triton.engine.step import draft_extend, grow_tree, project, target_forward
+from eagle_triton.engine.drafts.beams import BeamDraft, Candidates
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.model import target_forward
+from eagle_triton.engine.modules import project
+from eagle_triton.engine.prefill import read_prompts
+from eagle_triton.engine.skipped_features import ROWS, catch_up, start_skipping
+from eagle_triton.engine.slots import bytes_of
+from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, scratch_rows
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.reference.attention import pack_ancestors
 from eagle_triton.speculative.config import EAGLEConfig
 from eagle_triton.speculative.statistics import compute_tree_statistics
@@ -25,59 +29,63 @@ from eagle_triton.speculative.tree import (
     organize_draft_results,
     verify_tree_greedy,
 )
-from eagle_triton.tree_spec import PLAIN, TreeSpec
 
 
 class Prefix:
-    """Sequences of one length in the caches of target and draft; the last token of each, the root, only as a token."""
+    """Sequences of one length, read by target and draft; the last token of each, the root, only as a token."""
 
     def __init__(self, engine: Engine, spec: TreeSpec, tokens: Tensor) -> None:
         """tokens [bs, T] int64, T >= 2. `spec` PLAIN leaves the draft out."""
         self.engine, self.spec = engine, spec
-        self.draft: DraftView | None = engine.draft if spec.drafts else None
-        self.state = self._state(len(tokens), tokens.shape[1])
-        self.length = 1  # tokens, the root included
-        self.state.tokens[:, 0] = tokens[:, 0]
-        if self.draft is not None and self.draft.kind == "model":  # its first row is the first token's, a head has none
-            blank = self.state.lengths.new_zeros(len(tokens), 1, 1, dtype=engine.view.dtype)
-            draft_extend(engine.ops, self.draft, blank, tokens[:, :1], self.state.draft_cache, self.state.lengths)
-        self.append(tokens[:, 1:])
+        self.draft: Draft | None = engine.draft if spec.drafts else None
+        self._read(tokens, tokens.shape[1])
 
     def append(self, tokens: Tensor) -> None:
-        """Put tokens [bs, n] behind the sequences; the draft's output at the last is kept as `hidden`."""
-        engine, total = self.engine, self.length + tokens.shape[1]
-        if total + rows_beyond(self.spec) > self.state.capacity:
-            self._grow(total)
+        """Put tokens [bs, n] behind the sequences."""
+        total = self.length + tokens.shape[1]
+        if total + scratch_rows(self.spec) > self.state.capacity:
+            self._read(torch.cat((self.state.tokens[:, : self.length], tokens), dim=1), 2 * total)
+            return
         self.state.tokens[:, self.length : total] = tokens
-        for first in range(0, tokens.shape[1], CHUNK):
-            following = tokens[:, first : first + CHUNK].contiguous()
-            _, features = self._target(self.state.tokens[:, self.length - 1 :][:, : following.shape[1]].contiguous())
-            if self.draft is not None:
-                rows = self.draft.rows(self.state.lengths)
-                self.hidden = draft_extend(engine.ops, self.draft, features, following, self.state.draft_cache, rows)
-            self.state.lengths += following.shape[1]
-            self.length += following.shape[1]
+        while self.length < total:
+            self._take_in(min(total - self.length, ROWS))
 
-    def _target(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        positions = self.state.lengths[:, None] + torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
-        return self.forward(tokens, positions, None)
+    def candidates(self) -> Candidates:
+        """Draft as the engine does, and give all that was scored instead of the tree of the best."""
+        if not isinstance(self.draft, BeamDraft):
+            raise ValueError(f"the draft must score candidates, which a {type(self.draft).__name__} does not")
+        return self.draft.candidates(self.engine.ops, self.state)
 
-    def forward(self, tokens: Tensor, positions: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, positions: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor, list[Any]]:
         """The target over new tokens [bs, n] behind the committed ones, as `target_forward`."""
         state, engine = self.state, self.engine
-        return target_forward(engine.ops, engine.view, tokens, state.target_cache, state.lengths, positions, ancestors)
+        caches, lengths = state.sequences.caches, state.lengths
+        return target_forward(engine.ops, engine.view, tokens, caches, lengths, positions, ancestors)
 
-    def _state(self, batch: int, rows: int) -> DecodeState:
-        capacity = capacity_bucket(rows + rows_beyond(self.spec))
-        return DecodeState(Sequences(self.engine.view, self.draft, batch, capacity), self.spec)
+    def _read(self, tokens: Tensor, rows: int) -> None:
+        """Begin with all tokens [bs, T], with room for `rows`."""
+        engine, capacity = self.engine, capacity_bucket(rows + scratch_rows(self.spec))
+        sequences = Sequences(engine.view, self.draft, len(tokens), capacity)
+        self.state = DecodeState(sequences, self.draft, self.spec)
+        _, features = read_prompts(engine.ops, engine.view, self.draft, sequences, tokens[:, :-1])
+        self.length = tokens.shape[1]  # tokens, the root included
+        self.state.tokens[:, self.length - 1] = tokens[:, -1]
+        if self.draft is not None:
+            self.draft.begin(engine.ops, sequences, features)
 
-    def _grow(self, rows: int) -> None:
-        old, self.state = self.state, self._state(self.state.batch, 2 * rows)
-        self.state.lengths.copy_(old.lengths)
-        self.state.tokens[:, : self.length] = old.tokens[:, : self.length]
-        for cache, source in ((self.state.target_cache, old.target_cache), (self.state.draft_cache, old.draft_cache)):
-            if source is not None:
-                cache[..., : old.capacity, :] = source
+    def _take_in(self, count: int) -> None:
+        """Commit the root and the next count - 1 tokens; the one behind them is the new root."""
+        sequences, lengths, ops = self.state.sequences, self.state.lengths, self.engine.ops
+        start_skipping(self.engine.view, sequences)
+        tokens = self.state.tokens[:, self.length - 1 : self.length - 1 + count].contiguous()
+        positions = lengths[:, None] + torch.arange(count, dtype=torch.int32, device=lengths.device)
+        _, features, uncommitted = self.forward(tokens, positions, None)
+        sequences.caches.commit_all(ops, uncommitted)
+        sequences.skipped.keep(lengths, features)
+        lengths += count
+        self.length += count
+        if self.draft is not None:
+            catch_up(ops, self.draft, sequences, count)
 
 
 class DraftStep(NamedTuple):
@@ -100,7 +108,7 @@ def draft_step(engine: Engine, config: EAGLEConfig, input_ids: Tensor, past: Pre
         )
     else:
         past = Prefix(engine, TreeSpec.dynamic(1 + config.topk, 0, config.topk), tokens)
-    candidates = _candidates(past)
+    candidates = past.candidates()
     return DraftStep(candidates.scores.exp(), candidates.tokens, past)
 
 
@@ -111,7 +119,7 @@ def generate_draft_tree(
     """See `EAGLEInference.generate_draft_tree`."""
     k, depth, nodes = config.topk, config.num_steps, config.nodes
     spec = TreeSpec.dynamic(nodes, depth - 1, k)
-    found = _candidates(Prefix(engine, spec, _with_root(engine, input_ids, verified_id)))
+    found = Prefix(engine, spec, _with_root(engine, input_ids, verified_id)).candidates()
     levels = [k, *[k * k] * (depth - 1)]
     scores = [part.view(len(part), -1, k) for part in found.scores.exp().split(levels, dim=1)]
     root_children = torch.arange(-1, k, device=engine.device).expand(len(input_ids), -1)
@@ -140,7 +148,7 @@ def verify_drafts(
     )  # fmt: skip
     mask, positions, *links, tokens = build_tree_structure(*arguments, TreeMaskMode.QLEN_ONLY)
     tokens, positions = tokens.view(batch, nodes), positions.view(batch, nodes).int()
-    hidden, _ = prefix.forward(tokens, positions, pack_ancestors(mask.view(batch, nodes, nodes)))
+    hidden, *_ = prefix.forward(tokens, positions, pack_ancestors(mask.view(batch, nodes, nodes)))
     target = project(engine.ops, engine.view.head, hidden).argmax(-1)
     predicts, accept_index, accept_length = verify_tree_greedy(tokens, target, *links)
     path = accept_index[:, : config.num_steps + 1]
@@ -152,39 +160,13 @@ def verify_drafts(
 
 def memory_bytes(engine: Engine, spec: TreeSpec, slots: int, rows: int) -> dict[str, int]:
     """See `EAGLEInference.memory_bytes`."""
-    view, draft = engine.view, engine.draft
-    capacity, size = capacity_bucket(rows + rows_beyond(spec)), torch.empty((), dtype=view.dtype).element_size()
-
-    def cache(layers: tuple) -> int:
-        attention = layers[0].attention
-        return len(layers) * 2 * slots * attention.num_kv_heads * capacity * attention.head_dim * size
-
-    logits = slots * spec.nodes * view.vocab_size * size
-    return {"target_cache": cache(view.layers), "draft_cache": cache(draft.layers), "logits": logits}
-
-
-class _Candidates(NamedTuple):
-    """All that one step of drafting scored, in flat order: tokens and log scores [bs, C], and the expanded ones."""
-
-    tokens: Tensor
-    scores: Tensor
-    expanded: Tensor
-
-
-def _candidates(prefix: Prefix) -> _Candidates:
-    """Draft as the engine does, and keep the candidates that it makes its tree of."""
-    kept: list[_Candidates] = []
-    ops = copy.copy(prefix.engine.ops)
-    build_tree = ops.build_tree
-
-    def keep(root: Tensor, tokens: Tensor, scores: Tensor, expanded: Tensor, *rest: Any, **named: Any) -> Any:
-        kept.append(_Candidates(tokens, scores, expanded))
-        return build_tree(root, tokens, scores, expanded, *rest, **named)
-
-    ops.build_tree = keep
-    last = (rows[:, -1:].contiguous() for rows in prefix.hidden)
-    grow_tree(ops, prefix.draft, prefix.state, *last)
-    return kept[0]
+    view, nowhere = engine.view, torch.device("meta")
+    capacity, size = capacity_bucket(rows + scratch_rows(spec)), torch.empty((), dtype=view.dtype).element_size()
+    return {
+        "target_cache": bytes_of(view.new_caches(slots, capacity, nowhere)),
+        "draft_cache": bytes_of(engine.draft.new_slot_tensors(slots, capacity, nowhere)),
+        "logits": slots * spec.nodes * view.vocab_size * size,
+    }
 
 
 def _with_root(engine: Engine, input_ids: Tensor, verified_id: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from eagle_triton.engine.batch import Batch, Request
-from eagle_triton.engine.generation import Engine
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.speculative.costs import SETTLING, CostTable, Timing, device_name, shape_of
-from eagle_triton.tree_spec import PLAIN, TreeSpec
 
 
 class Stopwatch:

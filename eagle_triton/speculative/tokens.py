@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine.operations import kernel_module
-from eagle_triton.engine.sampling import Sampling
-from eagle_triton.reference.sampling import SamplingParams
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.reference.sampling import SamplingTensors
 
 
 def fast_topk_torch(scores: Tensor, k: int, dim: int = -1, sorted: bool = True) -> tuple[Tensor, Tensor]:
@@ -56,11 +56,11 @@ def sample_from_logits(
     ValueError for a bad value.
     """
     asked = {name: value for name, value in dict(top_p=top_p, top_k=top_k, min_p=min_p).items() if value is not None}
-    sampling = Sampling(temperature=temperature, **asked)
+    sampling = SamplingParams(temperature=temperature, **asked)
     if sampling.greedy:
         return logits.argmax(-1)
     module, device, rows = _module("sampling", logits), logits.device, len(logits)
-    params = SamplingParams(
+    params = SamplingTensors(
         temperature=torch.full((rows,), float(temperature), device=device),
         top_k=torch.full((rows,), int(sampling.top_k), dtype=torch.int32, device=device),
         top_p=torch.full((rows,), float(sampling.top_p), device=device),

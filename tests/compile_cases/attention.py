@@ -3,7 +3,7 @@
 import triton
 
 from eagle_triton.attention import _merge_kernel, _tree_attention_kernel, settings_for
-from eagle_triton.launch import EXACT
+from eagle_triton.runtime.launch import EXACT
 
 KV_HEADS, GROUP = 8, 4
 CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "gfx942": None}

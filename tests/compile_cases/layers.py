@@ -1,7 +1,7 @@
 """Production settings of rms_norm, rotary_append and swiglu: 8b and 1b shapes, whole and partial products."""
 
-from eagle_triton.launch import EXACT
 from eagle_triton.layers import _rms_norm_kernel, _rotary_append_kernel, _swiglu_kernel, norm_warps
+from eagle_triton.runtime.launch import EXACT
 
 _ALIGNED = (
     "stride_xs", "stride_xm", "stride_rm", "stride_gm", "stride_um", "stride_s", "capacity",

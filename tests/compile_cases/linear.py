@@ -2,9 +2,10 @@
 
 import torch
 
-from eagle_triton import linear as products
-from eagle_triton.launch import EXACT
-from eagle_triton.linear import Settings, _linear_kernel, _linear_swiglu_kernel, launch_settings
+from eagle_triton.linear import settings as table
+from eagle_triton.linear.settings import Settings, launch_settings
+from eagle_triton.linear.small import _linear_kernel, _linear_swiglu_kernel
+from eagle_triton.runtime.launch import EXACT
 
 _ALIGNED = (
     "depth", "cols0", "cols1", "cols2", "cols", "stride_xm", "stride_w0", "stride_w1", "stride_w2", "stride_rm",
@@ -12,20 +13,20 @@ _ALIGNED = (
 )  # fmt: skip
 
 
-def _case(name, settings, rows, weights, dtype="bf16", deferred=False, residual=False, bias=False, targets=None):
+def _case(name, settings, rows, weights, dtype="bf16", keep_splits=False, residual=False, bias=False, targets=None):
     """weights: how many stand side by side; 0 for gate and up with SwiGLU."""
     kernel = _linear_kernel if weights else _linear_swiglu_kernel
-    block_m = products.block_m_of(rows)
+    block_m = table.block_m_of(rows)
     present = {"x", "gate", "up", "out"} | {f"w{i}" for i in range(weights)}
     present |= {f"bias{i}" for i in range(weights)} if bias else set()
     present |= {"residual"} if residual else set()
-    if settings.splits > 1 and not deferred:
+    if settings.splits > 1 and not keep_splits:
         present |= {"partials", "arrivals"}
-    deferred = deferred and settings.splits > 1
-    types = {"partials": "*fp32", "arrivals": "*i32", "out": "*fp32" if deferred else f"*{dtype}"}
+    keep_splits = keep_splits and settings.splits > 1
+    types = {"partials": "*fp32", "arrivals": "*i32", "out": "*fp32" if keep_splits else f"*{dtype}"}
     values = {
         "BLOCK_M": block_m, "BLOCK_N": settings.block_n, "BLOCK_K": settings.block_k, "SPLITS": settings.splits,
-        "SWAP": settings.swap, "EVEN_K": True, "DEFERRED": deferred,
+        "SWAP": settings.swap, "EVEN_K": True, "KEEP_SPLITS": keep_splits,
     }  # fmt: skip
     signature, constexprs = {}, {}
     for argument in kernel.arg_names:
@@ -49,11 +50,11 @@ def _case(name, settings, rows, weights, dtype="bf16", deferred=False, residual=
 
 def _settings(capability: tuple[int, int], rows: int, cols: tuple[int, ...], depth: int) -> Settings:
     """As launch_settings chooses them for a device of this compute capability."""
-    original, products._compute_capability = products._compute_capability, lambda device: capability
+    original, table.compute_capability = table.compute_capability, lambda device: capability
     try:
         return launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, fused=len(cols) == 2)
     finally:
-        products._compute_capability = original
+        table.compute_capability = original
 
 
 _SHAPES = {
@@ -76,7 +77,7 @@ for _name, (_cols, _depth) in _SHAPES.items():
         CASES.append(_case(_label, _case_settings, _rows, _weights, targets=_HOPPER_ON))
         if _case_settings.splits > 1:
             CASES.append(
-                _case(f"{_label} deferred", _case_settings, _rows, _weights, deferred=True, targets=_HOPPER_ON)
+                _case(f"{_label} keep_splits", _case_settings, _rows, _weights, keep_splits=True, targets=_HOPPER_ON)
             )
 _O64 = _settings((9, 0), 64, *_SHAPES["8b o"])
 CASES += [

@@ -1,17 +1,20 @@
-"""The megakernel as FusedStep launches it: the 8b, 1b and demo shapes, both kinds of head, one and four sequences."""
+"""The megakernel as MegakernelStep launches it: 8b, 1b and demo shapes, both kinds of head, one and four sequences."""
 
 from __future__ import annotations
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from eagle_triton import linear
-from eagle_triton.adapters.view import MLP, Attention, DraftView, Layer, ModelView, Norm, Projection, Rotary
-from eagle_triton.engine import fused
+from eagle_triton.engine import megakernel_step
+from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft, EagleDraft
+from eagle_triton.engine.mixers import Attention
+from eagle_triton.engine.model import Layer, ModelView
+from eagle_triton.engine.modules import MLP, Norm, Projection, Rotary
 from eagle_triton.engine.state import DecodeState, Sequences
-from eagle_triton.launch import DRAFT_WARPS, EXACT
-from eagle_triton.megakernel import draft_verify_update_kernel
-from eagle_triton.tree_spec import TreeSpec
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.linear import settings
+from eagle_triton.megakernel.kernel import draft_verify_update_kernel
+from eagle_triton.runtime.launch import DRAFT_WARPS, EXACT
 
 _TYPES = {
     torch.bfloat16: "bf16",
@@ -28,7 +31,7 @@ _SHAPES = {  # hidden, intermediate, query heads, key/value heads, head dim, dra
 }
 
 
-def _views(shape: str, eagle3: bool, dtype: torch.dtype) -> tuple[ModelView, DraftView]:
+def _views(shape: str, eagle3: bool, dtype: torch.dtype) -> tuple[ModelView, EagleDraft]:
     """A target of two layers and a draft head of a shape, of memory that nobody touches."""
     hidden, inner, heads, kv_heads, width, draft_vocab = _SHAPES[shape]
     vocabulary = 4096
@@ -59,18 +62,17 @@ def _views(shape: str, eagle3: bool, dtype: torch.dtype) -> tuple[ModelView, Dra
     target = ModelView(
         embedding, (layer(hidden, norm()),) * 2, norm(), Projection(embedding), (0, 1, 1) if eagle3 else (), (), None
     )
-    draft = DraftView(
-        "eagle3" if eagle3 else "eagle1",
-        embedding,
-        product(hidden, (3 if eagle3 else 2) * hidden, bias=not eagle3),
-        (layer((2 if eagle3 else 1) * hidden, norm() if eagle3 else None),),
-        product(draft_vocab if eagle3 else vocabulary, hidden),
-        lambda: TreeSpec.dynamic(60, 7, 10),
-        hidden_norm=norm() if eagle3 else None,
-        norm=norm() if eagle3 else None,
-        d2t=torch.empty(draft_vocab, dtype=torch.int64) if eagle3 else None,
+    shared = dict(
+        embedding=embedding,
+        fc=product(hidden, (3 if eagle3 else 2) * hidden, bias=not eagle3),
+        layers=(layer((2 if eagle3 else 1) * hidden, norm() if eagle3 else None),),
+        head=product(draft_vocab if eagle3 else vocabulary, hidden),
+        tree_reader=lambda: TreeSpec.dynamic(60, 7, 10),
     )
-    return target, draft
+    if not eagle3:
+        return target, Eagle1Draft(**shared)
+    d2t = torch.empty(draft_vocab, dtype=torch.int64)
+    return target, Eagle3Draft(hidden_norm=norm(), norm=norm(), d2t=d2t, **shared)
 
 
 def _case(
@@ -83,14 +85,14 @@ def _case(
     greedy: bool = True,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple:
-    original, linear._compute_capability = linear._compute_capability, lambda device: capability
+    original, settings.compute_capability = settings.compute_capability, lambda device: capability
     try:
         view, draft = _views(shape, eagle3, dtype)
         spec = draft.read_tree()
-        state = DecodeState(Sequences(view, draft, batch, 512), spec)
-        step = fused.FusedStep(view, draft, state, programs=132)
+        state = DecodeState(Sequences(view, draft, batch, 512), draft, spec)
+        step = megakernel_step.MegakernelStep(view, draft, state, programs=132)
     finally:
-        linear._compute_capability = original
+        settings.compute_capability = original
     given = {"target_logits_ptr": torch.empty(1, dtype=dtype), "features_ptr": torch.empty(1, dtype=dtype)}
     given |= {"absent": -1, "limit": 1, "GREEDY": greedy, **step._arguments}
     constants = {p.name for p in draft_verify_update_kernel.params if p.is_constexpr}

@@ -1,9 +1,15 @@
 """Production settings of the drawing kernels: V 128256."""
 
-from eagle_triton.sampling import _chunk_sums_kernel, _probabilities_kernel, _sample_kernel, _uniform_kernel, chunk_of
+from eagle_triton.sampling.draws import (
+    _chunk_sums_kernel,
+    _probabilities_kernel,
+    _sample_kernel,
+    _uniform_kernel,
+    chunk_of,
+)
 
 _TYPES = {
-    **dict.fromkeys(("temperature_ptr", "min_p_ptr", "laws_ptr", "out_ptr", "probs_ptr", "coins_ptr"), "*fp32"),
+    **dict.fromkeys(("temperature_ptr", "min_p_ptr", "thresholds_ptr", "out_ptr", "probs_ptr", "coins_ptr"), "*fp32"),
     **dict.fromkeys(("seed_ptr", "step_ptr"), "*i64"),
     "sums_ptr": "*fp64",
 }

@@ -1,7 +1,7 @@
 """Production settings of the drafting and verification kernels: N 60, K 10, D 8, V 128256 and 32000."""
 
-from eagle_triton.launch import EXACT
-from eagle_triton.sampling import chunk_of
+from eagle_triton.runtime.launch import EXACT
+from eagle_triton.sampling.draws import chunk_of
 from eagle_triton.tree_decoding import (
     _build_tree_kernel,
     _expand_beam_kernel,
@@ -30,7 +30,7 @@ _TYPES = {
     "nan_ptr": "*i1",
     "places_ptr": "*i32",
     "peaks_ptr": "*fp32",
-    "laws_ptr": "*fp32",
+    "thresholds_ptr": "*fp32",
     "sums_ptr": "*fp64",
 }
 

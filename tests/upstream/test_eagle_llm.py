@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_triton.adapters.reading import UnsupportedModelError
+from eagle_triton.adapters.module_reader import UnsupportedModelError
 from eagle_triton.drop_in import eagle_llm as drop_in
 from eagle_triton.integration import optimize_eagle_with_triton
 from tests.upstream.building import build_eagle_llm, eagle_llm, prompts, run
@@ -56,7 +56,7 @@ def test_code_that_drives_the_model_gets_the_same_tokens():
     original = type(model).eagenerate
     expected = [model.eagenerate(prompt, max_new_tokens=64).tolist() for prompt in prompts()[:6]]
     with optimize_eagle_with_triton(model)[1] as originals:
-        drop_in.forget(model)
+        drop_in.drop_caches(model)
         got = [original(model, prompt, max_new_tokens=64).tolist() for prompt in prompts()[:6]]
         layers = [entry for entry in originals.report() if entry.path.endswith("self_attn.forward")]
     assert got == expected

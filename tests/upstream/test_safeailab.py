@@ -11,11 +11,11 @@ import torch
 
 from eagle_triton import EaModel, patching
 from eagle_triton.adapters import upstream as adapter
-from eagle_triton.adapters.reading import UnsupportedModelError
+from eagle_triton.adapters.module_reader import UnsupportedModelError
 from eagle_triton.demo import demo_directory
 from eagle_triton.drop_in import upstream as drop_in
-from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.operations import make_operations
 from eagle_triton.integration import optimize_eagle_with_triton
 from tests.test_demo import prompts as demo_prompts_of
 from tests.upstream.building import build_safeailab, prompts, run, safeailab
@@ -26,10 +26,10 @@ METHODS = ("eagenerate", "ea_generate", "naivegenerate", "naive_generate")
 
 def patch_modules_only(model: Any) -> patching.Originals:
     """Only topK_genrate and the attention: what code that drives the model itself calls."""
-    engine = Engine(*adapter.read(model), Operations())
+    engine = Engine(*adapter.read(model), make_operations())
     seams, left = drop_in.module_seams(model, engine)
     assert not left
-    return patching.apply(seams, model, lambda: drop_in.forget(model), left, engine.ops.calls)
+    return patching.apply(seams, model, lambda: drop_in.drop_caches(model), left, engine.ops.calls)
 
 
 def compare(model: Any, chosen: list[torch.Tensor], new: int = 64, modules_too: int = 4) -> list[int]:
@@ -86,7 +86,7 @@ def test_scaled_rotary_embeddings(scaling):
 def test_rotary_frequencies_stay_exact_in_half_precision(eagle3):
     exact, rounded = (adapter.read(build_safeailab("llama", eagle3, dtype=d)) for d in (torch.float32, torch.bfloat16))
     for fine, coarse in zip(exact, rounded, strict=True):
-        a, b = fine.layers[0].attention.rotary.inv_freq, coarse.layers[0].attention.rotary.inv_freq
+        a, b = fine.layers[0].mixer.rotary.inv_freq, coarse.layers[0].mixer.rotary.inv_freq
         assert a.dtype == b.dtype == torch.float32 and torch.equal(a, b)
 
 
@@ -139,7 +139,7 @@ def test_results_types_and_stops_are_the_original_ones(name, call):
         return (type(value), value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else (type(value), value)
 
     expected = described(once())
-    drop_in.forget(model)
+    drop_in.drop_caches(model)
     with optimize_eagle_with_triton(model)[1]:
         assert described(once()) == expected
 

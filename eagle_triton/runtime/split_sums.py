@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Partials:
+class SplitSums:
     """A product [..., N] whose splits of K are still apart: it is `sums`, added in their order and rounded to `dtype`.
 
     Stands in for a tensor where rms_norm and rotary_append read one; `sums` is [splits, ..., N] fp32.
@@ -31,10 +31,15 @@ class Partials:
     def dim(self) -> int:
         return self.sums.dim() - 1
 
-    def unflatten(self, dim: int, sizes: Sequence[int]) -> Partials:
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> SplitSums:
         """As Tensor.unflatten, for a negative `dim`."""
-        return Partials(self.sums.unflatten(dim, sizes), self.dtype)
+        return SplitSums(self.sums.unflatten(dim, sizes), self.dtype)
 
     def total(self) -> Tensor:
         """The product itself, for readers that know tensors only."""
         return functools.reduce(torch.add, self.sums.unbind(0)).to(self.dtype)
+
+
+def total_of(x: Tensor | SplitSums) -> Tensor:
+    """A product, its splits added up if they are still apart."""
+    return x.total() if isinstance(x, SplitSums) else x

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 from triton.runtime import driver
 
-from eagle_triton.launch import Launch, recorded
-from eagle_triton.overlap import await_inputs, triton_version
+from eagle_triton.runtime.launch import Launch, recorded
+from eagle_triton.runtime.overlap import await_inputs, triton_version
 
 _MAX_WORKERS = 32
 _ALLOCATIONS = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}

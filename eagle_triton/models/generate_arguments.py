@@ -14,7 +14,7 @@ DEFAULT_NEW_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerateArguments:
     """A batch to decode: prompts int64 [L] without padding, how many new tokens each may get, where to stop."""
 
     prompts: list[Tensor]
@@ -31,7 +31,7 @@ class Request:
         max_new_tokens: int | None,
         eos_token_id: int | list[int] | None,
         pad_token_id: int | None,
-    ) -> Request:
+    ) -> GenerateArguments:
         """From the arguments of `EaModel.generate`, which says what they mean. `model`: any EaModel.
 
         Raises ValueError for bad arguments.
@@ -52,7 +52,7 @@ class Request:
         else:
             new_tokens = [DEFAULT_NEW_TOKENS] * len(prompts)
         stop = stop_ids(model, eos_token_id)
-        return Request(prompts, new_tokens, stop, _pad_id(model, pad_token_id, stop))
+        return GenerateArguments(prompts, new_tokens, stop, _pad_id(model, pad_token_id, stop))
 
     def pad(self, rows: list[Tensor]) -> Tensor:
         """Sequences [n] of different lengths as one [B, longest], filled up on the right."""

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from eagle_triton.adapters.view import DraftView, ModelView
+from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.graph import StepGraph, median_milliseconds
+from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket
 from eagle_triton.engine.step import Mode, decode_step
-from eagle_triton.tree_spec import TreeSpec
+from eagle_triton.engine.tree_spec import TreeSpec
 
 if TYPE_CHECKING:
-    from eagle_triton.engine.fused import FusedStep
+    from eagle_triton.engine.megakernel_step import MegakernelStep
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +36,12 @@ class Engine:
 
     cuda_graph: launch each step as one CUDA graph (on a GPU only). megakernel: whether all behind the target forward is
     one launch where the model allows it; None takes what was measured faster, and measures on a GPU that is not in
-    fused.FASTER. `notes` tells of what fell back and why.
+    megakernel_step.FASTER. `notes` tells of what fell back and why.
     One batch (see batch.py) runs at a time; a second one is refused with RuntimeError, never interleaved.
     """
 
     view: ModelView
-    draft: DraftView | None
+    draft: Draft | None
     ops: Operations
     cuda_graph: bool = False
     megakernel: bool | None = False
@@ -50,9 +51,9 @@ class Engine:
         self.notes: dict[str, str] = {}
         self.device = self.view.device
         self._lock = threading.Lock()
-        self.release()
+        self.clear()
 
-    def release(self) -> None:
+    def clear(self) -> None:
         """Drop all states and graphs."""
         self._sequences: dict[int, Sequences] = {}
         self._states: dict[tuple[Sequences, TreeSpec], DecodeState] = {}
@@ -60,12 +61,12 @@ class Engine:
         self._compiled: set[tuple[DecodeState, Mode]] = set()  # ahead
         self._weights = self._address()
 
-    def occupy(self) -> None:
-        """Claim the engine until `vacate`. Raises RuntimeError if somebody has."""
+    def acquire(self) -> None:
+        """Claim the engine until `release`. Raises RuntimeError if somebody has."""
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("another generation is running on this model; finish or close it first")
 
-    def vacate(self) -> None:
+    def release(self) -> None:
         """Let others have the engine."""
         self._lock.release()
 
@@ -80,7 +81,7 @@ class Engine:
                 "optimise it there"
             )
         if self._weights != self._address():  # the model was cast: graphs point to freed memory
-            self.release()
+            self.clear()
         found = self._sequences.get(slots)
         if found is None or found.capacity < rows:
             if found is not None:
@@ -93,7 +94,7 @@ class Engine:
     def state(self, sequences: Sequences, spec: TreeSpec) -> DecodeState:
         """The state in which `sequences` are decoded with trees of one shape."""
         if (sequences, spec) not in self._states:
-            self._states[sequences, spec] = DecodeState(sequences, spec)
+            self._states[sequences, spec] = DecodeState(sequences, self.draft, spec)
         return self._states[sequences, spec]
 
     def step(self, state: DecodeState, mode: Mode) -> Callable[[], None]:
@@ -101,11 +102,11 @@ class Engine:
         key = (state, mode)
         if key not in self._steps:
             self.compile_ahead(state, mode)
-            fused = self._fused(state)
-            if fused is not None and self.megakernel is None:
-                self._steps[key] = self._faster_of(state, mode, fused)
+            megakernel = self._megakernel_step(state)
+            if megakernel is not None and self.megakernel is None:
+                self._steps[key] = self._faster_of(state, mode, megakernel)
             else:
-                self._steps[key] = self._launchable(state, mode, fused)
+                self._steps[key] = self._launchable(state, mode, megakernel)
         return self._steps[key]
 
     def compile_ahead(self, state: DecodeState, mode: Mode, before: Callable[[], None] | None = None) -> None:
@@ -117,17 +118,18 @@ class Engine:
         """
         if (state, mode) in self._compiled or not self.ops.kernels:
             return
-        from eagle_triton.compile_ahead import can_compile_ahead, compiled_ahead  # needs Triton
+        from eagle_triton.runtime.compile_ahead import can_compile_ahead, compiled_ahead  # needs Triton
 
         if not can_compile_ahead(self.device):
             return
         calls = Counter(self.ops.calls)
         try:
-            with state.held(), compiled_ahead():
+            with state.unchanged(), compiled_ahead():
                 if before is not None:
                     before()
-                fused = self._fused(state)
-                for which in [fused] if fused is None or self.megakernel else [fused, None]:  # "auto" tries both
+                megakernel = self._megakernel_step(state)
+                both = megakernel is not None and self.megakernel is None  # "auto" tries both
+                for which in [megakernel, None] if both else [megakernel]:
                     decode_step(self.ops, self.view, self.draft, state, mode, which)
         except Exception as error:  # whatever it is, a launch or the step itself says it again
             log.warning("kernels are compiled one after another: compiling them ahead failed: %s", error)
@@ -137,7 +139,7 @@ class Engine:
             self.ops.calls.update(calls)
         self._compiled.add((state, mode))
 
-    def lost(self) -> MegakernelError:
+    def disable_megakernel(self) -> MegakernelError:
         """Do without the megakernel from now on; the error to raise, because a step of it went wrong."""
         self.megakernel, self._steps, self._compiled = False, {}, set()
         self.notes["megakernel"] = "given up: its programs lost each other at a grid barrier"
@@ -146,9 +148,9 @@ class Engine:
             "without the megakernel"
         )
 
-    def _launchable(self, state: DecodeState, mode: Mode, fused: FusedStep | None) -> Callable[[], None]:
+    def _launchable(self, state: DecodeState, mode: Mode, megakernel: MegakernelStep | None) -> Callable[[], None]:
         """The step as a graph where that is asked for and can be."""
-        eager = functools.partial(decode_step, self.ops, self.view, self.draft, state, mode, fused)
+        eager = functools.partial(decode_step, self.ops, self.view, self.draft, state, mode, megakernel)
         if not (self.cuda_graph and state.tokens.is_cuda):
             return eager
         try:
@@ -161,44 +163,44 @@ class Engine:
             self.notes["cuda_graph"] = f"the step could not be captured: {error}"
             return eager
 
-    def _fused(self, state: DecodeState) -> FusedStep | None:
+    def _megakernel_step(self, state: DecodeState) -> MegakernelStep | None:
         """The megakernel for a state, or None if it is not wanted or cannot be used."""
         if self.megakernel is False or not self.ops.kernels or not state.spec.drafts:
             return None
-        from eagle_triton.engine import fused  # needs Triton
+        from eagle_triton.engine import megakernel_step  # needs Triton
 
         if self.megakernel is None:
             if not state.tokens.is_cuda:
                 return None
             name = torch.cuda.get_device_name(state.tokens.device)
-            if fused.FASTER.get(name) is False:
+            if megakernel_step.FASTER.get(name) is False:
                 self.notes["megakernel"] = f"not used: measured slower than separate kernels on {name}"
                 return None
-        reason = fused.unsupported(self.draft, state)
+        reason = megakernel_step.unsupported(self.draft, state)
         if reason is not None:
             self.notes["megakernel"] = f"not used: {reason}"
             return None
-        return fused.FusedStep(self.view, self.draft, state)
+        return megakernel_step.MegakernelStep(self.view, self.draft, state)
 
-    def _faster_of(self, state: DecodeState, mode: Mode, fused: FusedStep) -> Callable[[], None]:
+    def _faster_of(self, state: DecodeState, mode: Mode, megakernel: MegakernelStep) -> Callable[[], None]:
         """The faster of the steps with the megakernel and without, measured on sequences that stand still.
 
         That without is taken too if the megakernel does not compile or launch here.
         """
         from triton.errors import TritonError
 
-        separate = self._launchable(state, mode, None)
+        without = self._launchable(state, mode, None)
         try:
-            together = self._launchable(state, mode, fused)
-            with state.held():
-                ours, others = (median_milliseconds(step) for step in (together, separate))
+            with_megakernel = self._launchable(state, mode, megakernel)
+            with state.unchanged():
+                ours, others = (median_milliseconds(step) for step in (with_megakernel, without))
         except (RuntimeError, TritonError) as error:
             self.notes["megakernel"] = f"not used: it does not run here: {error}"
             self.notes.pop("cuda_graph", None)  # said of the trial
-            return separate
+            return without
         verb = "used" if ours < others else "not used"
         self.notes["megakernel"] = f"{verb}: measured {ours:.3f} ms a step with it, {others:.3f} ms without"
-        return together if ours < others else separate
+        return with_megakernel if ours < others else without
 
     def forget_steps(self, sequences: Sequences) -> None:
         """Drop the graphs of some sequences, because their tensors were replaced."""

@@ -1,11 +1,11 @@
-"""Production settings of the sampling laws' kernels: V 128256; the scan also as greedy verification uses it."""
+"""Production settings of the kernels that find thresholds: V 128256; the scan also as greedy verification uses it."""
 
-from eagle_triton.laws import _narrow_kernel, _settle_kernel, scan_kernel, settings
+from eagle_triton.sampling.filter_thresholds import _narrow_kernel, _settle_kernel, scan_kernel, settings
 
 _SETTING = settings(128256)
 _TYPES = {
     **dict.fromkeys(("temperature_ptr", "top_p_ptr", "min_p_ptr", "peaks_ptr", "masses_ptr", "measures_ptr"), "*fp32"),
-    **dict.fromkeys(("facts_ptr", "laws_ptr"), "*fp32"),
+    **dict.fromkeys(("facts_ptr", "thresholds_ptr"), "*fp32"),
     **dict.fromkeys(("top_k_ptr", "places_ptr", "searches_ptr"), "*i32"),
 }
 _SIZES = {

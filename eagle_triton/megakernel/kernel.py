@@ -33,13 +33,13 @@ import triton
 import triton.language as tl
 
 from eagle_triton.attention import attend_split, merge_rows
-from eagle_triton.grid_barrier import grid_barrier
 from eagle_triton.kv_cache import commit_plane, plane_of
-from eagle_triton.launch import DRAFT_WARPS
-from eagle_triton.laws import scan_parts
 from eagle_triton.layers import norm_row, rotary_append_head
-from eagle_triton.linear import add_bias, product_steps, store_tile, swiglu_tile
+from eagle_triton.linear.small import add_bias, product_steps, store_tile, swiglu_tile
 from eagle_triton.reference.verification import FAULT, REASON
+from eagle_triton.runtime.grid_barrier import grid_barrier
+from eagle_triton.runtime.launch import DRAFT_WARPS
+from eagle_triton.sampling.filter_thresholds import scan_parts
 from eagle_triton.tree_decoding import choose_beam, store_ancestors, topk_chunk, topk_merge, write_tree
 from eagle_triton.verification import greedy_walk, update_one
 

@@ -1,4 +1,4 @@
-"""streamed_linear.py gives the bits of linear.py's kernels, and kernels that start early read nothing too early."""
+"""linear/streamed.py gives the bits of small.py's kernels, and kernels that start early read nothing too early."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import pytest
 import torch
 import triton
 
-from eagle_triton import EaModel, attention, laws, optimize_eagle_with_triton, overlap
-from eagle_triton import linear as kernels
-from eagle_triton.layers import rms_norm
-from eagle_triton.linear import Settings
+from eagle_triton import EaModel, attention, optimize_eagle_with_triton
+from eagle_triton.layers import add_rms_norm, rms_norm
+from eagle_triton.linear import products as kernels
+from eagle_triton.linear import settings as table
+from eagle_triton.linear.settings import Settings
+from eagle_triton.runtime import overlap
+from eagle_triton.sampling import filter_thresholds
 
-streamed = kernels._streaming()
+streamed = kernels._streamed()
 if streamed is None:
     pytest.skip("needs Triton 3.6", allow_module_level=True)
 
@@ -41,9 +44,9 @@ def test_measured_settings_fit_a_multiprocessor(key):
 
 @pytest.mark.parametrize("key", streamed._HOPPER, ids=str)
 def test_splits_of_k_begin_where_those_of_linear_do(monkeypatch, key):
-    monkeypatch.setattr(kernels, "_compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(table, "compute_capability", lambda device: (9, 0))
     rows, cols, depth = key
-    plain = kernels.launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, len(cols) == 2)
+    plain = table.launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, len(cols) == 2)
     use = streamed.settings_for(rows, cols, depth, *plain[:3], plain.swap, len(cols) == 2)
     assert (use.splits, use.swap) == (plain.splits, plain.swap)
 
@@ -96,29 +99,29 @@ def test_who_starts_early(monkeypatch, device, capability, version, expected):
 
 def test_an_old_triton_streams_nothing_and_says_so(monkeypatch, caplog):
     monkeypatch.setattr(kernels.triton, "__version__", "3.5.1")
-    assert kernels._streaming.__wrapped__() is None
+    assert kernels._streamed.__wrapped__() is None
     assert "this is 3.5.1" in caplog.text
     monkeypatch.setattr(kernels.triton, "__version__", "3.10.0.post27")
-    assert kernels._streaming.__wrapped__() is streamed
+    assert kernels._streamed.__wrapped__() is streamed
 
 
 def test_without_gluon_or_hopper_products_are_launched_as_ever(monkeypatch):
     x, weight = torch.zeros(4, 1024, dtype=torch.bfloat16), torch.zeros(64, 1024, dtype=torch.bfloat16)
-    monkeypatch.setattr(kernels, "_compute_capability", lambda device: (9, 0))
-    assert isinstance(kernels._choose(x, (weight,), None, deferred=True), streamed.Streaming)
+    monkeypatch.setattr(table, "compute_capability", lambda device: (9, 0))
+    assert isinstance(kernels._choose(x, (weight,), None, keep_splits=True), streamed.Streaming)
     assert isinstance(kernels._choose(x, (weight,), None), Settings)  # its last program adds up the splits
     assert isinstance(kernels._choose(x, (weight,), None, True, x), Settings)  # a residual
     assert isinstance(kernels._choose(x[:, 4:], (weight[:, 4:],), None, True), Settings)  # rows not aligned
     assert kernels._choose(x[:1].expand(80, -1).contiguous(), (weight,), None, True) is None  # cuBLAS
-    assert isinstance(kernels._choose(x[0], (weight,), None, deferred=True), streamed.Streaming)  # one row
+    assert isinstance(kernels._choose(x[0], (weight,), None, keep_splits=True), streamed.Streaming)  # one row
     copied = torch.zeros(2, 3, 104, dtype=torch.bfloat16)[:, :2, :100]  # as rows of 100: not aligned
-    assert isinstance(kernels._choose(copied, (weight[:, :100],), None, deferred=True), Settings)
+    assert isinstance(kernels._choose(copied, (weight[:, :100],), None, keep_splits=True), Settings)
     many = torch.zeros(40, 1024, dtype=torch.bfloat16)
-    assert not kernels._choose(many, (weight,), 10, deferred=True).swap  # more rows than were planned
-    monkeypatch.setattr(kernels, "_streaming", lambda: None)
-    assert isinstance(kernels._choose(x, (weight,), None, deferred=True), Settings)
+    assert not kernels._choose(many, (weight,), 10, keep_splits=True).swap  # more rows than launch_rows
+    monkeypatch.setattr(kernels, "_streamed", lambda: None)
+    assert isinstance(kernels._choose(x, (weight,), None, keep_splits=True), Settings)
     monkeypatch.undo()
-    assert isinstance(kernels._choose(x, (weight,), None, deferred=True), Settings)  # a CPU
+    assert isinstance(kernels._choose(x, (weight,), None, keep_splits=True), Settings)  # a CPU
 
 
 @pytest.mark.parametrize(
@@ -131,7 +134,7 @@ def test_without_gluon_or_hopper_products_are_launched_as_ever(monkeypatch):
     ],
 )
 def test_streamed_settings_that_do_not_fit_are_refused(monkeypatch, rows, settings, options):
-    monkeypatch.setattr(kernels, "_compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(table, "compute_capability", lambda device: (9, 0))
     x, weight = torch.zeros(rows, 256, dtype=torch.bfloat16), torch.zeros(64, 256, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="streamed products"):
         kernels.linear(x, weight, settings=settings, **options)
@@ -149,19 +152,19 @@ def test_streamed_settings_are_refused_elsewhere():
 @on_hopper
 @pytest.mark.parametrize("key", streamed._HOPPER, ids=str)
 def test_production_settings_give_the_bits_of_linear(key):
-    planned, cols, depth = key
-    for rows in {1, planned - 1, planned}:
+    launch_rows, cols, depth = key
+    for rows in {1, launch_rows - 1, launch_rows}:
         x, weights = matrices(rows, depth, *cols)
-        fused, deferred = len(cols) == 2, max(cols) <= 14336
-        plain = kernels.launch_settings(x.device, x.dtype, planned, cols, depth, fused)
-        plain = plain if deferred else plain._replace(splits=1)
+        fused, keep_splits = len(cols) == 2, max(cols) <= 14336
+        plain = table.launch_settings(x.device, x.dtype, launch_rows, cols, depth, fused)
+        plain = plain if keep_splits else plain._replace(splits=1)
         if fused:
-            pair = [kernels.linear_swiglu(x, *weights, planned_rows=planned, settings=use) for use in (plain, None)]
+            pair = [kernels.linear_swiglu(x, *weights, launch_rows=launch_rows, settings=use) for use in (plain, None)]
         else:
-            biases, options = [None] * len(weights), {"deferred": deferred, "planned_rows": planned}
+            biases, options = [None] * len(weights), {"keep_splits": keep_splits, "launch_rows": launch_rows}
             both = [kernels.linear_stack(x, weights, biases, settings=use, **options) for use in (plain, None)]
-            pair = [torch.cat([out.sums if deferred else out for out in outs], -1) for outs in both]
-        assert isinstance(kernels._choose(x, weights, planned, deferred, fused=fused), streamed.Streaming)
+            pair = [torch.cat([out.sums if keep_splits else out for out in outs], -1) for outs in both]
+        assert isinstance(kernels._choose(x, weights, launch_rows, keep_splits, fused=fused), streamed.Streaming)
         assert torch.equal(*pair)
         assert pair[0].float().abs().max() > 0.1
 
@@ -180,7 +183,7 @@ def test_bits_of_linear(rows, depth, dtype):
         for count in (1, 2, 3):
             for use_biases in (biases, [None] * 3):
                 results = [
-                    kernels.linear_stack(x, weights[:count], use_biases[:count], deferred=splits > 1, settings=use)
+                    kernels.linear_stack(x, weights[:count], use_biases[:count], keep_splits=splits > 1, settings=use)
                     for use in (plain, stream)
                 ]
                 for expected, out in zip(*results, strict=True):
@@ -198,8 +201,8 @@ def test_bits_of_linear(rows, depth, dtype):
 def test_more_rows(key, rows):
     cols, depth = key
     x, weights = matrices(rows, depth, *cols)
-    assert isinstance(kernels._choose(x, weights, rows, deferred=True), streamed.Streaming)
-    outs = kernels.linear_stack(x, weights, [None] * len(weights), deferred=True, planned_rows=rows)
+    assert isinstance(kernels._choose(x, weights, rows, keep_splits=True), streamed.Streaming)
+    outs = kernels.linear_stack(x, weights, [None] * len(weights), keep_splits=True, launch_rows=rows)
     for out, weight in zip(outs, weights, strict=True):
         exact = x.double() @ weight.double().T
         assert (out.sums.sum(0) - exact).abs().max() < 1e-3 < exact.abs().max()
@@ -217,17 +220,17 @@ def test_a_chain_of_early_starts_reads_nothing_too_early(rows):
         state = residual = x.clone()
         for _ in range(3):
             for first in (o, down):
-                update = kernels.linear(state, first, deferred=True)
+                update = kernels.linear(state, first, keep_splits=True)
                 pause()
-                state, residual = rms_norm(update, weight, 1e-5, residual)
+                state, residual = add_rms_norm(update, residual, weight, 1e-5)
                 pause()
             inner = kernels.linear_swiglu(state, gate, up)
             pause()
-            state, residual = rms_norm(kernels.linear(inner, back, deferred=True), weight, 1e-5, residual)
+            state, residual = add_rms_norm(kernels.linear(inner, back, keep_splits=True), residual, weight, 1e-5)
             pause()
         return state
 
-    assert isinstance(kernels._choose(x, (o,), None, deferred=True), streamed.Streaming)
+    assert isinstance(kernels._choose(x, (o,), None, keep_splits=True), streamed.Streaming)
     inputs = [x.clone(), x.flip(0) * 0.5, torch.full_like(x, float("nan"))]  # what lies there from the replay before
     expected = []
     for values in inputs:
@@ -255,7 +258,7 @@ def test_generation_is_the_same_without_early_starts(monkeypatch, options):
             return model.generate(prompt, max_new_tokens=64, **options)
 
     early = generate()
-    for module in (overlap, laws, attention):
+    for module in (overlap, filter_thresholds, attention):
         monkeypatch.setattr(module, "can_overlap", lambda device: False)
     assert torch.equal(generate(), early)
 
@@ -266,7 +269,7 @@ def test_kernels_ask_for_the_largest_carveout(monkeypatch):
     answers = {}
     monkeypatch.setattr(overlap, "_carveouts", answers)
     rms_norm(x, weight[0], 1e-5)
-    kernels.linear(x, weight, deferred=True)
+    kernels.linear(x, weight, keep_splits=True)
     assert list(answers.values()) == [0, 0]
     preferred = ctypes.c_int()
     for function in answers:

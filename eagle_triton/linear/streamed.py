@@ -3,11 +3,11 @@
     linear_kernel:  out = x @ weight.T (+ bias), up to three weights side by side; split sums of K, or the product
     swiglu_kernel:  out = silu(x @ gate.T) * (x @ up.T)
 
-The kernels of linear.py with their memory in their own hands (Gluon): tiles of the weights and of x come through TMA
-into two rings of shared memory, one barrier for each slot. Started early (overlap.py), a program asks for its first
-weights, waits for the kernels before it, and only then asks for x. Behind a small kernel that takes 1.5 to 2.3 us off a
-product. Weights must therefore not be in the making: a kernel that writes them must have completed when the kernel
-before the product starts. Inside a decode step nothing writes them. Needs Triton 3.6.
+The kernels of small.py with their memory in their own hands (Gluon): tiles of the weights and of x come through TMA
+into two rings of shared memory, one barrier for each slot. Started early (runtime/overlap.py), a program asks for its
+first weights, waits for the kernels before it, and only then asks for x. Behind a small kernel that takes 1.5 to 2.3 us
+off a product. Weights must therefore not be in the making: a kernel that writes them must have completed when the
+kernel before the product starts. Inside a decode step nothing writes them. Needs Triton 3.6.
 
 | name         | shape                        | dtype, layout                                           |
 |--------------|------------------------------|---------------------------------------------------------|
@@ -16,8 +16,8 @@ before the product starts. Inside a decode step nothing writes them. Needs Trito
 | bias         | [N]                          | as x                                                    |
 | out          | [rows, N], [splits, rows, N] | as x; fp32 if the splits' sums stay apart               |
 
-Numerics: those of linear.py with the same splits of K, to the bit: K is summed in the same order, sixteen at a time.
-(linear.py's tiles of 16 and 32 rows of x go through `mma`, these through `wgmma`; they have given the same bits.)
+Numerics: those of small.py with the same splits of K, to the bit: K is summed in the same order, sixteen at a time.
+(small.py's tiles of 16 and 32 rows of x go through `mma`, these through `wgmma`; they have given the same bits.)
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from eagle_triton.launch import EXACT, launch
-from eagle_triton.overlap import prefer_shared_memory
+from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.overlap import prefer_shared_memory
 
 
 class Streaming(NamedTuple):
@@ -58,7 +58,7 @@ class Streaming(NamedTuple):
 
 
 # One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K) -> block_n, block_k, w_stages, x_stages. Behind each
-# row, us in a CUDA graph behind a small kernel of 2.8 us, that one included; then the same by linear.py's kernels
+# row, us in a CUDA graph behind a small kernel of 2.8 us, that one included; then the same by small.py's kernels
 # (tools/tune_linear.py --streamed). SwiGLU's were chosen by the time of the whole step.
 _HOPPER = {
     (16, (4096,), 4096): (64, 128, 6, 4),  # o 11.5; 13.5
@@ -72,7 +72,7 @@ _HOPPER = {
     (64, (4096,), 14336): (64, 128, 4, 4),  # down 33.3; 35.1
     (64, (128256,), 4096): (128, 128, 4, 4),  # head
 }
-# The same for up to 128 rows, deferred: us alone; of cuBLAS. Other products of so many rows are cuBLAS's.
+# The same for up to 128 rows with kept splits: us alone; of cuBLAS. Other products of so many rows are cuBLAS's.
 _WIDE = {
     ((4096, 1024, 1024), 8192): Streaming(128, 64, 4, False, 4, 4),  # draft qkv, 80 rows 39.1; 45.5
     ((4096,), 14336): Streaming(128, 64, 4, False, 4, 4),  # down, 80 rows 35.2; 36.9
@@ -323,7 +323,7 @@ def settings_for(
 ) -> Streaming | None:
     """Settings for the product of `rows` rows with weights [n, depth] for n in `cols`, or None: not by these kernels.
 
-    block_n, block_k, splits and swap are linear.py's settings; tiles of unmeasured shapes have their size. `fused`:
+    block_n, block_k, splits and swap are those of small.py; tiles of unmeasured shapes have their size. `fused`:
     swiglu_kernel. The tensor cores' tiles are 64 rows high, of x or, with swap, of the weights.
     """
     if rows > (16 if swap else 64):
@@ -340,7 +340,7 @@ def settings_for(
 
 
 def wide_settings(rows: int, cols: tuple[int, ...], depth: int) -> Streaming | None:
-    """Settings for a deferred product of more rows than settings_for takes, where they were measured faster."""
+    """Settings for a product with kept splits and too many rows for settings_for, where they were measured faster."""
     return _WIDE.get((cols, depth)) if 64 < rows <= 128 else None
 
 
@@ -352,7 +352,8 @@ def linear(
     out: Tensor,
     settings: Streaming,
 ) -> None:
-    """x @ weight.T + bias for one weight or three, side by side in `out`; see linear_kernel. linear.py has checked all.
+    """x @ weight.T + bias for one weight or three, side by side in `out`; see linear_kernel. products.py has checked
+    all.
 
     x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; out [rows, sum of cols], or fp32
     [splits, rows, sum of cols].
@@ -387,7 +388,7 @@ def linear(
 
 
 def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: Streaming) -> None:
-    """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I]; linear.py has checked all."""
+    """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I]; products.py has checked all."""
     cols = len(gate)
     tiles = triton.cdiv(cols, settings.block_n)
     compiled = launch(swiglu_kernel, (tiles,))(

@@ -8,11 +8,17 @@ import torch
 import triton
 from torch import Tensor
 
-from eagle_triton import attention, linear
-from eagle_triton.adapters.view import DraftView, ModelView, Projection
+from eagle_triton import attention
+from eagle_triton.engine.drafts.beams import BeamPlan, BeamSlots
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft, EagleDraft
+from eagle_triton.engine.mixers import Attention, KeyValueCache
+from eagle_triton.engine.model import ModelView
+from eagle_triton.engine.modules import Projection
 from eagle_triton.engine.state import DecodeState
-from eagle_triton.launch import DRAFT_WARPS, EXACT, launch
-from eagle_triton.megakernel import draft_verify_update_kernel
+from eagle_triton.linear.settings import Settings, block_m_of, descriptors, launch_settings
+from eagle_triton.megakernel.kernel import draft_verify_update_kernel
+from eagle_triton.runtime.launch import DRAFT_WARPS, EXACT, launch
 from eagle_triton.tree_decoding import topk_chunk_of
 
 BARRIER_LIMIT = 1 << 18  # looks at a barrier before giving up: some tenths of a second
@@ -21,7 +27,7 @@ FASTER = {"NVIDIA H200": False}
 MAX_ROWS = 64  # rows of a draft pass; more go to cuBLAS, which has no tiles to deal out
 
 
-def unsupported(draft: DraftView | None, state: DecodeState) -> str | None:
+def unsupported(draft: Draft | None, state: DecodeState) -> str | None:
     """Why the megakernel cannot take a step of this state, or None if it can."""
     spec = state.spec
     if draft is None or spec.drafts == 0:
@@ -29,46 +35,53 @@ def unsupported(draft: DraftView | None, state: DecodeState) -> str | None:
     reason = unsupported_draft(draft)
     if reason is not None:
         return reason
-    if state.batch * state.planned_nodes > MAX_ROWS:
-        return f"{state.batch * state.planned_nodes} rows in a draft pass, more than {MAX_ROWS}"
+    caches = state.sequences.caches.caches
+    if len(caches) != 1 or not isinstance(caches[0], KeyValueCache):
+        return "the target's layers are not all attention of one shape"
+    rows = state.batch * state.draft_tree_tensors.launch_nodes
+    if rows > MAX_ROWS:
+        return f"{rows} rows in a draft pass, more than {MAX_ROWS}"
     if spec.top_k > 64 or spec.top_k * max((1, *spec.beam_widths)) > 1024:
         return f"{spec.top_k} children for each of {max((1, *spec.beam_widths))} nodes"
     return None
 
 
-def unsupported_draft(draft: DraftView) -> str | None:
+def unsupported_draft(draft: Draft) -> str | None:
     """Why the megakernel cannot take a step of any state with this draft, or None if the state decides."""
-    if draft.kind not in ("eagle1", "eagle3"):
-        return f"the draft is a {draft.kind}"
+    if not isinstance(draft, EagleDraft):
+        return f"the draft is a {type(draft).__name__}, not a head"
     if len(draft.layers) != 1:
         return f"the draft head has {len(draft.layers)} layers"
     (layer,) = draft.layers
-    products = _products(draft)
-    for name, projection in products.items():
+    if not isinstance(layer.mixer, Attention):
+        return f"the draft head's layer is a {type(layer.mixer).__name__}, not attention"
+    for name, projection in _projections(draft).items():
         if projection is None or projection.weight is None:
             return f"the draft head's {name} is not a plain product"
         if projection.bias is not None and name not in ("fc", "q", "k", "v"):
             return f"the draft head's {name} has a bias"
         if not projection.weight.is_contiguous():
             return f"the weight of the draft head's {name} is not contiguous"
-    if layer.attention.q_norm is not None or layer.attention.sliding_window is not None:
+    if layer.mixer.q_norm is not None or layer.mixer.sliding_window is not None:
         return "the draft head norms its queries or has a sliding window"
-    if draft.kind == "eagle1" and (layer.input_norm is not None or draft.embedding.shape[1] != draft.hidden_size):
+    eagle1 = isinstance(draft, Eagle1Draft)
+    if eagle1 and (layer.input_norm is not None or draft.embedding.shape[1] != draft.hidden_size):
         return "the draft head is not shaped like EAGLE-1's"
     if not draft.embedding.is_contiguous():
         return "the draft head's embedding is not contiguous"
     return None
 
 
-def _products(draft: DraftView) -> dict[str, Projection | None]:
+def _projections(draft: EagleDraft) -> dict[str, Projection | None]:
+    """The head's products by the names that the kernel has for them."""
     (layer,) = draft.layers
-    attended, mlp = layer.attention, layer.mlp
+    mixer, mlp = layer.mixer, layer.mlp
     return {
         "fc": draft.fc,
-        "q": attended.q,
-        "k": attended.k,
-        "v": attended.v,
-        "o": attended.o,
+        "q": mixer.q,
+        "k": mixer.k,
+        "v": mixer.v,
+        "o": mixer.o,
         "gate": mlp.gate,
         "up": mlp.up,
         "down": mlp.down,
@@ -76,14 +89,14 @@ def _products(draft: DraftView) -> dict[str, Projection | None]:
     }
 
 
-class FusedStep:
-    """`verify_and_draft` of one state in one launch; holds the workspace. See megakernel.py.
+class MegakernelStep:
+    """`verify_and_draft` of one state in one launch; holds the workspace. See megakernel/kernel.py.
 
     programs: how many share the work, None: one for each multiprocessor. `absent`: a program that misses every
     barrier, for tests of the fault. Raises ValueError if the model is unsupported.
     """
 
-    def __init__(self, view: ModelView, draft: DraftView, state: DecodeState, programs: int | None = None):
+    def __init__(self, view: ModelView, draft: EagleDraft, state: DecodeState, programs: int | None = None):
         reason = unsupported(draft, state)
         if reason is not None:
             raise ValueError(f"the megakernel cannot be used: {reason}")
@@ -122,7 +135,7 @@ class FusedStep:
         return self.path
 
     @staticmethod
-    def _tile(use: dict[str, linear.Settings], weights: dict[str, Tensor], block_m: int) -> linear.Settings:
+    def _tile(use: dict[str, Settings], weights: dict[str, Tensor], block_m: int) -> Settings:
         """The one tile of all products but SwiGLU's: as deep as leaves every split of K where it is."""
         names = {"FC": "fc", "QKV": "q", "OUT": "o", "DOWN": "down", "HEAD": "head"}
 
@@ -141,30 +154,34 @@ class FusedStep:
             return first._replace(block_k=min(block_k, first.block_k))
         shared = 200 if use["MLP"].block_n * use["MLP"].block_k > 4096 else 60  # KiB that such a device has
         stages = max(2, min(5, shared * 1024 // ((64 + block_m) * block_k * 2)))
-        return linear.Settings(64, block_k, 1, DRAFT_WARPS, stages, use["QKV"].swap)
+        return Settings(64, block_k, 1, DRAFT_WARPS, stages, use["QKV"].swap)
 
     def _collect(self) -> dict[str, object]:
         """All arguments but the logits and features of a step."""
         view, draft, state = self.view, self.draft, self.state
         spec, batch, (layer,) = state.spec, state.batch, draft.layers
-        eagle3, attended = draft.kind == "eagle3", layer.attention
+        plan: BeamPlan = state.draft_tree_tensors
+        kept: BeamSlots = state.sequences.draft_tensors
+        target_cache, draft_cache = state.sequences.caches.caches[0].data, kept.caches.layer(0)
+        eagle3, attended = isinstance(draft, Eagle3Draft), layer.mixer
+        norm_before_residual = isinstance(draft, Eagle3Draft) and draft.norm_before_residual
         device, dtype, hidden = view.device, view.dtype, draft.hidden_size
-        rows, beam, steps = batch * state.planned_nodes, max((1, *spec.beam_widths)), spec.depth + 1
+        rows, beam, steps = batch * plan.launch_nodes, max((1, *spec.beam_widths)), spec.depth + 1
         group = attended.num_heads // attended.num_kv_heads
         q_cols, kv_cols = attended.num_heads * attended.head_dim, attended.num_kv_heads * attended.head_dim
         inner, vocabulary = layer.mlp.gate.weight.shape[0], draft.head.weight.shape[0]
-        biases = {f"{name}_bias_ptr": _products(draft)[name].bias for name in ("fc", "q", "k", "v")}
+        biases = {f"{name}_bias_ptr": _projections(draft)[name].bias for name in ("fc", "q", "k", "v")}
         if any(biases[f"{name}_bias_ptr"] is not None for name in "qkv"):  # all or none
             for name in "qkv":
                 bias = biases[f"{name}_bias_ptr"]
-                cols = len(_products(draft)[name].weight)
+                cols = len(_projections(draft)[name].weight)
                 biases[f"{name}_bias_ptr"] = torch.zeros(cols, dtype=dtype, device=device) if bias is None else bias
-        weights = {name: projection.weight for name, projection in _products(draft).items()}
+        weights = {name: projection.weight for name, projection in _projections(draft).items()}
 
-        def settings(*names: str, fused: bool = False, whole: bool = False) -> linear.Settings:
+        def settings(*names: str, fused: bool = False, whole: bool = False) -> Settings:
             cols = tuple(weights[name].shape[0] for name in names)
             depth = weights[names[0]].shape[1]
-            found = linear.launch_settings(device, dtype, rows, cols, depth, fused, planned=True)
+            found = launch_settings(device, dtype, rows, cols, depth, fused, in_draft_pass=True)
             return found._replace(splits=1) if whole else found
 
         use = {
@@ -176,10 +193,10 @@ class FusedStep:
             "HEAD": settings("head", whole=True),
         }
         self.stages = use["MLP"].stages
-        block_m = linear.block_m_of(rows)
+        block_m = block_m_of(rows)
         tile = self._tile(use, weights, block_m)
         keys = attention.settings_for(
-            state.planned_nodes * group,
+            plan.launch_nodes * group,
             attended.head_dim,
             attended.num_kv_heads,
             state.capacity,
@@ -210,10 +227,10 @@ class FusedStep:
         self.path = empty(batch, steps, kind=torch.int32)
         self.accepted = empty(batch, kind=torch.int32)
         self.next_token = empty(batch, kind=torch.int64)
-        words = state.chain.shape[-1]
+        words = plan.chain.shape[-1]
         width = max(2, triton.next_power_of_2(spec.nodes))
         aligned = {
-            "target_cache_ptr": state.target_cache,
+            "target_cache_ptr": target_cache,
             "path_ptr": self.path,
             "accepted_ptr": self.accepted,
             "next_ptr": self.next_token,
@@ -235,11 +252,11 @@ class FusedStep:
             "norm_ptr": draft.norm.weight if eagle3 else None,
             "d2t_ptr": draft.d2t,
             "inv_freq_ptr": attended.rotary.inv_freq.contiguous(),
-            "cache_ptr": state.draft_cache,
+            "cache_ptr": draft_cache,
             "levels_ptr": levels.to(device),
-            "chain_ptr": state.chain,
-            "beam_children_ptr": state.beam_children,
-            "selected_ptr": state.selected,
+            "chain_ptr": plan.chain,
+            "beam_children_ptr": plan.beam_children,
+            "selected_ptr": plan.selected,
             **{f"{name}_ptr": value for name, value in state.tree._asdict().items()},
             "sync_ptr": self.sync,
         }
@@ -249,9 +266,9 @@ class FusedStep:
             "inputs_ptr": empty(rows, 2 * hidden),
             "residual_ptr": empty(rows, hidden),
             "queries_ptr": empty(rows, q_cols),
-            "partial_ptr": empty(batch * attended.num_kv_heads * keys.splits, state.planned_nodes * group,
+            "partial_ptr": empty(batch * attended.num_kv_heads * keys.splits, plan.launch_nodes * group,
                                  attended.head_dim, kind=torch.float32),
-            "lse_ptr": empty(batch * attended.num_kv_heads * keys.splits, state.planned_nodes * group,
+            "lse_ptr": empty(batch * attended.num_kv_heads * keys.splits, plan.launch_nodes * group,
                              kind=torch.float32),
             "attended_ptr": empty(rows, q_cols),
             "x_ptr": empty(rows, hidden),
@@ -259,8 +276,8 @@ class FusedStep:
             "inner_ptr": empty(rows, inner),
             "hidden_ptr": empty(rows, hidden),
             "head_in_ptr": empty(rows, hidden),
-            "last_hidden_ptr": state.sequences.hidden,
-            "last_normed_ptr": state.sequences.normed,
+            "last_hidden_ptr": kept.hidden,
+            "last_normed_ptr": kept.normed,
             "logits_ptr": empty(rows, vocabulary),
             "ranks_ptr": empty(rows, chunks, spec.top_k, kind=torch.int64),
             "places_ptr": empty(batch * spec.nodes * parts, kind=torch.int32),
@@ -286,7 +303,7 @@ class FusedStep:
         ):
             tensors = [workspace[source], *(weights[weight] for weight in names)]
             setting = use["MLP"] if name == "mlp" else tile
-            found = linear.descriptors(tensors, block_m, setting)
+            found = descriptors(tensors, block_m, setting)
             described |= dict(zip((f"{name}_in_desc", *(f"{weight}_desc" for weight in names)), found, strict=True))
         tma = described["fc_desc"] is not None
         sizes = {
@@ -294,8 +311,8 @@ class FusedStep:
             "columns": state.tokens.shape[1],
             "stops": state.stops.ids.shape[1],
             "target_vocabulary": view.vocab_size,
-            "target_planes": state.target_cache[..., 0, 0].numel(),
-            "target_heads": state.target_cache.shape[3],
+            "target_planes": target_cache[..., 0, 0].numel(),
+            "target_heads": target_cache.shape[3],
             "feature_size": view.feature_size,
             "vocabulary": vocabulary,
             "capacity": state.capacity,
@@ -313,11 +330,11 @@ class FusedStep:
             **sizes,
             "PART": part,
             "PARTS": parts,
-            "TARGET_D": state.target_cache.shape[-1],
+            "TARGET_D": target_cache.shape[-1],
             "STOPS": triton.next_power_of_2(state.stops.ids.shape[1]),
             "REPORT": state.report.shape[1],
             "EAGLE3": eagle3,
-            "NORMED_RESIDUAL": eagle3 and draft.norm_before_residual,
+            "NORMED_RESIDUAL": norm_before_residual,
             "B": batch,
             "PASSES": spec.depth,
             "K": spec.top_k,

@@ -1,14 +1,14 @@
-"""The law that sampling follows at each row of logits, found without sorting the vocabulary.
+"""The distribution that sampling follows at each row of logits, found without sorting the vocabulary.
 
-A law keeps the tokens x with logit > floor and weight w(x) = exp((x - top) / temperature) >= min_p, and gives each
-w(x) / sum of the kept w. The floor of top-k is the smallest key with count(x > key) < k, that of top-p the smallest
-with mass(x > key) < p * mass. Both fall with the key, so a search over the logits' ordered bit patterns finds them
-exactly, ties included; one pass over a row measures LANES keys at once.
+A distribution keeps the tokens x with logit > floor and weight w(x) = exp((x - top) / temperature) >= min_p, and gives
+each w(x) / sum of the kept w. The floor of top-k is the smallest key with count(x > key) < k, that of top-p the
+smallest with mass(x > key) < p * mass. Both fall with the key, so a search over the logits' ordered bit patterns finds
+them exactly, ties included; one pass over a row measures LANES keys at once.
 
     scan    [row, part]   largest logit of PART tokens, its index, and its mass
     narrow  [row, group]  take in the last pass's sums, then measure the next keys in GROUP tiles (ROUNDS launches);
                           the first opens the search: the parts' maxima alone bound it, for peaked rows narrowly
-    settle  [row]         end the searches that are still open, alone, and write the laws
+    settle  [row]         end the searches that are still open, alone, and write the thresholds
 
 A part whose maximum lies below the search is not read again, so that passes over peaked rows cost little more than
 their launch. Keys are split evenly by value in a search's first two passes, then by bit pattern, so that a search
@@ -21,11 +21,11 @@ ends after a few passes whatever the logits are.
 | facts    | [R, 8] f32                     | top, scale = log2(e) / temperature, top_k, top_p, min_p, only           |
 | searches | [ROUNDS + 1, R, 8] int32       | stage, stage after it, passes done, low, high, base, mass               |
 | measures | [ROUNDS, R, G, LANES] f32      | per group: count or mass above each key                                 |
-| laws     | [R, 4] f32                     | top, floor, 1 / mass, only                                              |
+| thresholds | [R, 4] f32                   | top, floor, 1 / mass, only                                              |
 
-`only` holds the bits of an int32: the one token of a law that is an argmax, or -1. A search's `low` is a key below
-the answer, `high` one not below it. Numerics: fp32, sums in a fixed order. A row with a NaN or +inf has no law: top is
-NaN then, and what is drawn from it is in range and otherwise unspecified.
+`only` holds the bits of an int32: the one token of a distribution that is an argmax, or -1. A search's `low` is a key
+below the answer, `high` one not below it. Numerics: fp32, sums in a fixed order. A row with a NaN or +inf has no
+distribution: top is NaN then, and what is drawn from it is in range and otherwise unspecified.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.launch import launch
-from eagle_triton.overlap import can_overlap, early_start, prefer_shared_memory
-from eagle_triton.reference.sampling import SamplingParams, check_logits, check_params
+from eagle_triton.reference.sampling import SamplingTensors, check_logits, check_params
+from eagle_triton.runtime.launch import launch
+from eagle_triton.runtime.overlap import can_overlap, early_start, prefer_shared_memory
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _NOWHERE = tl.constexpr(2**31 - 1)
@@ -89,11 +89,11 @@ def value_of(key, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def law_weight(law, x, index, min_p, scale):
-    """Weights of tokens `index` with logits x under the law at `law`."""
-    weight = tl.exp2((x - tl.load(law)) * scale)
-    weight = tl.where((x > tl.load(law + 1)) & (weight >= min_p), weight, 0.0)
-    only = tl.load(law + 3).to(tl.int32, bitcast=True)
+def token_weight(thresholds, x, index, min_p, scale):
+    """Weights of tokens `index` with logits x under the thresholds at `thresholds`."""
+    weight = tl.exp2((x - tl.load(thresholds)) * scale)
+    weight = tl.where((x > tl.load(thresholds + 1)) & (weight >= min_p), weight, 0.0)
+    only = tl.load(thresholds + 3).to(tl.int32, bitcast=True)
     return tl.where(only < 0, weight, (index == only).to(tl.float32))
 
 
@@ -463,7 +463,7 @@ def _settle_kernel(
     facts_ptr,
     searches_ptr,
     measures_ptr,
-    laws_ptr,
+    thresholds_ptr,
     groups,
     vocabulary,
     stride_xr,
@@ -475,7 +475,7 @@ def _settle_kernel(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (R,): end a row's search, measuring the whole row where passes are still missing, and write its law."""
+    """Grid (R,): end a row's search, measuring the whole row where passes are missing, and write its thresholds."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     facts = facts_ptr + row * 8
     if PDL:
@@ -496,12 +496,12 @@ def _settle_kernel(
         stage, then, passes, low, high, base, mass = _advance(
             facts, stage, then, passes, low, high, base, mass, tl.sum(above, 1), vocabulary, SHIFT, LANES
         )
-    law = laws_ptr + row * 4
-    tl.store(law, tl.load(facts))
-    tl.store(law + 1, value_of(low, SHIFT))
+    own = thresholds_ptr + row * 4
+    tl.store(own, tl.load(facts))
+    tl.store(own + 1, value_of(low, SHIFT))
     only = tl.load(facts + 5)
-    tl.store(law + 2, tl.where(only.to(tl.int32, bitcast=True) < 0, 1.0 / mass, 1.0))
-    tl.store(law + 3, only)
+    tl.store(own + 2, tl.where(only.to(tl.int32, bitcast=True) < 0, 1.0 / mass, 1.0))
+    tl.store(own + 3, only)
 
 
 # ----------------------------------------------------------------------------------------------------- launchers
@@ -531,9 +531,9 @@ def scan(logits: Tensor, setting: Settings, temperature: Tensor | None = None) -
     return peaks, places, masses
 
 
-def row_laws(name: str, logits: Tensor, params: SamplingParams, top_p_first: bool, argmax_at_0: bool) -> Tensor:
-    """The law of every row, float32 [B * N, 4]. `argmax_at_0`: temperature 0 keeps the argmax alone, otherwise it is
-    taken as 1. Raises ValueError, with `name` in front, if logits or params do not fit."""
+def row_thresholds(name: str, logits: Tensor, params: SamplingTensors, top_p_first: bool, argmax_at_0: bool) -> Tensor:
+    """The distribution of every row, float32 [B * N, 4]. `argmax_at_0`: temperature 0 keeps the argmax alone, otherwise
+    it is taken as 1. Raises ValueError, with `name` in front, if logits or params do not fit."""
     check_logits(name, logits)
     batch, nodes, vocabulary = logits.shape
     check_params(name, params, batch, logits.device)
@@ -545,7 +545,7 @@ def row_laws(name: str, logits: Tensor, params: SamplingParams, top_p_first: boo
     facts = torch.empty(rows, 8, dtype=torch.float32, device=device)
     searches = torch.empty(setting.rounds + 1, rows, 8, dtype=torch.int32, device=device)
     measures = torch.empty(setting.rounds, rows, groups, setting.lanes, dtype=torch.float32, device=device)
-    laws = torch.empty(rows, 4, dtype=torch.float32, device=device)
+    thresholds = torch.empty(rows, 4, dtype=torch.float32, device=device)
     static = {
         "SHIFT": _KEY_SHIFT[logits.dtype],
         "LANES": setting.lanes,
@@ -581,7 +581,7 @@ def row_laws(name: str, logits: Tensor, params: SamplingParams, top_p_first: boo
         facts,
         searches,
         measures,
-        laws,
+        thresholds,
         groups,
         vocabulary,
         *x.stride(),
@@ -591,4 +591,4 @@ def row_laws(name: str, logits: Tensor, params: SamplingParams, top_p_first: boo
         num_warps=setting.settle_warps,
     )
     prefer_shared_memory(compiled)
-    return laws
+    return thresholds

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle_triton.adapters.view import MLP, ModelView, Norm, Projection, Rotary
+from eagle_triton.engine.model import ModelView
+from eagle_triton.engine.modules import MLP, Norm, Projection, Rotary
 
 
 class UnsupportedModelError(ValueError):
     """The model, or a part of it, is not one that eagle_triton knows how to decode. Nothing was changed."""
 
 
-def child(module: Any, path: str, kind: type | tuple[type, ...] = object, *, root: str = "model") -> Any:
+def attribute_at(module: Any, path: str, kind: type | tuple[type, ...] = object, *, root: str = "model") -> Any:
     """The attribute at a dotted path below `module`. Raises UnsupportedModelError if missing or of another kind."""
     value, walked = module, root
     for name in path.split("."):
@@ -29,7 +30,7 @@ def child(module: Any, path: str, kind: type | tuple[type, ...] = object, *, roo
     return value
 
 
-def one_device(module: nn.Module, root: str = "model") -> None:
+def check_one_device(module: nn.Module, root: str = "model") -> None:
     """Raise UnsupportedModelError for a model that is spread over several devices, offloaded, or without storage."""
     devices = sorted({str(tensor.device) for tensor in (*module.parameters(), *module.buffers())})
     hooked = any(hasattr(part, "_hf_hook") for part in module.modules())
@@ -40,7 +41,7 @@ def one_device(module: nn.Module, root: str = "model") -> None:
         )
 
 
-def like_target(root: str, target: ModelView, vocabulary: int, weight: torch.Tensor) -> None:
+def check_fits_target(root: str, target: ModelView, vocabulary: int, weight: torch.Tensor) -> None:
     """Raise UnsupportedModelError unless a draft of this vocabulary, with weights like `weight`, serves `target`."""
     for what, got, expected in (
         ("vocabulary", vocabulary, target.vocab_size),
@@ -51,40 +52,40 @@ def like_target(root: str, target: ModelView, vocabulary: int, weight: torch.Ten
             raise UnsupportedModelError(f"{root} and the target do not fit: {what} {got}, the target's is {expected}")
 
 
-def norm(module: Any, path: str, *, root: str = "model") -> Norm:
+def read_norm(module: Any, path: str, *, root: str = "model") -> Norm:
     """An RMSNorm of the Llama family: a weight, and its eps under one of the usual names."""
-    layer = child(module, path, nn.Module, root=root)
-    weight = child(layer, "weight", torch.Tensor, root=f"{root}.{path}")
+    layer = attribute_at(module, path, nn.Module, root=root)
+    weight = attribute_at(layer, "weight", torch.Tensor, root=f"{root}.{path}")
     for name in ("variance_epsilon", "eps"):
         if isinstance(getattr(layer, name, None), float):
             return Norm(weight, getattr(layer, name))
     raise UnsupportedModelError(f"{root}.{path} ({type(layer).__name__}) has no eps: not an RMSNorm that is known")
 
 
-def projection(module: Any, path: str, *, root: str = "model") -> Projection:
+def read_projection(module: Any, path: str, *, root: str = "model") -> Projection:
     """A plain nn.Linear by its weight and bias, anything else as the module it is."""
-    layer = child(module, path, nn.Module, root=root)
+    layer = attribute_at(module, path, nn.Module, root=root)
     if type(layer) is nn.Linear and "forward" not in vars(layer) and not layer._forward_hooks:
         return Projection(layer.weight, layer.bias)
     return Projection(module=layer)
 
 
-def mlp(module: Any, path: str, *, root: str = "model") -> MLP:
+def read_mlp(module: Any, path: str, *, root: str = "model") -> MLP:
     """A SwiGLU block by its three projections; one with another activation is refused."""
-    block = child(module, path, nn.Module, root=root)
+    block = attribute_at(module, path, nn.Module, root=root)
     where = f"{root}.{path}"
-    parts = [projection(block, name, root=where) for name in ("gate_proj", "up_proj", "down_proj")]
+    parts = [read_projection(block, name, root=where) for name in ("gate_proj", "up_proj", "down_proj")]
     return MLP(*parts)
 
 
-def silu(activation: Callable, where: str) -> None:
+def check_silu(activation: Callable, where: str) -> None:
     """Raise UnsupportedModelError unless `activation` is SiLU."""
     probe = torch.linspace(-4, 4, 9)
     if not torch.allclose(activation(probe), torch.nn.functional.silu(probe), atol=1e-6):
         raise UnsupportedModelError(f"{where} must be SiLU, got {activation}")
 
 
-def rotary(inv_freq: Any, scaling: float, where: str) -> Rotary:
+def read_rotary(inv_freq: Any, scaling: float, where: str) -> Rotary:
     """A rotary embedding from its frequencies."""
     if not isinstance(inv_freq, torch.Tensor) or inv_freq.dim() != 1:
         raise UnsupportedModelError(f"{where}.inv_freq must be a tensor [d / 2]")

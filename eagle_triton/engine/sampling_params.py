@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from eagle_triton.reference.sampling import SamplingParams
+from eagle_triton.reference.sampling import SamplingTensors
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off.
 
     Order: repetition_penalty (over the prompt and all that follows, as Hugging Face has it), logit_bias, temperature,
@@ -62,11 +62,11 @@ class Sampling:
         return self.repetition_penalty != 1 or bool(self.logit_bias)
 
     @staticmethod
-    def original(temperature: float, top_p: float, top_k: float) -> Sampling:
+    def original(temperature: float, top_p: float, top_k: float) -> SamplingParams:
         """The original EaModel's arguments: temperature <= 1e-5 is greedy, top_p outside [1e-8, 1) and top_k 0 off."""
         if not temperature > 1e-5:
-            return Sampling()
-        return Sampling(
+            return SamplingParams()
+        return SamplingParams(
             temperature=temperature,
             top_k=max(int(top_k), 0),
             top_p=top_p if 1e-8 <= top_p < 1 else 1.0,
@@ -85,7 +85,7 @@ class Sampling:
         device = None if generator is None else generator.device
         return torch.randint(2**62, (count,), generator=generator, device=device).tolist()
 
-    def fill(self, params: SamplingParams) -> None:
+    def fill(self, params: SamplingTensors) -> None:
         """Write these values and the seed (a fresh one if there is none) to the device, in place; the counter to 0."""
         params.temperature.fill_(self.temperature)
         params.top_k.fill_(int(self.top_k))

@@ -1,8 +1,7 @@
 """Production settings of the streamed products: every measured shape, and an unmeasured one."""
 
-from eagle_triton import linear
-from eagle_triton.launch import EXACT
-from eagle_triton.streamed_linear import (
+from eagle_triton.linear import settings as small
+from eagle_triton.linear.streamed import (
     _HOPPER,
     _WIDE,
     TILE_LAYOUT,
@@ -13,6 +12,7 @@ from eagle_triton.streamed_linear import (
     settings_for,
     swiglu_kernel,
 )
+from eagle_triton.runtime.launch import EXACT
 
 _ALIGNED = ("depth", "cols0", "cols1", "cols2", "cols", "stride_om")
 
@@ -54,7 +54,7 @@ def _case(
 
 CASES = []
 for _rows, _cols, _depth in _HOPPER:
-    _plain = linear._HOPPER[_rows, _cols, _depth]
+    _plain = small._HOPPER[_rows, _cols, _depth]
     _settings = settings_for(_rows, _cols, _depth, *_plain[:3], _plain.swap, len(_cols) == 2)
     CASES.append(_case(f"{_rows} rows {_cols} of {_depth}", _rows, _cols, _settings))
 _NARROW = (2048, 512, 512)

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine.batch import NAN, Batch, Progress, Request
-from eagle_triton.engine.generation import Engine
-from eagle_triton.engine.sampling import Sampling
-from eagle_triton.tree_spec import TreeSpec
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.tree_spec import TreeSpec
 
 
 def original_steps(
     engine: Engine,
     input_ids: Tensor,
     spec: TreeSpec,
-    sampling: Sampling,
+    sampling: SamplingParams,
     *,
     max_new_tokens: int,
     limit: int,
@@ -55,7 +55,7 @@ def generate(
     engine: Engine,
     prompts: Sequence[Tensor],
     spec: TreeSpec,
-    sampling: Sampling,
+    sampling: SamplingParams,
     *,
     max_new_tokens: Sequence[int],
     eos_token_ids: Iterable[int],

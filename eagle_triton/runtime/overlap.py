@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from eagle_triton.launch import EXACT, launch
+from eagle_triton.runtime.launch import EXACT, launch
 
 _SHARED_MEMORY_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _NO_DRIVER = -1

@@ -3,14 +3,14 @@
 | name   | shape, dtype        | meaning                                                                 |
 |---|---|---|
 | logits | [B, N, V] any float |                                                                         |
-| params | SamplingParams, [B] | read on the device                                                      |
+| params | SamplingTensors, [B] | read on the device                                                      |
 | probs  | [B, V] f32          | weights, not necessarily of sum 1                                       |
 | coins  | [B] f32             | uniform numbers in [0, 1)                                               |
 | sums   | [B, C] f64          | mass per CHUNK tokens                                                   |
 
-laws.py finds each row's law; here it is written out, or drawn from. A sample is found in two steps: a grid of programs
-sums chunks, then one program per row finds the chunk and the token in it. Numerics: weights in fp32, cumulated in fp64,
-in a fixed order.
+filter_thresholds.py finds what the filters leave of each row; here that is written out, or drawn from. A sample is
+found in two steps: a grid of programs sums chunks, then one program per row finds the chunk and the token in it.
+Numerics: weights in fp32, cumulated in fp64, in a fixed order.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.launch import launch
-from eagle_triton.laws import law_weight, row_laws, scale_of
-from eagle_triton.reference.sampling import SamplingParams, check_params, check_sample
+from eagle_triton.reference.sampling import SamplingTensors, check_params, check_sample
+from eagle_triton.runtime.launch import launch
+from eagle_triton.sampling.filter_thresholds import row_thresholds, scale_of, token_weight
 
 _NOWHERE = tl.constexpr(2**31 - 1)
 
@@ -63,16 +63,25 @@ def choose_token(weight, index, target, vocabulary):
 
 @triton.jit
 def _probabilities_kernel(
-    x_ptr, temperature_ptr, min_p_ptr, laws_ptr, out_ptr, nodes, vocabulary, stride_xr, stride_xv, CHUNK: tl.constexpr
+    x_ptr,
+    temperature_ptr,
+    min_p_ptr,
+    thresholds_ptr,
+    out_ptr,
+    nodes,
+    vocabulary,
+    stride_xr,
+    stride_xv,
+    CHUNK: tl.constexpr,
 ):
     """Grid (R, chunks): write one chunk of a row's distribution."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = index < vocabulary
     x = tl.load(x_ptr + row * stride_xr + index * stride_xv, mask=inside, other=float("-inf")).to(tl.float32)
-    law = laws_ptr + row * 4
+    own = thresholds_ptr + row * 4
     scale, min_p = scale_of(tl.load(temperature_ptr + row // nodes)), tl.load(min_p_ptr + row // nodes)
-    out = law_weight(law, x, index, min_p, scale) * tl.load(law + 2)
+    out = token_weight(own, x, index, min_p, scale) * tl.load(own + 2)
     tl.store(out_ptr + row * vocabulary + index, out, mask=inside)
 
 
@@ -120,22 +129,22 @@ def _sample_kernel(
     tl.store(out_ptr + batch, choose_token(probs, index, target, vocabulary).to(tl.int64))
 
 
-def probabilities(logits: Tensor, params: SamplingParams, top_p_first: bool = False) -> Tensor:
+def probabilities(logits: Tensor, params: SamplingTensors, top_p_first: bool = False) -> Tensor:
     """The distribution that sampling follows, float32 [B, N, V]; see reference.sampling.probabilities.
 
     Raises ValueError if logits are not [B, N, V] of fp16, bf16 or fp32, or params not [B] tensors of their dtypes.
     """
-    laws = row_laws("probabilities", logits, params, top_p_first, argmax_at_0=False)
+    thresholds = row_thresholds("probabilities", logits, params, top_p_first, argmax_at_0=False)
     _, nodes, vocabulary = logits.shape
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     x, chunk = logits.reshape(-1, vocabulary), chunk_of(vocabulary)
     launch(_probabilities_kernel, (len(x), triton.cdiv(vocabulary, chunk)))(
-        x, params.temperature, params.min_p, laws, out, nodes, vocabulary, *x.stride(), CHUNK=chunk
+        x, params.temperature, params.min_p, thresholds, out, nodes, vocabulary, *x.stride(), CHUNK=chunk
     )
     return out
 
 
-def uniform(params: SamplingParams, count: int) -> Tensor:
+def uniform(params: SamplingTensors, count: int) -> Tensor:
     """`count` uniform numbers in [0, 1) per sequence, float32 [B, count]; bit for bit those of the reference."""
     check_params("uniform", params, len(params.seed), params.seed.device)
     if count < 1:

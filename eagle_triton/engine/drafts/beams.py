@@ -1,0 +1,252 @@
+"""Drafts with layers of their own: each pass scores the followers of one level's nodes, the best are the next level."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.layer_caches import LayerCaches
+from eagle_triton.engine.mixers import AcceptedPath, Rows
+from eagle_triton.engine.model import Layer, decoder_layer
+from eagle_triton.engine.modules import Norm, Projection, add_norm, project
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.state import DecodeState, Sequences
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.reference.attention import pack_ancestors
+from eagle_triton.runtime.split_sums import SplitSums
+
+
+class BeamSlots(NamedTuple):
+    """What a beam draft keeps of each sequence."""
+
+    caches: LayerCaches  # its layers'
+    hidden: Tensor  # [B, 1, H]: its output for the root, from which a tree of any shape grows
+    normed: Tensor  # [B, 1, H]: the same as its vocabulary projection reads it
+
+
+class BeamPlan:
+    """What is known of the passes of one shape of tree beforehand."""
+
+    def __init__(self, spec: TreeSpec, slots: int, device: torch.device):
+        def constant(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        # whom the emitted tokens see when the draft takes them in: those before them; as wide as the beams' bits
+        columns = max(spec.depth + 1, spec.beam_slots)
+        chain = torch.ones(slots, spec.depth + 1, columns, dtype=torch.bool, device=device).tril()
+        self.chain = pack_ancestors(chain)  # [B, D + 1, W]
+        # the score of a root, and the beam slots above it: none
+        self.root_score = torch.zeros(slots, 1, dtype=torch.float32, device=device)
+        self.root_ancestors = torch.zeros(slots, 1, self.chain.shape[-1], dtype=torch.int64, device=device)
+        self.launch_nodes = max(spec.depth + 1, *spec.beam_widths, 1)  # rows of a pass that launches are chosen for
+        # of each beam slot its level, and the flat index of its level's first candidate
+        starts = [
+            start for start, width in zip(spec.level_starts, spec.beam_widths, strict=False) for _ in range(width)
+        ]
+        levels = [level for level, width in enumerate(spec.beam_widths) for _ in range(width)]
+        self.slot_starts, self.slot_levels = constant(starts), constant(levels, torch.int32)
+        self.level_slots = constant([sum(spec.beam_widths[:i]) for i in range(len(spec.beam_widths))], torch.int32)
+        self.selected = self.beam_children = None  # a fixed tree's drafts (flat) and slots (within their level)
+        if spec.selected is not None and spec.beam_candidates is not None:
+            self.selected = constant(spec.selected)
+            self.beam_children = constant([c - s for c, s in zip(spec.beam_candidates, starts, strict=True)])
+
+    def part(self, slots: slice) -> BeamPlan:
+        """The plan for some of the slots."""
+        part = object.__new__(BeamPlan)
+        vars(part).update(vars(self))
+        part.chain, part.root_score = self.chain[slots], self.root_score[slots]
+        part.root_ancestors = self.root_ancestors[slots]
+        return part
+
+
+class Candidates(NamedTuple):
+    """All that the passes of one step scored, in flat order (see TreeSpec)."""
+
+    tokens: Tensor  # [B, C] int64
+    scores: Tensor  # [B, C] float32, cumulative log-probabilities
+    expanded: Tensor  # [B, beam slots] int64: the candidate that fills each beam slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamDraft(Draft):
+    """A draft with layers of its own and a cache for them, which runs them once for each level of a tree.
+
+    H its hidden size, Vd its vocabulary; target id = id + d2t[id].
+    """
+
+    embedding: Tensor  # [V, H]
+    layers: tuple[Layer, ...]
+    head: Projection  # [Vd, H]
+    tree_reader: Callable[[], TreeSpec]  # the model's tree parameters may change between generations
+    norm: Norm | None = None
+    d2t: Tensor | None = None  # [Vd] int64
+
+    must_catch_up: ClassVar[bool] = True
+    first_token: ClassVar[int]
+    """The first token of a sequence that has a row in its cache. A head's row p pairs the features of p with token
+    p + 1, and so none belongs to token 0; a model has a row for every token."""
+
+    @abstractmethod
+    def forward(
+        self,
+        ops: Operations,
+        features: Tensor | SplitSums,
+        parents: Tensor | None,
+        tokens: Tensor,
+        caches: LayerCaches,
+        rows: Rows,
+    ) -> tuple[Tensor, Tensor]:
+        """The layers over n nodes: features [B, P, H] of their parents, which parents [B, n] names (None: one each, in
+        order), and tokens [B, n].
+
+        Returns two [B, n, H]: the hidden states, which are the features of the nodes' children, and what the vocabulary
+        projection reads (the same, or normed).
+        """
+
+    def inputs_of(self, ops: Operations, features: Tensor, rows: Rows) -> Tensor | SplitSums:
+        """The target's features [B, n, F] as `forward` takes those of the draft itself, [B, n, H]."""
+        return features
+
+    @property
+    def hidden_size(self) -> int:
+        return self.embedding.shape[1]
+
+    @property
+    def vocabulary(self) -> int | None:
+        return self.embedding.shape[0] if self.d2t is None else len(self.d2t)
+
+    def weight_bytes(self, spec: TreeSpec) -> int:
+        read = [*self.head.tensors, *(tensor for layer in self.layers for tensor in layer.tensors)]
+        return spec.depth * sum(tensor.nbytes for tensor in read)
+
+    def read_tree(self) -> TreeSpec:
+        return self.tree_reader()
+
+    def new_slot_tensors(self, slots: int, capacity: int, device: torch.device) -> BeamSlots:
+        dtype = self.embedding.dtype
+        caches = LayerCaches([layer.mixer for layer in self.layers], slots, capacity, dtype, device)
+        hidden, normed = (torch.zeros(slots, 1, self.hidden_size, dtype=dtype, device=device) for _ in range(2))
+        return BeamSlots(caches, hidden, normed)
+
+    def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> BeamPlan:
+        return BeamPlan(spec, slots, device)
+
+    def rows(self, lengths: Tensor) -> Tensor:
+        """Rows [B] int32 of its cache, the root's included, where the target remembers `lengths`, the root's not."""
+        return lengths + 1 - self.first_token
+
+    def read_prompt(self, ops: Operations, sequences: Sequences, tokens: Tensor, first: int, features: Tensor) -> None:
+        known = tokens[:, first + self.first_token :][:, : features.shape[1]]  # the last token's follower is not
+        if known.shape[1]:
+            lengths = torch.full_like(sequences.lengths, first)
+            self.take_in(ops, features[:, : known.shape[1]], known, sequences.draft_tensors.caches, lengths)
+
+    def begin(self, ops: Operations, sequences: Sequences, features: Tensor) -> None:
+        mine: BeamSlots = sequences.draft_tensors
+        root = ops.sequence_rows(sequences.tokens, sequences.lengths, 1)
+        outputs = self.take_in(ops, features, root, mine.caches, self.rows(sequences.lengths - 1))
+        for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
+            kept.copy_(output)
+
+    def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
+        mine, plan = state.sequences.draft_tensors, state.draft_tree_tensors
+        emitted = ops.sequence_rows(state.tokens, accepted.before + 1, state.spec.depth + 1)
+        outputs = self.take_in(
+            ops,
+            ops.gather_rows(features, accepted.path),
+            emitted,
+            mine.caches,
+            self.rows(accepted.before),
+            plan.chain,
+            plan.launch_nodes,
+        )
+        for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
+            ops.gather_rows(output, accepted.accepted[:, None], out=kept)
+
+    def catch_up(self, ops: Operations, sequences: Sequences, steps: int) -> None:
+        mine, skipped, known = sequences.draft_tensors, sequences.skipped, sequences.skipped.draft_lengths
+        tokens = ops.sequence_rows(sequences.tokens, known + 1, steps)
+        outputs = self.take_in(ops, skipped.since(known, steps), tokens, mine.caches, self.rows(known))
+        last = (sequences.lengths - known - 1)[:, None, None].long()  # -1: it knew all
+        for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
+            root = output.gather(1, last.clamp(min=0).expand_as(kept))
+            kept.copy_(torch.where(last >= 0, root, kept))
+
+    def take_in(
+        self,
+        ops: Operations,
+        features: Tensor,
+        tokens: Tensor,
+        caches: LayerCaches,
+        lengths: Tensor,
+        ancestors: Tensor | None = None,
+        launch_nodes: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layers over consecutive rows lengths .. lengths + n of the cache, from true target features.
+
+        tokens [B, n] in these rows, features [B, n, F] of the positions before the tokens'; `ancestors` [B, n, W] may
+        say in bits what None does: each row sees those before it. `launch_nodes`: see Rows. Returns as `forward`.
+        """
+        positions = lengths[:, None] + torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+        rows = Rows(lengths, lengths, positions, ancestors, launch_nodes)
+        return self.forward(ops, self.inputs_of(ops, features, rows), None, tokens, caches, rows)
+
+    def run_layers(self, ops: Operations, x: Tensor, caches: LayerCaches, rows: Rows) -> tuple[Tensor, Tensor]:
+        """The layers one after another over x [B, n, H], and the final norm. Returns as `forward`."""
+        update = None
+        for index, layer in enumerate(self.layers):
+            normed, x = add_norm(ops, layer.input_norm, x, update, rows.in_draft_pass)
+            x, update, _ = decoder_layer(ops, layer, normed, x, caches.layer(index), rows)
+        normed, hidden = add_norm(ops, self.norm, x, update, rows.in_draft_pass)
+        return hidden, normed
+
+    def candidates(self, ops: Operations, state: DecodeState) -> Candidates:
+        """Score the followers of the root and of the best nodes below it, level by level.
+
+        The root's children come from what is kept of the root; each beam pass runs the layers over the chosen nodes of
+        one level and scores their children.
+        """
+        mine: BeamSlots = state.sequences.draft_tensors
+        plan: BeamPlan = state.draft_tree_tensors
+        spec, lengths, hidden, normed = state.spec, self.rows(state.lengths), mine.hidden, mine.normed
+        batch, scores, ancestors = len(hidden), plan.root_score, plan.root_ancestors
+        slot_positions, first_rows = lengths[:, None] + plan.slot_levels, lengths[:, None] + plan.level_slots
+        all_tokens, all_scores, all_chosen, first_slot = [], [], [], 0
+        for level, beam in enumerate((*spec.beam_widths, 0)):
+            logits = project(ops, self.head, normed, launch_rows=batch * plan.launch_nodes).flatten(0, 1)
+            log_probs, tokens = ops.topk(logits, spec.top_k, offsets=self.d2t)
+            children = tokens.view(batch, -1)
+            slots = slice(first_slot, first_slot + beam)
+            fixed = None if plan.beam_children is None else plan.beam_children[slots]
+            grown = ops.expand_beam(
+                scores, log_probs.view(batch, -1, spec.top_k), children, ancestors, first_slot, beam, fixed
+            )
+            all_tokens.append(children)
+            all_scores.append(grown.child_scores)
+            if not beam:
+                break
+            all_chosen.append(grown.chosen)
+            scores, ancestors = grown.scores, grown.ancestors
+            rows = Rows(lengths, first_rows[:, level], slot_positions[:, slots], ancestors, plan.launch_nodes)
+            hidden, normed = self.forward(ops, hidden, grown.parents, grown.tokens, mine.caches, rows)
+            first_slot += beam
+        expanded = torch.cat(all_chosen, dim=1) + plan.slot_starts if all_chosen else children[:, :0]
+        return Candidates(torch.cat(all_tokens, 1), torch.cat(all_scores, 1), expanded)
+
+    def grow(self, ops: Operations, state: DecodeState) -> None:
+        found, spec = self.candidates(ops, state), state.spec
+        ops.build_tree(
+            ops.sequence_rows(state.tokens, state.lengths, 1)[:, 0],
+            *found,
+            spec.nodes,
+            spec.top_k,
+            state.draft_tree_tensors.selected,
+            out=state.tree,
+        )

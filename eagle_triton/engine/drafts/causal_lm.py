@@ -1,0 +1,32 @@
+"""A causal language model with the target's vocabulary as the draft. Leviathan et al., arXiv 2211.17192."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.layer_caches import LayerCaches
+from eagle_triton.engine.mixers import Rows
+from eagle_triton.engine.operations import Operations
+from eagle_triton.runtime.split_sums import SplitSums
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalLMDraft(BeamDraft):
+    """A model of its own: it reads tokens alone, and its cache has a row for every token."""
+
+    first_token: ClassVar[int] = 0
+
+    def forward(
+        self,
+        ops: Operations,
+        features: Tensor | SplitSums,
+        parents: Tensor | None,
+        tokens: Tensor,
+        caches: LayerCaches,
+        rows: Rows,
+    ) -> tuple[Tensor, Tensor]:
+        return self.run_layers(ops, self.embedding[tokens], caches, rows)

@@ -1,0 +1,67 @@
+"""What a draft is to the engine: who proposes the trees that the target verifies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.mixers import AcceptedPath
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.state import DecodeState, Sequences
+from eagle_triton.engine.tree_spec import TreeSpec
+
+
+class Draft(ABC):
+    """Proposes the next tokens of all sequences of an engine, as trees.
+
+    One object serves every sequence: what it knows of each lies in tensors by slot (`Sequences.draft_tensors`) and by
+    shape of tree (`DecodeState.draft_tree_tensors`), which it makes once. For a prompt the engine calls `read_prompt`
+    for each part of it, then `begin`, then `grow`; in a step `extend`, then `grow`. Those of a step run inside a CUDA
+    graph on a GPU: fixed shapes, nothing read by the host. A wrong draft costs speed, never output.
+    """
+
+    must_catch_up: ClassVar[bool] = False
+    """Whether it knows committed tokens only if it is told: then plain steps keep their features for `catch_up`."""
+
+    @abstractmethod
+    def read_tree(self) -> TreeSpec:
+        """The tree to draft in the next generation; it may be another one each time."""
+
+    @property
+    def vocabulary(self) -> int | None:
+        """How many different tokens it may propose, which bounds a node's children; None: any."""
+        return None
+
+    def weight_bytes(self, spec: TreeSpec) -> int:
+        """Bytes of weights that drafting one tree of this shape reads; none by default."""
+        return 0
+
+    def new_slot_tensors(self, slots: int, capacity: int, device: torch.device) -> Any:
+        """What it keeps for each of `slots` sequences of up to `capacity` tokens, see slots.py; None: nothing."""
+        return None
+
+    def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> Any:
+        """What drafting trees of one shape takes beside the tree itself, see slots.py; None: nothing."""
+        return None
+
+    def read_prompt(self, ops: Operations, sequences: Sequences, tokens: Tensor, first: int, features: Tensor) -> None:
+        """Take in a part of prompts of one length, of which the target has just computed its own.
+
+        tokens [B, L] int64: the prompts; features [B, n, F]: the target's at positions first .. first + n.
+        """
+
+    def begin(self, ops: Operations, sequences: Sequences, features: Tensor) -> None:
+        """The prompts are read and their roots chosen. features [B, 1, F]: the target's at their last tokens."""
+
+    def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
+        """Take in what verification accepted. features [B, N, F]: the target's at the verified tree's nodes."""
+
+    @abstractmethod
+    def grow(self, ops: Operations, state: DecodeState) -> None:
+        """Write the next tree into `state.tree`, from the tokens committed so far and the root behind them."""
+
+    def catch_up(self, ops: Operations, sequences: Sequences, steps: int) -> None:
+        """Take in what at most `steps` plain steps have committed (`sequences.skipped`) since it knew all."""

@@ -1,0 +1,93 @@
+"""EAGLE's draft heads, small networks on the target's features: Li et al., arXiv 2401.15077, 2406.16858, 2503.01840."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.layer_caches import LayerCaches
+from eagle_triton.engine.mixers import Rows
+from eagle_triton.engine.model import decoder_layer
+from eagle_triton.engine.modules import Norm, Projection, add_norm, project
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.runtime.split_sums import SplitSums
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleDraft(BeamDraft):
+    """A draft head; what EAGLE-1, 2 and 3 share."""
+
+    fc: Projection
+
+    first_token: ClassVar[int] = 1
+
+    @property
+    def hidden_size(self) -> int:
+        return self.embedding.shape[1] if self.fc.weight is None else self.fc.weight.shape[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Draft(EagleDraft):
+    """EAGLE-3: x = fc(features) on target features, its own hidden state as it is; the one layer reads
+    cat(input_norm(embedding), hidden_norm(x)); logits = head(norm(hidden))."""
+
+    hidden_norm: Norm
+    norm_before_residual: bool = False  # the residual is hidden_norm(x) instead of x
+
+    def weight_bytes(self, spec: TreeSpec) -> int:
+        once = sum(tensor.nbytes for tensor in self.fc.tensors) if spec.drafts else 0
+        return super().weight_bytes(spec) + once
+
+    def inputs_of(self, ops: Operations, features: Tensor, rows: Rows) -> Tensor | SplitSums:
+        return project(ops, self.fc, features, keep_splits=True, launch_rows=rows.launch_rows)
+
+    def forward(
+        self,
+        ops: Operations,
+        features: Tensor | SplitSums,
+        parents: Tensor | None,
+        tokens: Tensor,
+        caches: LayerCaches,
+        rows: Rows,
+    ) -> tuple[Tensor, Tensor]:
+        (layer,) = self.layers
+        inputs, residual = ops.draft_inputs(
+            features,
+            parents,
+            tokens,
+            self.embedding,
+            token_norm=layer.input_norm.weight,
+            feature_norm=self.hidden_norm.weight,
+            token_eps=layer.input_norm.eps,
+            feature_eps=self.hidden_norm.eps,
+        )
+        if self.norm_before_residual:
+            residual = inputs[..., self.hidden_size :]
+        x, update, _ = decoder_layer(ops, layer, inputs, residual, caches.layer(0), rows)
+        normed, hidden = add_norm(ops, self.norm, x, update, rows.in_draft_pass)
+        return hidden, normed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle1Draft(EagleDraft):
+    """EAGLE-1 and 2: x = fc(cat(embedding, features)); plain layers; logits = the target's head on the hidden state."""
+
+    def weight_bytes(self, spec: TreeSpec) -> int:
+        return super().weight_bytes(spec) + spec.depth * sum(tensor.nbytes for tensor in self.fc.tensors)
+
+    def forward(
+        self,
+        ops: Operations,
+        features: Tensor | SplitSums,
+        parents: Tensor | None,
+        tokens: Tensor,
+        caches: LayerCaches,
+        rows: Rows,
+    ) -> tuple[Tensor, Tensor]:
+        inputs, _ = ops.draft_inputs(features, parents, tokens, self.embedding)
+        x = ops.add(project(ops, self.fc, inputs, keep_splits=True, launch_rows=rows.launch_rows))
+        return self.run_layers(ops, x, caches, rows)

@@ -1,0 +1,43 @@
+"""The operations that a step calls: the table of their Triton kernels. See operations.py."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from eagle_triton import attention as _attention
+from eagle_triton import draft_inputs as _draft_inputs
+from eagle_triton import gather as _gather
+from eagle_triton import kv_cache as _kv_cache
+from eagle_triton import layers as _layers
+from eagle_triton import linear as _linear
+from eagle_triton import logit_processing as _logit_processing
+from eagle_triton import tree_decoding as _tree_decoding
+from eagle_triton import verification as _verification
+from eagle_triton.engine.operations import Operations
+
+
+class KernelOperations(Operations):
+    """Every operation by its launcher. CUDA tensors; CPU tensors in Triton's interpreter."""
+
+    kernels: ClassVar[bool] = True
+
+    rms_norm = staticmethod(_layers.rms_norm)
+    add_rms_norm = staticmethod(_layers.add_rms_norm)
+    add = staticmethod(_layers.add)
+    linear = staticmethod(_linear.linear)
+    linear_stack = staticmethod(_linear.linear_stack)
+    linear_swiglu = staticmethod(_linear.linear_swiglu)
+    swiglu = staticmethod(_layers.swiglu)
+    rotary_append = staticmethod(_layers.rotary_append)
+    tree_attention = staticmethod(_attention.tree_attention)
+    process_logits = staticmethod(_logit_processing.process_logits)
+    verify_greedy = staticmethod(_verification.verify_greedy)
+    verify_sampling = staticmethod(_verification.verify_sampling)
+    update_sequence = staticmethod(_verification.update_sequence)
+    commit = staticmethod(_kv_cache.commit)
+    gather_rows = staticmethod(_gather.gather_rows)
+    sequence_rows = staticmethod(_gather.sequence_rows)
+    draft_inputs = staticmethod(_draft_inputs.draft_inputs)
+    topk = staticmethod(_tree_decoding.topk)
+    expand_beam = staticmethod(_tree_decoding.expand_beam)
+    build_tree = staticmethod(_tree_decoding.build_tree)

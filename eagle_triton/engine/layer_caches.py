@@ -1,0 +1,73 @@
+"""What all layers of a model remember: one cache for each kind and shape of layer, none of which is every layer's."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.mixers import AcceptedPath, Mixer, MixerCache
+from eagle_triton.engine.operations import Operations
+
+
+class LayerCaches:
+    """What all layers of a model remember of each slot's sequence: one MixerCache for each kind and shape of layer."""
+
+    def __init__(
+        self, mixers: Sequence[Mixer], slots: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        kinds: dict[Hashable, list[int]] = {}
+        for index, mixer in enumerate(mixers):
+            kinds.setdefault((type(mixer), mixer.cache_shape), []).append(index)
+        self._layers = tuple(tuple(indices) for indices in kinds.values())  # of each cache
+        self._place = {
+            layer: (kind, place) for kind, layers in enumerate(self._layers) for place, layer in enumerate(layers)
+        }
+        self.caches: tuple[MixerCache, ...] = tuple(
+            mixers[layers[0]].new_cache(len(layers), slots, capacity, dtype, device) for layers in self._layers
+        )
+
+    @property
+    def count(self) -> int:
+        """How many layers."""
+        return len(self._place)
+
+    def layer(self, index: int) -> Any:
+        """What the forward of layer `index` takes."""
+        kind, place = self._place[index]
+        return self.caches[kind].layer(place)
+
+    def part(self, slots: slice) -> LayerCaches:
+        """The same of some of the slots: views of the same tensors."""
+        part = object.__new__(LayerCaches)
+        part._layers, part._place = self._layers, self._place
+        part.caches = tuple(cache.part(slots) for cache in self.caches)
+        return part
+
+    def clear(self) -> None:
+        """Begin all slots anew."""
+        for cache in self.caches:
+            cache.clear()
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Let slot `target` remember what slot `source` does, a sequence of `length` committed tokens."""
+        for cache in self.caches:
+            cache.copy(source, target, length)
+
+    def commit(self, ops: Operations, uncommitted: Sequence[Any], accepted: AcceptedPath) -> None:
+        """Remember the accepted path; `uncommitted`: what the forward of each layer handed back."""
+        for layers, cache in zip(self._layers, self.caches, strict=True):
+            cache.commit(ops, [uncommitted[layer] for layer in layers], accepted)
+
+    def commit_all(self, ops: Operations, uncommitted: Sequence[Any]) -> None:
+        """Remember all rows of the last forward."""
+        for layers, cache in zip(self._layers, self.caches, strict=True):
+            cache.commit_all(ops, [uncommitted[layer] for layer in layers])
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is kept on the device."""
+        for cache in self.caches:
+            yield from cache.tensors

@@ -1,0 +1,212 @@
+"""What mixes the tokens of a sequence in a layer, and what it remembers of them: attention and its cache of keys and
+values.
+
+A kind of layer is a `Mixer` (what it computes) and a `MixerCache` (what it remembers). A forward reads what is
+committed and may leave in its cache, or hand back, what its new rows would add; after verification `commit` makes the
+accepted path part of what is remembered and forgets the rest.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.modules import Norm, Projection, Rotary, project, project_stack
+from eagle_triton.engine.operations import Operations
+from eagle_triton.runtime.split_sums import SplitSums
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Rows(NamedTuple):
+    """Where the new rows of a forward stand: in the caches, in their sequences, and whom they see."""
+
+    lengths: Tensor  # [B] int32: committed rows, visible to all
+    first: Tensor  # [B] int32: where the new rows begin
+    positions: Tensor  # [B, n] int32
+    ancestors: Tensor | None  # [B, n, W] int64, bit j: row lengths + j is visible; None: causal
+    launch_nodes: int | None = None  # nodes that launches are chosen for, the same in all passes of a draft; None: n
+
+    @property
+    def in_draft_pass(self) -> bool:
+        return self.launch_nodes is not None
+
+    @property
+    def launch_rows(self) -> int | None:
+        return None if self.launch_nodes is None else self.launch_nodes * len(self.lengths)
+
+
+class AcceptedPath(NamedTuple):
+    """What verification accepted of the trees that stood behind `before` committed rows."""
+
+    before: Tensor  # [B] int32
+    path: Tensor  # [B, D + 1] int32: node indices root..last accepted, then -1
+    accepted: Tensor  # [B] int32: drafts accepted; -1 where nothing is committed, the root neither
+
+
+class MixerCache(ABC):
+    """What the layers of one kind and shape remember of each slot's sequence. Its tensors never move."""
+
+    @abstractmethod
+    def layer(self, index: int) -> Any:
+        """What the forward of the index-th of these layers takes."""
+
+    @abstractmethod
+    def part(self, slots: slice) -> Self:
+        """The same of some of the slots: views of the same tensors."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Begin all slots anew: no sequence is remembered."""
+
+    @abstractmethod
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Let slot `target` remember what slot `source` does, a sequence of `length` committed tokens."""
+
+    @abstractmethod
+    def commit(self, ops: Operations, uncommitted: Sequence[Any], accepted: AcceptedPath) -> None:
+        """Remember the accepted path and forget the rest of the last forward's rows.
+
+        uncommitted: what the forward of each of these layers handed back. A slot where nothing is accepted stays as
+        it is.
+        """
+
+    @abstractmethod
+    def commit_all(self, ops: Operations, uncommitted: Sequence[Any]) -> None:
+        """Remember all rows of the last forward: a part of a prompt."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is kept on the device."""
+
+
+class Mixer(ABC):
+    """What mixes the tokens of a sequence in a layer."""
+
+    @property
+    @abstractmethod
+    def cache_shape(self) -> Hashable:
+        """Layers of one class whose shapes are equal share a cache, and one launch that commits it."""
+
+    @abstractmethod
+    def new_cache(self, layers: int, slots: int, capacity: int, dtype: torch.dtype, device: torch.device) -> MixerCache:
+        """An empty cache for so many layers like this one, and sequences of up to `capacity` rows."""
+
+    @abstractmethod
+    def forward(self, ops: Operations, x: Tensor, cache: Any, rows: Rows) -> tuple[Tensor | SplitSums, Any]:
+        """New rows x [B, n, *] of trees or chains, `cache` being this layer's.
+
+        Returns their update of the residual stream [B, n, H], its splits perhaps still apart, and what `commit` will
+        ask for.
+        """
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Iterator[Tensor]:
+        """All weights that a forward reads."""
+
+
+class KeyValueCache(MixerCache):
+    """Keys and values of attention layers of one shape: `data` [layers, 2, B, Hkv, T, d]; row p is position p's.
+
+    A forward writes its rows behind the committed ones, where a commit moves the accepted ones together.
+    """
+
+    def __init__(self, data: Tensor):
+        self.data = data
+
+    def layer(self, index: int) -> Tensor:
+        """[2, B, Hkv, T, d]"""
+        return self.data[index]
+
+    def part(self, slots: slice) -> KeyValueCache:
+        return KeyValueCache(self.data[:, :, slots])
+
+    def clear(self) -> None:
+        """Nothing: rows beyond a sequence's length are never read."""
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
+
+    def commit(self, ops: Operations, uncommitted: Sequence[Any], accepted: AcceptedPath) -> None:
+        ops.commit(self.data, *accepted)
+
+    def commit_all(self, ops: Operations, uncommitted: Sequence[Any]) -> None:
+        """Nothing: the rows of a chain are where they belong."""
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        yield self.data
+
+
+@dataclass(frozen=True)
+class Attention(Mixer):
+    """Grouped-query attention. For an EAGLE-3 head q, k and v read 2H columns."""
+
+    q: Projection
+    k: Projection
+    v: Projection
+    o: Projection
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rotary: Rotary
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    sliding_window: int | None = None
+
+    @property
+    def cache_shape(self) -> tuple[int, int]:
+        return self.num_kv_heads, self.head_dim
+
+    def new_cache(
+        self, layers: int, slots: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> KeyValueCache:
+        shape = (layers, 2, slots, self.num_kv_heads, capacity, self.head_dim)
+        return KeyValueCache(torch.zeros(shape, dtype=dtype, device=device))
+
+    def forward(self, ops: Operations, x: Tensor, cache: Tensor, rows: Rows) -> tuple[Tensor | SplitSums, None]:
+        attended = self.attend(ops, x, cache, rows)
+        return project(ops, self.o, attended, keep_splits=True, launch_rows=rows.launch_rows), None
+
+    def attend(self, ops: Operations, x: Tensor, cache: Tensor, rows: Rows) -> Tensor:
+        """Project, rotate, append to the cache and attend: x [B, n, *] -> [B, n, Hq * d], the input of o."""
+        products = project_stack(ops, (self.q, self.k, self.v), x, keep_splits=True, launch_rows=rows.launch_rows)
+        q, k, v = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
+        q = ops.rotary_append(
+            q,
+            k,
+            v,
+            cache,
+            rows.first,
+            rows.positions,
+            self.rotary.inv_freq,
+            attention_scaling=self.rotary.attention_scaling,
+            q_norm=None if self.q_norm is None else self.q_norm.weight,
+            k_norm=None if self.k_norm is None else self.k_norm.weight,
+            eps=0.0 if self.q_norm is None else self.q_norm.eps,
+        )
+        out = ops.tree_attention(
+            q,
+            cache,
+            rows.lengths,
+            rows.ancestors,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            launch_nodes=rows.launch_nodes,
+        )
+        return out.flatten(-2)
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        for projection in (self.q, self.k, self.v, self.o):
+            yield from projection.tensors
+        yield from (norm.weight for norm in (self.q_norm, self.k_norm) if norm is not None)

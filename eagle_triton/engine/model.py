@@ -1,0 +1,120 @@
+"""A target model as the engine reads it, and its forward over new rows of several sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.layer_caches import LayerCaches
+from eagle_triton.engine.mixers import Mixer, Rows
+from eagle_triton.engine.modules import MLP, Norm, Projection, add_norm, feed_forward
+from eagle_triton.engine.operations import Operations
+from eagle_triton.runtime.split_sums import SplitSums
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer. EAGLE-1 heads have no input norm in their first layer."""
+
+    input_norm: Norm | None
+    mixer: Mixer
+    post_norm: Norm
+    mlp: MLP
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All weights that a forward reads."""
+        yield from (norm.weight for norm in (self.input_norm, self.post_norm) if norm is not None)
+        yield from self.mixer.tensors
+        yield from self.mlp.tensors
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """The target model: references into a loaded one, nothing copied. H hidden size, V vocabulary, F feature width.
+
+    `feature_layers`: the layers whose inputs, concatenated, feed an EAGLE-3 head (F = 3H); empty for drafts that take
+    the last hidden state after the final norm (F = H).
+    """
+
+    embedding: Tensor  # [V, H]
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Projection  # [V, H]
+    feature_layers: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.embedding.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.embedding.shape[1]
+
+    @property
+    def feature_size(self) -> int:
+        return self.hidden_size * max(len(self.feature_layers), 1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one forward reads; of the embedding it reads a few rows only."""
+        layers = (tensor for layer in self.layers for tensor in layer.tensors)
+        return sum(tensor.nbytes for tensor in (*layers, self.norm.weight, *self.head.tensors))
+
+    def new_caches(self, slots: int, capacity: int, device: torch.device | None = None) -> LayerCaches:
+        """What its layers remember of `slots` sequences of up to `capacity` tokens, empty. device: None is its own."""
+        mixers = [layer.mixer for layer in self.layers]
+        return LayerCaches(mixers, slots, capacity, self.dtype, device or self.device)
+
+
+def decoder_layer(
+    ops: Operations, layer: Layer, normed: Tensor, x: Tensor, cache: Any, rows: Rows
+) -> tuple[Tensor, Tensor | SplitSums, Any]:
+    """Mixer and MLP: normed [B, n, *] goes in, x [B, n, H] is the residual stream, `cache` the layer's.
+
+    Returns x with the mixer's output, the MLP's output still to be added to it, and what a commit will ask for.
+    """
+    update, uncommitted = layer.mixer.forward(ops, normed, cache, rows)
+    normed, x = add_norm(ops, layer.post_norm, x, update, rows.in_draft_pass)
+    return x, feed_forward(ops, layer.mlp, normed, rows.launch_rows), uncommitted
+
+
+def target_forward(
+    ops: Operations,
+    view: ModelView,
+    tokens: Tensor,
+    caches: LayerCaches,
+    lengths: Tensor,
+    positions: Tensor,
+    ancestors: Tensor | None,
+) -> tuple[Tensor, Tensor, list[Any]]:
+    """The target over n new tokens per sequence, which stand behind the `lengths` committed ones.
+
+    tokens [B, n] int64; lengths [B] int32; positions [B, n] int32; ancestors [B, n, W] or None (causal). Returns the
+    normed last hidden states [B, n, H], the features for the draft [B, n, F], and what each layer's commit will ask
+    for.
+    """
+    rows = Rows(lengths, lengths, positions, ancestors)
+    x, update, features, uncommitted = view.embedding[tokens], None, [], []
+    for index, layer in enumerate(view.layers):
+        normed, x = add_norm(ops, layer.input_norm, x, update)
+        if index in view.feature_layers:
+            features.append(x)
+        x, update, left = decoder_layer(ops, layer, normed, x, caches.layer(index), rows)
+        uncommitted.append(left)
+    hidden, _ = add_norm(ops, view.norm, x, update)
+    return hidden, torch.cat(features, dim=-1) if features else hidden, uncommitted

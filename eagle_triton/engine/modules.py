@@ -1,0 +1,133 @@
+"""The modules of a model as the engine reads them, frozen references with nothing copied, and how each is run.
+
+Shapes: B sequences, n rows of each, H hidden size, I intermediate size, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from eagle_triton.engine.operations import Operations
+from eagle_triton.runtime.split_sums import SplitSums
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm: `weight` [H] (or [d] for q/k norms) and `eps`."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A matrix product `x @ weight.T + bias`, or `module` called as it is (quantised, sharded)."""
+
+    weight: Tensor | None = None  # [out, in]
+    bias: Tensor | None = None  # [out]
+    module: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All that one product reads."""
+        yield from (tensor for tensor in (self.weight, self.bias) if tensor is not None)
+        yield from _parameters(self.module)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embedding in the half-rotation layout: angle = position * inv_freq, scaled by `attention_scaling`."""
+
+    inv_freq: Tensor  # [d / 2] float32
+    attention_scaling: float = 1.0
+
+
+@dataclass(frozen=True)
+class MLP:
+    """SwiGLU block, or `module` called as it is."""
+
+    gate: Projection | None = None
+    up: Projection | None = None
+    down: Projection | None = None
+    module: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All that one call reads."""
+        for projection in (self.gate, self.up, self.down):
+            if projection is not None:
+                yield from projection.tensors
+        yield from _parameters(self.module)
+
+
+def project(
+    ops: Operations,
+    projection: Projection,
+    x: Tensor,
+    *,
+    keep_splits: bool = False,
+    launch_rows: int | None = None,
+) -> Tensor | SplitSums:
+    """One matrix product, or the module that stands in its place: x [B, n, *] -> [B, n, out].
+
+    `keep_splits`: the reader adds up its splits. `launch_rows`: rows that its launch is chosen for, None: as many as x
+    has.
+    """
+    if projection.module is not None:
+        return projection.module(x)
+    return ops.linear(x, projection.weight, projection.bias, keep_splits=keep_splits, launch_rows=launch_rows)
+
+
+def project_stack(
+    ops: Operations,
+    projections: tuple[Projection, ...],
+    x: Tensor,
+    *,
+    keep_splits: bool = False,
+    launch_rows: int | None = None,
+) -> tuple[Tensor | SplitSums, ...]:
+    """Several products of the same rows, in one launch where all of them are plain. Options as for project."""
+    if any(projection.weight is None for projection in projections):
+        return tuple(project(ops, projection, x) for projection in projections)
+    weights, biases = [p.weight for p in projections], [p.bias for p in projections]
+    return ops.linear_stack(x, weights, biases, keep_splits=keep_splits, launch_rows=launch_rows)
+
+
+def add_norm(
+    ops: Operations,
+    norm: Norm | None,
+    x: Tensor,
+    update: Tensor | SplitSums | None = None,
+    in_draft_pass: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(norm(x + update), x + update), [B, n, H] each. Without a norm the sum twice, without an update x as it is.
+
+    `update` may be a product whose splits are still apart: the sum happens here, in the pass that reads it anyway.
+    `in_draft_pass`: see layers.rms_norm.
+    """
+    if norm is None:
+        total = x if update is None else ops.add(update, x)
+        return total, total
+    if update is None:
+        return ops.rms_norm(x, norm.weight, norm.eps, in_draft_pass=in_draft_pass), x
+    return ops.add_rms_norm(update, x, norm.weight, norm.eps, in_draft_pass=in_draft_pass)
+
+
+def feed_forward(ops: Operations, mlp: MLP, x: Tensor, launch_rows: int | None = None) -> Tensor | SplitSums:
+    """SwiGLU block: [B, n, H] -> [B, n, H], its splits perhaps still apart. `launch_rows`: see project."""
+    if mlp.module is not None:
+        return mlp.module(x)
+    gate, up = mlp.gate, mlp.up
+    if gate.weight is not None and up.weight is not None and gate.bias is None and up.bias is None:
+        inner = ops.linear_swiglu(x, gate.weight, up.weight, launch_rows=launch_rows)
+    else:
+        inner = ops.swiglu(*project_stack(ops, (gate, up), x, launch_rows=launch_rows))
+    return project(ops, mlp.down, inner, keep_splits=True, launch_rows=launch_rows)
+
+
+def _parameters(module: Callable | None) -> Iterator[Tensor]:
+    if isinstance(module, nn.Module):
+        yield from module.parameters()

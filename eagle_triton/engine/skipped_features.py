@@ -1,0 +1,57 @@
+"""Plain decoding with a draft that catches up later.
+
+While nothing is drafted, the draft need not run: a plain step only keeps its features. Before they are overwritten,
+or when drafting resumes, the draft takes them all in at once, and stands where it would have stood.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.model import ModelView
+from eagle_triton.engine.operations import Operations
+
+if TYPE_CHECKING:
+    from eagle_triton.engine.drafts.draft import Draft
+    from eagle_triton.engine.state import Sequences
+
+ROWS = 64  # plain steps whose features are kept
+
+
+class SkippedFeatures(NamedTuple):
+    """Features of committed tokens that the draft has not taken in yet."""
+
+    features: Tensor  # [B, R, F]: of position p in row p % R
+    draft_lengths: Tensor  # [B] int32: committed tokens that the draft knows
+
+    def keep(self, lengths: Tensor, features: Tensor) -> None:
+        """Remember features [B, n, F], n <= R, of the positions lengths .. lengths + n."""
+        self.features.scatter_(1, self._places(lengths, features.shape[1]), features)
+
+    def since(self, first: Tensor, count: int) -> Tensor:
+        """Those of positions first .. first + count, [B, count, F]; arbitrary where nothing was kept."""
+        return self.features.gather(1, self._places(first, count))
+
+    def _places(self, first: Tensor, count: int) -> Tensor:
+        """Where positions first .. first + count stand in `features`: an index [B, count, F] into dimension 1."""
+        positions = first[:, None] + torch.arange(count, device=first.device)
+        rows = positions.long() % self.features.shape[1]
+        return rows[:, :, None].expand(-1, -1, self.features.shape[2])
+
+
+def start_skipping(view: ModelView, sequences: Sequences) -> None:
+    """The draft knows all committed tokens now; from here on plain steps keep their features."""
+    if sequences.skipped is None:
+        shape = (sequences.slots, ROWS, view.feature_size)
+        features = torch.zeros(shape, dtype=view.dtype, device=view.device)
+        sequences.skipped = SkippedFeatures(features, torch.zeros_like(sequences.lengths))
+    sequences.skipped.draft_lengths.copy_(sequences.lengths)
+
+
+def catch_up(ops: Operations, draft: Draft, sequences: Sequences, steps: int) -> None:
+    """Let the draft take in what it does not know, at most `steps` <= ROWS positions of each sequence."""
+    draft.catch_up(ops, sequences, steps)
+    sequences.skipped.draft_lengths.copy_(sequences.lengths)

@@ -1,0 +1,212 @@
+"""The products' launchers: they check, choose how a product is made, and have it made."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from eagle_triton.layers import swiglu
+from eagle_triton.linear import small
+from eagle_triton.linear.settings import Settings, can_stream, has_descriptors, launch_settings
+from eagle_triton.reference.linear import check_product
+from eagle_triton.runtime.overlap import triton_version
+from eagle_triton.runtime.split_sums import SplitSums
+
+if TYPE_CHECKING:  # Gluon's
+    from eagle_triton.linear.streamed import Streaming
+
+log = logging.getLogger(__name__)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    keep_splits: bool = False,
+    launch_rows: int | None = None,
+    settings: Settings | Streaming | None = None,
+) -> Tensor | SplitSums:
+    """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
+
+    `keep_splits`: the caller takes SplitSums too, and there is no residual. `launch_rows`: choose the launch settings
+    for that many rows, so that passes of different widths share them. `settings` overrides that choice. Raises
+    ValueError on shapes, dtypes, strides or devices that do not fit, and on Streaming settings that cannot be.
+    """
+    check_product("linear", x, (weight,), (bias,), residual, keep_splits=keep_splits)
+    settings = settings or _choose(x, (weight,), launch_rows, keep_splits, residual)
+    if settings is None:
+        out = F.linear(x, weight, bias)
+        return out if residual is None else residual + out
+    return _multiply("linear", x, [weight], [bias], residual, keep_splits, launch_rows is not None, settings)
+
+
+def linear_stack(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    keep_splits: bool = False,
+    launch_rows: int | None = None,
+    settings: Settings | Streaming | None = None,
+) -> tuple[Tensor | SplitSums, ...]:
+    """Several products of the same rows, e.g. q, k and v, three to a launch. x [..., K], weights [Ni, K].
+
+    Returns one [..., Ni] each: views of one tensor, side by side in its last dimension. Options as for `linear`.
+    """
+    check_product("linear_stack", x, weights, biases, None)
+    settings = settings or _choose(x, weights, launch_rows, keep_splits)
+    if settings is None:
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    outs: list[Tensor | SplitSums] = []
+    for i in range(0, len(weights), 3):
+        some = list(weights[i : i + 3])
+        out = _multiply(
+            "linear_stack", x, some, list(biases[i : i + 3]), None, keep_splits, launch_rows is not None, settings
+        )
+        cols = [weight.shape[0] for weight in some]
+        if isinstance(out, SplitSums):
+            outs += [SplitSums(sums, out.dtype) for sums in out.sums.split(cols, dim=-1)]
+        else:
+            outs += out.split(cols, dim=-1)
+    return tuple(outs)
+
+
+def linear_swiglu(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    *,
+    launch_rows: int | None = None,
+    settings: Settings | Streaming | None = None,
+) -> Tensor:
+    """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I]."""
+    check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
+    settings = settings or _choose(x, (gate, up), launch_rows, fused=True)
+    if settings is None:
+        return swiglu(F.linear(x, gate), F.linear(x, up))
+    matrix = _matrix("linear_swiglu", x, (gate, up))
+    out = x.new_empty(len(matrix), len(gate))
+    if not out.numel():
+        pass
+    elif isinstance(settings, Settings):
+        small.linear_swiglu(matrix, gate, up, out, settings)
+    else:
+        _check_streaming("linear_swiglu", matrix, (gate, up), settings, None, False)
+        _streamed().linear_swiglu(matrix, gate, up, out, settings)
+    return out.view(*x.shape[:-1], len(gate))
+
+
+def _multiply(
+    name: str,
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    residual: Tensor | None,
+    keep_splits: bool,
+    in_draft_pass: bool,
+    settings: Settings | Streaming,
+) -> Tensor | SplitSums:
+    """One launch for up to three weights: [..., N of all weights]."""
+    matrix = _matrix(name, x, weights)
+    rows = len(matrix)
+    cols = [weight.shape[0] for weight in weights]
+    keep_splits = keep_splits and (settings.splits > 1 or in_draft_pass)
+    shape = (*x.shape[:-1], sum(cols))
+    if keep_splits:
+        out = x.new_empty(settings.splits, rows, shape[-1], dtype=torch.float32)
+    else:
+        out = x.new_empty(rows, shape[-1])
+    if residual is not None:
+        residual = residual.reshape(out.shape)
+        residual = residual if residual.stride(1) == 1 else residual.contiguous()
+    if len(weights) == 2:  # the kernels know one weight or three
+        weights, biases, cols = [*weights, weights[1]], [*biases, biases[1]], [*cols, 0]
+    if any(bias is not None for bias in biases):
+        biases = [x.new_zeros(n) if b is None else b.contiguous() for n, b in zip(cols, biases, strict=True)]
+    if not out.numel():
+        pass
+    elif isinstance(settings, Settings):
+        small.linear(matrix, weights, cols, biases, residual, out, settings, keep_splits)
+    else:
+        _check_streaming(name, matrix, weights, settings, residual, keep_splits)
+        _streamed().linear(matrix, weights, cols, biases, out, settings)
+    return SplitSums(out.view(-1, *shape), x.dtype) if keep_splits else out.view(shape)
+
+
+def _choose(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    launch_rows: int | None,
+    keep_splits: bool = False,
+    residual: Tensor | None = None,
+    fused: bool = False,
+) -> Settings | Streaming | None:
+    """How a product is launched, None: by cuBLAS. Streaming up to 64 rows does not change a bit."""
+    matrix = _contiguous_rows(x)
+    rows, depth = max(launch_rows or 0, len(matrix)), x.shape[-1]
+    cols = tuple(weight.shape[0] for weight in weights)
+    settings = launch_settings(x.device, x.dtype, rows, cols, depth, fused, launch_rows is not None)
+    streaming = _streamed() if can_stream([matrix, *weights]) else None
+    if settings is None:
+        wide = streaming is not None and keep_splits and launch_rows is not None
+        return streaming.wide_settings(rows, cols, depth) if wide else None
+    if launch_rows and not keep_splits:
+        settings = settings._replace(splits=1)  # the megakernel has no last program of a tile
+    if streaming is None or residual is not None or (settings.splits > 1 and not keep_splits):
+        return settings
+    tile = (settings.block_n, settings.block_k, settings.splits, settings.swap)
+    return streaming.settings_for(rows, cols, depth, *tile, fused) or settings
+
+
+@functools.cache
+def _streamed() -> ModuleType | None:
+    """streamed.py, or None with a Triton before 3.6, whose Gluon does not compile it, or without Gluon."""
+    if triton_version() < (3, 6):
+        log.warning("products are not streamed: that takes Triton 3.6, this is %s", triton.__version__)
+        return None
+    try:
+        return importlib.import_module("eagle_triton.linear.streamed")
+    except ImportError as error:
+        log.warning("products are not streamed: %s", error)
+        return None
+
+
+def _matrix(name: str, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """x as [rows, K] with contiguous rows. Weights whose rows are not contiguous are refused: they are not copied."""
+    for weight in weights:
+        if weight.stride(1) != 1 and weight.shape[1] > 1:
+            raise ValueError(f"{name}: the rows of a weight must be contiguous, got strides {weight.stride()}")
+    return _contiguous_rows(x)
+
+
+def _contiguous_rows(x: Tensor) -> Tensor:
+    x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _check_streaming(
+    name: str,
+    matrix: Tensor,
+    weights: Sequence[Tensor],
+    settings: Streaming,
+    residual: Tensor | None,
+    keep_splits: bool,
+) -> None:
+    if residual is not None or (settings.splits > 1 and not keep_splits):
+        raise ValueError(f"{name}: streamed products take no residual and leave split sums to the reader (keep_splits)")
+    if not has_descriptors([matrix, *weights]) or len(matrix) > (16 if settings.swap else 128):
+        raise ValueError(
+            f"{name}: streamed products need a Hopper GPU, 16 bits, rows aligned to 16 bytes, and at most 128 of them "
+            f"(16 with swap), got {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
+        )

@@ -1,0 +1,121 @@
+"""How products of few rows are launched: a table of measured settings, a rule for what was not measured."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class Settings(NamedTuple):
+    """How one product is launched. Four warps are one warpgroup of Hopper's tensor cores."""
+
+    block_n: int
+    block_k: int
+    splits: int = 1  # of K; linear_swiglu has no splits
+    warps: int = 4
+    stages: int = 4
+    swap: bool = False  # weights as the left operand
+    tma: bool = True  # descriptors, where the hardware and the tensors allow them
+
+
+# One H200, Triton 3.6, bf16; (rows up to, rows of each weight, K). Behind each row: us alone, us with its splits kept
+# where K is split, and us of cuBLAS on the concatenated weights (tools/tune_linear.py: graph replay, weights larger
+# than L2).
+_HOPPER = {
+    (16, (4096, 1024, 1024), 4096): Settings(64, 128, 2, 4, 4, True),  # qkv 15.5, 14.4; 15.8
+    (16, (4096,), 4096): Settings(64, 256, 2, 4, 3, True),  # o 11.3, 10.3; 13.3
+    (16, (14336, 14336), 4096): Settings(128, 128, 1, 4, 3, True),  # gate and up 56.3; 56.6 without SwiGLU
+    (16, (4096,), 14336): Settings(64, 256, 2, 4, 4, True),  # down 30.6, 29.7; 32.5
+    (16, (128256,), 4096): Settings(128, 128, 1, 4, 3, True),  # head 237; 246
+    (16, (4096, 1024, 1024), 8192): Settings(64, 128, 4, 4, 3, True),  # draft qkv 27.6, 26.3; 27.7
+    (16, (32000,), 4096): Settings(128, 128, 1, 4, 3, True),  # draft head 62.0; 64.9
+    (64, (4096, 1024, 1024), 4096): Settings(32, 128, 2, 4, 3),  # 17.8, 15.9; 16.0
+    (64, (4096,), 4096): Settings(32, 128, 2, 4, 4),  # 12.4, 10.9; 11.7
+    (64, (14336, 14336), 4096): Settings(128, 64, 1, 4, 4),  # 59.3; 61.2 without SwiGLU
+    (64, (4096,), 14336): Settings(64, 128, 2, 4, 4),  # 33.7, 32.2; 35.6
+    (64, (128256,), 4096): Settings(128, 128, 1, 4, 4),  # 249; 274
+    (64, (4096, 1024, 1024), 8192): Settings(64, 128, 2, 4, 3),  # 30.8, 28.8; 28.7
+    (64, (32000,), 4096): Settings(128, 64, 1, 4, 4),  # 64.9; 67.7
+}
+_MAX_ROWS = 64  # more rows are cuBLAS's, or streamed.wide_settings'
+_PROGRAMS = 112  # enough of them to load every multiprocessor
+
+
+def launch_settings(
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    cols: tuple[int, ...],
+    depth: int,
+    fused: bool = False,
+    in_draft_pass: bool = False,
+) -> Settings | None:
+    """Settings for the product of `rows` rows with weights [n, depth] for n in `cols`, or None: not by these kernels.
+
+    `fused`: each program reads all weights (linear_swiglu); else their tiles stand side by side. In fp32, where no
+    tensor cores are used, and for many rows, time is no longer that of reading the weights: cuBLAS. Those of a
+    draft pass stay here all the same, so that it has the megakernel's bits.
+    """
+    if rows > _MAX_ROWS or (dtype.itemsize > 2 and not in_draft_pass):
+        return None
+    if dtype.itemsize > 2:
+        settings = Settings(32, 32, stages=2, tma=False)
+    elif compute_capability(device) not in ((9, 0), (10, 0), (10, 3)):
+        settings = Settings(32 if fused else 64, 64, stages=3)  # small enough for any device; unmeasured
+    else:
+        few = rows <= 16
+        if (16 if few else 64, cols, depth) in _HOPPER:
+            return _HOPPER[16 if few else 64, cols, depth]
+        wide = tiles_of(cols, 128, fused) >= _PROGRAMS
+        settings = Settings(
+            128 if wide else 64, 64 if wide and not few else 128, stages=3 if wide and few else 4, swap=few
+        )
+    tiles, splits = tiles_of(cols, settings.block_n, fused), 1
+    while not fused and splits < 8 and tiles * splits < _PROGRAMS and depth >= 8 * splits * settings.block_k:
+        splits *= 2
+    return settings._replace(splits=splits)
+
+
+def block_m_of(rows: int) -> int:
+    """The row tile: the next power of two, 16 at least (the tensor cores' least) and 128 at most."""
+    return min(max(16, triton.next_power_of_2(rows)), 128)
+
+
+def tiles_of(cols: Sequence[int], block_n: int, fused: bool = False) -> int:
+    """Column tiles of products with so many columns each; `fused`: of the first alone, whose programs read them all."""
+    return sum(triton.cdiv(n, block_n) for n in (cols[:1] if fused else cols))
+
+
+@functools.cache
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Of an NVIDIA device, else (0, 0)."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if nvidia else (0, 0)
+
+
+def has_descriptors(tensors: Sequence[Tensor]) -> bool:
+    """Whether TMA descriptors can stand for these matrices: Hopper and newer, 16 bits, aligned rows."""
+    return compute_capability(tensors[0].device) >= (9, 0) and all(
+        tensor.element_size() == 2 and tensor.data_ptr() % 16 == 0 and tensor.stride(-2) % 8 == 0 for tensor in tensors
+    )
+
+
+def can_stream(tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernels of streamed.py can take these matrices: on Hopper, with descriptors."""
+    return compute_capability(tensors[0].device) == (9, 0) and has_descriptors(tensors)
+
+
+def descriptors(tensors: list[Tensor], block_m: int, settings: Settings) -> list[TensorDescriptor | None]:
+    """TMA descriptors of x and the weights, or None each where they cannot be used."""
+    if not (settings.tma and has_descriptors(tensors)):
+        return [None] * len(tensors)
+    return [
+        TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [block, settings.block_k])
+        for tensor, block in zip(tensors, [block_m] + [settings.block_n] * (len(tensors) - 1), strict=True)
+    ]
