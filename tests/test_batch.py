@@ -1,6 +1,7 @@
 """The running batch on tiny random models: who enters, leaves or fails changes nothing for the others."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -103,11 +104,12 @@ def test_nan_logits_end_one_request_and_no_other(in_flight):
         batch.step()
         target_cache(batch.sequences)[:, :, 1, :, :3] = float("nan")
         failures, results = [], {}
-        while batch.running:
+        for _ in range(60):
             for progress in batch.step():
                 results.setdefault(progress.slot, []).extend(progress.tokens)
                 if progress.error:
                     failures.append(progress)
+        assert not batch.running
         assert [(p.slot, p.request, p.finished, p.tokens) for p in failures] == [(1, REQUESTS[1], "error", [])]
         assert failures[0].error == "the target's logits are NaN"
         batch.admit(REQUESTS[3])  # no NaN of the former occupant is left
@@ -209,6 +211,60 @@ def test_what_a_capture_runs_leaves_sequences_as_they_are():
                 steps.append([(p.slot, p.tokens, p.accepted) for p in batch.step()])
             runs.append(steps)
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
+def test_equal_prompts_accept_as_many_drafts_as_each_alone(eagle3):
+    """The caches of equal prompts are filled once and copied, the draft's too: a hole there shows in no token."""
+    engine = engine_for(tiny_model(eagle3=eagle3, layers=5, vocab=12, seed=2, **LARGER))
+
+    def accepted(requests: list[Request]) -> list[list[int]]:
+        with Batch(engine, len(requests), engine.draft.read_tree(), 80) as batch:
+            batch.admit_all(requests)
+            lengths: list[list[int]] = [[] for _ in requests]
+            while batch.running:
+                for progress in batch.step():
+                    lengths[progress.slot].append(progress.accepted)
+        return lengths
+
+    twin, other = Request(prompt(40, vocab=12), 40), Request(prompt(7, vocab=12), 40)
+    (once,) = accepted([twin])
+    assert sum(once) > 0, "nothing was accepted: the test shows nothing"
+    first, middle, last = accepted([twin, other, twin])
+    assert first == last == once and middle == accepted([other])[0]
+
+
+@pytest.mark.parametrize("tree", ["draft", "plain"])
+def test_every_step_has_coins_of_its_own(tree):
+    model = tiny_model(layers=5, **SMALL)
+    model.base_model.lm_head.weight.data.zero_()  # every token is as likely as any other
+    engine = engine_for(model)
+    spec = PLAIN if tree == "plain" else engine.draft.read_tree()
+    tokens = alone(engine, Request(prompt(5), 60, SamplingParams(temperature=1.0, seed=1)), spec)
+    assert len(set(tokens)) > 16 and all(len(set(tokens[i : i + 6])) > 1 for i in range(50))
+    assert tokens == alone(engine, Request(prompt(5), 60, SamplingParams(temperature=1.0, seed=1)), spec)
+    assert tokens != alone(engine, Request(prompt(5), 60, SamplingParams(temperature=1.0, seed=2)), spec)
+
+
+@pytest.mark.parametrize("tree", ["draft", "plain"])
+def test_the_order_of_the_filters_is_the_requests(tree):
+    """Of .5 .2 .15 ..., top-k 2 then top-p 0.6 leaves one token; top-p 0.6 then top-k 2 leaves two."""
+    model = tiny_model(layers=5, **SMALL)
+    model.base_model.lm_head.weight.data.zero_()
+    engine = engine_for(model)
+    spec = PLAIN if tree == "plain" else engine.draft.read_tree()
+    likely = {4: 0.5, 9: 0.2, 20: 0.15, 21: 0.1, 30: 0.05}
+    bias = {token: math.log(likely[token]) if token in likely else float("-inf") for token in range(32)}
+    for first, expected in ((False, {4}), (True, {4, 9})):
+        sampling = SamplingParams(1.0, top_k=2, top_p=0.6, top_p_first=first, seed=5, logit_bias=bias)
+        assert set(alone(engine, Request(prompt(5), 60, sampling), spec)) == expected
+
+
+def test_the_originals_arguments_filter_as_the_original_does():
+    sampling = SamplingParams.original(temperature=0.7, top_p=0.9, top_k=5)
+    assert sampling == SamplingParams(temperature=0.7, top_p=0.9, top_k=5, top_p_first=True)
+    assert SamplingParams.original(temperature=1e-6, top_p=0.9, top_k=5) == SamplingParams()
+    assert SamplingParams.original(temperature=1.0, top_p=0.0, top_k=0.0) == SamplingParams(1.0, top_p_first=True)
 
 
 # ------------------------------------------------------------------------------------------ changing trees on the way

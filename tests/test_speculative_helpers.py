@@ -560,6 +560,16 @@ def test_without_fallback_a_single_tree_stays():
     assert policy.spec == EAGLEConfig().tree() and speed < 1 and policy.plain_steps == 0
 
 
+def test_a_policy_expects_what_trees_have_given():
+    """Tokens of a step: the accepted drafts and the target's own one."""
+    spec = EAGLEConfig().tree()
+    policy = TreePolicy([spec], StepCosts(1, 0.05), fallback=False)
+    for accepted in ([2, 0], [1, 3]) * 200:
+        policy.observe(accepted, 1.0)
+    assert policy.emitted(spec) == pytest.approx(2.5, abs=0.02) and policy.emitted(PLAIN) == 1.0
+    assert policy.rate(spec) == pytest.approx(2.5 / policy.costs.ms(spec), rel=0.01)
+
+
 # --- names ---
 
 

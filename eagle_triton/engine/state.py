@@ -18,7 +18,7 @@ from eagle_triton.engine import slots as by_slot
 from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.slots import part_of, tensors_of
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.reference.attention import WORD
+from eagle_triton.reference.attention import WORD, pack_ancestors
 from eagle_triton.reference.logit_processing import LogitRules
 from eagle_triton.reference.sampling import SamplingTensors
 from eagle_triton.reference.verification import REPORT_TOKENS, Stops
@@ -37,6 +37,16 @@ class Tree(NamedTuple):
     parents: Tensor  # [B, N] int32, -1 for the root
     depths: Tensor  # [B, N] int32
     ancestors: Tensor  # [B, N, W] int64: bit j of row i says that node j is i or an ancestor of i
+
+    def write_chain(self, tokens: Tensor) -> None:
+        """Make every tree a chain of tokens [B, N] int64, the root first, in place."""
+        batch, nodes = self.tokens.shape
+        depths = torch.arange(nodes, dtype=torch.int32, device=tokens.device)
+        below = torch.ones(batch, nodes, nodes, dtype=torch.bool, device=tokens.device).tril()
+        self.tokens.copy_(tokens)
+        self.depths.copy_(depths)
+        self.parents.copy_(depths - 1)
+        self.ancestors.copy_(pack_ancestors(below))
 
 
 def capacity_bucket(rows: int) -> int:

@@ -45,6 +45,11 @@ class TreeSpec:
         return TreeSpec(total_token, top_k, (top_k,) * depth)
 
     @staticmethod
+    def chain(drafts: int) -> TreeSpec:
+        """So many drafts, one below the other."""
+        return TreeSpec.dynamic(drafts + 1, max(drafts - 1, 0), 1)
+
+    @staticmethod
     def fixed(choices: Sequence[Sequence[int]]) -> TreeSpec:
         """EAGLE-1 `tree_choices`: each node is its path of child ranks from the root, e.g. [0], [0, 2].
 

@@ -421,6 +421,8 @@ class EAGLEInference:
 
     def _trees(self) -> list[TreeSpec]:
         """What the policy may choose from."""
+        if not self.pair.draft.any_tree:
+            return [self.pair.draft.read_tree()]
         if self.config.num_draft_tokens != "auto":
             return [self.config.tree()]
         return [self.config.tree(nodes) for nodes in tree_sizes(self.config.nodes)]

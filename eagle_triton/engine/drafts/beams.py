@@ -89,6 +89,7 @@ class BeamDraft(Draft):
     d2t: Tensor | None = None  # [Vd] int64
 
     must_catch_up: ClassVar[bool] = True
+    any_tree: ClassVar[bool] = True
     first_token: ClassVar[int]
     """The first token of a sequence that has a row in its cache. A head's row p pairs the features of p with token
     p + 1, and so none belongs to token 0; a model has a row for every token."""

@@ -26,6 +26,9 @@ class Draft(ABC):
     must_catch_up: ClassVar[bool] = False
     """Whether it knows committed tokens only if it is told: then plain steps keep their features for `catch_up`."""
 
+    any_tree: ClassVar[bool] = False
+    """Whether it can draft trees of any shape, not only that of `read_tree`."""
+
     @abstractmethod
     def read_tree(self) -> TreeSpec:
         """The tree to draft in the next generation; it may be another one each time."""

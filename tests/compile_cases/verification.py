@@ -1,0 +1,45 @@
+"""Production settings of the verification kernels: N 60, D 8, V 128256."""
+
+from eagle_triton.runtime.launch import EXACT
+from eagle_triton.sampling.draws import chunk_of
+from eagle_triton.verification import (
+    _final_token_kernel,
+    _greedy_walk_kernel,
+    _sampled_walk_kernel,
+    _update_sequence_kernel,
+)
+
+_TYPES = {
+    **dict.fromkeys(("temperature_ptr", "min_p_ptr", "peaks_ptr", "thresholds_ptr"), "*fp32"),
+    **dict.fromkeys(("seed_ptr", "step_ptr", "tokens_ptr", "next_ptr"), "*i64"),
+    **dict.fromkeys(("parents_ptr", "path_ptr", "accepted_ptr", "places_ptr", "lengths_ptr", "limit_ptr"), "*i32"),
+    **dict.fromkeys(("nan_ptr", "active_ptr", "exact_ptr"), "*i1"),
+    **dict.fromkeys(("sequence_ptr", "stop_ids_ptr", "report_ptr"), "*i64"),
+    "sums_ptr": "*fp64",
+}
+_WALK = {"NODES": 64, "CHUNKS": 32, "PARTS": 32, "STEPS": 16, "CHUNK": chunk_of(128256), "PAIRS": 64, "stride_xv": 1}
+
+
+def _case(name: str, kernel, constexprs: dict, options: dict, dtype: str = "bf16") -> tuple:
+    constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
+    types = {**_TYPES, "x_ptr": f"*{dtype}"}
+    signature = {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in kernel.arg_names}
+    return name, kernel, signature, constexprs, {**EXACT, **options}
+
+
+CASES = [
+    _case("greedy walk", _greedy_walk_kernel, _WALK, {"num_warps": 8}),
+    *(
+        _case(
+            f"{name} {dtype}",
+            kernel,
+            {**_WALK, "PDL": pdl},
+            {"num_warps": 8, "aligned": ("vocabulary", "stride_xr"), "targets": targets},
+            dtype,
+        )
+        for name, kernel in (("sampled walk", _sampled_walk_kernel), ("final token", _final_token_kernel))
+        for dtype in ("bf16", "fp16")
+        for pdl, targets in ((False, ("sm_80", "gfx942")), (True, ("sm_90", "sm_100")))
+    ),
+    _case("update sequence", _update_sequence_kernel, {"STEPS": 16, "STOPS": 16}, {"num_warps": 1}),
+]

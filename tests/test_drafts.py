@@ -1,0 +1,105 @@
+"""Kinds of draft: one of somebody's own decodes losslessly, and what a draft need not have."""
+
+import pytest
+import torch
+
+from eagle_triton import EAGLEConfig, EAGLEInference
+from eagle_triton.adapters import native
+from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.graph import StepGraph
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.stop_rules import generate
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from tests.tiny import random_prompt, tiny_model
+
+
+class RepeatDraft(Draft):
+    """Drafts the last `count` tokens once more, the root among them."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def read_tree(self) -> TreeSpec:
+        return TreeSpec.chain(self.count)
+
+    def grow(self, ops, state) -> None:
+        first = (state.lengths + 1 - self.count).clamp(min=0)
+        last = ops.sequence_rows(state.tokens, first, self.count)
+        root = ops.sequence_rows(state.tokens, state.lengths, 1)
+        state.tree.write_chain(torch.cat((root, last), dim=1))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(
+        layers=5, vocab=8, seed=1, total_token=4, depth=1, top_k=2
+    )  # so few tokens that greedy decoding soon repeats itself
+
+
+PROMPTS = [random_prompt(length, vocab=8)[0] for length in (1, 9, 30, 9)]
+SEEDED = SamplingParams(temperature=0.4, seed=3)
+
+
+@pytest.mark.parametrize("count", [2, 4, 11])
+def test_a_draft_of_ones_own_decodes_losslessly(model, device, count):
+    view, _ = native.read(model.to(device))
+    cuda = device == "cuda"
+    engine = Engine(view, RepeatDraft(count), make_operations(cuda), cuda_graph=cuda)
+    prompts, limits = [prompt.to(device) for prompt in PROMPTS], [40, 25, 60, 25]
+
+    def run(chosen, spec, new):
+        return generate(engine, chosen, spec, SamplingParams(), max_new_tokens=new, eos_token_ids=())
+
+    together = run(prompts, engine.draft.read_tree(), limits)
+    accepted = list(engine.accept_lengths)
+    assert sum(accepted) > 0, "nothing was accepted: the test shows nothing"
+    for prompt, limit, row in zip(prompts, limits, together, strict=True):
+        assert torch.equal(row, run([prompt], PLAIN, [limit])[0])
+    run(prompts[:1], engine.draft.read_tree(), limits[:1])
+    assert engine.accept_lengths == accepted, "the first prompt is drafted otherwise when it is alone"
+    if cuda:
+        assert engine._steps and all(isinstance(step, StepGraph) for step in engine._steps.values()), engine.notes
+
+
+def test_it_needs_no_catching_up_when_drafting_resumes(model):
+    engine = Engine(native.read(model.cpu())[0], RepeatDraft(4), make_operations())
+    spec, want = engine.draft.read_tree(), []
+    for pause in (0, 70):
+        with Batch(engine, 1, spec, 200) as batch:
+            batch.admit(Request(PROMPTS[1], 150))
+            for _ in range(pause):
+                batch.spec = PLAIN
+                batch.step()
+            batch.spec = spec
+            while batch.running:
+                batch.step()
+            want.append(batch.tokens(0))
+        assert batch.sequences.skipped is None and batch.sequences.draft_tensors is None
+    assert torch.equal(*want)
+
+
+def test_it_samples_from_the_targets_distribution_and_repeats_for_a_seed(model):
+    engine = Engine(native.read(model.cpu())[0], RepeatDraft(3), make_operations())
+
+    def run(prompts):
+        limits = [30] * len(prompts)
+        return generate(engine, prompts, TreeSpec.chain(3), SEEDED, max_new_tokens=limits, eos_token_ids=())
+
+    together = run(PROMPTS)
+    assert sum(engine.accept_lengths) > 0
+    assert torch.equal(run(PROMPTS[:1])[0], together[0])
+
+
+def test_inference_takes_it(model):
+    prompts = [prompt[None] for prompt in PROMPTS[1:2]]
+    eagle = EAGLEInference(RepeatDraft(5), model.cpu(), EAGLEConfig(fallback=False))
+    (row,), stats = eagle.generate([prompts[0][0]], max_new_tokens=40)
+    alone = model.generate(prompts[0], max_new_tokens=40)[0]
+    assert torch.equal(row, alone) and stats["acceptance_rate"] > 0
+    assert stats.completions[0].statistics.proposed % 5 == 0
+    assert eagle.memory_bytes(slots=2, rows=100)["draft_cache"] == 0
+    with pytest.raises(ValueError, match="the draft must score candidates, which a RepeatDraft does not"):
+        eagle.draft_step(prompts[0])

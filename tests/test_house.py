@@ -1,0 +1,85 @@
+"""What belongs together stands together: every operation in all its places, every public name where it is said."""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import eagle_triton
+from eagle_triton import speculative
+from eagle_triton.engine.kernel_operations import KernelOperations
+from eagle_triton.engine.operations import Operations, operation_names
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "eagle_triton"
+OPERATIONS = operation_names()
+
+
+def home(function) -> str:
+    """The stem of an operation: linear/products.py's is linear."""
+    return function.__module__.split("eagle_triton.")[1].removeprefix("reference.").split(".")[0]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_has_all_its_places(name):
+    reference, kernel = getattr(Operations, name), getattr(KernelOperations, name)
+    stem = home(reference)
+    assert home(kernel) == stem and kernel.__name__ == reference.__name__ == name
+    assert inspect.getdoc(reference) and inspect.getdoc(kernel)
+    taken, offered = (inspect.signature(function).parameters for function in (reference, kernel))
+    assert list(taken) == [parameter for parameter in offered if parameter != "settings"]
+    assert all(taken[parameter].default == offered[parameter].default for parameter in taken)
+    test = (ROOT / "tests" / f"test_{stem}.py").read_text(encoding="utf-8")
+    assert f"{name}(" in test or f'"{name}"' in test, f"tests/test_{stem}.py does not call {name}"
+    assert (ROOT / "tests" / "compile_cases" / f"{stem}.py").exists()
+    assert f"ops.{name}(" in "".join(path.read_text(encoding="utf-8") for path in PACKAGE.glob("engine/**/*.py"))
+
+
+def test_both_tables_hold_the_same_operations_in_the_same_order():
+    mine = [name for name, value in vars(KernelOperations).items() if isinstance(value, staticmethod)]
+    assert mine == OPERATIONS and len(OPERATIONS) == 20
+
+
+def test_every_kernel_is_compiled_by_a_case():
+    """A @triton.jit function that is launched (its name ends in _kernel) stands in tests/compile_cases."""
+    cases = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests/compile_cases").glob("*.py"))
+    kernels = {
+        node.name: path
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        and node.name.endswith("_kernel")
+        and any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    }
+    missing = {name: str(path.relative_to(ROOT)) for name, path in kernels.items() if name not in cases}
+    assert len(kernels) > 25 and not missing
+
+
+def test_no_kind_is_asked_for():
+    """A draft or a layer is asked what it does, never what it is called."""
+    for path in (PACKAGE / "engine").rglob("*.py"):
+        assert ".kind" not in path.read_text(encoding="utf-8"), path
+
+
+@pytest.mark.parametrize("package", [eagle_triton, speculative], ids=lambda package: package.__name__)
+def test_public_names_are_found_and_known_to_type_checkers(package):
+    assert package.__all__ == sorted(package.__all__) and set(package.__all__) <= set(dir(package))
+    for name in package.__all__:
+        assert getattr(package, name).__name__ == name
+    tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    shown = {
+        alias.asname: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert set(shown) == set(package.__all__)
+    for name, module in shown.items():
+        assert getattr(importlib.import_module(module), name) is getattr(package, name)
+
+
+def test_tree_decoding_offers_all_of_tree_decoding():
+    from eagle_triton import tree_decoding, verification
+
+    for name in ("verify_greedy", "verify_sampling", "update_sequence"):
+        assert getattr(tree_decoding, name) is getattr(verification, name)

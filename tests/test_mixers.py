@@ -1,0 +1,235 @@
+"""Kinds of layer: a toy recurrence h <- a h + b x among attention layers, decoded in trees and rolled back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eagle_triton.adapters import native
+from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.mixers import AcceptedPath, Mixer, MixerCache
+from eagle_triton.engine.model import target_forward
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.slots import bytes_of
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.reference.attention import ancestor_matrix
+from tests.tiny import random_prompt, tiny_model
+
+DECAY = 0.5
+
+
+class RecurrentCache(MixerCache):
+    """states [layers, B, H]: h after the committed tokens."""
+
+    def __init__(self, states: Tensor):
+        self.states = states
+
+    def layer(self, index: int) -> Tensor:
+        return self.states[index]
+
+    def part(self, slots: slice) -> RecurrentCache:
+        return RecurrentCache(self.states[:, slots])
+
+    def clear(self) -> None:
+        self.states.zero_()
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self.states[:, target] = self.states[:, source]
+
+    def commit(self, ops, uncommitted: Sequence[Tensor], accepted: AcceptedPath) -> None:
+        for state, inputs in zip(self.states, uncommitted, strict=True):
+            for step, node in enumerate(accepted.path.T):
+                row = inputs.gather(1, node.clamp(min=0).long()[:, None, None].expand(-1, 1, inputs.shape[2]))[:, 0]
+                state.copy_(torch.where((step <= accepted.accepted)[:, None], DECAY * state + row, state))
+
+    def commit_all(self, ops, uncommitted: Sequence[Tensor]) -> None:
+        for state, inputs in zip(self.states, uncommitted, strict=True):
+            for row in inputs.unbind(1):
+                state.copy_(DECAY * state + row)
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        yield self.states
+
+
+@dataclass(frozen=True)
+class Recurrence(Mixer):
+    """h_i = a h_(parent of i) + x_i, out = h_i @ weight.T"""
+
+    weight: Tensor  # [H, H]
+
+    @property
+    def cache_shape(self) -> int:
+        return len(self.weight)
+
+    def new_cache(self, layers, slots, capacity, dtype, device) -> RecurrentCache:
+        return RecurrentCache(torch.zeros(layers, slots, len(self.weight), dtype=dtype, device=device))
+
+    def forward(self, ops, x, cache, rows) -> tuple[Tensor, Tensor]:
+        count = x.shape[1]
+        if rows.ancestors is None:
+            sees = torch.ones(count, count, dtype=torch.bool, device=x.device).tril().expand(len(x), -1, -1)
+        else:
+            sees = ancestor_matrix(rows.ancestors, count)
+        age = sees.sum(-1)  # [B, n]: tokens since the committed ones
+        since = (age[:, :, None] - age[:, None]).clamp(min=0)
+        h = (sees * DECAY**since) @ x + (DECAY**age)[..., None] * cache[:, None]
+        return h @ self.weight.T, x
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        yield self.weight
+
+
+class RecurrentModule(nn.Module):
+    """The same over whole sequences, token by token, in the place of a Hugging Face layer's attention."""
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.mixing = nn.Parameter(weight)
+
+    def forward(self, hidden_states: Tensor, **_) -> tuple[Tensor, None]:
+        state, outs = torch.zeros_like(hidden_states[:, 0]), []
+        for row in hidden_states.unbind(1):
+            state = DECAY * state + row
+            outs.append(state @ self.mixing.T)
+        return torch.stack(outs, dim=1), None
+
+
+RECURRENT = (0, 2, 3)  # of five layers; attention is not the first
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """An engine over a hybrid target with an EAGLE-3 head, and the next token that the same modules give."""
+    model = tiny_model(layers=5, vocab=10, seed=2, total_token=12, depth=3, top_k=3)
+    view, draft = native.read(model)
+    weights = [torch.randn(64, 64, generator=torch.Generator().manual_seed(i)) * 0.1 for i in RECURRENT]
+    layers = list(view.layers)
+    for index, weight in zip(RECURRENT, weights, strict=True):
+        layers[index] = replace(layers[index], mixer=Recurrence(weight))
+        model.base_model.model.layers[index].self_attn = RecurrentModule(weight)
+
+    def logits(tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            return model.base_model(tokens[None], use_cache=False).logits[0]
+
+    return Engine(replace(view, layers=tuple(layers)), draft, make_operations()), logits
+
+
+def alone(logits, prompt: Tensor, count: int) -> Tensor:
+    """The prompt and `count` tokens, each from the whole sequence before it."""
+    tokens = prompt
+    for _ in range(count):
+        tokens = torch.cat((tokens, logits(tokens)[-1].argmax()[None]))
+    return tokens
+
+
+PROMPTS = [random_prompt(length, vocab=10)[0] for length in (1, 3, 20, 20)]
+LONG = random_prompt(530, vocab=10)[0]  # more than one chunk
+TREES = {
+    "plain": PLAIN,
+    "chain": TreeSpec.chain(3),
+    "dynamic": TreeSpec.dynamic(12, 3, 3),
+    "fixed": TreeSpec.fixed([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]),
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_hybrid_target_decodes_as_its_modules_do(pair, tree):
+    engine, logits = pair
+    requests, accepted = {id(r): r for r in [Request(prompt, 24) for prompt in PROMPTS] + [Request(LONG, 3)]}, 0
+    waiting = list(requests.values())
+    with Batch(engine, 3, TREES[tree], 540) as batch:  # the last two enter slots that were used
+        while waiting or batch.running:
+            while waiting and batch.free:
+                batch.admit(waiting.pop(0))
+            for row in batch.step():
+                accepted += row.accepted
+                if row.finished:
+                    prompt, new = row.request.prompt, row.request.max_new_tokens
+                    assert torch.equal(batch.tokens(row.slot), alone(logits, prompt, new))
+                    del requests[id(row.request)]
+    assert not requests and (accepted > 0) == (tree != "plain")
+
+
+def test_states_after_every_step_are_those_of_the_committed_tokens_from_scratch(pair):
+    engine, _ = pair
+    spec = TREES["dynamic"]
+    with torch.no_grad(), Batch(engine, 3, spec, 80) as batch:
+        batch.admit_all([Request(prompt, 40) for prompt in PROMPTS[:3]])
+        rejected = 0
+        for _ in range(12):
+            rejected += sum(row.accepted < spec.depth for row in batch.step())
+            sequences = [batch.tokens(slot) for slot in range(3)]
+            assert sequences[0].shape != sequences[2].shape
+            states = batch.sequences.caches.caches[0].states.clone()
+            fresh = engine.view.new_caches(1, 512)
+            for slot, sequence in enumerate(sequences):
+                fresh.clear()
+                feed(engine, fresh, sequence)
+                torch.testing.assert_close(fresh.caches[0].states[:, 0], states[:, slot], atol=1e-5, rtol=1e-4)
+    assert rejected > 0
+
+
+def feed(engine: Engine, caches, tokens: Tensor) -> None:
+    """Commit tokens one by one."""
+    for position, token in enumerate(tokens):
+        length = torch.tensor([position], dtype=torch.int32)
+        _, _, uncommitted = target_forward(
+            engine.ops, engine.view, token.view(1, 1), caches, length, length[:, None], None
+        )
+        caches.commit_all(engine.ops, uncommitted)
+
+
+def test_an_inactive_slot_stays_as_it_is_and_one_that_is_entered_again_is_fresh(pair):
+    engine, logits = pair
+    trees = itertools.cycle([TREES["dynamic"], PLAIN, TREES["chain"]])
+    with Batch(engine, 2, TREES["dynamic"], 90) as batch:
+        batch.admit_all([Request(PROMPTS[2], 5), Request(PROMPTS[1], 60)])
+        after = None
+        while batch.running:
+            batch.spec = next(trees)
+            batch.step()
+            state = batch.sequences.caches.caches[0].states[:, 0].clone()
+            if batch.free == [0]:
+                assert after is None or torch.equal(state, after)
+                after = state
+        assert after is not None and after.any()
+        assert torch.equal(batch.tokens(1), alone(logits, PROMPTS[1], 60))
+        batch.admit(Request(PROMPTS[0], 20))
+        while batch.running:
+            batch.step()
+        assert torch.equal(batch.tokens(0), alone(logits, PROMPTS[0], 20))
+
+
+def test_equal_prompts_are_computed_once_and_drafted_alike(pair):
+    engine, logits = pair
+    with Batch(engine, 3, TREES["dynamic"], 90) as batch:
+        batch.admit_all([Request(PROMPTS[index], 30) for index in (2, 1, 3)])  # the first and the last are equal
+        accepted: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        while batch.running:
+            for row in batch.step():
+                accepted[row.slot].append(row.accepted)
+        assert accepted[0] == accepted[2] and sum(accepted[0]) > 0
+        assert torch.equal(batch.tokens(0), batch.tokens(2))
+        assert torch.equal(batch.tokens(2), alone(logits, PROMPTS[2], 30))
+
+
+def test_layers_of_other_shapes_have_caches_of_their_own(pair):
+    engine, _ = pair
+    view = engine.view
+    recurrent, attention = view.new_caches(4, 512).caches
+    assert recurrent.states.shape == (3, 4, 64) and attention.data.shape == (2, 2, 4, 2, 512, 16)
+    narrow = replace(view.layers[1].mixer, num_kv_heads=1)
+    mixed = replace(view, layers=(view.layers[1], replace(view.layers[1], mixer=narrow), view.layers[1]))
+    caches = mixed.new_caches(4, 512, torch.device("meta"))
+    assert [cache.data.shape[:4] for cache in caches.caches] == [(2, 2, 4, 2), (1, 2, 4, 1)]
+    assert [caches.layer(i).shape[2] for i in range(3)] == [2, 1, 2]
+    assert bytes_of(caches) == (2 * 2 + 1) * 2 * 4 * 512 * 16 * 4

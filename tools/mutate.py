@@ -1,0 +1,261 @@
+"""Break the code in known ways, one at a time, and see that a test notices each.
+
+    python tools/mutate.py                  all mutations, some ten minutes on two cores
+    python tools/mutate.py catch-up twins   those whose names contain one of these
+
+Each mutation replaces one piece of text in a copy of the tree and runs the tests that must fail then. The exit status
+is 1 if a mutation survives, or if its text is not there any more: then it is to be brought up to date. Drafts never
+show in the output, so many of these tests look at accepted lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST = 300  # seconds for the tests of one mutation
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "results", "node_modules")
+
+
+class Mutation(NamedTuple):
+    """`text` of a file of the package becomes `broken`; `tests` are pytest's arguments."""
+
+    name: str
+    file: str
+    text: str
+    broken: str
+    tests: str
+
+
+MUTATIONS = [
+    Mutation(
+        "commit keeps one row too few",
+        "reference/kv_cache.py",
+        "moved = (step >= 0) & (step <= accepted[:, None])",
+        "moved = (step >= 0) & (step < accepted[:, None])",
+        "tests/test_kv_cache.py -k keeps_the_accepted",
+    ),
+    Mutation(
+        "the next root is not written",
+        "reference/verification.py",
+        "token = torch.where(index <= accepted, given[:, index], next_token)[:, None]",
+        "token = torch.where(index <= accepted, given[:, index], given[:, index])[:, None]",
+        "tests/test_verification.py -k update_sequence_commits",
+    ),
+    Mutation(
+        "ties go to the higher index",
+        "reference/tree_decoding.py",
+        "torch.arange(count - 1, -1, -1, device=scores.device)",
+        "torch.arange(count, device=scores.device)",
+        "tests/test_tree_decoding.py -k ties",
+    ),
+    Mutation(
+        "top-p is ignored",
+        "reference/sampling.py",
+        "(before < top_p[:, None, None])",
+        "(before < 2 + top_p[:, None, None])",
+        "tests/test_sampling.py -k probabilities",
+    ),
+    Mutation(
+        "top_p_first is ignored by the batch",
+        "engine/batch.py",
+        "top_p_first=True in orders",
+        "top_p_first=False",
+        "tests/test_batch.py -k order_of_the_filters",
+    ),
+    Mutation(
+        "the original's arguments filter top-k first",
+        "engine/sampling_params.py",
+        "            top_p_first=True,\n",
+        "",
+        "tests/test_batch.py -k originals_arguments",
+    ),
+    Mutation(
+        "generate ignores its seed",
+        "drop_in/generate.py",
+        "make_generator(seed, generator",
+        "make_generator(None, generator",
+        "tests/test_integration.py -k padded_batch",
+    ),
+    Mutation(
+        "every step has the same coins",
+        "engine/step.py",
+        "    state.sampling.step.add_(1)\n    if depth",
+        "    if depth",
+        "tests/test_batch.py -k coins_of_its_own",
+    ),
+    Mutation(
+        "NaN logits are not reported",
+        "reference/verification.py",
+        "reason = torch.where(nan, ERROR, reason) * active",
+        "reason = reason * active",
+        "tests/test_batch.py -k nan_logits",
+    ),
+    Mutation(
+        "stop tokens of a slot's last request stay",
+        "engine/batch.py",
+        "        stops.ids.fill_(-1)\n",
+        "",
+        "tests/test_batch.py -k staggered",
+    ),
+    Mutation(
+        "twins: the draft's cache is not copied",
+        "engine/state.py",
+        "        by_slot.copy(self.draft_tensors, source, target, length)\n",
+        "",
+        "tests/test_batch.py -k equal_prompts",
+    ),
+    Mutation(
+        "twins: the target's caches are not copied",
+        "engine/state.py",
+        "        self.caches.copy(source, target, length)\n",
+        "",
+        "tests/test_batch.py -k equal_prompts",
+    ),
+    Mutation(
+        "catch-up begins one token early",
+        "engine/drafts/beams.py",
+        "ops.sequence_rows(sequences.tokens, known + 1, steps)",
+        "ops.sequence_rows(sequences.tokens, known, steps)",
+        "tests/test_batch.py -k drafting_resumes",
+    ),
+    Mutation(
+        "plain steps keep no features",
+        "engine/step.py",
+        "if mode.keep_features:",
+        "if False:",
+        "tests/test_batch.py -k drafting_resumes",
+    ),
+    Mutation(
+        "the draft extends by the first nodes, not by the accepted ones",
+        "engine/drafts/beams.py",
+        "ops.gather_rows(features, accepted.path)",
+        "features[:, : accepted.path.shape[1]].contiguous()",
+        "tests/test_integration.py -k every_method",
+    ),
+    Mutation(
+        "the tree grows from the first emitted token",
+        "engine/drafts/beams.py",
+        "ops.gather_rows(output, accepted.accepted[:, None], out=kept)",
+        "ops.gather_rows(output, accepted.accepted[:, None] * 0, out=kept)",
+        "tests/test_integration.py -k every_method",
+    ),
+    Mutation(
+        "d2t is ignored while drafting",
+        "engine/drafts/beams.py",
+        "offsets=self.d2t",
+        "offsets=None",
+        "tests/test_integration.py -k every_method",
+    ),
+    Mutation(
+        "a model drafts with a head's rows",
+        "engine/drafts/causal_lm.py",
+        "first_token: ClassVar[int] = 0",
+        "first_token: ClassVar[int] = 1",
+        "tests/test_causal_lm.py -k equal_to_the_target",
+    ),
+    Mutation(
+        "a cleared slot keeps its layers' memory",
+        "engine/state.py",
+        "        self.caches.clear()\n",
+        "",
+        "tests/test_mixers.py -k entered_again",
+    ),
+    Mutation(
+        "layers share the cache of layer 0",
+        "engine/layer_caches.py",
+        "return self.caches[kind].layer(place)",
+        "return self.caches[0].layer(0)",
+        "tests/test_mixers.py -k other_shapes",
+    ),
+    Mutation(
+        "log-probabilities are not cut at a stop string",
+        "speculative/session.py",
+        "None if job.logprobs is None else job.logprobs[:kept]",
+        "job.logprobs",
+        "tests/test_speculative_inference.py -k stop_strings",
+    ),
+    Mutation(
+        "cancel does not free the slot",
+        "speculative/session.py",
+        "            self._batch.release(slot)\n            del self._running[slot]\n",
+        "            del self._running[slot]\n",
+        "tests/test_speculative_inference.py -k cancelled",
+    ),
+    Mutation(
+        "the policy forgets the target's own token",
+        "speculative/policy.py",
+        "self.emitted += share * (length + 1)",
+        "self.emitted += share * length",
+        "tests/test_speculative_helpers.py -k policy_expects",
+    ),
+    Mutation(
+        "restore leaves the bound original on the instance",
+        "drop_in/patching.py",
+        "        delattr(owner, attribute)\n",
+        "        setattr(owner, attribute, entry.original)\n",
+        "tests/test_patching.py",
+    ),
+]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("names", nargs="*", help="parts of the names of those to try; all if left out")
+    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 4), help="how many at a time")
+    options = parser.parse_args(argv)
+    chosen = [m for m in MUTATIONS if not options.names or any(part in m.name for part in options.names)]
+    if not chosen:
+        parser.error(f"no mutation is called like {', '.join(options.names)}")
+    with ThreadPoolExecutor(max(options.jobs, 1)) as pool:
+        verdicts = list(pool.map(attempt, chosen))
+    print(f"{verdicts.count('killed')} of {len(chosen)} killed")
+    return int(any(verdict != "killed" for verdict in verdicts))
+
+
+def attempt(mutation: Mutation) -> str:
+    """Try one mutation in a copy of the tree; prints and returns the verdict."""
+    start = time.perf_counter()
+    verdict = _verdict(mutation)
+    print(f"{verdict:9} {time.perf_counter() - start:5.0f} s  {mutation.name}", flush=True)
+    return verdict
+
+
+def _verdict(mutation: Mutation) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "tree"
+        shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
+        file = copy / "eagle_triton" / mutation.file
+        source = file.read_text(encoding="utf-8")
+        if source.count(mutation.text) != 1:
+            return "OUTDATED"
+        file.write_text(source.replace(mutation.text, mutation.broken), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *_arguments(mutation.tests)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copy)}
+        try:
+            result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=LONGEST)
+        except subprocess.TimeoutExpired:
+            return "HUNG"
+    if result.returncode == 1:
+        return "killed"
+    return "SURVIVED" if result.returncode == 0 else f"ERROR {result.returncode}"
+
+
+def _arguments(tests: str) -> list[str]:
+    path, _, expression = tests.partition(" -k ")
+    return [path, "-k", expression] if expression else [path]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
