@@ -19,12 +19,11 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.comparison import Comparison, compare, decode, first_difference, top2_margin
+from benchmarks.parity import MARGIN_BOUND
 from benchmarks.record import Record, machine, table
 from eagle_triton import EaModel
 from eagle_triton.demo import demo_prompts
 
-MARGIN_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
-"""The largest top-2 logit margin at which a greedy divergence may be rounding."""
 PAIRS = (  # what is compared with what; attributes of a Comparison
     ("optimised", "original_plain"),
     ("optimised", "optimised_plain"),

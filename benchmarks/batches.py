@@ -16,9 +16,12 @@ from tqdm import tqdm
 
 from benchmarks import models
 from benchmarks.acceptance import WARNING, fix_acceptance
+from benchmarks.parity import check_parity
 from benchmarks.record import table
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
+from eagle_triton.engine.batch import Batch, Request
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.tree_spec import PLAIN
 from eagle_triton.speculative.policy import TreePolicy
 from eagle_triton.speculative.session import Session
 from eagle_triton.speculative.timing import Stopwatch
@@ -26,6 +29,7 @@ from eagle_triton.speculative.timing import Stopwatch
 BATCHES = [1, 2, 4, 8, 16, 32]
 ACCEPTED = 3.0
 STEPS = {"cuda": 20, "cpu": 3}  # timed for each tree
+CHECKED = 8  # tokens of each sequence that are compared with the target's
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -49,11 +53,12 @@ def _case(
     """Rows of one batch size: of every tree's steps, and of plain decoding and chosen trees.
 
     A first generation makes room for the others, timing every tree captures its graph; then both ways of decoding are
-    warmed up and run in turns.
+    warmed up and run in turns. Before acceptance is fixed, some tokens of it must be the target's.
     """
     head = model.ea_layer
     config = EAGLEConfig(topk=head.top_k, num_steps=head.depth + 1, num_draft_tokens="auto", slots=batch)
     eagle = EAGLEInference(head, model, config)
+    _check(eagle, model, batch, context)
     fix_acceptance(eagle.engine.ops, args.accept_length)
     prompts = [prompt[0].to(model.device) for prompt in models.random_prompts(model, batch, context)]
     _decode(eagle, None, prompts, args.max_length)
@@ -70,6 +75,18 @@ def _case(
             if repeat:
                 runs[name].append(run)
     return eagle, trees, [{"variant": name, **case, **_figures(found)} for name, found in runs.items()]
+
+
+def _check(eagle: EAGLEInference, model: EaModel, batch: int, context: int) -> None:
+    """Raise ValueError unless a batch gives the target's own tokens, with the largest tree and plainly."""
+    prompts = [prompt[0].to(model.device) for prompt in models.random_prompts(model, batch, context)]
+    for spec in (max(eagle.policy(batch).trees, key=lambda tree: tree.nodes), PLAIN):
+        with Batch(eagle.engine, batch, spec, context + CHECKED) as running, torch.no_grad():
+            running.admit_all(Request(prompt, CHECKED) for prompt in prompts)
+            while running.running:
+                running.step()
+            for slot, prompt in enumerate(prompts):
+                check_parity(model.base_model, running.tokens(slot), len(prompt), SamplingParams())
 
 
 def _decode(eagle: EAGLEInference, policy: TreePolicy | None, prompts: list[Tensor], new: int) -> dict[str, Any]:

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from benchmarks import models
 from benchmarks.acceptance import WARNING, fix_acceptance, fixed_acceptance
 from benchmarks.comparison import decode
+from benchmarks.parity import check_parity
 from benchmarks.record import table
 from benchmarks.timing import Quantiles, copy_bandwidth, synchronise
 from eagle_triton.adapters import native
@@ -32,6 +33,7 @@ DECODINGS = {
 }
 STEPS = {"cuda": 20, "cpu": 3}  # timed at a stretch, twice in each run: by the host's clock, then on the device alone
 WARM_UPS = 2
+CHECKED = 8  # steps whose tokens are compared with the target's
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -68,7 +70,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             spec = PLAIN if decoding == "plain" else draft.read_tree()
             engine.clear()
             prompts = [prompt[0].to(view.device) for prompt in models.random_prompts(model, batch, context)]
-            figures = optimised_step(engine, prompts, spec, DECODINGS[decoding], args.num_runs)
+            sampling, target = DECODINGS[decoding], None if mean is not None else model.base_model
+            figures = optimised_step(engine, prompts, spec, sampling, args.num_runs, target)
             add("optimised", decoding, batch, context, figures)
         engine.clear()
         originals = {"original": model}
@@ -82,16 +85,23 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
 
 def optimised_step(
-    engine: Engine, prompts: list[Tensor], spec: TreeSpec, sampling: SamplingParams, repeats: int
+    engine: Engine,
+    prompts: list[Tensor],
+    spec: TreeSpec,
+    sampling: SamplingParams,
+    repeats: int,
+    target: nn.Module | None = None,
 ) -> dict[str, Any]:
     """Figures of one shape: `repeats` generations of a few steps each, and one before them that compiles and captures.
+
+    target: what the tokens of that one are compared with; ValueError if they differ.
 
     ms_per_step is what a caller sees, device_ms the same step replayed without a host between; idle_share is what the
     device waits of the former.
     """
     device = engine.view.device
     steps = STEPS[device.type]
-    rows = max(map(len, prompts)) + (1 + WARM_UPS + 2 * steps) * (spec.depth + 1)
+    rows = max(map(len, prompts)) + (1 + max(CHECKED, WARM_UPS + 2 * steps)) * (spec.depth + 1)
     walls, replays, prefills, emitted = [], [], [], 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -103,6 +113,11 @@ def optimised_step(
             first = time.perf_counter() - start
             if not repeat:
                 first_call = first
+                for _ in range(CHECKED):
+                    batch.step()
+                for slot, prompt in enumerate(prompts):
+                    if target is not None:
+                        check_parity(target, batch.tokens(slot), len(prompt), sampling)
                 continue
             prefills.append(first * 1e3)
             for _ in range(WARM_UPS):

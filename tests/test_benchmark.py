@@ -12,7 +12,11 @@ from benchmarks import operations, timing
 from benchmarks.acceptance import deepest_path, fix_acceptance
 from benchmarks.comparison import Run, accepted_histogram
 from benchmarks.operations import Case, Provider, measure_case
-from eagle_triton.engine.operations import make_operations
+from benchmarks.parity import check_parity
+from eagle_triton.engine.operations import Operations, make_operations
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.reference import verification
+from tests.tiny import random_prompt, tiny_model
 
 TINY = ["--shape", "tiny", "--device", "cpu", "--num-runs", "1"]
 MODES = {
@@ -203,3 +207,30 @@ def test_upstream_that_does_not_import_says_what_it_needs(tmp_path, capsys):
     (model / "ea_model.py").write_text("raise ImportError('no LossKwargs')")
     assert benchmark.main(["--shape", "tiny", "--upstream", str(tmp_path)]) == 2
     assert "transformers 4.53.x" in capsys.readouterr().err
+
+
+def wrong_greedy(logits, tokens, parents, depth, *, nan=None):
+    """The second best token of each node as if it were the best."""
+    best = logits.argmax(-1, keepdim=True)
+    return verification.verify_greedy(logits.scatter(2, best, float("-inf")), tokens, parents, depth, nan=nan)
+
+
+@pytest.mark.parametrize("mode", ["step", "batches"])
+def test_what_decodes_wrongly_is_not_timed(mode, monkeypatch, capsys):
+    monkeypatch.setattr(Operations, "verify_greedy", staticmethod(wrong_greedy))
+    assert benchmark.main(MODES[mode]) == 2
+    message = capsys.readouterr().err
+    assert "is not the target's" in message and "nothing is timed" in message
+
+
+def test_parity_of_sampled_tokens_is_the_nucleus():
+    model = tiny_model(layers=5).base_model
+    prompt, sampling = random_prompt(9)[0], SamplingParams(temperature=0.5, top_p=0.6)
+    with torch.no_grad():
+        probs = (model(prompt[None]).logits[0, -1] / 0.5).softmax(-1)
+    order = probs.argsort(descending=True)
+    check_parity(model, torch.cat((prompt, order[:1])), 9, sampling)
+    with pytest.raises(ValueError, match="outside the nucleus"):
+        check_parity(model, torch.cat((prompt, order[-1:])), 9, sampling)
+    with pytest.raises(ValueError, match="no token was generated"):
+        check_parity(model, prompt, 9, sampling)

@@ -1,0 +1,44 @@
+"""Parity first, then time: what is about to be timed must give what the target itself gives."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from eagle_triton.engine.sampling_params import SamplingParams
+
+MARGIN_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
+"""By how much of a logit a greedy choice may fall short of the best one: rounding, by the dtype of the weights."""
+LEAST_BEST = 0.25  # of greedy choices that must be the best: rounding decides now and then, not nearly always
+MASS_BOUND = 0.02  # of the probability that rounding may move across the edge of a nucleus
+
+
+@torch.no_grad()
+def check_parity(target: nn.Module, sequence: Tensor, prompt_length: int, sampling: SamplingParams) -> None:
+    """Raise ValueError unless every new token is one that the target gives after those before it, up to rounding.
+
+    target: a Hugging Face causal language model, run once over the sequence, int64 [L]. Greedy tokens must have the
+    best logit, some of them exactly; sampled ones must lie in the nucleus (temperature and top-p; other filters
+    are not looked at).
+    """
+    if not prompt_length < len(sequence):
+        raise ValueError(f"parity: no token was generated after the {prompt_length} of the prompt; nothing is timed")
+    hidden = target.model(sequence[None], use_cache=False).last_hidden_state[0, prompt_length - 1 : -1]
+    logits, chosen = target.lm_head(hidden).float(), sequence[prompt_length:, None]
+    if not logits.isfinite().all():
+        raise ValueError("parity: the target's own logits are not finite; nothing is timed")
+    if sampling.greedy:
+        excess = logits.amax(-1) - logits.gather(1, chosen)[:, 0]
+        bound, what = MARGIN_BOUND[target.dtype], "its logit is {:.3g} below the best one"
+        if (excess == 0).float().mean() < LEAST_BEST:
+            bound = 0.0  # nothing is excused by rounding
+    else:
+        probs = (logits / sampling.temperature).softmax(-1)
+        excess = torch.where(probs > probs.gather(1, chosen), probs, 0.0).sum(-1) - sampling.top_p
+        bound, what = MASS_BOUND, "it lies {:.3g} outside the nucleus"
+    worst = int(excess.argmax())
+    if not excess[worst] < bound:
+        raise ValueError(
+            f"parity: token {worst + 1} after the prompt is not the target's: {what.format(float(excess[worst]))}; "
+            "nothing is timed"
+        )
