@@ -1,4 +1,4 @@
-"""Lint, check the floors and test the project with the interpreter that runs this.
+"""Lint, check types and floors, and test the project with the interpreter that runs this.
 
 Arguments that --help does not list go to pytest: `python run_tests.py tests/test_setup_env.py -k install`.
 """
@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     passed = [
         run("-m", "ruff", "check", "--output-format", "concise"),
         run("-m", "ruff", "format", "--check", "--output-format", "concise"),
+        run("-m", "mypy"),
         run("-c", LINT_IMPORTS, "--no-cache"),
         run("-m", "pytest", *parallel, *durations, *pytest_arguments),
     ]

@@ -92,7 +92,7 @@ def optimize_eagle_with_triton(
     if config.megakernel is True and not kernels:
         raise ValueError("megakernel=True needs the kernels")
     operations = make_operations(kernels)
-    megakernel = None if config.megakernel == "auto" else config.megakernel
+    megakernel = None if config.megakernel == "auto" else bool(config.megakernel)
     engine = Engine(view, draft, operations, cuda_graph, megakernel)
     seams, skipped = (*methods.seams(model, engine), generate_seam(model, engine)), {}
     if config.patch_modules:

@@ -477,12 +477,14 @@ def rotary_append(
     if cache.stride(4) != 1:
         raise ValueError(f"rotary_append: the cache's last dimension must be contiguous, got {cache.stride()}")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    sums = [x.sums for x in (q, k, v) if isinstance(x, SplitSums)]
     splits, stride_split = 1, 0
-    if all(isinstance(x, SplitSums) and _split_layout(x) == _split_layout(q) for x in (q, k, v)):
-        splits, stride_split = _split_layout(q)
-        q, k, v = q.sums[0], k.sums[0], v.sums[0]
-    q, k, v = total_of(q), total_of(k), total_of(v)
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    if len(sums) == 3 and len({(len(x), x.stride(0)) for x in sums}) == 1:
+        splits, stride_split = len(sums[0]), sums[0].stride(0)
+        heads_of = [x[0] for x in sums]
+    else:
+        heads_of = [total_of(x) for x in (q, k, v)]
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in heads_of)
     if out.numel():
         overlapped(_rotary_append_kernel, (count, num_kv_heads, batch), out.device)(
             q,
@@ -527,10 +529,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
             gate, up, out, gate.stride(0), up.stride(0), size, 1024, num_warps=4, **EXACT
         )
     return out
-
-
-def _split_layout(x: SplitSums) -> tuple[int, int]:
-    return x.sums.shape[0], x.sums.stride(0)
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:

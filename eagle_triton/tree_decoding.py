@@ -379,10 +379,12 @@ def expand_beam(
     reference.check_expand_beam(parent_scores, log_probs, tokens, parent_ancestors, first_slot, width, selected)
     batch, nodes, k = log_probs.shape
     words = parent_ancestors.shape[-1]
-    integers = torch.empty(3, batch, width, dtype=torch.int64, device=log_probs.device)
+    chosen, parents, tokens_out = torch.empty(3, batch, width, dtype=torch.int64, device=log_probs.device)
     out = reference.Expansion(
         log_probs.new_empty(batch, nodes * k),
-        *integers,
+        chosen,
+        parents,
+        tokens_out,
         log_probs.new_empty(batch, width),
         parent_ancestors.new_empty(batch, width, words),
     )

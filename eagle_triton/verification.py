@@ -247,7 +247,7 @@ def _sampled_walk_kernel(
             tl.store(nan_ptr + batch, tl.max((tops != tops).to(tl.int32), 0) > 0)
 
     index = chunk * CHUNK + tl.arange(0, CHUNK)
-    x_row = x_batch + current.to(tl.int64) * stride_xr
+    x_row = x_batch + current.to(tl.int64) * stride_xr  # type: ignore[attr-defined]
     x = tl.load(x_row + index * stride_xv, mask=index < vocabulary, other=float("-inf")).to(tl.float32)
     weight = token_weight(thresholds + current * 4, x, index, min_p, scale)
     rest = _without(weight, index, _refused(token, parent, current, chunk, CHUNK))

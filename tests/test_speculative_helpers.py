@@ -560,6 +560,17 @@ def test_without_fallback_a_single_tree_stays():
     assert policy.spec == EAGLEConfig().tree() and speed < 1 and policy.plain_steps == 0
 
 
+def test_expand_beam_scores_children_and_chooses(device):
+    """Two nodes of scores -1 and -2 with two children each: the best two of -1.5, -4, -2.25, -3."""
+    log_probs = torch.tensor([[[-0.5, -3.0], [-0.25, -1.0]]], device=device)
+    tokens = torch.tensor([[7, 8, 9, 10]], device=device)
+    above = torch.tensor([[[1], [2]]], device=device)
+    grown = speculative.expand_beam(torch.tensor([[-1.0, -2.0]], device=device), log_probs, tokens, above, 2, 2)
+    assert grown.child_scores.tolist() == [[-1.5, -4.0, -2.25, -3.0]]
+    assert grown.tokens.tolist() == [[7, 9]] and grown.parents.tolist() == [[0, 1]]
+    assert grown.ancestors.tolist() == [[[1 | 4], [2 | 8]]]
+
+
 def test_a_policy_expects_what_trees_have_given():
     """Tokens of a step: the accepted drafts and the target's own one."""
     spec = EAGLEConfig().tree()

@@ -14,13 +14,12 @@ from eagle_triton.adapters.module_reader import (
     check_fits_target,
     check_one_device,
     check_silu,
-    read_mlp,
+    read_layer,
     read_norm,
     read_projection,
     read_rotary,
 )
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
-from eagle_triton.engine.mixers import Attention
 from eagle_triton.engine.model import Layer, ModelView
 from eagle_triton.engine.modules import Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -39,7 +38,7 @@ def check_causal_lm(model: Any, root: str) -> None:
         )
 
 
-def read_causal_lm(model: nn.Module, feature_layers: Sequence[int] = (), *, root: str = "model") -> ModelView:
+def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str = "model") -> ModelView:
     """References to a causal language model's parts.
 
     feature_layers: the layers whose inputs feed an EAGLE-3 head. root: what messages call the model. Raises
@@ -88,28 +87,22 @@ def draft_from_causal_lm(
     )
 
 
-def _layer(model: nn.Module, index: int, rotary: Rotary, root: str) -> Layer:
+def _layer(model: Any, index: int, rotary: Rotary, root: str) -> Layer:
     path, config = f"model.layers.{index}", model.config
     attention = attribute_at(model, f"{path}.self_attn", nn.Module, root=root)
     check_silu(attribute_at(model, f"{path}.mlp.act_fn", root=root), f"{root}.{path}.mlp.act_fn")
-    has_norms = hasattr(attention, "q_norm")
     kinds = getattr(config, "layer_types", None)
     slides = kinds[index] == "sliding_attention" if kinds else True
-    return Layer(
-        input_norm=read_norm(model, f"{path}.input_layernorm", root=root),
-        mixer=Attention(
-            *(read_projection(model, f"{path}.self_attn.{name}_proj", root=root) for name in "qkvo"),
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=attention.head_dim,
-            scale=attention.scaling,
-            rotary=rotary,
-            q_norm=read_norm(model, f"{path}.self_attn.q_norm", root=root) if has_norms else None,
-            k_norm=read_norm(model, f"{path}.self_attn.k_norm", root=root) if has_norms else None,
-            sliding_window=getattr(config, "sliding_window", None) if slides else None,
-        ),
-        post_norm=read_norm(model, f"{path}.post_attention_layernorm", root=root),
-        mlp=read_mlp(model, f"{path}.mlp", root=root),
+    return read_layer(
+        model,
+        path,
+        rotary,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        scale=attention.scaling,
+        sliding_window=getattr(config, "sliding_window", None) if slides else None,
+        root=root,
     )
 
 
@@ -131,7 +124,8 @@ def _plain_weights(view: ModelView) -> Iterator[tuple[str, torch.Tensor | None]]
     yield "lm_head", view.head.weight
     for index, layer in enumerate(view.layers):
         path, attention, mlp = f"model.layers.{index}", layer.mixer, layer.mlp
-        yield f"{path}.input_layernorm", layer.input_norm.weight
+        if layer.input_norm is not None:
+            yield f"{path}.input_layernorm", layer.input_norm.weight
         yield f"{path}.post_attention_layernorm", layer.post_norm.weight
         for name in ("q", "k", "v", "o"):
             projection = getattr(attention, name)

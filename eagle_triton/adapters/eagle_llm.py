@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from eagle_triton.adapters.upstream import is_ea_model, read_eagle1_head, read_target
 from eagle_triton.engine.drafts.eagle import Eagle1Draft
 from eagle_triton.engine.model import ModelView
@@ -29,6 +27,6 @@ def read(model: Any) -> tuple[ModelView, Eagle1Draft]:
     return target, read_eagle1_head(model, target, read_tree)
 
 
-def read_tree(head: nn.Module) -> TreeSpec:
+def read_tree(head: Any) -> TreeSpec:
     """The head's fixed tree as it is now."""
     return TreeSpec.fixed(head.tree)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle_triton.engine.model import ModelView
+from eagle_triton.engine.mixers import Attention
+from eagle_triton.engine.model import Layer, ModelView
 from eagle_triton.engine.modules import MLP, Norm, Projection, Rotary
 
 
@@ -70,12 +71,46 @@ def read_projection(module: Any, path: str, *, root: str = "model") -> Projectio
     return Projection(module=layer)
 
 
-def read_mlp(module: Any, path: str, *, root: str = "model") -> MLP:
-    """A SwiGLU block by its three projections; one with another activation is refused."""
-    block = attribute_at(module, path, nn.Module, root=root)
-    where = f"{root}.{path}"
-    parts = [read_projection(block, name, root=where) for name in ("gate_proj", "up_proj", "down_proj")]
-    return MLP(*parts)
+def read_layer(
+    module: Any,
+    path: str,
+    rotary: Rotary,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: float,
+    sliding_window: int | None = None,
+    root: str = "model",
+) -> Layer:
+    """A decoder layer of the Llama family at a dotted path below `module`: attention and a SwiGLU block.
+
+    Queries and keys are normed where the attention has the norms; only an EAGLE-1/2 head's layer lacks the input norm.
+    """
+    layer, where = attribute_at(module, path, nn.Module, root=root), f"{root}.{path}"
+    attention = attribute_at(layer, "self_attn", nn.Module, root=where)
+    q, k, v, o = (read_projection(layer, f"self_attn.{name}_proj", root=where) for name in "qkvo")
+    gate, up, down = (read_projection(layer, f"mlp.{name}_proj", root=where) for name in ("gate", "up", "down"))
+    normed = hasattr(attention, "q_norm")
+    return Layer(
+        input_norm=read_norm(layer, "input_layernorm", root=where) if hasattr(layer, "input_layernorm") else None,
+        mixer=Attention(
+            q,
+            k,
+            v,
+            o,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=scale,
+            rotary=rotary,
+            q_norm=read_norm(layer, "self_attn.q_norm", root=where) if normed else None,
+            k_norm=read_norm(layer, "self_attn.k_norm", root=where) if normed else None,
+            sliding_window=sliding_window,
+        ),
+        post_norm=read_norm(layer, "post_attention_layernorm", root=where),
+        mlp=MLP(gate, up, down),
+    )
 
 
 def check_silu(activation: Callable, where: str) -> None:

@@ -11,13 +11,13 @@ from eagle_triton.adapters.causal_lm import check_causal_lm, read_causal_lm
 from eagle_triton.adapters.module_reader import (
     attribute_at,
     check_fits_target,
+    read_layer,
     read_norm,
     read_projection,
 )
 from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft, EagleDraft
-from eagle_triton.engine.mixers import Attention
 from eagle_triton.engine.model import Layer, ModelView
-from eagle_triton.engine.modules import MLP, Norm, Rotary
+from eagle_triton.engine.modules import Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models import heads
 from eagle_triton.models.ea_model import EaModel
@@ -41,7 +41,7 @@ def read_target(model: EaModel) -> ModelView:
     return read_causal_lm(model.base_model, model.feature_layers or (), root="model.base_model")
 
 
-def read_pair(target: nn.Module, head: heads.DraftHead) -> tuple[ModelView, EagleDraft]:
+def read_pair(target: Any, head: heads.DraftHead) -> tuple[ModelView, EagleDraft]:
     """A bare causal language model and a draft head, read as in an EaModel around them.
 
     Raises UnsupportedModelError for a target that is not known, ValueError for a head that does not fit it.
@@ -70,7 +70,8 @@ def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea
     """
     rotary = Rotary(heads.rotary_frequencies(head.config, target.device))
     eagle3 = isinstance(head, heads.Eagle3Head)
-    paths = ["midlayer"] if eagle3 else [f"layers.{index}" for index in range(len(head.layers))]
+    count = 1 if eagle3 else len(attribute_at(head, "layers", nn.ModuleList, root=root))
+    paths = ["midlayer"] if eagle3 else [f"layers.{index}" for index in range(count)]
     norm = attribute_at(head, f"{paths[0]}.post_attention_layernorm.weight", torch.Tensor, root=root)
     check_fits_target(root, target, head.config.vocab_size, norm)  # a norm is never quantised
     shared: dict[str, Any] = dict(
@@ -100,20 +101,13 @@ def read_tree(head: heads.DraftHead) -> TreeSpec:
 
 def _head_layer(head: heads.DraftHead, path: str, rotary: Rotary, root: str) -> Layer:
     config = head.config
-
-    def norm(name: str) -> Norm:
-        return read_norm(head, f"{path}.{name}", root=root)
-
-    return Layer(
-        input_norm=norm("input_layernorm") if hasattr(head.get_submodule(path), "input_layernorm") else None,
-        mixer=Attention(
-            *(read_projection(head, f"{path}.self_attn.{name}_proj", root=root) for name in "qkvo"),
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-            rotary=rotary,
-        ),
-        post_norm=norm("post_attention_layernorm"),
-        mlp=MLP(*(read_projection(head, f"{path}.mlp.{name}_proj", root=root) for name in ("gate", "up", "down"))),
+    return read_layer(
+        head,
+        path,
+        rotary,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+        root=root,
     )

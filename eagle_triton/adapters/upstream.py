@@ -15,13 +15,12 @@ from eagle_triton.adapters.module_reader import (
     UnsupportedModelError,
     attribute_at,
     check_silu,
-    read_mlp,
+    read_layer,
     read_norm,
     read_projection,
     read_rotary,
 )
 from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft, EagleDraft
-from eagle_triton.engine.mixers import Attention
 from eagle_triton.engine.model import Layer, ModelView
 from eagle_triton.engine.modules import Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -48,7 +47,7 @@ def read(model: Any) -> tuple[ModelView, EagleDraft]:
     return target, read_eagle3_head(model, target) if eagle3 else read_eagle1_head(model, target, read_tree)
 
 
-def read_tree(head: nn.Module) -> TreeSpec:
+def read_tree(head: Any) -> TreeSpec:
     """The tree parameters as they are now."""
     return TreeSpec.dynamic(head.total_tokens + 1, head.depth, head.top_k)
 
@@ -69,7 +68,7 @@ def read_target(model: Any, targets: dict[str, bool], eagle3: bool) -> ModelView
     config = model.base_model.config
     check_tensor_parallel(config, "model.base_model.config")
     body = attribute_at(model, "base_model.model", nn.Module)
-    layers = tuple(read_layer(model, f"base_model.model.layers.{i}", root="model") for i in range(len(body.layers)))
+    layers = tuple(_layer(model, f"base_model.model.layers.{i}", root="model") for i in range(len(body.layers)))
     features: tuple[int, ...] = ()
     if eagle3:
         if not targets[source]:
@@ -123,31 +122,23 @@ def read_eagle1_head(model: Any, target: ModelView, tree_reader: Callable[[nn.Mo
     )
 
 
-def read_layer(module: Any, path: str, *, root: str) -> Layer:
-    """A decoder layer of the Llama family at a dotted path below `module`. Only an EAGLE-1/2 head lacks input norms."""
+def _layer(module: Any, path: str, *, root: str) -> Layer:
     where = f"{root}.{path}"
     layer = attribute_at(module, path, nn.Module, root=root)
     attention = attribute_at(layer, "self_attn", nn.Module, root=where)
     check_silu(attribute_at(layer, "mlp.act_fn", root=where), f"{where}.mlp.act_fn")
     config = attribute_at(attention, "config", root=f"{where}.self_attn")
     head_dim = attribute_at(attention, "head_dim", int, root=f"{where}.self_attn")
-    per_head_norm = hasattr(attention, "q_norm")
-    return Layer(
-        input_norm=read_norm(layer, "input_layernorm", root=where) if hasattr(layer, "input_layernorm") else None,
-        mixer=Attention(
-            *(read_projection(attention, f"{name}_proj", root=f"{where}.self_attn") for name in "qkvo"),
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            rotary=_rotary(attention, f"{where}.self_attn")
-            if hasattr(attention, "rotary_emb")
-            else _body_rotary(module),
-            q_norm=read_norm(attention, "q_norm", root=where) if per_head_norm else None,
-            k_norm=read_norm(attention, "k_norm", root=where) if per_head_norm else None,
-        ),
-        post_norm=read_norm(layer, "post_attention_layernorm", root=where),
-        mlp=read_mlp(layer, "mlp", root=where),
+    own_rotary = hasattr(attention, "rotary_emb")
+    return read_layer(
+        module,
+        path,
+        _rotary(attention, f"{where}.self_attn") if own_rotary else _body_rotary(module),
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        root=root,
     )
 
 
@@ -160,7 +151,7 @@ def check_tensor_parallel(config: Any, where: str) -> None:
 def _head_layer(head: nn.Module, path: str) -> Layer:
     attention = attribute_at(head, f"{path}.self_attn", nn.Module, root="model.ea_layer")
     check_tensor_parallel(attention.config, f"model.ea_layer.{path}.self_attn.config")
-    return read_layer(head, path, root="model.ea_layer")
+    return _layer(head, path, root="model.ea_layer")
 
 
 def _rotary(owner: Any, where: str) -> Rotary:
@@ -177,7 +168,7 @@ def _rotary(owner: Any, where: str) -> Rotary:
     return Rotary((1.0 / module.base**exponent / getattr(module, "scaling_factor", 1.0)).to(device))
 
 
-def _embedding(head: nn.Module, target: ModelView, width: int) -> torch.Tensor:
+def _embedding(head: Any, target: ModelView, width: int) -> torch.Tensor:
     path = "model.ea_layer.embed_tokens.weight"
     weight = attribute_at(head, "embed_tokens.weight", torch.Tensor, root="model.ea_layer")
     _expect(f"{path} rows", weight.shape[0], target.vocab_size, "the target's vocabulary")

@@ -106,7 +106,7 @@ def qwen3_kv_forward(attention: TargetAttention, index: int, module: nn.Module) 
     return forward
 
 
-def transformers_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
+def transformers_forward(attention: TargetAttention, index: int, module: Any) -> Callable:
     """Hugging Face's own modules, driven with the cache of our EaModel; 5.x renamed `past_key_value`."""
 
     def forward(
@@ -304,7 +304,7 @@ class GrowingRows:
         batch, count, _ = self.x.shape
         shape = (2, batch, attention.num_kv_heads, self.length + count, attention.head_dim)
         self.grown = self.x.new_empty(shape)
-        if self.length:
+        if self.past is not None and self.length:
             for place, rows in zip(self.grown, self.past.layers[self.index], strict=True):
                 place[:, :, : self.length] = rows
         return self.grown

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle_triton.drop_in.methods import draft_of
 from eagle_triton.drop_in.patching import Fallback, Seam
 from eagle_triton.engine.drafts.eagle import Eagle1Draft
 from eagle_triton.engine.engine import Engine
@@ -40,7 +41,7 @@ def _layers(state: DecodeState) -> list[Tensor]:
 def draft_seam(model: Any, engine: Engine) -> Seam:
     """`ea_layer.topK_genrate` of a model whose head drafts dynamic trees, or fixed ones with the same result."""
     ea_layer, lm_head = model.ea_layer, model.base_model.lm_head
-    ops, draft = engine.ops, engine.draft
+    ops, draft = engine.ops, draft_of(engine)
     view = replace(engine.view, layers=())  # nothing of the target is remembered here
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle_triton.adapters.module_reader import UnsupportedModelError
 from eagle_triton.drop_in import attention
-from eagle_triton.drop_in.methods import Steps, check_tree, drop, last, method_seam, prompt, sequences
+from eagle_triton.drop_in.methods import Steps, check_tree, draft_of, drop, last, method_seam, prompt, sequences
 from eagle_triton.drop_in.patching import Seam
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -33,7 +33,7 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
 
     def steps(spec: TreeSpec, input_ids: Tensor, sampling: SamplingParams, max_new_tokens: int, limit: int) -> Steps:
         tokens = prompt(engine, input_ids)
-        check_tree(spec, engine.draft)
+        check_tree(spec, draft_of(engine))
         capacity = model.config.max_position_embeddings
         if tokens.shape[1] + spec.nodes > capacity:
             raise ValueError(

@@ -13,6 +13,7 @@ from torch import Tensor
 from eagle_triton.adapters.module_reader import UnsupportedModelError
 from eagle_triton.drop_in.patching import Seam
 from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.drafts.eagle import EagleDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.checks import check_prompt
@@ -34,6 +35,12 @@ def method_seam(model: Any, name: str, replacement: Callable) -> Seam:
 def _arguments(function: Callable) -> list[tuple[str, Any]]:
     parameters = inspect.signature(function).parameters.values()
     return [(p.name, "required" if p.default is p.empty else p.default) for p in parameters]
+
+
+def draft_of(engine: Engine) -> EagleDraft:
+    """The head of an EaModel's engine."""
+    assert isinstance(engine.draft, EagleDraft), "every EaModel has a draft head"
+    return engine.draft
 
 
 def prompt(engine: Engine, input_ids: Tensor) -> Tensor:

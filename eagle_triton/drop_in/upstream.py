@@ -14,7 +14,17 @@ from torch import Tensor
 
 from eagle_triton.drop_in import attention
 from eagle_triton.drop_in.draft import draft_seam
-from eagle_triton.drop_in.methods import Steps, check_tree, drop, last, method_seam, observed, prompt, sequences
+from eagle_triton.drop_in.methods import (
+    Steps,
+    check_tree,
+    draft_of,
+    drop,
+    last,
+    method_seam,
+    observed,
+    prompt,
+    sequences,
+)
 from eagle_triton.drop_in.patching import Seam
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -46,7 +56,7 @@ def seams(
         is_llama3: bool,
     ) -> Steps:
         tokens = prompt(engine, input_ids)
-        spec = PLAIN if plain else check_tree(engine.draft.read_tree(), engine.draft)
+        spec = PLAIN if plain else check_tree(draft_of(engine).read_tree(), draft_of(engine))
         check_fits(tokens.shape[1], spec.nodes, max_length)
         running = original_steps(
             engine,

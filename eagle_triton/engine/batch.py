@@ -99,7 +99,7 @@ class Batch:
             self.engine, self.rows = engine, rows
             self._logprobs = logprobs
             self._drafts = engine.draft is not None if drafts is None else drafts
-            self._catches_up = self._drafts and engine.draft.must_catch_up
+            self._catches_up = self._drafts and engine.draft is not None and engine.draft.must_catch_up
             room = scratch_rows(spec)
             if self._drafts:
                 room = max(room, MIN_SCRATCH_ROWS, skipped_features.ROWS + 1)
@@ -273,7 +273,7 @@ class Batch:
             self._plain_steps = 0
 
     def _catch_up(self) -> None:
-        if self._plain_steps:
+        if self._plain_steps and self.engine.draft is not None:
             skipped_features.catch_up(self.engine.ops, self.engine.draft, self.sequences, self._plain_steps)
             self._plain_steps = 0
 
@@ -298,7 +298,7 @@ class Batch:
         shortest = [shortest_prompt_with_same_launches(prompt) for prompt in prompts]
         engine.compile_ahead(self.state, mode, lambda: fill(shortest, mode))
         fill(prompts, mode)
-        if self._plain_steps is not None:
+        if self._plain_steps is not None and part.sequences.skipped is not None:
             part.sequences.skipped.draft_lengths.copy_(part.lengths)
 
     def _empty(self, slot: int) -> None:
@@ -336,7 +336,7 @@ class Batch:
                 f"a prompt of {len(prompt)} tokens and {request.max_new_tokens + overshoot} new ones do not fit into "
                 f"the {self.rows} rows of this batch"
             )
-        unknown = [token for token, _ in request.sampling.logit_bias if token >= view.vocab_size]
+        unknown = [token for token, _ in request.sampling.biases if token >= view.vocab_size]
         if unknown:
             raise ValueError(f"logit_bias: tokens must lie in 0..{view.vocab_size - 1}, got {unknown}")
         if min(request.stop_ids, default=0) < 0:
@@ -366,8 +366,8 @@ def _set_rules(rules: LogitRules, requests: Sequence[Request], prompts: Sequence
         sampling = request.sampling
         rules.penalty[index] = sampling.repetition_penalty
         rules.seen[index, prompt] = 1
-        if sampling.logit_bias:
-            tokens, values = zip(*sampling.logit_bias, strict=True)
+        if sampling.biases:
+            tokens, values = zip(*sampling.biases, strict=True)
             rules.bias[index, torch.tensor(tokens, device=prompt.device)] = torch.tensor(values, device=prompt.device)
 
 

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ WARM_UPS = 2  # eager runs before a capture: kernels compile, libraries allocate
 class StepGraph:
     """A step captured once for the tensors of one state, replayed at the price of one launch."""
 
-    def __init__(self, step: Callable[[], None], state: DecodeState, ops: Operations, pool: tuple[int, int]):
+    def __init__(self, step: Callable[[], None], state: DecodeState, ops: Operations, pool: Any):
         """Run `step` a few times with no sequence active, then capture it. What the state holds stays as it is.
 
         pool: torch.cuda.graph_pool_handle() of the graphs that never run at once.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -11,10 +12,10 @@ from torch import Tensor
 from eagle_triton import attention
 from eagle_triton.engine.drafts.beams import BeamPlan, BeamSlots
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft, EagleDraft
+from eagle_triton.engine.drafts.eagle import Eagle3Draft, EagleDraft
 from eagle_triton.engine.mixers import Attention, KeyValueCache
 from eagle_triton.engine.model import ModelView
-from eagle_triton.engine.modules import Projection
+from eagle_triton.engine.modules import Norm, Projection
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.linear.settings import Settings, block_m_of, descriptors, launch_settings
 from eagle_triton.megakernel.kernel import draft_verify_update_kernel
@@ -25,6 +26,86 @@ BARRIER_LIMIT = 1 << 18  # looks at a barrier before giving up: some tenths of a
 FASTER = {"NVIDIA H200": False}
 """Whether the megakernel was measured faster than the separate kernels, by device: results/megakernel-*-h200.json."""
 MAX_ROWS = 64  # rows of a draft pass; more go to cuBLAS, which has no tiles to deal out
+
+
+class _UnsupportedError(Exception):
+    """Why a draft head cannot be taken."""
+
+
+@dataclass(frozen=True)
+class _Head:
+    """A draft head as the kernel takes it: its products by the kernel's names, and what stands between them."""
+
+    weights: dict[str, Tensor]  # fc, q, k, v, o, gate, up, down, head
+    biases: dict[str, Tensor | None]  # of fc, q, k and v
+    attention: Attention
+    post_norm: Norm
+    token_norm: Norm | None  # these three are EAGLE-3's
+    feature_norm: Norm | None
+    norm: Norm | None
+    norm_before_residual: bool
+    embedding: Tensor
+    d2t: Tensor | None
+
+    @property
+    def eagle3(self) -> bool:
+        return self.token_norm is not None
+
+    @staticmethod
+    def of(draft: Draft) -> _Head:
+        """Raises _UnsupportedError for what the kernel does not know."""
+        if not isinstance(draft, EagleDraft):
+            raise _UnsupportedError(f"the draft is a {type(draft).__name__}, not a head")
+        if len(draft.layers) != 1:
+            raise _UnsupportedError(f"the draft head has {len(draft.layers)} layers")
+        (layer,) = draft.layers
+        mixer, mlp = layer.mixer, layer.mlp
+        if not isinstance(mixer, Attention):
+            raise _UnsupportedError(f"the draft head's layer is a {type(mixer).__name__}, not attention")
+        if mixer.q_norm is not None or mixer.sliding_window is not None:
+            raise _UnsupportedError("the draft head norms its queries or has a sliding window")
+        products = {"fc": draft.fc, "q": mixer.q, "k": mixer.k, "v": mixer.v, "o": mixer.o}
+        products |= {"gate": mlp.gate, "up": mlp.up, "down": mlp.down, "head": draft.head}
+        weights = {name: _plain_weight(name, projection) for name, projection in products.items()}
+        eagle3 = isinstance(draft, Eagle3Draft)
+        if not eagle3 and (layer.input_norm is not None or draft.embedding.shape[1] != draft.hidden_size):
+            raise _UnsupportedError("the draft head is not shaped like EAGLE-1's")
+        if not draft.embedding.is_contiguous():
+            raise _UnsupportedError("the draft head's embedding is not contiguous")
+        return _Head(
+            weights,
+            {name: products[name].bias for name in _BIASED},
+            mixer,
+            layer.post_norm,
+            draft.token_norm if isinstance(draft, Eagle3Draft) else None,
+            draft.hidden_norm if isinstance(draft, Eagle3Draft) else None,
+            draft.norm if eagle3 else None,
+            isinstance(draft, Eagle3Draft) and draft.norm_before_residual,
+            draft.embedding,
+            draft.d2t,
+        )
+
+
+_BIASED = ("fc", "q", "k", "v")  # products that may have a bias
+
+
+def _plain_weight(name: str, projection: Projection) -> Tensor:
+    if projection.weight is None:
+        raise _UnsupportedError(f"the draft head's {name} is not a plain product")
+    if projection.bias is not None and name not in _BIASED:
+        raise _UnsupportedError(f"the draft head's {name} has a bias")
+    if not projection.weight.is_contiguous():
+        raise _UnsupportedError(f"the weight of the draft head's {name} is not contiguous")
+    return projection.weight
+
+
+def unsupported_draft(draft: Draft) -> str | None:
+    """Why the megakernel cannot take a step of any state with this draft, or None if the state decides."""
+    try:
+        _Head.of(draft)
+    except _UnsupportedError as error:
+        return str(error)
+    return None
 
 
 def unsupported(draft: Draft | None, state: DecodeState) -> str | None:
@@ -46,47 +127,53 @@ def unsupported(draft: Draft | None, state: DecodeState) -> str | None:
     return None
 
 
-def unsupported_draft(draft: Draft) -> str | None:
-    """Why the megakernel cannot take a step of any state with this draft, or None if the state decides."""
-    if not isinstance(draft, EagleDraft):
-        return f"the draft is a {type(draft).__name__}, not a head"
-    if len(draft.layers) != 1:
-        return f"the draft head has {len(draft.layers)} layers"
-    (layer,) = draft.layers
-    if not isinstance(layer.mixer, Attention):
-        return f"the draft head's layer is a {type(layer.mixer).__name__}, not attention"
-    for name, projection in _projections(draft).items():
-        if projection is None or projection.weight is None:
-            return f"the draft head's {name} is not a plain product"
-        if projection.bias is not None and name not in ("fc", "q", "k", "v"):
-            return f"the draft head's {name} has a bias"
-        if not projection.weight.is_contiguous():
-            return f"the weight of the draft head's {name} is not contiguous"
-    if layer.mixer.q_norm is not None or layer.mixer.sliding_window is not None:
-        return "the draft head norms its queries or has a sliding window"
-    eagle1 = isinstance(draft, Eagle1Draft)
-    if eagle1 and (layer.input_norm is not None or draft.embedding.shape[1] != draft.hidden_size):
-        return "the draft head is not shaped like EAGLE-1's"
-    if not draft.embedding.is_contiguous():
-        return "the draft head's embedding is not contiguous"
-    return None
+@dataclass(frozen=True)
+class _Launches:
+    """The launch settings of the separate kernels' products in a draft pass, whose splits of K are the kernel's too."""
 
+    fc: Settings
+    qkv: Settings
+    o: Settings
+    mlp: Settings
+    down: Settings
+    head: Settings
 
-def _projections(draft: EagleDraft) -> dict[str, Projection | None]:
-    """The head's products by the names that the kernel has for them."""
-    (layer,) = draft.layers
-    mixer, mlp = layer.mixer, layer.mlp
-    return {
-        "fc": draft.fc,
-        "q": mixer.q,
-        "k": mixer.k,
-        "v": mixer.v,
-        "o": mixer.o,
-        "gate": mlp.gate,
-        "up": mlp.up,
-        "down": mlp.down,
-        "head": draft.head,
-    }
+    @staticmethod
+    def of(weights: dict[str, Tensor], rows: int) -> _Launches:
+        def settings(*names: str, fused: bool = False) -> Settings:
+            first, cols = weights[names[0]], tuple(len(weights[name]) for name in names)
+            found = launch_settings(first.device, first.dtype, rows, cols, first.shape[1], fused, in_draft_pass=True)
+            assert found is not None, f"{rows} rows are more than the products of few rows take"
+            return found
+
+        return _Launches(
+            settings("fc"),
+            settings("q", "k", "v"),
+            settings("o"),
+            settings("gate", "up", fused=True),
+            settings("down"),
+            settings("head")._replace(splits=1),
+        )
+
+    def tile(self, weights: dict[str, Tensor], block_m: int) -> Settings:
+        """The one tile of all products but SwiGLU's: as deep as leaves every split of K where it is."""
+        products = {"fc": self.fc, "q": self.qkv, "o": self.o, "down": self.down, "head": self.head}
+
+        def split(depth: int, block_k: int, splits: int) -> int:
+            return triton.cdiv(triton.cdiv(depth, block_k), splits) * block_k
+
+        for block_k in (256, 128, 64, 32):
+            if all(
+                split(weights[name].shape[1], block_k, use.splits)
+                == split(weights[name].shape[1], use.block_k, use.splits)
+                for name, use in products.items()
+            ):
+                break
+        if weights["fc"].element_size() > 2:
+            return self.fc._replace(block_k=min(block_k, self.fc.block_k))
+        shared = 200 if self.mlp.block_n * self.mlp.block_k > 4096 else 60  # KiB that such a device has
+        stages = max(2, min(5, shared * 1024 // ((64 + block_m) * block_k * 2)))
+        return Settings(64, block_k, 1, DRAFT_WARPS, stages, self.qkv.swap)
 
 
 class MegakernelStep:
@@ -96,18 +183,27 @@ class MegakernelStep:
     barrier, for tests of the fault. Raises ValueError if the model is unsupported.
     """
 
-    def __init__(self, view: ModelView, draft: EagleDraft, state: DecodeState, programs: int | None = None):
+    def __init__(self, view: ModelView, draft: Draft | None, state: DecodeState, programs: int | None = None):
         reason = unsupported(draft, state)
-        if reason is not None:
+        if reason is not None or draft is None:
             raise ValueError(f"the megakernel cannot be used: {reason}")
-        self.view, self.draft, self.state = view, draft, state
-        self.absent, self.limit = -1, BARRIER_LIMIT
         device = view.device
         if programs is None:
             programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        self.programs = programs
+        self.view, self.state, self.programs, self.head = view, state, programs, _Head.of(draft)
+        self.absent, self.limit = -1, BARRIER_LIMIT
+        self.plan: BeamPlan = state.draft_tree_tensors
+        self.rows = state.batch * self.plan.launch_nodes  # of a draft pass
+        self.launches = _Launches.of(self.head.weights, self.rows)
+        self.stages = self.launches.mlp.stages
+        batch, steps = state.batch, state.spec.depth + 1
         self.sync = torch.zeros(2, dtype=torch.int32, device=device)  # arrivals at barriers, error word
-        self._arguments = self._collect()
+        self.path = torch.empty(batch, steps, dtype=torch.int32, device=device)
+        self.accepted = torch.empty(batch, dtype=torch.int32, device=device)
+        self.next_token = torch.empty(batch, dtype=torch.int64, device=device)
+        keys = self._attention_settings()
+        workspace = self._workspace(keys)
+        self._arguments = {**self._tensors(), **workspace, **self._constants(keys), **self._products(workspace)}
 
     def __call__(self, logits: Tensor, features: Tensor, walk: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
         """Verify (greedily, or take `walk`: path, accepted and next token), commit, and draft the next tree.
@@ -134,108 +230,62 @@ class MegakernelStep:
         )
         return self.path
 
-    @staticmethod
-    def _tile(use: dict[str, Settings], weights: dict[str, Tensor], block_m: int) -> Settings:
-        """The one tile of all products but SwiGLU's: as deep as leaves every split of K where it is."""
-        names = {"FC": "fc", "QKV": "q", "OUT": "o", "DOWN": "down", "HEAD": "head"}
+    # --- the kernel's arguments, but for the logits and features of a step ---
 
-        def split(depth: int, block_k: int, splits: int) -> int:
-            return triton.cdiv(triton.cdiv(depth, block_k), splits) * block_k
+    @property
+    def _group(self) -> int:
+        return self.head.attention.num_heads // self.head.attention.num_kv_heads
 
-        for block_k in (256, 128, 64, 32):
-            if all(
-                split(weights[name].shape[1], block_k, use[key].splits)
-                == split(weights[name].shape[1], use[key].block_k, use[key].splits)
-                for key, name in names.items()
-            ):
-                break
-        first = use["FC"]
-        if weights["fc"].element_size() > 2:
-            return first._replace(block_k=min(block_k, first.block_k))
-        shared = 200 if use["MLP"].block_n * use["MLP"].block_k > 4096 else 60  # KiB that such a device has
-        stages = max(2, min(5, shared * 1024 // ((64 + block_m) * block_k * 2)))
-        return Settings(64, block_k, 1, DRAFT_WARPS, stages, use["QKV"].swap)
+    @property
+    def _target_cache(self) -> Tensor:
+        (cache,) = self.state.sequences.caches.caches
+        assert isinstance(cache, KeyValueCache)
+        return cache.data
 
-    def _collect(self) -> dict[str, object]:
-        """All arguments but the logits and features of a step."""
-        view, draft, state = self.view, self.draft, self.state
-        spec, batch, (layer,) = state.spec, state.batch, draft.layers
-        plan: BeamPlan = state.draft_tree_tensors
-        kept: BeamSlots = state.sequences.draft_tensors
-        target_cache, draft_cache = state.sequences.caches.caches[0].data, kept.caches.layer(0)
-        eagle3, attended = isinstance(draft, Eagle3Draft), layer.mixer
-        norm_before_residual = isinstance(draft, Eagle3Draft) and draft.norm_before_residual
-        device, dtype, hidden = view.device, view.dtype, draft.hidden_size
-        rows, beam, steps = batch * plan.launch_nodes, max((1, *spec.beam_widths)), spec.depth + 1
-        group = attended.num_heads // attended.num_kv_heads
-        q_cols, kv_cols = attended.num_heads * attended.head_dim, attended.num_kv_heads * attended.head_dim
-        inner, vocabulary = layer.mlp.gate.weight.shape[0], draft.head.weight.shape[0]
-        biases = {f"{name}_bias_ptr": _projections(draft)[name].bias for name in ("fc", "q", "k", "v")}
-        if any(biases[f"{name}_bias_ptr"] is not None for name in "qkv"):  # all or none
-            for name in "qkv":
-                bias = biases[f"{name}_bias_ptr"]
-                cols = len(_projections(draft)[name].weight)
-                biases[f"{name}_bias_ptr"] = torch.zeros(cols, dtype=dtype, device=device) if bias is None else bias
-        weights = {name: projection.weight for name, projection in _projections(draft).items()}
+    @property
+    def _parts(self) -> tuple[int, int]:
+        """Tokens of the target's vocabulary that a task scans, and how many tasks a node has."""
+        part = min(4096, max(16, triton.next_power_of_2(self.view.vocab_size)))
+        return part, triton.cdiv(self.view.vocab_size, part)
 
-        def settings(*names: str, fused: bool = False, whole: bool = False) -> Settings:
-            cols = tuple(weights[name].shape[0] for name in names)
-            depth = weights[names[0]].shape[1]
-            found = launch_settings(device, dtype, rows, cols, depth, fused, in_draft_pass=True)
-            return found._replace(splits=1) if whole else found
+    @property
+    def _chunks(self) -> tuple[int, int]:
+        """The same of the draft's vocabulary."""
+        vocabulary = len(self.head.weights["head"])
+        chunk = topk_chunk_of(vocabulary)
+        return chunk, triton.cdiv(vocabulary, chunk)
 
-        use = {
-            "FC": settings("fc"),
-            "QKV": settings("q", "k", "v"),
-            "OUT": settings("o"),
-            "MLP": settings("gate", "up", fused=True),
-            "DOWN": settings("down"),
-            "HEAD": settings("head", whole=True),
-        }
-        self.stages = use["MLP"].stages
-        block_m = block_m_of(rows)
-        tile = self._tile(use, weights, block_m)
-        keys = attention.settings_for(
-            plan.launch_nodes * group,
-            attended.head_dim,
-            attended.num_kv_heads,
-            state.capacity,
-            dtype,
+    def _attention_settings(self) -> attention.Settings:
+        mixer, device = self.head.attention, self.view.device
+        return attention.settings_for(
+            self.plan.launch_nodes * self._group,
+            mixer.head_dim,
+            mixer.num_kv_heads,
+            self.state.capacity,
+            self.view.dtype,
             torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else None,
         )
 
-        def empty(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-            return torch.empty(shape, dtype=kind, device=device)
-
-        def zeros(*shape: int, kind: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=kind, device=device)
-
-        products = max(
-            use["FC"].splits * hidden,
-            use["QKV"].splits * (q_cols + 2 * kv_cols),
-            use["OUT"].splits * hidden,
-            use["DOWN"].splits * hidden,
-        )
-        part = min(4096, max(16, triton.next_power_of_2(view.vocab_size)))
-        parts, chunk = triton.cdiv(view.vocab_size, part), topk_chunk_of(vocabulary)
-        chunks = triton.cdiv(vocabulary, chunk)
-        slots = max(spec.beam_slots, 1)
-        levels = torch.zeros(3, steps, dtype=torch.int32)
+    def _tensors(self) -> dict[str, Tensor | None]:
+        """What lies in the state, in the model, and beside them."""
+        state, head, plan, spec, device = self.state, self.head, self.plan, self.state.spec, self.view.device
+        kept: BeamSlots = state.sequences.draft_tensors
+        biases = dict(head.biases)
+        if any(biases[name] is not None for name in "qkv"):  # all or none
+            for name in "qkv":
+                given, cols = biases[name], len(head.weights[name])
+                biases[name] = torch.zeros(cols, dtype=self.view.dtype, device=device) if given is None else given
+        levels = torch.zeros(3, spec.depth + 1, dtype=torch.int32)
         levels[0, : len(spec.beam_widths)] = torch.tensor(spec.beam_widths, dtype=torch.int32)
-        levels[1, 1:steps] = levels[0, : steps - 1].cumsum(0)
+        levels[1, 1:] = levels[0, :-1].cumsum(0)
         levels[2, : spec.depth] = torch.tensor(spec.level_starts, dtype=torch.int32)
-        self.path = empty(batch, steps, kind=torch.int32)
-        self.accepted = empty(batch, kind=torch.int32)
-        self.next_token = empty(batch, kind=torch.int64)
-        words = plan.chain.shape[-1]
-        width = max(2, triton.next_power_of_2(spec.nodes))
-        aligned = {
-            "target_cache_ptr": target_cache,
+        return {
+            "target_cache_ptr": self._target_cache,
             "path_ptr": self.path,
             "accepted_ptr": self.accepted,
             "next_ptr": self.next_token,
             "nan_ptr": state.nan,
-            "before_ptr": empty(batch, kind=torch.int32),
+            "before_ptr": torch.empty(state.batch, dtype=torch.int32, device=device),
             "lengths_ptr": state.lengths,
             "active_ptr": state.active,
             "stop_ids_ptr": state.stops.ids,
@@ -243,16 +293,18 @@ class MegakernelStep:
             "exact_ptr": state.stops.exact,
             "report_ptr": state.report,
             "sequence_ptr": state.tokens,
-            "embedding_ptr": draft.embedding,
-            **{f"{name}_ptr": weight for name, weight in weights.items()},
-            **biases,
-            "token_norm_ptr": layer.input_norm.weight if eagle3 else None,
-            "feature_norm_ptr": draft.hidden_norm.weight if eagle3 else None,
-            "post_norm_ptr": layer.post_norm.weight,
-            "norm_ptr": draft.norm.weight if eagle3 else None,
-            "d2t_ptr": draft.d2t,
-            "inv_freq_ptr": attended.rotary.inv_freq.contiguous(),
-            "cache_ptr": draft_cache,
+            "embedding_ptr": head.embedding,
+            **{f"{name}_ptr": weight for name, weight in head.weights.items()},
+            **{f"{name}_bias_ptr": bias for name, bias in biases.items()},
+            "token_norm_ptr": _weight(head.token_norm),
+            "feature_norm_ptr": _weight(head.feature_norm),
+            "post_norm_ptr": head.post_norm.weight,
+            "norm_ptr": _weight(head.norm),
+            "d2t_ptr": head.d2t,
+            "inv_freq_ptr": head.attention.rotary.inv_freq.contiguous(),
+            "cache_ptr": kept.caches.layer(0),
+            "last_hidden_ptr": kept.hidden,
+            "last_normed_ptr": kept.normed,
             "levels_ptr": levels.to(device),
             "chain_ptr": plan.chain,
             "beam_children_ptr": plan.beam_children,
@@ -260,24 +312,40 @@ class MegakernelStep:
             **{f"{name}_ptr": value for name, value in state.tree._asdict().items()},
             "sync_ptr": self.sync,
         }
-        workspace = {
-            "gathered_ptr": empty(batch * steps, view.feature_size),
+
+    def _workspace(self, keys: attention.Settings) -> dict[str, Tensor]:
+        """Memory that phases hand to one another."""
+        state, spec, use, mixer = self.state, self.state.spec, self.launches, self.head.attention
+        batch, rows, weights = state.batch, self.rows, self.head.weights
+        hidden, inner, vocabulary = len(weights["o"]), len(weights["gate"]), len(weights["head"])
+        q_cols, kv_cols = len(weights["q"]), len(weights["k"])
+        beam, words = max((1, *spec.beam_widths)), self.plan.chain.shape[-1]
+        (_, parts), (_, chunks) = self._parts, self._chunks
+        products = max(
+            hidden * max(use.fc.splits, use.o.splits, use.down.splits), use.qkv.splits * (q_cols + 2 * kv_cols)
+        )
+        splits, queries = batch * mixer.num_kv_heads * keys.splits, self.plan.launch_nodes * self._group
+
+        def empty(*shape: int, kind: torch.dtype = self.view.dtype) -> Tensor:
+            return torch.empty(shape, dtype=kind, device=self.view.device)
+
+        def zeros(*shape: int, kind: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=kind, device=self.view.device)
+
+        return {
+            "gathered_ptr": empty(batch * (spec.depth + 1), self.view.feature_size),
             "products_ptr": empty(rows, products, kind=torch.float32),
             "inputs_ptr": empty(rows, 2 * hidden),
             "residual_ptr": empty(rows, hidden),
             "queries_ptr": empty(rows, q_cols),
-            "partial_ptr": empty(batch * attended.num_kv_heads * keys.splits, plan.launch_nodes * group,
-                                 attended.head_dim, kind=torch.float32),
-            "lse_ptr": empty(batch * attended.num_kv_heads * keys.splits, plan.launch_nodes * group,
-                             kind=torch.float32),
+            "partial_ptr": empty(splits, queries, mixer.head_dim, kind=torch.float32),
+            "lse_ptr": empty(splits, queries, kind=torch.float32),
             "attended_ptr": empty(rows, q_cols),
             "x_ptr": empty(rows, hidden),
             "normed_ptr": empty(rows, hidden),
             "inner_ptr": empty(rows, inner),
             "hidden_ptr": empty(rows, hidden),
             "head_in_ptr": empty(rows, hidden),
-            "last_hidden_ptr": kept.hidden,
-            "last_normed_ptr": kept.normed,
             "logits_ptr": empty(rows, vocabulary),
             "ranks_ptr": empty(rows, chunks, spec.top_k, kind=torch.int64),
             "places_ptr": empty(batch * spec.nodes * parts, kind=torch.int32),
@@ -288,11 +356,17 @@ class MegakernelStep:
             "scores_ptr": empty(batch, spec.candidates, kind=torch.float32),
             "beam_scores_ptr": zeros(spec.depth, batch, beam, kind=torch.float32),
             "beam_ancestors_ptr": zeros(spec.depth, batch, beam, words, kind=torch.int64),
-            "beam_candidates_ptr": zeros(batch, slots, kind=torch.int64),
+            "beam_candidates_ptr": zeros(batch, max(spec.beam_slots, 1), kind=torch.int64),
             "root_ptr": empty(batch, kind=torch.int64),
             "scratch_ptr": empty(batch, spec.nodes, kind=torch.int32),
-        }  # fmt: skip
-        described = {}
+        }
+
+    def _products(self, workspace: dict[str, Tensor]) -> dict[str, object]:
+        """Descriptors, tiles and splits of all products."""
+        weights, use, eagle3 = self.head.weights, self.launches, self.head.eagle3
+        block_m = block_m_of(self.rows)
+        tile = use.tile(weights, block_m)
+        described: dict[str, object] = {}
         for name, names, source in (
             ("fc", ("fc",), "gathered_ptr" if eagle3 else "inputs_ptr"),
             ("qkv", ("q", "k", "v"), "inputs_ptr" if eagle3 else "residual_ptr"),
@@ -302,65 +376,74 @@ class MegakernelStep:
             ("head", ("head",), "head_in_ptr" if eagle3 else "hidden_ptr"),
         ):
             tensors = [workspace[source], *(weights[weight] for weight in names)]
-            setting = use["MLP"] if name == "mlp" else tile
-            found = descriptors(tensors, block_m, setting)
+            found = descriptors(tensors, block_m, use.mlp if name == "mlp" else tile)
             described |= dict(zip((f"{name}_in_desc", *(f"{weight}_desc" for weight in names)), found, strict=True))
-        tma = described["fc_desc"] is not None
-        sizes = {
+        depths = [weight.shape[1] for weight in weights.values()]
+        return {
+            **described,
+            "TMA": described["fc_desc"] is not None,
+            "EVEN_K": all(depth % tile.block_k == 0 for depth in depths) and len(weights["o"]) % use.mlp.block_k == 0,
+            "BLOCK_M": block_m,
+            "TILE": (tile.block_n, tile.block_k, tile.swap, tile.stages),
+            "SPLITS": (use.fc.splits, use.qkv.splits, use.o.splits, use.down.splits),
+            "MLP": (use.mlp.block_n, use.mlp.block_k, use.mlp.swap),
+        }
+
+    def _constants(self, keys: attention.Settings) -> dict[str, object]:
+        """Sizes, and all that the kernel is compiled for but its products."""
+        state, spec, view, head = self.state, self.state.spec, self.view, self.head
+        mixer, hidden, cache = head.attention, len(head.weights["o"]), self._target_cache
+        (part, parts), (chunk, chunks) = self._parts, self._chunks
+        return {
             "nodes": spec.nodes,
             "columns": state.tokens.shape[1],
             "stops": state.stops.ids.shape[1],
             "target_vocabulary": view.vocab_size,
-            "target_planes": target_cache[..., 0, 0].numel(),
-            "target_heads": target_cache.shape[3],
+            "target_planes": cache[..., 0, 0].numel(),
+            "target_heads": cache.shape[3],
             "feature_size": view.feature_size,
-            "vocabulary": vocabulary,
+            "vocabulary": len(head.weights["head"]),
             "capacity": state.capacity,
-            "scale_log2": attended.scale * math.log2(math.e),
-            "rotary_scaling": attended.rotary.attention_scaling,
-            "token_eps": layer.input_norm.eps if eagle3 else 0.0,
-            "feature_eps": draft.hidden_norm.eps if eagle3 else 0.0,
-            "post_eps": layer.post_norm.eps,
-            "norm_eps": draft.norm.eps if eagle3 else 0.0,
-        }
-        return {
-            **aligned,
-            **workspace,
-            **described,
-            **sizes,
+            "scale_log2": mixer.scale * math.log2(math.e),
+            "rotary_scaling": mixer.rotary.attention_scaling,
+            "token_eps": _eps(head.token_norm),
+            "feature_eps": _eps(head.feature_norm),
+            "post_eps": head.post_norm.eps,
+            "norm_eps": _eps(head.norm),
             "PART": part,
             "PARTS": parts,
-            "TARGET_D": target_cache.shape[-1],
+            "TARGET_D": cache.shape[-1],
             "STOPS": triton.next_power_of_2(state.stops.ids.shape[1]),
             "REPORT": state.report.shape[1],
-            "EAGLE3": eagle3,
-            "NORMED_RESIDUAL": norm_before_residual,
-            "B": batch,
+            "EAGLE3": head.eagle3,
+            "NORMED_RESIDUAL": head.norm_before_residual,
+            "B": state.batch,
             "PASSES": spec.depth,
             "K": spec.top_k,
-            "BEAM": beam,
+            "BEAM": max((1, *spec.beam_widths)),
             "SLOTS": spec.beam_slots,
             "CANDIDATES": spec.candidates,
             "HIDDEN": hidden,
-            "INNER": inner,
-            "HEADS": attended.num_kv_heads,
-            "GROUP": group,
-            "D": attended.head_dim,
-            "WORDS": words,
+            "INNER": len(head.weights["gate"]),
+            "HEADS": mixer.num_kv_heads,
+            "GROUP": self._group,
+            "D": mixer.head_dim,
+            "WORDS": self.plan.chain.shape[-1],
             "TREE_WORDS": state.tree.ancestors.shape[-1],
-            "NODES": width,
+            "NODES": max(2, triton.next_power_of_2(spec.nodes)),
             "DOUBLINGS": (spec.nodes - 1).bit_length(),
             "CHUNKS": chunks,
             "PROGRAMS": self.programs,
-            "TMA": tma,
             "UNIFORM": spec.selected is None,
-            "EVEN_K": all(weight.shape[1] % tile.block_k == 0 for weight in weights.values())
-            and hidden % use["MLP"].block_k == 0,
-            "BLOCK_M": block_m,
             "BLOCK_H": triton.next_power_of_2(hidden),
             "CHUNK": chunk,
-            "TILE": (tile.block_n, tile.block_k, tile.swap, tile.stages),
-            "SPLITS": tuple(use[key].splits for key in ("FC", "QKV", "OUT", "DOWN")),
-            "MLP": (use["MLP"].block_n, use["MLP"].block_k, use["MLP"].swap),
             "ATTENTION": (keys.block_m, keys.block_n, keys.splits, keys.min_tiles, keys.block_t),
-        }  # fmt: skip
+        }
+
+
+def _weight(norm: Norm | None) -> Tensor | None:
+    return None if norm is None else norm.weight
+
+
+def _eps(norm: Norm | None) -> float:
+    return 0.0 if norm is None else norm.eps

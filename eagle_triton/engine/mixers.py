@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.modules import Norm, Projection, Rotary, project, project_stack
+from eagle_triton.engine.modules import Norm, Projection, Rotary, project_split, project_stack
 from eagle_triton.engine.operations import Operations
 from eagle_triton.runtime.split_sums import SplitSums
 
@@ -175,7 +175,7 @@ class Attention(Mixer):
 
     def forward(self, ops: Operations, x: Tensor, cache: Tensor, rows: Rows) -> tuple[Tensor | SplitSums, None]:
         attended = self.attend(ops, x, cache, rows)
-        return project(ops, self.o, attended, keep_splits=True, launch_rows=rows.launch_rows), None
+        return project_split(ops, self.o, attended, rows.launch_rows), None
 
     def attend(self, ops: Operations, x: Tensor, cache: Tensor, rows: Rows) -> Tensor:
         """Project, rotate, append to the cache and attend: x [B, n, *] -> [B, n, Hq * d], the input of o."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from eagle_triton.engine.operations import Operations
-from eagle_triton.runtime.split_sums import SplitSums
+from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,18 @@ class Projection:
     bias: Tensor | None = None  # [out]
     module: Callable[[Tensor], Tensor] | None = None
 
+    def replaced(self, x: Tensor) -> Tensor:
+        """What the module in the place of a plain product gives."""
+        if self.module is None:
+            raise ValueError("a projection needs a weight or a module")
+        return self.module(x)
+
     @property
     def tensors(self) -> Iterator[Tensor]:
         """All that one product reads."""
         yield from (tensor for tensor in (self.weight, self.bias) if tensor is not None)
-        yield from _parameters(self.module)
+        if isinstance(self.module, nn.Module):
+            yield from self.module.parameters()
 
 
 @dataclass(frozen=True)
@@ -47,37 +54,39 @@ class Rotary:
 
 @dataclass(frozen=True)
 class MLP:
-    """SwiGLU block, or `module` called as it is."""
+    """SwiGLU block: down(silu(gate(x)) * up(x))."""
 
-    gate: Projection | None = None
-    up: Projection | None = None
-    down: Projection | None = None
-    module: Callable[[Tensor], Tensor] | None = None
+    gate: Projection
+    up: Projection
+    down: Projection
 
     @property
     def tensors(self) -> Iterator[Tensor]:
         """All that one call reads."""
         for projection in (self.gate, self.up, self.down):
-            if projection is not None:
-                yield from projection.tensors
-        yield from _parameters(self.module)
+            yield from projection.tensors
 
 
-def project(
-    ops: Operations,
-    projection: Projection,
-    x: Tensor,
-    *,
-    keep_splits: bool = False,
-    launch_rows: int | None = None,
-) -> Tensor | SplitSums:
+def project(ops: Operations, projection: Projection, x: Tensor, launch_rows: int | None = None) -> Tensor:
     """One matrix product, or the module that stands in its place: x [B, n, *] -> [B, n, out].
 
-    `keep_splits`: the reader adds up its splits. `launch_rows`: rows that its launch is chosen for, None: as many as x
-    has.
+    `launch_rows`: rows that its launch is chosen for, None: as many as x has.
     """
-    if projection.module is not None:
-        return projection.module(x)
+    return total_of(_project(ops, projection, x, False, launch_rows))
+
+
+def project_split(
+    ops: Operations, projection: Projection, x: Tensor, launch_rows: int | None = None
+) -> Tensor | SplitSums:
+    """`project` for a reader that adds up its splits, if the product has any."""
+    return _project(ops, projection, x, True, launch_rows)
+
+
+def _project(
+    ops: Operations, projection: Projection, x: Tensor, keep_splits: bool, launch_rows: int | None
+) -> Tensor | SplitSums:
+    if projection.weight is None:
+        return projection.replaced(x)
     return ops.linear(x, projection.weight, projection.bias, keep_splits=keep_splits, launch_rows=launch_rows)
 
 
@@ -89,10 +98,14 @@ def project_stack(
     keep_splits: bool = False,
     launch_rows: int | None = None,
 ) -> tuple[Tensor | SplitSums, ...]:
-    """Several products of the same rows, in one launch where all of them are plain. Options as for project."""
-    if any(projection.weight is None for projection in projections):
+    """Several products of the same rows, in one launch where all of them are plain.
+
+    `keep_splits`: the reader adds them up. `launch_rows`: see project.
+    """
+    weights = [projection.weight for projection in projections if projection.weight is not None]
+    if len(weights) < len(projections):
         return tuple(project(ops, projection, x) for projection in projections)
-    weights, biases = [p.weight for p in projections], [p.bias for p in projections]
+    biases = [projection.bias for projection in projections]
     return ops.linear_stack(x, weights, biases, keep_splits=keep_splits, launch_rows=launch_rows)
 
 
@@ -118,16 +131,10 @@ def add_norm(
 
 def feed_forward(ops: Operations, mlp: MLP, x: Tensor, launch_rows: int | None = None) -> Tensor | SplitSums:
     """SwiGLU block: [B, n, H] -> [B, n, H], its splits perhaps still apart. `launch_rows`: see project."""
-    if mlp.module is not None:
-        return mlp.module(x)
     gate, up = mlp.gate, mlp.up
     if gate.weight is not None and up.weight is not None and gate.bias is None and up.bias is None:
         inner = ops.linear_swiglu(x, gate.weight, up.weight, launch_rows=launch_rows)
     else:
-        inner = ops.swiglu(*project_stack(ops, (gate, up), x, launch_rows=launch_rows))
-    return project(ops, mlp.down, inner, keep_splits=True, launch_rows=launch_rows)
-
-
-def _parameters(module: Callable | None) -> Iterator[Tensor]:
-    if isinstance(module, nn.Module):
-        yield from module.parameters()
+        gated, raised = project_stack(ops, (gate, up), x, launch_rows=launch_rows)
+        inner = ops.swiglu(total_of(gated), total_of(raised))
+    return project_split(ops, mlp.down, inner, launch_rows)

@@ -34,7 +34,8 @@ def prefill(
     sequences = state.sequences
     sequences.clear()
     done: dict[tuple[int, ...], int] = {}
-    hidden, features = [], []
+    hidden: list[Tensor] = []
+    features: list[Tensor] = []
     for index, prompt in enumerate(prompts):
         twin = done.setdefault(tuple(prompt.tolist()), index)
         if twin == index:
@@ -99,7 +100,7 @@ def _choose(ops: Operations, state: DecodeState, logits: Tensor, mode: Mode) -> 
     """The roots [B, 1] from logits [B, 1, V], as every later step chooses: a walk of a tree that is only a root."""
     tokens = ops.sequence_rows(state.tokens, state.lengths - 1, 1)
     parents = torch.full_like(tokens, -1, dtype=torch.int32)
-    if mode.processed:
+    if mode.processed and state.sequences.rules is not None:
         logits = ops.process_logits(logits, tokens, torch.ones_like(tokens)[..., None], state.sequences.rules)
     if mode.sampled:
         return ops.verify_sampling(logits, tokens, parents, 0, state.sampling, mode.top_p_first)[2][:, None]

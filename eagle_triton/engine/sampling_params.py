@@ -53,13 +53,19 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", bias)
 
     @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept: sorted pairs of token and what is added to its logit."""
+        assert isinstance(self.logit_bias, tuple)
+        return self.logit_bias
+
+    @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
     @property
     def processed(self) -> bool:
         """Whether the logits themselves are changed."""
-        return self.repetition_penalty != 1 or bool(self.logit_bias)
+        return self.repetition_penalty != 1 or bool(self.biases)
 
     @staticmethod
     def original(temperature: float, top_p: float, top_k: float) -> SamplingParams:

@@ -53,5 +53,6 @@ def start_skipping(view: ModelView, sequences: Sequences) -> None:
 
 def catch_up(ops: Operations, draft: Draft, sequences: Sequences, steps: int) -> None:
     """Let the draft take in what it does not know, at most `steps` <= ROWS positions of each sequence."""
+    assert sequences.skipped is not None, "plain steps have kept nothing"
     draft.catch_up(ops, sequences, steps)
     sequences.skipped.draft_lengths.copy_(sequences.lengths)

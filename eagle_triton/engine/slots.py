@@ -7,14 +7,12 @@ An object that lays its tensors out in its own way (LayerCaches) stands among th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-Value = TypeVar("Value")
 
-
-def part_of(value: Value, slots: slice) -> Value:
+def part_of(value: Any, slots: slice) -> Any:
     """The same of some of the slots: views of the same tensors. What is not kept by slot stays as it is."""
     if isinstance(value, Tensor):
         return value[slots]

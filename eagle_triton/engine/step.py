@@ -50,12 +50,14 @@ def decode_step(
     hidden, features, uncommitted = target_forward(
         ops, view, tree.tokens, sequences.caches, state.lengths, positions, tree.ancestors
     )
-    logits, before = project(ops, view.head, hidden), state.lengths.clone() if mode.logprobs else None
-    judged = ops.process_logits(logits, tree.tokens, tree.ancestors, sequences.rules) if mode.processed else logits
+    logits = project(ops, view.head, hidden)
+    before = state.lengths.clone() if mode.logprobs else None
+    rules = sequences.rules if mode.processed else None
+    judged = logits if rules is None else ops.process_logits(logits, tree.tokens, tree.ancestors, rules)
     path = verify_and_draft(ops, draft, state, judged, features, uncommitted, mode, megakernel)
-    if mode.processed:  # beside what is committed, the next root: it is on every path
-        sequences.rules.seen.scatter_(1, torch.where(state.emitted < 0, tree.tokens[:, :1], state.emitted), 1)
-    if mode.logprobs:
+    if rules is not None:  # beside what is committed, the next root: it is on every path
+        rules.seen.scatter_(1, torch.where(state.emitted < 0, tree.tokens[:, :1], state.emitted), 1)
+    if before is not None:
         _report_logprobs(ops, state, logits, path, before)
 
 
@@ -105,12 +107,12 @@ def verify_and_draft(
     committed = AcceptedPath(before, path, accepted)
     sequences.caches.commit(ops, uncommitted, committed)
     state.sampling.step.add_(1)
-    if depth:
+    if draft is not None and depth:
         draft.extend(ops, state, committed, features)
         draft.grow(ops, state)
     else:
         tree.tokens.copy_(ops.sequence_rows(state.tokens, state.lengths, 1))
-        if mode.keep_features:
+        if mode.keep_features and sequences.skipped is not None:
             sequences.skipped.keep(before, features)
     return path
 

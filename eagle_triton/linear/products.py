@@ -6,8 +6,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Sequence
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -159,8 +158,9 @@ def _choose(
     settings = launch_settings(x.device, x.dtype, rows, cols, depth, fused, launch_rows is not None)
     streaming = _streamed() if can_stream([matrix, *weights]) else None
     if settings is None:
-        wide = streaming is not None and keep_splits and launch_rows is not None
-        return streaming.wide_settings(rows, cols, depth) if wide else None
+        if streaming is None or not keep_splits or launch_rows is None:
+            return None
+        return streaming.wide_settings(rows, cols, depth)
     if launch_rows and not keep_splits:
         settings = settings._replace(splits=1)  # the megakernel has no last program of a tile
     if streaming is None or residual is not None or (settings.splits > 1 and not keep_splits):
@@ -170,8 +170,8 @@ def _choose(
 
 
 @functools.cache
-def _streamed() -> ModuleType | None:
-    """streamed.py, or None with a Triton before 3.6, whose Gluon does not compile it, or without Gluon."""
+def _streamed() -> Any:
+    """The module streamed.py, or None with a Triton before 3.6, whose Gluon does not compile it, or without Gluon."""
     if triton_version() < (3, 6):
         log.warning("products are not streamed: that takes Triton 3.6, this is %s", triton.__version__)
         return None

@@ -117,8 +117,8 @@ def _zeros(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SWAP: gl.constexpr):
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_M, 16])
         acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout)
     else:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_N, 16])
-        acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
+        upright: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_N, 16])
+        acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, upright)
     return acc
 
 

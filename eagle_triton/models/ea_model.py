@@ -45,9 +45,12 @@ class EaModel(nn.Module):
     exactly. `accept_lengths` lists the accepted drafts per decode step of the last sequence generated.
     """
 
+    base_model: Any
+    ea_layer: DraftHead
+
     def __init__(
         self,
-        base_model: nn.Module,
+        base_model: Any,
         ea_layer: DraftHead,
         tokenizer: Any | None = None,
         base_model_name_or_path: str = "",
@@ -109,7 +112,7 @@ class EaModel(nn.Module):
             defaults = dict(total_token=60, depth=7, top_k=10, threshold=1.0, tree_choices=None)
             asked = {name: None if value == defaults[name] else value for name, value in asked.items()}
         head = load_head(head_path, use_eagle3, read_target_config(target_path), asked)
-        base_model = load_target(target_path, **kwargs)
+        base_model: Any = load_target(target_path, **kwargs)
         tokenizer = load_tokenizer(target_path)
 
         if head.embed_tokens.weight.is_meta:

@@ -47,10 +47,10 @@ class DraftConfig:
     intermediate_size: int
     num_attention_heads: int
     vocab_size: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    draft_vocab_size: int | None = None
-    target_hidden_size: int | None = None
+    num_key_value_heads: int = None  # type: ignore[assignment]  # None here and below: worked out, see __post_init__
+    head_dim: int = None  # type: ignore[assignment]
+    draft_vocab_size: int = None  # type: ignore[assignment]
+    target_hidden_size: int = None  # type: ignore[assignment]
     num_hidden_layers: int = 1
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
@@ -258,6 +258,9 @@ class DraftHead(nn.Module):
     paths of a fixed tree, which then decide `total_tokens`; None: a dynamic tree). `stable_kv` holds the keys and
     values of the accepted tokens.
     """
+
+    d2t: Tensor | None
+    t2d: Tensor | None
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 
 from .heads import steady_attention
@@ -93,7 +93,7 @@ def attention_mask(
 
 
 def run_target(
-    base_model: nn.Module,
+    base_model: Any,
     input_ids: Tensor,
     cache: TargetCache,
     positions: Tensor | None = None,

@@ -187,7 +187,8 @@ def tree_speculative_sampling_target_only(
     nodes, steps = candidates.shape[1], accept_index.shape[1]
     for b in range(len(candidates)):
         row, last, count, visited, mass = 0, int(retrive_index[b, 0]), 0, 0, torch.zeros((), device=predicts.device)
-        current, refused = int(retrive_next_token[b, 0]), set()
+        current = int(retrive_next_token[b, 0])
+        refused: set[int] = set()
         accept_index[b, 0] = last
         while 0 <= current < nodes and count < steps - 1 and visited < nodes:
             visited += 1
@@ -213,11 +214,11 @@ def tree_speculative_sampling_target_only(
         cumulated = weight.double().cumsum(0)
         hit = (cumulated > uniform_samples_for_final_sampling[b].double() * cumulated[-1]) & (weight > 0)
         if hit.any():
-            token = hit.int().argmax()
+            token = int(hit.int().argmax())
         elif weight.sum() > 0:
-            token = (weight > 0).nonzero()[-1, 0]
+            token = int((weight > 0).nonzero()[-1, 0])
         else:
-            token = distribution.argmax()
+            token = int(distribution.argmax())
         predicts[last] = token
     return predicts, accept_index, accept_token_num
 

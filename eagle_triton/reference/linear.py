@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_triton.runtime.split_sums import SplitSums
+
 
 def linear(
     x: Tensor,
@@ -16,7 +18,7 @@ def linear(
     *,
     keep_splits: bool = False,
     launch_rows: int | None = None,
-) -> Tensor:
+) -> Tensor | SplitSums:
     """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
 
     `keep_splits`: the caller also takes a product whose partial sums are still apart, which only the kernel returns.
@@ -34,7 +36,7 @@ def linear_stack(
     *,
     keep_splits: bool = False,
     launch_rows: int | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | SplitSums, ...]:
     """Several products of the same rows, e.g. q, k and v. x [..., K], weights [Ni, K]; returns one [..., Ni] each."""
     check_product("linear_stack", x, weights, biases, None)
     return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))

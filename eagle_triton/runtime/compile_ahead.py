@@ -79,7 +79,7 @@ class _Loader(ThreadPoolExecutor):
         """Compile nothing more, but what has begun."""
         self._stopped = True
 
-    def submit(self, build: Callable[[], Any]) -> Future:
+    def submit(self, build: Callable[[], Any]) -> Future:  # type: ignore[override]
         """Compile and load. Called by AsyncCompileMode, once for each kernel that is not compiled yet.
 
         Triton keeps the future, and asks it for the kernel at a later launch too.
@@ -102,7 +102,7 @@ class _Loader(ThreadPoolExecutor):
 
         self._progress.total += 1
         future = super().submit(build_and_load)
-        finished, future.result = future.result, result
+        finished, future.result = future.result, result  # type: ignore[method-assign]
         future.add_done_callback(lambda _: self._progress.update())
         return future
 

@@ -131,8 +131,8 @@ class StepCosts:
         own = self.measured(spec)
         if own is not None:
             return own
-        known = [other for other in self._live if self.measured(other) is not None]
-        scale = statistics.geometric_mean([self.measured(s) / self._estimate(s) for s in known]) if known else 1.0
+        known = [(ms, other) for other in self._live if (ms := self.measured(other)) is not None]
+        scale = statistics.geometric_mean([ms / self._estimate(other) for ms, other in known]) if known else 1.0
         return scale * self._estimate(spec)
 
     def origin(self, spec: TreeSpec) -> str:
@@ -152,10 +152,11 @@ class StepCosts:
         if exact is not None:
             return exact
         plain = self.table.ms(self.slots, 1, 0)
+        assert plain is not None, "a cost table has plain steps"
         trees = sorted(self.table.trees(), key=lambda tree: abs(tree[0] - spec.nodes))
-        if not trees:
+        nearest = self.table.ms(self.slots, *trees[0]) if trees else None
+        if nearest is None:
             return plain * relative
-        nearest = self.table.ms(self.slots, *trees[0])
         return plain * (1 + (nearest / plain - 1) * (relative - 1) / (self._assumed(*trees[0]) - 1))
 
     def _assumed(self, nodes: int, depth: int) -> float:

@@ -133,7 +133,7 @@ class EAGLEInference:
             raise RuntimeError(f"no prompt could be decoded: {failed[0].error}")
         for completion in failed:
             log.warning("prompt %d failed: %s", completion.index, completion.error)
-        rows = [completion.output_ids for completion in results.completions]
+        rows: Any = [completion.output_ids for completion in results.completions]
         if isinstance(input_ids, Tensor):
             rows = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._pad_id())
         return (rows, results) if return_stats else rows

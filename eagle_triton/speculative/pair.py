@@ -110,12 +110,11 @@ def _family(model: Any) -> Any | None:
 
 
 def _check_places(view: ModelView, draft: Draft, device: torch.device | None) -> None:
-    beams = isinstance(draft, BeamDraft)
-    if beams and draft.embedding.device != view.device:
+    if isinstance(draft, BeamDraft) and draft.embedding.device != view.device:
         raise ValueError(f"draft_model lies on {draft.embedding.device}, target_model on {view.device}")
     if device is not None and (device.type != view.device.type or device.index not in (None, view.device.index)):
         raise ValueError(f"device={str(device)!r}, but the models lie on {view.device}: move them with .to({device})")
-    if beams and draft.embedding.shape[0] != view.vocab_size:
+    if isinstance(draft, BeamDraft) and draft.embedding.shape[0] != view.vocab_size:
         raise ValueError(
             f"draft and target do not fit: the draft's vocabulary has {draft.embedding.shape[0]} tokens, the target's "
             f"{view.vocab_size}"

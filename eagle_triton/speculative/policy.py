@@ -134,10 +134,12 @@ class TreePolicy:
 
     def _guess(self, spec: TreeSpec, level: int) -> float:
         """The share of steps that accept a draft at `level`, of those that reach it."""
-        known = [(seen, tree) for tree, seen in self._seen.items() if seen.rate(level) is not None]
+        known = [
+            (seen.steps, rate, tree) for tree, seen in self._seen.items() if (rate := seen.rate(level)) is not None
+        ]
         if known:
-            seen, tree = max(known, key=lambda pair: pair[0].steps)
-            return _widened(seen.rate(level), _width(spec) / _width(tree))
+            _, rate, tree = max(known, key=lambda row: row[0])
+            return _widened(rate, _width(spec) / _width(tree))
         prior = _widened(PRIOR, _width(spec))
         if level == 0 or not self._seen:
             return prior

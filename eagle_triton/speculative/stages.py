@@ -81,6 +81,7 @@ class Prefix:
         positions = lengths[:, None] + torch.arange(count, dtype=torch.int32, device=lengths.device)
         _, features, uncommitted = self.forward(tokens, positions, None)
         sequences.caches.commit_all(ops, uncommitted)
+        assert sequences.skipped is not None
         sequences.skipped.keep(lengths, features)
         lengths += count
         self.length += count
@@ -164,7 +165,7 @@ def memory_bytes(engine: Engine, spec: TreeSpec, slots: int, rows: int) -> dict[
     capacity, size = capacity_bucket(rows + scratch_rows(spec)), torch.empty((), dtype=view.dtype).element_size()
     return {
         "target_cache": bytes_of(view.new_caches(slots, capacity, nowhere)),
-        "draft_cache": bytes_of(engine.draft.new_slot_tensors(slots, capacity, nowhere)),
+        "draft_cache": 0 if engine.draft is None else bytes_of(engine.draft.new_slot_tensors(slots, capacity, nowhere)),
         "logits": slots * spec.nodes * view.vocab_size * size,
     }
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def compute_tree_statistics(
@@ -116,7 +119,7 @@ class Statistics(Mapping[str, Any]):
         for position in range(1, min(accepted + 1, depth) + 1):
             self.reached[position] += 1
 
-    def __iadd__(self, other: Statistics) -> Statistics:
+    def __iadd__(self, other: Statistics) -> Self:
         for name in ("steps", "plain_steps", "prefills", "tokens", "accepted", "proposed", "draft_forwards"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.histogram += other.histogram
@@ -176,8 +179,8 @@ class Statistics(Mapping[str, Any]):
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values for JSON; what was not measured is None."""
         values = {key: None if isinstance(value, NotMeasured) else value for key, value in self.items()}
-        names = ("steps", "plain_steps", "prefills", "tau", "tokens_per_target_forward", "seconds", "plain_seconds")
-        names += ("legacy_acceptance_rate", "legacy_speedup_ratio")
+        names = ["steps", "plain_steps", "prefills", "tau", "tokens_per_target_forward", "seconds", "plain_seconds"]
+        names += ["legacy_acceptance_rate", "legacy_speedup_ratio"]
         values |= {name: getattr(self, name) for name in (*names, "tokens_per_second", "positions")}
         return values | {"histogram": {str(length): count for length, count in sorted(self.histogram.items())}}
 

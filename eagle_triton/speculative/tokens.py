@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from eagle_triton.engine.operations import kernel_module
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.reference.sampling import SamplingTensors
+from eagle_triton.reference.tree_decoding import Expansion
 
 
 def fast_topk_torch(scores: Tensor, k: int, dim: int = -1, sorted: bool = True) -> tuple[Tensor, Tensor]:
@@ -18,9 +20,8 @@ def fast_topk_torch(scores: Tensor, k: int, dim: int = -1, sorted: bool = True) 
     size = scores.shape[dim]
     if not 1 <= k <= size:
         raise ValueError(f"fast_topk_torch: k must be in 1..{size}, got {k}")
-    if k == 1:
-        return tuple(scores.max(dim=dim, keepdim=True))
-    return tuple(scores.topk(k, dim=dim, sorted=sorted))
+    best = scores.max(dim=dim, keepdim=True) if k == 1 else scores.topk(k, dim=dim, sorted=sorted)
+    return best.values, best.indices
 
 
 def select_top_k_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -34,11 +35,17 @@ def select_top_k_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def expand_beam(
-    parent_scores: Tensor, log_probs: Tensor, parent_ancestors: Tensor, first_slot: int, width: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    parent_scores: Tensor,
+    log_probs: Tensor,
+    tokens: Tensor,
+    parent_ancestors: Tensor,
+    first_slot: int,
+    width: int,
+    selected: Tensor | None = None,
+) -> Expansion:
     """Score the children of a level's nodes and choose the next beam; see `reference.tree_decoding.expand_beam`."""
     function = _module("tree_decoding", log_probs).expand_beam
-    return function(parent_scores, log_probs, parent_ancestors, first_slot, width)
+    return function(parent_scores, log_probs, tokens, parent_ancestors, first_slot, width, selected)
 
 
 def sample_from_logits(
@@ -55,7 +62,8 @@ def sample_from_logits(
     Temperature 0 takes the argmax. Order: temperature, top-k, top-p (with the token that crosses p), min-p. Raises
     ValueError for a bad value.
     """
-    asked = {name: value for name, value in dict(top_p=top_p, top_k=top_k, min_p=min_p).items() if value is not None}
+    given: dict[str, Any] = dict(top_p=top_p, top_k=top_k, min_p=min_p)
+    asked = {name: value for name, value in given.items() if value is not None}
     sampling = SamplingParams(temperature=temperature, **asked)
     if sampling.greedy:
         return logits.argmax(-1)

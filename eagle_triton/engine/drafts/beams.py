@@ -172,7 +172,9 @@ class BeamDraft(Draft):
             ops.gather_rows(output, accepted.accepted[:, None], out=kept)
 
     def catch_up(self, ops: Operations, sequences: Sequences, steps: int) -> None:
-        mine, skipped, known = sequences.draft_tensors, sequences.skipped, sequences.skipped.draft_lengths
+        mine, skipped = sequences.draft_tensors, sequences.skipped
+        assert skipped is not None, "plain steps have kept nothing"
+        known = skipped.draft_lengths
         tokens = ops.sequence_rows(sequences.tokens, known + 1, steps)
         outputs = self.take_in(ops, skipped.since(known, steps), tokens, mine.caches, self.rows(known))
         last = (sequences.lengths - known - 1)[:, None, None].long()  # -1: it knew all
@@ -221,7 +223,7 @@ class BeamDraft(Draft):
         slot_positions, first_rows = lengths[:, None] + plan.slot_levels, lengths[:, None] + plan.level_slots
         all_tokens, all_scores, all_chosen, first_slot = [], [], [], 0
         for level, beam in enumerate((*spec.beam_widths, 0)):
-            logits = project(ops, self.head, normed, launch_rows=batch * plan.launch_nodes).flatten(0, 1)
+            logits = project(ops, self.head, normed, batch * plan.launch_nodes).flatten(0, 1)
             log_probs, tokens = ops.topk(logits, spec.top_k, offsets=self.d2t)
             children = tokens.view(batch, -1)
             slots = slice(first_slot, first_slot + beam)

@@ -11,7 +11,7 @@ from eagle_triton.engine.drafts.beams import BeamDraft
 from eagle_triton.engine.layer_caches import LayerCaches
 from eagle_triton.engine.mixers import Rows
 from eagle_triton.engine.model import decoder_layer
-from eagle_triton.engine.modules import Norm, Projection, add_norm, project
+from eagle_triton.engine.modules import Norm, Projection, add_norm, project_split
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.runtime.split_sums import SplitSums
@@ -38,12 +38,23 @@ class Eagle3Draft(EagleDraft):
     hidden_norm: Norm
     norm_before_residual: bool = False  # the residual is hidden_norm(x) instead of x
 
+    def __post_init__(self) -> None:
+        if len(self.layers) != 1 or self.layers[0].input_norm is None:
+            raise ValueError(f"an EAGLE-3 head has one layer with an input norm, got {len(self.layers)} layers")
+
+    @property
+    def token_norm(self) -> Norm:
+        """Of the token embeddings: the layer's input norm."""
+        norm = self.layers[0].input_norm
+        assert norm is not None
+        return norm
+
     def weight_bytes(self, spec: TreeSpec) -> int:
         once = sum(tensor.nbytes for tensor in self.fc.tensors) if spec.drafts else 0
         return super().weight_bytes(spec) + once
 
     def inputs_of(self, ops: Operations, features: Tensor, rows: Rows) -> Tensor | SplitSums:
-        return project(ops, self.fc, features, keep_splits=True, launch_rows=rows.launch_rows)
+        return project_split(ops, self.fc, features, rows.launch_rows)
 
     def forward(
         self,
@@ -60,9 +71,9 @@ class Eagle3Draft(EagleDraft):
             parents,
             tokens,
             self.embedding,
-            token_norm=layer.input_norm.weight,
+            token_norm=self.token_norm.weight,
             feature_norm=self.hidden_norm.weight,
-            token_eps=layer.input_norm.eps,
+            token_eps=self.token_norm.eps,
             feature_eps=self.hidden_norm.eps,
         )
         if self.norm_before_residual:
@@ -89,5 +100,5 @@ class Eagle1Draft(EagleDraft):
         rows: Rows,
     ) -> tuple[Tensor, Tensor]:
         inputs, _ = ops.draft_inputs(features, parents, tokens, self.embedding)
-        x = ops.add(project(ops, self.fc, inputs, keep_splits=True, launch_rows=rows.launch_rows))
+        x = ops.add(project_split(ops, self.fc, inputs, rows.launch_rows))
         return self.run_layers(ops, x, caches, rows)
