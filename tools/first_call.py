@@ -70,7 +70,7 @@ def measure(shape: str | None, way: str) -> dict[str, Any]:
     """Figures of one way, and the tokens of a generation."""
     import triton
 
-    from eagle_triton.engine import generation
+    from eagle_triton.engine.engine import Engine
 
     compiled: list[float] = []
 
@@ -79,7 +79,7 @@ def measure(shape: str | None, way: str) -> dict[str, Any]:
 
     triton.knobs.compilation.listener = listener
     if way != "ahead":
-        generation.Engine.compile_ahead = lambda *args, **options: None
+        Engine.compile_ahead = lambda *args, **options: None
     options = argparse.Namespace(
         shape=shape, model="demo", draft=None, eagle1=False, dtype="bfloat16", device="cuda", accept_length=None
     )
