@@ -244,10 +244,10 @@ class BeamDraft(Draft):
         return Candidates(torch.cat(all_tokens, 1), torch.cat(all_scores, 1), expanded)
 
     def grow(self, ops: Operations, state: DecodeState) -> None:
-        found, spec = self.candidates(ops, state), state.spec
+        spec, root = state.spec, ops.sequence_rows(state.tokens, state.lengths, 1)[:, 0]
         ops.build_tree(
-            ops.sequence_rows(state.tokens, state.lengths, 1)[:, 0],
-            *found,
+            root,
+            *self.candidates(ops, state),
             spec.nodes,
             spec.top_k,
             state.draft_tree_tensors.selected,
