@@ -141,7 +141,7 @@ class BeamDraft(Draft):
 
     def rows(self, lengths: Tensor) -> Tensor:
         """Rows [B] int32 of its cache, the root's included, where the target remembers `lengths`, the root's not."""
-        return lengths + 1 - self.first_token
+        return lengths if self.first_token == 1 else lengths + (1 - self.first_token)
 
     def read_prompt(self, ops: Operations, sequences: Sequences, tokens: Tensor, first: int, features: Tensor) -> None:
         known = tokens[:, first + self.first_token :][:, : features.shape[1]]  # the last token's follower is not
