@@ -174,7 +174,6 @@ def test_every_kernel_is_launched_by_launch():
 
 RULES = SamplingParams(repetition_penalty=1.5, logit_bias={0: -math.inf})
 WAYS = {  # how the first requests are sampled, whether the first tree drafts, and the later ones
-    "greedy": (SamplingParams(), True, True),
     "rules": (RULES, True, True),
     "plain": (RULES, False, False),
     "drafts rest": (SamplingParams(), True, False),

@@ -49,8 +49,6 @@ def test_cache_after_steps_equals_that_of_plain_decoding(eagle3, tree):
 NARROW, WIDE = dict(total_token=5, depth=2, top_k=2), dict(total_token=4, depth=2, top_k=3)
 DISTRIBUTIONS = {
     "T": (SamplingParams(temperature=1.0), NARROW),
-    "top-k": (SamplingParams(temperature=1.0, top_k=3), WIDE),
-    "top-p": (SamplingParams(temperature=2.0, top_p=0.85), NARROW),
     "top-k-top-p": (SamplingParams(temperature=1.5, top_k=4, top_p=0.8), WIDE),
     "top-p-top-k": (SamplingParams(temperature=2.0, top_k=3, top_p=0.9, top_p_first=True), NARROW),
     "min-p": (SamplingParams(temperature=1.6, min_p=0.1), WIDE),

@@ -172,12 +172,8 @@ def memoryless_target():
 
 
 DISTRIBUTIONS = {
-    "T": dict(temperature=1.3),
-    "top-k": dict(temperature=1.0, top_k=2),
-    "top-p": dict(temperature=1.5, top_p=0.8),
-    "min-p": dict(temperature=2.0, min_p=0.2),
-    "bias": dict(temperature=1.0, logit_bias={1: 1.5, 3: -2.0}),
-    "penalty": dict(temperature=1.0, repetition_penalty=1.6),
+    "filters": dict(temperature=1.7, top_k=4, top_p=0.9, min_p=0.1),
+    "rules": dict(temperature=1.0, repetition_penalty=1.6, logit_bias={1: 1.5, 3: -2.0}),
 }
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_triton import EaModel, patching
+from eagle_triton import EaModel
 from eagle_triton.adapters import upstream as adapter
 from eagle_triton.adapters.module_reader import UnsupportedModelError
 from eagle_triton.demo import demo_directory
+from eagle_triton.drop_in import patching
 from eagle_triton.drop_in import upstream as drop_in
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
