@@ -6,10 +6,10 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle_triton.adapters import eagle_llm, native, upstream
-from eagle_triton.adapters.module_reader import UnsupportedModelError, check_one_device
+from eagle_triton.adapters.module_reader import UnsupportedModelError, check_readable
 from eagle_triton.drop_in import eagle_llm as eagle_llm_methods
 from eagle_triton.drop_in import native as native_methods
 from eagle_triton.drop_in import patching
@@ -17,7 +17,8 @@ from eagle_triton.drop_in import upstream as upstream_methods
 from eagle_triton.drop_in.generate import generate_seam
 from eagle_triton.drop_in.patching import Originals, PatchError
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.model_watch import ModelWatch
+from eagle_triton.engine.operations import choose_operations
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ class EagleTritonConfig:
             if field.name == "megakernel" and value == "auto":
                 continue
             if not isinstance(value, bool) and not (value is None and field.default is None):
-                raise TypeError(f"{field.name} must be True or False, got {value!r}")
+                others = {None: " or None", "auto": ' or "auto"'}
+                raise TypeError(f"{field.name} must be True or False{others.get(field.default, '')}, got {value!r}")
 
     def changed(self, **options: Any) -> EagleTritonConfig:
         """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""
@@ -65,35 +67,43 @@ class EagleTritonConfig:
         return dataclasses.replace(self, **options)
 
 
-def optimize_eagle_with_triton(
-    model: Any, config: EagleTritonConfig | None = None, **options: Any
-) -> tuple[Any, Originals]:
+class Optimized(NamedTuple):
+    """What `optimize_eagle_with_triton` returns: unpack it, or use it as a context manager that restores at its end."""
+
+    model: Any
+    originals: Originals
+
+    def __enter__(self) -> Optimized:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.originals.restore()
+
+
+def optimize_eagle_with_triton(model: Any, config: EagleTritonConfig | None = None, **options: Any) -> Optimized:
     """Replace the decoding methods of a loaded EaModel; the output stays the same.
 
     model: an EaModel of this package, of SafeAILab/EAGLE, or of eagle-llm 1.x, on one device. config: see
     `EagleTritonConfig`; its fields can also be given as keyword arguments. Returns the same model and its originals:
-    `originals.restore()`, or the end of a `with originals:` block, gives every replaced attribute back, and
-    `originals.report()` says what was replaced and how often it ran.
+    `originals.restore()`, `restore_eagle(model)`, or the end of a `with` block around either, gives every replaced
+    attribute back, and `originals.report()` says what was replaced and how often it ran. A part of the model that is
+    replaced, cast, moved or hooked meanwhile is refused by the next generation; weights may change in place.
 
-    Raises UnsupportedModelError for a model, or a part of one, that is not known; PatchError if the model is optimised
-    already; ValueError for an unknown option. Nothing is changed then.
+    Raises UnsupportedModelError for a model, or a part of one, that is not known, or that has hooks or replaced
+    forwards; PatchError if the model is optimised already; ValueError for an unknown option. Nothing is changed then.
     """
     config = (config or EagleTritonConfig()).changed(**options)
     if patching.MARKER in getattr(model, "__dict__", {}):
         raise PatchError(f"this {type(model).__name__} is optimised already; restore it first")
     adapter, methods = _family(model)
-    check_one_device(model, "the model")
+    check_readable(model)
     view, draft = adapter.read(model)
-    on_gpu = view.device.type == "cuda"
-    kernels = on_gpu if config.kernels is None else config.kernels
-    cuda_graph = on_gpu and kernels if config.cuda_graph is None else config.cuda_graph
-    if cuda_graph and not (on_gpu and kernels):
-        raise ValueError("cuda_graph=True needs a model on a GPU and the kernels")
-    if config.megakernel is True and not kernels:
+    operations, cuda_graph = choose_operations(view.device, config.kernels, config.cuda_graph)
+    if config.megakernel is True and not operations.kernels:
         raise ValueError("megakernel=True needs the kernels")
-    operations = make_operations(kernels)
     megakernel = None if config.megakernel == "auto" else bool(config.megakernel)
-    engine = Engine(view, draft, operations, cuda_graph, megakernel)
+    watch = ModelWatch({"model": model})
+    engine = Engine(view, draft, operations, cuda_graph, megakernel, config.strict, watch)
     seams, skipped = (*methods.seams(model, engine), generate_seam(model, engine)), {}
     if config.patch_modules:
         more, skipped = methods.module_seams(model, engine)
@@ -113,16 +123,24 @@ def optimize_eagle_with_triton(
     engine.notes.update(skipped)
     originals = patching.apply(seams, model, drop_caches, engine.notes, operations.calls)
     log.info("optimised %s: %d attributes replaced", type(model).__name__, len(originals))
-    return model, originals
+    return Optimized(model, originals)
 
 
-def restore_eagle(model: Any, originals: Originals) -> Any:
-    """Give every original of `model` back and return it. Harmless when done already.
+def restore_eagle(model: Any, originals: Originals | None = None) -> Any:
+    """Give every original of `model` back and return it. `originals`: None takes the model's own.
 
-    Raises PatchError if `originals` belong to another model, or if somebody has replaced one of the attributes since;
-    nothing is changed then.
+    Harmless when done already. Raises PatchError if `originals` belong to another model, if there are none and the
+    model is not optimised, or if somebody has replaced one of the attributes since; nothing is changed then.
     """
-    if not originals.restored and vars(model).get(patching.MARKER) is not originals:
+    own: Originals | None = getattr(model, "__dict__", {}).get(patching.MARKER)
+    if originals is None:
+        if own is None:
+            raise PatchError(f"this {type(model).__name__} is not optimised: there is nothing to restore")
+        own.restore()
+        return model
+    if not isinstance(originals, Originals):
+        raise TypeError(f"originals must be what optimize_eagle_with_triton returned, got {type(originals).__name__}")
+    if not originals.restored and own is not originals:
         raise PatchError(f"these originals do not belong to this {type(model).__name__}")
     originals.restore()
     return model

@@ -28,6 +28,9 @@ class Norm(nn.Module):
         super().__init__()
         self.weight, self.variance_epsilon = nn.Parameter(torch.ones(size)), 1e-5
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+
 
 class LlamaRotaryEmbedding(nn.Module):
     def __init__(self, base: float = 500000.0):

@@ -1,5 +1,6 @@
 """The running batch on tiny random models: who enters, leaves or fails changes nothing for the others."""
 
+import gc
 import itertools
 import math
 from dataclasses import replace
@@ -188,6 +189,100 @@ def test_an_interrupted_step_leaves_the_model_usable(operation, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 alone(engine, REQUESTS[0])
         assert alone(engine, REQUESTS[0]) == expected
+
+
+def test_a_closed_batch_decodes_no_more_and_leaves_the_next_one_alone():
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    spec, expected = engine.draft.read_tree(), alone(engine, REQUESTS[0])
+    with Batch(engine, 1, spec, 80) as first:
+        first.admit(REQUESTS[1])
+        first.step()
+    with Batch(engine, 1, spec, 80) as second:
+        second.admit(REQUESTS[0])
+        tokens = [token for progress in second.step() for token in progress.tokens]
+        for use in (first.step, first.launch, lambda: first.release(0), lambda: first.admit(REQUESTS[2])):
+            with pytest.raises(RuntimeError, match="this batch is closed"):
+                use()
+        first.close()
+        assert not second.closed
+        with pytest.raises(RuntimeError, match="another generation is running"):
+            Batch(engine, 1, spec, 80)
+        tokens += [token for progress in drain_in_order(second) for token in progress.tokens]
+    assert tokens == expected
+
+
+def drain_in_order(batch: Batch):
+    while batch.running:
+        yield from batch.step()
+
+
+def test_a_dropped_batch_gives_the_engine_back():
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    batch = Batch(engine, 1, engine.draft.read_tree(), 80)
+    batch.admit(REQUESTS[0])
+    batch.step()
+    del batch
+    gc.collect()
+    assert len(alone(engine, REQUESTS[0])) == REQUESTS[0].max_new_tokens
+
+
+@pytest.mark.parametrize("operation", ["commit", "build_tree"])
+def test_a_batch_that_failed_goes_no_further(operation, monkeypatch):
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    with Batch(engine, 2, engine.draft.read_tree(), 80) as batch:
+        batch.admit(REQUESTS[0])
+        batch.step()
+
+        def interrupt(*args, **kwargs):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.ops, operation, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                batch.step()
+        for use in (batch.step, lambda: batch.admit(REQUESTS[2]), lambda: batch.tokens(0)):
+            with pytest.raises(RuntimeError, match="a step of this batch failed .*KeyboardInterrupt.*begin another"):
+                use()
+
+
+def test_an_interrupted_prefill_harms_nobody(monkeypatch):
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    expected = [alone(engine, request) for request in REQUESTS[:3]]
+    with Batch(engine, 3, engine.draft.read_tree(), 80) as batch:
+        batch.admit(REQUESTS[0])
+        calls, original = itertools.count(1), engine.ops.tree_attention
+
+        def interrupt(*args, **kwargs):
+            if next(calls) == 9:  # in the second prompt
+                raise KeyboardInterrupt
+            return original(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.ops, "tree_attention", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                batch.admit_all(REQUESTS[1:3])
+        assert batch.running == [0]
+        assert batch.sequences.lengths.tolist() == [5, 0, 0], "a slot that nobody is in costs attention"
+        results = drain(batch, REQUESTS[1:3])
+    assert [results[id(request)][0] for request in REQUESTS[:3]] == expected
+
+
+def test_batches_of_all_sizes_share_one_cache():
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    spec = engine.draft.read_tree()
+    expected = [alone(engine_for(tiny_model(layers=5, **SMALL)), request) for request in REQUESTS]
+    for slots in (1, 3, 7, 2, 5, 7):
+        with Batch(engine, slots, spec, 80) as batch:
+            batch.admit_all(REQUESTS[:slots])
+            results = drain(batch)
+        assert [results[id(request)][0] for request in REQUESTS[:slots]] == expected[:slots]
+    assert [(kept.slots, kept.capacity) for kept in engine._sequences] == [(7, 512)]
+    assert {state.sequences.tokens.data_ptr() for state in engine._states.values()} == {
+        engine._sequences[0].tokens.data_ptr()
+    }
+    for slots, rows in ((1, 2000), (2, 80), (8, 80)):
+        Batch(engine, slots, spec, rows).close()
+    assert [(kept.slots, kept.capacity) for kept in engine._sequences] == [(1, 4096), (8, 512)]
 
 
 def test_what_a_capture_runs_leaves_sequences_as_they_are():

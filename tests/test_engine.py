@@ -1,11 +1,15 @@
 """The engine on tiny random models: its cache, what it samples, its stop rules, and what happens when things break."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from eagle_triton import EAGLEConfig, EAGLEInference, optimize_eagle_with_triton
 from eagle_triton.adapters import native
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
@@ -18,6 +22,7 @@ from eagle_triton.models.tree import MC_SIM_7B_63
 from eagle_triton.reference.sampling import SamplingTensors, probabilities
 from tests.tiny import random_prompt, target_cache, tiny_model
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TREES = {"60-7-10": {}, "fixed-26": {"tree_choices": MC_SIM_7B_63}, "8-3-2": dict(total_token=8, depth=3, top_k=2)}
 
 
@@ -194,17 +199,75 @@ def test_a_second_generation_is_refused_while_one_runs():
         generation.step()
 
 
-def test_a_model_that_was_moved_is_refused_and_one_that_was_cast_is_not():
-    model = tiny_model()
-    engine, prompt = engine_for(model), random_prompt(8)[0]
-    spec = engine.draft.read_tree()
-    run = lambda: generate(engine, [prompt], spec, SamplingParams(), max_new_tokens=[6], eos_token_ids=())[0]  # noqa: E731
-    before = run()
-    model.double().float()  # new storage, the same values
-    assert torch.equal(run(), before)
-    engine.device = torch.device("cuda")
-    with pytest.raises(RuntimeError, match="moved from cuda to cpu after optimising"):
-        run()
+@pytest.mark.parametrize("device", ["meta", "cuda"] if torch.cuda.is_available() else ["meta"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_the_callers_default_device_and_dtype_do_not_matter(device, dtype):
+    """Everything is made on the model's device: on another ("meta" has no values) it would fail, or be wrong."""
+    prompt = random_prompt(9).to(DEVICE)
+
+    features = torch.randn(1, 9, 3 * 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+
+    def run() -> list[torch.Tensor]:
+        model = tiny_model(layers=5, **TREES["8-3-2"]).to(DEVICE)
+        sampling = dict(temperature=1.0, top_p=0.8, seed=4)
+        with defaults():
+            with optimize_eagle_with_triton(model):
+                outputs = [model.generate(prompt, max_new_tokens=12, do_sample=True, **sampling)]
+                outputs += [model.eagenerate(prompt, max_new_tokens=12)]
+                ids = torch.cat((prompt, prompt[:, :1]), dim=1)
+                outputs += model.ea_layer.topK_genrate(features, ids, model.base_model.lm_head)
+            pair = EAGLEInference(None, model, EAGLEConfig(fallback=False))
+            sampling |= dict(logit_bias={3: 0.7}, repetition_penalty=1.3)
+            return outputs + pair.generate([prompt[0], prompt[0, :4]], 9, return_stats=False, **sampling)
+
+    @contextmanager
+    def defaults():
+        if not changed:
+            yield
+            return
+        before = torch.get_default_dtype()
+        torch.set_default_device(device)
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(before)
+
+    changed = False
+    expected = run()
+    changed = True
+    got = run()
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+def test_another_thread_and_another_stream_give_the_same():
+    model, prompt = tiny_model(layers=5, **TREES["8-3-2"]).to(DEVICE), random_prompt(9).to(DEVICE)
+    with optimize_eagle_with_triton(model), ThreadPoolExecutor(1) as other_thread:
+        expected = model.generate(prompt, max_new_tokens=30)
+        assert torch.equal(other_thread.submit(model.generate, prompt, max_new_tokens=30).result(), expected)
+        if DEVICE == "cuda":
+            for _ in range(5):  # tensors of one generation are those of the next, on a stream that knows nothing of it
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    outputs = model.generate(prompt, max_new_tokens=30)
+                    assert torch.equal(outputs, expected)
+
+
+def test_no_memory_for_a_graph_is_said_and_raises_if_strict(monkeypatch):
+    engine = engine_for(tiny_model(**TREES["8-3-2"]))
+    engine.cuda_graph = True
+
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("eagle_triton.engine.engine.StepGraph", no_memory)
+    monkeypatch.setattr("eagle_triton.engine.engine.torch.cuda.graph_pool_handle", lambda: None)
+    state = SimpleNamespace(tokens=SimpleNamespace(is_cuda=True))
+    assert callable(engine._launchable(state, None, None))
+    assert "several times slower" in engine.notes["cuda_graph"] and "no memory" in engine.notes["cuda_graph"]
+    engine.strict = True
+    with pytest.raises(torch.OutOfMemoryError):
+        engine._launchable(state, None, None)
 
 
 def test_long_prompts_are_prefilled_in_chunks_and_capacity_grows_in_buckets():

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -224,6 +225,7 @@ def test_importing_needs_neither_torch_nor_triton():
 def test_without_triton_the_references_work_and_the_kernels_say_what_to_install():
     code = """
 import sys
+from contextlib import nullcontext
 sys.modules["triton"] = None  # as if it were not installed
 from eagle_triton.engine.operations import make_operations
 make_operations()
@@ -234,3 +236,70 @@ except ImportError as error:
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install triton" in out.stdout and "kernels=False" in out.stdout
+
+
+def test_kernels_on_a_cpu_are_refused_before_anything_is_patched():
+    code = """
+import os
+os.environ["TRITON_INTERPRET"] = "0"
+from eagle_triton import EAGLEInference, EaModel, optimize_eagle_with_triton
+model = EaModel.from_pretrained("demo")
+for call in (optimize_eagle_with_triton, lambda model, kernels: EAGLEInference(None, model, kernels=kernels)):
+    try:
+        call(model, kernels=True)
+    except ValueError as error:
+        print(error)
+assert "generate" not in vars(model)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.count("kernels=True: the model lies on cpu, where Triton's kernels do not run") == 2, out.stdout
+
+
+def test_two_layers_that_share_their_attention_are_refused():
+    model = tiny_model(**TREES["8-3-2"])
+    layers = model.base_model.model.layers
+    layers[2].self_attn = layers[1].self_attn
+    with pytest.raises(
+        PatchError, match=r"layers\.2\.self_attn\.forward and .*layers\.1\.self_attn\.forward are the same"
+    ):
+        optimize_eagle_with_triton(model)
+    assert "forward" not in vars(layers[1].self_attn) and "eagenerate" not in vars(model)
+
+
+def draft(model, ids: torch.Tensor, features: torch.Tensor) -> list[torch.Tensor]:
+    """The tree after `ids` [1, L], from the features of all its tokens but the root's that are not kept yet."""
+    known = 0 if model.ea_layer.stable_kv is None else model.ea_layer.stable_kv[0][0].shape[2]
+    return model.ea_layer.topK_genrate(features[:, known : ids.shape[1] - 1], ids, model.base_model.lm_head)
+
+
+def test_a_head_whose_logits_are_nan_drafts_nothing():
+    model, features = tiny_model(**TREES["8-3-2"]), torch.full((1, 9, 192), torch.nan)
+    ids = random_prompt(10)
+    for optimised in (False, True):
+        with optimize_eagle_with_triton(model) if optimised else nullcontext():
+            model.ea_layer.reset_kv()
+            with pytest.raises(RuntimeError, match="the draft head's logits contain NaN"):
+                draft(model, ids, features)
+
+
+def test_rows_that_were_kept_stay_as_they_were_when_another_branch_is_drafted():
+    """Kept at 10 and at 15 rows, back to the first, another branch, then the second again: as the original's tree."""
+    model = tiny_model(**TREES["8-3-2"])
+    features = [torch.randn(1, 20, 192, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    ids = [random_prompt(21, seed=seed) for seed in range(2)]
+    ids[1][:, :11], features[1][:, :10] = ids[0][:, :11], features[0][:, :10]
+
+    def trees() -> list[list[torch.Tensor]]:
+        model.ea_layer.reset_kv()
+        drafted = [draft(model, ids[0][:, :11], features[0])]
+        ten = model.ea_layer.stable_kv
+        drafted.append(draft(model, ids[0][:, :16], features[0]))
+        fifteen = model.ea_layer.stable_kv
+        model.ea_layer.stable_kv = ten
+        drafted.append(draft(model, ids[1][:, :16], features[1]))
+        model.ea_layer.stable_kv = fifteen
+        return [*drafted, draft(model, ids[0], features[0])]
+
+    expected = trees()
+    with optimize_eagle_with_triton(model):
+        assert_same(trees(), expected)

@@ -129,3 +129,11 @@ def test_report_counts_calls_fallbacks_and_reasons():
     assert (counted.path, counted.status, counted.calls) == ("operation", "counted", 3)
     originals.restore()
     assert originals.report()[0].status == "restored"
+
+
+def test_one_attribute_is_not_replaced_twice():
+    thing = Thing()
+    seams = (Seam(thing, "method", lambda: 2, "a", ""), Seam(thing, "method", lambda: 3, "b", ""))
+    with pytest.raises(PatchError, match="b and a are the same attribute of one object"):
+        patch(thing, *seams)
+    assert "method" not in vars(thing)

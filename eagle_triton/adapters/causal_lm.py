@@ -12,8 +12,9 @@ from eagle_triton.adapters.module_reader import (
     UnsupportedModelError,
     attribute_at,
     check_fits_target,
-    check_one_device,
+    check_readable,
     check_silu,
+    read_embedding,
     read_layer,
     read_norm,
     read_projection,
@@ -46,7 +47,7 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     (modules that are no plain nn.Linear are called as they are).
     """
     check_causal_lm(model, root)
-    check_one_device(model, root)
+    check_readable(model, root)
     body = attribute_at(model, "model", nn.Module, root=root)
     where = f"{root}.model"
     rotary_module = attribute_at(body, "rotary_emb", nn.Module, root=where)
@@ -60,7 +61,7 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         raise UnsupportedModelError(f"{root}.model.layers has {len(layers)} layers: no features of layers {wrong}")
     eos = getattr(model.generation_config, "eos_token_id", None)
     view = ModelView(
-        embedding=attribute_at(body, "embed_tokens.weight", torch.Tensor, root=where),
+        embedding=read_embedding(body, "embed_tokens", root=where),
         layers=layers,
         norm=read_norm(body, "norm", root=where),
         head=read_projection(model, "lm_head", root=root),

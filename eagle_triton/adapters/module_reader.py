@@ -10,6 +10,7 @@ from torch import nn
 
 from eagle_triton.engine.mixers import Attention
 from eagle_triton.engine.model import Layer, ModelView
+from eagle_triton.engine.model_watch import interference, is_plain_linear, is_plain_tensor
 from eagle_triton.engine.modules import MLP, Norm, Projection, Rotary
 
 
@@ -31,8 +32,23 @@ def attribute_at(module: Any, path: str, kind: type | tuple[type, ...] = object,
     return value
 
 
+def check_readable(module: nn.Module, root: str = "model") -> None:
+    """Raise UnsupportedModelError for a model that cannot be read from its weights.
+
+    That is one that is spread over several devices, offloaded, sharded or without storage; and one with hooks or
+    replaced forwards, which would not run. What is inside a module that is called as it is (a quantised projection)
+    is its own.
+    """
+    check_one_device(module, root)
+    if reason := interference(module, root):
+        raise UnsupportedModelError(f"{reason}; remove it before optimising")
+
+
 def check_one_device(module: nn.Module, root: str = "model") -> None:
     """Raise UnsupportedModelError for a model that is spread over several devices, offloaded, or without storage."""
+    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if any(base.__name__ == "DTensor" for base in type(tensor.data).__mro__):
+            raise UnsupportedModelError(f"{root}.{path} is sharded over several devices (tp_plan), not supported yet")
     devices = sorted({str(tensor.device) for tensor in (*module.parameters(), *module.buffers())})
     hooked = any(hasattr(part, "_hf_hook") for part in module.modules())
     if len(devices) > 1 or hooked or torch.device(devices[0]).type == "meta":
@@ -53,20 +69,48 @@ def check_fits_target(root: str, target: ModelView, vocabulary: int, weight: tor
             raise UnsupportedModelError(f"{root} and the target do not fit: {what} {got}, the target's is {expected}")
 
 
+def read_weight(module: nn.Module, path: str) -> torch.Tensor:
+    """The `weight` of a module whose dotted path is `path`, by its own storage: a kernel reads it by its address."""
+    weight = module._parameters.get("weight")
+    if weight is None or not is_plain_tensor(weight):
+        kind = "nothing of its own" if weight is None else type(weight.data).__name__
+        raise UnsupportedModelError(f"{path}.weight must be a plain tensor, got {kind} in a {type(module).__name__}")
+    return weight
+
+
+def read_embedding(module: Any, path: str, *, root: str = "model") -> torch.Tensor:
+    """The table [V, H] of a plain nn.Embedding."""
+    layer, where = attribute_at(module, path, nn.Module, root=root), f"{root}.{path}"
+    if type(layer) is not nn.Embedding or layer.max_norm is not None:
+        raise UnsupportedModelError(f"{where} must be a plain nn.Embedding, got {layer}")
+    return read_weight(layer, where)
+
+
 def read_norm(module: Any, path: str, *, root: str = "model") -> Norm:
-    """An RMSNorm of the Llama family: a weight, and its eps under one of the usual names."""
-    layer = attribute_at(module, path, nn.Module, root=root)
-    weight = attribute_at(layer, "weight", torch.Tensor, root=f"{root}.{path}")
+    """An RMSNorm of the Llama family: a weight, and its eps under one of the usual names; it is tried on a row."""
+    layer, where = attribute_at(module, path, nn.Module, root=root), f"{root}.{path}"
+    weight = read_weight(layer, where)
     for name in ("variance_epsilon", "eps"):
         if isinstance(getattr(layer, name, None), float):
-            return Norm(weight, getattr(layer, name))
-    raise UnsupportedModelError(f"{root}.{path} ({type(layer).__name__}) has no eps: not an RMSNorm that is known")
+            norm = Norm(weight, getattr(layer, name))
+            _check_rms_norm(layer, norm, where)
+            return norm
+    raise UnsupportedModelError(f"{where} ({type(layer).__name__}) has no eps: not an RMSNorm that is known")
+
+
+@torch.no_grad()
+def _check_rms_norm(layer: nn.Module, norm: Norm, where: str) -> None:
+    size, device = norm.weight.shape[-1], norm.weight.device
+    row = torch.linspace(-1, 2, size, dtype=torch.float32, device=device).to(norm.weight.dtype)[None]
+    expected = torch.nn.functional.rms_norm(row.float(), (size,), norm.weight.float(), norm.eps)
+    if not torch.allclose(layer(row).float(), expected, rtol=0.05, atol=1e-3, equal_nan=True):
+        raise UnsupportedModelError(f"{where} ({type(layer).__name__}) does not compute an RMSNorm with its weight")
 
 
 def read_projection(module: Any, path: str, *, root: str = "model") -> Projection:
     """A plain nn.Linear by its weight and bias, anything else as the module it is."""
     layer = attribute_at(module, path, nn.Module, root=root)
-    if type(layer) is nn.Linear and "forward" not in vars(layer) and not layer._forward_hooks:
+    if is_plain_linear(layer):
         return Projection(layer.weight, layer.bias)
     return Projection(module=layer)
 
@@ -115,7 +159,7 @@ def read_layer(
 
 def check_silu(activation: Callable, where: str) -> None:
     """Raise UnsupportedModelError unless `activation` is SiLU."""
-    probe = torch.linspace(-4, 4, 9)
+    probe = torch.linspace(-4, 4, 9, dtype=torch.float32, device="cpu")
     if not torch.allclose(activation(probe), torch.nn.functional.silu(probe), atol=1e-6):
         raise UnsupportedModelError(f"{where} must be SiLU, got {activation}")
 

@@ -11,6 +11,8 @@ from eagle_triton.adapters.causal_lm import check_causal_lm, read_causal_lm
 from eagle_triton.adapters.module_reader import (
     attribute_at,
     check_fits_target,
+    check_readable,
+    read_embedding,
     read_layer,
     read_norm,
     read_projection,
@@ -68,6 +70,7 @@ def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea
 
     Raises UnsupportedModelError unless it has the target's vocabulary, dtype and device.
     """
+    check_readable(head, root)
     rotary = Rotary(heads.rotary_frequencies(head.config, target.device))
     eagle3 = isinstance(head, heads.Eagle3Head)
     count = 1 if eagle3 else len(attribute_at(head, "layers", nn.ModuleList, root=root))
@@ -75,7 +78,7 @@ def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea
     norm = attribute_at(head, f"{paths[0]}.post_attention_layernorm.weight", torch.Tensor, root=root)
     check_fits_target(root, target, head.config.vocab_size, norm)  # a norm is never quantised
     shared: dict[str, Any] = dict(
-        embedding=head.embed_tokens.weight,
+        embedding=read_embedding(head, "embed_tokens", root=root),
         fc=read_projection(head, "fc", root=root),
         layers=tuple(_head_layer(head, path, rotary, root) for path in paths),
         tree_reader=lambda: read_tree(head),

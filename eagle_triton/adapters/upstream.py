@@ -15,6 +15,7 @@ from eagle_triton.adapters.module_reader import (
     UnsupportedModelError,
     attribute_at,
     check_silu,
+    read_embedding,
     read_layer,
     read_norm,
     read_projection,
@@ -78,7 +79,7 @@ def read_target(model: Any, targets: dict[str, bool], eagle3: bool) -> ModelView
         count = len(layers)
         features = tuple(sorted({index for index in (2, count // 2, count - 3) if 0 <= index < count}))
     return ModelView(
-        embedding=attribute_at(body, "embed_tokens.weight", torch.Tensor, root="model.base_model.model"),
+        embedding=read_embedding(body, "embed_tokens", root="model.base_model.model"),
         layers=layers,
         norm=read_norm(model, "base_model.model.norm"),
         head=read_projection(model, "base_model.lm_head"),
@@ -164,13 +165,13 @@ def _rotary(owner: Any, where: str) -> Rotary:
         return read_rotary(module.inv_freq, getattr(module, "attention_scaling", 1.0), path)
     # Its cosines were tabulated in fp32 before a cast to half precision rounded the inv_freq buffer: start afresh.
     device = attribute_at(module, "inv_freq", torch.Tensor, root=path).device
-    exponent = torch.arange(0, module.dim, 2, dtype=torch.int64).float() / module.dim
+    exponent = torch.arange(0, module.dim, 2, dtype=torch.int64, device="cpu").float() / module.dim
     return Rotary((1.0 / module.base**exponent / getattr(module, "scaling_factor", 1.0)).to(device))
 
 
 def _embedding(head: Any, target: ModelView, width: int) -> torch.Tensor:
     path = "model.ea_layer.embed_tokens.weight"
-    weight = attribute_at(head, "embed_tokens.weight", torch.Tensor, root="model.ea_layer")
+    weight = read_embedding(head, "embed_tokens", root="model.ea_layer")
     _expect(f"{path} rows", weight.shape[0], target.vocab_size, "the target's vocabulary")
     _expect(f"{path} columns", weight.shape[1], width, "the head's hidden size")
     _expect("model.ea_layer.fc.weight dtype", head.fc.weight.dtype, target.dtype, "the target's")

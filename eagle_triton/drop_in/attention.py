@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from eagle_triton.drop_in.patching import Fallback, Seam
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.mixers import Attention, Mixer, Rows
-from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.modules import project
-from eagle_triton.engine.operations import Operations
 from eagle_triton.models.target import TargetCache
 from eagle_triton.reference.attention import pack_ancestors
 
@@ -29,7 +27,7 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
     """One seam for each layer of `model.base_model`, by the module that its class comes from."""
     source = type(model.base_model).__module__.rpartition(".")[2]
     make = FORWARDS.get(source, transformers_forward)
-    attention = TargetAttention(engine.ops, engine.view)
+    attention = TargetAttention(engine)
     modules = [layer.self_attn for layer in model.base_model.model.layers]
     return tuple(
         Seam(
@@ -162,9 +160,9 @@ class Frame:
 class TargetAttention:
     """The target's attention layers; keeps the frame of the forward that is running."""
 
-    def __init__(self, ops: Operations, view: ModelView):
-        self.ops, self.dtype = ops, view.dtype
-        self.layers = [_without_window(layer.mixer) for layer in view.layers]  # masks tell of windows
+    def __init__(self, engine: Engine):
+        self.engine, self.ops, self.dtype = engine, engine.ops, engine.view.dtype
+        self.layers = [_without_window(layer.mixer) for layer in engine.view.layers]  # masks tell of windows
         self.frame: Frame | None = None
 
     def __call__(
@@ -188,14 +186,17 @@ class TargetAttention:
         frame = self.frame
         if index == 0 or frame is None or not _belongs(frame, mask, position_ids, rows.length, x):
             frame = self.frame = _frame(mask, position_ids, rows.length, x, none_is_causal)
+            if self.engine.watch is not None and (change := self.engine.watch.change()):
+                frame = self.frame = replace(frame, refused=change)
         if frame.refused:
             raise Fallback(frame.refused)
         attention = self.layers[index]
         cache = rows.cache(attention)
         where = Rows(frame.lengths, frame.lengths, frame.positions, frame.ancestors)
-        out = attention.attend(self.ops, x, cache, where)
-        rows.keep()
-        return project(self.ops, attention.o, out)
+        with self.engine.current():
+            out = attention.attend(self.ops, x, cache, where)
+            rows.keep()
+            return project(self.ops, attention.o, out)
 
 
 def _without_window(mixer: Mixer) -> Attention:

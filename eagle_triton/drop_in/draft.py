@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from eagle_triton.drop_in.methods import draft_of
 from eagle_triton.drop_in.patching import Fallback, Seam
 from eagle_triton.engine.drafts.eagle import Eagle1Draft
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.modules import project
 from eagle_triton.engine.prefill import CHUNK
 from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, scratch_rows
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -31,6 +33,9 @@ class KeptRows(tuple):
         rows.state = state
         return rows
 
+    def __deepcopy__(self, memo: dict) -> tuple:
+        return tuple((keys.clone(), values.clone()) for keys, values in self)
+
 
 def _layers(state: DecodeState) -> list[Tensor]:
     """Keys and values [2, 1, Hkv, T, d] of each of the draft's layers."""
@@ -43,6 +48,7 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
     ea_layer, lm_head = model.ea_layer, model.base_model.lm_head
     ops, draft = engine.ops, draft_of(engine)
     view = replace(engine.view, layers=())  # nothing of the target is remembered here
+    newest: weakref.WeakKeyDictionary[DecodeState, int] = weakref.WeakKeyDictionary()  # rows kept last in each state
 
     @torch.no_grad()
     def topK_genrate(
@@ -66,7 +72,14 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
             raise Fallback(f"hidden_states must be {view.dtype}, got {hidden_states.dtype}")
         if isinstance(draft, Eagle1Draft) and head is not lm_head:
             raise Fallback("head is not the target's lm_head")
+        if engine.watch is not None and (change := engine.watch.change()):
+            raise Fallback(change)
+        with engine.current():
+            return draft_tree(hidden_states, input_ids, kept, known, length, logits_processor is not None)
 
+    def draft_tree(
+        hidden_states: Tensor, input_ids: Tensor, kept: Any, known: int, length: int, by_path: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         state = _state(kept, known, length, draft.read_tree())
         state.tokens[0, : length + 1] = input_ids[0]
         for first in range(known, length, CHUNK):
@@ -77,20 +90,26 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
             hidden, normed = draft.take_in(ops, features, following, caches, state.lengths)
         state.lengths.fill_(length)
         ea_layer.stable_kv = KeptRows.of(state, length)
+        newest[state] = length
         for kept_output, output in zip(state.sequences.draft_tensors[1:], (hidden, normed), strict=True):
             kept_output.copy_(output[:, -1:])
         draft.grow(ops, state)
+        if project(ops, draft.head, normed[:, -1:]).isnan().any():
+            raise RuntimeError("the draft head's logits contain NaN: no tree can be drafted from them")
 
         tree = state.tree
-        paths = retrieve_paths(tree.parents[0].tolist(), by_path=logits_processor is not None)
+        paths = retrieve_paths(tree.parents[0].tolist(), by_path=by_path)
         mask = ancestor_matrix(tree.ancestors, state.spec.nodes)
-        return tree.tokens.clone(), torch.tensor(paths), mask.float()[:, None], tree.depths[0].long()
+        return tree.tokens.clone(), torch.tensor(paths, device="cpu"), mask.float()[:, None], tree.depths[0].long()
 
     def _state(kept: Any, known: int, length: int, spec: TreeSpec) -> DecodeState:
-        """The state that the kept rows lie in if it will do, else a new one with a copy of them."""
+        """The state that the kept rows lie in if it will do, else a new one with a copy of them.
+
+        It will not if rows behind them were kept since, by somebody who may go back to those.
+        """
         needed = length + 1 + scratch_rows(spec)
         state = getattr(kept, "state", None)
-        if state is not None and state.spec == spec and state.capacity >= needed:
+        if state is not None and state.spec == spec and state.capacity >= needed and newest.get(state) == known:
             return state
         state = DecodeState(Sequences(view, draft, 1, capacity_bucket(needed)), draft, spec)
         for layer, pair in zip(_layers(state), kept or (), strict=False):

@@ -58,7 +58,7 @@ class _Applied:
     seam: Seam
     own: Any  # the owner's instance attribute before, or MISSING
     original: Any  # what an attribute access gave before, or MISSING
-    installed: Callable
+    installed: _Installed | None = None
     calls: int = 0
     fallbacks: int = 0
     reason: str = ""
@@ -148,12 +148,18 @@ def apply(
     """Set every seam. `marked` is the object that counts as patched; `on_change` runs after applying and restoring;
     `skipped` (path to reason) and `counters` (name to count), both live, go into the report.
 
-    Raises PatchError before anything is set if `marked` is patched already or a seam does not exist; if setting one
-    fails, those set before are put back and the error goes on.
+    Raises PatchError before anything is set if `marked` is patched already, a seam does not exist, or two are one;
+    if setting one fails, those set before are put back and the error goes on.
     """
     if MARKER in vars(marked):
         raise PatchError(f"this {type(marked).__name__} is optimised already; restore it first")
+    paths: dict[tuple[int, str], str] = {}
     for seam in seams:
+        other = paths.setdefault((id(seam.owner), seam.attribute), seam.path)
+        if other != seam.path:
+            raise PatchError(
+                f"{seam.path} and {other} are the same attribute of one object: it would be replaced twice"
+            )
         if seam.adds == hasattr(seam.owner, seam.attribute):
             raise PatchError(f"{seam.path} {'exists already' if seam.adds else 'does not exist'}")
     originals = Originals(marked, on_change, skipped, counters)
@@ -163,9 +169,8 @@ def apply(
                 seam,
                 vars(seam.owner).get(seam.attribute, MISSING),
                 getattr(seam.owner, seam.attribute, MISSING),
-                _idle,
             )
-            entry.installed = _counted(entry)
+            entry.installed = _Installed(entry)
             setattr(seam.owner, seam.attribute, entry.installed)
             originals._applied.append(entry)
         setattr(marked, MARKER, originals)
@@ -182,11 +187,18 @@ class Fallback(Exception):
     """Raised by a replacement, before it has changed anything, to have the original called instead."""
 
 
-def _counted(entry: _Applied) -> Callable:
-    """The replacement, counting its calls; on `Fallback` the original runs and the reason is kept for the report."""
+class _Installed:
+    """What stands in the place of an original: the replacement, its calls counted.
 
-    @functools.wraps(entry.seam.replacement)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    On `Fallback` the original runs and the reason is kept for the report.
+    """
+
+    def __init__(self, entry: _Applied):
+        functools.update_wrapper(self, entry.seam.replacement)
+        self._entry = entry
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        entry = self._entry
         try:
             result = entry.seam.replacement(*args, **kwargs)
         except Fallback as fallback:
@@ -196,11 +208,14 @@ def _counted(entry: _Applied) -> Callable:
         entry.calls += 1
         return result
 
-    return call
+    def __deepcopy__(self, memo: object) -> _Installed:
+        raise PatchError(
+            f"{self._entry.seam.path} is optimised and cannot be copied: the copy would decode with the original's "
+            "weights; restore it first"
+        )
 
-
-def _idle() -> None:
-    """Placeholder until the counted replacement is made."""
+    def __reduce__(self) -> str:
+        raise PatchError(f"{self._entry.seam.path} is optimised and cannot be pickled; restore it first")
 
 
 def _put_back(entry: _Applied) -> None:

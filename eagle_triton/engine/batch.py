@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -70,9 +72,11 @@ class _SlotEntry:
 class Batch:
     """Decodes the requests that stand in its slots, all by one step at a time. Use as a context manager.
 
-    It has the engine to itself: a second one is refused with RuntimeError. On a GPU the next step is launched before
-    the last one is read, so that the device never waits for the host; what that step does for a request that has
-    ended is nothing. What a request gives depends neither on its slot nor on who else is there.
+    It has the engine to itself until it is closed or dropped: a second one is refused with RuntimeError. So is
+    everything after it was closed, or after an exception out of a step (an interrupt, no memory), which leaves the
+    sequences half-way. On a GPU the next step is launched before the last one is read, so that the device never waits
+    for the host; what that step does for a request that has ended is nothing. What a request gives depends neither on
+    its slot nor on who else is there.
     """
 
     def __init__(
@@ -94,7 +98,9 @@ class Batch:
         """
         if slots < 1 or rows < 1:
             raise ValueError(f"slots and rows must be at least 1, got {slots} and {rows}")
-        engine.acquire()
+        hold = engine.acquire()
+        self.close = weakref.finalize(self, hold.release)  # also when the batch is dropped
+        self._failure: BaseException | None = None
         try:
             self.engine, self.rows = engine, rows
             self._logprobs = logprobs
@@ -103,11 +109,12 @@ class Batch:
             room = scratch_rows(spec)
             if self._drafts:
                 room = max(room, MIN_SCRATCH_ROWS, skipped_features.ROWS + 1)
-            self.sequences = engine.sequences(slots, rows + room)
-            self.sequences.active.fill_(False)
-            self.sequences.lengths.zero_()
-            self.spec = spec
-            self.state = engine.state(self.sequences, spec)
+            with engine.current():
+                self.sequences = engine.sequences(slots, rows + room)
+                self.sequences.active.fill_(False)
+                self.sequences.lengths.zero_()
+                self.spec = spec
+                self.state = engine.state(self.sequences, spec)
             self.max_in_flight = (
                 2 if engine.view.device.type == "cuda" else 1
             )  # a step is launched before the last is read
@@ -117,7 +124,7 @@ class Batch:
             self._in_flight: deque[tuple[list[_SlotEntry | None], DecodeState]] = deque()
             self._plain_steps: int | None = None  # since the draft knew all; None while it does
         except BaseException:
-            engine.release()
+            hold.release()
             raise
 
     @staticmethod
@@ -138,7 +145,7 @@ class Batch:
                 for prompt, seed in zip(prompts, seeds, strict=True)
             )
         except BaseException:
-            engine.release()
+            batch.close()
             raise
         return batch
 
@@ -146,7 +153,31 @@ class Batch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.engine.release()
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine was given back; nothing is decoded any more."""
+        return not self.close.alive
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Refuse a batch that is closed or has failed; what is raised inside the block is such a failure."""
+        self._check_usable()
+        try:
+            with torch.no_grad(), self.engine.current():
+                yield
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _check_usable(self) -> None:
+        if self.closed:
+            raise RuntimeError("this batch is closed")
+        if self._failure is not None:
+            raise RuntimeError(
+                f"a step of this batch failed ({self._failure!r}), its sequences are lost: begin another batch"
+            ) from self._failure
 
     @property
     def spec(self) -> TreeSpec:
@@ -176,6 +207,7 @@ class Batch:
 
     def tokens(self, slot: int) -> Tensor:
         """The committed tokens of the request that is in a slot or has ended in it last: int64 [n], a copy."""
+        self._check_usable()
         return self.sequences.tokens[slot, : self.lengths[slot]].clone()
 
     def admit(self, request: Request) -> int:
@@ -186,9 +218,9 @@ class Batch:
         """
         return self.admit_all([request])[0]
 
-    @torch.no_grad()
     def admit_all(self, requests: Iterable[Request]) -> list[int]:
         """`admit` several requests, or none if one fails; equal prompts are computed once."""
+        self._check_usable()
         requests = list(requests)
         for request in requests:
             self._check(request)
@@ -196,31 +228,49 @@ class Batch:
         if len(slots) < len(requests):
             raise RuntimeError(f"{len(requests)} requests do not fit into {len(slots)} free slots; step until some end")
         mode = self._mode([*requests, *(entry.request for entry in self._entries if entry)])
-        if mode.processed:
-            self.sequences.add_rules()
-        self._change_tree(mode)
+        with self._in_use():
+            if mode.processed:
+                self.sequences.add_rules()
+            self._change_tree(mode)
         entering = dict(zip(slots, requests, strict=True))
-        for part in _runs(slots):
-            self._fill(part, [entering[slot] for slot in slots if part.start <= slot < part.stop], mode)
-        self.sequences.active[slots] = True
-        for slot, request in entering.items():
-            self.lengths[slot] = len(request.prompt)
-            self._entries[slot] = _SlotEntry(request)
+        try:
+            with torch.no_grad(), self.engine.current():
+                for part in _runs(slots):
+                    self._fill(part, [entering[slot] for slot in slots if part.start <= slot < part.stop], mode)
+        except BaseException:
+            self.sequences.lengths[slots] = 0  # the others have not been touched
+            raise
+        with self._in_use():
+            self.sequences.active[slots] = True
+            for slot, request in entering.items():
+                self.lengths[slot] = len(request.prompt)
+                self._entries[slot] = _SlotEntry(request)
         return slots
 
-    @torch.no_grad()
     def release(self, slot: int) -> None:
         """Drop the request in a slot before it has ended. Raises ValueError if there is none."""
+        self._check_usable()
         if self._entries[slot] is None:
             raise ValueError(f"slot {slot} is free")
-        self._empty(slot)
+        with self._in_use():
+            self._empty(slot)
 
-    @torch.no_grad()
     def step(self) -> list[Progress]:
         """Decode one step: what it did for each running request. Those that have ended leave their slots."""
+        with self._in_use():
+            return self._step()
+
+    def launch(self) -> None:
+        """Launch the next step without reading what it does: for timing, at the end of a batch."""
+        with self._in_use():
+            self._launch()
+
+    def _step(self) -> list[Progress]:
         while self.running:
             while len(self._in_flight) < self.max_in_flight:
                 self._launch()
+                self._reports.send(self.state.report)
+                self._in_flight.append((list(self._entries), self.state))
             entries, state = self._in_flight.popleft()
             report = self._reports.receive()
             rows, values = report.tolist(), state.logprobs_of(report).tolist()
@@ -239,9 +289,7 @@ class Batch:
                 return progress
         return []
 
-    @torch.no_grad()
-    def launch(self) -> None:
-        """Launch the next step without reading what it does: for timing, at the end of a batch."""
+    def _launch(self) -> None:
         mode = self._mode([entry.request for entry in self._entries if entry])
         self._change_tree(mode)
         if self._plain_steps is not None:
@@ -249,11 +297,6 @@ class Batch:
                 self._catch_up()
             self._plain_steps += 1
         self.engine.step(self.state, mode)()
-
-    def _launch(self) -> None:
-        self.launch()
-        self._reports.send(self.state.report)
-        self._in_flight.append((list(self._entries), self.state))
 
     def _change_tree(self, mode: Mode) -> None:
         """Go over to `spec` if that is not the tree that was drafted."""
@@ -289,8 +332,8 @@ class Batch:
                 ids = torch.tensor(sorted(request.stop_ids), device=device)
                 stops.ids[index, : len(ids)] = ids
         limits = [len(request.prompt) + request.max_new_tokens for request in requests]
-        stops.limit.copy_(torch.tensor(limits, dtype=torch.int32))
-        stops.exact.copy_(torch.tensor([request.exact for request in requests]))
+        stops.limit.copy_(torch.tensor(limits, dtype=torch.int32, device="cpu"))
+        stops.exact.copy_(torch.tensor([request.exact for request in requests], device="cpu"))
         prompts = [request.prompt.to(device) for request in requests]
         if part.sequences.rules is not None:
             _set_rules(part.sequences.rules, requests, prompts)
@@ -368,7 +411,9 @@ def _set_rules(rules: LogitRules, requests: Sequence[Request], prompts: Sequence
         rules.seen[index, prompt] = 1
         if sampling.biases:
             tokens, values = zip(*sampling.biases, strict=True)
-            rules.bias[index, torch.tensor(tokens, device=prompt.device)] = torch.tensor(values, device=prompt.device)
+            device = prompt.device
+            biases = torch.tensor(values, dtype=torch.float32, device=device)
+            rules.bias[index, torch.tensor(tokens, device=device)] = biases
 
 
 def _runs(slots: list[int]) -> list[slice]:

@@ -6,7 +6,8 @@ import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import torch
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.graph import StepGraph, median_milliseconds
 from eagle_triton.engine.model import ModelView
+from eagle_triton.engine.model_watch import ModelWatch
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket
 from eagle_triton.engine.step import Mode, decode_step
@@ -30,13 +32,27 @@ class MegakernelError(RuntimeError):
     """The megakernel's programs lost each other: a grid barrier waited past its bound."""
 
 
+class Hold:
+    """The right to an engine, given back once, however often that is asked for."""
+
+    def __init__(self, lock: threading.Lock):
+        self._lock, self._held = lock, True
+
+    def release(self) -> None:
+        """Let others have the engine."""
+        if self._held:
+            self._held = False
+            self._lock.release()
+
+
 @dataclass
 class Engine:
     """Decodes with one model. Holds references to the model's parts, and the states and graphs of the shapes used.
 
     cuda_graph: launch each step as one CUDA graph (on a GPU only). megakernel: whether all behind the target forward is
     one launch where the model allows it; None takes what was measured faster, and measures on a GPU that is not in
-    megakernel_step.FASTER. `notes` tells of what fell back and why.
+    megakernel_step.FASTER. strict: raise where a step cannot be captured, instead of launching it piece by piece.
+    watch: the models as they were when they were read. `notes` tells of what fell back and why.
     One batch (see batch.py) runs at a time; a second one is refused with RuntimeError, never interleaved.
     """
 
@@ -45,51 +61,90 @@ class Engine:
     ops: Operations
     cuda_graph: bool = False
     megakernel: bool | None = False
+    strict: bool = False
+    watch: ModelWatch | None = None
 
     def __post_init__(self) -> None:
         self.accept_lengths: list[int] = []  # of the last generation's first sequence, one for each step
         self.notes: dict[str, str] = {}
         self.device = self.view.device
         self._lock = threading.Lock()
+        self._stream: torch.cuda.Stream | None = None  # that of the last launch
         self.clear()
 
     def clear(self) -> None:
         """Drop all states and graphs."""
-        self._sequences: dict[int, Sequences] = {}
+        self._sequences: list[Sequences] = []  # none is larger than another in both slots and capacity
+        self._parts: dict[tuple[Sequences, int], Sequences] = {}  # the first so many slots of them
         self._states: dict[tuple[Sequences, TreeSpec], DecodeState] = {}
         self._steps: dict[tuple[DecodeState, Mode], Callable[[], None]] = {}
         self._compiled: set[tuple[DecodeState, Mode]] = set()  # ahead
-        self._weights = self._address()
+        self._called_state = [] if self.watch is None else self.watch.called_state()
 
-    def acquire(self) -> None:
-        """Claim the engine until `release`. Raises RuntimeError if somebody has."""
+    def acquire(self) -> Hold:
+        """Claim the engine until the hold is released.
+
+        Raises RuntimeError if somebody has it, or if the model is not as it was when it was read.
+        """
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("another generation is running on this model; finish or close it first")
+        hold = Hold(self._lock)
+        try:
+            self._check_model()
+        except BaseException:
+            hold.release()
+            raise
+        return hold
 
-    def release(self) -> None:
-        """Let others have the engine."""
-        self._lock.release()
+    def _check_model(self) -> None:
+        if self.watch is None:
+            return
+        if change := self.watch.change():
+            raise RuntimeError(
+                f"{change}, after the engine has read it: restore the model and optimise it again (EAGLEInference: "
+                "make a new one)"
+            )
+        called_state = self.watch.called_state()
+        if called_state != self._called_state:  # graphs have its former addresses
+            self._called_state, self._steps, self._compiled = called_state, {}, set()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Launch inside the block on the model's device, behind all that was launched before on whatever stream."""
+        if self.device.type != "cuda":
+            yield
+            return
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream()
+            if self._stream is not None and stream != self._stream:
+                stream.wait_stream(self._stream)
+            self._stream = stream
+            yield
 
     def sequences(self, slots: int, rows: int) -> Sequences:
-        """Room for `rows` rows in each of some slots, reused where there is enough, with whatever they held.
+        """Room for `rows` rows in each of some slots, with whatever they held: new, or a part of what is there."""
+        fitting = [kept for kept in self._sequences if kept.slots >= slots and kept.capacity >= rows]
+        if not fitting:
+            capacity = capacity_bucket(rows)
+            for smaller in [kept for kept in self._sequences if kept.slots <= slots and kept.capacity <= capacity]:
+                self._drop(smaller)  # from now on a part of the new ones
+            fitting = [Sequences(self.view, self.draft, slots, capacity)]
+            self._sequences += fitting
+        whole = min(fitting, key=lambda kept: (kept.capacity, kept.slots))
+        if whole.slots == slots:
+            return whole
+        if (whole, slots) not in self._parts:
+            self._parts[whole, slots] = whole.part(slice(0, slots))
+        return self._parts[whole, slots]
 
-        Raises RuntimeError if the model was moved to another device since.
-        """
-        if self.view.device != self.device:
-            raise RuntimeError(
-                f"the model was moved from {self.device} to {self.view.device} after optimising; restore it and "
-                "optimise it there"
-            )
-        if self._weights != self._address():  # the model was cast: graphs point to freed memory
-            self.clear()
-        found = self._sequences.get(slots)
-        if found is None or found.capacity < rows:
-            if found is not None:
-                self.forget_steps(found)
-                self._states = {key: state for key, state in self._states.items() if key[0] is not found}
-                del self._sequences[slots], found
-            self._sequences[slots] = Sequences(self.view, self.draft, slots, capacity_bucket(rows))
-        return self._sequences[slots]
+    def _drop(self, whole: Sequences) -> None:
+        """Forget sequences, their parts, and all that was made for them."""
+        parts = [part for (owner, _), part in self._parts.items() if owner is whole]
+        for sequences in (whole, *parts):
+            self.forget_steps(sequences)
+        self._parts = {key: part for key, part in self._parts.items() if key[0] is not whole}
+        self._states = {key: state for key, state in self._states.items() if key[0] not in (whole, *parts)}
+        self._sequences.remove(whole)
 
     def state(self, sequences: Sequences, spec: TreeSpec) -> DecodeState:
         """The state in which `sequences` are decoded with trees of one shape."""
@@ -158,9 +213,12 @@ class Engine:
             alive = next((step for step in self._steps.values() if isinstance(step, StepGraph)), None)
             pool = torch.cuda.graph_pool_handle() if alive is None else alive.graph.pool()
             return StepGraph(eager, state, self.ops, pool)
-        except RuntimeError as error:  # torch's, for an operation that cannot be captured
-            log.warning("decoding without a CUDA graph: %s", error)
-            self.notes["cuda_graph"] = f"the step could not be captured: {error}"
+        except RuntimeError as error:  # torch's, for an operation that cannot be captured, or no memory for it
+            if self.strict:
+                raise
+            reason = "there was no memory for it" if isinstance(error, torch.OutOfMemoryError) else str(error)
+            log.warning("decoding without a CUDA graph, several times slower: %s", reason)
+            self.notes["cuda_graph"] = f"not used, which is several times slower; capturing the step failed: {reason}"
             return eager
 
     def _megakernel_step(self, state: DecodeState) -> MegakernelStep | None:
@@ -206,6 +264,3 @@ class Engine:
         """Drop the graphs of some sequences, because their tensors were replaced."""
         self._steps = {key: step for key, step in self._steps.items() if key[0].sequences is not sequences}
         self._compiled = {key for key in self._compiled if key[0].sequences is not sequences}
-
-    def _address(self) -> tuple[int, torch.dtype]:
-        return self.view.embedding.data_ptr(), self.view.dtype

@@ -79,7 +79,9 @@ class ReportQueue:
         """Queue the copy of a report, an int64 tensor that the next step may overwrite."""
         if report.shape not in self._buffers:
             shape = (self.places, *report.shape)
-            self._buffers[report.shape] = list(torch.empty(shape, dtype=report.dtype, pin_memory=self.cuda))
+            self._buffers[report.shape] = list(
+                torch.empty(shape, dtype=report.dtype, device="cpu", pin_memory=self.cuda)
+            )
         place = self._buffers[report.shape][self._count % self.places]
         place.copy_(report, non_blocking=self.cuda)
         event = None

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar
 
+import torch
+
 from eagle_triton.reference import attention as _attention
 from eagle_triton.reference import draft_inputs as _draft_inputs
 from eagle_triton.reference import gather as _gather
@@ -75,6 +77,31 @@ def make_operations(kernels: bool = False) -> Operations:
     Raises ImportError that says what to install if Triton is missing.
     """
     return _needing_triton("eagle_triton.engine.kernel_operations").KernelOperations() if kernels else Operations()
+
+
+def choose_operations(device: torch.device, kernels: bool | None, cuda_graph: bool | None) -> tuple[Operations, bool]:
+    """The operations for a model on `device`, and whether its steps become CUDA graphs; None takes what is fastest.
+
+    Raises ValueError for what cannot run there.
+    """
+    on_gpu = device.type == "cuda"
+    kernels = on_gpu if kernels is None else kernels
+    if kernels and not on_gpu and not _interpreted():
+        raise ValueError(
+            f"kernels=True: the model lies on {device}, where Triton's kernels do not run: move it to a GPU, or leave "
+            "kernels out and the torch references run (TRITON_INTERPRET=1, set before Triton is imported, interprets "
+            "the kernels)"
+        )
+    cuda_graph = on_gpu and kernels if cuda_graph is None else cuda_graph
+    if cuda_graph and not (on_gpu and kernels):
+        raise ValueError("cuda_graph=True needs a model on a GPU and the kernels")
+    return make_operations(kernels), cuda_graph
+
+
+def _interpreted() -> bool:
+    """Whether Triton's interpreter stands in for a GPU."""
+    triton = _needing_triton("triton")
+    return not isinstance(triton.jit(_interpreted), triton.JITFunction)
 
 
 def kernel_module(stem: str) -> ModuleType:

@@ -1,0 +1,274 @@
+"""Whatever a model computes beside its weights is refused by name: when it is read, and when it came later."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from eagle_triton import EAGLEConfig, EAGLEInference, optimize_eagle_with_triton, restore_eagle
+from eagle_triton.adapters.module_reader import UnsupportedModelError
+from eagle_triton.drop_in.patching import PatchError
+from tests.tiny import random_prompt, tiny_model
+
+SMALL = dict(total_token=8, depth=3, top_k=2)
+PLACES = [
+    "base_model",
+    "base_model.model",
+    "base_model.model.embed_tokens",
+    "base_model.model.layers.1",
+    "base_model.model.layers.1.self_attn",
+    "base_model.model.layers.1.mlp",
+    "base_model.model.layers.1.mlp.up_proj",
+    "base_model.model.layers.1.mlp.act_fn",
+    "base_model.model.layers.1.input_layernorm",
+    "base_model.model.norm",
+    "base_model.model.rotary_emb",
+    "base_model.lm_head",
+    "ea_layer",
+    "ea_layer.fc",
+    "ea_layer.midlayer.mlp",
+]
+EVERYWHERE = pytest.mark.parametrize("place", PLACES)
+
+
+def model() -> nn.Module:
+    return tiny_model(layers=5, **SMALL)
+
+
+def zero(*arguments):
+    return arguments[-1] * 0
+
+
+HOOKS = {
+    "forward": lambda module: module.register_forward_hook(lambda module, inputs, output: output),
+    "forward with kwargs": lambda module: module.register_forward_hook(lambda *_: None, with_kwargs=True),
+    "forward pre": lambda module: module.register_forward_pre_hook(lambda module, inputs: None),
+    "always called": lambda module: module.register_forward_hook(lambda *_: None, always_call=True),
+}
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_is_refused_with_its_path_and_allowed_once_removed(place, kind):
+    m = model()
+    handle = HOOKS[kind](m.get_submodule(place))
+    with pytest.raises(UnsupportedModelError, match=rf"^model\.{place} has a forward (pre-)?hook"):
+        optimize_eagle_with_triton(m)
+    handle.remove()
+    optimize_eagle_with_triton(m).originals.restore()
+
+
+@EVERYWHERE
+def test_a_hook_that_comes_later_is_refused_by_the_next_generation(place):
+    m, prompt = model(), random_prompt(9)
+    with optimize_eagle_with_triton(m):
+        expected = m.eagenerate(prompt, max_new_tokens=5)
+        handle = m.get_submodule(place).register_forward_hook(lambda module, inputs, output: output)
+        with pytest.raises(RuntimeError, match=rf"^model\.{place} has got a forward hook"):
+            m.eagenerate(prompt, max_new_tokens=5)
+        handle.remove()
+        assert torch.equal(m.eagenerate(prompt, max_new_tokens=5), expected)
+
+
+@pytest.mark.parametrize("place", ["base_model.model.layers.1.mlp", "base_model.model.layers.1", "base_model.model"])
+def test_a_forward_replaced_on_the_instance_is_refused(place):
+    m = model()
+    part = m.get_submodule(place)
+    part.forward = lambda *_, **__: None
+    with pytest.raises(UnsupportedModelError, match=rf"^model\.{place}\.forward was replaced on this instance"):
+        optimize_eagle_with_triton(m)
+    del part.forward
+    with optimize_eagle_with_triton(m):
+        part.forward = lambda *_, **__: None
+        with pytest.raises(RuntimeError, match=rf"^model\.{place}\.forward was replaced"):
+            m.eagenerate(random_prompt(9), max_new_tokens=5)
+
+
+def test_global_hooks_are_refused():
+    m = model()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(UnsupportedModelError, match="torch has global forward hooks"):
+            optimize_eagle_with_triton(m)
+    finally:
+        handle.remove()
+    with optimize_eagle_with_triton(m):
+        handle = nn.modules.module.register_module_forward_pre_hook(lambda *_: None)
+        try:
+            with pytest.raises(RuntimeError, match="torch has got global forward hooks"):
+                m.eagenerate(random_prompt(9), max_new_tokens=5)
+        finally:
+            handle.remove()
+
+
+def test_the_hooks_with_which_transformers_records_outputs_are_harmless():
+    m, prompt = model(), random_prompt(9)
+    m.base_model(prompt, output_hidden_states=True)  # installs them
+    expected = m.naivegenerate(prompt, max_new_tokens=8)
+    with optimize_eagle_with_triton(m):
+        assert torch.equal(m.naivegenerate(prompt, max_new_tokens=8), expected)
+
+
+CHANGES = {
+    "parameter": (
+        lambda m: setattr(m.base_model.lm_head, "weight", nn.Parameter(m.base_model.lm_head.weight.detach().clone())),
+        r"model\.base_model\.lm_head\.weight was replaced, moved or cast",
+    ),
+    "assigned state": (
+        lambda m: m.base_model.model.layers[0].mlp.load_state_dict(
+            {name: value.clone() for name, value in m.base_model.model.layers[0].mlp.state_dict().items()}, assign=True
+        ),
+        r"model\.base_model\.model\.layers\.0\.mlp\.\w+_proj\.weight was replaced",
+    ),
+    "module": (
+        lambda m: setattr(m.base_model.model.layers[2], "mlp", copy.deepcopy(m.base_model.model.layers[2].mlp)),
+        r"a module in model\.base_model\.model\.layers\.2 was replaced",
+    ),
+    "head's norm": (
+        lambda m: setattr(m.ea_layer.norm, "weight", nn.Parameter(torch.ones(64))),
+        r"model\.ea_layer\.norm\.weight was replaced",
+    ),
+    "cast": (lambda m: m.to(torch.bfloat16), "was replaced, moved or cast"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_replaced_later_is_refused_and_the_model_can_be_restored(change):
+    m, prompt = model(), random_prompt(9)
+    apply, message = CHANGES[change]
+    with optimize_eagle_with_triton(m) as (_, originals):
+        m.eagenerate(prompt, max_new_tokens=5)
+        apply(m)
+        for method in (m.eagenerate, m.naivegenerate, m.generate):
+            with pytest.raises(RuntimeError, match=message):
+                method(prompt, max_new_tokens=5)
+        with pytest.raises(RuntimeError, match="restore the model and optimise it again"):
+            m.generate(prompt, max_new_tokens=5)
+    assert originals.restored
+    with optimize_eagle_with_triton(m):
+        after = m.naivegenerate(prompt, max_new_tokens=5)
+    assert torch.equal(after, m.naivegenerate(prompt, max_new_tokens=5))
+
+
+def test_code_that_drives_the_model_itself_gets_the_original_then():
+    m, prompt = model(), random_prompt(9)
+    with optimize_eagle_with_triton(m) as (_, originals), torch.no_grad():
+        m.base_model.model.layers[3].self_attn.q_proj.weight = nn.Parameter(torch.randn(64, 64))
+        logits = m.base_model(prompt, use_cache=False).logits
+        fallbacks = [row for row in originals.report() if row.fallbacks]
+    assert len(fallbacks) == 5 and "q_proj.weight was replaced" in fallbacks[0].reason
+    with torch.no_grad():
+        assert torch.equal(logits, m.base_model(prompt, use_cache=False).logits)
+
+
+def test_weights_may_change_in_place():
+    m, prompt = model(), random_prompt(9)
+    with optimize_eagle_with_triton(m):
+        before = m.naivegenerate(prompt, max_new_tokens=8)
+        m.base_model.lm_head.weight.data.copy_(torch.roll(m.base_model.lm_head.weight.data, 7, 0))
+        after = m.naivegenerate(prompt, max_new_tokens=8)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, m.naivegenerate(prompt, max_new_tokens=8))
+
+
+class Wrapped(torch.Tensor):
+    """A tensor subclass, as quantised and sharded weights are."""
+
+
+def wrapped(weight: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(weight.detach().as_subclass(Wrapped), requires_grad=False)
+
+
+@pytest.mark.parametrize("place", ["base_model.model.norm", "base_model.model.embed_tokens"])
+def test_a_wrapped_weight_is_not_taken_for_a_plain_one(place):
+    m = model()
+    part = m.get_submodule(place)
+    part.weight = wrapped(part.weight)
+    with pytest.raises(UnsupportedModelError, match=rf"model\.{place}\.weight must be a plain tensor, got Wrapped"):
+        optimize_eagle_with_triton(m)
+
+
+def test_a_linear_layer_with_a_wrapped_weight_is_called_as_the_module_it_is():
+    m, prompt = model(), random_prompt(9)
+    layer = m.base_model.model.layers[1].mlp.up_proj
+    layer.weight = wrapped(layer.weight)
+    expected = m.eagenerate(prompt, max_new_tokens=8)
+    calls = []
+    with optimize_eagle_with_triton(m):
+        layer.forward = lambda x: calls.append(len(x)) or nn.functional.linear(x, layer.weight)
+        got = m.eagenerate(prompt, max_new_tokens=8)
+    assert calls and torch.equal(got, expected)
+
+
+def test_a_sharded_weight_is_refused():
+    class DTensor(torch.Tensor):
+        pass
+
+    m = model()
+    layer = m.base_model.model.layers[1].mlp.up_proj
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(DTensor), requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.up_proj\.weight is sharded over several devices"):
+        optimize_eagle_with_triton(m)
+
+
+@pytest.mark.parametrize(
+    ("place", "replacement", "message"),
+    [
+        ("base_model.model.norm", lambda: nn.LayerNorm(64), "does not compute an RMSNorm with its weight"),
+        ("base_model.model.embed_tokens", lambda: nn.Embedding(32, 64, max_norm=1.0), "must be a plain nn.Embedding"),
+    ],
+)
+def test_a_module_of_another_kind_is_refused(place, replacement, message):
+    m = model()
+    parent, _, name = place.rpartition(".")
+    setattr(m.get_submodule(parent), name, replacement())
+    with pytest.raises(UnsupportedModelError, match=message):
+        optimize_eagle_with_triton(m)
+
+
+def test_an_optimised_model_is_neither_copied_nor_pickled():
+    import pickle
+
+    m, prompt = model(), random_prompt(9)
+    with optimize_eagle_with_triton(m):
+        expected = m.eagenerate(prompt, max_new_tokens=5)
+        with pytest.raises(PatchError, match="is optimised and cannot be copied.*restore it first"):
+            copy.deepcopy(m)
+        with pytest.raises(PatchError, match="is optimised and cannot be pickled; restore it first"):
+            pickle.dumps(m)
+        assert torch.equal(m.eagenerate(prompt, max_new_tokens=5), expected)
+    twin = copy.deepcopy(m)
+    twin.base_model.lm_head.weight.data.zero_()
+    assert not torch.equal(twin.naivegenerate(prompt, max_new_tokens=5), m.naivegenerate(prompt, max_new_tokens=5))
+
+
+def test_the_call_is_a_context_manager_and_originals_need_not_be_kept():
+    m = model()
+    original = type(m).eagenerate
+    with optimize_eagle_with_triton(m) as optimized:
+        assert optimized.model is m and "eagenerate" in vars(m)
+    assert "eagenerate" not in vars(m) and m.eagenerate.__func__ is original
+    optimize_eagle_with_triton(m)
+    assert restore_eagle(m) is m and "eagenerate" not in vars(m)
+    with pytest.raises(PatchError, match="is not optimised: there is nothing to restore"):
+        restore_eagle(m)
+    with pytest.raises(TypeError, match="originals must be what optimize_eagle_with_triton returned, got int"):
+        restore_eagle(m, 3)
+
+
+def test_the_same_holds_for_a_pair_of_models():
+    m = model()
+    handle = m.base_model.model.layers[1].mlp.register_forward_hook(zero)
+    config = EAGLEConfig(fallback=False)
+    with pytest.raises(
+        UnsupportedModelError, match=r"target_model\.base_model\.model\.layers\.1\.mlp has a forward hook"
+    ):
+        EAGLEInference(None, m, config)
+    handle.remove()
+    eagle = EAGLEInference(None, m, config)
+    before = eagle.generate(random_prompt(9), 5, return_stats=False)
+    m.base_model.lm_head.weight = nn.Parameter(torch.zeros(32, 64))
+    with pytest.raises(RuntimeError, match=r"target_model\.base_model\.lm_head\.weight was replaced.*make a new one"):
+        eagle.generate(random_prompt(9), 5)
+    assert not torch.equal(EAGLEInference(None, m, config).generate(random_prompt(9), 5, return_stats=False), before)
