@@ -23,6 +23,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from eagle_triton.engine.operations import Operations, operation_names
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"(?:^<!-- (?P<mark>.*?) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -259,3 +261,11 @@ def test_the_reference_has_every_public_name():
                      and ast.unparse(node.targets[0]) == "_HOMES")  # fmt: skip
         missing = {name for name, home in homes.items() if not {f"{home}.{name}", home} & shown}
         assert not missing
+
+
+def test_every_operation_has_its_page():
+    """The module of a stem is rendered on docs/operations.md, and named in docs/structure.md."""
+    shown = re.findall(r"^::: eagle_triton\.(\w+)", read("docs/operations.md"), re.MULTILINE)
+    stems = {getattr(Operations, name).__module__.rpartition(".")[2] for name in operation_names()}
+    assert stems == set(shown)
+    assert all(re.search(rf"`{stem}(\.py|/)`", read("docs/structure.md")) for stem in stems)
