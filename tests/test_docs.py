@@ -200,8 +200,11 @@ class Parsed(Exception):
 
 
 @pytest.mark.parametrize(("script", "arguments"), commands(), ids=lambda value: value if isinstance(value, str) else "")
-def test_commands_parse(script, arguments, monkeypatch):
+def test_commands_parse(script, arguments, monkeypatch, tmp_path):
     """Only the arguments are looked at: the script is left when they are parsed."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("CHECKOUT", "results"):  # placeholders that must be there
+        (tmp_path / folder).mkdir()
     parse, depth = argparse.ArgumentParser.parse_known_args, 0
 
     def parse_only(self, *args, **kwargs):
