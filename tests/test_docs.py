@@ -1,0 +1,274 @@
+"""README, CONTRIBUTING and docs/: snippets run as they stand, what they print is what they say, links lead somewhere.
+
+Every ```python block of a page runs, in order, in one namespace that begins empty. A block that cannot run here has
+`<!-- not run: the reason -->` in front of it and is only compiled. A ```text block behind a ```python block is what it
+prints. A table of options has `<!-- options: module.Class -->` in front of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from eagle_triton.engine.operations import Operations, operation_names
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"(?:^<!-- (?P<mark>.*?) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
+OPTIONS = re.compile(r"<!-- options: (?P<name>[\w.]+) -->\n(?P<table>(?:\|.*\n)+)")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+class Block(NamedTuple):
+    language: str
+    code: str
+    mark: str | None
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str) -> list[Block]:
+    return [Block(found["language"], found["code"], found["mark"]) for found in FENCE.finditer(read(page))]
+
+
+def run(page: str, capsys: pytest.CaptureFixture | None = None) -> dict:
+    """Execute a page's snippets; returns their names. With `capsys`, compares what they print."""
+    names: dict = {"__name__": "__main__"}
+    for number, block in enumerate(found := blocks(page)):
+        if block.language != "python":
+            continue
+        code = compile(block.code, f"{page}, block {number}", "exec")
+        if block.mark is not None:
+            assert re.fullmatch(r"not run: \w.{9,}", block.mark), f"{page}: a block that does not run needs a reason"
+            continue
+        exec(code, names)
+        if capsys is not None:
+            printed = capsys.readouterr().out
+            if number + 1 < len(found) and found[number + 1].language == "text":
+                assert printed == found[number + 1].code
+    return names
+
+
+WITH_SNIPPETS = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", [page for page in WITH_SNIPPETS if page not in ("docs/engine.md",)])
+def test_snippets_run_as_they_stand(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(page, capsys)
+
+
+def test_engine_page(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    names = run("docs/engine.md")
+    printed = capsys.readouterr().out
+    assert re.search(r"Acceptance rate: \d+\.\d\d%\nSpeedup: n/ax\n", printed)
+    assert len(re.findall(r"^[248] [\d.]+% accepted, tau [\d.]+, [\d.]+ x$", printed, re.MULTILINE)) == 3
+    assert (tmp_path / "acceptance.png").exists()
+    assert names["accepted"].shape[0] == 1 and names["accept_length"].item() >= 0
+
+
+def test_integrators_page(device):
+    names = run("docs/integrators.md")
+    assert names["device"] == device
+    assert names["accepted"].shape == (2,) and names["draft_tokens"].shape == (2, 4)
+
+
+def test_a_worker_in_sglangs_manner(device):
+    """Rebound names, called as SGLang calls them: a mask buffer, predicts with an element to spare, keywords."""
+    names = run("docs/integrators.md")
+    calls = []
+    worker = SimpleNamespace(build_tree_kernel_efficient=calls.append, verify_tree_greedy=calls.append, other=1)
+    original = worker.verify_tree_greedy
+    undo = names["use_triton_trees"](worker)
+    root, parents = torch.tensor([11], device=device), torch.tensor([[-1, 0, 1]], device=device)
+    chosen, drafts = torch.tensor([[0, 1, 2]], device=device), torch.tensor([[5, 6, 7]], device=device)
+    buffer = torch.zeros(64, dtype=torch.bool, device=device)
+    mask, _, *links, tokens = worker.build_tree_kernel_efficient(
+        root, parents, chosen, drafts, torch.tensor([3], device=device), 3, 2, 2, 4, 0, tree_mask_buf=buffer
+    )
+    assert mask is buffer and mask.sum() == 4 * 3 + 4 + 3 + 1
+    predicts = torch.zeros(5, dtype=torch.int32, device=device)
+    accept_index = torch.full((1, 3), -1, dtype=torch.int32, device=device)
+    count = torch.zeros(1, dtype=torch.int32, device=device)
+    worker.verify_tree_greedy(
+        predicts=predicts, accept_index=accept_index, accept_token_num=count, candidates=tokens.view(1, 4),
+        retrive_index=links[0], retrive_next_token=links[1], retrive_next_sibling=links[2],
+        target_predict=torch.tensor([[6, 0, 9, 0]], device=device),
+    )  # fmt: skip
+    assert predicts.tolist() == [6, 0, 9, 0, 0] and accept_index.tolist() == [[0, 2, -1]] and count.tolist() == [1]
+    undo()
+    assert worker.verify_tree_greedy is original and not calls
+
+
+def test_the_readme_says_what_its_snippet_prints():
+    languages = [block.language for block in blocks("README.md")]
+    assert "text" in languages and languages[languages.index("text") - 1] == "python"
+
+
+def tables_of_options() -> list[tuple[str, str, str]]:
+    return [(page, found["name"], found["table"]) for page in PAGES for found in OPTIONS.finditer(read(page))]
+
+
+@pytest.mark.parametrize(("page", "name", "table"), tables_of_options(), ids=lambda value: value.rpartition(".")[2])
+def test_tables_of_options_name_all_with_their_defaults(page, name, table):
+    module, _, config = name.rpartition(".")
+    module = importlib.import_module(module)
+    rows = [line.strip("|").split("|")[:2] for line in table.splitlines()[2:]]
+    shown = {option.strip().strip("`"): default.strip().strip("`") for option, default in rows}
+    defaults = {field.name: field.default for field in dataclasses.fields(getattr(module, config))}
+    assert {option: eval(default, vars(module)) for option, default in shown.items()} == defaults, page
+
+
+def test_both_configurations_have_a_table():
+    assert {name.rpartition(".")[2] for _, name, _ in tables_of_options()} == {"EagleTritonConfig", "EAGLEConfig"}
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: str) -> set[str]:
+    """What the forge makes of a page's headings, which the site's generator makes too."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", read(page), flags=re.DOTALL | re.MULTILINE), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
+def test_links_lead_somewhere(page):
+    wrong = []
+    for link in LINK.findall(without_code(read(page))):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        name = target.resolve().relative_to(ROOT).as_posix() if target.exists() else None
+        if name is None or (anchor and anchor not in anchors(name)):
+            wrong.append(link)
+        if page.startswith("docs/"):
+            assert name is not None and name.startswith("docs/"), f"{page}: {link} leaves the site"
+    assert not wrong
+
+
+def test_limits_have_anchors_for_every_refusal():
+    wanted = "families heads layer-types devices weights quantisation hooks adapters context threads batches arguments"
+    assert set(wanted.split()) <= anchors("docs/limits.md")
+
+
+def commands() -> list[tuple[str, tuple[str, ...]]]:
+    """Calls of our scripts in ```sh blocks: (script, arguments)."""
+    found = []
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language == "sh":
+                for line in block.code.replace("\\\n", " ").splitlines():
+                    found += script_calls(line)
+    return sorted(set(found))
+
+
+def script_calls(line: str) -> list[tuple[str, tuple[str, ...]]]:
+    words = shlex.split(line, comments=True)
+    calls = []
+    if words and re.fullmatch(r"python[\d.]*|\S*/python", words[0]) and len(words) > 1 and words[1].endswith(".py"):
+        calls.append((words[1], tuple(words[2:])))
+    if words and re.fullmatch(r"\./run_tests\.(sh|ps1)", words[0]):
+        calls.append(("run_tests.py", tuple(words[1:])))
+    if "--run" in words:
+        after = words[words.index("--run") + 1 :]
+        calls.append((after[0], tuple(after[1:])))
+    return calls
+
+
+class Parsed(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("script", "arguments"), commands(), ids=lambda value: value if isinstance(value, str) else "")
+def test_commands_parse(script, arguments, monkeypatch, tmp_path):
+    """Only the arguments are looked at: the script is left when they are parsed."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("CHECKOUT", "results"):  # placeholders that must be there
+        (tmp_path / folder).mkdir()
+    parse, depth = argparse.ArgumentParser.parse_known_args, 0
+
+    def parse_only(self, *args, **kwargs):
+        nonlocal depth
+        depth += 1
+        try:
+            namespace, rest = parse(self, *args, **kwargs)
+        finally:
+            depth -= 1
+        if depth == 0:
+            if rest and script != "run_tests.py":  # whose other arguments go to pytest
+                self.error(f"unrecognized arguments: {' '.join(rest)}")
+            raise Parsed
+        return namespace, rest
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_only)
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))  # compile_kernels.py removes it
+    spec = importlib.util.spec_from_file_location("script_in_the_docs", ROOT / script)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "script_in_the_docs", module)
+    spec.loader.exec_module(module)
+    with pytest.raises(Parsed):
+        module.main(list(arguments))
+
+
+def versions(name: str) -> set[str]:
+    return set(re.findall(rf"^{re.escape(name)}==([\w.]+)", read("constraints.txt"), re.MULTILINE))
+
+
+def test_pre_commit_has_the_versions_of_the_constraints():
+    pinned = re.findall(r"\b([\w-]+)==([\w.]+)", read(".pre-commit-config.yaml"))
+    known = [(name, version) for name, version in pinned if versions(name)]
+    assert {"ruff", "import-linter", "mypy"} <= {name for name, _ in known}
+    assert all(version in versions(name) for name, version in known)
+
+
+def test_what_the_site_is_built_with_is_pinned():
+    from tools import build_docs
+
+    names = [re.match(r"[\w-]+", requirement).group() for requirement in build_docs.requirements()]
+    assert "mkdocs-material" in names and all(versions(name) for name in names)
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"(\S+\.md)$", read("mkdocs.yml"), re.MULTILINE))
+    assert listed == {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+
+
+def test_the_reference_has_every_public_name():
+    """docs/api.md names what `import eagle_triton` and `eagle_triton.speculative` offer, or the module it is in."""
+    shown = set(re.findall(r"^::: (\S+)$", read("docs/api.md"), re.MULTILINE))
+    for package in ("eagle_triton", "eagle_triton.speculative"):
+        tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
+        homes = next(ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)
+                     and ast.unparse(node.targets[0]) == "_HOMES")  # fmt: skip
+        missing = {name for name, home in homes.items() if not {f"{home}.{name}", home} & shown}
+        assert not missing
+
+
+def test_every_operation_has_its_page():
+    """The module of a stem is rendered on docs/operations.md, and named in docs/structure.md."""
+    shown = re.findall(r"^::: eagle_triton\.(\w+)", read("docs/operations.md"), re.MULTILINE)
+    stems = {getattr(Operations, name).__module__.rpartition(".")[2] for name in operation_names()}
+    assert stems == set(shown)
+    assert all(re.search(rf"`{stem}(\.py|/)`", read("docs/structure.md")) for stem in stems)
