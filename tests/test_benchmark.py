@@ -25,6 +25,7 @@ MODES = {
     "batches": ["batches", *TINY, "--context", "9", "--batch", "1,2", "--max-length", "24"],
     "operations": ["operations", "--device", "cpu"],
 }
+LENGTHS = {"generate": ["--max-length", "20"], "step": []}
 FACTS = {"device", "driver", "torch", "triton", "transformers", "python", "commit", "date"}
 
 
@@ -106,7 +107,7 @@ def test_operations_on_a_cpu_says_what_it_is_worth(capsys):
 
 @pytest.mark.parametrize("mode", ["generate", "step"])
 def test_accept_length_is_met_and_said_loudly(mode, capsys):
-    assert benchmark.main([*MODES[mode], "--max-length", "20", "--accept-length", "1.5", "--json"]) == 0
+    assert benchmark.main([*MODES[mode], *LENGTHS[mode], "--accept-length", "1.5", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert "THE TOKENS ARE MEANINGLESS" in record["notes"][0]
     assert not any(note.startswith("same tokens") for note in record["notes"])
