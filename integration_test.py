@@ -15,7 +15,6 @@ import argparse
 import statistics
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import arguments
@@ -97,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         for row in report:
             print(f"  {row.status:8s} {row.path:40s} calls {row.calls:6d}  fallbacks {row.fallbacks}  {row.reason}")
     rows = [_row(pair, found, len(prompts), bound) for pair, found in differences.items()]
-    return _publish(parser, args, comparisons, rows, problems)
+    return _publish(parser, args, comparisons, rows, problems, bound)
 
 
 def _publish(
@@ -106,6 +105,7 @@ def _publish(
     comparisons: list[Comparison],
     rows: list[dict[str, Any]],
     problems: list[str],
+    bound: float,
 ) -> int:
     """Print what was found, then write it to the file that was asked for."""
     import torch
@@ -114,7 +114,7 @@ def _publish(
     from benchmarks.timing import noise
 
     keys = ("identical", "of", "share", "median_margin", "largest_margin", "over_bound")
-    headers = ("", "identical", "of", "share", "median margin", "largest", "over the bound")
+    headers = ("", "identical", "of", "share", "median margin", "largest", f"over {bound:g}")
     print(table(headers, [[f"{row['output']}, {row['against']}", *(row[key] for key in keys)] for row in rows]))
     trees = {name: [getattr(result, name) for result in comparisons] for name in ("original", "optimised")}
     print("", _acceptance(trees), "", sep="\n")
