@@ -71,7 +71,8 @@ class Parser(argparse.ArgumentParser):
         name = argument.partition("=")[0]
         if name in self.elsewhere:
             return f"{name} {self.elsewhere[name]}"
-        options = [option for action in self._actions for option in action.option_strings[-1:]]
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        options = [option for action in shown for option in action.option_strings[-1:]]
         return f"{argument!r} is no argument of this command; its options are {', '.join(options)}"
 
 
