@@ -446,11 +446,18 @@ def unfit_directory(directory: Path, installs: bool) -> str | None:
     existing = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not existing.is_dir():
         return f"that can be made, and {existing} is no directory"
+    if not installs:
+        return None
     try:
-        if installs:
-            try_to_write_into(existing)
+        try_to_write_into(existing)
     except OSError as error:
         return f"that can be made or filled, and {existing} cannot be written: {error.strerror}"
+    try:
+        os.lstat(str(directory))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        return f"that can be made, and {directory} cannot: {error.strerror}"
     return None
 
 

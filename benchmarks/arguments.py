@@ -153,10 +153,10 @@ def device(text: str) -> str:
 
 def model(text: str) -> str:
     """A directory that exists, or what may be a hub id."""
-    path = Path(text).expanduser()
-    if path.is_dir():
-        return str(path)
-    if path.exists():
+    path = os.path.expanduser(text)
+    if os.path.isdir(path):
+        return path
+    if os.path.exists(path):
         raise argparse.ArgumentTypeError(f"must be a directory or a hub id, and {text} is a file")
     if _looks_local(text):
         raise argparse.ArgumentTypeError(f"must be a directory or a hub id, and {text} does not exist")
@@ -177,19 +177,18 @@ def _looks_local(text: str) -> bool:
 
 def existing_file(text: str) -> Path:
     """A file that can be read."""
-    path = Path(text)
-    if not path.is_file():
-        what = "is a directory" if path.is_dir() else "does not exist"
+    if not os.path.isfile(text):
+        what = "is a directory" if os.path.isdir(text) else "does not exist"
         raise argparse.ArgumentTypeError(f"must be a file, and {text or 'an empty path'} {what}")
-    return path
+    return Path(text)
 
 
 def existing_directory(text: str) -> Path:
-    path = Path(text)
-    if not text or not path.is_dir():
-        what = "is a file" if path.is_file() else "does not exist"
+    """A directory."""
+    if not os.path.isdir(text):
+        what = "is a file" if os.path.isfile(text) else "does not exist"
         raise argparse.ArgumentTypeError(f"must be a directory, and {text or 'an empty path'} {what}")
-    return path
+    return Path(text)
 
 
 def output_file(*suffixes: str) -> Callable[[str], Path]:
@@ -197,11 +196,11 @@ def output_file(*suffixes: str) -> Callable[[str], Path]:
 
     def read(text: str) -> Path:
         path = Path(text)
-        if not text or path.is_dir():
+        if not text or os.path.isdir(text):
             raise argparse.ArgumentTypeError(f"must be a file, and {text or 'an empty path'} is none")
         if suffixes and path.suffix.lower() not in suffixes:
             raise argparse.ArgumentTypeError(f"must end with {' or '.join(suffixes)}, got {text!r}")
-        if not path.absolute().parent.is_dir():
+        if not os.path.isdir(path.absolute().parent):
             raise argparse.ArgumentTypeError(
                 f"must be a file in a directory that exists, and {path.absolute().parent} does not exist"
             )
@@ -288,8 +287,8 @@ def too_long(what: str, tokens: int, new: int, positions: int | None) -> str | N
 def context_too_long(args: argparse.Namespace, positions: int | None) -> str | None:
     """The same for the options of benchmark.py: its --context, or without one --max-length alone."""
     new = getattr(args, "max_length", 1)
-    if args.context:
-        return too_long("--context", max(args.context), new, positions)
+    if contexts := getattr(args, "context", None):
+        return too_long("--context", max(contexts), new, positions)
     return new_too_many(new, positions)
 
 
