@@ -89,7 +89,7 @@ def sentence(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
     if isinstance(error, OSError):
         lines = text.splitlines()
-        told = [line for line in lines if line and not re.match(r"\d{3} Client Error", line)] or lines
+        told = [line for line in lines if line and not re.match(r"Got: |\d{3} Client Error", line)] or lines
         text = re.split(r"(?<=\w)\. (?=[A-Z])", told[0])[0]
     return one_line(text).rstrip(".")
 

@@ -296,20 +296,21 @@ def documented():
     """The command lines of README and docs for benchmark.py and integration_test.py."""
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
     texts += [benchmark.__doc__, integration_test.__doc__]
-    lines = re.findall(r"^ *python (benchmark|integration_test)\.py(.*?)(?:   .*|\s#.*)?$", "\n".join(texts), re.M)
+    lines = re.findall(r"^ *python3? (benchmark|integration_test)\.py(.*?)(?:   .*|\s#.*)?$", "\n".join(texts), re.M)
     return list(dict.fromkeys((script, rest.strip()) for script, rest in lines))
 
 
 @pytest.mark.parametrize(("script", "command"), documented(), ids=" ".join)
 def test_documented_command_lines_are_right(script, command, folder):
     head = str(ROOT / "eagle_triton" / "demo" / "eagle3")
-    words = [{"PATH": head, "CHECKOUT": "folder"}.get(word, word) for word in shlex.split(command)]
+    stand_ins, words = {"--model": head, "--draft": head, "--upstream": "folder"}, shlex.split(command)
+    words = [stand_ins.get(before, word) for before, word in zip(["", *words], words, strict=False)]
     if words[-1:] != ["--help"]:
         {"benchmark": benchmark, "integration_test": integration_test}[script]._parse(words)
 
 
 def test_there_are_documented_command_lines():
-    assert len(documented()) >= 10
+    assert len(documented()) >= 5
 
 
 # --- usage_example.py
