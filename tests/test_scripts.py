@@ -19,6 +19,7 @@ from benchmarks import arguments, comparison
 from benchmarks.arguments import Parser
 from benchmarks.comparison import Run
 from eagle_triton import EaModel
+from tools import linear_sweep, tune_linear
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = (
@@ -311,6 +312,37 @@ def test_documented_command_lines_are_right(script, command, folder):
 
 def test_there_are_documented_command_lines():
     assert len(documented()) >= 5
+
+
+# --- The tools
+
+
+TOOLS = [
+    ("cost_tables.py missing.json", "FILE.json must be a file, and missing.json does not exist"),
+    ("cost_tables.py file", "file must be a result of benchmark.py batches, and it is none"),
+    ("mutate.py --jobs 0", f"--jobs {NUMBER} 256, got '0'"),
+    ("mutate.py no-such-name", "names must be parts of 'commit keeps one row too few', "),
+    ("train_demo.py --stages target,nothing", "--stages must be some of tokenizer, target, prompts, eagle3, eagle1"),
+    ("train_demo.py --set nothing=3", "--set must name a field of the recipe (seed, vocab_size, "),
+    ("train_demo.py --set seed=x", "--set must give seed a number like 0, got 'seed=x'"),
+    ("train_demo.py --set num_heads=3", "--set: hidden_size must divide by num_heads"),
+    ("tune_linear.py --products nothing", "--products must be one of qkv, o, gate_up, down, head, draft_qkv"),
+    ("first_call.py --shape huge", "--shape must be one of tiny, llama-3.2-1b, llama-3.1-8b, got 'huge'"),
+]
+
+
+@pytest.mark.parametrize(("command", "sentence"), TOOLS, ids=[command for command, _ in TOOLS])
+def test_tools_refuse_in_one_sentence(command, sentence, folder):
+    script, *words = command.split()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / script), *words], capture_output=True, text=True, cwd=folder
+    )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and sentence in line and line.startswith(f"{script}: ") and not done.stdout
+
+
+def test_products_are_those_of_the_sweep():
+    assert tuple(linear_sweep.PRODUCTS) == tune_linear.PRODUCTS
 
 
 # --- usage_example.py
