@@ -6,149 +6,235 @@ python benchmark.py step --shape llama-3.1-8b --context 512,2048 --batch 1,4,8 -
 python benchmark.py batches --shape llama-3.1-8b         trees as they pay against plain decoding, 1 to 32 sequences
 python benchmark.py megakernel --shape llama-3.2-1b      all behind the target's logits as one launch and as many
 python benchmark.py operations                           every kernel against the best of torch
+
+Each mode has options of its own: python benchmark.py step --help
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import signal
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+from benchmarks import arguments
+from benchmarks.arguments import Parser, check_outputs, sentence
 
-from benchmarks import batches, generate, megakernel, operations, step
-from benchmarks.plot import plot
-from benchmarks.record import Record, machine
-from eagle_triton.models.shapes import SHAPES
+if TYPE_CHECKING:  # it imports torch, for which --help does not wait
+    from benchmarks.record import Record
 
 UNRECORDED = ("mode", "json", "commit", "output", "csv", "plot")  # options that change no figure
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--model": dict(
+        type=arguments.model,
+        default="demo",
+        metavar="PATH_OR_ID",
+        help="target: directory or hub id (default: demo, the embedded checkpoint)",
+    ),
+    "--draft": dict(
+        type=arguments.model, metavar="PATH_OR_ID", help="its head: directory or hub id (default: the demo's)"
+    ),
+    "--shape": dict(choices=tuple(arguments.SHAPES), help="random weights of this shape instead of a checkpoint"),
+    "--eagle1": dict(action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3"),
+    "--prompt": dict(
+        type=arguments.some_text, metavar="TEXT", help="one prompt, repeated (default: the demo's held-out ones)"
+    ),
+    "--context": dict(
+        type=arguments.sizes(), default=[], metavar="N[,N...]", help="random prompts of N tokens, within its positions"
+    ),
+    "--batch": dict(type=arguments.sizes(arguments.MOST_SEQUENCES), metavar="B[,B...]", help="sequences at a time"),
+    "--only": dict(type=arguments.some_text, metavar="TEXT", help="operations whose name contains TEXT (default: all)"),
+    "--max-length": dict(type=arguments.whole(), default=100, metavar="N", help="new tokens per prompt (default: 100)"),
+    "--num-runs": dict(
+        type=arguments.whole(most=arguments.MOST_RUNS),
+        default=5,
+        metavar="N",
+        help="prompts, or repetitions (default: 5)",
+    ),
+    "--temperature": dict(type=arguments.number(0, 100), default=0.0, metavar="T", help="default: 0, greedy"),
+    "--accept-length": dict(
+        type=arguments.number(0, 999),
+        metavar="X",
+        help="for timing only: accept X drafts per step, right or wrong",
+    ),
+    "--upstream": dict(
+        type=arguments.existing_directory, metavar="DIR", help="checkout of SafeAILab/EAGLE, timed as well"
+    ),
+    "--dtype": dict(
+        choices=arguments.DTYPES, help="default: float32; bfloat16 on a GPU for random weights and operations"
+    ),
+    "--device": dict(
+        type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)"
+    ),
+    "--json": dict(action="store_true", help="print JSON instead of the table"),
+    "--output": dict(type=arguments.output_file(), metavar="FILE.json", help="write the same JSON to a file"),
+    "--csv": dict(type=arguments.output_file(), metavar="FILE.csv", help="write the rows as CSV"),
+    "--plot": dict(type=arguments.output_file(*arguments.PLOTS), metavar="FILE.png", help="draw the figures"),
+    "--commit": dict(type=arguments.some_text, help="what to record as the commit instead of what git says"),
+}
+MODEL = ("--model", "--draft", "--shape", "--eagle1", "--context")
+EVERYWHERE = ("--dtype", "--device", "--json", "--output", "--csv", "--plot", "--commit")
+
+
+class Mode(NamedTuple):
+    """What benchmarks/NAME.py measures, the options that it reads, and defaults of its own."""
+
+    summary: str
+    options: tuple[str, ...]
+    defaults: dict[str, Any]
+
+
 MODES = {
-    "generate": generate,
-    "step": step,
-    "batches": batches,
-    "megakernel": megakernel,
-    "operations": operations,
+    "generate": Mode(
+        "whole generations of the model as it is and optimised",
+        (*MODEL, "--prompt", "--max-length", "--num-runs", "--temperature", "--accept-length", "--upstream"),
+        {},
+    ),
+    "step": Mode(
+        "one decode step, greedy, sampled and plain, over contexts and batches (default: a batch of 1)",
+        (*MODEL, "--batch", "--num-runs", "--accept-length", "--upstream"),
+        {"batch": [1]},
+    ),
+    "batches": Mode(
+        "trees as they pay against plain decoding (default: batches of 1 to 32, 3 drafts accepted)",
+        (*MODEL, "--batch", "--max-length", "--num-runs", "--accept-length"),
+        {"batch": [1, 2, 4, 8, 16, 32], "accept_length": 3.0},
+    ),
+    "megakernel": Mode(
+        "all behind the target's logits as one launch and as many, on a GPU (default: a batch of 1)",
+        (*MODEL, "--batch"),
+        {"batch": [1]},
+    ),
+    "operations": Mode("every operation of a step against the best of torch", ("--only",), {}),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parse(argv)
+    parser, args = _parse(sys.argv[1:] if argv is None else argv)
+    with parser.explains():
+        from torch import OutOfMemoryError
+
+        from benchmarks.models import find_device
+
+        mode: Any = importlib.import_module(f"benchmarks.{args.mode}")
+        args.device = find_device(args.device)
+    if args.mode == "megakernel" and args.device == "cpu":
+        parser.error("--device must be a GPU's in this mode, got cpu")
+    _settle(args)
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     try:
-        MODES[args.mode].measure(args, rows, notes)
+        mode.measure(args, rows, notes)
     except KeyboardInterrupt:
         notes.insert(0, "FAIL: INTERRUPTED, FIGURES ARE MISSING")
-    except (ValueError, FileNotFoundError) as error:  # of the model, the checkout or the options
-        print(f"benchmark.py: {error}", file=sys.stderr)
-        return 2
+    except Exception as error:  # what has been measured by then is not lost
+        expected = isinstance(error, ValueError | OutOfMemoryError)  # of the model, the checkout, the options
+        if expected and not rows:
+            parser.stop(sentence(error))
+        notes.insert(0, f"FAIL: STOPPED, FIGURES ARE MISSING: {sentence(error)}")
+        _publish(parser, mode, args, rows, notes)
+        if not expected:
+            raise
+        return 1
+    return _publish(parser, mode, args, rows, notes)
+
+
+def _publish(parser: Parser, mode: Any, args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> int:
+    """Print the figures, then write them to files: a file that cannot be written costs no figure."""
+    import torch
+
+    from benchmarks.record import Record, machine
+
     options = {name: value for name, value in vars(args).items() if name not in UNRECORDED}
-    options["upstream"] = args.upstream is not None  # where it lies is nobody's business
+    if "upstream" in options:
+        options["upstream"] = args.upstream is not None  # where it lies is nobody's business
     record = Record(args.mode, machine(torch.device(args.device), args.commit), options, rows, notes)
-    if args.output:
-        args.output.write_text(record.json() + "\n", encoding="utf-8")
-    if args.csv:
-        record.write_csv(args.csv)
-    if args.plot:
-        plot(record, args.plot)
     if args.json:
-        print(record.json())
+        print(record.json(), flush=True)
     else:
         facts = ", ".join(f"{name} {value}" for name, value in record.machine.items() if value)
-        print("\n".join([MODES[args.mode].text(rows), "", *notes, facts]))
-    return 1 if any(note.startswith("FAIL") for note in notes) else 0
+        print("\n".join([mode.text(rows), "", *notes, facts]), flush=True)
+    unwritten = _write(record, args)
+    for problem in unwritten:
+        print(f"{parser.prog}: {problem}", file=sys.stderr)
+    return 1 if unwritten or any(note.startswith("FAIL") for note in notes) else 0
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmark.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("mode", nargs="?", choices=MODES, default="generate", help="what to time (default: generate)")
-    parser.add_argument("--model", default="demo", help="directory or hub id of the target (default: demo)")
-    parser.add_argument("--draft", default=None, help="directory or hub id of the head (default: the demo's)")
-    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead of a checkpoint")
-    parser.add_argument("--eagle1", action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3")
-    parser.add_argument("--prompt", default=None, help="one prompt, repeated (default: the demo's held-out ones)")
-    parser.add_argument("--context", type=_sizes, default=[], metavar="N[,N...]", help="random prompts of N tokens")
-    parser.add_argument(
-        "--batch", type=_sizes, metavar="B[,B...]", help="sequences at a time (step, batches, megakernel)"
-    )
-    parser.add_argument("--only", default="", metavar="TEXT", help="operations whose name contains TEXT")
-    parser.add_argument("--max-length", type=int, default=100, help="new tokens per prompt (default: 100)")
-    parser.add_argument("--num-runs", type=int, default=5, help="prompts, or repetitions (default: 5)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of generate mode (default: 0, greedy)")
-    parser.add_argument(
-        "--accept-length",
-        type=float,
-        metavar="X",
-        help="for timing only: accept X drafts per step, right or wrong",
-    )
-    parser.add_argument("--upstream", type=Path, metavar="PATH", help="checkout of SafeAILab/EAGLE, timed as well")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: see below")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", action="store_true", help="print JSON for programs")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the same JSON to a file")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows as CSV")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the figures")
-    parser.add_argument("--commit", help="what to record as the commit instead of what git says")
-    parser.epilog = "dtype: float32; bfloat16 on a GPU for --shape and operations"
-    args = parser.parse_args(argv)
+def _write(record: Record, args: argparse.Namespace) -> list[str]:
+    """Write the files that were asked for; a sentence for each that cannot be written."""
+    from benchmarks.plot import plot
+
+    writers = {"output": record.write_json, "csv": record.write_csv, "plot": lambda path: plot(record, path)}
+    unwritten = []
+    for name, write in writers.items():
+        path = getattr(args, name)
+        try:
+            if path:
+                write(path)
+        except (OSError, ValueError) as error:
+            unwritten.append(f"--{name} {path} was not written: {sentence(error)}")
+    return unwritten
+
+
+def _parse(argv: list[str]) -> tuple[Parser, argparse.Namespace]:
+    named = bool(argv) and not argv[0].startswith("-")
+    name = argv[0] if named else "generate"
+    if name not in MODES:
+        Parser("benchmark.py", "").error(f"mode must be one of {', '.join(MODES)}, got {name!r}")
+    parser = _parser(name, named)
+    args = parser.parse_args(argv[named:])
+    args.mode = name
     _check(parser, args)
-    if args.batch is None:
-        args.batch = batches.BATCHES if args.mode == "batches" else [1]
-    if args.accept_length is None and args.mode == "batches":
-        args.accept_length = batches.ACCEPTED
-    if args.dtype is None:
-        wide = args.device == "cpu" or (args.shape is None and args.mode != "operations")
-        args.dtype = "float32" if wide else "bfloat16"
-    if args.mode == "generate" and args.shape and not args.context:
-        args.context = [512 if args.device != "cpu" else 64]
-    return args
+    return parser, args
 
 
-def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.max_length < 1 or args.num_runs < 1:
-        parser.error("--max-length and --num-runs must be at least 1")
-    if not args.temperature >= 0:
-        parser.error(f"--temperature must be at least 0, got {args.temperature}")
-    if args.accept_length is not None and not 0 <= args.accept_length < 1000:
-        parser.error(f"--accept-length must be at least 0, got {args.accept_length}")
-    if args.mode not in ("step", "batches", "megakernel") and args.batch not in (None, [1]):
-        parser.error("--batch is for batches, megakernel and step mode: the original decodes one sequence at a time")
-    if args.only and args.mode != "operations":
-        parser.error("--only is for operations mode")
-    if args.shape and (args.model != "demo" or args.draft or args.prompt):
+def _parser(name: str, named: bool) -> Parser:
+    """The parser of a mode. It knows the options of the others, to say where they belong."""
+    mode = MODES[name]
+    elsewhere = {option: f"is not read here, but by {_readers(option)}" for option in OPTIONS}
+    elsewhere |= dict.fromkeys(MODES, "is a mode and must come first")
+    parser = Parser(f"benchmark.py {name}" if named else "benchmark.py", f"{mode.summary}.", elsewhere)
+    if not named:
+        parser.description = __doc__
+    for option in (*mode.options, *EVERYWHERE):
+        parser.add_argument(option, **OPTIONS[option])
+    parser.set_defaults(**mode.defaults)
+    return parser
+
+
+def _readers(option: str) -> str:
+    return ", ".join(name for name, mode in MODES.items() if option in mode.options)
+
+
+def _check(parser: Parser, args: argparse.Namespace) -> None:
+    """What no option alone can tell."""
+    if args.mode != "operations":
+        _check_model(parser, args)
+    check_outputs(parser, output=args.output, csv=args.csv, plot=args.plot)
+
+
+def _check_model(parser: Parser, args: argparse.Namespace) -> None:
+    prompt = getattr(args, "prompt", None)
+    if args.shape and (args.model != "demo" or args.draft or prompt):
         parser.error("--shape builds the model and random prompts: no --model, --draft or --prompt with it")
-    if args.context and args.prompt:
+    if args.context and prompt:
         parser.error("--context makes random prompts: no --prompt with it")
-    try:
-        device = torch.device(args.device)
-    except RuntimeError:
-        parser.error(f"--device must be cpu or cuda, got {args.device!r}")
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        parser.error(f"--device {args.device} is not available here")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install matplotlib")
-    for path in (args.output, args.csv, args.plot):
-        if path and not path.absolute().parent.is_dir():
-            parser.error(f"{path.absolute().parent} is no directory")
+    if not args.shape:
+        arguments.check_model(parser, args.model, args.draft)
+    positions = arguments.SHAPES[args.shape] if args.shape else arguments.stored_positions(args.model)
+    if problem := arguments.context_too_long(args, positions):
+        parser.error(problem)
 
 
-def _sizes(text: str) -> list[int]:
-    """Positive integers, separated by commas."""
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"expected positive integers separated by commas, got {text!r}")
-    return sizes
+def _settle(args: argparse.Namespace) -> None:
+    """The defaults that depend on the device."""
+    shape = getattr(args, "shape", None)
+    if args.dtype is None:
+        wide = args.device == "cpu" or (shape is None and args.mode != "operations")
+        args.dtype = "float32" if wide else "bfloat16"
+    if args.mode == "generate" and shape and not args.context:
+        args.context = [512 if args.device != "cpu" else 64]
 
 
 if __name__ == "__main__":

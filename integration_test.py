@@ -1,9 +1,12 @@
 """Decode the same prompts with a model as it is, optimised, and restored, with trees and plainly, and compare: tokens,
-accepted lengths, counters, originals. Exits 0 if everything agrees, in 16 bits up to rounding.
+accepted lengths, counters, originals. Exit code 0: everything agrees, in 16 bits up to rounding; 1: it does not.
 
     python integration_test.py                            the embedded checkpoint, fp32
-    python integration_test.py --dtype bfloat16           100 prompts of 128 tokens, and how many outputs are identical
+    python integration_test.py --dtype bfloat16           100 outputs of 128 tokens, and how many of them are identical
     python integration_test.py --model PATH --draft PATH --prompt "..."
+
+Prompts are decoded whole, as benchmark.py decodes them: with the same --max-length and --num-runs its tau is this one.
+A prompt that does not fit the model's positions together with its new tokens is refused.
 """
 
 from __future__ import annotations
@@ -12,17 +15,15 @@ import argparse
 import statistics
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from tqdm import tqdm
-
-from benchmarks.comparison import Comparison, compare, decode, first_difference, top2_margin
-from benchmarks.parity import MARGIN_BOUND
-from benchmarks.record import Record, machine, table
-from eagle_triton import EaModel
+from benchmarks import arguments
+from benchmarks.arguments import Parser
 from eagle_triton.demo import demo_prompts
+
+if TYPE_CHECKING:  # they import torch, for which --help does not wait
+    from benchmarks.comparison import Comparison, Run
+    from eagle_triton import EaModel
 
 PAIRS = (  # what is compared with what; attributes of a Comparison
     ("optimised", "original_plain"),
@@ -50,12 +51,20 @@ class Difference:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parse(argv)
-    dtype = getattr(torch, args.dtype)
-    model = EaModel.from_pretrained(args.model, args.draft, use_eagle3=not args.eagle1, dtype=dtype).to(args.device)
-    texts = [args.prompt] if args.prompt else demo_prompts(args.num_runs)
-    prompts = [model.tokenizer(text, return_tensors="pt").input_ids for text in texts]
-    prompts = [prompt[:, : args.max_length - 1] for prompt in prompts]
+    parser, args = _parse(argv)
+    with parser.explains():
+        import torch
+        from tqdm import tqdm
+
+        from benchmarks.comparison import compare, decode
+        from benchmarks.models import encoded, find_device, load_pair
+        from benchmarks.parity import MARGIN_BOUND
+
+        args.device = find_device(args.device)
+        dtype = getattr(torch, args.dtype)
+        model = load_pair(args.model, args.draft, args.eagle1, dtype, args.device)
+        texts = [args.prompt] if args.prompt else demo_prompts(args.num_runs)
+        prompts = encoded(model, texts, args.max_length)
     attributes = ("eagenerate", "ea_generate", "naivegenerate", "naive_generate", "generate")
     methods = {name: getattr(model, name).__func__ for name in attributes}
 
@@ -87,49 +96,103 @@ def main(argv: list[str] | None = None) -> int:
         for row in report:
             print(f"  {row.status:8s} {row.path:40s} calls {row.calls:6d}  fallbacks {row.fallbacks}  {row.reason}")
     rows = [_row(pair, found, len(prompts), bound) for pair, found in differences.items()]
+    return _publish(parser, args, comparisons, rows, problems, bound)
+
+
+def _publish(
+    parser: Parser,
+    args: argparse.Namespace,
+    comparisons: list[Comparison],
+    rows: list[dict[str, Any]],
+    problems: list[str],
+    bound: float,
+) -> int:
+    """Print what was found, then write it to the file that was asked for."""
+    import torch
+
+    from benchmarks.record import Record, machine, table
+    from benchmarks.timing import noise
+
     keys = ("identical", "of", "share", "median_margin", "largest_margin", "over_bound")
     headers = ("", "identical", "of", "share", "median margin", "largest", f"over {bound:g}")
     print(table(headers, [[f"{row['output']}, {row['against']}", *(row[key] for key in keys)] for row in rows]))
+    trees = {name: [getattr(result, name) for result in comparisons] for name in ("original", "optimised")}
+    print("", _acceptance(trees), "", sep="\n")
     for problem in problems:
         print(f"FAIL: {problem}")
+    lengths = [result.original.prompt_length for result in comparisons]
     same_steps = sum(result.same_accepted for result in comparisons)
-    print(f"{len(prompts)} prompts, {same_steps} with the same accepted lengths, {len(problems)} failures")
+    print(
+        f"{len(comparisons)} prompts of {min(lengths)} to {max(lengths)} tokens, none cut, {same_steps} with the same "
+        f"accepted lengths, {len(problems)} failures"
+    )
+    notes = noise(sum(len(run.lengths) for run in trees["original"]), "take more of --num-runs or --max-length")
     where = machine(torch.device(args.device), args.commit)
-    print(", ".join(f"{name} {value}" for name, value in where.items() if value))
+    print(*notes, ", ".join(f"{name} {value}" for name, value in where.items() if value), sep="\n", flush=True)
     if args.output:
         options = {name: value for name, value in vars(args).items() if name not in ("output", "commit", "verbose")}
-        args.output.write_text(Record("integration", where, options, rows, problems).json() + "\n", encoding="utf-8")
+        options |= {"prompt_tokens": lengths, "tau": {name: _tau(runs) for name, runs in trees.items()}}
+        try:
+            Record("integration", where, options, rows, problems + notes).write_json(args.output)
+        except OSError as error:
+            print(
+                f"{parser.prog}: --output {args.output} was not written: {arguments.sentence(error)}", file=sys.stderr
+            )
+            return 1
     return 1 if problems else 0
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split(".")[0], allow_abbrev=False)
-    parser.add_argument("--model", default="demo", help="directory or hub id of the target (default: demo)")
-    parser.add_argument("--draft", default=None, help="directory or hub id of the head (default: the demo's)")
-    parser.add_argument("--eagle1", action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3")
-    parser.add_argument("--prompt", default=None, help="one prompt (default: the demo's held-out ones)")
-    parser.add_argument("--max-length", type=int, help="new tokens per prompt (default: 100, in 16 bits 128)")
-    parser.add_argument("--num-runs", type=int, help="prompts to decode (default: 3, in 16 bits 100)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", default=None, help="what to record as the commit instead of what git says")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the shares and differences as JSON")
-    parser.add_argument("--verbose", action="store_true", help="print texts, accepted lengths and counters")
+def _acceptance(trees: dict[str, list[Run]]) -> str:
+    """Tokens per step over all prompts, and the steps by how many drafts they accepted."""
+    from benchmarks.comparison import accepted_histogram
+    from benchmarks.record import histogram_table
+
+    names = {name: f"{NAMES[name]}, tau {_tau(runs):.2f}" for name, runs in trees.items()}
+    return histogram_table({names[name]: accepted_histogram(runs) for name, runs in trees.items()})
+
+
+def _tau(runs: list[Run]) -> float:
+    """Tokens per step of all runs together, as benchmark.py has it."""
+    return sum(run.new_tokens for run in runs) / sum(len(run.lengths) for run in runs)
+
+
+def _parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace]:
+    parser = Parser("integration_test.py", __doc__)
+    arguments.add_model(parser)
+    add = parser.add_argument
+    add("--prompt", type=arguments.some_text, metavar="TEXT", help="one prompt (default: the demo's held-out ones)")
+    count = arguments.whole(most=arguments.MOST_RUNS)
+    add(
+        "--max-length",
+        type=arguments.whole(2),
+        metavar="N",
+        help="new tokens per prompt (default: 100, in 16 bits 128)",
+    )
+    add("--num-runs", type=count, metavar="N", help="prompts to decode (default: 3, in 16 bits 100; 1 with --prompt)")
+    add("--dtype", choices=arguments.DTYPES, default="float32", help="default: float32")
+    add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--commit", type=arguments.some_text, help="what to record as the commit instead of what git says")
+    output_help = "write shares, differences, prompt lengths and tau as JSON"
+    add("--output", type=arguments.output_file(), metavar="FILE.json", help=output_help)
+    add("--verbose", action="store_true", help="print texts, accepted lengths and counters")
     args = parser.parse_args(argv)
+    arguments.check_model(parser, args.model, args.draft)
+    if args.prompt is not None and args.num_runs not in (None, 1):
+        parser.error(f"--num-runs must be 1 with --prompt, which is one prompt, got {args.num_runs}")
     exact = args.dtype == "float32"
     if args.max_length is None:
         args.max_length = 100 if exact else 128
     if args.num_runs is None:
-        args.num_runs = 3 if exact else 100
-    if args.max_length < 2 or args.num_runs < 1:
-        parser.error("--max-length must be at least 2 and --num-runs at least 1")
-    if args.output and not args.output.absolute().parent.is_dir():
-        parser.error(f"{args.output.absolute().parent} is no directory")
-    return args
+        args.num_runs = 1 if args.prompt else 3 if exact else 100
+    if problem := arguments.new_too_many(args.max_length, arguments.stored_positions(args.model)):
+        parser.error(problem)
+    return parser, args
 
 
 def _differences(model: EaModel, comparisons: list[Comparison], pair: tuple[str, str]) -> list[Difference]:
     """The prompts whose outputs differ, with the margin that the original model gives the place."""
+    from benchmarks.comparison import first_difference, top2_margin
+
     found = []
     for number, result in enumerate(comparisons):
         one, other = (getattr(result, name) for name in pair)

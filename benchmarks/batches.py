@@ -18,6 +18,7 @@ from benchmarks import models
 from benchmarks.acceptance import WARNING, fix_acceptance
 from benchmarks.parity import check_parity
 from benchmarks.record import table
+from benchmarks.timing import noise
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.engine.batch import Batch, Request
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -26,8 +27,6 @@ from eagle_triton.speculative.policy import TreePolicy
 from eagle_triton.speculative.session import Session
 from eagle_triton.speculative.timing import Stopwatch
 
-BATCHES = [1, 2, 4, 8, 16, 32]
-ACCEPTED = 3.0
 STEPS = {"cuda": 20, "cpu": 3}  # timed for each tree
 CHECKED = 8  # tokens of each sequence that are compared with the target's
 
@@ -45,6 +44,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         if auto["speedup"] < 1:
             notes.append(f"batch {batch}, context {context}: speculation cost {1 - auto['speedup']:.1%}")
         notes += [f"batch {batch}, context {context}: {line.strip()}" for line in eagle.report().splitlines()[2:]]
+    steps = min((sum(row["steps_by_nodes"].values()) for row in rows if row["variant"] != "tree"), default=0)
+    notes += noise(steps, "take more of --num-runs or --max-length")
 
 
 def _case(

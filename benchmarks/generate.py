@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -14,8 +15,8 @@ from tqdm import tqdm
 from benchmarks import models
 from benchmarks.acceptance import WARNING, fixed_acceptance
 from benchmarks.comparison import Run, accepted_histogram, decode_all
-from benchmarks.record import table
-from benchmarks.timing import copy_bandwidth, synchronise
+from benchmarks.record import histogram_table, table
+from benchmarks.timing import copy_bandwidth, noise, synchronise
 from eagle_triton import EaModel, optimize_eagle_with_triton
 from eagle_triton.adapters import native
 
@@ -52,13 +53,16 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     model = models.load(args)
     view, draft = native.read(model)
     floor_ms = models.weight_bytes(view, draft, draft.read_tree()) / copy_bandwidth(view.device) * 1e3
+    variants = []
     with fixed_acceptance(args.accept_length, module):
-        variants = _variants(args, model, module)
-    rows += [variant.row(floor_ms) for variant in variants]
+        for variant in _variants(args, model, module):
+            variants.append(variant)
+            rows.append(variant.row(floor_ms))
     notes += _notes(args, variants)
 
 
-def _variants(args: argparse.Namespace, model: EaModel, module: ModuleType | None) -> list[Variant]:
+def _variants(args: argparse.Namespace, model: EaModel, module: ModuleType | None) -> Iterator[Variant]:
+    """What is measured, as soon as it has been."""
     prompts = models.prompts(model, args)
     total = len(prompts) * (2 + bool(module))
     with tqdm(total=total, desc="generations", disable=args.json, leave=False) as bar:
@@ -68,13 +72,13 @@ def _variants(args: argparse.Namespace, model: EaModel, module: ModuleType | Non
             runs = decode_all(subject, prompts, args.max_length, args.temperature, bar.update)
             return Variant(name, runs, _peak(model.device))
 
-        variants = [run("original", model)]
+        yield run("original", model)
         megakernel = "auto" if args.accept_length is None else False  # whose verification knows nothing of it
         with optimize_eagle_with_triton(model, megakernel=megakernel)[1]:
-            variants.append(run("optimised", model))
+            optimised = run("optimised", model)
+        yield optimised
         if module is not None:
-            variants.append(run("SafeAILab", models.safeailab_model(module, model)))
-    return variants
+            yield run("SafeAILab", models.safeailab_model(module, model))
 
 
 def _notes(args: argparse.Namespace, variants: list[Variant]) -> list[str]:
@@ -91,7 +95,8 @@ def _notes(args: argparse.Namespace, variants: list[Variant]) -> list[str]:
             r.ms_per_step for r in optimised.runs
         )
         notes.append(f"a step of the optimised model is {ratio:.2f} x as fast as one of {other.name}")
-    return notes
+    steps = min(sum(len(run.lengths) for run in variant.runs) for variant in variants)
+    return notes + noise(steps, "take more of --num-runs or --max-length")
 
 
 def text(rows: list[dict[str, Any]]) -> str:
@@ -99,11 +104,7 @@ def text(rows: list[dict[str, Any]]) -> str:
     keys = ("variant", "tokens_per_second", "ms_per_step", "first_token_ms", "tau", "memory_gib", "floor_ms")
     headers = ("", "tokens/s", "ms/step", "first token ms", "tau", "peak GiB", "floor ms", "of floor")
     cells = [[*(row[key] for key in keys), f"{row['floor_share']:.1%}"] for row in rows]
-    lines = [table(headers, cells), "", "steps by drafts accepted:"]
-    for row in rows:
-        counts = ", ".join(f"{accepted}: {count}" for accepted, count in row["accepted"].items())
-        lines.append(f"  {row['variant']:10s} {counts}")
-    return "\n".join(lines)
+    return "\n".join([table(headers, cells), "", histogram_table({row["variant"]: row["accepted"] for row in rows})])
 
 
 def _reset_peak(device: torch.device) -> None:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
 
+from benchmarks.arguments import context_too_long, sentence, too_long
 from eagle_triton import EaModel
 from eagle_triton.demo import demo_prompts
 from eagle_triton.engine.drafts.draft import Draft
@@ -28,16 +29,45 @@ from eagle_triton.models.shapes import random_model
 _ALIAS = "safeailab_eagle"  # an installed eagle-llm would be called `eagle` too
 
 
+def find_device(name: str | None) -> str:
+    """The device of that name, a GPU if there is one and no name. Raises ValueError if it is not here."""
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name != "cpu" and (torch.device(name).index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"--device must be one that torch sees here, got {name}, and it sees {torch.cuda.device_count()} GPUs"
+        )
+    return name
+
+
 def load(args: argparse.Namespace) -> EaModel:
-    """The model that the options ask for."""
+    """The model that the options ask for. Raises ValueError if it cannot be had, or is too short for --context."""
     dtype = getattr(torch, args.dtype)
     if args.shape is None:
-        return EaModel.from_pretrained(args.model, args.draft, use_eagle3=not args.eagle1, dtype=dtype).to(args.device)
-    model = random_model(args.shape, not args.eagle1, args.device, dtype)
-    if args.accept_length is not None:  # a random head is sure of nothing, so its trees are flat: make it sure
-        with torch.no_grad():
-            (model.ea_layer.lm_head if model.use_eagle3 else model.base_model.lm_head).weight.mul_(20)
+        model = load_pair(args.model, args.draft, args.eagle1, dtype, args.device)
+    else:
+        model = random_model(args.shape, not args.eagle1, args.device, dtype)
+        if getattr(args, "accept_length", None) is not None:  # a random head is sure of nothing: make it sure
+            with torch.no_grad():
+                (model.ea_layer.lm_head if model.use_eagle3 else model.base_model.lm_head).weight.mul_(20)
+    if problem := context_too_long(args, positions(model)):
+        raise ValueError(problem)
     return model
+
+
+def load_pair(target: str, draft: str | None, eagle1: bool, dtype: torch.dtype, device: str) -> EaModel:
+    """A target and its head. Raises ValueError in one sentence, whatever it is that keeps them from being loaded."""
+    try:
+        model = EaModel.from_pretrained(target, draft, use_eagle3=not eagle1, dtype=dtype)
+    except (ValueError, TypeError, OSError) as error:
+        names = f"--model {target}" + (f" --draft {draft}" if draft else "")
+        raise ValueError(f"{names} cannot be loaded: {sentence(error)}") from error
+    return model.to(device)
+
+
+def positions(model: EaModel) -> int | None:
+    """How many positions the target has; None if its configuration does not say."""
+    return getattr(model.config, "max_position_embeddings", None)
 
 
 def random_prompts(model: EaModel, count: int, length: int) -> list[Tensor]:
@@ -48,10 +78,23 @@ def random_prompts(model: EaModel, count: int, length: int) -> list[Tensor]:
 
 def prompts(model: EaModel, args: argparse.Namespace) -> list[Tensor]:
     """What generate mode decodes: random tokens of each --context, or texts."""
-    if args.context or model.tokenizer is None:
+    if args.context:
         return [prompt for length in args.context for prompt in random_prompts(model, args.num_runs, length)]
     texts = [args.prompt] * args.num_runs if args.prompt else demo_prompts(args.num_runs)
-    return [model.tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    return encoded(model, texts, args.max_length)
+
+
+def encoded(model: EaModel, texts: list[str], new: int) -> list[Tensor]:
+    """Token ids [1, L] of each text, whole. Raises ValueError if one is too long for the model, or gives no token."""
+    if model.tokenizer is None:
+        raise ValueError("--model must hold a tokenizer, and none lies beside the target")
+    found = [model.tokenizer(text, return_tensors="pt", verbose=False).input_ids for text in texts]
+    lengths = [prompt.shape[1] for prompt in found]
+    if not min(lengths):
+        raise ValueError("--prompt must give at least one token, and it gives none")
+    if problem := too_long("--prompt", max(lengths), new, positions(model)):
+        raise ValueError(problem)
+    return found
 
 
 def weight_bytes(view: ModelView, draft: Draft, spec: TreeSpec) -> int:

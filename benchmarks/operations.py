@@ -93,9 +93,10 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     if not cuda:
         notes.append("ON A CPU: REFERENCES AT TOY SIZES, THE TIMES SAY NOTHING ABOUT THE KERNELS")
     cases = list(all_cases(operations, LLAMA_8B if cuda else TOY, device, getattr(torch, args.dtype)))
-    cases = [case for case in cases if args.only in case.name]
+    names = [case.name for case in cases]
+    cases = [case for case in cases if args.only is None or args.only in case.name]
     if not cases:
-        raise ValueError(f"no operation is called {args.only!r}")
+        raise ValueError(f"--only must be a part of one of {', '.join(names)}, got {args.only!r}")
     if not cuda:
         cases = [replace(case, target_us=None, least_speedup=None) for case in cases]
     with torch.no_grad(), tqdm(cases, desc="operations", disable=args.json, leave=False) as bar:

@@ -9,7 +9,7 @@ from benchmarks.record import Record
 
 
 def plot(record: Record, path: Path) -> None:
-    """Draw the record's figures into a PNG file."""
+    """Draw the record's figures into a PNG, SVG or PDF file."""
     from matplotlib.figure import Figure  # only who asks for a picture needs it
 
     if not record.rows:
@@ -29,7 +29,8 @@ def plot(record: Record, path: Path) -> None:
     figure.supxlabel(caption, fontsize=7)
     if record.notes:
         figure.suptitle(record.notes[0], fontsize=8)
-    figure.savefig(path, dpi=150, metadata={"Description": caption})
+    kept_in = "Subject" if path.suffix.lower() == ".pdf" else "Description"
+    figure.savefig(path, dpi=150, metadata={kept_in: caption})
 
 
 def _generate(figure: Any, rows: list[dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -33,6 +33,9 @@ class Record:
 
     def json(self) -> str:
         return json.dumps(asdict(self), indent=2)
+
+    def write_json(self, path: Path) -> None:
+        path.write_text(self.json() + "\n", encoding="utf-8")
 
     def write_csv(self, path: Path) -> None:
         """One line for each row, the machine's columns behind the figures'."""
@@ -83,6 +86,16 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(pairs))
         for pairs in (list(zip(row, widths, strict=True)) for row in cells)
     )
+
+
+def histogram_table(histograms: Mapping[str, Mapping[int, int]]) -> str:
+    """A line for each name: of how many of its steps accepted 0, 1, ... drafts."""
+    most = max((accepted for counts in histograms.values() for accepted in counts), default=0)
+    rows = [
+        [name, *(counts.get(accepted, 0) for accepted in range(most + 1)), sum(counts.values())]
+        for name, counts in histograms.items()
+    ]
+    return table(("drafts accepted in a step", *map(str, range(most + 1)), "steps"), rows)
 
 
 def _cell(value: Any) -> str:

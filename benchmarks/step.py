@@ -18,7 +18,7 @@ from benchmarks.acceptance import WARNING, fix_acceptance, fixed_acceptance
 from benchmarks.comparison import decode
 from benchmarks.parity import check_parity
 from benchmarks.record import table
-from benchmarks.timing import Quantiles, copy_bandwidth, synchronise
+from benchmarks.timing import Quantiles, copy_bandwidth, noise, synchronise
 from eagle_triton.adapters import native
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
@@ -82,6 +82,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             (prompt,) = models.random_prompts(model, 1, context)
             add(name, decoding, 1, context, original_step(originals[name], prompt, decoding, room))
     notes += [f"{path}: {reason}" for path, reason in engine.notes.items()]
+    notes += noise(STEPS[view.device.type] * args.num_runs, "take more of --num-runs")
 
 
 def optimised_step(

@@ -14,6 +14,16 @@ COPIES = {"cuda": 10, "cpu": 1}  # at a time: one launch and one wait weigh litt
 LEAST_CALLS = 16  # in one graph, so that launching it weighs little
 
 
+LEAST_STEPS = 50
+
+
+def noise(steps: int, mend: str) -> list[str]:
+    """A note if a figure is of so few steps that another run would give another; `mend`: what would make them more."""
+    if steps >= LEAST_STEPS:
+        return []
+    return [f"NOISE: figures of {steps} steps each, and below {LEAST_STEPS} another run gives others; {mend}"]
+
+
 @dataclass(frozen=True)
 class Quantiles:
     """Of repeated measurements, in the unit of the measurements."""

@@ -3,18 +3,24 @@
 import csv
 import itertools
 import json
+from functools import partial
 
 import pytest
 import torch
 
 import benchmark
-from benchmarks import operations, timing
+from benchmarks import generate, operations, timing
 from benchmarks.acceptance import deepest_path, fix_acceptance
+from benchmarks.arguments import PLOTS, SHAPES, stored_positions
 from benchmarks.comparison import Run, accepted_histogram
 from benchmarks.operations import Case, Provider, measure_case
 from benchmarks.parity import check_parity
+from benchmarks.plot import plot
+from benchmarks.record import Record, histogram_table
+from eagle_triton import EaModel
 from eagle_triton.engine.operations import Operations, make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.models import shapes
 from eagle_triton.reference import verification
 from tests.tiny import random_prompt, tiny_model
 
@@ -25,6 +31,7 @@ MODES = {
     "batches": ["batches", *TINY, "--context", "9", "--batch", "1,2", "--max-length", "24"],
     "operations": ["operations", "--device", "cpu"],
 }
+LENGTHS = {"generate": ["--max-length", "20"], "step": []}
 FACTS = {"device", "driver", "torch", "triton", "transformers", "python", "commit", "date"}
 
 
@@ -70,6 +77,7 @@ def test_generate_compares_the_same_tokens(capsys):
         row["tokens_per_second"] > 0 and row["first_token_ms"] > row["ms_per_step"] / 10 for row in record["rows"]
     )
     assert "same tokens, original and optimised: 1 of 1 prompts" in record["notes"]
+    assert record["notes"][-1].startswith("NOISE: figures of ")
     assert record["options"]["shape"] == "tiny" and record["options"]["dtype"] == "float32"
 
 
@@ -106,7 +114,7 @@ def test_operations_on_a_cpu_says_what_it_is_worth(capsys):
 
 @pytest.mark.parametrize("mode", ["generate", "step"])
 def test_accept_length_is_met_and_said_loudly(mode, capsys):
-    assert benchmark.main([*MODES[mode], "--max-length", "20", "--accept-length", "1.5", "--json"]) == 0
+    assert benchmark.main([*MODES[mode], *LENGTHS[mode], "--accept-length", "1.5", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert "THE TOKENS ARE MEANINGLESS" in record["notes"][0]
     assert not any(note.startswith("same tokens") for note in record["notes"])
@@ -164,49 +172,134 @@ def test_histogram():
     assert accepted_histogram(runs) == {0: 1, 1: 2, 2: 1}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nothing"], "invalid choice"),
-        (["--num=3"], "unrecognized"),
-        (["--num-runs", "0"], "at least 1"),
-        (["--shape", "huge"], "invalid choice"),
-        (["--shape", "tiny", "--prompt", "a"], "--shape builds"),
-        (["--context", "5,0"], "positive integers"),
-        (["--context", "5", "--prompt", "a"], "no --prompt"),
-        (["--batch", "2"], "step mode"),
-        (["--only", "topk"], "operations mode"),
-        (["--temperature", "nan"], "--temperature"),
-        (["--accept-length", "-1"], "--accept-length"),
-        (["--device", "toaster"], "--device"),
-        (["--output", "missing/out.json"], "no directory"),
-    ],
-)
-def test_bad_arguments(arguments, message, capsys):
+def refused(arguments, capsys):
+    """The one line that a wrong call prints."""
     with pytest.raises(SystemExit) as stopped:
         benchmark.main(arguments)
-    assert stopped.value.code == 2 and message in capsys.readouterr().err
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert stopped.value.code == 2 and not printed.out
+    return line
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--upstream", ".", "--shape", "tiny"], "no checkout of SafeAILab/EAGLE"),
-        (["--model", "missing"], "missing"),
-        (["operations", "--only", "missing"], "missing"),
+        (["operations", "--only", "missing", "--device", "cpu"], "--only must be a part of one of tree attention"),
+        (["megakernel", "--shape", "tiny", "--device", "cpu"], "--device must be a GPU's in this mode"),
+        (["--device", "cuda:99"], "--device must be one that torch sees here"),
     ],
 )
-def test_bad_models_and_names(arguments, message, capsys):
-    assert benchmark.main(arguments) == 2
-    assert message in capsys.readouterr().err
+def test_bad_checkouts_names_and_devices(arguments, message, capsys):
+    assert message in refused(arguments, capsys)
 
 
 def test_upstream_that_does_not_import_says_what_it_needs(tmp_path, capsys):
     model = tmp_path / "eagle" / "model"
     model.mkdir(parents=True)
     (model / "ea_model.py").write_text("raise ImportError('no LossKwargs')")
-    assert benchmark.main(["--shape", "tiny", "--upstream", str(tmp_path)]) == 2
-    assert "transformers 4.53.x" in capsys.readouterr().err
+    assert "transformers 4.53.x" in refused(["--shape", "tiny", "--upstream", str(tmp_path)], capsys)
+
+
+def test_a_model_that_does_not_load_is_one_sentence(monkeypatch, capsys):
+    def unreachable(*args, **kwargs):
+        raise OSError("We couldn't connect to 'https://huggingface.co' to load the files. Check your\nconnection.")
+
+    monkeypatch.setattr(EaModel, "from_pretrained", unreachable)
+    line = refused(["--model", "some/target", "--draft", "some/head", "--device", "cpu"], capsys)
+    assert line == (
+        "benchmark.py: --model some/target --draft some/head cannot be loaded: We couldn't connect to "
+        "'https://huggingface.co' to load the files"
+    )
+
+
+def test_positions_are_those_of_the_shapes_and_the_demo():
+    assert set(SHAPES) == set(shapes.SHAPES)
+    assert SHAPES["tiny"] == shapes.random_model("tiny").config.max_position_embeddings
+    assert stored_positions("demo") == EaModel.from_pretrained("demo").config.max_position_embeddings == 2048
+
+
+def some_rows(error=None):
+    """A measurement that is done at once, perhaps up to an error."""
+
+    def measure(args, rows, notes):
+        rows.append({"provider": "one", "case": "first", "group": "g", "us_median": 1.0, "ours": True})
+        if error:
+            raise error
+
+    return measure
+
+
+@pytest.mark.parametrize("option", ["--output", "--csv", "--plot"])
+def test_a_file_that_cannot_be_written_after_all_costs_no_figure(option, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    others = {"--output": "a.json", "--csv": "a.csv", "--plot": "a.png"}
+    others.pop(option)
+
+    def measure(args, rows, notes):
+        some_rows()(args, rows, notes)
+        folder.rmdir()
+
+    monkeypatch.setattr(operations, "measure", measure)
+    monkeypatch.setattr(operations, "text", lambda rows: f"the table of {len(rows)} rows")
+    kept = [word for name, file in others.items() for word in (name, str(tmp_path / file))]
+    assert benchmark.main(["operations", "--device", "cpu", option, str(folder / "x.png"), *kept]) == 1
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert "the table of 1 rows" in printed.out and line.startswith(f"benchmark.py operations: {option} ")
+    assert "was not written: " in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others.values())
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(ValueError("parity: no"), False), (torch.OutOfMemoryError("full"), False), (KeyError("a bug"), True)],
+    ids=["refused", "memory", "bug"],
+)
+def test_what_was_measured_before_a_failure_is_kept(error, raised, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(operations, "measure", some_rows(error))
+    monkeypatch.setattr(operations, "text", lambda rows: f"the table of {len(rows)} rows")
+    file = tmp_path / "kept.json"
+    call = partial(benchmark.main, ["operations", "--device", "cpu", "--output", str(file)])
+    if raised:
+        with pytest.raises(type(error)):
+            call()
+    else:
+        assert call() == 1
+    assert "the table of 1 rows" in capsys.readouterr().out
+    record = json.loads(file.read_text())
+    assert len(record["rows"]) == 1 and record["notes"][0].startswith("FAIL: STOPPED, FIGURES ARE MISSING: ")
+
+
+def test_an_interrupted_generate_keeps_the_original(monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "optimize_eagle_with_triton", interrupt)
+    assert benchmark.main([*MODES["generate"], "--json"]) == 1
+    record = json.loads(capsys.readouterr().out)
+    assert [row["variant"] for row in record["rows"]] == ["original"] and "INTERRUPTED" in record["notes"][0]
+
+
+@pytest.mark.parametrize(("steps", "said"), [(timing.LEAST_STEPS - 1, 1), (timing.LEAST_STEPS, 0)])
+def test_few_steps_are_called_noise(steps, said):
+    assert len(timing.noise(steps, "more")) == said
+
+
+def test_accepted_lengths_are_columns():
+    lines = histogram_table({"one": {0: 3, 2: 1}, "other": {1: 12}}).splitlines()
+    assert [line.split() for line in lines[1:]] == [["one", "3", "0", "1", "4"], ["other", "0", "12", "0", "12"]]
+    assert lines[0].split()[-4:] == ["0", "1", "2", "steps"] and len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize("suffix", PLOTS)
+def test_pictures_of_every_kind(suffix, tmp_path, recwarn):
+    rows = [{"case": "one", "us_median": 1.0, "ours": ours} for ours in (True, False)]
+    machine = dict.fromkeys(FACTS, "x")
+    plot(Record("operations", machine, {}, rows, []), tmp_path / f"picture{suffix}")
+    assert (tmp_path / f"picture{suffix}").stat().st_size > 1000 and not recwarn.list
 
 
 def wrong_greedy(logits, tokens, parents, depth, *, nan=None):
@@ -218,8 +311,7 @@ def wrong_greedy(logits, tokens, parents, depth, *, nan=None):
 @pytest.mark.parametrize("mode", ["step", "batches"])
 def test_what_decodes_wrongly_is_not_timed(mode, monkeypatch, capsys):
     monkeypatch.setattr(Operations, "verify_greedy", staticmethod(wrong_greedy))
-    assert benchmark.main(MODES[mode]) == 2
-    message = capsys.readouterr().err
+    message = refused(MODES[mode], capsys)
     assert "is not the target's" in message and "nothing is timed" in message
 
 

@@ -4,15 +4,19 @@ import json
 
 import pytest
 import torch
+import transformers
 
+import benchmark
 import integration_test
+from benchmarks import comparison, parity
 from benchmarks.comparison import Comparison, Run, compare, first_difference
+from eagle_triton.demo import demo_directory, demo_prompts
 from tests.tiny import random_prompt, tiny_model
 
 
 def test_bf16_reports_the_share_of_identical_outputs(tmp_path, capsys):
     file = tmp_path / "integration.json"
-    arguments = ["--dtype", "bfloat16", "--num-runs", "4", "--max-length", "24", "--device", "cpu"]
+    arguments = ["--dtype", "bfloat16", "--num-runs", "2", "--max-length", "24", "--device", "cpu"]
     assert integration_test.main([*arguments, "--output", str(file)]) == 0
     record = json.loads(file.read_text())
     assert record["mode"] == "integration" and record["machine"]["torch"] == torch.__version__
@@ -24,16 +28,45 @@ def test_bf16_reports_the_share_of_identical_outputs(tmp_path, capsys):
         ("original tree", "original plain"),
     ]
     for row in record["rows"]:
-        assert row["identical"] + len(row["differences"]) == row["of"] == 4
+        assert row["identical"] + len(row["differences"]) == row["of"] == 2
         assert all(difference["margin"] < 0.25 for difference in row["differences"])
-    assert "4 prompts, " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    lengths = whole_prompts(2)
+    assert f"2 prompts of {min(lengths)} to {max(lengths)} tokens, none cut" in printed and "NOISE" in printed
+    assert record["options"]["prompt_tokens"] == lengths
+
+
+def whole_prompts(count):
+    """Lengths of the demo's prompts, in tokens."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo_directory("target"))
+    return [len(tokenizer(text).input_ids) for text in demo_prompts(count)]
+
+
+def test_tau_is_that_of_the_benchmark(tmp_path, capsys):
+    """Prompts longer than --max-length among them, which must not be cut."""
+    file, arguments = tmp_path / "integration.json", ["--num-runs", "2", "--max-length", "20", "--device", "cpu"]
+    assert max(whole_prompts(2)) > 20
+    assert integration_test.main([*arguments, "--output", str(file)]) == 0
+    ours = json.loads(file.read_text())["options"]["tau"]
+    capsys.readouterr()
+    assert benchmark.main([*arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert ours == {row["variant"]: row["tau"] for row in rows}
+
+
+def test_a_prompt_that_does_not_fit_is_refused(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        integration_test.main(["--prompt", "a b " * 2000, "--device", "cpu"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and "--prompt must fit the model's 2048 positions with 100 new" in line
 
 
 def test_defaults_follow_the_dtype():
     for dtype, expected in (("float32", (3, 100)), ("bfloat16", (100, 128)), ("float16", (100, 128))):
-        args = integration_test._parse(["--dtype", dtype])
+        _, args = integration_test._parse(["--dtype", dtype])
         assert (args.num_runs, args.max_length) == expected
-    assert integration_test._parse(["--dtype", "bfloat16", "--num-runs", "5"]).num_runs == 5
+    assert integration_test._parse(["--dtype", "bfloat16", "--num-runs", "5"])[1].num_runs == 5
+    assert integration_test._parse(["--dtype", "bfloat16", "--prompt", "x"])[1].num_runs == 1
 
 
 def test_a_difference_that_rounding_does_not_explain_fails(monkeypatch, capsys):
@@ -45,8 +78,8 @@ def test_a_difference_that_rounding_does_not_explain_fails(monkeypatch, capsys):
         first = comparisons[0]
         return [Comparison(first.original, broken, first.original_plain, first.optimised_plain)], report
 
-    monkeypatch.setattr(integration_test, "compare", bent)
-    monkeypatch.setattr(integration_test, "MARGIN_BOUND", {torch.float32: 0.0})
+    monkeypatch.setattr(comparison, "compare", bent)
+    monkeypatch.setattr(parity, "MARGIN_BOUND", {torch.float32: 0.0})
     assert integration_test.main(["--num-runs", "1", "--max-length", "12", "--device", "cpu"]) == 1
     assert "FAIL: optimised tree against original tree, prompt 0: top-2 margin" in capsys.readouterr().out
 
@@ -57,9 +90,3 @@ def test_plain_decoding_is_compared_too():
     assert first_difference(result.optimised, result.original_plain) is None
     assert result.optimised_plain.tokens == result.original_plain.tokens
     assert {row.path: row.calls for row in report}["naive_generate"] == 2
-
-
-@pytest.mark.parametrize("arguments", [["--num-runs", "0"], ["--max-length", "1"], ["--output", "/no/such/x.json"]])
-def test_bad_arguments(arguments):
-    with pytest.raises(SystemExit):
-        integration_test.main(arguments)

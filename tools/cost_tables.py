@@ -5,29 +5,44 @@ python tools/cost_tables.py results/batches-llama-3.1-8b-h200.json ...
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from eagle_triton.models.shapes import SHAPES
-from eagle_triton.speculative.costs import TABLES, CostTable, Timing
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.arguments import Parser, existing_file, output_file
+
+if TYPE_CHECKING:  # it imports torch, for which --help does not wait
+    from eagle_triton.speculative.costs import CostTable
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("results", nargs="+", type=Path, help="JSON files that benchmark.py batches --output wrote")
-    parser.add_argument("--output", type=Path, default=TABLES, help="default: the package's own file")
+    parser = Parser("cost_tables.py", __doc__)
+    results_help = "JSON files that benchmark.py batches --output wrote"
+    parser.add_argument("results", nargs="+", type=existing_file, metavar="FILE.json", help=results_help)
+    parser.add_argument("--output", type=output_file(), metavar="FILE.json", help="default: the package's own file")
     args = parser.parse_args(argv)
-    CostTable.write([read(path) for path in args.results], args.output)
+    with parser.explains():
+        from eagle_triton.speculative.costs import TABLES, CostTable
+
+        CostTable.write([read(path) for path in args.results], args.output or TABLES)
     return 0
 
 
 def read(path: Path) -> CostTable:
     """The table of one result, of its shortest context. Raises ValueError for a result without timed trees."""
-    record = json.loads(path.read_text(encoding="utf-8"))
-    rows = [row for row in record["rows"] if row["variant"] == "tree"]
-    if not rows or record["options"]["shape"] not in SHAPES:
+    from eagle_triton.models.shapes import SHAPES
+    from eagle_triton.speculative.costs import CostTable, Timing
+
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        rows = [row for row in record["rows"] if row["variant"] == "tree"]
+        known = record["options"]["shape"] in SHAPES
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} must be a result of benchmark.py batches, and it is none: {error!r}") from error
+    if not rows or not known:
         raise ValueError(f"{path}: no trees of a known shape were timed; benchmark.py batches --shape ... does")
     context = min(row["context"] for row in rows)
     sizes = SHAPES[record["options"]["shape"]]

@@ -20,12 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-
-from benchmarks import models
-from benchmarks.record import Record, machine, table
-from eagle_triton import optimize_eagle_with_triton
-from eagle_triton.models.shapes import SHAPES
+from benchmarks.arguments import SHAPES, Parser, output_file, some_text
 
 WAYS = ("ahead", "one after another")
 COLUMNS = ("way", "first call s", "kernels", "compiling s, all kernels", "second call s")
@@ -33,14 +28,19 @@ CONTEXT, NEW = 512, 64
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead of the checkpoint")
-    parser.add_argument("--commit", help="what to record as the commit instead of what git says")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the figures as JSON")
+    parser = Parser("first_call.py", __doc__)
+    shape_help = "random weights of this shape instead of the checkpoint"
+    parser.add_argument("--shape", choices=tuple(SHAPES), help=shape_help)
+    parser.add_argument("--commit", type=some_text, help="what to record as the commit instead of what git says")
+    parser.add_argument("--output", type=output_file(), metavar="FILE.json", help="write the figures as JSON")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    with parser.explains():
+        import torch
+
+        from benchmarks.record import Record, machine, table
     if not torch.cuda.is_available():
-        parser.error("kernels are compiled for a GPU, and there is none")
+        parser.stop("kernels are compiled for a GPU, and there is none")
     if args.way:
         print(json.dumps(measure(args.shape, args.way)))
         return 0
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     record = Record("first call", machine(torch.device("cuda"), args.commit), options, rows, notes)
     print(table(COLUMNS, [list(row.values()) for row in rows]), *notes, sep="\n")
     if args.output:
-        args.output.write_text(record.json() + "\n", encoding="utf-8")
+        record.write_json(args.output)
     return int(not equal)
 
 
@@ -68,8 +68,11 @@ def in_a_fresh_process(shape: str | None, way: str) -> dict[str, Any]:
 
 def measure(shape: str | None, way: str) -> dict[str, Any]:
     """Figures of one way, and the tokens of a generation."""
+    import torch
     import triton
 
+    from benchmarks import models
+    from eagle_triton import optimize_eagle_with_triton
     from eagle_triton.engine.engine import Engine
 
     compiled: list[float] = []

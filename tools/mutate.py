@@ -10,7 +10,6 @@ show in the output, so many of these tests look at accepted lengths.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -20,6 +19,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.arguments import Parser, whole
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 300  # seconds for the tests of one mutation
@@ -209,16 +212,16 @@ MUTATIONS = [
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser("mutate.py", __doc__)
     parser.add_argument("names", nargs="*", help="parts of the names of those to try; all if left out")
-    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 4), help="how many at a time")
+    jobs = min(os.cpu_count() or 1, 4)
+    parser.add_argument("--jobs", type=whole(most=256), default=jobs, metavar="N", help=f"at a time (default: {jobs})")
     options = parser.parse_args(argv)
     chosen = [m for m in MUTATIONS if not options.names or any(part in m.name for part in options.names)]
     if not chosen:
-        parser.error(f"no mutation is called like {', '.join(options.names)}")
-    with ThreadPoolExecutor(max(options.jobs, 1)) as pool:
+        known = ", ".join(repr(mutation.name) for mutation in MUTATIONS)
+        parser.error(f"names must be parts of {known}, got {', '.join(options.names)}")
+    with ThreadPoolExecutor(options.jobs) as pool:
         verdicts = list(pool.map(attempt, chosen))
     print(f"{verdicts.count('killed')} of {len(chosen)} killed")
     return int(any(verdict != "killed" for verdict in verdicts))

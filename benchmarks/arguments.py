@@ -1,0 +1,299 @@
+"""Command lines that answer a wrong argument with one sentence: which argument, what came, what is valid.
+
+The standard library alone, so that `--help` and a wrong argument wait for no import, and a bare Python can run it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+DEMO = Path(__file__).resolve().parents[1] / "eagle_triton" / "demo"
+SHAPES = {"tiny": 131072, "llama-3.2-1b": 131072, "llama-3.1-8b": 131072}  # positions of eagle_triton.models.shapes
+DTYPES = ("float32", "bfloat16", "float16")
+PLOTS = (".png", ".svg", ".pdf")
+MOST_RUNS = 10_000
+MOST_SEQUENCES = 1024
+MOST_TOKENS = 10_000_000  # more than any model has positions
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes no abbreviations, and ends a wrong call with one line on stderr and exit code 2.
+
+    elsewhere: what to say of words that are no argument here but would be elsewhere.
+    """
+
+    def __init__(self, prog: str, description: str, elsewhere: Mapping[str, str] | None = None) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.elsewhere = elsewhere or {}
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._about(unknown[0]))
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """One line: `usage_example.py: --max-new-tokens must be a whole number from 1 to 9, got '-3' (see --help)`."""
+        line = re.sub(r"^argument ", "", one_line(message))
+        line = re.sub(r": invalid choice: (.*?) \(choose from (.*)\)$", _choices, line)
+        self.stop(f"{line.replace(': must ', ' must ', 1)} (see --help)")
+
+    def stop(self, sentence: str) -> NoReturn:
+        """Exit code 2 and a sentence that no option is to blame for."""
+        self.exit(2, f"{self.prog}: {sentence}\n")
+
+    @contextmanager
+    def explains(self, what: str = "") -> Iterator[None]:
+        """What is refused inside becomes one sentence, `what` before it. Errors of another kind pass."""
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            self.stop(f"{error.name} is not installed: python3 setup_env.py --install makes an environment that has it")
+        except (ValueError, TypeError, OSError) as error:
+            self.stop(f"{what}{': ' * bool(what)}{sentence(error)}")
+
+    def _about(self, argument: str) -> str:
+        name = argument.partition("=")[0]
+        if name in self.elsewhere:
+            return f"{name} {self.elsewhere[name]}"
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        options = [option for action in shown for option in action.option_strings[-1:]]
+        return f"{argument!r} is no argument of this command; its options are {', '.join(options)}"
+
+
+def _choices(match: re.Match[str]) -> str:
+    return f" must be one of {match[2].replace(chr(39), '')}, got {match[1]}"
+
+
+def one_line(message: object) -> str:
+    return " ".join(str(message).split())
+
+
+def sentence(error: Exception) -> str:
+    """What an error says, on one line; of one of the system's or the hub's, its first sentence."""
+    text = str(error).strip() or type(error).__name__
+    if isinstance(error, OSError):
+        lines = text.splitlines()
+        told = [line for line in lines if line and not re.match(r"Got: |\d{3} Client Error", line)] or lines
+        text = re.split(r"(?<=\w)\. (?=[A-Z])", told[0])[0]
+    return one_line(text).rstrip(".")
+
+
+# --- Types of arguments: each reads a text, or says what it must be.
+
+
+def whole(least: int = 1, most: int = MOST_TOKENS) -> Callable[[str], int]:
+    """A whole number from `least` to `most`."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"\s*[+-]?\d{1,18}\s*", text) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, got {text!r}")
+        return int(text)
+
+    return read
+
+
+def number(least: float, most: float) -> Callable[[str], float]:
+    """A number from `least` to `most`."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"must be a number from {least:g} to {most:g}, got {text!r}")
+        return value
+
+    return read
+
+
+def sizes(most: int = MOST_TOKENS) -> Callable[[str], list[int]]:
+    """Whole numbers from 1 to `most`, separated by commas."""
+
+    def read(text: str) -> list[int]:
+        parts = text.split(",")
+        if not all(re.fullmatch(r"\s*\d{1,18}\s*", part) and 1 <= int(part) <= most for part in parts):
+            raise argparse.ArgumentTypeError(
+                f"must be whole numbers from 1 to {most}, separated by commas, got {text!r}"
+            )
+        return [int(part) for part in parts]
+
+    return read
+
+
+def some_text(text: str) -> str:
+    """A text that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError(f"must be a text that is not empty, got {text!r}")
+    return text
+
+
+def device(text: str) -> str:
+    """A device by its name; whether it is there, torch knows."""
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", text):
+        raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text!r}")
+    return text
+
+
+def model(text: str) -> str:
+    """A directory that exists, or what may be a hub id."""
+    path = os.path.expanduser(text)
+    if os.path.isdir(path):
+        return path
+    if os.path.exists(path):
+        raise argparse.ArgumentTypeError(f"must be a directory or a hub id, and {text} is a file")
+    if _looks_local(text):
+        raise argparse.ArgumentTypeError(f"must be a directory or a hub id, and {text} does not exist")
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(
+            f"must be a directory or a hub id, and {text!r} is neither (a hub id is NAME or OWNER/NAME)"
+        )
+    return text
+
+
+def _looks_local(text: str) -> bool:
+    separators = tuple(filter(None, (os.sep, os.altsep)))
+    if text.startswith((".", "~", *separators)) or text.endswith(separators):
+        return True
+    parent = os.path.dirname(text)
+    return bool(parent) and os.path.isdir(parent)
+
+
+def existing_file(text: str) -> Path:
+    """A file that can be read."""
+    if not os.path.isfile(text):
+        what = "is a directory" if os.path.isdir(text) else "does not exist"
+        raise argparse.ArgumentTypeError(f"must be a file, and {text or 'an empty path'} {what}")
+    return Path(text)
+
+
+def existing_directory(text: str) -> Path:
+    """A directory."""
+    if not os.path.isdir(text):
+        what = "is a file" if os.path.isfile(text) else "does not exist"
+        raise argparse.ArgumentTypeError(f"must be a directory, and {text or 'an empty path'} {what}")
+    return Path(text)
+
+
+def output_file(*suffixes: str) -> Callable[[str], Path]:
+    """A file that can be written, with one of the suffixes if some are given. Nothing is created."""
+
+    def read(text: str) -> Path:
+        path = Path(text)
+        if not text or os.path.isdir(text):
+            raise argparse.ArgumentTypeError(f"must be a file, and {text or 'an empty path'} is none")
+        if suffixes and path.suffix.lower() not in suffixes:
+            raise argparse.ArgumentTypeError(f"must end with {' or '.join(suffixes)}, got {text!r}")
+        if not os.path.isdir(path.absolute().parent):
+            raise argparse.ArgumentTypeError(
+                f"must be a file in a directory that exists, and {path.absolute().parent} does not exist"
+            )
+        try:
+            _try_to_write(path)
+        except OSError as error:
+            reason = f"must be a file that can be written, and {text} cannot: {error.strerror}"
+            raise argparse.ArgumentTypeError(reason) from None
+        return path
+
+    return read
+
+
+def _try_to_write(path: Path) -> None:
+    """Raise OSError if a file cannot be written. What exists stays as it is, what does not is not made."""
+    if path.is_file():
+        with open(path, "ab"):
+            return
+    if not path.exists():
+        try_to_write_into(path.absolute().parent)
+
+
+def try_to_write_into(directory: Path) -> None:
+    """Raise OSError if nothing can be made in a directory; asking for permissions would not tell."""
+    with tempfile.TemporaryFile(dir=directory):
+        pass
+
+
+# --- What several scripts share.
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", type=model, default="demo", metavar="PATH_OR_ID", help="target: directory or hub id (default: demo)"
+    )
+    parser.add_argument(
+        "--draft", type=model, metavar="PATH_OR_ID", help="its head: directory or hub id (default: the demo's)"
+    )
+    parser.add_argument("--eagle1", action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3")
+
+
+def check_model(parser: argparse.ArgumentParser, target: str, draft: str | None) -> None:
+    """Refuse a target without a head, and the demo with somebody else's."""
+    if draft is not None:
+        if target == "demo":
+            parser.error("--draft must come with the --model that it drafts for: the demo has heads of its own")
+    elif target != "demo" and not (Path(target) / "target" / "config.json").is_file():
+        here = "was not saved with one" if Path(target).is_dir() else "is no directory here"
+        parser.error(f"--draft must name the head (a directory or a hub id) for --model {target}, which {here}")
+
+
+def check_outputs(parser: argparse.ArgumentParser, **paths: Path | None) -> None:
+    """Refuse two outputs that name one file, and pictures without matplotlib."""
+    seen: dict[Path, str] = {}
+    for name, path in paths.items():
+        if path is None:
+            continue
+        first = seen.setdefault(path.absolute(), name)
+        if first != name:
+            parser.error(f"--{name} must be another file than --{first}, got {str(path)!r} for both")
+    if paths.get("plot") and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
+
+
+def stored_positions(target: str) -> int | None:
+    """How many positions the configuration of a model on this disk has; None if it does not say, or is not here."""
+    root = DEMO if target == "demo" else Path(target)
+    for file in (root / "target" / "config.json", root / "config.json"):
+        try:
+            positions = json.loads(file.read_text(encoding="utf-8")).get("max_position_embeddings")
+        except (OSError, ValueError, AttributeError):  # loading it says what is wrong with it
+            continue
+        return positions if isinstance(positions, int) else None
+    return None
+
+
+def too_long(what: str, tokens: int, new: int, positions: int | None) -> str | None:
+    """A sentence if a prompt and its new tokens need more than the model's positions; None if they fit."""
+    if positions is None or tokens + new <= positions:
+        return None
+    return f"{what} must fit the model's {positions} positions with {new} new after it, got {tokens} tokens"
+
+
+def context_too_long(args: argparse.Namespace, positions: int | None) -> str | None:
+    """The same for the options of benchmark.py: its --context, or without one --max-length alone."""
+    new = getattr(args, "max_length", 1)
+    if contexts := getattr(args, "context", None):
+        return too_long("--context", max(contexts), new, positions)
+    return new_too_many(new, positions)
+
+
+def new_too_many(new: int, positions: int | None) -> str | None:
+    """The same for new tokens that leave no room for a prompt."""
+    if positions is None or new < positions:
+        return None
+    return f"--max-length must be below the model's {positions} positions, got {new}"

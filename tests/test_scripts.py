@@ -1,0 +1,407 @@
+"""The scripts' command lines: a wrong argument is one sentence, said before anything is imported, loaded or written."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import benchmark
+import integration_test
+import run_tests
+import setup_env
+import usage_example
+from benchmarks import arguments, comparison
+from benchmarks.arguments import Parser
+from benchmarks.comparison import Run
+from eagle_triton import EaModel
+from tools import linear_sweep, tune_linear
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = (
+    "usage_example.py",
+    "integration_test.py",
+    "benchmark.py",
+    "setup_env.py",
+    "run_tests.py",
+    "tools/cost_tables.py",
+    "tools/first_call.py",
+    "tools/mutate.py",
+    "tools/train_demo.py",
+    "tools/tune_linear.py",
+)
+NUMBER = "must be a whole number from 1 to"
+NEW = f"--max-new-tokens {NUMBER} 2047, got"
+UNKNOWN = "is no argument of this command; its options are --help"
+USAGE_EXAMPLE = [
+    ("--max-new-tokens -3", f"{NEW} '-3'"),
+    ("--max-new-tokens 0", f"{NEW} '0'"),
+    ("--max-new-tokens 2048", f"{NEW} '2048'"),
+    ("--max-new-tokens 99999999999999999999", f"{NEW} '99999999999999999999'"),
+    ("--max-new-tokens many", f"{NEW} 'many'"),
+    ("--max-new-tokens 1.5", f"{NEW} '1.5'"),
+    ("--max-new-tokens 1e2", f"{NEW} '1e2'"),
+    ("--max-new-tokens 1_0", f"{NEW} '1_0'"),
+    ("--max-new-tokens nan", f"{NEW} 'nan'"),
+    ("--max-new-tokens 10,20", f"{NEW} '10,20'"),
+    ("--max-new-tokens ''", f"{NEW} ''"),
+    ("--max-new-tokens", "--max-new-tokens: expected one argument"),
+    ("--max-new-tokens 5 6", f"'6' {UNKNOWN}"),
+    ("--max-new 5", f"'--max-new' {UNKNOWN}"),
+    ("--max_new_tokens 5", f"'--max_new_tokens' {UNKNOWN}"),
+    ("--prompt ''", "--prompt must be a text that is not empty, got ''"),
+    ("--prompt", "--prompt: expected one argument"),
+    ("--prompt --max-new-tokens", "--prompt: expected one argument"),
+    ("'def f():'", f"'def f():' {UNKNOWN}, --prompt, --max-new-tokens"),
+    ("--model demo", f"'--model' {UNKNOWN}, --prompt, --max-new-tokens"),
+    ("--temperature=0.7", f"'--temperature=0.7' {UNKNOWN}, --prompt, --max-new-tokens"),
+]
+PATHS = [  # of scripts that load a model and write files
+    ("--model nowhere/", "--model must be a directory or a hub id, and nowhere/ does not exist"),
+    ("--model ./nowhere", "--model must be a directory or a hub id, and ./nowhere does not exist"),
+    ("--model ~/no/such/model", "--model must be a directory or a hub id, and ~/no/such/model does not exist"),
+    ("--model folder/nowhere", "--model must be a directory or a hub id, and folder/nowhere does not exist"),
+    ("--model file", "--model must be a directory or a hub id, and file is a file"),
+    ("--model ''", "--model must be a directory or a hub id, and '' is neither"),
+    ("--model 'two words'", "--model must be a directory or a hub id, and 'two words' is neither"),
+    ("--model some/target", "--draft must name the head (a directory or a hub id) for --model some/target"),
+    ("--model folder", "--draft must name the head (a directory or a hub id) for --model folder, which was not saved"),
+    ("--draft some/head", "--draft must come with the --model that it drafts for"),
+    ("--model some/target --draft /nope", "--draft must be a directory or a hub id, and /nope does not exist"),
+    ("--output folder", "--output must be a file, and folder is none"),
+    ("--output nowhere/x.json", "--output must be a file in a directory that exists, and"),
+    ("--output file/x.json", "--output must be a file in a directory that exists, and"),
+    (f"--output {'x' * 300}", "--output must be a file"),
+    ("--device toaster", "--device must be cpu, cuda or cuda:N, got 'toaster'"),
+    ("--dtype int8", "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
+    ("--commit ''", "--commit must be a text that is not empty"),
+]
+INTEGRATION_TEST = [
+    *PATHS,
+    ("--max-length 1", "--max-length must be a whole number from 2 to"),
+    ("--max-length 2048", "--max-length must be below the model's 2048 positions, got 2048"),
+    ("--num-runs 0", f"--num-runs {NUMBER} 10000, got '0'"),
+    ("--num-runs 99999", f"--num-runs {NUMBER} 10000, got '99999'"),
+    ("--prompt ''", "--prompt must be a text that is not empty, got ''"),
+    ("--prompt x --num-runs 3", "--num-runs must be 1 with --prompt, which is one prompt, got 3"),
+    ("--verb", f"'--verb' {UNKNOWN}"),
+]
+BENCHMARK = [
+    *PATHS,
+    ("nothing", "mode must be one of generate, step, batches, megakernel, operations, got 'nothing'"),
+    ("--num=3", f"'--num=3' {UNKNOWN}"),
+    ("--num-runs 3 step", "step is a mode and must come first"),
+    ("--num-runs 0", f"--num-runs {NUMBER} 10000, got '0'"),
+    ("--max-length -1", f"--max-length {NUMBER} 10000000, got '-1'"),
+    ("--max-length 2048", "--max-length must be below the model's 2048 positions, got 2048"),
+    ("--temperature nan", "--temperature must be a number from 0 to 100, got 'nan'"),
+    ("--temperature -1", "--temperature must be a number from 0 to 100, got '-1'"),
+    ("--accept-length -1", "--accept-length must be a number from 0 to 999, got '-1'"),
+    ("--shape huge", "--shape must be one of tiny, llama-3.2-1b, llama-3.1-8b, got 'huge'"),
+    ("--shape tiny --prompt a", "--shape builds the model and random prompts: no --model, --draft or --prompt with it"),
+    ("--context 5,0", "--context must be whole numbers from 1 to 10000000, separated by commas, got '5,0'"),
+    ("--context 5 --prompt a", "--context makes random prompts: no --prompt with it"),
+    ("--context 999999", "--context must fit the model's 2048 positions with 100 new after it, got 999999 tokens"),
+    ("step --context 64,2048", "--context must fit the model's 2048 positions with 1 new after it, got 2048 tokens"),
+    ("step --shape tiny --context 131072", "--context must fit the model's 131072 positions"),
+    ("step --batch 1,2000", "--batch must be whole numbers from 1 to 1024, separated by commas, got '1,2000'"),
+    ("--batch 2", "--batch is not read here, but by step, batches, megakernel"),
+    ("step --max-length 5", "--max-length is not read here, but by generate, batches"),
+    ("batches --upstream folder", "--upstream is not read here, but by generate, step"),
+    ("megakernel --num-runs 5", "--num-runs is not read here, but by generate, step, batches"),
+    ("operations --model demo", "--model is not read here, but by generate, step, batches, megakernel"),
+    ("--only topk", "--only is not read here, but by operations"),
+    ("--upstream nowhere", "--upstream must be a directory, and nowhere does not exist"),
+    ("--plot picture.xyz", "--plot must end with .png or .svg or .pdf, got 'picture.xyz'"),
+    ("--csv folder", "--csv must be a file, and folder is none"),
+    ("--csv both --output both", "--csv must be another file than --output, got 'both' for both"),
+]
+SETUP_ENV = [
+    ("--inst", f"'--inst' {UNKNOWN}, --install"),
+    ("--frob", f"'--frob' {UNKNOWN}, --install"),
+    ("file", f"'file' {UNKNOWN}, --install"),
+    ("--run", "--run must be followed by a script and its arguments, got none"),
+    ("--run nowhere.py", "--run must be followed by a script, and nowhere.py is no file"),
+    ("--run folder", "--run must be followed by a script, and folder is no file"),
+    ("--run ''", "--run must be followed by a script, and an empty path is no file"),
+    ("--json --run file", "--json and --run exclude each other"),
+    ("--verbose", "--verbose must come with --install or --run"),
+    ("--constraints file", "--constraints must come with --install or --run"),
+    ("--constraints nowhere --install", "--constraints must be a file, and nowhere is none"),
+    ("--constraints folder --install", "--constraints must be a file, and folder is none"),
+    ("--constraints '' --install", "--constraints must be a file, and an empty path is none"),
+    ("--constraints", "--constraints: expected one argument"),
+    ("--extra-no-deps x", "--extra-no-deps must come with --install or --run"),
+    ("--extra-no-deps '' --install", "--extra-no-deps must be a requirement such as eagle-llm==1.2.1, got ''"),
+    ("--extra-no-deps=-e --install", "--extra-no-deps must be a requirement such as eagle-llm==1.2.1, got '-e'"),
+    ("--venv", "--venv: expected one argument"),
+    ("--venv ''", "--venv must be a directory, got an empty path"),
+    ("--venv file", "--venv must be a directory that can be made, and"),
+    ("--venv file/below --install", "--venv must be a directory that can be made, and"),
+    (f"--venv {'x' * 300} --install", "--venv must be a directory that can be made, and"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where the script runs: a file, a folder, and no more after the test."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "folder").mkdir()
+    yield tmp_path
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def refuse(script, command, capsys):
+    """The one line on stderr of a call that ends with exit code 2."""
+    with pytest.raises(SystemExit) as stopped:
+        script.main(shlex.split(command))
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert stopped.value.code == 2 and not printed.out
+    return line
+
+
+def cases(*lists):
+    found = [(script, *case) for script, its in lists for case in its]
+    return pytest.mark.parametrize(
+        ("script", "command", "sentence"),
+        found,
+        ids=[f"{script.__name__} {command[:60]}" for script, command, _ in found],
+    )
+
+
+@cases((usage_example, USAGE_EXAMPLE), (integration_test, INTEGRATION_TEST), (benchmark, BENCHMARK))
+def test_a_wrong_argument_is_one_sentence_before_anything_is_loaded(
+    script, command, sentence, folder, capsys, monkeypatch
+):
+    monkeypatch.setattr(Parser, "explains", lambda *_: pytest.fail("imports and models come behind this"))
+    line = refuse(script, command, capsys)
+    assert sentence in line and line.startswith(f"{script.__name__}.py") and line.endswith("(see --help)")
+
+
+@cases((setup_env, SETUP_ENV))
+def test_setup_env_refuses_before_anything_is_made(script, command, sentence, folder, capsys, monkeypatch):
+    for name in ("install", "report", "run"):
+        monkeypatch.setattr(setup_env, name, lambda *_: pytest.fail("nothing runs"))
+    line = refuse(script, command, capsys)
+    assert sentence in line and line.startswith("setup_env.py: ")
+
+
+@pytest.mark.parametrize("its", [USAGE_EXAMPLE, INTEGRATION_TEST, BENCHMARK, SETUP_ENV])
+def test_there_are_twenty_of_each(its):
+    assert len({command for command, _ in its}) >= 20
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc is where not even root can write")
+@pytest.mark.parametrize(
+    ("script", "command", "option"),
+    [
+        (benchmark, "--output /proc/x.json", "--output"),
+        (benchmark, "--csv /proc/x.csv", "--csv"),
+        (benchmark, "--plot /proc/x.png", "--plot"),
+        (integration_test, "--output /proc/x.json", "--output"),
+        (setup_env, "--venv /proc/zz --install", "--venv"),
+    ],
+)
+def test_what_cannot_be_written_is_found_out_before(script, command, option, capsys):
+    line = refuse(script, command, capsys)
+    assert option in line and ("can be written" in line or "cannot be written" in line)
+
+
+def test_outputs_that_exist_are_overwritten_later_and_not_touched_now(folder, monkeypatch):
+    assert arguments.output_file()("file") == Path("file")
+    assert arguments.output_file()("new.json") == Path("new.json")
+
+
+@pytest.mark.parametrize("text", ["demo", "gpt2", "meta-llama/Llama-3.1-8B-Instruct", "folder", "./folder"])
+def test_models_that_may_be_there(text, folder):
+    assert Path(arguments.model(text)) == Path(text)
+
+
+@pytest.mark.parametrize("script", [usage_example, integration_test, benchmark], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("error", [OSError("first.\nsecond"), ValueError("first"), TypeError("first")], ids=repr)
+def test_a_model_that_does_not_load_is_one_sentence(script, error, monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(EaModel, "from_pretrained", fail)
+    assert refuse(script, "", capsys) == f"{script.__name__}.py: --model demo cannot be loaded: first"
+
+
+@pytest.mark.parametrize("script", [usage_example, integration_test, benchmark], ids=lambda script: script.__name__)
+def test_a_prompt_that_does_not_fit_is_refused(script, capsys):
+    line = refuse(script, f"--prompt '{'a b ' * 2000}'", capsys)
+    assert "--prompt must fit the model's 2048 positions with 100 new after it, got " in line
+
+
+def environment(stubs):
+    return {**os.environ, "PYTHONPATH": str(stubs), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@pytest.fixture(scope="module")
+def stubs(tmp_path_factory):
+    """Modules that end the process where the heavy ones would be imported."""
+    directory = tmp_path_factory.mktemp("stubs")
+    for name in ("torch", "transformers", "triton"):
+        (directory / f"{name}.py").write_text("import os; os._exit(99)")
+    return directory
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_and_wrong_arguments_import_nothing_heavy(script, stubs):
+    command = [sys.executable, str(ROOT / script)]
+    helped = subprocess.run([*command, "--help"], capture_output=True, text=True, env=environment(stubs), cwd=stubs)
+    assert helped.returncode == 0 and helped.stdout.startswith(f"usage: {Path(script).name}") and not helped.stderr
+    wrong = subprocess.run([*command, "no/such/thing"], capture_output=True, text=True, env=environment(stubs))
+    assert wrong.returncode == 2 and len(wrong.stderr.splitlines()) == 1 and "no/such/thing" in wrong.stderr
+
+
+def test_the_stubs_do_end_a_process(stubs):
+    done = subprocess.run([sys.executable, str(ROOT / "usage_example.py")], env=environment(stubs))
+    assert done.returncode == 99
+
+
+def test_setup_env_needs_the_standard_library_alone(tmp_path):
+    command = [sys.executable, "-S", str(ROOT / "setup_env.py"), "--venv"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr == "setup_env.py: --venv: expected one argument (see --help)\n"
+
+
+def test_without_torch_the_sentence_says_what_installs_it(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    command = [sys.executable, str(ROOT / "usage_example.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path))
+    assert done.returncode == 2 and done.stderr == (
+        "usage_example.py: torch is not installed: python3 setup_env.py --install makes an environment that has it\n"
+    )
+
+
+@pytest.mark.parametrize("mode", benchmark.MODES)
+def test_each_mode_has_help_of_its_own(mode, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        benchmark.main([mode, "--help"])
+    told = capsys.readouterr().out
+    assert not stopped.value.code and benchmark.MODES[mode].summary in told
+    for option in benchmark.OPTIONS:
+        read = option in (*benchmark.MODES[mode].options, *benchmark.EVERYWHERE)
+        assert (f"\n  {option}" in told) == read, option
+
+
+def documented():
+    """The command lines of README and docs for benchmark.py and integration_test.py."""
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+    texts += [benchmark.__doc__, integration_test.__doc__]
+    lines = re.findall(r"^ *python3? (benchmark|integration_test)\.py(.*?)(?:   .*|\s#.*)?$", "\n".join(texts), re.M)
+    return list(dict.fromkeys((script, rest.strip()) for script, rest in lines))
+
+
+@pytest.mark.parametrize(("script", "command"), documented(), ids=" ".join)
+def test_documented_command_lines_are_right(script, command, folder):
+    head = str(ROOT / "eagle_triton" / "demo" / "eagle3")
+    stand_ins, words = {"--model": head, "--draft": head, "--upstream": "folder"}, shlex.split(command)
+    words = [stand_ins.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    if words[-1:] != ["--help"]:
+        {"benchmark": benchmark, "integration_test": integration_test}[script]._parse(words)
+
+
+def test_there_are_documented_command_lines():
+    assert len(documented()) >= 5
+
+
+# --- The tools
+
+
+TOOLS = [
+    ("cost_tables.py missing.json", "FILE.json must be a file, and missing.json does not exist"),
+    ("cost_tables.py file", "file must be a result of benchmark.py batches, and it is none"),
+    ("mutate.py --jobs 0", f"--jobs {NUMBER} 256, got '0'"),
+    ("mutate.py no-such-name", "names must be parts of 'commit keeps one row too few', "),
+    ("train_demo.py --stages target,nothing", "--stages must be some of tokenizer, target, prompts, eagle3, eagle1"),
+    ("train_demo.py --set nothing=3", "--set must name a field of the recipe (seed, vocab_size, "),
+    ("train_demo.py --set seed=x", "--set must give seed a number like 0, got 'seed=x'"),
+    ("train_demo.py --set num_heads=3", "--set: hidden_size must divide by num_heads"),
+    ("tune_linear.py --products nothing", "--products must be one of qkv, o, gate_up, down, head, draft_qkv"),
+    ("first_call.py --shape huge", "--shape must be one of tiny, llama-3.2-1b, llama-3.1-8b, got 'huge'"),
+]
+
+
+@pytest.mark.parametrize(("command", "sentence"), TOOLS, ids=[command for command, _ in TOOLS])
+def test_tools_refuse_in_one_sentence(command, sentence, folder):
+    script, *words = command.split()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / script), *words], capture_output=True, text=True, cwd=folder
+    )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and sentence in line and line.startswith(f"{script}: ") and not done.stdout
+
+
+def test_products_are_those_of_the_sweep():
+    assert tuple(linear_sweep.PRODUCTS) == tune_linear.PRODUCTS
+
+
+# --- usage_example.py
+
+
+def run_of(seconds, tokens=(1, 2, 3, 4, 5, 6)):
+    """Two tokens of prompt and four new ones in two steps."""
+    return Run(2, list(tokens), [4, 6], [seconds / 2, seconds])
+
+
+def test_usage_example_shows_the_first_call_apart(monkeypatch, capsys):
+    seconds = iter((8.0, 2.0, 16.0, 1.0, 1.0))
+    monkeypatch.setattr(comparison, "decode", lambda *_: run_of(next(seconds)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert usage_example.main(["--max-new-tokens", "4"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "original 2.0 tokens/s 2.00 tokens per step (first call: 8.0 s)" in printed
+    assert "optimised 4.0 tokens/s 2.00 tokens per step (first call: 16.0 s)" in printed
+    assert "same tokens yes" in printed and "NOISE: figures of 4 tokens" in printed
+    assert printed.count(usage_example.ON_A_CPU) == 1
+
+
+@pytest.mark.parametrize("wrong", range(5))
+def test_usage_example_compares_all_its_generations(wrong, monkeypatch, capsys):
+    runs = iter([run_of(1.0, (1, 2, 3, 4, 5, 6 + (number == wrong))) for number in range(5)])
+    monkeypatch.setattr(comparison, "decode", lambda *_: next(runs))
+    assert usage_example.main([]) == 1
+    assert "same tokens NO" in capsys.readouterr().out
+
+
+def test_usage_example_generates(capsys):
+    assert usage_example.main(["--max-new-tokens", "6", "--prompt", "def f():"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("def f():") and "same tokens yes" in printed
+
+
+def test_on_a_gpu_the_first_call_says_what_it_does():
+    line = usage_example._line("optimised", run_of(7.5), run_of(1.0), usage_example.COMPILED)
+    assert line.endswith("(first call: 7.5 s, in it the kernels are compiled and the graph is captured)")
+
+
+# --- run_tests.py
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        ("tests/nope.py", "tests/nope.py"),
+        ("-x tests/nope.py", "tests/nope.py"),
+        ("tests/test_scripts.py::test_x tests/nope.py::test_y", "tests/nope.py::test_y"),
+        ("tests/test_scripts.py -k nope", None),
+        ("--ignore nope tests", None),
+        ("-q", None),
+    ],
+)
+def test_a_missing_path_is_found_before_anything_runs(command, missing, monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(run_tests, "run", lambda *arguments: not ran.append(arguments))
+    if missing is None:
+        assert run_tests.main(shlex.split(command)) == 0 and len(ran) == 5
+    else:
+        assert f"{missing} does not exist" in refuse(run_tests, command, capsys) and not ran

@@ -1,0 +1,60 @@
+"""Sizes, steps and rates of the embedded checkpoint; nothing here waits for torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+STAGES = ("tokenizer", "target", "prompts", "eagle3", "eagle1", "evaluate")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Sizes and hyper-parameters of the demo models."""
+
+    seed: int = 0
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    intermediate_size: int = 640
+    num_layers: int = 8
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    max_positions: int = 2048
+    draft_vocab_size: int = 2048
+
+    target_steps: int = 1800
+    target_minutes: float = 4.0
+    target_lr: float = 2e-3
+    target_weight_decay: float = 0.1
+    target_dropout: float = 0.2
+    target_tokens_per_step: int = 32768
+
+    head_steps: int = 1800
+    head_minutes: float = 4.0
+    head_lr: float = 1.5e-3
+    head_weight_decay: float = 0.01
+    head_tokens_per_step: int = 16384
+    head_passes: int = 7
+    head_pass_decay: float = 0.85
+    generated_rows: int = 8192
+
+    @property
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.bfloat16
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    def __post_init__(self) -> None:
+        if self.draft_vocab_size >= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size must be below vocab_size ({self.vocab_size}), got {self.draft_vocab_size}"
+            )
+        if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
+            raise ValueError("hidden_size must divide by num_heads, and num_heads by num_kv_heads")

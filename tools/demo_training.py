@@ -1,0 +1,501 @@
+"""What tools/train_demo.py runs: the stages, from the tokenizer to the figures of both heads."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import platform
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import safetensors.torch
+import tokenizers
+import torch
+import torch.nn.functional as F
+import transformers
+from demo_corpus import (
+    END_OF_TEXT_ID,
+    held_out_prompts,
+    is_held_out,
+    library_files,
+    token_stream,
+    train_tokenizer,
+    windows,
+    write_json,
+)
+from demo_recipe import STAGES, Recipe
+from demo_unroll import unroll
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def shape_config(recipe: Recipe) -> dict:
+    """The keys that the configs of the target and of both heads share, readable by old and new versions."""
+    return {
+        "model_type": "llama",
+        "vocab_size": recipe.vocab_size,
+        "hidden_size": recipe.hidden_size,
+        "intermediate_size": recipe.intermediate_size,
+        "num_attention_heads": recipe.num_heads,
+        "num_key_value_heads": recipe.num_kv_heads,
+        "head_dim": recipe.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": recipe.max_positions,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "initializer_range": 0.02,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "pretraining_tp": 1,
+        "use_cache": True,
+        "bos_token_id": END_OF_TEXT_ID,
+        "eos_token_id": END_OF_TEXT_ID,
+        "torch_dtype": str(recipe.dtype).removeprefix("torch."),
+    }
+
+
+def target_config(recipe: Recipe) -> dict:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        **shape_config(recipe),
+        "num_hidden_layers": recipe.num_layers,
+        "pad_token_id": END_OF_TEXT_ID,
+    }
+
+
+def add_dropout(model: LlamaForCausalLM, rate: float) -> list:
+    """Residual dropout while training; returns the hook handles."""
+
+    def drop(module, args, output):
+        return F.dropout(output, rate, training=module.training)
+
+    blocks = [m for layer in model.model.layers for m in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+    return [module.register_forward_hook(drop) for module in (model.model.embed_tokens, *blocks)]
+
+
+def train_target(run: Run, train: torch.Tensor, held_out: torch.Tensor) -> dict:
+    """Train, keep the weights with the best held-out loss, save them sharded with an index."""
+    recipe = run.recipe
+    torch.manual_seed(recipe.seed)
+    config = {k: v for k, v in target_config(recipe).items() if k not in ("torch_dtype", "architectures")}
+    model = LlamaForCausalLM(LlamaConfig(**config)).to(run.device, torch.float32)
+    handles = add_dropout(model, recipe.target_dropout)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    lengths = (512, 1024, recipe.max_positions)
+    best, curve = (math.inf, {}), []
+
+    def loss_of(ids: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids=ids, use_cache=False).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+    @torch.no_grad()
+    def check(step: int, train_loss: float) -> None:
+        nonlocal best
+        model.eval()
+        length = min(1024, held_out.numel() // 2)
+        rows = held_out[: held_out.numel() // length * length].view(-1, length)
+        losses = []
+        for chunk in rows.split(16):
+            with run.autocast():
+                losses += [loss_of(chunk).item()] * len(chunk)
+        loss = sum(losses) / len(losses)
+        curve.append({"step": step, "train": round(train_loss, 4), "held_out": round(loss, 4)})
+        print(f"  step {step:5d}  train {train_loss:.4f}  held-out {loss:.4f}", flush=True)
+        if loss < best[0]:
+            best = loss, {k: v.detach().to("cpu", recipe.dtype) for k, v in model.state_dict().items()}
+        model.train()
+
+    model.train()
+    running = None
+    steps = optimise(model.parameters(), recipe.target_steps, recipe.target_minutes, recipe.target_lr,
+                     recipe.target_weight_decay)  # fmt: skip
+    for step, apply in steps:
+        length = min(lengths[step % len(lengths)], train.numel() // 2)
+        ids = windows(train, max(1, recipe.target_tokens_per_step // length), length, generator)
+        with run.autocast():
+            loss = loss_of(ids)
+        apply(loss)
+        running = loss.detach() if running is None else 0.98 * running + 0.02 * loss.detach()
+        if step % 125 == 124:
+            check(step + 1, running.item())
+    check(step + 1, running.item())
+
+    for handle in handles:
+        handle.remove()
+    model = model.cpu().to(recipe.dtype)
+    model.load_state_dict(best[1])
+    for old in run.target_directory.glob("model*.safetensors*"):
+        old.unlink()
+    model.save_pretrained(run.target_directory, max_shard_size="8MB")
+    write_json(run.target_directory / "config.json", target_config(recipe))
+    write_json(
+        run.target_directory / "generation_config.json",
+        {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": END_OF_TEXT_ID},
+    )
+    epochs = (step + 1) * recipe.target_tokens_per_step / train.numel()
+    return {"steps": step + 1, "epochs": round(epochs, 1), "held_out_loss": round(best[0], 4), "curve": curve}
+
+
+# --- heads ---
+
+
+class Teacher:
+    """The frozen target: text in its own words, and what a head must predict."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.model = LlamaForCausalLM.from_pretrained(run.target_directory).to(run.device, torch.float32).eval()
+        self.model.requires_grad_(False)
+        layers = self.model.config.num_hidden_layers
+        self.feature_layers = sorted({2, layers // 2, layers - 3})
+
+    @torch.no_grad()
+    def continue_text(self, ids: torch.Tensor, length: int, temperature: float) -> torch.Tensor:
+        """[B, P] prefixes -> [B, length]: even rows greedily, odd rows sampled at the temperature."""
+        generator = torch.Generator(self.run.device).manual_seed(0)
+        greedy = torch.arange(len(ids), device=ids.device)[:, None] % 2 == 0
+        cache, new = None, ids
+        while ids.shape[1] < length:
+            with self.run.autocast():
+                out = self.model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, logits = out.past_key_values, out.logits[:, -1].float()
+            sampled = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            new = torch.where(greedy, logits.argmax(-1, keepdim=True), sampled)
+            ids = torch.cat((ids, new), dim=1)
+        return ids
+
+    @torch.no_grad()
+    def lesson(self, tokens: torch.Tensor, kind: str) -> tuple[torch.Tensor, ...]:
+        """tokens [B, S] -> rows t = 0..S-2: features f_t, ids x_{t+1}, logits for x_{t+2}, feature f_{t+1}."""
+        with self.run.autocast():
+            out = self.model(input_ids=tokens, output_hidden_states=True, use_cache=False)
+        hidden = out.hidden_states
+        features = torch.cat([hidden[i] for i in self.feature_layers], -1) if kind == "eagle3" else hidden[-1]
+        return features[:, :-1], tokens[:, 1:], out.logits[:, 1:].float(), features[:, 1:]
+
+
+def head_corpus(teacher: Teacher, stream: torch.Tensor, generated: int, seed: int) -> dict[int, torch.Tensor]:
+    """{row length: [rows, length]}: the target's own continuations, greedy and sampled, and plain windows."""
+    generator = torch.Generator().manual_seed(seed)
+    corpus: dict[int, list[torch.Tensor]] = {}
+    for length, prefixes, rows in (
+        (512, (16, 64, 192), max(2, generated // 3)),
+        (1024, (256,), max(2, generated // 6)),
+    ):
+        parts = corpus.setdefault(length, [windows(stream, rows, length, generator)])
+        for prefix in prefixes:
+            starts = windows(stream, rows, prefix, generator)
+            parts.append(teacher.continue_text(starts, length, temperature=0.8))
+    return {length: torch.cat([p.cpu() for p in parts]) for length, parts in corpus.items()}
+
+
+def draft_vocabulary(corpus: dict[int, torch.Tensor], recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """(d2t [Vd] int64 offsets: target id = draft id + d2t[draft id]; t2d [V] bool), the most frequent tokens."""
+    counts = sum(torch.bincount(rows.flatten(), minlength=recipe.vocab_size) for rows in corpus.values())
+    chosen = counts.argsort(descending=True, stable=True)[: recipe.draft_vocab_size].sort().values
+    t2d = torch.zeros(recipe.vocab_size, dtype=torch.bool)
+    t2d[chosen] = True
+    return chosen - torch.arange(recipe.draft_vocab_size), t2d
+
+
+def head_losses(head, kind: str, teacher: Teacher, tokens: torch.Tensor, measure: bool) -> list[dict]:
+    """Per pass: the loss, and if `measure` the shares of rows whose top-1 / top-10 holds the target's choice."""
+    run, recipe = teacher.run, teacher.run.recipe
+    features, ids, logits, next_features = teacher.lesson(tokens, kind)
+    choice = logits.argmax(-1)
+    known = torch.ones_like(choice, dtype=torch.bool)
+    if kind == "eagle3":
+        t2d = head.t2d.to(run.device)
+        known, logits = t2d[choice], logits[..., t2d]
+        choice = (t2d.cumsum(0) - 1)[choice]
+    goal = logits.softmax(-1)
+    report = []
+    with run.autocast():
+        for step, hidden in enumerate(unroll(head, features, ids, recipe.head_passes)):
+            draft = head.draft_logits(hidden, teacher.model.lm_head).float()
+            row_loss = -(goal * draft.log_softmax(-1)).sum(-1)
+            if kind == "eagle1":
+                row_loss = row_loss + 0.5 * F.smooth_l1_loss(hidden, next_features, reduction="none").mean(-1)
+            weight = known[:, step:].float()
+            loss = (row_loss[:, step:] * weight).sum() / weight.sum()
+            report.append({"loss": loss * recipe.head_pass_decay**step})
+            if measure:
+                best = draft[:, step:].topk(10, dim=-1).indices
+                hits = (best == choice[:, step:, None]) & known[:, step:, None]
+                report[-1]["top1"] = hits[..., 0].float().mean().item()
+                report[-1]["top10"] = hits.any(-1).float().mean().item()
+    return report
+
+
+def head_config(recipe: Recipe, kind: str) -> dict:
+    shared = {**shape_config(recipe), "num_hidden_layers": 1, "pad_token_id": 0, "bias": False}
+    if kind == "eagle1":
+        return {"architectures": ["LlamaForCausalLM"], **shared}
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **shared,
+        "draft_vocab_size": recipe.draft_vocab_size,
+    }
+
+
+def new_head(recipe: Recipe, kind: str, teacher: Teacher, corpus: dict[int, torch.Tensor]):
+    """A fresh head with the target's embedding, and, for EAGLE-3, its draft vocabulary."""
+    from eagle_triton.models.heads import DraftConfig, Eagle1Head, Eagle3Head
+
+    torch.manual_seed(recipe.seed)
+    config = DraftConfig.from_dict(head_config(recipe, kind))
+    head = (Eagle3Head if kind == "eagle3" else Eagle1Head)(config).float()
+    head.embed_tokens.weight.data.copy_(teacher.model.model.embed_tokens.weight)
+    head.embed_tokens.weight.requires_grad_(False)
+    if kind == "eagle3":
+        d2t, t2d = draft_vocabulary(corpus, recipe)
+        head.d2t.copy_(d2t)
+        head.t2d.copy_(t2d)
+        head.lm_head.weight.data.copy_(teacher.model.lm_head.weight.cpu()[t2d])
+    return head.to(teacher.run.device)
+
+
+def train_head(kind: str, run: Run, teacher: Teacher, corpus: dict, held_out: dict) -> dict:
+    """Train one head against the frozen target and save it in SafeAILab's layout, without the embedding."""
+    recipe = run.recipe
+    head = new_head(recipe, kind, teacher, corpus)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    lengths = sorted(corpus)
+    trained = [p for p in head.parameters() if p.requires_grad]
+    steps = optimise(trained, recipe.head_steps, recipe.head_minutes, recipe.head_lr, recipe.head_weight_decay)
+    for step, apply in steps:
+        length = lengths[-1] if step % 4 == 3 else lengths[0]
+        count = min(max(1, recipe.head_tokens_per_step // length), len(corpus[length]))
+        rows = torch.randint(len(corpus[length]), (count,), generator=generator)
+        measure = step % 250 == 249
+        report = head_losses(head, kind, teacher, corpus[length][rows].to(run.device), measure)
+        loss = sum(r["loss"] for r in report)
+        apply(loss)
+        if measure:
+            top1 = " ".join(f"{r['top1']:.3f}" for r in report)
+            print(f"  step {step + 1:5d}  loss {loss.item():.4f}  top-1 per pass {top1}", flush=True)
+
+    head.eval()
+    kept = {
+        name: tensor.to("cpu", recipe.dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in head.state_dict().items()
+        if not name.startswith("embed_tokens")
+    }
+    directory = run.output / kind
+    safetensors.torch.save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    write_json(directory / "config.json", head_config(recipe, kind))
+
+    with torch.no_grad():
+        rows = held_out[lengths[0]][:64].to(run.device)
+        report = head_losses(head, kind, teacher, rows, measure=True)
+    reached = {key: [round(r[key], 4) for r in report] for key in ("top1", "top10")}
+    print(f"  held-out, per pass: {reached}", flush=True)
+    return {"steps": step + 1, "train_loss": round(loss.item(), 4), "held_out_per_pass": reached}
+
+
+# --- evaluation ---
+
+
+def evaluate(run: Run, prompts: list[str], new_tokens: int = 64) -> dict:
+    """tau with the tree 60/7/10, greedy, fp32, and whether every token equals plain decoding.
+
+    A small model repeats itself, and repetition is easy to draft: `tau_varied` leaves out the continuations
+    of which less than a quarter of the tokens are distinct.
+    """
+    from eagle_triton.models import EaModel
+
+    outcome = {}
+    for kind in ("eagle3", "eagle1"):
+        model = EaModel.from_pretrained(
+            base_model_path=str(run.target_directory),
+            ea_model_path=str(run.output / kind),
+            use_eagle3=kind == "eagle3",
+        ).to(run.device)
+        rows = []
+        for prompt in prompts:
+            ids = model.tokenizer(prompt, return_tensors="pt").input_ids.to(run.device)
+            out, emitted, last_step = model.eagenerate(ids, max_new_tokens=new_tokens, log=True)
+            plain = model.naivegenerate(ids, max_new_tokens=new_tokens)
+            shared = min(out.shape[1], plain.shape[1])
+            written = out[0, ids.shape[1] :].tolist()
+            rows.append(
+                {
+                    "emitted": int(emitted),
+                    "passes": int(last_step) + 1,
+                    "distinct": len(set(written)) / len(written),
+                    "equal": torch.equal(out[0, :shared], plain[0, :shared]),
+                }
+            )
+        varied = [row for row in rows if row["distinct"] >= 0.25]
+        outcome[kind] = {
+            "tau": mean_tau(rows),
+            "tau_varied": mean_tau(varied),
+            "prompts": len(rows),
+            "prompts_varied": len(varied),
+            "prompts_with_equal_tokens": sum(row["equal"] for row in rows),
+            "distinct_token_share": round(sum(row["distinct"] for row in rows) / len(rows), 3),
+        }
+        print(f"  {kind}: {outcome[kind]}", flush=True)
+    return outcome
+
+
+def mean_tau(rows: list[dict]) -> float | None:
+    """Emitted tokens per target forward over all rows; None without rows."""
+    passes = sum(row["passes"] for row in rows)
+    return round(sum(row["emitted"] for row in rows) / passes, 3) if passes else None
+
+
+# --- the frame ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Where and on what a run happens."""
+
+    recipe: Recipe
+    output: Path
+    device: torch.device
+
+    @property
+    def target_directory(self) -> Path:
+        return self.output / "target"
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+
+def optimise(parameters, steps: int, minutes: float, lr: float, weight_decay: float) -> Iterator[tuple]:
+    """Yield (step, apply): apply(loss) does one AdamW step on a cosine schedule over steps or time."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    fused = parameters[0].device.type == "cuda"
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused)
+    begin, warm_up = time.monotonic(), min(100, max(1, steps // 10))
+
+    def apply(loss: torch.Tensor) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+    for step in range(steps):
+        progress = max(step / steps, (time.monotonic() - begin) / (60 * minutes))
+        if progress >= 1.0:
+            return
+        rate = min(1.0, (step + 1) / warm_up) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+        for group in optimizer.param_groups:
+            group["lr"] = lr * rate
+        yield step, apply
+
+
+def file_sizes(directory: Path) -> dict[str, int]:
+    sizes = {
+        path.relative_to(directory).as_posix(): path.stat().st_size
+        for path in sorted(directory.rglob("*"))
+        if path.suffix in (".json", ".safetensors")
+    }
+    return {**sizes, "total": sum(sizes.values())}
+
+
+def environment(device: torch.device) -> dict:
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "commit": git.stdout.strip() if git.returncode == 0 else None,
+    }
+
+
+class Pipeline:
+    """The stages by name, and what several of them share, made once and only if needed."""
+
+    def __init__(self, run: Run, library: Path, with_tests: bool, eval_prompts: int) -> None:
+        self.run, self.recipe, self.library, self.eval_prompts = run, run.recipe, library, eval_prompts
+        self.files = library_files(library, with_tests)
+        self.texts = {held: [t for path, t in self.files if is_held_out(path) == held] for held in (False, True)}
+
+    @functools.cached_property
+    def streams(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The training and the held-out tokens, on the device."""
+        tokenizer = AutoTokenizer.from_pretrained(self.run.target_directory)
+        train, held_out = (token_stream(tokenizer, self.texts[h], self.recipe.seed) for h in (False, True))
+        return train.to(self.run.device), held_out.to(self.run.device)
+
+    @functools.cached_property
+    def lessons(self) -> tuple[Teacher, dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """The frozen target, the text for the heads, and a little such text from held-out files."""
+        begin, teacher = time.monotonic(), Teacher(self.run)
+        train, held_out = self.streams
+        corpus = head_corpus(teacher, train, self.recipe.generated_rows, seed=1)
+        held_out_corpus = head_corpus(teacher, held_out, min(64, self.recipe.generated_rows), seed=2)
+        tokens = sum(rows.numel() for rows in corpus.values())
+        print(f"  {tokens} tokens for the heads in {time.monotonic() - begin:.0f} s", flush=True)
+        return teacher, corpus, held_out_corpus
+
+    def tokenizer(self) -> dict:
+        recipe = self.recipe
+        train_tokenizer(self.texts[False], recipe.vocab_size, recipe.max_positions, self.run.target_directory)
+        train, held_out = self.streams
+        size = sum(len(text.encode()) for text in self.texts[False])
+        return {
+            "library": self.library.name,
+            "files": len(self.texts[False]),
+            "held_out_files": len(self.texts[True]),
+            "train_tokens": train.numel(),
+            "held_out_tokens": held_out.numel(),
+            "bytes_per_token": round(size / train.numel(), 3),
+        }
+
+    def target(self) -> dict:
+        return train_target(self.run, *self.streams)
+
+    def prompts(self) -> dict:
+        prompts = held_out_prompts(self.files)
+        write_json(self.run.output / "prompts.json", prompts)
+        return {"count": len(prompts)}
+
+    def eagle3(self) -> dict:
+        return train_head("eagle3", self.run, *self.lessons)
+
+    def eagle1(self) -> dict:
+        return train_head("eagle1", self.run, *self.lessons)
+
+    def evaluate(self) -> dict:
+        prompts = json.loads((self.run.output / "prompts.json").read_text(encoding="utf-8"))
+        return evaluate(self.run, prompts[: self.eval_prompts])
+
+
+def train(arguments: argparse.Namespace, recipe: Recipe) -> None:
+    """Run the stages that were asked for, and write what they reach."""
+    run = Run(recipe, arguments.output, torch.device(arguments.device))
+    for name in ("target", "eagle3", "eagle1"):
+        (run.output / name).mkdir(parents=True, exist_ok=True)
+    results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
+    pipeline = Pipeline(run, arguments.library, arguments.with_tests, arguments.eval_prompts)
+    for stage in STAGES:
+        if stage not in arguments.stages:
+            continue
+        print(f"{stage} ...", flush=True)
+        begin = time.monotonic()
+        reached = getattr(pipeline, stage)()
+        seconds = round(time.monotonic() - begin, 1)
+        results[stage] = {**reached, "seconds": seconds, "made_with": environment(run.device)}
+        if stage != "evaluate":
+            results["recipe"] = {**dataclasses.asdict(recipe), "dtype": str(recipe.dtype)}
+        results["bytes"] = file_sizes(run.output)
+        write_json(arguments.results, results)
+        print(f"  {seconds} s", flush=True)

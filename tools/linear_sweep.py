@@ -1,0 +1,251 @@
+"""What tools/tune_linear.py runs: candidates of launch settings, compiled in parallel, checked and timed."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import itertools
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton import linear as products
+from eagle_triton.linear import settings as table
+from eagle_triton.linear.settings import Settings
+from eagle_triton.runtime.overlap import await_inputs, overlapped
+from eagle_triton.runtime.split_sums import SplitSums
+
+if TYPE_CHECKING:  # Gluon's
+    from eagle_triton.linear.streamed import Streaming
+
+
+class Product(NamedTuple):
+    """Weights of `cols` rows each and `depth` columns; `fused`: gate and up with SwiGLU."""
+
+    cols: tuple[int, ...]
+    depth: int
+    fused: bool = False
+
+    def run(self, x: Tensor, weights: list[Tensor], settings: Settings | Streaming, keep_splits: bool) -> tuple:
+        if self.fused:
+            return (products.linear_swiglu(x, *weights, settings=settings),)
+        return products.linear_stack(x, weights, [None] * len(weights), keep_splits=keep_splits, settings=settings)
+
+    def reference(self, x: Tensor, weights: list[Tensor]) -> Tensor:
+        out = [F.linear(x.float(), weight.float()) for weight in weights]
+        return F.silu(out[0]) * out[1] if self.fused else torch.cat(out, dim=-1)
+
+
+PRODUCTS = {  # by their names in tools/tune_linear.py: Llama-3.1-8B and its EAGLE-3 head
+    "qkv": Product((4096, 1024, 1024), 4096),
+    "o": Product((4096,), 4096),
+    "gate_up": Product((14336, 14336), 4096, fused=True),
+    "down": Product((4096,), 14336),
+    "head": Product((128256,), 4096),
+    "draft_qkv": Product((4096, 1024, 1024), 8192),
+    "draft_head": Product((32000,), 4096),
+}
+_SHARED_MEMORY = 225 * 1024
+_PAUSES = 60  # programs of the small kernel
+
+
+def candidates(product: Product, rows: int) -> Iterator[Settings]:
+    """Settings that fit shared memory, keep enough bytes in flight and fill the chip."""
+    block_m, per_program = table.block_m_of(rows), 2 if product.fused else 1
+    for block_n, block_k, splits, stages, swap in itertools.product(
+        (32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (3, 4, 6), (False, True)
+    ):
+        shared = (block_n * per_program + block_m) * block_k * 2 * stages
+        tiles = sum(-(-n // block_n) for n in product.cols) // per_program
+        steps = product.depth // (splits * block_k)
+        resident = min(tiles * splits / 132, _SHARED_MEMORY // shared, 4)
+        in_flight = resident * block_n * per_program * block_k * 2 * stages
+        if shared > _SHARED_MEMORY or steps < 2 * stages or in_flight < 48 * 1024:
+            continue  # does not fit, ends before the pipeline is full, or cannot hide the memory's latency
+        if not 112 <= tiles * splits <= (1100 if splits == 1 else 400):
+            continue  # an idle chip, or many small programs
+        if splits > 1 and (product.fused or tiles >= 300):
+            continue
+        if (swap and block_n < (128 if block_m >= 64 else 64)) or (block_k == 256 and rows > 16):
+            continue  # no warpgroup instruction, or no gain in any sweep so far
+        if (stages == 6 and block_k > 64) or (stages == 3 and block_k == 64):
+            continue
+        yield Settings(block_n, block_k, splits, 4, stages, swap)
+
+
+def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
+    """Rings that fit shared memory, in programs that fill the chip."""
+    from eagle_triton.linear.streamed import Streaming, _block_m
+
+    swap, per_program = rows <= 16, 2 if product.fused else 1
+    block_m = _block_m(swap, rows)
+    for block_n, block_k, splits, w_stages, x_stages in itertools.product(
+        (32, 64, 128), (64, 128), (1, 2, 4), (2, 3, 4, 6), (2, 3, 4)
+    ):
+        shared = (block_n * per_program * w_stages + block_m * x_stages) * block_k * 2
+        programs = sum(-(-n // block_n) for n in product.cols) // per_program * splits
+        if shared > _SHARED_MEMORY or not 112 <= programs <= (1100 if splits == 1 else 400):
+            continue
+        if splits > 1 and (product.fused or max(product.cols) > 8192):
+            continue
+        if block_n < 64 and swap:  # no warpgroup instruction
+            continue
+        yield Streaming(block_n, block_k, splits, swap, w_stages, x_stages)
+
+
+@triton.jit
+def _pause_kernel(zero_ptr, out_ptr, PDL: tl.constexpr):
+    """Some loads one after another, as small kernels do."""
+    await_inputs(PDL)
+    place = tl.load(zero_ptr, volatile=True)
+    for _ in range(10):
+        place = tl.load(zero_ptr + place, volatile=True)
+    tl.store(out_ptr + tl.program_id(0), place)
+
+
+def pause() -> None:
+    """A small kernel that may start early, about 2.8 us on an H200."""
+    overlapped(_pause_kernel, (_PAUSES,), _pause_tensors().device)(*_pause_tensors(), num_warps=4)
+
+
+@functools.cache
+def _pause_tensors() -> Tensor:
+    return torch.zeros(2, _PAUSES, dtype=torch.int64, device="cuda")
+
+
+def compile_settings(task: tuple[int, bool, int, Settings | Streaming, bool]) -> str:
+    """In a worker: run one small product, so that its kernel lies in Triton's cache. Returns the error, or ''."""
+    count, fused, rows, settings, keep_splits = task
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    depth = 2 * settings.block_k * settings.splits
+    product = Product((2 * settings.block_n,) * count, depth, fused)
+    try:
+        x = torch.zeros(rows, depth, device=device, dtype=torch.bfloat16)
+        weights = [torch.zeros(n, depth, device=device, dtype=torch.bfloat16) for n in product.cols]
+        product.run(x, weights, settings, keep_splits)
+    except Exception as error:  # reported by the caller beside the settings
+        return f"{type(error).__name__}: {error}"[:120]
+    return ""
+
+
+def time_graph(calls: list[Callable[[], object]], replays: int = 9) -> float:
+    """Median µs of one of `calls`, replayed together in one CUDA graph."""
+    if not torch.cuda.is_available():
+        calls[0]()
+        return 1.0
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times) * 1e3 / len(calls)
+
+
+def make_weights(product: Product, device: str, total_bytes: float = 1.2e9) -> list[list[Tensor]]:
+    """Distinct sets of weights, `total_bytes` together, two sets at least."""
+    sets = max(2, int(total_bytes / (sum(product.cols) * product.depth * 2)))
+    return [
+        [torch.randn(n, product.depth, device=device, dtype=torch.bfloat16) * 0.02 for n in product.cols]
+        for _ in range(sets)
+    ]
+
+
+def tune(
+    product: Product, rows: int, settings: list[Settings | Streaming], keep_splits: bool, streamed: bool, device: str
+) -> tuple[float, list[tuple]]:
+    """cuBLAS's µs for one product with concatenated weights, and (µs, settings, relative error) fastest first."""
+
+    def timed(calls: list[Callable[[], object]]) -> float:
+        return time_graph([lambda call=call: (pause(), call()) for call in calls] if streamed else calls)
+
+    weights = make_weights(product, device)
+    x = torch.randn(rows, product.depth, device=device, dtype=torch.bfloat16)
+    expected = product.reference(x, weights[0])
+    joined = weights if len(product.cols) == 1 else [[torch.cat(some)] for some in weights]
+    blas = [lambda w=w: F.linear(x, w[0]) for w in joined]
+    blas_times, found = [timed(blas)], []
+    for candidate in settings:
+        try:
+            out = product.run(x, weights[0], candidate, keep_splits)
+            out = torch.cat([y.total() if isinstance(y, SplitSums) else y for y in out], dim=-1)
+            error = ((out.float() - expected).norm() / expected.norm()).item()
+            if not error < 5e-3:
+                raise ArithmeticError(f"relative error {error}")
+            calls = [functools.partial(product.run, x, some, candidate, keep_splits) for some in weights]
+            found.append((timed(calls), candidate, error))
+        except Exception as error:
+            print(f"  {candidate} failed: {type(error).__name__}: {str(error)[:100]}", flush=True)
+    blas_times.append(timed(blas))
+    return min(blas_times), sorted(found, key=lambda row: row[0])
+
+
+def sweep(args: argparse.Namespace) -> None:
+    """Compile, check and time what the options ask for, and print it."""
+    args.keep_splits |= args.streamed  # they leave split sums to the reader
+    started = time.monotonic()
+    plan = []
+    for rows, name in itertools.product(args.rows, args.products):
+        some = list((streamed_candidates if args.streamed else candidates)(PRODUCTS[name], rows))
+        if args.streamed:  # what is to be beaten
+            cols, depth, fused = PRODUCTS[name]
+            plain = table.launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, fused)
+            some += [] if plain is None else [plain]
+        plan.append((rows, name, some))
+
+    def task(rows: int, name: str, settings: Settings | Streaming) -> tuple[int, bool, int, Settings | Streaming, bool]:
+        return len(PRODUCTS[name].cols), PRODUCTS[name].fused, rows, settings, args.keep_splits
+
+    tasks = list(dict.fromkeys(task(rows, name, settings) for rows, name, some in plan for settings in some))
+    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+        errors = dict(zip(tasks, pool.map(compile_settings, tasks, chunksize=1), strict=True))
+    print(f"{len(tasks)} kernels compiled after {time.monotonic() - started:.0f} s", flush=True)
+    records, sums = [], {}
+    for rows, name, some in plan:
+        product = PRODUCTS[name]
+        good = []
+        for settings in some:
+            error = errors[task(rows, name, settings)]
+            if error:
+                print(f"  {settings}: {error}", flush=True)
+            else:
+                good.append(settings)
+        blas, found = tune(product, rows, good, args.keep_splits, args.streamed, "cuda")
+        size = sum(product.cols) * product.depth * 2
+        best = found[0][0]
+        total = sums.setdefault(rows, [0.0, 0.0])
+        total[0], total[1] = total[0] + blas, total[1] + best
+        print(
+            f"{rows} rows {name}: cuBLAS {blas:.1f} us {size / blas / 1e6:.2f} TB/s, best {best:.1f} us "
+            f"{size / best / 1e6:.2f} TB/s ({time.monotonic() - started:.0f} s)",
+            flush=True,
+        )
+        for us, settings, error in found[: args.top]:
+            print(f"    {us:7.2f}  {tuple(settings)}  {error:.1e}", flush=True)
+        records += [(rows, name, "cublas", f"{blas:.2f}")]
+        records += [(rows, name, " ".join(map(str, settings)), f"{us:.2f}") for us, settings, _ in found]
+    for rows, (blas, best) in sums.items():
+        print(f"{rows} rows, sum: cuBLAS {blas:.1f} us, best {best:.1f} us, ratio {best / blas:.3f}")
+    if args.csv:
+        with args.csv.open("w", newline="") as file:
+            csv.writer(file).writerows([("rows", "product", "settings", "us"), *records])
