@@ -493,7 +493,7 @@ def test_models_that_do_not_fit_are_refused():
         ([[1, 2]], dict(max_new_tokens=-1), "max_new_tokens"),
         ([[1, 2]], dict(temperature=-1.0), "temperature"),
         ([[1, 2]], dict(temperature=[1.0, 2.0]), "temperature: one value or 1"),
-        ([[1, 2]], dict(top_q=1), "unknown sampling option top_q"),
+        ([[1, 2]], dict(top_q=1), "generate: unknown option top_q, did you mean top_p"),
         ([[1, 2]], dict(stop_strings=["x"]), "tokenizer"),
         ([[1, 2]], dict(stop_strings=[""]), "non-empty"),
         ([[1, 2]], dict(attention_mask=torch.ones(1, 2)), "padded rows"),
@@ -512,8 +512,9 @@ def test_a_request_that_is_too_long_fails_alone():
     prompts = [random_prompt(length)[0] for length in (10, 49, 60, 12)]
     rows, stats = eagle.generate(prompts, [10, 20, 1, 10])
     reasons = [completion.error for completion in stats.completions]
-    assert reasons[0] is reasons[3] is None and reasons[1] and reasons[2]
-    assert [completion.finished for completion in stats.completions] == ["length", "error", "error", "length"]
+    assert reasons[0] is reasons[1] is reasons[3] is None and "60 tokens does not fit into the 50 rows" in reasons[2]
+    assert [completion.finished for completion in stats.completions] == ["length", "length", "error", "length"]
+    assert len(rows[1]) == 50 and torch.equal(rows[1][:49], prompts[1])
     assert rows[0][10:].tolist() == target_alone(model.base_model, prompts[0], 10)
     assert rows[3][12:].tolist() == target_alone(model.base_model, prompts[3], 10)
     assert torch.equal(rows[2], prompts[2])

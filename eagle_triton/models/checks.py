@@ -15,12 +15,12 @@ def check_prompt(input_ids: Tensor, vocab_size: int, max_batch: int | None = Non
         raise TypeError(f"input_ids: expected a tensor [B, L], got {type(input_ids).__name__}")
     if input_ids.is_meta:
         raise ValueError('input_ids: a tensor on the device "meta" holds no tokens')
-    if input_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"input_ids: expected an integer dtype (int64 or int32), got {input_ids.dtype}")
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids: expected shape [B, L], got {list(input_ids.shape)}")
     if input_ids.numel() == 0:
         raise ValueError(f"input_ids: the prompt is empty, got shape {list(input_ids.shape)}")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"input_ids: expected an integer dtype (int64 or int32), got {input_ids.dtype}")
     if max_batch is not None and input_ids.shape[0] > max_batch:
         raise ValueError(f"input_ids: expected a batch of at most {max_batch}, got {input_ids.shape[0]}")
     low, high = input_ids.min().item(), input_ids.max().item()
