@@ -455,6 +455,23 @@ def test_a_draft_step_goes_on_where_the_last_one_ended(kind):
         eagle.draft_step(ids[:, :1])
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "model"])
+@pytest.mark.parametrize("length", [3, 600], ids=["append", "read anew"])
+def test_two_draft_steps_from_one_prefix_are_independent(kind, length):
+    model = tiny_model(layers=5, seed=1)
+    draft = tiny_model(eagle3=False, layers=2, seed=1).base_model if kind == "model" else model.ea_layer
+    eagle = EAGLEInference(draft, model)
+    ids = random_prompt(9)
+    past = eagle.draft_step(ids).past_key_values
+    ways = [random_prompt(length, seed=seed) for seed in (1, 2)]
+    steps = [eagle.draft_step(way, past) for way in (*ways, ways[0])]
+    assert past.length == 9 and steps[0].past_key_values.length == 9 + length
+    for step, way in zip(steps, (*ways, ways[0]), strict=True):
+        whole = eagle.draft_step(torch.cat((ids, way), dim=1))
+        assert torch.equal(step.token_ids, whole.token_ids)
+        torch.testing.assert_close(step.scores, whole.scores, atol=1e-5, rtol=1e-4)
+
+
 # --- bad input ---
 
 

@@ -239,9 +239,9 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
 
 
 def _each_stop_ids(given: Any, count: int) -> list[Any]:
-    """A list of ids is meant for all prompts, a list with anything else holds one entry for each."""
+    """A list with an id in it is meant for all prompts, any other holds one entry for each."""
     given = _plain(given)
-    if isinstance(given, (list, tuple)) and not all(_is_integer(_plain(token)) for token in given):
+    if isinstance(given, (list, tuple)) and given and not any(_is_integer(_plain(token)) for token in given):
         return _each("stop_token_ids", given, count)
     if given is not None and not isinstance(given, (int, str, Mapping)) and isinstance(given, Iterable):
         given = list(given)  # an iterator would be read only once

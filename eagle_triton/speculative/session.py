@@ -276,12 +276,12 @@ class Session:
 
     def _too_long(self, length: int) -> str | None:
         """Why a prompt of so many tokens cannot enter."""
-        if length > self.rows:
-            return f"a prompt of {length} tokens does not fit into the {self.rows} rows of this batch"
         try:
             check_positions(length, self._positions)
         except ValueError as error:
             return str(error)
+        if length > self.rows:
+            return f"a prompt of {length} tokens does not fit into the {self.rows} rows of this batch"
         return None
 
     def _admit(self) -> None:
