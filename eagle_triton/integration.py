@@ -55,8 +55,8 @@ class EagleTritonConfig:
             if field.name == "megakernel" and value == "auto":
                 continue
             if not isinstance(value, bool) and not (value is None and field.default is None):
-                others = {None: " or None", "auto": ' or "auto"'}
-                raise TypeError(f"{field.name} must be True or False{others.get(field.default, '')}, got {value!r}")
+                other = {"megakernel": ' or "auto"'}.get(field.name, " or None" if field.default is None else "")
+                raise TypeError(f"{field.name} must be True or False{other}, got {value!r}")
 
     def changed(self, **options: Any) -> EagleTritonConfig:
         """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""

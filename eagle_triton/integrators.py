@@ -14,16 +14,22 @@ chunk and the token.
 | predicts, accept_index, accept_token_num | [bs * N], [bs, S], [bs] int32                                        |
 | target_probs, draft_probs           | [bs, N, V] f32                                                            |
 
-Semantics: reference/integrators.py. Integers are exact; masses are fp32, the final draw's sums fp64, in a fixed order.
+Semantics: reference/integrators.py, which also runs for tensors on a CPU, unless Triton's interpreter is on. Integers
+are exact; masses are fp32, the final draw's sums fp64, in a fixed order.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.reference import integrators as reference
 from eagle_triton.reference.integrators import (
     TreeMaskMode,
     both_spellings,
@@ -37,6 +43,8 @@ from eagle_triton.sampling.draws import choose_chunk, choose_token, chunk_of
 from eagle_triton.sampling.filter_thresholds import merge_peaks
 
 _NOWHERE = tl.constexpr(2**31 - 1)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @triton.jit
@@ -208,7 +216,7 @@ def tree_speculative_sampling_kernel(
         repeated = tl.max(tl.where((tokens == token) & (refused > 0), 1, 0), 0) > 0
         p = tl.where(repeated, 0.0, tl.load(target_probs_ptr + place))
         mass += p
-        if (p > 0) & ((coin < mass / threshold_acc) | (p >= threshold_single)):
+        if ((p > 0) & (coin < mass / threshold_acc)) | (p >= threshold_single):
             tl.store(predicts_ptr + last, token.to(tl.int32))
             count += 1
             row = current
@@ -297,6 +305,25 @@ def _final_token_kernel(
     tl.store(predicts_ptr + tl.load(ends_ptr + batch * 2 + 1), token)
 
 
+def _interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1), so that they take tensors on a CPU."""
+    return not isinstance(build_tree_kernel_triton, triton.JITFunction)
+
+
+def _reference_on_cpu(function: Function) -> Function:
+    """Let the reference of the same name take tensors that lie on a CPU, where no kernel can run."""
+    plain = getattr(reference, function.__name__)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        on_cpu = next((tensor.device.type == "cpu" for tensor in tensors), False)
+        return (plain if on_cpu and not _interpreted() else function)(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+@_reference_on_cpu
 def build_tree_efficient_triton(
     verified_id: Tensor,
     parent_list: Tensor,
@@ -344,6 +371,7 @@ def build_tree_efficient_triton(
     return mask, positions, index, next_token, next_sibling, tokens
 
 
+@_reference_on_cpu
 @both_spellings
 def verify_tree_greedy_triton(
     predicts: Tensor,
@@ -369,6 +397,7 @@ def verify_tree_greedy_triton(
     return predicts, accept_index, accept_token_num
 
 
+@_reference_on_cpu
 @both_spellings
 def tree_speculative_sampling_target_only(
     predicts: Tensor,

@@ -157,7 +157,7 @@ def test_walks_of_any_tree(data):
 
     distribution = torch.softmax(2 * torch.randn(batch, nodes, vocabulary, generator=source), dim=-1)
     coins, final = torch.rand(batch, nodes, generator=source), torch.rand(batch, generator=source)
-    thresholds = data.draw(st.sampled_from([(1.0, 1.0), (0.4, 1.0), (1.0, 0.5)]))
+    thresholds = data.draw(st.sampled_from([(1.0, 1.0), (0.4, 1.0), (1.0, 0.5), (0.0, 0.0)]))
     used = [torch.zeros_like(distribution), torch.zeros_like(distribution, device=DEVICE)]
     expected = reference.tree_speculative_sampling_target_only(
         *outputs(batch, nodes, steps, "cpu"), *tree, coins, final, distribution, used[0], *thresholds
@@ -236,6 +236,48 @@ def test_edges_of_the_sampled_walk(device):
         )
         assert count.tolist() == [0, 0, 0]
         assert predicts[::4].tolist() == [0, 3, 1]
+
+
+def test_thresholds_of_zero_take_the_first_child_whatever_its_mass(device):
+    """As SGLang's own test of it: the path of first children, through a token of mass 0."""
+    candidates, index = torch.tensor([[9, 3, 1, 2]]), torch.arange(4)[None]
+    next_token, next_sibling = torch.tensor([[1, 3, -1, -1]]), torch.tensor([[-1, 2, -1, -1]])
+    coins, final = torch.full((1, 4), 0.5), torch.tensor([0.5])
+    distribution = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0])  # token 1 alone: the refused sibling
+    for module, where in ((reference, "cpu"), (integrators, device)):
+        probs = distribution.repeat(1, 4, 1).to(where)
+        moved = [value.to(where) for value in (candidates, index, next_token, next_sibling, coins, final)]
+        arguments = (*moved, probs, torch.zeros_like(probs))
+        predicts, accept_index, count = module.tree_speculative_sampling_target_only(
+            *outputs(1, 4, 4, where), *arguments, 0.0, 0.0
+        )
+        assert count.tolist() == [2] and accept_index.tolist() == [[0, 1, 3, -1]]
+        assert predicts.tolist() == [3, 2, -7, 1]
+        *_, count = module.tree_speculative_sampling_target_only(*outputs(1, 4, 4, where), *arguments)
+        assert count.tolist() == [1]  # at 1 the token of mass 0 is passed by
+
+
+def test_tensors_on_a_cpu_take_the_reference_unless_the_interpreter_is_on(monkeypatch):
+    """No kernel is launched for them, by position or by name."""
+
+    def no_launch(*_):
+        raise AssertionError("a kernel was launched")
+
+    monkeypatch.setattr(integrators, "launch", no_launch)
+    parent_list, chosen = drafted(2, 2, 3, 6, 0)
+    lengths, mode = torch.ones(2, dtype=torch.int64), TreeMaskMode.QLEN_ONLY
+    arguments = ("cpu", lengths, parent_list, chosen, chosen, lengths, 2, 3, mode)
+    monkeypatch.setattr(integrators, "_interpreted", lambda: True)
+    with pytest.raises(AssertionError, match="launched"):
+        build(integrators, *arguments)
+    monkeypatch.setattr(integrators, "_interpreted", lambda: False)
+    assert_same(build(integrators, *arguments), build(reference, *arguments))
+    candidates, links, target, _ = walk_case(3, 2, 2, 3, 6, 5)
+    expected = reference.verify_tree_greedy_triton(*outputs(2, 6, 4, "cpu"), candidates, *links, target)
+    names = ("predicts", "accept_index", "accept_token_num", "candidates", "retrieve_index", "retrieve_next_token")
+    values = (*outputs(2, 6, 4, "cpu"), candidates, *links, target)
+    named = dict(zip((*names, "retrieve_next_sibling", "target_predict"), values, strict=True))
+    assert_same(integrators.verify_tree_greedy_triton(**named), expected)
 
 
 @pytest.mark.parametrize("module", [integrators, reference], ids=["kernel", "reference"])

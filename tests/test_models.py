@@ -4,7 +4,10 @@ The targets are tiny and random, but predictable: the residual stream is dominat
 a permutation of it, so a head that passes the embedding on drafts what the target will say, with some errors.
 """
 
+import copy
 import json
+import pickle
+import tempfile
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +20,8 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from eagle_triton.models import MC_SIM_7B_63, DraftConfig, Eagle1Head, Eagle3Head, EaModel
+from eagle_triton import EAGLEInference
+from eagle_triton.models import MC_SIM_7B_63, DraftConfig, Eagle1Head, Eagle3Head, EaModel, loading
 from eagle_triton.models.loading import read_draft_config
 from eagle_triton.models.target import TargetCache, default_feature_layers, run_target
 from eagle_triton.models.tree import ancestor_mask, fixed_tree, grow_dynamic_tree, retrieve_paths, top_k
@@ -404,6 +408,12 @@ def test_impossible_trees_are_refused(tree):
         model(**tree)
 
 
+@pytest.mark.parametrize("threshold", [0, -1.0, float("nan"), "1", True])
+def test_thresholds_are_positive(threshold):
+    with pytest.raises(ValueError, match="threshold: must be a positive number"):
+        model(threshold=threshold)
+
+
 # --- heads ---
 
 
@@ -447,6 +457,25 @@ def test_rotary_scaling_is_that_of_transformers(eagle3):
         torch.testing.assert_close(rotary_frequencies(config), rope.inv_freq)
     with pytest.raises(ValueError, match="rope_scaling"):
         draft_config(eagle3, rope_scaling=dict(rope_type="yarn", factor=2.0))
+
+
+# --- pickling ---
+
+
+@pytest.mark.parametrize("way", ["pickle", "save", "copy"])
+def test_a_model_that_has_generated_can_be_kept_and_copied(eagle3, way, tmp_path):
+    base = copy.deepcopy(target())
+    m, ids = EaModel(base, head(base, eagle3, **TREES["8/3/2"]), tokenizer()), prompt(5)
+    want, accepted = m.eagenerate(ids, max_new_tokens=8), m.accept_lengths
+    if way == "save":
+        torch.save(m, tmp_path / "model.pt")
+        twin = torch.load(tmp_path / "model.pt", weights_only=False)
+    else:
+        twin = pickle.loads(pickle.dumps(m)) if way == "pickle" else copy.deepcopy(m)
+    base.lm_head.weight.data.zero_()  # the twin is a model of its own
+    assert torch.equal(twin.eagenerate(ids, max_new_tokens=8), want) and twin.accept_lengths == accepted
+    assert m(ids, output_orig=True)[1].abs().max() == 0, "the original still runs"
+    assert copy.copy(m).base_model is base
 
 
 # --- checkpoints ---
@@ -527,6 +556,8 @@ def test_save_pretrained_round_trip(tmp_path, eagle3):
     assert got.accept_lengths == want.accept_lengths
     overridden = EaModel.from_pretrained(tmp_path, total_token=4, depth=2, top_k=3)
     assert (overridden.ea_layer.depth, overridden.ea_layer.top_k) == (2, 3)
+    asked = EaModel.from_pretrained(tmp_path, total_token=60, depth=7, top_k=10).ea_layer  # the defaults, by name
+    assert (asked.total_tokens, asked.depth, asked.top_k, asked.tree_choices) == (59, 7, 10, None)
 
 
 def test_dtype_goes_by_both_names(tmp_path):
@@ -642,6 +673,13 @@ def test_a_target_that_lacks_weights_is_refused(checkpoints):
         (dict(hidden_act="gelu"), "hidden_act"),
         (dict(intermediate_size=None), "intermediate_size"),
         (dict(rope_scaling=dict(type="dynamic", factor=2.0)), "rope_scaling"),
+        (dict(norm_output=True), "norm_output=True"),
+        (dict(fc_norm=True), "fc_norm=True"),
+        (dict(residual_gate=True), "residual_gate"),
+        (dict(attention_multiplier=0.5), "attention_multiplier"),
+        (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor"),
+        (dict(model_type="gemma3_text"), "gemma3_text"),
+        (dict(sliding_window=128), "sliding_window"),
     ],
     ids=str,
 )
@@ -651,6 +689,16 @@ def test_heads_that_do_not_fit_are_refused_before_the_target_is_read(checkpoints
     monkeypatch.setattr("eagle_triton.models.ea_model.load_target", lambda *a, **k: pytest.fail("target was read"))
     with pytest.raises(ValueError, match=message):
         EaModel.from_pretrained(str(base), str(path))
+
+
+def test_fields_that_change_nothing_are_accepted(checkpoints):
+    base, path = checkpoints
+    edit(
+        path, norm_output=False, fc_norm=None, partial_rotary_factor=1.0, logit_scale=1.0, sliding_window=4096,
+        use_sliding_window=False, attention_bias=False, architectures=["LlamaForCausalLMEagle3"], dtype="bfloat16",
+        use_cache=True, pretraining_tp=1, model_type="llama", embed_requires_grad=True, anything_else="x",
+    )  # fmt: skip
+    EaModel.from_pretrained(str(base), str(path))
 
 
 def test_unknown_architectures_are_refused(checkpoints):
@@ -664,8 +712,83 @@ def test_unknown_architectures_are_refused(checkpoints):
 def test_paths_that_hold_no_head_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="ea_model_path"):
         EaModel.from_pretrained(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no directory"):
-        EaModel.from_pretrained(str(write_target(tmp_path)), str(tmp_path / "nothing"))
+    base = str(write_target(tmp_path))
+    for path in (str(tmp_path / "nothing"), "./nothing", "../nothing", "~/nothing", f"{tmp_path.parent}/x/y"):
+        with pytest.raises(FileNotFoundError, match=r"ea_model_path: .* does not exist"):
+            EaModel.from_pretrained(base, path)
+        with pytest.raises(FileNotFoundError, match=r"base_model_path: .* does not exist"):
+            EaModel.from_pretrained(path)
+    with pytest.raises(ValueError, match="config.json' is a file"):
+        EaModel.from_pretrained(base, f"{base}/config.json")
+    for hub_id in ("dem", "somebody/their-model"):
+        with pytest.raises(FileNotFoundError, match=f"needed, because '{hub_id}'.*target without a head: pass"):
+            EaModel.from_pretrained(hub_id)
+
+
+def test_an_unsupported_target_is_called_that_before_its_head_is_missed(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=V, n_embd=32, n_layer=1, n_head=2, n_positions=32))
+    gpt2.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="one of llama, mistral, qwen2, qwen3, got model_type 'gpt2'"):
+        EaModel.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="gpt2|GPT2"):
+        EAGLEInference(None, gpt2)
+
+
+# --- the hub ---
+
+
+@pytest.fixture
+def fetched(monkeypatch):
+    """What each kind of file is asked for with; nothing is fetched."""
+    calls = {}
+
+    def record(name, answer):
+        def call(path, *_, **options):
+            calls[name] = (path, options)
+            return answer()
+
+        return call
+
+    raw = {name: value for name, value in draft_config(True).to_dict().items() if value is not None}
+    tensors = head(target(), True).state_dict()
+    loaded = lambda: (target(), dict(missing_keys=[], unexpected_keys=[]))  # noqa: E731
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", record("config", lambda: target().config))
+    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", record("tokenizer", tokenizer))
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", record("weights", loaded))
+
+    def download(path, allow_patterns, **options):
+        calls["head"] = (path, options)
+        folder = Path(tempfile.mkdtemp())
+        (folder / "config.json").write_text(json.dumps(raw))
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+        return folder
+
+    monkeypatch.setattr(loading, "snapshot_download", download)
+    return calls
+
+
+def test_hub_arguments_reach_every_file(fetched):
+    everywhere = dict(token="T", cache_dir="/c", local_files_only=True, force_download=False)
+    targets = dict(revision="abc", trust_remote_code=True, subfolder="s")
+    EaModel.from_pretrained("a/target", "b/head", ea_revision="def", **everywhere, **targets)
+    assert fetched["head"] == ("b/head", {**everywhere, "revision": "def"})
+    for name in ("config", "tokenizer", "weights"):
+        path, options = fetched[name]
+        options.pop("dtype", None), options.pop("output_loading_info", None)
+        assert path == "a/target" and options == {**everywhere, **targets}, name
+
+
+def test_a_revision_is_that_of_one_repository(fetched, tmp_path):
+    EaModel.from_pretrained("a/target", "b/head", revision="abc")
+    assert fetched["head"] == ("b/head", {}) and fetched["config"][1]["revision"] == "abc"
+    EaModel.from_pretrained("a/both", "a/both", revision="abc")
+    assert fetched["head"] == ("a/both", {"revision": "abc"})
+    with pytest.raises(ValueError, match="^revision: .* is a local directory"):
+        EaModel.from_pretrained(str(tmp_path), "b/head", revision="abc")
+    with pytest.raises(ValueError, match="^ea_revision: .* is a local directory"):
+        EaModel.from_pretrained("a/target", str(tmp_path), ea_revision="abc")
 
 
 def test_shallow_targets_need_named_feature_layers():
@@ -691,8 +814,9 @@ METHODS = ("eagenerate", "ea_generate", "naivegenerate", "naive_generate", "gene
         (torch.tensor([[1, -1]]), "out of range"),
         (torch.tensor([[1.0, 2.0]]), "integer"),
         (torch.tensor([1, 2]), "shape"),
+        (torch.ones(1, 2, dtype=torch.long, device="meta"), "meta"),
     ],
-    ids=["empty", "above", "below", "float", "1d"],
+    ids=["empty", "above", "below", "float", "1d", "meta"],
 )
 def test_bad_prompts_are_refused_at_the_call(method, ids, message):
     m = model()
@@ -732,6 +856,27 @@ def test_generate_refuses_bad_arguments():
     ):
         with pytest.raises(ValueError):
             m.generate(ids, **bad)
+
+
+@pytest.mark.parametrize("option", [dict(temperature=0.7), dict(top_p=0.9), dict(top_k=5), dict(min_p=0.1)], ids=str)
+def test_options_of_sampling_need_do_sample(option):
+    m, (name,) = model(), option
+    with pytest.raises(ValueError, match=f"^{name}=.* needs do_sample=True"):
+        m.generate(prompt(4), max_new_tokens=2, **option)
+    m.generate(prompt(4), max_new_tokens=2, do_sample=True, **option)
+    m.generate(prompt(4), max_new_tokens=2, temperature=0.0)
+
+
+def test_no_sequence_passes_the_positions():
+    base = copy.copy(target())
+    base.config = copy.copy(base.config)
+    base.config.max_position_embeddings = 20
+    m = EaModel(base, head(base, True, **TREES["8/3/2"]), tokenizer())
+    assert torch.equal(m.generate(prompt(15), max_new_tokens=40), model().generate(prompt(15), max_new_tokens=5))
+    assert m.generate(prompt(15), max_length=60).shape[1] == 20
+    assert torch.equal(m.generate(prompt(20)), prompt(20))
+    with pytest.raises(ValueError, match="21 tokens pass the target's 20 positions"):
+        m.generate(prompt(21), max_new_tokens=1)
 
 
 @pytest.mark.parametrize("whose", ["target", "draft head"])

@@ -33,6 +33,7 @@ from eagle_triton.speculative import (
     select_top_k_tokens,
     verify_tree_greedy,
 )
+from eagle_triton.speculative import policy as policy_module
 from eagle_triton.speculative.costs import CostTable, StepCosts
 from eagle_triton.speculative.policy import TreePolicy, tree_sizes
 from tools import cost_tables
@@ -588,3 +589,26 @@ def test_public_names_are_there():
     assert all(getattr(speculative, name) is not None for name in speculative.__all__)
     with pytest.raises(AttributeError, match="nothing"):
         _ = speculative.nothing
+
+
+def test_the_pause_that_learns_what_a_plain_step_costs_forgets_nothing():
+    """Only a pause because drafting did not pay makes what was learnt before it hardly count."""
+    spec = EAGLEConfig(topk=1, num_steps=3, num_draft_tokens=4).tree()
+    policy = TreePolicy([spec], StepCosts(1, 0.5))
+    for _ in range(policy_module.LOOK):
+        assert policy.choose() == spec
+        policy.observe([1], 1.0)
+    learnt = policy._seen[spec].steps
+    for _ in range(policy_module.CHECK):
+        assert policy.choose() == PLAIN
+        policy.observe([0], 1.0)
+    assert policy.choose() == spec and policy.probes == 0
+    assert policy._seen[spec].steps == learnt > policy_module.ENOUGH
+    for _ in range(200):  # and from now on nothing is accepted: a real pause, and what it does
+        if policy.choose() == PLAIN:
+            break
+        policy.observe([0], 9.0)
+    before = policy._seen[spec].steps
+    while policy.choose() == PLAIN:
+        policy.observe([0], 1.0)
+    assert policy.probes == 1 and policy._seen[spec].steps < 0.1 * before

@@ -455,6 +455,23 @@ def test_a_draft_step_goes_on_where_the_last_one_ended(kind):
         eagle.draft_step(ids[:, :1])
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "model"])
+@pytest.mark.parametrize("length", [3, 600], ids=["append", "read anew"])
+def test_two_draft_steps_from_one_prefix_are_independent(kind, length):
+    model = tiny_model(layers=5, seed=1)
+    draft = tiny_model(eagle3=False, layers=2, seed=1).base_model if kind == "model" else model.ea_layer
+    eagle = EAGLEInference(draft, model)
+    ids = random_prompt(9)
+    past = eagle.draft_step(ids).past_key_values
+    ways = [random_prompt(length, seed=seed) for seed in (1, 2)]
+    steps = [eagle.draft_step(way, past) for way in (*ways, ways[0])]
+    assert past.length == 9 and steps[0].past_key_values.length == 9 + length
+    for step, way in zip(steps, (*ways, ways[0]), strict=True):
+        whole = eagle.draft_step(torch.cat((ids, way), dim=1))
+        assert torch.equal(step.token_ids, whole.token_ids)
+        torch.testing.assert_close(step.scores, whole.scores, atol=1e-5, rtol=1e-4)
+
+
 # --- bad input ---
 
 
@@ -493,7 +510,7 @@ def test_models_that_do_not_fit_are_refused():
         ([[1, 2]], dict(max_new_tokens=-1), "max_new_tokens"),
         ([[1, 2]], dict(temperature=-1.0), "temperature"),
         ([[1, 2]], dict(temperature=[1.0, 2.0]), "temperature: one value or 1"),
-        ([[1, 2]], dict(top_q=1), "unknown sampling option top_q"),
+        ([[1, 2]], dict(top_q=1), "generate: unknown option top_q, did you mean top_p"),
         ([[1, 2]], dict(stop_strings=["x"]), "tokenizer"),
         ([[1, 2]], dict(stop_strings=[""]), "non-empty"),
         ([[1, 2]], dict(attention_mask=torch.ones(1, 2)), "padded rows"),
@@ -512,8 +529,9 @@ def test_a_request_that_is_too_long_fails_alone():
     prompts = [random_prompt(length)[0] for length in (10, 49, 60, 12)]
     rows, stats = eagle.generate(prompts, [10, 20, 1, 10])
     reasons = [completion.error for completion in stats.completions]
-    assert reasons[0] is reasons[3] is None and reasons[1] and reasons[2]
-    assert [completion.finished for completion in stats.completions] == ["length", "error", "error", "length"]
+    assert reasons[0] is reasons[1] is reasons[3] is None and "60 tokens does not fit into the 50 rows" in reasons[2]
+    assert [completion.finished for completion in stats.completions] == ["length", "length", "error", "length"]
+    assert len(rows[1]) == 50 and torch.equal(rows[1][:49], prompts[1])
     assert rows[0][10:].tolist() == target_alone(model.base_model, prompts[0], 10)
     assert rows[3][12:].tolist() == target_alone(model.base_model, prompts[3], 10)
     assert torch.equal(rows[2], prompts[2])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 
@@ -31,26 +34,21 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = ()
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+            _check_number(name, getattr(self, name))
         if not math.isfinite(self.temperature) or self.temperature < 0:
             raise ValueError(f"temperature must be a finite number >= 0, got {self.temperature}")
-        if self.top_k < 0 or int(self.top_k) != self.top_k:
+        if not math.isfinite(self.top_k) or self.top_k < 0 or int(self.top_k) != self.top_k:
             raise ValueError(f"top_k must be an integer >= 0 (0: off), got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1] (1: off), got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1] (0: off), got {self.min_p}")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed must fit into 64 bits, got {self.seed}")
+        if self.seed is not None:
+            object.__setattr__(self, "seed", _seed(self.seed))
         if not math.isfinite(self.repetition_penalty) or self.repetition_penalty <= 0:
             raise ValueError(f"repetition_penalty must be a finite number > 0 (1: off), got {self.repetition_penalty}")
-        pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
-        bias = tuple(sorted((int(token), float(value)) for token, value in pairs))
-        for token, value in bias:
-            if token < 0 or math.isnan(value) or value == math.inf:
-                raise ValueError(f"logit_bias must give tokens >= 0 finite values or -inf, got {token}: {value}")
-        if len({token for token, _ in bias}) < len(bias):
-            raise ValueError("logit_bias: a token occurs twice")
-        object.__setattr__(self, "logit_bias", bias)
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -99,3 +97,32 @@ class SamplingParams:
         params.min_p.fill_(self.min_p)
         params.seed.fill_(self.seeds(1)[0])
         params.step.zero_()
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+
+
+def _seed(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"seed must be an integer or None, got {value!r}")
+    seed = operator.index(value)
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must fit into 64 bits, got {seed}")
+    return seed
+
+
+def _biases(given: Any) -> tuple[tuple[int, float], ...]:
+    """Sorted pairs of a token and what is added to its logit."""
+    try:
+        pairs = given.items() if isinstance(given, Mapping) else given
+        bias = tuple(sorted((operator.index(token), float(value)) for token, value in pairs))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"logit_bias must map tokens to numbers, or be pairs of both, got {given!r:.80}") from error
+    for token, value in bias:
+        if token < 0 or math.isnan(value) or value == math.inf:
+            raise ValueError(f"logit_bias must give tokens >= 0 finite values or -inf, got {token}: {value}")
+    if len({token for token, _ in bias}) < len(bias):
+        raise ValueError("logit_bias: a token occurs twice")
+    return bias

@@ -1,5 +1,7 @@
 """Checks on what a caller hands in, made before any state changes. Each raises with what was expected and what came."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 
@@ -11,12 +13,14 @@ def check_prompt(input_ids: Tensor, vocab_size: int, max_batch: int | None = Non
     """
     if not isinstance(input_ids, Tensor):
         raise TypeError(f"input_ids: expected a tensor [B, L], got {type(input_ids).__name__}")
-    if input_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"input_ids: expected an integer dtype (int64 or int32), got {input_ids.dtype}")
+    if input_ids.is_meta:
+        raise ValueError('input_ids: a tensor on the device "meta" holds no tokens')
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids: expected shape [B, L], got {list(input_ids.shape)}")
     if input_ids.numel() == 0:
         raise ValueError(f"input_ids: the prompt is empty, got shape {list(input_ids.shape)}")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"input_ids: expected an integer dtype (int64 or int32), got {input_ids.dtype}")
     if max_batch is not None and input_ids.shape[0] > max_batch:
         raise ValueError(f"input_ids: expected a batch of at most {max_batch}, got {input_ids.shape[0]}")
     low, high = input_ids.min().item(), input_ids.max().item()
@@ -40,11 +44,22 @@ def check_fits(prompt_length: int, rows: int, max_length: int) -> None:
         )
 
 
+def check_positions(prompt_length: int, positions: int | None) -> None:
+    """ValueError if a prompt is longer than the target's positions; None: they are not limited."""
+    if positions is not None and prompt_length > positions:
+        raise ValueError(
+            f"input_ids: the prompt's {prompt_length} tokens pass the target's {positions} positions "
+            f"(max_position_embeddings)"
+        )
+
+
 def check_attention_mask(attention_mask: Tensor, input_ids: Tensor) -> None:
     """A padding mask [B, L] of 0 and 1 whose ones are contiguous in each row, and at least one.
 
-    Raises ValueError.
+    Raises TypeError if it is no tensor, ValueError otherwise.
     """
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask: expected a tensor [B, L], got {type(attention_mask).__name__}")
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask: expected the shape of input_ids {list(input_ids.shape)}, got {list(attention_mask.shape)}"

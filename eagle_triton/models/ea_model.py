@@ -17,11 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .checks import check_fits, check_logits, check_prompt
-from .generate_arguments import GenerateArguments, make_generator, original_stop_ids
+from .generate_arguments import GenerateArguments, check_sampling_is_meant, make_generator, original_stop_ids
 from .heads import DraftHead, Eagle3Head
 from .loading import (
     HEAD_FOLDERS,
     TARGET_FOLDER,
+    HubArguments,
     check_fit,
     load_head,
     load_target,
@@ -29,7 +30,7 @@ from .loading import (
     locate,
     read_target_config,
 )
-from .target import TargetCache, check_architecture, default_feature_layers, run_target
+from .target import TargetCache, check_architecture, default_feature_layers, run_target, without_capture_hooks
 from .tree import TreeChoices
 from .verify import children_of, choose, eagle_warpers, generate_warpers, verify_tree
 
@@ -80,26 +81,34 @@ class EaModel(nn.Module):
         base_model_path: str,
         ea_model_path: str | None = None,
         use_eagle3: bool = True,
-        total_token: int = 60,
-        depth: int = 7,
-        top_k: int = 10,
-        threshold: float = 1.0,
+        total_token: int | None = None,
+        depth: int | None = None,
+        top_k: int | None = None,
+        threshold: float | None = None,
         tree_choices: TreeChoices | None = None,
+        *,
+        ea_revision: str | None = None,
         **kwargs: Any,
     ) -> "EaModel":
         """Load a target and its draft head.
 
         base_model_path: a directory or hub id of a Llama, Mistral, Qwen2 or Qwen3 model; "demo" for the checkpoint
-        that ships with this package; or, without `ea_model_path`, a directory written by `save_pretrained`, whose
-        stored tree then replaces every tree argument left at its default.
+        that ships with this package; or, without `ea_model_path`, a directory written by `save_pretrained`.
         ea_model_path: a directory or hub id of the head, in SafeAILab's layout or that of speculators/vLLM/SGLang.
         use_eagle3: whether it is an EAGLE-3 head (else EAGLE-1/2).
-        total_token: nodes of a tree, root included; -1 picks from 40, 48, 50, 56 and 60 by measuring the target.
-        depth, top_k: beam passes and beam width of a dynamic tree. tree_choices: rank paths of a fixed tree instead.
-        kwargs go to the target's `from_pretrained`; `dtype` and `torch_dtype` both work, the default is fp32.
+        total_token: nodes of a tree, root included (60); -1 picks from 40, 48, 50, 56 and 60 by measuring the target.
+        depth, top_k: beam passes (7) and beam width (10) of a dynamic tree. tree_choices: rank paths of a fixed tree
+        instead. None, as for `threshold` (1), takes what `save_pretrained` stored, else the number in brackets; one of
+        total_token, depth and top_k asks for a dynamic tree, whatever was stored.
+        kwargs go to the target's `from_pretrained`; `dtype` and `torch_dtype` both work, the default is fp32. `token`,
+        `cache_dir`, `local_files_only`, `force_download` and `proxies` count for target, tokenizer and head alike;
+        `revision`, `subfolder`, `trust_remote_code` and `code_revision` for the target and its tokenizer. A revision
+        names a commit of one repository, so the head has its own: `ea_revision`, which is `revision` only where the
+        head lies in the target's repository.
         Raises FileNotFoundError and ValueError, the head's and the configurations' before the target is read.
         """
         target_path, head_path, use_eagle3 = locate(base_model_path, ea_model_path, use_eagle3)
+        hub = HubArguments.of(target_path, head_path, ea_revision, kwargs)
         measure = total_token == -1
         asked = dict(
             total_token=60 if measure else total_token,
@@ -108,12 +117,9 @@ class EaModel(nn.Module):
             threshold=threshold,
             tree_choices=tree_choices,
         )
-        if ea_model_path is None:
-            defaults = dict(total_token=60, depth=7, top_k=10, threshold=1.0, tree_choices=None)
-            asked = {name: None if value == defaults[name] else value for name, value in asked.items()}
-        head = load_head(head_path, use_eagle3, read_target_config(target_path), asked)
+        head = load_head(head_path, use_eagle3, read_target_config(target_path, **hub.target), asked, **hub.head)
         base_model: Any = load_target(target_path, **kwargs)
-        tokenizer = load_tokenizer(target_path)
+        tokenizer = load_tokenizer(target_path, **hub.target)
 
         if head.embed_tokens.weight.is_meta:
             head.embed_tokens.weight = nn.Parameter(base_model.get_input_embeddings().weight.detach().clone())
@@ -140,6 +146,17 @@ class EaModel(nn.Module):
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling, `torch.save` and deep copies, also after a generation."""
+        modules = {**self._modules, "base_model": without_capture_hooks(self.base_model)}
+        return {**vars(self), "_modules": modules}
+
+    def __copy__(self) -> "EaModel":
+        """A shallow copy has the very same target."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(vars(self))
+        return twin
 
     @property
     def device(self) -> torch.device:
@@ -275,10 +292,13 @@ class EaModel(nn.Module):
         padding on the left or right of a prompt. Each sequence ends with its first end token (`eos_token_id`; default
         the generation config's, else the tokenizer's) or after `max_new_tokens`, which goes before `max_length`
         (prompt included); with neither 512 new tokens. Sampling filters in the order temperature, top-k, top-p,
-        min-p; `generator` or `seed` make it repeatable on their own, else torch's global generator is used.
+        min-p; `generator` or `seed` make it repeatable on their own, else torch's global generator is used. No sequence
+        passes the target's `max_position_embeddings`.
         Returns [B, longest] int64: prompts without their padding, new tokens, then `pad_token_id` on the right.
-        Raises ValueError for bad arguments, RuntimeError for NaN logits.
+        Raises ValueError for bad arguments, among them a prompt beyond the positions and options of sampling without
+        `do_sample`, RuntimeError for NaN logits.
         """
+        check_sampling_is_meant(do_sample, temperature, top_p, top_k, min_p)
         request = GenerateArguments.resolve(
             self, input_ids, attention_mask, max_length, max_new_tokens, eos_token_id, pad_token_id
         )

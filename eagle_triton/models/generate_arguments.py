@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import check_attention_mask, check_max_length, check_prompt
+from .checks import check_attention_mask, check_max_length, check_positions, check_prompt
 
 DEFAULT_NEW_TOKENS = 512
 
@@ -34,13 +34,16 @@ class GenerateArguments:
     ) -> GenerateArguments:
         """From the arguments of `EaModel.generate`, which says what they mean. `model`: any EaModel.
 
-        Raises ValueError for bad arguments.
+        No sequence passes the target's positions. Raises ValueError for bad arguments.
         """
         check_prompt(input_ids, model.base_model.lm_head.weight.shape[0])
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         check_attention_mask(attention_mask, input_ids)
         prompts = [row[kept] for row, kept in zip(input_ids, attention_mask.bool(), strict=True)]
+        positions = max_positions(model.base_model)
+        for prompt in prompts:
+            check_positions(len(prompt), positions)
         if max_new_tokens is not None:
             if max_new_tokens < 0:
                 raise ValueError(f"max_new_tokens: must not be negative, got {max_new_tokens}")
@@ -51,12 +54,29 @@ class GenerateArguments:
             new_tokens = [max_length - len(prompt) for prompt in prompts]
         else:
             new_tokens = [DEFAULT_NEW_TOKENS] * len(prompts)
+        if positions is not None:
+            new_tokens = [min(new, positions - len(prompt)) for new, prompt in zip(new_tokens, prompts, strict=True)]
         stop = stop_ids(model, eos_token_id)
         return GenerateArguments(prompts, new_tokens, stop, _pad_id(model, pad_token_id, stop))
 
     def pad(self, rows: list[Tensor]) -> Tensor:
         """Sequences [n] of different lengths as one [B, longest], filled up on the right."""
         return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad_id)
+
+
+def check_sampling_is_meant(do_sample: bool, temperature: float, top_p: float, top_k: int, min_p: float) -> None:
+    """ValueError for options of sampling where greedy decoding would not look at them."""
+    if do_sample:
+        return
+    given = dict(temperature=(temperature, (0, 1)), top_p=(top_p, (1,)), top_k=(top_k, (0,)), min_p=(min_p, (0,)))
+    for name, (value, neutral) in given.items():
+        if value is not None and value not in neutral:
+            raise ValueError(f"{name}={value}: needs do_sample=True; without it decoding is greedy and ignores {name}")
+
+
+def max_positions(base_model: Any) -> int | None:
+    """The most tokens of a sequence that a target was made for, None where its configuration does not say."""
+    return getattr(getattr(base_model, "config", None), "max_position_embeddings", None)
 
 
 def stop_ids(model: Any, eos_token_id: int | list[int] | None = None) -> frozenset[int]:

@@ -271,7 +271,10 @@ class DraftHead(nn.Module):
         threshold: float = 1.0,
         tree_choices: TreeChoices | None = None,
     ) -> None:
+        """Raises ValueError for a threshold that is no positive number."""
         super().__init__()
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 < threshold < math.inf:
+            raise ValueError(f"threshold: must be a positive number, got {threshold!r}")
         self.config = config
         self.hidden_size = config.hidden_size
         self.vocab_size = config.vocab_size

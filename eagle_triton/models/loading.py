@@ -7,9 +7,11 @@ speculators, vLLM and SGLang: the layer called `layers.0`, an optional `model.` 
 """
 
 import json
+import os
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from .head_fields import check_head_fields
 from .heads import DraftConfig, DraftHead, Eagle1Head, Eagle3Head
 from .target import SUPPORTED, check_architecture, default_feature_layers
 
@@ -30,6 +33,9 @@ DEMO = Path(__file__).parent.parent / "demo"
 TARGET_FOLDER = "target"
 HEAD_FOLDERS = {True: "eagle3", False: "eagle1"}  # by use_eagle3
 TREE_FIELDS = ("total_token", "depth", "top_k", "threshold", "tree_choices")
+
+HUB = ("token", "cache_dir", "local_files_only", "force_download")  # how to reach the hub, whatever is fetched
+OF_A_REPOSITORY = ("revision", "code_revision", "subfolder", "trust_remote_code", "proxies")  # for the target's alone
 
 # Tensors that some exporters add and no head uses: the target's own, for training, and constants.
 UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
@@ -42,16 +48,67 @@ def locate(base_model_path: str, ea_model_path: str | None, use_eagle3: bool) ->
     one head only, that one is taken. Raises ValueError or FileNotFoundError.
     """
     if ea_model_path is not None:
-        return str(base_model_path), str(ea_model_path), use_eagle3
-    root = DEMO if str(base_model_path) == "demo" else Path(base_model_path)
+        places = _existing("base_model_path", base_model_path), _existing("ea_model_path", ea_model_path)
+        return *places, use_eagle3
+    root = DEMO if str(base_model_path) == "demo" else Path(_existing("base_model_path", base_model_path))
     heads = [kind for kind, folder in HEAD_FOLDERS.items() if (root / folder / "config.json").is_file()]
     if not heads or not (root / TARGET_FOLDER / "config.json").is_file():
-        raise FileNotFoundError(
-            f"ea_model_path: needed, because {str(root)!r} does not hold both a target and a head "
-            f"(subfolders {TARGET_FOLDER!r} and {' or '.join(HEAD_FOLDERS.values())})"
-        )
+        raise _without_head(root)
     kind = use_eagle3 if use_eagle3 in heads else heads[0]
     return str(root / TARGET_FOLDER), str(root / HEAD_FOLDERS[kind]), kind
+
+
+def _existing(name: str, path: str | Path) -> str:
+    """A directory, or what may be a hub id. Raises FileNotFoundError for a path that does not exist, ValueError for a
+    file."""
+    text, place = str(path), Path(path).expanduser()
+    if place.is_dir():
+        return str(place)
+    if place.exists():
+        raise ValueError(f"{name}: expected a directory or a hub id, {text!r} is a file")
+    nested = os.sep in text or "/" in text
+    if text.startswith((".", "~")) or place.anchor or (nested and place.parent.is_dir()):
+        raise FileNotFoundError(f"{name}: {text!r} does not exist")
+    return text
+
+
+def _without_head(root: Path) -> Exception:
+    """What to raise for a target that comes alone: for what it is, if no head could help it."""
+    if not root.is_dir():
+        return FileNotFoundError(
+            f"ea_model_path: needed, because {root.as_posix()!r} is no directory here, and as a hub id it names a "
+            "target without a head: pass the directory or hub id of the EAGLE head too"
+        )
+    if (root / "config.json").is_file():
+        read_target_config(str(root))
+    return FileNotFoundError(
+        f"ea_model_path: needed, because {str(root)!r} does not hold both a target and a head (subfolders "
+        f"{TARGET_FOLDER!r} and {' or '.join(HEAD_FOLDERS.values())})"
+    )
+
+
+@dataclass(frozen=True)
+class HubArguments:
+    """Keyword arguments with which the target's files (configuration, tokenizer) and the head's are fetched."""
+
+    target: dict[str, Any]
+    head: dict[str, Any]
+
+    @staticmethod
+    def of(target_path: str, head_path: str, ea_revision: str | None, given: Mapping[str, Any]) -> "HubArguments":
+        """From the keyword arguments of `EaModel.from_pretrained`, which says what they mean.
+
+        Raises ValueError for the revision of a local directory.
+        """
+        revision = given.get("revision")
+        if ea_revision is None and head_path == target_path:
+            ea_revision = revision
+        for name, value, path in (("revision", revision, target_path), ("ea_revision", ea_revision, head_path)):
+            if value is not None and Path(path).is_dir():
+                raise ValueError(f"{name}: {path!r} is a local directory, which has no revisions; got {value!r}")
+        target = {name: given[name] for name in (*HUB, *OF_A_REPOSITORY) if name in given}
+        head = {name: given[name] for name in HUB if name in given}
+        return HubArguments(target, head if ea_revision is None else {**head, "revision": ea_revision})
 
 
 @contextmanager
@@ -71,14 +128,20 @@ def quiet() -> Iterator[None]:
 # --- the target ---
 
 
-def read_target_config(path: str) -> Any:
-    """The target's config. Raises FileNotFoundError without a config.json, ValueError for an unknown architecture."""
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+def read_target_config(path: str, **hub: Any) -> Any:
+    """The target's config; `hub`: where in it, and how to reach the hub, as transformers takes it.
+
+    Raises FileNotFoundError without a config.json, ValueError for an unknown architecture.
+    """
+    path = _existing("target", path)
+    if Path(path).is_dir() and not (Path(path) / hub.get("subfolder", "") / "config.json").is_file():
         raise FileNotFoundError(f"target: no config.json in {path!r}")
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, **hub)
     except (ValueError, KeyError) as error:
         raise ValueError(f"target {path!r}: expected one of {', '.join(SUPPORTED)}: {error}") from error
+    except OSError as error:
+        raise FileNotFoundError(f"target {path!r}: {error}") from error
     check_architecture(config)
     return config
 
@@ -103,31 +166,33 @@ def load_target(path: str, **kwargs: Any) -> nn.Module:
     return model.eval()
 
 
-def load_tokenizer(path: str) -> Any | None:
-    """The tokenizer that lies beside the target, None if a local directory holds none."""
-    local = Path(path)
+def load_tokenizer(path: str, **hub: Any) -> Any | None:
+    """The tokenizer that lies beside the target, None if a local directory holds none; `hub`: as for its config."""
+    local = Path(path) / hub.get("subfolder", "")
     if local.is_dir() and not any(local.glob("tokenizer*")) and not (local / "vocab.json").is_file():
         return None
     with quiet():
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, **hub)
 
 
 # --- the head ---
 
 
-def read_head(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_head(path: str, **hub: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(content of config.json, tensors under their published names) of a head, from a directory or a hub id.
 
-    Weights are *.safetensors, else pytorch_model.bin. Raises FileNotFoundError for missing files, ValueError for
-    files that cannot be read.
+    Weights are *.safetensors, else pytorch_model.bin. hub: `revision`, `token` and others of `snapshot_download`.
+    Raises FileNotFoundError for missing files, ValueError for files that cannot be read.
     """
-    directory = Path(path)
+    directory = Path(_existing("draft head", path))
     if not directory.is_dir():
-        if directory.is_absolute() or str(path).startswith("."):
-            raise FileNotFoundError(f"draft head: no directory {path!r}")
-        directory = Path(
-            snapshot_download(str(path), allow_patterns=["config.json", "*.safetensors", "pytorch_model.bin"])
-        )
+        files_of_a_head = ["config.json", "*.safetensors", "pytorch_model.bin"]
+        try:
+            directory = Path(snapshot_download(str(path), allow_patterns=files_of_a_head, **hub))
+        except (OSError, ValueError) as error:
+            raise FileNotFoundError(
+                f"draft head: {path!r} is no directory, and no hub id to be had: {error}"
+            ) from error
     if not (directory / "config.json").is_file():
         raise FileNotFoundError(f"draft head: no config.json in {path!r}")
     files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model.bin"))
@@ -153,8 +218,7 @@ def read_draft_config(raw: Mapping[str, Any]) -> DraftConfig:
         if "norm_before_residual" not in config:
             raise ValueError("draft head: config.json lacks norm_before_residual, which this layout must state")
         config = {**nested, **{name: value for name, value in config.items() if value is not None}}
-    if config.get("norm_before_fc"):
-        raise ValueError("draft head: norm_before_fc is not supported")
+    check_head_fields(config)
     eagle = config.get("eagle_config") or {}
     if not eagle.get("use_aux_hidden_state", True):
         raise ValueError("draft head: EAGLE-3 without auxiliary hidden states is not supported")
@@ -176,13 +240,14 @@ def rename_tensors(tensors: Mapping[str, Tensor], use_eagle3: bool) -> dict[str,
     return renamed
 
 
-def load_head(path: str, use_eagle3: bool, target_config: Any, tree: Mapping[str, Any]) -> DraftHead:
+def load_head(path: str, use_eagle3: bool, target_config: Any, tree: Mapping[str, Any], **hub: Any) -> DraftHead:
     """A head that fits the target. Without an embedding of its own, `embed_tokens.weight` stays on the meta device.
 
-    tree: keyword arguments of `DraftHead`; where `save_pretrained` stored a tree, None takes the stored value.
+    tree: keyword arguments of `DraftHead`; where `save_pretrained` stored a tree, None takes the stored value. hub: as
+    for `read_head`.
     Raises FileNotFoundError and ValueError, before any weight of the target is read.
     """
-    raw, tensors = read_head(path)
+    raw, tensors = read_head(path, **hub)
     config = read_draft_config(raw)
     tensors = rename_tensors(tensors, use_eagle3)
     query = tensors.get("midlayer.self_attn.q_proj.weight" if use_eagle3 else "layers.0.self_attn.q_proj.weight")
@@ -211,7 +276,12 @@ def load_head(path: str, use_eagle3: bool, target_config: Any, tree: Mapping[str
 
 
 def resolve_tree(asked: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Tree arguments: what was asked for, else what was stored, else left to `DraftHead`'s defaults."""
+    """Tree arguments: what was asked for, else what was stored, else left to `DraftHead`'s defaults.
+
+    A stored fixed tree gives way to any size of a dynamic one.
+    """
+    if any(asked.get(name) is not None for name in ("total_token", "depth", "top_k")):
+        stored = {**stored, "tree_choices": None}
     merged = {name: stored.get(name) if asked.get(name) is None else asked[name] for name in TREE_FIELDS}
     return {name: value for name, value in merged.items() if value is not None}
 

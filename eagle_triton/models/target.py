@@ -1,5 +1,8 @@
 """Running the target model: its cache, its attention masks and the features it hands to the draft head."""
 
+from __future__ import annotations
+
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +12,7 @@ from transformers import Cache
 
 from .heads import steady_attention
 
+CAPTURE_MARK = "_output_capturing_hooks_installed"  # transformers 5
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -63,6 +67,28 @@ class TargetCache(Cache):
             (key.index_select(2, rows.to(key.device)), value.index_select(2, rows.to(value.device)))
             for key, value in self.layers
         ]
+
+
+def without_capture_hooks(module: Any, copies: dict[int, Any] | None = None) -> Any:
+    """A module for pickling: itself with its own parameters, less the hooks of transformers' that cannot be pickled.
+
+    transformers hooks its layers when hidden states are first asked for, and hooks a module again that is not marked.
+    """
+    copies = {} if copies is None else copies
+    if id(module) not in copies:
+        twin = copies[id(module)] = object.__new__(type(module))
+        twin.__dict__ = {name: value for name, value in vars(module).items() if name != CAPTURE_MARK}
+        hooks = module._forward_hooks.items()
+        twin._forward_hooks = OrderedDict((key, hook) for key, hook in hooks if not _captures(hook))
+        twin._modules = {
+            name: None if child is None else without_capture_hooks(child, copies)
+            for name, child in module._modules.items()
+        }
+    return copies[id(module)]
+
+
+def _captures(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def attention_mask(

@@ -176,10 +176,10 @@ def tree_speculative_sampling_target_only(
     uniform_samples [bs, N] and uniform_samples_for_final_sampling [bs] float32 in [0, 1); target_probs [bs, N, V]
     float32; draft_probs [bs, N, V] float32, zeros on entry, where refused tokens leave their mass. At each node one
     coin chooses among the listed children by their cumulated target mass, scaled by 1 / threshold_acc; a child of mass
-    >= threshold_single is taken at once. Past them the last token comes from the target without the refused mass.
-    Lossless at thresholds 1; below, by design, not. A token that two siblings share counts once; a coin never takes a
-    token of mass 0; if rounding refused all mass, the target's argmax is taken. Always deterministic. Raises ValueError
-    if arguments do not fit.
+    >= threshold_single is taken at once, at 0 the first child whatever its mass. Past them the last token comes from
+    the target without the refused mass. Lossless at thresholds 1; below, by design, not. A token that two siblings
+    share counts once; a coin never takes a token of mass 0; if rounding refused all mass, the target's argmax is taken.
+    Always deterministic. Raises ValueError if arguments do not fit.
     """
     links = (retrive_index, retrive_next_token, retrive_next_sibling)
     check_verify("tree_speculative_sampling", predicts, accept_index, accept_token_num, candidates, links)
@@ -198,7 +198,7 @@ def tree_speculative_sampling_target_only(
                 continue
             coin, p = uniform_samples[b, row], target_probs[b, row, token]
             mass = mass + p
-            if p > 0 and (coin < mass / max(threshold_acc, 1e-9) or p >= threshold_single):
+            if (p > 0 and coin < mass / max(threshold_acc, 1e-9)) or p >= threshold_single:
                 predicts[last] = token
                 count, row, last = count + 1, current, int(retrive_index[b, current])
                 accept_index[b, count] = last

@@ -13,6 +13,8 @@ from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.integrators import TreeMaskMode
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "seed")
+FILTERS = {"top_p": 1, "top_k": 0, "min_p": 0}  # off at these values; only sampled tokens are filtered
 MOST_NODES = 64  # num_draft_tokens=None: as many nodes as there are candidates, up to this
 
 
@@ -23,8 +25,9 @@ class EAGLEConfig:
     topk: children of each expanded node (k). num_steps: drafted levels (D), that is passes of the draft per step.
     num_draft_tokens: nodes of a tree, root included (N): 2 <= N <= 1 + k + (D - 1) k^2; None: all candidates, at most
     64; "auto": the tree, or none, that gives the most tokens per second, by measured cost and acceptance.
-    temperature 0 is greedy; top_p, top_k, min_p None are off; repetition_penalty divides positive and multiplies
-    negative logits of tokens seen in prompt or output (1: off); logit_bias: added to the logits of these tokens.
+    temperature 0 is greedy; top_p, top_k, min_p filter sampled tokens, need a temperature above 0, and are off at None
+    (the width of the tree is topk, not top_k); repetition_penalty divides positive and multiplies negative logits of
+    tokens seen in prompt or output (1: off); logit_bias: added to the logits of these tokens.
     fallback: decode plainly while drafting does not pay (and try again from time to time).
     slots: sequences decoded at a time; further ones wait. max_length: the most tokens of a sequence, prompt included;
     None: as many as a call needs. tree_mask_mode: of `verify_drafts` and of the trees that it shows.
@@ -72,7 +75,7 @@ class EAGLEConfig:
         object.__setattr__(self, "tree_mask_mode", TreeMaskMode(self.tree_mask_mode))
         if self.device is not None:
             object.__setattr__(self, "device", torch.device(self.device))
-        _ = self.sampling()
+        check_filters(self.sampling(), {name: getattr(self, name) for name in FILTERS})
 
     @property
     def candidates(self) -> int:
@@ -94,14 +97,19 @@ class EAGLEConfig:
         return TreeSpec.dynamic(nodes, min(self.num_steps, nodes - 1) - 1, min(self.topk, nodes - 1))
 
     def sampling(self, **changes: Any) -> SamplingParams:
-        """How to choose tokens, with some options changed (None: as configured). Raises ValueError for a bad value."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias")
-        unknown = sorted(set(changes) - {*names, "seed"})
+        """How to choose tokens, with some options changed (None: as configured).
+
+        A temperature of 0 switches the configured filters off. Raises ValueError for a bad value, and for a filter
+        among the changes if nothing is sampled; TypeError for a wrong type.
+        """
+        unknown = sorted(set(changes) - set(SAMPLING))
         if unknown:
-            raise ValueError(f"unknown sampling option {', '.join(unknown)}; the options are {', '.join(names)}, seed")
-        options = {name: getattr(self, name) for name in names}
+            raise ValueError(f"unknown sampling option {', '.join(unknown)}; the options are {', '.join(SAMPLING)}")
+        options = {name: getattr(self, name, None) for name in SAMPLING}
         options |= {name: value for name, value in changes.items() if value is not None}
-        return SamplingParams(**{name: value for name, value in options.items() if value is not None})
+        params = SamplingParams(**{name: value for name, value in options.items() if value is not None})
+        check_filters(params, changes)
+        return dataclasses.replace(params, top_p=1.0, top_k=0, min_p=0.0) if params.greedy else params
 
     def changed(self, **options: Any) -> EAGLEConfig:
         """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""
@@ -110,6 +118,15 @@ class EAGLEConfig:
         if unknown:
             raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
         return dataclasses.replace(self, **options)
+
+
+def check_filters(params: SamplingParams, given: Mapping[str, Any]) -> None:
+    """ValueError for a filter that was given though nothing is sampled."""
+    for name, off in FILTERS.items():
+        value = given.get(name)
+        if params.greedy and value is not None and value != off:
+            tree = "; the width of the draft tree is topk" if name == "top_k" else ""
+            raise ValueError(f"{name}={value} filters sampled tokens and needs temperature > 0{tree}")
 
 
 def _positive(name: str, value: Any) -> None:

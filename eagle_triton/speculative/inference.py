@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,24 +13,32 @@ from tqdm import tqdm
 
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
-from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.models.checks import check_attention_mask, check_prompt
+from eagle_triton.models.checks import check_positions, check_prompt
 from eagle_triton.speculative import stages
+from eagle_triton.speculative.arguments import (
+    ArgumentReader,
+    Call,
+    Prompt,
+    Prompts,
+    check_options,
+    check_switches,
+    integer,
+)
 from eagle_triton.speculative.config import EAGLEConfig
 from eagle_triton.speculative.costs import CostTable, StepCosts, pass_cost
 from eagle_triton.speculative.pair import read_pair
 from eagle_triton.speculative.policy import TreePolicy, tree_sizes
 from eagle_triton.speculative.session import Piece, Results, Session, StepInfo
 from eagle_triton.speculative.statistics import Statistics
-from eagle_triton.speculative.text import check_stop_strings
 from eagle_triton.speculative.timing import Stopwatch, measure_costs
 
 log = logging.getLogger(__name__)
 
 WARM_UP = 8  # tokens of each prompt, decoded before a benchmark is timed
 
-Prompts = Tensor | str | Sequence[str] | Sequence[Tensor] | Sequence[Sequence[int]]
+StopIds = int | Iterable[int] | Sequence[Iterable[int]] | None
+StopStrings = str | Sequence[str] | Sequence[Sequence[str]]
 
 
 class EAGLEInference:
@@ -68,6 +76,7 @@ class EAGLEInference:
         self.pair = read_pair(draft_model, target_model, self.config, wanted)
         self.tokenizer = tokenizer or self.pair.tokenizer
         view, draft = self.pair.view, self.pair.draft
+        self._reader = ArgumentReader(self.config, view.vocab_size, view.device, self.tokenizer)
         on_gpu = view.device.type == "cuda"
         kernels = on_gpu if kernels is None else kernels
         graph = on_gpu and kernels if cuda_graph is None else cuda_graph
@@ -77,6 +86,20 @@ class EAGLEInference:
         self._table = CostTable.find(CostTable.read() if costs is None else costs, view)
         self._policies: dict[int, TreePolicy] = {}
         self.reset_statistics()
+
+    def __repr__(self) -> str:
+        view, (target, draft) = self.pair.view, (type(model).__name__ for model in self._models())
+        where = f"{str(view.dtype).removeprefix('torch.')} on {view.device}"
+        return (
+            f"EAGLEInference({target} of {len(view.layers)} layers, {where}; draft {draft}; "
+            f"num_draft_tokens {self.config.num_draft_tokens}, temperature {self.config.temperature})"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "an EAGLEInference cannot be pickled or copied: it holds caches, graphs and a lock. Save the models with "
+            "their save_pretrained and make a new EAGLEInference of them"
+        )
 
     def reset_statistics(self) -> None:
         """Begin the count of `statistics` anew."""
@@ -94,8 +117,8 @@ class EAGLEInference:
         return_stats: bool = True,
         *,
         attention_mask: Tensor | None = None,
-        stop_token_ids: Iterable[int] | Sequence[Iterable[int]] | None = None,
-        stop_strings: str | Sequence[str] | Sequence[Sequence[str]] = (),
+        stop_token_ids: StopIds = None,
+        stop_strings: StopStrings = (),
         logprobs: bool = False,
         seed: int | Sequence[int] | None = None,
         on_step: Callable[[StepInfo], None] | None = None,
@@ -106,20 +129,30 @@ class EAGLEInference:
         """Decode every prompt until a stop token, a stop string, or exactly max_new_tokens.
 
         input_ids: [bs, L] int64 (with attention_mask [bs, L] where rows are padded), a list of prompts of any lengths,
-        or text. Options are one value for all prompts or a list with one for each; None takes the configuration's.
-        sampling: min_p, repetition_penalty, logit_bias. seed: that of the first prompt if it is one number, prompt i
-        then has seed + i. stop_token_ids: None takes the target's end tokens. on_step is called after every step.
-        progress: show a bar. baseline: decode once more with the target alone, so that `speedup` is measured.
+        text, or the token ids of one prompt. Options are one value for all prompts or a list with one for each; None
+        takes the configuration's. sampling: min_p, repetition_penalty, logit_bias. seed: that of the first prompt if it
+        is one number, prompt i then has seed + i. logit_bias: a mapping or a list of (token, value) pairs is meant for
+        all prompts, any other list has one of these for each. A filter (top_p, top_k, min_p) needs a temperature above
+        0. stop_token_ids: None takes the target's end tokens. A sequence ends where `config.max_length` or the target's
+        max_position_embeddings does. on_step is called after every step. progress: show a bar. baseline: decode once
+        more with the target alone, so that `speedup` is measured.
 
         Returns (output_ids, stats), or without return_stats output_ids: prompt and new tokens, [bs, longest] padded
         on the right if `input_ids` was a tensor, else a list. `stats` (`Results`) has the documented keys and
         `stats.completions`: tokens, text, logprobs and statistics of each request, and why it ended. A request that
         fails says so there and does not harm the others; if all fail, that is raised.
 
-        Raises ValueError for bad arguments, RuntimeError if another generation is running or all requests failed.
+        Raises ValueError or TypeError for bad arguments (a single prompt beyond the target's positions is one),
+        RuntimeError if another generation is running or all requests failed.
         """
-        prompts = self._prompts(input_ids, attention_mask)
-        calls = self._calls(
+        check_options("generate", sampling, self.generate)
+        check_switches(return_stats=return_stats, logprobs=logprobs, progress=progress, baseline=baseline)
+        if not (on_step is None or callable(on_step)):
+            raise TypeError(f"on_step must be a function of a StepInfo, got {on_step!r}")
+        prompts = self._reader.prompts(input_ids, attention_mask)
+        if len(prompts) == 1:
+            check_positions(len(prompts[0]), self.pair.max_positions)
+        calls = self._reader.calls(
             prompts, max_new_tokens, stop_token_ids, stop_strings, seed,
             temperature=temperature, top_p=top_p, top_k=top_k, **sampling,
         )  # fmt: skip
@@ -143,8 +176,8 @@ class EAGLEInference:
         input_ids: Prompts,
         max_new_tokens: int | Sequence[int] = 100,
         *,
-        stop_token_ids: Iterable[int] | Sequence[Iterable[int]] | None = None,
-        stop_strings: str | Sequence[str] | Sequence[Sequence[str]] = (),
+        stop_token_ids: StopIds = None,
+        stop_strings: StopStrings = (),
         logprobs: bool = False,
         seed: int | Sequence[int] | None = None,
         **sampling: Any,
@@ -152,11 +185,28 @@ class EAGLEInference:
         """Decode as `generate` does and hand out every piece when it is there.
 
         `piece.index` names the prompt, `piece.tokens` are its new tokens, `piece.text` (or `str(piece)`) is text that
-        never splits a character nor begins a stop string, and the last piece of a prompt has its `completion`. Closing
-        the iterator ends the generation. Raises as `generate`, arguments at once.
+        never splits a character nor begins a stop string, and the last piece of a prompt has its `completion`. For
+        strings, as `"".join` takes them, see `stream_text`. Closing the iterator ends the generation. Raises as
+        `generate`, arguments at once.
         """
-        calls = self._calls(self._prompts(input_ids), max_new_tokens, stop_token_ids, stop_strings, seed, **sampling)
+        check_options("stream", sampling, self.stream)
+        check_switches(logprobs=logprobs)
+        prompts = self._reader.prompts(input_ids)
+        calls = self._reader.calls(prompts, max_new_tokens, stop_token_ids, stop_strings, seed, **sampling)
         return self._stream(calls, self.policy(min(self.config.slots, len(calls))), logprobs)
+
+    def stream_text(self, prompt: Prompt, max_new_tokens: int = 100, **options: Any) -> Iterator[str]:
+        """The text of one prompt's new tokens, in pieces as they come; options as for `stream`.
+
+        Raises ValueError for several prompts, whose texts would mix, or without a tokenizer, RuntimeError if the
+        request fails.
+        """
+        if self.tokenizer is None:
+            raise ValueError("stream_text needs a tokenizer, the target has none")
+        prompts = self._reader.prompts(prompt)
+        if len(prompts) > 1:
+            raise ValueError(f"stream_text takes one prompt, got {len(prompts)}; stream() tells them apart")
+        return _texts(self.stream(prompts, max_new_tokens, **options))
 
     def session(self, rows: int | None = None, slots: int | None = None, logprobs: bool = False) -> Session:
         """A batch that stays open: submit requests at any time, `step()` for their pieces. Use as a context manager.
@@ -164,7 +214,9 @@ class EAGLEInference:
         rows: the most tokens of a sequence, prompt included (default config.max_length, which must then be set); slots:
         default config.slots. Raises ValueError if no rows are known.
         """
-        rows, slots = rows or self.config.max_length, slots or self.config.slots
+        check_switches(logprobs=logprobs)
+        rows = self.config.max_length if rows is None else integer("rows", rows)
+        slots = self.config.slots if slots is None else integer("slots", slots)
         if rows is None:
             raise ValueError(
                 "session: give rows, the most tokens of a sequence, or set max_length in the configuration"
@@ -176,8 +228,8 @@ class EAGLEInference:
         test_data: Prompts,
         max_new_tokens: int | Sequence[int] = 100,
         *,
-        stop_token_ids: Iterable[int] | Sequence[Iterable[int]] | None = None,
-        stop_strings: str | Sequence[str] | Sequence[Sequence[str]] = (),
+        stop_token_ids: StopIds = None,
+        stop_strings: StopStrings = (),
         seed: int | Sequence[int] | None = None,
         warm_up: bool = True,
         progress: bool = False,
@@ -187,7 +239,10 @@ class EAGLEInference:
 
         Arguments as for `generate`. Returns its statistics with a measured `speedup`.
         """
-        calls = self._calls(self._prompts(test_data), max_new_tokens, stop_token_ids, stop_strings, seed, **sampling)
+        check_options("benchmark", sampling, self.benchmark)
+        check_switches(warm_up=warm_up, progress=progress)
+        prompts = self._reader.prompts(test_data)
+        calls = self._reader.calls(prompts, max_new_tokens, stop_token_ids, stop_strings, seed, **sampling)
         policy = self.policy(min(self.config.slots, len(calls)))
         if warm_up:
             short = [replace(call, max_new_tokens=min(call.max_new_tokens, WARM_UP)) for call in calls]
@@ -279,81 +334,16 @@ class EAGLEInference:
 
     # --- details ---
 
-    def _prompts(self, given: Prompts, attention_mask: Tensor | None = None) -> list[Tensor]:
-        """Every prompt as int64 [L] on the device, checked."""
-        vocabulary, device = self.pair.view.vocab_size, self.pair.view.device
-        if isinstance(given, str):
-            given = [given]
-        if isinstance(given, Tensor):
-            given = given[None] if given.dim() == 1 else given
-            check_prompt(given, vocabulary)
-            if attention_mask is None:
-                return list(given.to(device, torch.long))
-            check_attention_mask(attention_mask, given)
-            return [row[kept].to(device, torch.long) for row, kept in zip(given, attention_mask.bool(), strict=True)]
-        if attention_mask is not None:
-            raise ValueError("attention_mask is for padded rows: give input_ids as one tensor [bs, L]")
-        if not given:
-            raise ValueError("input_ids: no prompts")
-        prompts = []
-        for index, prompt in enumerate(given):
-            if isinstance(prompt, str):
-                if self.tokenizer is None:
-                    raise ValueError("prompts as text need a tokenizer, the target has none")
-                prompt = self.tokenizer(prompt).input_ids
-            row = torch.as_tensor(prompt, device=device)
-            try:
-                check_prompt(row[None], vocabulary)
-            except ValueError as error:
-                raise ValueError(f"prompt {index}: {error}") from error
-            prompts.append(row.long())
-        return prompts
-
-    def _calls(
-        self,
-        prompts: list[Tensor],
-        max_new_tokens: int | Sequence[int],
-        stop_token_ids: Any,
-        stop_strings: Any,
-        seed: int | Sequence[int] | None,
-        **sampling: Any,
-    ) -> list[_Call]:
-        """One call of `Session.submit` for each prompt, checked."""
-        count = len(prompts)
-        if isinstance(seed, int):
-            seed = [seed + index for index in range(count)]
-        options = {name: _each(name, value, count) for name, value in {**sampling, "seed": seed}.items()}
-        if isinstance(stop_strings, str):
-            stop_strings = [stop_strings]
-        if all(isinstance(stop, str) for stop in stop_strings):
-            stop_strings = [tuple(stop_strings)] * count
-        if stop_token_ids is not None:
-            stop_token_ids = list(stop_token_ids)
-            if all(isinstance(token, int) for token in stop_token_ids):
-                stop_token_ids = [frozenset(stop_token_ids)] * count
-        limits = _each("max_new_tokens", max_new_tokens, count)
-        strings, stops = _each("stop_strings", stop_strings, count), _each("stop_token_ids", stop_token_ids, count)
-        for limit in limits:
-            if limit < 0:
-                raise ValueError(f"max_new_tokens must not be negative, got {limit}")
-        for stop in strings:
-            check_stop_strings(stop)
-        if any(strings) and self.tokenizer is None:
-            raise ValueError("stop_strings need a tokenizer, the target has none")
-        return [
-            _Call(
-                prompts[index],
-                limits[index],
-                self.config.sampling(**{name: values[index] for name, values in options.items()}),
-                None if stops[index] is None else frozenset(stops[index]),
-                tuple(strings[index]),
-            )
-            for index in range(count)
-        ]
+    def _models(self) -> tuple[Any, Any]:
+        """Target and draft: of EaModels the parts that are meant."""
+        target, draft = self.pair.target_model, self.pair.draft_model
+        if hasattr(target, "ea_layer"):
+            target = target.base_model
+        return target, getattr(draft, "ea_layer", draft)
 
     def _run(
         self,
-        calls: Sequence[_Call],
+        calls: Sequence[Call],
         policy: TreePolicy | None,
         logprobs: bool,
         on_step: Callable[[StepInfo], None] | None = None,
@@ -369,7 +359,7 @@ class EAGLEInference:
         ):
             watch = Stopwatch(self.pair.view.device)
             for call in calls:
-                call.submit(session)
+                session.enqueue(call)
             while not session.idle:
                 info = session.advance()
                 for piece in info.pieces:
@@ -387,10 +377,10 @@ class EAGLEInference:
         results.completions = [completions[index] for index in range(len(calls))]
         return results
 
-    def _stream(self, calls: Sequence[_Call], policy: TreePolicy, logprobs: bool) -> Iterator[Piece]:
+    def _stream(self, calls: Sequence[Call], policy: TreePolicy, logprobs: bool) -> Iterator[Piece]:
         with self._open(calls, policy, logprobs) as session:
             for call in calls:
-                call.submit(session)
+                session.enqueue(call)
             try:
                 while not session.idle:
                     yield from session.step()
@@ -399,7 +389,7 @@ class EAGLEInference:
 
     def _open(
         self,
-        calls: Sequence[_Call],
+        calls: Sequence[Call],
         policy: TreePolicy | None,
         logprobs: bool,
         text: bool = True,
@@ -408,15 +398,17 @@ class EAGLEInference:
         slots = min(self.config.slots, len(calls))
         return self._session(policy, slots, rows or self._rows(calls), logprobs, text)
 
-    def _rows(self, calls: Sequence[_Call]) -> int:
+    def _rows(self, calls: Sequence[Call]) -> int:
         """The most tokens of a sequence."""
         rows = max(len(call.prompt) + call.max_new_tokens for call in calls)
-        return rows if self.config.max_length is None else min(rows, self.config.max_length)
+        limits = (self.config.max_length, self.pair.max_positions)
+        return min([rows, *(limit for limit in limits if limit is not None)])
 
     def _session(self, policy: TreePolicy | None, slots: int, rows: int, logprobs: bool, text: bool = True) -> Session:
         return Session(
             self.engine, policy, slots, rows,
-            tokenizer=self.tokenizer, stop_ids=self.pair.stop_ids, logprobs=logprobs, text=text,
+            tokenizer=self.tokenizer, stop_ids=self.pair.stop_ids, logprobs=logprobs, text=text, config=self.config,
+            max_positions=self.pair.max_positions,
         )  # fmt: skip
 
     def _trees(self) -> list[TreeSpec]:
@@ -435,29 +427,12 @@ class EAGLEInference:
         return next((token for token in known if token is not None), min(self.pair.stop_ids, default=0))
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What one prompt asks for."""
-
-    prompt: Tensor
-    max_new_tokens: int
-    sampling: SamplingParams
-    stop_ids: frozenset[int] | None
-    stop_strings: tuple[str, ...]
-
-    def submit(self, session: Session) -> None:
-        session.submit(
-            self.prompt, self.max_new_tokens, self.sampling, stop_ids=self.stop_ids, stop_strings=self.stop_strings
-        )
-
-
-def _each(name: str, value: Any, count: int) -> list[Any]:
-    """One value for every prompt: a list or tuple as it is, anything else repeated. ValueError for a wrong length."""
-    if not isinstance(value, (list, tuple)):
-        return [value] * count
-    if len(value) != count:
-        raise ValueError(f"{name}: one value or {count} (one for each prompt) expected, got {len(value)}")
-    return list(value)
+def _texts(pieces: Iterator[Piece]) -> Iterator[str]:
+    for piece in pieces:
+        if piece.completion is not None and piece.completion.error is not None:
+            raise RuntimeError(f"the prompt could not be decoded: {piece.completion.error}")
+        if piece.text:
+            yield piece.text
 
 
 def _facts(info: StepInfo) -> tuple[int, int, int, int, float]:

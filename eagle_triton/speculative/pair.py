@@ -17,6 +17,7 @@ from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model import ModelView
 from eagle_triton.integration import FAMILIES
 from eagle_triton.models.ea_model import EaModel
+from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.loading import load_target, load_tokenizer, locate, read_target_config
 from eagle_triton.speculative.config import EAGLEConfig
@@ -35,6 +36,7 @@ class Pair:
     draft: Draft
     tokenizer: Any | None
     stop_ids: frozenset[int]
+    max_positions: int | None  # the most tokens of a sequence that the target was made for
 
 
 def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: torch.device | None) -> Pair:
@@ -52,7 +54,11 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     if isinstance(draft_model, (str, Path)) or draft_model is None:
         draft_model = getattr(target, "ea_layer", None)
     if draft_model is None:
-        raise UnsupportedModelError("draft_model: a target without a head needs one")
+        _ = read_causal_lm(base, root="target_model")  # a target that no draft could help is called that
+        raise UnsupportedModelError(
+            "draft_model: a target without a head needs one: an EAGLE head, or a causal language model with its "
+            "vocabulary"
+        )
     view: ModelView
     draft: Draft
     if isinstance(draft_model, Draft):
@@ -69,7 +75,8 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     _check_places(view, draft, device)
     if draft.vocabulary is not None and config.topk > draft.vocabulary:
         raise ValueError(f"topk must not pass the draft's vocabulary ({draft.vocabulary}), got {config.topk}")
-    return Pair(target, draft_model, view, draft, tokenizer, _stop_ids(tokenizer, view))
+    stop_ids, positions = _stop_ids(tokenizer, view), max_positions(base)
+    return Pair(target, draft_model, view, draft, tokenizer, stop_ids, positions)
 
 
 def _load_target(

@@ -166,10 +166,11 @@ class TreePolicy:
         self._probing = False
 
     def _probe(self) -> None:
-        self.probes += not self._checking
+        if not self._checking:
+            self.probes += 1
+            for seen in self._seen.values():
+                seen.fade(0.05)  # what was learnt before the pause hardly counts
         self._checking = False
-        for seen in self._seen.values():
-            seen.fade(0.05)  # what was learnt before the pause hardly counts
         self._change(max(self.trees, key=self.rate))
         self._probing = True
 

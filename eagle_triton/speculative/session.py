@@ -6,7 +6,6 @@ The decoding is the engine's: a session hands requests in, asks for a step, and 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.batch import Batch, Progress, Request
+from eagle_triton.engine.batch import NAN, Batch, Progress, Request
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.state import scratch_rows
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.models.checks import check_positions
+from eagle_triton.speculative.arguments import ArgumentReader, Call, Prompt, check_options
+from eagle_triton.speculative.config import FILTERS, EAGLEConfig, check_filters
 from eagle_triton.speculative.policy import TreePolicy
 from eagle_triton.speculative.statistics import Statistics
 from eagle_triton.speculative.text import TextStream
@@ -50,7 +52,10 @@ class Completion:
 
 @dataclass
 class Piece:
-    """What one step gave a request: new tokens, and the text that is certain now. `str(piece)` is its text."""
+    """What one step gave a request: new tokens, and the text that is certain now.
+
+    It is no string: `piece.text` is its text, as is `str(piece)`; `"".join` takes those, or `stream_text`'s.
+    """
 
     index: int
     tokens: list[int]
@@ -82,13 +87,14 @@ class Results(Statistics):
         self.completions: list[Completion] = []
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
-    """A request on its way."""
+    """A request on its way. error: why it cannot enter at all."""
 
     index: int
     request: Request
     stream: TextStream | None
+    error: str | None = None
     tokens: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     logprobs: list[float] | None = None
@@ -99,9 +105,14 @@ class _Job:
         """Whether its tokens depend on the trees: sampled, and with a seed that someone may use again."""
         return not self.request.sampling.greedy and self.request.sampling.seed is not None
 
+    @property
+    def order(self) -> bool | None:
+        """Which filter comes first, `top_p_first`; None where nothing is sampled."""
+        return None if self.request.sampling.greedy else self.request.sampling.top_p_first
+
 
 class Session:
-    """Decodes whatever is submitted, `slots` sequences at a time. Use as a context manager.
+    """Decodes whatever is submitted, `slots` sequences at a time. Use as a context manager, or call `close`.
 
     A finished request makes room for the next in line at once; a request that fails does so alone. While a sampled
     request with a seed runs, the tree stays as it is, so that its output does not depend on its neighbours.
@@ -118,18 +129,26 @@ class Session:
         stop_ids: Iterable[int] = (),
         logprobs: bool = False,
         text: bool = True,
+        config: EAGLEConfig | None = None,
+        max_positions: int | None = None,
     ) -> None:
-        """policy: None decodes plainly. rows: the most tokens of a sequence, prompt included; a longer request fails.
+        """policy: None decodes plainly. rows: the most tokens of a sequence, prompt included: it ends there, and a
+        longer prompt fails. max_positions: the same, by what the target was made for; None: not limited.
 
         stop_ids: where requests end that name no stop tokens. text: give pieces their text, with a tokenizer; False
-        leaves it to completions, where stop strings do not ask for it. Raises RuntimeError if the engine is busy.
+        leaves it to completions, where stop strings do not ask for it. config: how requests are sampled that do not
+        say. Raises RuntimeError if the engine is busy.
         """
         self.policy, self.tokenizer, self.rows = policy, tokenizer, rows
         self.statistics = Statistics()  # of the requests that have ended
         self.steps = self.tokens = 0  # so far, of all requests
+        self._config, self._positions = config or EAGLEConfig(), max_positions
+        self._reader = ArgumentReader(self._config, engine.view.vocab_size, engine.view.device, tokenizer)
         self._text = text
+        self._closed = False
         self._stop_ids = frozenset(stop_ids)
-        self._waiting: deque[_Job] = deque()
+        self._waiting: list[_Job] = []
+        self._undelivered: list[Piece] = []  # made, and not handed out yet
         self._running: dict[int, _Job] = {}
         self._submitted = 0
         self._depths = {spec.drafts: spec.depth for spec in (*(policy.trees if policy else ()), PLAIN)}
@@ -137,97 +156,183 @@ class Session:
         self._batch = Batch(engine, slots, largest, rows, logprobs=logprobs, drafts=policy is not None)
 
     def __enter__(self) -> Session:
-        self._batch.__enter__()
+        self._check_open()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._batch.__exit__(*error)
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End here, whatever still waits or runs, and let others have the engine. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self._batch.__exit__(None, None, None)
 
     @property
     def idle(self) -> bool:
-        """Nothing waits and nothing runs."""
-        return not (self._waiting or self._running)
+        """Nothing waits, nothing runs, and every piece was handed out."""
+        return not (self._waiting or self._running or self._undelivered)
 
     def submit(
         self,
-        prompt: Tensor,
+        prompt: Prompt,
         max_new_tokens: int = 100,
         sampling: SamplingParams | None = None,
         *,
-        stop_ids: Iterable[int] | None = None,
-        stop_strings: Sequence[str] = (),
+        stop_token_ids: int | Iterable[int] | None = None,
+        stop_strings: str | Iterable[str] = (),
+        stop_ids: int | Iterable[int] | None = None,
+        **options: Any,
     ) -> int:
-        """Put a prompt, int64 [L], in line; returns its index, by which pieces and completions name it.
+        """Put a prompt in line; returns its index, by which pieces and completions name it.
 
-        stop_ids: None takes the session's. Raises ValueError for a bad argument; a prompt that is too long fails later.
+        prompt: text, a list of token ids, or a tensor [L] or [1, L]. sampling: a `SamplingParams`, or instead of it
+        temperature, top_p, top_k, min_p, repetition_penalty, logit_bias and seed by their names; what is not given is
+        as configured. stop_token_ids: None takes the session's; stop_ids is another name for it. The request ends where
+        the session's rows or the target's positions do, if it comes so far. Raises ValueError or TypeError for a bad
+        argument, RuntimeError if the session is closed; a prompt that is too long fails alone, in its completion.
         """
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must not be negative, got {max_new_tokens}")
-        if stop_strings and self.tokenizer is None:
-            raise ValueError("stop_strings need a tokenizer, the target has none")
-        stops = self._stop_ids if stop_ids is None else frozenset(stop_ids)
-        request = Request(prompt, max_new_tokens, sampling or SamplingParams(), stops)
+        self._check_open()
+        check_options("submit", options, self.submit)
+        if stop_ids is not None and stop_token_ids is not None:
+            raise ValueError("submit: stop_ids is another name for stop_token_ids, give one of them")
+        stops = stop_ids if stop_token_ids is None else stop_token_ids
+        chosen = self._sampling(sampling, options)
+        return self.enqueue(self._reader.call(self._reader.prompt(prompt), max_new_tokens, chosen, stops, stop_strings))
+
+    def enqueue(self, call: Call) -> int:
+        """`submit` for what has been read and checked."""
+        self._check_open()
+        length, room = len(call.prompt), min(self.rows, self._positions or self.rows) - len(call.prompt)
+        stops = self._stop_ids if call.stop_ids is None else call.stop_ids
+        request = Request(call.prompt, max(min(call.max_new_tokens, room), 0), call.sampling, stops)
         stream = None
         if self.tokenizer is not None:
-            stream = TextStream(self.tokenizer, prompt[-16:].tolist(), stop_strings)
-        self._waiting.append(_Job(self._submitted, request, stream))
+            stream = TextStream(self.tokenizer, call.prompt[-16:].tolist(), call.stop_strings)
+        self._waiting.append(_Job(self._submitted, request, stream, self._too_long(length)))
         self._submitted += 1
         return self._submitted - 1
 
     def cancel(self, index: int) -> None:
-        """Forget a request, waiting or running; it gives no further pieces."""
-        self._waiting = deque(job for job in self._waiting if job.index != index)
+        """Forget a request, waiting or running; it gives no further pieces.
+
+        Raises RuntimeError if the session is closed, ValueError for an index that `submit` has not returned.
+        """
+        self._check_open()
+        if index not in range(self._submitted):
+            raise ValueError(
+                f"cancel: index must be one that submit returned (0..{self._submitted - 1}), got {index!r}"
+            )
+        self._waiting = [job for job in self._waiting if job.index != index]
         for slot in [slot for slot, job in self._running.items() if job.index == index]:
             self._batch.release(slot)
             del self._running[slot]
 
     def step(self) -> list[Piece]:
-        """Admit what there is room for, then one decode step; the pieces of all requests that got something."""
+        """Admit what there is room for, then one decode step; the pieces of all requests that got something.
+
+        Raises RuntimeError if the session is closed. After any other error the next call first hands out what was made
+        before it, and requests that had not entered are still in line.
+        """
         return self.advance().pieces
 
     def advance(self) -> StepInfo:
         """`step`, with the facts around it."""
+        self._check_open()
         start = time.perf_counter()
-        pieces = self._admit()
         nodes = 1
-        if self._running:
-            began = time.perf_counter()
-            progress = self._batch.step()
-            self._observe(progress, (time.perf_counter() - began) * 1e3)
-            nodes = max((row.proposed + 1 for row in progress), default=1)
-            pieces += [self._take(row) for row in progress if row.slot in self._running]
-            self.steps += 1
+        if not self._undelivered:  # else the last call has failed, and this one brings what it had made
+            self._admit()
+            if self._running:
+                nodes = self._decode()
+        pieces, self._undelivered = self._undelivered, []
         return StepInfo(self.steps, time.perf_counter() - start, nodes, len(self._running), len(self._waiting), pieces)
 
-    def _admit(self) -> list[Piece]:
-        """Fill free slots from the line; pieces only for requests that end here."""
-        ended: list[Piece] = []
-        entering: list[_Job] = []
-        while self._waiting and len(entering) < len(self._batch.free):
-            job = self._waiting.popleft()
-            if job.request.max_new_tokens:
-                entering.append(job)
-            else:
-                ended.append(self._end(job, "length"))
+    def _decode(self) -> int:
+        """One step; the nodes of the tree that was verified."""
+        began = time.perf_counter()
+        progress = self._batch.step()
+        self._observe(progress, (time.perf_counter() - began) * 1e3)
+        for row in progress:
+            if row.slot in self._running:
+                self._undelivered.append(self._take(row))
+        self.steps += 1
+        return max((row.proposed + 1 for row in progress), default=1)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this session is closed; open another one with EAGLEInference.session")
+
+    def _sampling(self, sampling: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
+        """What `submit` was given, either way."""
+        if sampling is None:
+            return self._config.sampling(**options)
+        if not isinstance(sampling, SamplingParams):
+            raise TypeError(f"sampling must be a SamplingParams, got {sampling!r}; temperature=... goes by its name")
+        if options:
+            raise ValueError(f"submit: give sampling or {', '.join(options)}, not both")
+        check_filters(sampling, {name: getattr(sampling, name) for name in FILTERS})
+        return sampling
+
+    def _too_long(self, length: int) -> str | None:
+        """Why a prompt of so many tokens cannot enter."""
+        try:
+            check_positions(length, self._positions)
+        except ValueError as error:
+            return str(error)
+        if length > self.rows:
+            return f"a prompt of {length} tokens does not fit into the {self.rows} rows of this batch"
+        return None
+
+    def _admit(self) -> None:
+        """Fill free slots from the line; pieces only for requests that end here. A request leaves the line as it
+        enters, not before."""
+        entering = self._entering()
         self._set_tree([*self._running.values(), *entering])
         if not entering:
-            return ended
+            return
         try:  # together, so that equal prompts are computed once
             slots = self._batch.admit_all([job.request for job in entering])
-        except (ValueError, RuntimeError):  # too long, or NaN logits: find out whose
-            for job in entering:
-                try:
-                    self._enter(job, self._batch.admit(job.request))
-                except (ValueError, RuntimeError) as error:
-                    ended.append(self._end(job, "error", str(error)))
-        else:
-            for job, slot in zip(entering, slots, strict=True):
+        except (ValueError, RuntimeError) as error:
+            if not _concerns_a_request(error):
+                raise
+            self._admit_one_by_one(entering)  # find out whose
+            return
+        for job, slot in zip(entering, slots, strict=True):
+            self._enter(job, slot)
+
+    def _entering(self) -> list[_Job]:
+        """The first in line, as many as there are free slots for, and as can be sampled together. Requests that need no
+        slot end on the way."""
+        entering: list[_Job] = []
+        orders = {job.order for job in self._running.values()}
+        for job in list(self._waiting):
+            if job.error is not None or not job.request.max_new_tokens:
+                self._waiting.remove(job)
+                self._undelivered.append(self._end(job, "length" if job.error is None else "error", job.error))
+                continue
+            orders.add(job.order)
+            if len(entering) == len(self._batch.free) or {True, False} <= orders:
+                break
+            entering.append(job)
+        return entering
+
+    def _admit_one_by_one(self, jobs: Sequence[_Job]) -> None:
+        for job in jobs:
+            try:
+                slot = self._batch.admit(job.request)
+            except (ValueError, RuntimeError) as error:
+                if not _concerns_a_request(error):
+                    raise
+                self._waiting.remove(job)
+                self._undelivered.append(self._end(job, "error", str(error)))
+            else:
                 self._enter(job, slot)
-        return ended
 
     def _enter(self, job: _Job, slot: int) -> None:
-        job.statistics.add_prefill()
         self._running[slot] = job
+        self._waiting.remove(job)
+        job.statistics.add_prefill()
 
     def _set_tree(self, jobs: Iterable[_Job]) -> None:
         if self.policy is None:
@@ -289,3 +394,8 @@ class Session:
             job.statistics,
         )
         return Piece(job.index, [], rest, completion=completion)
+
+
+def _concerns_a_request(error: Exception) -> bool:
+    """Whether an admission failed for what was asked for, or for NaN logits; anything else concerns all."""
+    return isinstance(error, ValueError) or str(error).startswith(NAN)

@@ -5,6 +5,7 @@ They are the engine's own functions over a state of their own, eager and without
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from eagle_triton.engine.model import target_forward
 from eagle_triton.engine.modules import project
 from eagle_triton.engine.prefill import read_prompts
 from eagle_triton.engine.skipped_features import ROWS, catch_up, start_skipping
-from eagle_triton.engine.slots import bytes_of
+from eagle_triton.engine.slots import bytes_of, tensors_of
 from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, scratch_rows
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.reference.attention import pack_ancestors
@@ -40,15 +41,17 @@ class Prefix:
         self.draft: Draft | None = engine.draft if spec.drafts else None
         self._read(tokens, tokens.shape[1])
 
-    def append(self, tokens: Tensor) -> None:
-        """Put tokens [bs, n] behind the sequences."""
-        total = self.length + tokens.shape[1]
+    def followed_by(self, tokens: Tensor) -> Prefix:
+        """These sequences with tokens [bs, n] behind them. What is here stays as it is, for other tokens to follow."""
+        longer, total = copy.copy(self), self.length + tokens.shape[1]
         if total + scratch_rows(self.spec) > self.state.capacity:
-            self._read(torch.cat((self.state.tokens[:, : self.length], tokens), dim=1), 2 * total)
-            return
-        self.state.tokens[:, self.length : total] = tokens
-        while self.length < total:
-            self._take_in(min(total - self.length, ROWS))
+            longer._read(torch.cat((self.state.tokens[:, : self.length], tokens), dim=1), 2 * total)
+            return longer
+        longer.state = self._copied_state()
+        longer.state.tokens[:, self.length : total] = tokens
+        while longer.length < total:
+            longer._take_in(min(total - longer.length, ROWS))
+        return longer
 
     def candidates(self) -> Candidates:
         """Draft as the engine does, and give all that was scored instead of the tree of the best."""
@@ -72,6 +75,16 @@ class Prefix:
         self.state.tokens[:, self.length - 1] = tokens[:, -1]
         if self.draft is not None:
             self.draft.begin(engine.ops, sequences, features)
+
+    def _copied_state(self) -> DecodeState:
+        """A state of its own with the same sequences; what features were skipped is taken in, and not copied."""
+        old = self.state.sequences
+        new = Sequences(self.engine.view, self.draft, old.slots, old.capacity)
+        for name in ("tokens", "lengths", "caches", "draft_tensors"):
+            pairs = zip(tensors_of(getattr(new, name)), tensors_of(getattr(old, name)), strict=True)
+            for mine, theirs in pairs:
+                mine.copy_(theirs)
+        return DecodeState(new, self.draft, self.spec)
 
     def _take_in(self, count: int) -> None:
         """Commit the root and the next count - 1 tokens; the one behind them is the new root."""
@@ -102,7 +115,7 @@ def draft_step(engine: Engine, config: EAGLEConfig, input_ids: Tensor, past: Pre
     """See `EAGLEInference.draft_step`."""
     tokens = input_ids.to(engine.device).long()
     if past is not None:
-        past.append(tokens)
+        past = past.followed_by(tokens)
     elif tokens.shape[1] < 2:
         raise ValueError(
             "draft_step: two tokens at least are needed, because a head drafts from what precedes the last"

@@ -1,0 +1,54 @@
+"""Fields of a head's config.json that change what it computes and that no head here computes.
+
+A config says what weights do not show: a norm without weights of its own, a scale, a window. Such a head would load and
+draft wrongly, which nobody would see but in acceptance.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# Beside "off" (None, False, 0): the values at which such a field changes nothing.
+SCALES = {
+    "attention_multiplier": (),  # replaces 1 / sqrt(d)
+    "attn_logit_softcapping": (),
+    "clip_qkv": (),
+    "embedding_multiplier": (1,),
+    "final_logit_softcapping": (),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "partial_rotary_factor": (1,),
+    "query_pre_attn_scalar": (),  # replaces d in 1 / sqrt(d)
+    "residual_multiplier": (1,),
+    "scale_emb": (1,),
+}
+
+# Switches that are read, or that change nothing or only what the weights show.
+READ = ("attention_bias", "bias", "mlp_bias", "norm_before_residual", "qkv_bias", "use_sliding_window")
+SWITCH = re.compile("norm|resid|rope|rotary|scal|softcap|gate|gating|window|bias")
+
+# Families whose layers compute otherwise from weights of the same names and shapes.
+OTHER_FAMILIES = ("cohere", "gemma", "glm", "gpt", "granite", "minicpm", "phi")
+
+
+def check_head_fields(config: Mapping[str, Any]) -> None:
+    """ValueError for a field that asks for something no head here does. Fields that ask for nothing may be there."""
+    for name, value in {**(config.get("rope_parameters") or {}), **config}.items():
+        neutral = value is None or value is False or value == 0 or value in SCALES.get(name, ())
+        switched_on = value is True and name not in READ and SWITCH.search(name)
+        if switched_on or (name in SCALES and not neutral):
+            raise ValueError(f"draft head: {name}={value!r} in config.json is not supported, its drafts would be wrong")
+    family = str(config.get("model_type") or "")
+    if family.startswith(OTHER_FAMILIES):
+        raise ValueError(f"draft head: a layer of model_type {family!r} is not supported, only Llama's")
+    _check_window(config)
+
+
+def _check_window(config: Mapping[str, Any]) -> None:
+    """A head attends to its whole sequence."""
+    window, positions = config.get("sliding_window"), config.get("max_position_embeddings", 2048)
+    slides = window is not None and config.get("use_sliding_window") is not False and window < positions
+    if slides or "sliding_attention" in (config.get("layer_types") or ()):
+        raise ValueError(f"draft head: sliding-window attention is not supported, got sliding_window={window}")

@@ -1,0 +1,226 @@
+"""Sessions: closed ones refuse, bad requests never reach the loop, and nothing that was made or submitted is lost."""
+
+import pytest
+import torch
+
+from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
+from eagle_triton.engine.sampling_params import SamplingParams
+from tests.tiny import random_prompt, tiny_model
+
+CONFIG = EAGLEConfig(fallback=False, slots=2)
+
+
+@pytest.fixture
+def eagle():
+    return EAGLEInference(None, tiny_model(layers=5), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return EAGLEInference(None, EaModel.from_pretrained("demo"), CONFIG)
+
+
+def finish(session, pieces=()):
+    """The completions of all requests, by index."""
+    pieces = list(pieces)
+    while not session.idle:
+        pieces += session.step()
+    return {piece.index: piece.completion for piece in pieces if piece.completion is not None}
+
+
+def fail_once(monkeypatch, owner, name, error):
+    """Let `owner.name` raise at its next call, and be itself from then on."""
+    original = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        monkeypatch.setattr(owner, name, original)
+        raise error
+
+    monkeypatch.setattr(owner, name, call)
+
+
+# --- closing ---
+
+
+def test_a_closed_session_refuses_everything_and_closes_again(eagle):
+    with eagle.session(rows=64) as session:
+        index = session.submit(random_prompt(9)[0], 20)
+        session.step()
+    calls = (lambda: session.submit([1], 2), session.step, session.advance, lambda: session.cancel(index))
+    for call in (*calls, session.__enter__):
+        with pytest.raises(RuntimeError, match="this session is closed"):
+            call()
+    with eagle.session(rows=64) as other:
+        session.close()  # the other one keeps the engine
+        with pytest.raises(RuntimeError, match="another generation"):
+            eagle.generate([[1, 2]], 2)
+        assert other.submit([1, 2, 3], 3) == 0 and len(finish(other)[0].tokens) == 3
+    eagle.generate([[1, 2]], 2)
+
+
+def test_close_without_a_with(eagle):
+    session = eagle.session(rows=64)
+    session.close()
+    session.close()
+    eagle.generate([[1, 2]], 2)
+
+
+# --- what submit takes ---
+
+
+def test_submit_takes_every_form_of_one_prompt(demo):
+    ids = demo.tokenizer("import os\n").input_ids
+    want = demo.generate("import os\n", 6)[1].completions[0]
+    forms = ["import os\n", ids, tuple(ids), torch.tensor(ids), torch.tensor([ids]), torch.tensor(ids).int()]
+    with demo.session(rows=64) as session:
+        for form in forms:
+            session.submit(form, 6)
+        got = finish(session)
+    assert all(got[index].tokens == want.tokens and got[index].text == want.text for index in range(len(forms)))
+
+
+def test_submit_takes_options_by_name_as_generate_does(eagle):
+    prompt = random_prompt(9)[0]
+    options = dict(temperature=1.3, top_p=0.9, top_k=9, seed=5, logit_bias={3: -1.0}, stop_token_ids=[1, 2])
+    want = eagle.generate([prompt], 12, **options)[1].completions[0]
+    stops = options.pop("stop_token_ids")
+    with eagle.session(rows=64) as session:
+        session.submit(prompt, 12, stop_token_ids=stops, **options)
+        session.submit(prompt, 12, SamplingParams(**options), stop_ids=stops)
+        got = finish(session)
+    assert got[0].tokens == got[1].tokens == want.tokens and got[0].finished == want.finished
+    sampled = EAGLEInference(None, eagle.pair.target_model, CONFIG.changed(temperature=1.3))
+    with sampled.session(rows=64) as session:
+        session.submit(prompt, 12, seed=5)
+        got = finish(session)[0].tokens
+    assert got == sampled.generate([prompt], 12, seed=5)[1].completions[0].tokens
+
+
+BAD = [
+    ("text", {}, ValueError, "need a tokenizer"),
+    (7, {}, ValueError, "token ids"),
+    (None, {}, TypeError, "a prompt must be"),
+    ([], {}, ValueError, "empty"),
+    ([1, 99], {}, ValueError, "out of range"),
+    (["a", "b"], {}, TypeError, "a prompt must be"),
+    (torch.tensor([1.0]), {}, ValueError, "integer"),
+    (torch.tensor([True]), {}, ValueError, "integer"),
+    (torch.ones(2, 3, dtype=torch.long), {}, ValueError, r"\[1, L\]"),
+    (torch.ones(3, dtype=torch.long, device="meta"), {}, ValueError, "meta"),
+    ([{"role": "user", "content": "x"}], {}, TypeError, "apply_chat_template"),
+    ([1], dict(max_new_tokens=-1), ValueError, "max_new_tokens"),
+    ([1], dict(max_new_tokens="3"), TypeError, "max_new_tokens"),
+    ([1], dict(stop_token_ids="3"), TypeError, "stop_token_ids"),
+    ([1], dict(stop_token_ids=[99]), ValueError, "stop_token_ids"),
+    ([1], dict(stop_strings="x"), ValueError, "tokenizer"),
+    ([1], dict(stop_strings=5), TypeError, "stop_strings"),
+    ([1], dict(temperature="x"), TypeError, "temperature"),
+    ([1], dict(top_k=4), ValueError, "top_k=4 filters sampled tokens"),
+    ([1], dict(sampling=SamplingParams(top_k=4)), ValueError, "top_k=4 filters sampled tokens"),
+    ([1], dict(sampling=0.7), TypeError, "sampling must be a SamplingParams"),
+    ([1], dict(sampling=SamplingParams(), temperature=1.0), ValueError, "not both"),
+    ([1], dict(logit_bias={99: 1.0}), ValueError, "logit_bias"),
+    ([1], dict(logprobs=True), ValueError, "submit: unknown option logprobs.*options are prompt, max_new_tokens"),
+    ([1], dict(stop="x"), ValueError, "did you mean stop_strings or stop_token_ids"),
+    ([1], dict(stop_ids=[1], stop_token_ids=[1]), ValueError, "another name"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "options", "error", "message"), BAD, ids=lambda value: f"{value}"[:30])
+def test_bad_requests_are_refused_at_submit_and_the_loop_goes_on(eagle, prompt, options, error, message):
+    with eagle.session(rows=64) as session:
+        good = session.submit(random_prompt(5)[0], 3)
+        with pytest.raises(error, match=message):
+            session.submit(prompt, **options)
+        assert list(finish(session)) == [good]
+
+
+def test_a_prompt_that_is_too_long_says_so_in_its_completion(eagle):
+    with eagle.session(rows=32) as session:
+        for length, new in ((33, 5), (32, 5), (30, 5), (9, 5)):
+            session.submit(random_prompt(length)[0], new)
+        got = finish(session)
+    assert [got[index].finished for index in range(4)] == ["error", "length", "length", "length"]
+    assert "33 tokens does not fit into the 32 rows" in got[0].error
+    assert [len(got[index].tokens) for index in range(4)] == [0, 0, 2, 5]
+
+
+def test_cancel_knows_its_indices(eagle):
+    with eagle.session(rows=32) as session:
+        with pytest.raises(ValueError, match="index"):
+            session.cancel(0)
+        session.cancel(session.submit([1, 2], 3))
+        assert session.idle
+
+
+# --- nothing is lost ---
+
+
+def test_completions_are_not_lost_when_the_step_behind_them_raises(eagle, monkeypatch):
+    with eagle.session(rows=32) as session:
+        session.submit(random_prompt(40)[0], 5)  # cannot fit
+        session.submit(random_prompt(9)[0], 5)
+        fail_once(monkeypatch, session._batch, "step", RuntimeError("a cable was pulled"))
+        with pytest.raises(RuntimeError, match="cable"):
+            session.step()
+        assert not session.idle
+        (piece,) = session.step()
+        assert piece.index == 0 and piece.completion.finished == "error"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), torch.cuda.OutOfMemoryError("out of memory")], ids=repr)
+def test_a_request_is_in_line_until_it_has_entered(eagle, monkeypatch, error):
+    """An interrupt, or memory that is short, is nobody's error: it is raised, and the line is as it was."""
+    prompt = random_prompt(9)[0]
+    want = eagle.generate([prompt], 5)[1].completions[0].tokens
+    with eagle.session(rows=32) as session:
+        session.submit(random_prompt(40)[0], 5)
+        index = session.submit(prompt, 5)
+        fail_once(monkeypatch, session._batch, "admit_all", error)
+        with pytest.raises(type(error)):
+            session.step()
+        assert not session.idle and session._waiting
+        got = finish(session)
+    assert got[0].finished == "error" and got[index].tokens == want
+
+
+def test_memory_that_is_short_for_one_of_several_is_raised(eagle, monkeypatch):
+    """Also where requests are admitted one by one, because the logits of one of them are NaN."""
+    target = eagle.pair.target_model.base_model
+    target.model.embed_tokens.weight.data[7] = float("nan")
+    with eagle.session(rows=32, slots=3) as session:
+        first, second = session.submit([7], 5), session.submit([1, 2, 3], 5)
+        fail = torch.cuda.OutOfMemoryError("out of memory")
+        admit = session._batch.admit
+
+        def admit_or_fail(request):
+            if len(request.prompt) == 3:
+                raise fail
+            return admit(request)
+
+        monkeypatch.setattr(session._batch, "admit", admit_or_fail)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            session.step()
+        (piece,) = session.step()
+        assert piece.index == first and "NaN" in piece.completion.error
+        monkeypatch.setattr(session._batch, "admit", admit)
+        assert [job.index for job in session._waiting] == [second]
+
+
+def test_requests_of_the_other_filter_order_wait(eagle):
+    prompt = random_prompt(9)[0]
+    ways = [dict(top_p_first=False), dict(top_p_first=True), dict(top_p_first=False)]
+    options = [SamplingParams(temperature=1.2, top_p=0.7, top_k=6, seed=index, **way) for index, way in enumerate(ways)]
+    alone = []
+    for sampling in options:
+        with eagle.session(rows=64, slots=1) as session:
+            session.submit(prompt, 8, sampling)
+            alone.append(finish(session)[0].tokens)
+    with eagle.session(rows=64, slots=4) as session:
+        for sampling in options:
+            session.submit(prompt, 8, sampling)
+        session.submit(prompt, 8)
+        assert {piece.index for piece in session.step()} == {0}
+        got = finish(session)
+    assert [got[index].tokens for index in range(3)] == alone
+    assert all(completion.error is None for completion in got.values()) and len(got) == 4
