@@ -90,13 +90,14 @@ class Engine:
             raise RuntimeError("another generation is running on this model; finish or close it first")
         hold = Hold(self._lock)
         try:
-            self._check_model()
+            self.check_model()
         except BaseException:
             hold.release()
             raise
         return hold
 
-    def _check_model(self) -> None:
+    def check_model(self) -> None:
+        """Raise RuntimeError if a part of the model was replaced, moved, cast or hooked since it was read."""
         if self.watch is None:
             return
         if change := self.watch.change():

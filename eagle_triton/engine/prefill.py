@@ -17,6 +17,10 @@ from eagle_triton.engine.step import Mode, token_logprobs
 CHUNK = 512  # prompt tokens in one forward: bounds the activations of a long prompt
 
 
+class NaNLogitsError(RuntimeError):
+    """The target's logits are NaN: no token can be chosen."""
+
+
 def prefill(
     ops: Operations,
     view: ModelView,
@@ -50,7 +54,7 @@ def prefill(
     logits = project(ops, view.head, torch.cat(hidden))
     broken = logits.isnan().flatten(1).any(1).nonzero().flatten().tolist()
     if broken:
-        raise RuntimeError(f"the target's logits are NaN after the prompts of sequences {broken}")
+        raise NaNLogitsError(f"the target's logits are NaN after the prompts of sequences {broken}")
     root = _choose(ops, state, logits, mode)
     if mode.logprobs:
         sequences.root_logprob.copy_(token_logprobs(logits, root)[:, 0])

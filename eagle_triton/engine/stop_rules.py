@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eagle_triton.engine.batch import NAN, Batch, Progress, Request
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.prefill import NaNLogitsError
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
 
@@ -93,4 +94,4 @@ def generate(
 def _raise_errors(progress: Sequence[Progress], index_of: dict[int, int]) -> None:
     broken = [index_of[row.slot] for row in progress if row.error]
     if broken:
-        raise RuntimeError(f"{NAN} for sequences {broken}")
+        raise NaNLogitsError(f"{NAN} for sequences {broken}")

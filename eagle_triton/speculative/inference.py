@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.model_watch import ModelWatch
+from eagle_triton.engine.operations import choose_operations
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.checks import check_positions, check_prompt
 from eagle_triton.speculative import stages
@@ -77,12 +78,8 @@ class EAGLEInference:
         self.tokenizer = tokenizer or self.pair.tokenizer
         view, draft = self.pair.view, self.pair.draft
         self._reader = ArgumentReader(self.config, view.vocab_size, view.device, self.tokenizer)
-        on_gpu = view.device.type == "cuda"
-        kernels = on_gpu if kernels is None else kernels
-        graph = on_gpu and kernels if cuda_graph is None else cuda_graph
-        if graph and not (on_gpu and kernels):
-            raise ValueError("cuda_graph=True needs a model on a GPU and the kernels")
-        self.engine = Engine(view, draft, make_operations(kernels), graph)
+        operations, graph = choose_operations(view.device, kernels, cuda_graph)
+        self.engine = Engine(view, draft, operations, graph, watch=ModelWatch(self.pair.models))
         self._table = CostTable.find(CostTable.read() if costs is None else costs, view)
         self._policies: dict[int, TreePolicy] = {}
         self.reset_statistics()
@@ -262,7 +259,8 @@ class EAGLEInference:
         float32, probabilities; token_ids [bs, k] int64; past_key_values for the next call).
         """
         self._check_ids(input_ids)
-        return stages.draft_step(self.engine, self.config, input_ids, past_key_values)
+        with self.engine.current():
+            return stages.draft_step(self.engine, self.config, input_ids, past_key_values)
 
     def generate_draft_tree(self, input_ids: Tensor, verified_id: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Draft a tree for each sequence.
@@ -271,7 +269,8 @@ class EAGLEInference:
         parent_list [bs, k (D - 1) + 1], top_scores_index [bs, N - 1]), int64, as `build_tree_structure` takes them.
         """
         self._check_ids(input_ids)
-        return stages.generate_draft_tree(self.engine, self.config, input_ids, verified_id)
+        with self.engine.current():
+            return stages.generate_draft_tree(self.engine, self.config, input_ids, verified_id)
 
     def verify_drafts(
         self,
@@ -289,7 +288,8 @@ class EAGLEInference:
         """
         self._check_ids(input_ids)
         tree = (draft_tokens, verified_id, parent_list, top_scores_index)
-        return stages.verify_drafts(self.engine, self.config, input_ids, *tree)
+        with self.engine.current():
+            return stages.verify_drafts(self.engine, self.config, input_ids, *tree)
 
     # --- what it costs ---
 
@@ -420,6 +420,7 @@ class EAGLEInference:
         return [self.config.tree(nodes) for nodes in tree_sizes(self.config.nodes)]
 
     def _check_ids(self, input_ids: Tensor) -> None:
+        self.engine.check_model()
         check_prompt(input_ids, self.pair.view.vocab_size)
 
     def _pad_id(self) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 
 from eagle_triton.adapters import native
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
-from eagle_triton.adapters.module_reader import UnsupportedModelError
+from eagle_triton.adapters.module_reader import UnsupportedModelError, check_readable
 from eagle_triton.engine.drafts.beams import BeamDraft
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model import ModelView
@@ -38,6 +38,15 @@ class Pair:
     stop_ids: frozenset[int]
     max_positions: int | None  # the most tokens of a sequence that the target was made for
 
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """Those that were read, by the names that messages call them."""
+        models = {"target_model": self.target_model}
+        part_of_target = self.draft_model in (self.target_model, getattr(self.target_model, "ea_layer", None))
+        if isinstance(self.draft_model, nn.Module) and not part_of_target:
+            models["draft_model"] = self.draft_model
+        return models
+
 
 def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: torch.device | None) -> Pair:
     """Read a draft for a target.
@@ -49,6 +58,7 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     UnsupportedModelError for what is not known, ValueError for a draft that does not fit or models that lie elsewhere.
     """
     target, tokenizer = _load_target(draft_model, target_model, config, device)
+    check_readable(target, "target_model")
     family = _family(target)
     base = target if family is None else target.base_model
     if isinstance(draft_model, (str, Path)) or draft_model is None:

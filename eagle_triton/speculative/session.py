@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.batch import NAN, Batch, Progress, Request
+from eagle_triton.engine.batch import Batch, Progress, Request
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.prefill import NaNLogitsError
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.state import scratch_rows
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
@@ -166,7 +167,7 @@ class Session:
         """End here, whatever still waits or runs, and let others have the engine. May be called again."""
         if not self._closed:
             self._closed = True
-            self._batch.__exit__(None, None, None)
+            self._batch.close()
 
     @property
     def idle(self) -> bool:
@@ -293,9 +294,7 @@ class Session:
             return
         try:  # together, so that equal prompts are computed once
             slots = self._batch.admit_all([job.request for job in entering])
-        except (ValueError, RuntimeError) as error:
-            if not _concerns_a_request(error):
-                raise
+        except (ValueError, NaNLogitsError):
             self._admit_one_by_one(entering)  # find out whose
             return
         for job, slot in zip(entering, slots, strict=True):
@@ -321,9 +320,7 @@ class Session:
         for job in jobs:
             try:
                 slot = self._batch.admit(job.request)
-            except (ValueError, RuntimeError) as error:
-                if not _concerns_a_request(error):
-                    raise
+            except (ValueError, NaNLogitsError) as error:
                 self._waiting.remove(job)
                 self._undelivered.append(self._end(job, "error", str(error)))
             else:
@@ -394,8 +391,3 @@ class Session:
             job.statistics,
         )
         return Piece(job.index, [], rest, completion=completion)
-
-
-def _concerns_a_request(error: Exception) -> bool:
-    """Whether an admission failed for what was asked for, or for NaN logits; anything else concerns all."""
-    return isinstance(error, ValueError) or str(error).startswith(NAN)
