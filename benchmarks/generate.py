@@ -65,7 +65,7 @@ def _variants(args: argparse.Namespace, model: EaModel, module: ModuleType | Non
     """What is measured, as soon as it has been."""
     prompts = models.prompts(model, args)
     total = len(prompts) * (2 + bool(module))
-    with tqdm(total=total, desc="generations", disable=args.json, leave=False) as bar:
+    with tqdm(total=total, desc="generations", disable=args.json or None, leave=False) as bar:
 
         def run(name: str, subject: Any) -> Variant:
             _reset_peak(model.device)

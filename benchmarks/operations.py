@@ -99,7 +99,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         raise ValueError(f"--only must be a part of one of {', '.join(names)}, got {args.only!r}")
     if not cuda:
         cases = [replace(case, target_us=None, least_speedup=None) for case in cases]
-    with torch.no_grad(), tqdm(cases, desc="operations", disable=args.json, leave=False) as bar:
+    with torch.no_grad(), tqdm(cases, desc="operations", disable=args.json or None, leave=False) as bar:
         for case in bar:
             bar.set_postfix_str(case.name)
             more, said = measure_case(case, device)

@@ -63,7 +63,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     with (
         torch.no_grad(),
         fixed_acceptance(mean, module),
-        tqdm(cases, desc="decode steps", disable=args.json, leave=False) as bar,
+        tqdm(cases, desc="decode steps", disable=args.json or None, leave=False) as bar,
     ):
         for decoding, batch, context in bar:
             bar.set_postfix_str(f"{decoding}, batch {batch}, context {context}")
