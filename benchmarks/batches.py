@@ -96,7 +96,7 @@ def _decode(eagle: EAGLEInference, policy: TreePolicy | None, prompts: list[Tens
     rows, nodes = len(prompts[0]) + new, Counter()
     with Session(eagle.engine, policy, len(prompts), rows) as session, torch.no_grad():
         for prompt in prompts:
-            session.submit(prompt, new, SamplingParams(), stop_ids=())
+            session.submit(prompt, new, SamplingParams(), stop_token_ids=())
         session.advance()
         watch, first, steps = Stopwatch(prompts[0].device), session.tokens, session.steps
         while not session.idle:

@@ -12,6 +12,7 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import shlex
@@ -23,6 +24,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from eagle_triton.adapters.module_reader import UnsupportedModelError
 from eagle_triton.engine.operations import Operations, operation_names
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -272,3 +274,14 @@ def test_every_operation_has_its_page():
     stems = {getattr(Operations, name).__module__.rpartition(".")[2] for name in operation_names()}
     assert stems == set(shown)
     assert all(re.search(rf"`{stem}(\.py|/)`", read("docs/structure.md")) for stem in stems)
+
+
+def test_refusals_point_to_sections_that_limits_has():
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "eagle_triton").rglob("*.py")]
+    named = {section for source in sources for section in re.findall(r"limits\.md#([a-z-]+)", source)}
+    raised = re.findall(r"UnsupportedModelError\((.*?)\n?\s*\)\n", "".join(sources), re.DOTALL)
+    named |= {match[1] for text in raised if (match := re.search(r'", ?\n?\s*"([a-z-]+)",?$', text))}
+    named.add(inspect.signature(UnsupportedModelError).parameters["section"].default)
+    headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / "limits.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {"hooks", "weights", "devices", "threads", "heads", "families", "layer-types"} <= named
+    assert named <= {heading.lower().replace(" ", "-") for heading in headings}

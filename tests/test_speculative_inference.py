@@ -327,7 +327,7 @@ def test_requests_that_arrive_at_random_get_what_they_get_alone(device):
     alone = []
     for (prompt, _), distribution in zip(kinds, distributions, strict=True):
         with eagle.session(rows=60, slots=1) as session:
-            session.submit(prompt, 14, distribution, stop_ids=())
+            session.submit(prompt, 14, distribution, stop_token_ids=())
             pieces = []
             while not session.idle:
                 pieces += session.step()
@@ -338,7 +338,7 @@ def test_requests_that_arrive_at_random_get_what_they_get_alone(device):
             for _ in range(source.choice([0, 0, 1, 5, 12])):
                 if len(wanted) < 500:
                     kind, limit, stop = source.randrange(40), source.randint(1, 14), source.randrange(32)
-                    index = session.submit(kinds[kind][0], limit, distributions[kind], stop_ids=[stop])
+                    index = session.submit(kinds[kind][0], limit, distributions[kind], stop_token_ids=[stop])
                     tokens = alone[kind][:limit]
                     wanted[index] = tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
             for piece in session.step():

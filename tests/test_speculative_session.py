@@ -122,7 +122,7 @@ BAD = [
     ([1], dict(logit_bias={99: 1.0}), ValueError, "logit_bias"),
     ([1], dict(logprobs=True), ValueError, "submit: unknown option logprobs.*options are prompt, max_new_tokens"),
     ([1], dict(stop="x"), ValueError, "did you mean stop_strings or stop_token_ids"),
-    ([1], dict(stop_ids=[1], stop_token_ids=[1]), ValueError, "another name"),
+    ([1], dict(stop_ids=[1]), ValueError, "stop_token_ids"),
 ]
 
 

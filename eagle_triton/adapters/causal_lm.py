@@ -53,12 +53,16 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     rotary_module = attribute_at(body, "rotary_emb", nn.Module, root=where)
     rope_type = getattr(rotary_module, "rope_type", "default")
     if rope_type not in ROPE_TYPES:
-        raise UnsupportedModelError(f"{where}.rotary_emb must be one of {ROPE_TYPES}, got rope_type {rope_type!r}")
+        raise UnsupportedModelError(
+            f"{where}.rotary_emb must be one of {ROPE_TYPES}, got rope_type {rope_type!r}", "layer-types"
+        )
     scaling = getattr(rotary_module, "attention_scaling", 1.0)
     rotary = read_rotary(rotary_module.inv_freq, scaling, f"{where}.rotary_emb")
     layers = tuple(_layer(model, index, rotary, root) for index in range(len(body.layers)))
     if wrong := [index for index in feature_layers if not 0 <= index < len(layers)]:
-        raise UnsupportedModelError(f"{root}.model.layers has {len(layers)} layers: no features of layers {wrong}")
+        raise UnsupportedModelError(
+            f"{root}.model.layers has {len(layers)} layers: no features of layers {wrong}", "heads"
+        )
     eos = getattr(model.generation_config, "eos_token_id", None)
     view = ModelView(
         embedding=read_embedding(body, "embed_tokens", root=where),
@@ -110,12 +114,15 @@ def _layer(model: Any, index: int, rotary: Rotary, root: str) -> Layer:
 def _check_dtypes(view: ModelView, root: str) -> None:
     """Raise UnsupportedModelError for a plain weight that is not of the embedding's dtype."""
     if not view.dtype.is_floating_point:
-        raise UnsupportedModelError(f"{root}.model.embed_tokens.weight must be floating point, got {view.dtype}")
+        raise UnsupportedModelError(
+            f"{root}.model.embed_tokens.weight must be floating point, got {view.dtype}", "weights"
+        )
     for path, tensor in _plain_weights(view):
         if tensor is not None and tensor.dtype != view.dtype:
             raise UnsupportedModelError(
                 f"{root}.{path} must be {view.dtype} as the embedding is, or a module of its own kind, "
-                f"got {tensor.dtype}"
+                f"got {tensor.dtype}",
+                "weights",
             )
 
 

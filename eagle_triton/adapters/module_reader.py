@@ -15,7 +15,13 @@ from eagle_triton.engine.modules import MLP, Norm, Projection, Rotary
 
 
 class UnsupportedModelError(ValueError):
-    """The model, or a part of it, is not one that eagle_triton knows how to decode. Nothing was changed."""
+    """The model, or a part of it, is not one that eagle_triton knows how to decode. Nothing was changed.
+
+    section: that of docs/limits.md which says what is supported instead.
+    """
+
+    def __init__(self, message: str, section: str = "families"):
+        super().__init__(f"{message} (docs/limits.md#{section})")
 
 
 def attribute_at(module: Any, path: str, kind: type | tuple[type, ...] = object, *, root: str = "model") -> Any:
@@ -41,20 +47,23 @@ def check_readable(module: nn.Module, root: str = "model") -> None:
     """
     check_one_device(module, root)
     if reason := interference(module, root):
-        raise UnsupportedModelError(f"{reason}; remove it before optimising")
+        raise UnsupportedModelError(f"{reason}; remove it before optimising", "hooks")
 
 
 def check_one_device(module: nn.Module, root: str = "model") -> None:
     """Raise UnsupportedModelError for a model that is spread over several devices, offloaded, or without storage."""
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         if any(base.__name__ == "DTensor" for base in type(tensor.data).__mro__):
-            raise UnsupportedModelError(f"{root}.{path} is sharded over several devices (tp_plan), not supported yet")
+            raise UnsupportedModelError(
+                f"{root}.{path} is sharded over several devices (tp_plan), not supported yet", "devices"
+            )
     devices = sorted({str(tensor.device) for tensor in (*module.parameters(), *module.buffers())})
     hooked = any(hasattr(part, "_hf_hook") for part in module.modules())
     if len(devices) > 1 or hooked or torch.device(devices[0]).type == "meta":
         raise UnsupportedModelError(
             f"{root} must lie on one device; models spread over several or offloaded are not supported yet, got "
-            f"{', '.join(devices)}{' with offloading hooks' if hooked else ''}"
+            f"{', '.join(devices)}{' with offloading hooks' if hooked else ''}",
+            "devices",
         )
 
 
@@ -66,7 +75,9 @@ def check_fits_target(root: str, target: ModelView, vocabulary: int, weight: tor
         ("device", weight.device, target.device),
     ):
         if got != expected:
-            raise UnsupportedModelError(f"{root} and the target do not fit: {what} {got}, the target's is {expected}")
+            raise UnsupportedModelError(
+                f"{root} and the target do not fit: {what} {got}, the target's is {expected}", "heads"
+            )
 
 
 def read_weight(module: nn.Module, path: str) -> torch.Tensor:
@@ -74,7 +85,9 @@ def read_weight(module: nn.Module, path: str) -> torch.Tensor:
     weight = module._parameters.get("weight")
     if weight is None or not is_plain_tensor(weight):
         kind = "nothing of its own" if weight is None else type(weight.data).__name__
-        raise UnsupportedModelError(f"{path}.weight must be a plain tensor, got {kind} in a {type(module).__name__}")
+        raise UnsupportedModelError(
+            f"{path}.weight must be a plain tensor, got {kind} in a {type(module).__name__}", "weights"
+        )
     return weight
 
 
@@ -82,7 +95,7 @@ def read_embedding(module: Any, path: str, *, root: str = "model") -> torch.Tens
     """The table [V, H] of a plain nn.Embedding."""
     layer, where = attribute_at(module, path, nn.Module, root=root), f"{root}.{path}"
     if type(layer) is not nn.Embedding or layer.max_norm is not None:
-        raise UnsupportedModelError(f"{where} must be a plain nn.Embedding, got {layer}")
+        raise UnsupportedModelError(f"{where} must be a plain nn.Embedding, got {layer}", "weights")
     return read_weight(layer, where)
 
 
@@ -95,7 +108,9 @@ def read_norm(module: Any, path: str, *, root: str = "model") -> Norm:
             norm = Norm(weight, getattr(layer, name))
             _check_rms_norm(layer, norm, where)
             return norm
-    raise UnsupportedModelError(f"{where} ({type(layer).__name__}) has no eps: not an RMSNorm that is known")
+    raise UnsupportedModelError(
+        f"{where} ({type(layer).__name__}) has no eps: not an RMSNorm that is known", "layer-types"
+    )
 
 
 @torch.no_grad()
@@ -104,7 +119,9 @@ def _check_rms_norm(layer: nn.Module, norm: Norm, where: str) -> None:
     row = torch.linspace(-1, 2, size, dtype=torch.float32, device=device).to(norm.weight.dtype)[None]
     expected = torch.nn.functional.rms_norm(row.float(), (size,), norm.weight.float(), norm.eps)
     if not torch.allclose(layer(row).float(), expected, rtol=0.05, atol=1e-3, equal_nan=True):
-        raise UnsupportedModelError(f"{where} ({type(layer).__name__}) does not compute an RMSNorm with its weight")
+        raise UnsupportedModelError(
+            f"{where} ({type(layer).__name__}) does not compute an RMSNorm with its weight", "layer-types"
+        )
 
 
 def read_projection(module: Any, path: str, *, root: str = "model") -> Projection:
@@ -161,11 +178,11 @@ def check_silu(activation: Callable, where: str) -> None:
     """Raise UnsupportedModelError unless `activation` is SiLU."""
     probe = torch.linspace(-4, 4, 9, dtype=torch.float32, device="cpu")
     if not torch.allclose(activation(probe), torch.nn.functional.silu(probe), atol=1e-6):
-        raise UnsupportedModelError(f"{where} must be SiLU, got {activation}")
+        raise UnsupportedModelError(f"{where} must be SiLU, got {activation}", "layer-types")
 
 
 def read_rotary(inv_freq: Any, scaling: float, where: str) -> Rotary:
     """A rotary embedding from its frequencies."""
     if not isinstance(inv_freq, torch.Tensor) or inv_freq.dim() != 1:
-        raise UnsupportedModelError(f"{where}.inv_freq must be a tensor [d / 2]")
+        raise UnsupportedModelError(f"{where}.inv_freq must be a tensor [d / 2]", "layer-types")
     return Rotary(inv_freq.float(), float(scaling))

@@ -74,7 +74,7 @@ def read_target(model: Any, targets: dict[str, bool], eagle3: bool) -> ModelView
     if eagle3:
         if not targets[source]:
             raise UnsupportedModelError(
-                f"model.base_model ({type(model.base_model).__name__}) gives no features for an EAGLE-3 head"
+                f"model.base_model ({type(model.base_model).__name__}) gives no features for an EAGLE-3 head", "heads"
             )
         count = len(layers)
         features = tuple(sorted({index for index in (2, count // 2, count - 3) if 0 <= index < count}))
@@ -160,7 +160,7 @@ def _rotary(owner: Any, where: str) -> Rotary:
     name, path = type(module).__name__, f"{where}.rotary_emb"
     rope_type = getattr(module, "rope_type", "dynamic" if "Dynamic" in name else "default")
     if rope_type not in ROPE_TYPES:
-        raise UnsupportedModelError(f"{path} must be one of {ROPE_TYPES}, got {rope_type!r} ({name})")
+        raise UnsupportedModelError(f"{path} must be one of {ROPE_TYPES}, got {rope_type!r} ({name})", "layer-types")
     if not (hasattr(module, "base") and hasattr(module, "dim")):
         return read_rotary(module.inv_freq, getattr(module, "attention_scaling", 1.0), path)
     # Its cosines were tabulated in fp32 before a cast to half precision rounded the inv_freq buffer: start afresh.
@@ -187,14 +187,17 @@ def _draft_to_target(head: nn.Module, draft_vocabulary: int, target: ModelView) 
     if ids.min() < 0 or ids.max() >= target.vocab_size:
         raise UnsupportedModelError(
             f"model.ea_layer.d2t must lead to tokens in 0..{target.vocab_size - 1}, got {int(ids.min())}.."
-            f"{int(ids.max())}"
+            f"{int(ids.max())}",
+            "heads",
         )
     return d2t
 
 
 def _expect(what: str, got: Any, expected: Any, meaning: str) -> None:
     if got != expected:
-        raise UnsupportedModelError(f"{what} must be {expected} ({meaning}), got {got}: head and target do not fit")
+        raise UnsupportedModelError(
+            f"{what} must be {expected} ({meaning}), got {got}: head and target do not fit", "heads"
+        )
 
 
 def _source(base_model: Any) -> str:

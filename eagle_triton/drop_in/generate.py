@@ -12,7 +12,7 @@ from eagle_triton.drop_in.patching import Seam
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.stop_rules import generate as engine_generate
-from eagle_triton.models.generate_arguments import GenerateArguments, make_generator
+from eagle_triton.models.generate_arguments import GenerateArguments, check_sampling_is_meant, make_generator
 
 
 def generate_seam(model: Any, engine: Engine) -> Seam:
@@ -38,6 +38,7 @@ def generate_seam(model: Any, engine: Engine) -> Seam:
         The sequences of a batch are decoded together. Raises ValueError for bad arguments, RuntimeError for NaN
         logits or if another generation is running on this model.
         """
+        check_sampling_is_meant(do_sample, temperature, top_p, top_k, min_p)
         request = GenerateArguments.resolve(
             model, input_ids, attention_mask, max_length, max_new_tokens, eos_token_id, pad_token_id
         )

@@ -87,7 +87,9 @@ class Engine:
         Raises RuntimeError if somebody has it, or if the model is not as it was when it was read.
         """
         if not self._lock.acquire(blocking=False):
-            raise RuntimeError("another generation is running on this model; finish or close it first")
+            raise RuntimeError(
+                "another generation is running on this model; finish or close it first (docs/limits.md#threads)"
+            )
         hold = Hold(self._lock)
         try:
             self.check_model()
@@ -103,7 +105,7 @@ class Engine:
         if change := self.watch.change():
             raise RuntimeError(
                 f"{change}, after the engine has read it: restore the model and optimise it again (EAGLEInference: "
-                "make a new one)"
+                "make a new one; docs/limits.md#weights)"
             )
         called_state = self.watch.called_state()
         if called_state != self._called_state:  # graphs have its former addresses

@@ -39,10 +39,15 @@ def check_head_fields(config: Mapping[str, Any]) -> None:
         neutral = value is None or value is False or value == 0 or value in SCALES.get(name, ())
         switched_on = value is True and name not in READ and SWITCH.search(name)
         if switched_on or (name in SCALES and not neutral):
-            raise ValueError(f"draft head: {name}={value!r} in config.json is not supported, its drafts would be wrong")
+            raise ValueError(
+                f"draft head: {name}={value!r} in config.json is not supported, its drafts would be wrong "
+                "(docs/limits.md#heads)"
+            )
     family = str(config.get("model_type") or "")
     if family.startswith(OTHER_FAMILIES):
-        raise ValueError(f"draft head: a layer of model_type {family!r} is not supported, only Llama's")
+        raise ValueError(
+            f"draft head: a layer of model_type {family!r} is not supported, only Llama's (docs/limits.md#heads)"
+        )
     _check_window(config)
 
 
@@ -51,4 +56,6 @@ def _check_window(config: Mapping[str, Any]) -> None:
     window, positions = config.get("sliding_window"), config.get("max_position_embeddings", 2048)
     slides = window is not None and config.get("use_sliding_window") is not False and window < positions
     if slides or "sliding_attention" in (config.get("layer_types") or ()):
-        raise ValueError(f"draft head: sliding-window attention is not supported, got sliding_window={window}")
+        raise ValueError(
+            f"draft head: sliding-window attention is not supported, got sliding_window={window} (docs/limits.md#heads)"
+        )

@@ -182,24 +182,22 @@ class Session:
         *,
         stop_token_ids: int | Iterable[int] | None = None,
         stop_strings: str | Iterable[str] = (),
-        stop_ids: int | Iterable[int] | None = None,
         **options: Any,
     ) -> int:
         """Put a prompt in line; returns its index, by which pieces and completions name it.
 
         prompt: text, a list of token ids, or a tensor [L] or [1, L]. sampling: a `SamplingParams`, or instead of it
         temperature, top_p, top_k, min_p, repetition_penalty, logit_bias and seed by their names; what is not given is
-        as configured. stop_token_ids: None takes the session's; stop_ids is another name for it. The request ends where
+        as configured. stop_token_ids: None takes the session's. The request ends where
         the session's rows or the target's positions do, if it comes so far. Raises ValueError or TypeError for a bad
         argument, RuntimeError if the session is closed; a prompt that is too long fails alone, in its completion.
         """
         self._check_open()
         check_options("submit", options, self.submit)
-        if stop_ids is not None and stop_token_ids is not None:
-            raise ValueError("submit: stop_ids is another name for stop_token_ids, give one of them")
-        stops = stop_ids if stop_token_ids is None else stop_token_ids
         chosen = self._sampling(sampling, options)
-        return self.enqueue(self._reader.call(self._reader.prompt(prompt), max_new_tokens, chosen, stops, stop_strings))
+        return self.enqueue(
+            self._reader.call(self._reader.prompt(prompt), max_new_tokens, chosen, stop_token_ids, stop_strings)
+        )
 
     def enqueue(self, call: Call) -> int:
         """`submit` for what has been read and checked."""
