@@ -86,7 +86,7 @@ def test_submit_takes_options_by_name_as_generate_does(eagle):
     stops = options.pop("stop_token_ids")
     with eagle.session(rows=64) as session:
         session.submit(prompt, 12, stop_token_ids=stops, **options)
-        session.submit(prompt, 12, SamplingParams(**options), stop_ids=stops)
+        session.submit(prompt, 12, SamplingParams(**options), stop_token_ids=stops)
         got = finish(session)
     assert got[0].tokens == got[1].tokens == want.tokens and got[0].finished == want.finished
     sampled = EAGLEInference(None, eagle.pair.target_model, CONFIG.changed(temperature=1.3))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -162,11 +162,16 @@ class Batch:
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Refuse a batch that is closed or has failed; what is raised inside the block is such a failure."""
+        """Launch inside the block. Refuses a batch that is closed or has failed."""
         self._check_usable()
+        with torch.no_grad(), self.engine.current():
+            yield
+
+    @contextmanager
+    def _must_finish(self) -> Iterator[None]:
+        """What is raised inside the block leaves the sequences half-way: the batch has failed."""
         try:
-            with torch.no_grad(), self.engine.current():
-                yield
+            yield
         except BaseException as error:
             self._failure = error
             raise
@@ -228,23 +233,22 @@ class Batch:
         if len(slots) < len(requests):
             raise RuntimeError(f"{len(requests)} requests do not fit into {len(slots)} free slots; step until some end")
         mode = self._mode([*requests, *(entry.request for entry in self._entries if entry)])
+        entering = dict(zip(slots, requests, strict=True))
         with self._in_use():
             if mode.processed:
                 self.sequences.add_rules()
             self._change_tree(mode)
-        entering = dict(zip(slots, requests, strict=True))
-        try:
-            with torch.no_grad(), self.engine.current():
+            try:
                 for part in _runs(slots):
                     self._fill(part, [entering[slot] for slot in slots if part.start <= slot < part.stop], mode)
-        except BaseException:
-            self.sequences.lengths[slots] = 0  # the others have not been touched
-            raise
-        with self._in_use():
-            self.sequences.active[slots] = True
-            for slot, request in entering.items():
-                self.lengths[slot] = len(request.prompt)
-                self._entries[slot] = _SlotEntry(request)
+            except BaseException:
+                self.sequences.lengths[slots] = 0  # the others have not been touched
+                raise
+            with self._must_finish():
+                self.sequences.active[slots] = True
+                for slot, request in entering.items():
+                    self.lengths[slot] = len(request.prompt)
+                    self._entries[slot] = _SlotEntry(request)
         return slots
 
     def release(self, slot: int) -> None:
@@ -252,7 +256,7 @@ class Batch:
         self._check_usable()
         if self._entries[slot] is None:
             raise ValueError(f"slot {slot} is free")
-        with self._in_use():
+        with self._in_use(), self._must_finish():
             self._empty(slot)
 
     def step(self) -> list[Progress]:
@@ -263,40 +267,55 @@ class Batch:
     def launch(self) -> None:
         """Launch the next step without reading what it does: for timing, at the end of a batch."""
         with self._in_use():
-            self._launch()
+            step = self._next_step()
+            with self._must_finish():
+                step()
 
     def _step(self) -> list[Progress]:
         while self.running:
             while len(self._in_flight) < self.max_in_flight:
-                self._launch()
-                self._reports.send(self.state.report)
-                self._in_flight.append((list(self._entries), self.state))
-            entries, state = self._in_flight.popleft()
-            report = self._reports.receive()
-            rows, values = report.tolist(), state.logprobs_of(report).tolist()
-            if any(row[REASON] == FAULT for row in rows):
-                raise self.engine.disable_megakernel()
-            progress = [
-                self._progress(slot, entry.request, state.spec, rows[slot], values[slot])
-                for slot, entry in enumerate(entries)
-                if entry is not None and entry is self._entries[slot]
-            ]
-            for row in progress:
-                self.lengths[row.slot] += len(row.tokens)
-                if row.finished:
-                    self._empty(row.slot)
+                step = self._next_step()
+                with self._must_finish():
+                    step()
+                    self._reports.send(self.state.report)
+                    self._in_flight.append((list(self._entries), self.state))
+            with self._must_finish():
+                progress = self._read_report()
             if progress:  # else it was launched for requests that had ended
                 return progress
         return []
 
-    def _launch(self) -> None:
+    def _read_report(self) -> list[Progress]:
+        """What the oldest step in flight did for the requests that are still there."""
+        entries, state = self._in_flight.popleft()
+        report = self._reports.receive()
+        rows, values = report.tolist(), state.logprobs_of(report).tolist()
+        if any(row[REASON] == FAULT for row in rows):
+            raise self.engine.disable_megakernel()
+        progress = [
+            self._progress(slot, entry.request, state.spec, rows[slot], values[slot])
+            for slot, entry in enumerate(entries)
+            if entry is not None and entry is self._entries[slot]
+        ]
+        for row in progress:
+            self.lengths[row.slot] += len(row.tokens)
+            if row.finished:
+                self._empty(row.slot)
+        return progress
+
+    def _next_step(self) -> Callable[[], None]:
+        """The step to launch now, compiled and captured if it is new, for the tree that is wanted.
+
+        An exception on the way leaves all as it was, but that some of it may be done already.
+        """
         mode = self._mode([entry.request for entry in self._entries if entry])
         self._change_tree(mode)
+        if self._plain_steps == skipped_features.ROWS:
+            self._catch_up()
+        step = self.engine.step(self.state, mode)
         if self._plain_steps is not None:
-            if self._plain_steps == skipped_features.ROWS:
-                self._catch_up()
             self._plain_steps += 1
-        self.engine.step(self.state, mode)()
+        return step
 
     def _change_tree(self, mode: Mode) -> None:
         """Go over to `spec` if that is not the tree that was drafted."""

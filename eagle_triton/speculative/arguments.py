@@ -73,7 +73,7 @@ class ArgumentReader:
     def prompts(self, given: Prompts, attention_mask: Tensor | None = None) -> list[Tensor]:
         """Every prompt as `prompt` gives it. A flat list of ids is one prompt, a tensor [bs, L] has one in each row."""
         if hasattr(given, "__array__") and not isinstance(given, Tensor):
-            given = torch.as_tensor(given)
+            given = torch.as_tensor(given, device="cpu")
         if isinstance(given, Tensor):
             rows = given[None] if given.dim() == 1 else given
             check_prompt(rows, self.vocabulary)
@@ -200,7 +200,7 @@ def _tensor(ids: Any) -> Tensor:
     """Token ids as a tensor of whatever dtype they have."""
     _refuse_mapping(ids)
     try:
-        return torch.as_tensor(ids)
+        return ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"a prompt must be text, token ids or a tensor, got {ids!r:.60}") from error
 
