@@ -19,7 +19,7 @@ from benchmarks import arguments, comparison
 from benchmarks.arguments import Parser
 from benchmarks.comparison import Run
 from eagle_triton import EaModel
-from tools import linear_sweep, tune_linear
+from tools import linear_sweep, mutate, tune_linear
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = (
@@ -405,3 +405,10 @@ def test_a_missing_path_is_found_before_anything_runs(command, missing, monkeypa
         assert run_tests.main(shlex.split(command)) == 0 and len(ran) == 5
     else:
         assert f"{missing} does not exist" in refuse(run_tests, command, capsys) and not ran
+
+
+def test_every_mutation_has_its_text_in_the_package():
+    """They are run by hand; here they are only kept from growing stale."""
+    mutations = mutate.MUTATIONS
+    stale = [m.name for m in mutations if (ROOT / "eagle_triton" / m.file).read_text("utf-8").count(m.text) != 1]
+    assert len(mutations) >= 24 and not stale

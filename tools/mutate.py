@@ -92,8 +92,8 @@ MUTATIONS = [
     Mutation(
         "every step has the same coins",
         "engine/step.py",
-        "    state.sampling.step.add_(1)\n    if depth",
-        "    if depth",
+        "    state.sampling.step.add_(1)\n    if draft is not None and depth",
+        "    if draft is not None and depth",
         "tests/test_batch.py -k coins_of_its_own",
     ),
     Mutation(
@@ -134,7 +134,7 @@ MUTATIONS = [
     Mutation(
         "plain steps keep no features",
         "engine/step.py",
-        "if mode.keep_features:",
+        "if mode.keep_features and sequences.skipped is not None:",
         "if False:",
         "tests/test_batch.py -k drafting_resumes",
     ),
@@ -186,6 +186,48 @@ MUTATIONS = [
         "None if job.logprobs is None else job.logprobs[:kept]",
         "job.logprobs",
         "tests/test_speculative_inference.py -k stop_strings",
+    ),
+    Mutation(
+        "a failed batch goes on",
+        "engine/batch.py",
+        "            self._failure = error\n",
+        "",
+        "tests/test_batch.py -k goes_no_further",
+    ),
+    Mutation(
+        "a closed batch goes on",
+        "engine/batch.py",
+        "        if self.closed:\n",
+        "        if False:\n",
+        "tests/test_batch.py -k a_closed_batch",
+    ),
+    Mutation(
+        "slots keep the length of a prompt that failed",
+        "engine/batch.py",
+        "self.sequences.lengths[slots] = 0",
+        "pass",
+        "tests/test_batch.py -k interrupted_prefill",
+    ),
+    Mutation(
+        "replaced weights are not noticed",
+        "engine/model_watch.py",
+        "if (tensors := _addresses(module)) != self.tensors:",
+        "if (tensors := _addresses(module)) != self.tensors and False:",
+        "tests/test_model_watch.py -k replaced_later",
+    ),
+    Mutation(
+        "hooks that came later are not noticed",
+        "engine/model_watch.py",
+        "if (module._forward_hooks or module._forward_pre_hooks) and (hook := _hook(module)):",
+        "if (hook := _hook(module)) and False:",
+        "tests/test_model_watch.py -k comes_later",
+    ),
+    Mutation(
+        "kept rows are drafted over",
+        "drop_in/draft.py",
+        " and newest.get(state) == known",
+        "",
+        "tests/test_integration.py -k rows_that_were_kept",
     ),
     Mutation(
         "cancel does not free the slot",
