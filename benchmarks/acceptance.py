@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from eagle_triton import integration
+from eagle_triton.engine import operations as engine_operations
 from eagle_triton.engine.operations import Operations, make_operations
 from eagle_triton.models import ea_model
 
@@ -74,7 +74,7 @@ def fixed_acceptance(mean: float | None, safeailab: ModuleType | None = None) ->
     with ExitStack() as stack:
         if mean is not None:
             fixed = functools.partial(_fixed_operations, mean=mean)
-            stack.enter_context(patch.object(integration, "make_operations", fixed))
+            stack.enter_context(patch.object(engine_operations, "make_operations", fixed))
             stack.enter_context(patch.object(ea_model, "verify_tree", _fixed_walk(ea_model.verify_tree, mean)))
             if safeailab is not None:
                 posterior = _fixed_posterior(safeailab.evaluate_posterior, mean)

@@ -55,10 +55,11 @@ NARROW, WIDE = dict(total_token=5, depth=2, top_k=2), dict(total_token=4, depth=
 DISTRIBUTIONS = {
     "T": (SamplingParams(temperature=1.0), NARROW),
     "top-k-top-p": (SamplingParams(temperature=1.5, top_k=4, top_p=0.8), WIDE),
-    "top-p-top-k": (SamplingParams(temperature=2.0, top_k=3, top_p=0.9, top_p_first=True), NARROW),
-    "min-p": (SamplingParams(temperature=1.6, min_p=0.1), WIDE),
-    "penalty": (SamplingParams(temperature=1.0, repetition_penalty=1.7), NARROW),
-    "bias-top-p": (SamplingParams(temperature=2.0, top_p=0.95, logit_bias={0: 1.0, 4: -1.0}), WIDE),
+    "top-p-top-k-min-p": (SamplingParams(temperature=2.0, top_k=3, top_p=0.9, min_p=0.1, top_p_first=True), NARROW),
+    "penalty-bias-top-p": (
+        SamplingParams(temperature=2.0, repetition_penalty=1.7, top_p=0.95, logit_bias={0: 1.0, 4: -1.0}),
+        WIDE,
+    ),
 }
 
 
