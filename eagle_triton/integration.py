@@ -92,6 +92,8 @@ def optimize_eagle_with_triton(model: Any, config: EagleTritonConfig | None = No
     Raises UnsupportedModelError for a model, or a part of one, that is not known, or that has hooks or replaced
     forwards; PatchError if the model is optimised already; ValueError for an unknown option. Nothing is changed then.
     """
+    if not isinstance(config, (EagleTritonConfig, type(None))):
+        raise TypeError(f"config must be an EagleTritonConfig, got {type(config).__name__}; options go by their names")
     config = (config or EagleTritonConfig()).changed(**options)
     if patching.MARKER in getattr(model, "__dict__", {}):
         raise PatchError(f"this {type(model).__name__} is optimised already; restore it first")

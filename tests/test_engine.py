@@ -218,6 +218,7 @@ def test_the_callers_default_device_and_dtype_do_not_matter(device, dtype):
                 ids = torch.cat((prompt, prompt[:, :1]), dim=1)
                 outputs += model.ea_layer.topK_genrate(features, ids, model.base_model.lm_head)
             pair = EAGLEInference(None, model, EAGLEConfig(fallback=False))
+            pair.measure_costs(batches=(1,), context=8, steps=2)
             sampling |= dict(logit_bias={3: 0.7}, repetition_penalty=1.3)
             return outputs + pair.generate([prompt[0], prompt[0, :4]], 9, return_stats=False, **sampling)
 

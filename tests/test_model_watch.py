@@ -272,3 +272,105 @@ def test_the_same_holds_for_a_pair_of_models():
     with pytest.raises(RuntimeError, match=r"target_model\.base_model\.lm_head\.weight was replaced.*make a new one"):
         eagle.generate(random_prompt(9), 5)
     assert not torch.equal(EAGLEInference(None, m, config).generate(random_prompt(9), 5, return_stats=False), before)
+
+
+def steered(module: nn.Module) -> None:
+    """Make a module one of a class of somebody's own, whose forward halves what comes out."""
+
+    def forward(self, *arguments, **options):
+        out = super(kind, self).forward(*arguments, **options)
+        return out * 0.5 if isinstance(out, torch.Tensor) else (out[0] * 0.5, *out[1:])
+
+    kind = type("Steered", (type(module),), {"forward": forward})
+    module.__class__ = kind
+
+
+@pytest.mark.parametrize("place", ["layers.1.mlp", "layers.1.self_attn", "layers.1", "layers.1.mlp.act_fn", "norm"])
+def test_a_class_with_a_forward_of_its_own_is_refused(place):
+    m = model()
+    steered(m.get_submodule(f"base_model.model.{place}"))
+    with pytest.raises(
+        UnsupportedModelError, match=rf"model\.{place} is a Steered with a forward of tests\.test_model"
+    ):
+        optimize_eagle_with_triton(m)
+
+
+def test_a_class_whose_forward_is_replaced_later_is_refused(monkeypatch):
+    m = model()
+    with optimize_eagle_with_triton(m):
+        kind = type(m.base_model.model.layers[0].mlp)
+        monkeypatch.setattr(kind, "forward", lambda self, x: x)
+        with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.forward was replaced"):
+            m.eagenerate(random_prompt(9), max_new_tokens=5)
+
+
+def test_what_is_no_change_is_accepted():
+    m, prompt = model(), random_prompt(9)
+    expected = m.naivegenerate(prompt, max_new_tokens=8)
+    layer = m.base_model.model.layers[0]
+    layer.forward = layer.forward  # as some versions of transformers leave it
+    m.base_model.gradient_checkpointing_enable()
+    m.base_model.gradient_checkpointing_disable()
+    m.base_model.enable_input_require_grads()
+    with optimize_eagle_with_triton(m):
+        layer.forward = layer.forward
+        assert torch.equal(m.naivegenerate(prompt, max_new_tokens=8), expected)
+
+
+LATER = {
+    "transposed": (
+        lambda m: setattr(m.base_model.model.layers[0].self_attn.q_proj.weight, "data", torch.rand(64, 64).t()),
+        r"q_proj\.weight was replaced",
+    ),
+    "eps": (lambda m: setattr(m.base_model.model.norm, "variance_epsilon", 0.5), r"norm\.variance_epsilon was changed"),
+    "scaling": (lambda m: setattr(m.base_model.model.layers[1].self_attn, "scaling", 0.5), r"scaling was changed"),
+}
+
+
+@pytest.mark.parametrize("change", LATER)
+def test_constants_and_strides_that_change_later_are_refused(change):
+    m = model()
+    apply, message = LATER[change]
+    with optimize_eagle_with_triton(m):
+        apply(m)
+        with pytest.raises(RuntimeError, match=message):
+            m.eagenerate(random_prompt(9), max_new_tokens=5)
+
+
+def test_a_running_session_notices_when_a_request_enters():
+    m = model()
+    with EAGLEInference(None, m, EAGLEConfig(fallback=False, max_length=64)).session() as session:
+        session.submit(random_prompt(9), 20)
+        session.step()
+        m.base_model.lm_head.weight = nn.Parameter(torch.zeros(32, 64))
+        session.submit(random_prompt(5), 20)
+        with pytest.raises(RuntimeError, match=r"lm_head\.weight was replaced"):
+            session.step()
+
+
+def test_inference_mode_and_autocast_are_the_callers_own():
+    m, prompt = model(), random_prompt(9)
+    expected = m.eagenerate(prompt, max_new_tokens=8)
+    eagle = EAGLEInference(None, m, EAGLEConfig(fallback=False))
+    with optimize_eagle_with_triton(m) as (_, originals):
+        with torch.inference_mode():
+            assert torch.equal(m.eagenerate(prompt.clone(), max_new_tokens=8), expected)
+            eagle.generate(prompt, 5)
+        assert torch.equal(m.eagenerate(prompt, max_new_tokens=8), expected)
+        eagle.generate([prompt[0]] * 2, 5, temperature=1.0)
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            with pytest.raises(RuntimeError, match=r"torch\.autocast is on, which the engine does not follow"):
+                m.eagenerate(prompt, max_new_tokens=8)
+            got = m.base_model(prompt, use_cache=False).logits
+            assert any("autocast" in row.reason for row in originals.report())
+        assert torch.equal(m.eagenerate(prompt, max_new_tokens=8), expected)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert torch.equal(got, m.base_model(prompt, use_cache=False).logits)
+
+
+def test_a_compiled_wrapper_and_double_precision_are_named():
+    m = model()
+    with pytest.raises(UnsupportedModelError, match="what torch.compile made of a model.*give its _orig_mod"):
+        EAGLEInference(m.ea_layer, torch.compile(m.base_model))
+    with pytest.raises(UnsupportedModelError, match=r"must be float32, bfloat16, float16, got torch\.float64"):
+        optimize_eagle_with_triton(m.double())

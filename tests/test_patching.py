@@ -134,6 +134,8 @@ def test_report_counts_calls_fallbacks_and_reasons():
 def test_one_attribute_is_not_replaced_twice():
     thing = Thing()
     seams = (Seam(thing, "method", lambda: 2, "a", ""), Seam(thing, "method", lambda: 3, "b", ""))
+    with pytest.raises(PatchError, match="a and a are the same attribute"):
+        patch(thing, seams[0], Seam(thing, "method", lambda: 4, "a", ""))
     with pytest.raises(PatchError, match="b and a are the same attribute of one object"):
         patch(thing, *seams)
     assert "method" not in vars(thing)

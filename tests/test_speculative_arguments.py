@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
+from eagle_triton import EAGLEConfig, EAGLEInference, EaModel, optimize_eagle_with_triton
 from eagle_triton.speculative.arguments import ArgumentReader
 from tests.tiny import random_prompt, tiny_model
 
@@ -258,3 +258,25 @@ def test_text_streams_as_strings(demo):
     limited = EAGLEInference(None, demo.pair.target_model, FIXED.changed(max_length=2))
     with pytest.raises(RuntimeError, match="could not be decoded: a prompt of"):
         list(limited.stream_text("import os, sys, re"))
+
+
+def test_what_is_no_option_at_all_is_named():
+    model = tiny_model(layers=5, total_token=8, depth=3, top_k=2)
+    eagle = EAGLEInference(None, model)
+    wrong = [
+        (lambda: EAGLEInference(None, model, {"topk": 4}), TypeError, "config must be an EAGLEConfig, got dict"),
+        (lambda: EAGLEInference(None, model, costs="x"), TypeError, "costs must be a list of CostTable"),
+        (lambda: optimize_eagle_with_triton(model, {"strict": True}), TypeError, "config must be an EagleTritonConfig"),
+        (
+            lambda: eagle.draft_step(random_prompt(5), "x"),
+            TypeError,
+            "past_key_values must be what draft_step returned",
+        ),
+        (lambda: eagle.memory_bytes(-1), ValueError, "slots and rows must be at least 1, got -1"),
+        (lambda: eagle.generate(random_prompt(5), "3"), TypeError, "max_new_tokens must be an integer, got '3'"),
+    ]
+    for call, error, message in wrong:
+        with pytest.raises(error, match=message):
+            call()
+    with eagle.session(rows=40) as session, pytest.raises(ValueError, match=r"none yet\), got 0"):
+        session.cancel(0)

@@ -11,6 +11,7 @@ from torch import nn
 from eagle_triton.adapters.module_reader import (
     UnsupportedModelError,
     attribute_at,
+    check_dtype,
     check_fits_target,
     check_readable,
     check_silu,
@@ -113,10 +114,7 @@ def _layer(model: Any, index: int, rotary: Rotary, root: str) -> Layer:
 
 def _check_dtypes(view: ModelView, root: str) -> None:
     """Raise UnsupportedModelError for a plain weight that is not of the embedding's dtype."""
-    if not view.dtype.is_floating_point:
-        raise UnsupportedModelError(
-            f"{root}.model.embed_tokens.weight must be floating point, got {view.dtype}", "weights"
-        )
+    check_dtype(view.dtype, f"{root}.model.embed_tokens.weight")
     for path, tensor in _plain_weights(view):
         if tensor is not None and tensor.dtype != view.dtype:
             raise UnsupportedModelError(

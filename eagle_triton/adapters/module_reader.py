@@ -13,6 +13,8 @@ from eagle_triton.engine.model import Layer, ModelView
 from eagle_triton.engine.model_watch import interference, is_plain_linear, is_plain_tensor
 from eagle_triton.engine.modules import MLP, Norm, Projection, Rotary
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class UnsupportedModelError(ValueError):
     """The model, or a part of it, is not one that eagle_triton knows how to decode. Nothing was changed.
@@ -65,6 +67,13 @@ def check_one_device(module: nn.Module, root: str = "model") -> None:
             f"{', '.join(devices)}{' with offloading hooks' if hooked else ''}",
             "devices",
         )
+
+
+def check_dtype(dtype: torch.dtype, path: str) -> None:
+    """Raise UnsupportedModelError for a dtype that the operations do not take."""
+    if dtype not in DTYPES:
+        names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
+        raise UnsupportedModelError(f"{path} must be {names}, got {dtype}", "weights")
 
 
 def check_fits_target(root: str, target: ModelView, vocabulary: int, weight: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from eagle_triton.adapters.module_reader import (
     UnsupportedModelError,
     attribute_at,
+    check_dtype,
     check_silu,
     read_embedding,
     read_layer,
@@ -78,8 +79,10 @@ def read_target(model: Any, targets: dict[str, bool], eagle3: bool) -> ModelView
             )
         count = len(layers)
         features = tuple(sorted({index for index in (2, count // 2, count - 3) if 0 <= index < count}))
+    embedding = read_embedding(body, "embed_tokens", root="model.base_model.model")
+    check_dtype(embedding.dtype, "model.base_model.model.embed_tokens.weight")
     return ModelView(
-        embedding=read_embedding(body, "embed_tokens", root="model.base_model.model"),
+        embedding=embedding,
         layers=layers,
         norm=read_norm(model, "base_model.model.norm"),
         head=read_projection(model, "base_model.lm_head"),

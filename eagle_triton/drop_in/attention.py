@@ -139,6 +139,8 @@ def check_plain(module: nn.Module, output_attentions: bool | None) -> None:
         raise Fallback("attention weights are asked for")
     if module.training or torch.is_grad_enabled():
         raise Fallback("training mode" if module.training else "gradients are being recorded")
+    if torch.is_autocast_enabled(next(module.parameters()).device.type):
+        raise Fallback("torch.autocast is on")
 
 
 # --- the attention itself ---

@@ -72,9 +72,11 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
             raise Fallback(f"hidden_states must be {view.dtype}, got {hidden_states.dtype}")
         if isinstance(draft, Eagle1Draft) and head is not lm_head:
             raise Fallback("head is not the target's lm_head")
+        if torch.is_autocast_enabled(engine.device.type):
+            raise Fallback("torch.autocast is on")
         if engine.watch is not None and (change := engine.watch.change()):
             raise Fallback(change)
-        with engine.current():
+        with engine.running():
             return draft_tree(hidden_states, input_ids, kept, known, length, logits_processor is not None)
 
     def draft_tree(

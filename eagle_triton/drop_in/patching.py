@@ -153,12 +153,12 @@ def apply(
     """
     if MARKER in vars(marked):
         raise PatchError(f"this {type(marked).__name__} is optimised already; restore it first")
-    paths: dict[tuple[int, str], str] = {}
+    places: dict[tuple[int, str], Seam] = {}
     for seam in seams:
-        other = paths.setdefault((id(seam.owner), seam.attribute), seam.path)
-        if other != seam.path:
+        other = places.setdefault((id(seam.owner), seam.attribute), seam)
+        if other is not seam:
             raise PatchError(
-                f"{seam.path} and {other} are the same attribute of one object: it would be replaced twice"
+                f"{seam.path} and {other.path} are the same attribute of one object: it would be replaced twice"
             )
         if seam.adds == hasattr(seam.owner, seam.attribute):
             raise PatchError(f"{seam.path} {'exists already' if seam.adds else 'does not exist'}")

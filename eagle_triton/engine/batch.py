@@ -109,7 +109,7 @@ class Batch:
             room = scratch_rows(spec)
             if self._drafts:
                 room = max(room, MIN_SCRATCH_ROWS, skipped_features.ROWS + 1)
-            with engine.current():
+            with engine.running():
                 self.sequences = engine.sequences(slots, rows + room)
                 self.sequences.active.fill_(False)
                 self.sequences.lengths.zero_()
@@ -164,7 +164,7 @@ class Batch:
     def _in_use(self) -> Iterator[None]:
         """Launch inside the block. Refuses a batch that is closed or has failed."""
         self._check_usable()
-        with torch.no_grad(), self.engine.current():
+        with self.engine.running():
             yield
 
     @contextmanager
@@ -226,6 +226,7 @@ class Batch:
     def admit_all(self, requests: Iterable[Request]) -> list[int]:
         """`admit` several requests, or none if one fails; equal prompts are computed once."""
         self._check_usable()
+        self.engine.check_model()
         requests = list(requests)
         for request in requests:
             self._check(request)

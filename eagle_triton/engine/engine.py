@@ -82,24 +82,18 @@ class Engine:
         self._called_state = [] if self.watch is None else self.watch.called_state()
 
     def acquire(self) -> Hold:
-        """Claim the engine until the hold is released.
-
-        Raises RuntimeError if somebody has it, or if the model is not as it was when it was read.
-        """
+        """Claim the engine until the hold is released. Raises RuntimeError if somebody has it."""
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
                 "another generation is running on this model; finish or close it first (docs/limits.md#threads)"
             )
-        hold = Hold(self._lock)
-        try:
-            self.check_model()
-        except BaseException:
-            hold.release()
-            raise
-        return hold
+        return Hold(self._lock)
 
     def check_model(self) -> None:
-        """Raise RuntimeError if a part of the model was replaced, moved, cast or hooked since it was read."""
+        """Raise RuntimeError if a part of the model was replaced, moved, cast or hooked since it was read, or would be
+        run in another dtype now."""
+        if torch.is_autocast_enabled(self.device.type):
+            raise RuntimeError("torch.autocast is on, which the engine does not follow: leave it, or cast the model")
         if self.watch is None:
             return
         if change := self.watch.change():
@@ -110,6 +104,12 @@ class Engine:
         called_state = self.watch.called_state()
         if called_state != self._called_state:  # graphs have its former addresses
             self._called_state, self._steps, self._compiled = called_state, {}, set()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Decode inside the block: without gradients, and with tensors that outlive a caller's inference mode."""
+        with torch.inference_mode(False), torch.no_grad(), self.current():
+            yield
 
     @contextmanager
     def current(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +16,15 @@ from torch.nn.modules import module as torch_module
 
 PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "fc"})
 """Modules that may be of any class: one that is no plain linear layer is called as it is, its insides are its own."""
+
+SOURCES = ("transformers.", "torch.", "eagle_triton.", "eagle.", "eagle_llm.", "liger_kernel.")
+"""Packages whose layers compute what their weights and configuration say; beside that of an EaModel itself."""
+
+HARMLESS_HOOKS = (
+    "eagle_triton.",
+    "transformers.utils.output_capturing",  # records outputs when a caller asks for them
+    "transformers.modeling_utils",  # lets gradients reach the inputs
+)
 
 GROWING_TABLES = frozenset({"cos_cached", "sin_cached"})  # of rotary modules that replace them by longer ones
 
@@ -45,11 +55,19 @@ def interference(root: nn.Module, path: str) -> str | None:
     """A sentence about the first thing below `root` that changes what its modules compute, None if there is none."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "torch has global forward hooks, which would not run"
+    own = type(root).__module__.rpartition(".")[0] if hasattr(root, "ea_layer") else ""
     for where, module, called in modules_read(root, path):
         if hook := _hook(module):
             return f"{where} has {hook}, which would not run"
-        if not called and not _harmless(vars(module).get("forward")):
+        if hasattr(module, "_orig_mod"):
+            return f"{where} is what torch.compile made of a model, whose forward would not run: give its _orig_mod"
+        if called:
+            continue
+        if not _is_forward_of(module, vars(module).get("forward")):
             return f"{where}.forward was replaced on this instance, which would not run"
+        source = type(module).forward.__module__ or ""
+        if not (f"{source}.".startswith(SOURCES) or (own and f"{source}.".startswith(f"{own}."))):
+            return f"{where} is a {type(module).__name__} with a forward of {source}, which would not run"
     return None
 
 
@@ -58,10 +76,9 @@ class ModelWatch:
 
     def __init__(self, roots: Mapping[str, nn.Module]):
         """roots: the models by the names that messages call them."""
-        self._roots = dict(roots)
         parts = [part for path, root in roots.items() for part in modules_read(root, path)]
         self._read = [_Part.of(path, module) for path, module, called in parts if not called]
-        self._called = [module for _, module, called in parts if called]
+        self._called = [(path, module) for path, module, called in parts if called]
 
     def change(self) -> str | None:
         """A sentence about the first part that was replaced, moved or cast, or got a hook; None if there is none."""
@@ -70,10 +87,9 @@ class ModelWatch:
         for part in self._read:
             if change := part.change():
                 return change
-        for module in self._called:
-            if _hook(module):
-                path = next(path for path, other, _ in self._now() if other is module)
-                return f"{path} has got {_hook(module)}, which would not run"
+        for path, module in self._called:
+            if hook := _hook(module):
+                return f"{path} has got {hook}, which would not run"
         return None
 
     def called_state(self) -> list[Any]:
@@ -82,68 +98,75 @@ class ModelWatch:
         A graph that was captured with another state is stale: addresses of weights, and plain values such as an
         adapter's name or scale.
         """
-        modules = [part for module in self._called for part in module.modules()]
-        return [
-            (id(part), id(vars(part).get("forward")), _addresses(part), _plain_values(vars(part))) for part in modules
-        ]
-
-    def _now(self) -> Iterator[tuple[str, nn.Module, bool]]:
-        for path, root in self._roots.items():
-            yield from modules_read(root, path)
+        modules = [part for _, module in self._called for part in module.modules()]
+        return [(id(part), _addresses(part), _values(vars(part))) for part in modules]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A module as it was."""
+    """A module as it was. `constants`: numbers of its own, such as a norm's eps."""
 
     path: str
     module: nn.Module
-    children: tuple[nn.Module | None, ...]
-    tensors: tuple[tuple[str, int], ...]
-    forward: Callable | None
+    children: list[nn.Module | None]
+    tensors: list[tuple[str, int, tuple[int, ...]]]
+    constants: dict[str, float]
+    own_forward: Callable | None
+    class_forward: Callable
 
     @staticmethod
     def of(path: str, module: nn.Module) -> _Part:
-        children = tuple(module._modules.values())
-        return _Part(path, module, children, _addresses(module), vars(module).get("forward"))
+        constants = {name: value for name, value in vars(module).items() if type(value) is float}
+        own, of_class = vars(module).get("forward"), type(module).forward
+        return _Part(path, module, [*module._modules.values()], _addresses(module), constants, own, of_class)
 
     def change(self) -> str | None:
         module = self.module
-        if tuple(module._modules.values()) != self.children:
+        own = vars(module)
+        if [*module._modules.values()] != self.children:
             return f"a module in {self.path} was replaced"
         if (tensors := _addresses(module)) != self.tensors:
-            name = next(name for name, _ in {*tensors} ^ {*self.tensors})
+            name = next(new[0] for new, old in zip_longest(tensors, self.tensors, fillvalue=("",)) if new != old)
             return f"{self.path}.{name} was replaced, moved or cast"
-        forward = vars(module).get("forward")
-        if forward is not self.forward and not _harmless(forward):
+        for name, value in self.constants.items():
+            if own.get(name) != value:
+                return f"{self.path}.{name} was changed from {value} to {own.get(name)}"
+        forward = own.get("forward")
+        replaced = forward is not self.own_forward and not _is_forward_of(module, forward)
+        if replaced or type(module).forward is not self.class_forward:
             return f"{self.path}.forward was replaced"
         if (module._forward_hooks or module._forward_pre_hooks) and (hook := _hook(module)):
             return f"{self.path} has got {hook}, which would not run"
         return None
 
 
-def _addresses(module: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Names and addresses of a module's own parameters and buffers."""
-    own = (*module._parameters.items(), *module._buffers.items())
-    return tuple((name, tensor.data_ptr()) for name, tensor in own if tensor is not None and name not in GROWING_TABLES)
+def _addresses(module: nn.Module) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Names, addresses and strides of a module's own parameters and buffers."""
+    return [
+        (name, tensor.data_ptr(), tensor.stride())
+        for own in (module._parameters, module._buffers)
+        for name, tensor in own.items()
+        if tensor is not None and name not in GROWING_TABLES
+    ]
 
 
 def _hook(module: nn.Module) -> str | None:
-    """The kind of the first hook that a forward of the module would run."""
+    """The kind of the first hook that a forward of the module would run and that could change something."""
     for kind, hooks in (("forward hook", module._forward_hooks), ("forward pre-hook", module._forward_pre_hooks)):
-        if any(not _harmless(hook) for hook in hooks.values()):
+        if any(not (getattr(hook, "__module__", None) or "").startswith(HARMLESS_HOOKS) for hook in hooks.values()):
             return f"a {kind}"
     return None
 
 
-def _harmless(function: Callable | None) -> bool:
-    """Whether a hook or forward is one of ours, or transformers', which record outputs when a caller asks for them."""
-    source = getattr(function, "__module__", None) or ""
-    return function is None or source.startswith(("eagle_triton.", "transformers.utils.output_capturing"))
+def _is_forward_of(module: nn.Module, forward: Callable | None) -> bool:
+    """Whether a forward on an instance is none, the class's own (which some code leaves there), or ours."""
+    bound = getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
+    return forward is None or bound or (getattr(forward, "__module__", None) or "").startswith("eagle_triton.")
 
 
-def _plain_values(values: Mapping[str, Any]) -> str:
-    return repr({name: value for name, value in values.items() if _is_plain(value)})
+def _values(values: Mapping[str, Any]) -> str:
+    """Plain values by what they are, tensors and functions by which they are."""
+    return repr({name: value if _is_plain(value) else id(value) for name, value in values.items()})
 
 
 def _is_plain(value: Any) -> bool:

@@ -86,7 +86,7 @@ class SamplingParams:
             return [0] * count
         if self.seed is not None:
             return list(range(self.seed, self.seed + count))
-        device = None if generator is None else generator.device
+        device = "cpu" if generator is None else generator.device
         return torch.randint(2**62, (count,), generator=generator, device=device).tolist()
 
     def fill(self, params: SamplingTensors) -> None:

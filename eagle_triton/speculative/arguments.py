@@ -127,7 +127,7 @@ class ArgumentReader:
             for name, value in {**sampling, "seed": seed}.items()
         }
         self._spare_greedy_prompts(sampling, options)
-        limits = _each("max_new_tokens", max_new_tokens, count)
+        limits = [integer("max_new_tokens", limit) for limit in _each("max_new_tokens", max_new_tokens, count)]
         stops, strings = _each_stop_ids(stop_token_ids, count), _each_strings(stop_strings, count)
         return [
             self.call(

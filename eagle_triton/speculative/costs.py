@@ -65,6 +65,9 @@ class CostTable:
     @staticmethod
     def find(tables: Iterable[CostTable], view: ModelView) -> CostTable | None:
         """The table of this model's shape and dtype on its device, if there is one."""
+        tables = list(tables)
+        if not all(isinstance(table, CostTable) for table in tables):
+            raise TypeError("costs must be a list of CostTable, as CostTable.read(path) gives it")
         wanted = device_name(view.device), shape_of(view), str(view.dtype).removeprefix("torch.")
         return next((table for table in tables if (table.device, table.shape, table.dtype) == wanted), None)
 

@@ -69,6 +69,8 @@ class EAGLEInference:
         Nothing of the models is changed. Raises ValueError (and UnsupportedModelError, which is one) for models that
         are not known, do not fit, or lie elsewhere.
         """
+        if not isinstance(config, (EAGLEConfig, type(None))):
+            raise TypeError(f"config must be an EAGLEConfig, got {type(config).__name__}")
         self.config = config or EAGLEConfig()
         wanted = device if device is not None else self.config.device
         wanted = None if wanted is None else torch.device(wanted)
@@ -259,7 +261,10 @@ class EAGLEInference:
         float32, probabilities; token_ids [bs, k] int64; past_key_values for the next call).
         """
         self._check_ids(input_ids)
-        with self.engine.current():
+        if not isinstance(past_key_values, (stages.Prefix, type(None))):
+            got = type(past_key_values).__name__
+            raise TypeError(f"past_key_values must be what draft_step returned, or None, got {got}")
+        with self.engine.running():
             return stages.draft_step(self.engine, self.config, input_ids, past_key_values)
 
     def generate_draft_tree(self, input_ids: Tensor, verified_id: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -269,7 +274,7 @@ class EAGLEInference:
         parent_list [bs, k (D - 1) + 1], top_scores_index [bs, N - 1]), int64, as `build_tree_structure` takes them.
         """
         self._check_ids(input_ids)
-        with self.engine.current():
+        with self.engine.running():
             return stages.generate_draft_tree(self.engine, self.config, input_ids, verified_id)
 
     def verify_drafts(
@@ -288,7 +293,7 @@ class EAGLEInference:
         """
         self._check_ids(input_ids)
         tree = (draft_tokens, verified_id, parent_list, top_scores_index)
-        with self.engine.current():
+        with self.engine.running():
             return stages.verify_drafts(self.engine, self.config, input_ids, *tree)
 
     # --- what it costs ---
@@ -322,7 +327,10 @@ class EAGLEInference:
 
         What a node more costs shows in the logits, [slots, N, V], and in a few cache rows.
         """
-        slots, rows = slots or self.config.slots, rows or self.config.max_length or 2048
+        slots = self.config.slots if slots is None else integer("slots", slots)
+        rows = self.config.max_length or 2048 if rows is None else integer("rows", rows)
+        if slots < 1 or rows < 1:
+            raise ValueError(f"slots and rows must be at least 1, got {slots} and {rows}")
         return stages.memory_bytes(self.engine, self.config.tree(), slots, rows)
 
     def report(self) -> str:

@@ -219,9 +219,8 @@ class Session:
         """
         self._check_open()
         if index not in range(self._submitted):
-            raise ValueError(
-                f"cancel: index must be one that submit returned (0..{self._submitted - 1}), got {index!r}"
-            )
+            known = f"0..{self._submitted - 1}" if self._submitted else "none yet"
+            raise ValueError(f"cancel: index must be one that submit returned ({known}), got {index!r}")
         self._waiting = [job for job in self._waiting if job.index != index]
         for slot in [slot for slot, job in self._running.items() if job.index == index]:
             self._batch.release(slot)

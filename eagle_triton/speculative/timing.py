@@ -42,9 +42,9 @@ def measure_costs(
 
     least_rows: room for sequences of so many tokens, whatever the timing needs.
     """
-    view, source, timings = engine.view, torch.Generator().manual_seed(0), []
+    view, source, timings = engine.view, torch.Generator("cpu").manual_seed(0), []
     for batch in batches:
-        prompts = torch.randint(view.vocab_size, (batch, context), generator=source).to(view.device)
+        prompts = torch.randint(view.vocab_size, (batch, context), generator=source, device="cpu").to(view.device)
         for spec in (PLAIN, *trees):
             new = (SETTLING + 2 + steps) * (spec.depth + 1)
             with Batch(engine, batch, spec, max(context + new, least_rows)) as running:
