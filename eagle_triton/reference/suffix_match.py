@@ -101,6 +101,8 @@ def match_lengths(store: Tensor, context: Tensor, limit: int | None = None) -> T
         token = context[-m]
         positions = positions[positions >= m]
         positions = positions[(store[positions - m] == token) & (token != END)]
+        if not len(positions):
+            break
         lengths[positions] = m
     return lengths
 
@@ -124,29 +126,30 @@ def suffix_draft(store: Tensor, context: Tensor, rules: SuffixRules | None = Non
     limit = max(0, len(context) - 1) if rules.parity else len(context)
     lengths = match_lengths(store, context, limit)
     positions = _most_useful(lengths, rules)
-    ahead = store.masked_fill(torch.isin(store, store.new_tensor(rules.banned)), END)
+    ahead = store.masked_fill(torch.isin(store, store.new_tensor(rules.banned)), END).tolist()
     best: list[_Node] = []
-    score, match_len = Fraction(0), 0
-    for m in range(rules.min_match, max(lengths[positions].tolist(), default=0) + 1):
-        nodes = _grow(ahead, positions[lengths[positions] >= m], m, rules)
-        total = sum((node.prob for node in nodes), Fraction(0))
-        if total >= score:
+    score, match_len = Fraction(-1), 0
+    for m in range(max(lengths[positions].tolist(), default=0), rules.min_match - 1, -1):
+        if min(rules.budget(m), rules.max_tree_depth - m) <= score:
+            continue  # so few tokens cannot be worth more
+        nodes = _grow(ahead, positions[lengths[positions] >= m].tolist(), m, rules)
+        if (total := sum((node.prob for node in nodes), Fraction(0))) > score:
             best, score, match_len = nodes, total, m
     return SuffixDraft(
         tokens=store.new_tensor([node.token for node in best]),
         parents=store.new_tensor([node.parent for node in best]),
         probs=torch.tensor([float(node.prob) for node in best], dtype=torch.float32, device=store.device),
-        score=float(score),
+        score=float(max(score, Fraction(0))),
         match_len=match_len,
     )
 
 
 def _most_useful(lengths: Tensor, rules: SuffixRules) -> Tensor:
-    """Positions of the matches that count: of at least min_match tokens, the best `keep` of them."""
+    """Positions of the matches that count: of at least min_match tokens, the best `keep` of them, in order."""
     positions = (lengths >= rules.min_match).nonzero()[:, 0]
     latest_first = positions.flip(0)
     order = lengths[latest_first].sort(descending=True, stable=True).indices
-    return latest_first[order][: rules.keep]
+    return latest_first[order][: rules.keep].sort().values
 
 
 class _Node(NamedTuple):
@@ -155,7 +158,7 @@ class _Node(NamedTuple):
     prob: Fraction
 
 
-def _grow(ahead: Tensor, occurrences: Tensor, match: int, rules: SuffixRules) -> list[_Node]:
+def _grow(ahead: list[int], occurrences: list[int], match: int, rules: SuffixRules) -> list[_Node]:
     """The best continuations of a match, likeliest first. ahead: the store in which banned tokens are END."""
     nodes: list[_Node] = []
     budget, levels = rules.budget(match), rules.max_tree_depth - match
@@ -169,23 +172,25 @@ def _grow(ahead: Tensor, occurrences: Tensor, match: int, rules: SuffixRules) ->
             continue
         for token, prob, part in _children(ahead, positions, level, node.prob, rules):
             child = _Node(token, len(nodes) - 1, prob)
-            heapq.heappush(waiting, (-prob, level + 1, -int(part.max()), child, part))
+            heapq.heappush(waiting, (-prob, level + 1, -part[-1], child, part))
     return nodes
 
 
 def _children(
-    ahead: Tensor, positions: Tensor, level: int, prob: Fraction, rules: SuffixRules
-) -> Iterator[tuple[int, Fraction, Tensor]]:
+    ahead: list[int], positions: list[int], level: int, prob: Fraction, rules: SuffixRules
+) -> Iterator[tuple[int, Fraction, list[int]]]:
     """Positions divided by their next token: the token, its probability, its positions. Only the best one of a path."""
-    following = ahead[positions + level]
-    known = following != END
-    whole = len(positions) if rules.parity else int(known.sum())
-    positions, following = positions[known], following[known]
-    parts = [(token, positions[following == token]) for token in following.unique().tolist()]
-    if parts and not rules.use_tree_spec:
-        parts = [max(parts, key=lambda part: (len(part[1]), int(part[1].max())))]
-    for token, part in parts:
-        if (share := prob * Fraction(len(part), whole)) + SLACK >= rules.min_token_prob:
+    parts: dict[int, list[int]] = {}
+    for position in positions:
+        parts.setdefault(ahead[position + level], []).append(position)
+    ended = parts.pop(END, [])
+    whole = len(positions) - (0 if rules.parity else len(ended))
+    children = list(parts.items())
+    if children and not rules.use_tree_spec:
+        children = [max(children, key=lambda child: (len(child[1]), child[1][-1]))]
+    for token, part in children:
+        share = prob * Fraction(len(part), whole)
+        if share + SLACK >= rules.min_token_prob:
             yield token, share, part
 
 
