@@ -254,8 +254,10 @@ def test_no_limit_none_and_rounding_of_the_budget():
     text = [*range(20), 50, *range(10)]
     assert len(asked(text, range(10), parity=False, max_spec_tokens=None).token_ids) == 10
     assert asked(text, range(10), parity=False, max_spec_tokens=0).token_ids == []
-    assert len(asked(text, range(10), parity=False, max_spec_factor=0.3).token_ids) == 3  # 0.3 * 10 < 3 in floats
+    assert len(asked(text, range(10), parity=False, max_spec_factor=0.39).token_ids) == 3
     assert asked(text, range(10), parity=False, max_spec_offset=-10).token_ids == []
+    text = [*range(60), 99, *range(25)]
+    assert len(asked(text, range(25), parity=False, max_spec_factor=1.16).token_ids) == 29  # 1.16 * 25 < 29 in floats
 
 
 def test_own_output_is_looked_up_in_one_store_unless_parity():
