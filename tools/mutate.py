@@ -250,6 +250,27 @@ MUTATIONS = [
         "        setattr(owner, attribute, entry.original)\n",
         "tests/test_patching.py",
     ),
+    Mutation(
+        "an occurrence that nothing follows lowers a suffix draft's probability",
+        "reference/suffix_match.py",
+        "len(positions) - (0 if rules.parity else len(ended))",
+        "len(positions)",
+        "tests/test_suffix.py -k unique_repeat",
+    ),
+    Mutation(
+        "a suffix draft prefers the shorter of equal matches",
+        "reference/suffix_match.py",
+        "Fraction(0))) > score:",
+        "Fraction(0))) >= score:",
+        "tests/test_suffix.py -k parity_counts",
+    ),
+    Mutation(
+        "the suffix cache forgets its newest request",
+        "speculative/suffix.py",
+        "del self._outputs[next(iter(self._outputs))]",
+        "del self._outputs[next(reversed(self._outputs))]",
+        "tests/test_suffix.py -k oldest_request",
+    ),
 ]
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from eagle_triton.speculative.statistics import compute_tree_statistics as compute_tree_statistics
     from eagle_triton.speculative.statistics import estimated_speedup as estimated_speedup
     from eagle_triton.speculative.statistics import expected_emitted as expected_emitted
+    from eagle_triton.speculative.suffix import SuffixDecodingCache as SuffixDecodingCache
+    from eagle_triton.speculative.suffix import SuffixDecodingDraft as SuffixDecodingDraft
     from eagle_triton.speculative.text import TextStream as TextStream
     from eagle_triton.speculative.tokens import expand_beam as expand_beam
     from eagle_triton.speculative.tokens import fast_topk_torch as fast_topk_torch
@@ -43,6 +45,8 @@ _HOMES = {
     "Session": "eagle_triton.speculative.session",
     "Statistics": "eagle_triton.speculative.statistics",
     "StepInfo": "eagle_triton.speculative.session",
+    "SuffixDecodingCache": "eagle_triton.speculative.suffix",
+    "SuffixDecodingDraft": "eagle_triton.speculative.suffix",
     "TextStream": "eagle_triton.speculative.text",
     "TreeMaskMode": "eagle_triton.speculative.tree",
     "build_tree_structure": "eagle_triton.speculative.tree",
