@@ -317,7 +317,7 @@ REFUSED = {
     ),
     "a quantised embedding": (
         quantised_embedding,
-        r"draft_model\.model\.embed_tokens\.weight must be floating point, got torch\.int8",
+        r"draft_model\.model\.embed_tokens\.weight must be float32, bfloat16, float16, got torch\.int8",
     ),
     "another activation": (
         lambda: damaged("model.layers.1.mlp.act_fn", nn.GELU()),

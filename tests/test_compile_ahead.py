@@ -249,6 +249,24 @@ def test_a_dry_pass_that_fails_is_said_and_leaves_the_engine_usable(error, devic
     assert ("no compiler" in engine.notes.get("compile_ahead", "")) == (error is ValueError)
 
 
+@pytest.mark.parametrize(("message", "attempts"), [("AST constructor recursion depth mismatch", 3), ("other", 1)])
+def test_a_parser_that_trips_over_threads_is_asked_again(message, attempts):
+    calls = []
+
+    def build() -> str:
+        calls.append(None)
+        if len(calls) < 3:
+            raise SystemError(message)
+        return "kernel"
+
+    if attempts == 1:
+        with pytest.raises(SystemError, match=message):
+            compile_ahead._built(build)
+    else:
+        assert compile_ahead._built(build) == "kernel"
+    assert len(calls) == attempts
+
+
 def test_an_interrupted_change_of_tree_changes_nothing(device, monkeypatch):
     def interrupt(launches):
         raise KeyboardInterrupt

@@ -23,6 +23,7 @@ from triton.runtime import driver
 from eagle_triton.runtime.launch import Launch, recorded
 from eagle_triton.runtime.overlap import await_inputs, triton_version
 
+_ATTEMPTS = 4  # see _built
 _MAX_WORKERS = 32
 _ALLOCATIONS = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
 
@@ -88,7 +89,7 @@ class _Loader(ThreadPoolExecutor):
         def build_and_load() -> Any:
             if self._stopped:
                 raise CancelledError
-            compiled = build()
+            compiled = _built(build)
             compiled.run  # noqa: B018  a property that loads
             return compiled
 
@@ -105,6 +106,21 @@ class _Loader(ThreadPoolExecutor):
         finished, future.result = future.result, result  # type: ignore[method-assign]
         future.add_done_callback(lambda _: self._progress.update())
         return future
+
+
+def _built(build: Callable[[], Any]) -> Any:
+    """A kernel, compiled: again if CPython fails at it.
+
+    Triton has every thread parse Python, whose count of nested nodes (3.11) is one for all threads: SystemError, "AST
+    constructor recursion depth mismatch", when they take turns at the wrong moment.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return build()
+        except SystemError as error:
+            if "recursion depth" not in str(error):
+                raise
+    return build()
 
 
 def _workers() -> int:
