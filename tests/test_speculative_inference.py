@@ -290,7 +290,8 @@ def test_stop_strings_end_a_text(demo):
         assert completion.finished == "stop"
         assert completion.text == free.text[: free.text.index(stop)]
         assert completion.tokens == free.tokens[: len(completion.tokens)]
-        assert completion.logprobs == free.logprobs[: len(completion.tokens)]
+        expected = free.logprobs[: len(completion.tokens)]  # other trees, chosen by the time they take, round otherwise
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
         assert demo.tokenizer.decode(completion.tokens).startswith(completion.text)
         assert "".join(map(str, demo.stream(prompt, 60, stop_strings=stop))) == completion.text
     assert demo.generate(prompt, 5, stop_strings="never there")[1].completions[0].finished == "length"
