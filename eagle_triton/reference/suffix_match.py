@@ -18,10 +18,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from numbers import Integral, Real
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -84,7 +84,26 @@ class SuffixDraft(NamedTuple):
     parents: Tensor  # [n] int32: places in the draft, -1 for those that follow the context
     probs: Tensor  # [n] float32: estimated probability that the draft is right up to here
     score: float  # their sum: how many tokens to expect
-    match_len: int  # tokens of the context that the draft follows from, 0 if none occurs
+    match_len: int  # tokens of the context that the draft follows from, 0 if nothing ever followed them
+    occurrences: int  # positions of that match that were counted
+
+
+class TokenRing(NamedTuple):
+    """Outputs of former requests, the oldest overwritten first; a static place on the device."""
+
+    tokens: Tensor  # [R] int32: END behind each output, and wherever there is none
+    head: Tensor  # [1] int32: where the next output goes; what stands there, or next behind it, is the oldest
+
+
+class RepeatDrafts(NamedTuple):
+    """What followed the ends of B sequences before, J places for each, parents before children."""
+
+    tokens: Tensor  # [B, J] int64, -1 where nothing is drafted
+    parents: Tensor  # [B, J] int32: places among the J, -1 for those that follow the sequence
+    probs: Tensor  # [B, J] float32: estimated probability that the draft is right up to here, 0 where there is none
+    match: Tensor  # [B] int32: tokens of the match that is continued, 0 where nothing is drafted
+    occurrences: Tensor  # [B] int32: positions of that match that were counted
+    from_ring: Tensor  # [B] bool: continued in the ring, not in the sequence itself
 
 
 def match_lengths(store: Tensor, context: Tensor, limit: int | None = None) -> Tensor:
@@ -125,14 +144,16 @@ def suffix_draft(store: Tensor, context: Tensor, rules: SuffixRules | None = Non
     context = context[-rules.max_tree_depth :]
     limit = max(0, len(context) - 1) if rules.parity else len(context)
     lengths = match_lengths(store, context, limit)
+    ahead = store.masked_fill(torch.isin(store, store.new_tensor(rules.banned)), END)
+    if not rules.parity:
+        lengths = lengths.masked_fill(ahead == END, 0)  # nothing follows there
     positions = _most_useful(lengths, rules)
-    ahead = store.masked_fill(torch.isin(store, store.new_tensor(rules.banned)), END).tolist()
     best: list[_Node] = []
     score, match_len = Fraction(-1), 0
     for m in range(max(lengths[positions].tolist(), default=0), rules.min_match - 1, -1):
         if min(rules.budget(m), rules.max_tree_depth - m) <= score:
             continue  # so few tokens cannot be worth more
-        nodes = _grow(ahead, positions[lengths[positions] >= m].tolist(), m, rules)
+        nodes = _grow(ahead.tolist(), positions[lengths[positions] >= m].tolist(), m, rules)
         if (total := sum((node.prob for node in nodes), Fraction(0))) > score:
             best, score, match_len = nodes, total, m
     return SuffixDraft(
@@ -141,6 +162,7 @@ def suffix_draft(store: Tensor, context: Tensor, rules: SuffixRules | None = Non
         probs=torch.tensor([float(node.prob) for node in best], dtype=torch.float32, device=store.device),
         score=float(max(score, Fraction(0))),
         match_len=match_len,
+        occurrences=int((lengths[positions] >= max(match_len, 1)).sum()),
     )
 
 
@@ -203,7 +225,7 @@ def ngram_draft(
     min_ngram: int = 1,
     match: Match = "leftmost",
     joined: bool = False,
-) -> Tensor:
+) -> SuffixDraft:
     """What followed the last generated tokens when they stood somewhere before.
 
     prompt [P] and generated [G] int32; generated ends with the token that the draft follows. For n from max_ngram down
@@ -225,8 +247,96 @@ def ngram_draft(
             positions = ((length >= n) & (text != END)).nonzero()[:, 0]
             if len(positions):
                 first = int(positions[0 if match == "leftmost" else -1])
-                return text[first:-1][: max(0, budget)]
-    return prompt[:0]
+                return _chain(text[first:-1][: max(0, budget)], n)
+    return _chain(prompt[:0], 0)
+
+
+def _chain(tokens: Tensor, match: int) -> SuffixDraft:
+    """A draft that follows the only occurrence."""
+    parents = torch.arange(-1, len(tokens) - 1, dtype=torch.int32, device=tokens.device)
+    sure = torch.ones(len(tokens), dtype=torch.float32, device=tokens.device)
+    return SuffixDraft(tokens, parents, sure, float(len(tokens)), match, 1 if match else 0)
+
+
+def suffix_drafts(
+    tokens: Tensor, lengths: Tensor, ring: TokenRing | None, places: int, rules: SuffixRules
+) -> RepeatDrafts:
+    """`suffix_draft` for B sequences, each from its own tokens or from the ring: whichever promises more.
+
+    tokens [B, C] int64, of which the first lengths + 1 of each sequence are known; lengths [B] int32, below C. Draft
+    and match are within `rules`; at most `places` J tokens are drafted. Of equal scores the sequence's own counts.
+    Raises ValueError if shapes or dtypes do not fit.
+    """
+    check_suffix_drafts("suffix_drafts", tokens, lengths, ring, places)
+    most = places if rules.max_spec_tokens is None else min(places, rules.max_spec_tokens)
+    rules = replace(rules, max_spec_tokens=most)
+    former = None if ring is None else ring.tokens.roll(-int(ring.head))  # the oldest first
+    drafts = []
+    for row, length in zip(tokens, lengths.tolist(), strict=True):
+        known = row[: length + 1].int()
+        draft, from_ring = suffix_draft(torch.cat((known, known.new_tensor([END]))), known, rules), False
+        if former is not None:
+            other = suffix_draft(torch.cat((former, former.new_tensor([END]))), known, rules)
+            if other.score > draft.score:
+                draft, from_ring = other, True
+        drafts.append((draft, from_ring))
+    return _placed(drafts, places, tokens.device)
+
+
+def ngram_drafts(
+    tokens: Tensor,
+    lengths: Tensor,
+    prompt_lengths: Tensor,
+    places: int,
+    *,
+    max_ngram: int = 5,
+    min_ngram: int = 1,
+    match: Match = "leftmost",
+    joined: bool = False,
+) -> RepeatDrafts:
+    """`ngram_draft` for B sequences, each of whose known tokens are its prompt and what was generated.
+
+    tokens and lengths as `suffix_drafts`; prompt_lengths [B] int32. Returns chains of at most `places` tokens, their
+    probabilities 1. Raises ValueError likewise, and for what `ngram_draft` refuses.
+    """
+    check_suffix_drafts("ngram_drafts", tokens, lengths, None, places)
+    if prompt_lengths.shape != lengths.shape or prompt_lengths.dtype != torch.int32:
+        raise ValueError(
+            f"ngram_drafts: prompt_lengths must be torch.int32 {list(lengths.shape)}, got {prompt_lengths.dtype} "
+            f"{list(prompt_lengths.shape)}"
+        )
+    drafts = []
+    for row, length, prompt in zip(tokens, lengths.tolist(), prompt_lengths.tolist(), strict=True):
+        known = row[: length + 1].int()
+        found = ngram_draft(
+            known[:prompt], known[prompt:], places,
+            max_ngram=max_ngram, min_ngram=min_ngram, match=match, joined=joined,
+        )  # fmt: skip
+        drafts.append((found, False))
+    return _placed(drafts, places, tokens.device)
+
+
+def _placed(drafts: list[tuple[SuffixDraft, bool]], places: int, device: torch.device) -> RepeatDrafts:
+    """Drafts side by side in tensors."""
+
+    def rows(name: str, dtype: torch.dtype, empty: float) -> Tensor:
+        values = [getattr(draft, name).to(dtype) for draft, _ in drafts]
+        return torch.stack([torch.nn.functional.pad(row, (0, places - len(row)), value=empty) for row in values])
+
+    def column(values: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    some = [len(draft.tokens) > 0 for draft, _ in drafts]
+    return RepeatDrafts(
+        tokens=rows("tokens", torch.int64, -1),
+        parents=rows("parents", torch.int32, -1),
+        probs=rows("probs", torch.float32, 0.0),
+        match=column([draft.match_len * real for (draft, _), real in zip(drafts, some, strict=True)], torch.int32),
+        occurrences=column(
+            [draft.occurrences * real for (draft, _), real in zip(drafts, some, strict=True)], torch.int32
+        ),
+        from_ring=column([from_ring and real for (_, from_ring), real in zip(drafts, some, strict=True)], torch.bool),
+    )
 
 
 def share_token_budget(drafts: Tensor, active: Tensor, threshold: int) -> Tensor:
@@ -252,6 +362,28 @@ def check_match_lengths(store: Tensor, context: Tensor, limit: int | None) -> No
         raise ValueError(f"match_lengths: store must end with END ({END}), got {int(store[-1])}")
     if limit is not None and limit < 0:
         raise ValueError(f"match_lengths: limit must not be negative, got {limit}")
+
+
+def check_suffix_drafts(function: str, tokens: Tensor, lengths: Tensor, ring: TokenRing | None, places: int) -> None:
+    if tokens.ndim != 2 or tokens.dtype != torch.int64 or (tokens.numel() and tokens.stride(1) != 1):
+        raise ValueError(
+            f"{function}: tokens must be torch.int64 [B, C] with stride 1 in its rows, got {tokens.dtype} "
+            f"{list(tokens.shape)}"
+        )
+    batch = len(tokens)
+    arguments = [("lengths", lengths, (batch,))]
+    if ring is not None:
+        arguments += [("ring.tokens", ring.tokens, (len(ring.tokens),)), ("ring.head", ring.head, (1,))]
+        if not len(ring.tokens):
+            raise ValueError(f"{function}: a ring of no tokens; None is no ring")
+    for name, value, shape in arguments:
+        if value.shape != shape or value.dtype != torch.int32 or value.device != tokens.device:
+            raise ValueError(
+                f"{function}: {name} must be torch.int32 {list(shape)} on {tokens.device}, got {value.dtype} "
+                f"{list(value.shape)} on {value.device}"
+            )
+    if places < 1:
+        raise ValueError(f"{function}: places must be at least 1, got {places}")
 
 
 def check_ngram_draft(prompt: Tensor, generated: Tensor, max_ngram: int, min_ngram: int, match: str) -> None:

@@ -168,7 +168,7 @@ def _store(sequences: list[Tensor]) -> Tensor:
 
 
 def _plain(draft: SuffixDraft) -> SuffixDecodingDraft:
-    tokens, parents, probs, score, match_len = draft
+    tokens, parents, probs, score, match_len, _ = draft
     return SuffixDecodingDraft(tokens.tolist(), parents.tolist(), probs.tolist(), score, match_len)
 
 

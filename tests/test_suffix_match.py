@@ -100,7 +100,9 @@ def same(draft, expected) -> None:
     values = list(draft) if isinstance(draft, tuple) else [draft.token_ids, draft.parents, draft.probs]
     assert [list(map(int, part)) for part in values[:2]] == [tokens, parents]
     assert list(map(float, values[2])) == pytest.approx([float(prob) for prob in probs], rel=1e-6)
-    assert draft.score == pytest.approx(float(sum(probs))) and draft.match_len == match_len
+    assert draft.score == pytest.approx(float(sum(probs)))
+    if probs:  # else a match that nothing follows may be left out
+        assert draft.match_len == match_len
 
 
 def some_rules(rng, tree: bool, parity: bool) -> dict:
@@ -477,7 +479,7 @@ def test_nothing_comes_of_nothing():
     cache.start_request(0, [])
     assert cache.speculate(0, []) == cache.speculate(0, [1, 2]) == SuffixDecodingDraft()
     empty = suffix_draft(ints([]), ints([]))
-    assert [len(part) for part in empty[:3]] == [0, 0, 0] and empty[3:] == (0.0, 0)
+    assert [len(part) for part in empty[:3]] == [0, 0, 0] and empty[3:] == (0.0, 0, 0)
     assert (empty.tokens.dtype, empty.parents.dtype, empty.probs.dtype) == (torch.int32, torch.int32, torch.float32)
 
 
@@ -558,7 +560,7 @@ def test_every_draft_has_been_seen(sequences, context, tree, parity, most):
 
 
 def drafted(prompt, generated, budget=5, **options) -> list[int]:
-    return ngram_draft(ints(prompt), ints(generated), budget, **options).tolist()
+    return ngram_draft(ints(prompt), ints(generated), budget, **options).tokens.tolist()
 
 
 def test_ngram_numbers():
