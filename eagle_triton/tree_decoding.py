@@ -440,6 +440,7 @@ def write_tree(
     scores_ptr,
     beam_ptr,
     selected_ptr,
+    grafted_ptr,
     scratch_ptr,
     tokens_ptr,
     parents_ptr,
@@ -448,6 +449,7 @@ def write_tree(
     candidates,
     nodes,
     slots,
+    grafts,
     k,
     words,
     stride_r,
@@ -457,6 +459,8 @@ def write_tree(
     stride_sc,
     stride_bb,
     stride_bs,
+    stride_gb,
+    stride_gj,
     stride_tb,
     stride_tn,
     stride_pb,
@@ -493,6 +497,11 @@ def write_tree(
     slot = flat // k - 1  # the beam slot that was expanded, -1: the root
     expanded = draft & (slot >= 0) & (slot < slots)
     above = tl.load(beam_ptr + batch * stride_bb + slot * stride_bs, mask=expanded, other=-1).to(tl.int32)
+    if grafted_ptr is not None:
+        graft = flat - (candidates - grafts)
+        named = tl.load(grafted_ptr + batch * stride_gb + graft * stride_gj, mask=draft & (graft >= 0), other=-1)
+        above = tl.where(graft >= 0, named, above)
+        expanded = tl.where(graft >= 0, draft & (named >= 0), expanded)
     parent = tl.zeros((NODES,), tl.int32)
     for first in range(0, nodes - 1, PAIRS):  # the parent's place among the chosen, which ascend
         other = first + tl.arange(0, PAIRS)
@@ -528,6 +537,7 @@ def _build_tree_kernel(
     scores_ptr,
     beam_ptr,
     selected_ptr,
+    grafted_ptr,
     scratch_ptr,
     tokens_ptr,
     parents_ptr,
@@ -536,6 +546,7 @@ def _build_tree_kernel(
     candidates,
     nodes,
     slots,
+    grafts,
     k,
     words,
     stride_r,
@@ -545,6 +556,8 @@ def _build_tree_kernel(
     stride_sc,
     stride_bb,
     stride_bs,
+    stride_gb,
+    stride_gj,
     stride_tb,
     stride_tn,
     stride_pb,
@@ -569,6 +582,7 @@ def _build_tree_kernel(
         scores_ptr,
         beam_ptr,
         selected_ptr,
+        grafted_ptr,
         scratch_ptr,
         tokens_ptr,
         parents_ptr,
@@ -577,6 +591,7 @@ def _build_tree_kernel(
         candidates,
         nodes,
         slots,
+        grafts,
         k,
         words,
         stride_r,
@@ -586,6 +601,8 @@ def _build_tree_kernel(
         stride_sc,
         stride_bb,
         stride_bs,
+        stride_gb,
+        stride_gj,
         stride_tb,
         stride_tn,
         stride_pb,
@@ -611,6 +628,7 @@ def build_tree(
     top_k: int,
     selected: Tensor | None = None,
     *,
+    grafted: Tensor | None = None,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keep the best N - 1 candidates as the next draft tree; see reference.tree_decoding.build_tree.
@@ -618,7 +636,7 @@ def build_tree(
     Returns (tokens, parents, depths, ancestors), written to `out` if given. Raises ValueError if there are fewer than
     N - 1 candidates, or if shapes or dtypes do not fit.
     """
-    reference.check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, out)
+    reference.check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, grafted, out)
     batch, device = len(root), root.device
     words = -(-nodes // 64)
     if out is None:
@@ -636,17 +654,20 @@ def build_tree(
         scores,
         beam_candidates,
         selected,
+        grafted,
         scratch,
         *out,
         candidates.shape[1],
         nodes,
         beam_candidates.shape[1],
+        0 if grafted is None else grafted.shape[1],
         top_k,
         words,
         root.stride(0),
         *candidates.stride(),
         *scores.stride(),
         *beam_candidates.stride(),
+        *((0, 0) if grafted is None else grafted.stride()),
         *(stride for tensor in out for stride in tensor.stride()),
         CANDIDATES=triton.next_power_of_2(max(candidates.shape[1], 1)),
         NODES=width,

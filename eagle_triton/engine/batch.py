@@ -365,6 +365,9 @@ class Batch:
             part.sequences.skipped.draft_lengths.copy_(part.lengths)
 
     def _empty(self, slot: int) -> None:
+        entry, draft = self._entries[slot], self.engine.draft
+        if entry is not None and draft is not None and self._drafts:
+            draft.end(self.sequences, slot, len(entry.request.prompt), self.lengths[slot])
         self._entries[slot] = None
         self.sequences.active[slot] = False
         self.sequences.lengths[slot] = 0  # an empty slot costs no attention

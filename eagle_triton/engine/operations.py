@@ -18,10 +18,12 @@ import torch
 from eagle_triton.reference import attention as _attention
 from eagle_triton.reference import draft_inputs as _draft_inputs
 from eagle_triton.reference import gather as _gather
+from eagle_triton.reference import grafting as _grafting
 from eagle_triton.reference import kv_cache as _kv_cache
 from eagle_triton.reference import layers as _layers
 from eagle_triton.reference import linear as _linear
 from eagle_triton.reference import logit_processing as _logit_processing
+from eagle_triton.reference import suffix_match as _suffix_match
 from eagle_triton.reference import tree_decoding as _tree_decoding
 from eagle_triton.reference import verification as _verification
 
@@ -50,7 +52,12 @@ class Operations:
     draft_inputs = staticmethod(_draft_inputs.draft_inputs)
     topk = staticmethod(_tree_decoding.topk)
     expand_beam = staticmethod(_tree_decoding.expand_beam)
+    suffix_drafts = staticmethod(_suffix_match.suffix_drafts)
+    ngram_drafts = staticmethod(_suffix_match.ngram_drafts)
+    estimate_scores = staticmethod(_grafting.estimate_scores)
+    graft = staticmethod(_grafting.graft)
     build_tree = staticmethod(_tree_decoding.build_tree)
+    count_right = staticmethod(_grafting.count_right)
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()

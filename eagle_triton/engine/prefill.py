@@ -51,6 +51,7 @@ def prefill(
         hidden.append(last_hidden)
         features.append(last_features)
 
+    sequences.prompt_lengths.copy_(sequences.lengths)
     logits = project(ops, view.head, torch.cat(hidden))
     broken = logits.isnan().flatten(1).any(1).nonzero().flatten().tolist()
     if broken:

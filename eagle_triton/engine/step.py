@@ -47,13 +47,14 @@ def decode_step(
     """
     tree, sequences = state.tree, state.sequences
     positions = state.lengths[:, None] + tree.depths
+    tokens = tree.tokens.clamp(min=0) if state.spec.grafts else tree.tokens  # -1: an empty place
     hidden, features, uncommitted = target_forward(
-        ops, view, tree.tokens, sequences.caches, state.lengths, positions, tree.ancestors
+        ops, view, tokens, sequences.caches, state.lengths, positions, tree.ancestors
     )
     logits = project(ops, view.head, hidden)
     before = state.lengths.clone() if mode.logprobs else None
     rules = sequences.rules if mode.processed else None
-    judged = logits if rules is None else ops.process_logits(logits, tree.tokens, tree.ancestors, rules)
+    judged = logits if rules is None else ops.process_logits(logits, tokens, tree.ancestors, rules)
     path = verify_and_draft(ops, draft, state, judged, features, uncommitted, mode, megakernel)
     if rules is not None:  # beside what is committed, the next root: it is on every path
         rules.seen.scatter_(1, torch.where(state.emitted < 0, tree.tokens[:, :1], state.emitted), 1)

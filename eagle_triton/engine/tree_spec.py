@@ -1,13 +1,14 @@
 """The shape of a draft tree: how many nodes, how deep, how wide, and which nodes if that is fixed beforehand.
 
 Candidates of one step lie in one flat order: the K children of the root first, then K children for each beam slot,
-level by level. Candidate x is a child of the root if x < K, else of beam slot x // K - 1.
+level by level. Candidate x is a child of the root if x < K, else of beam slot x // K - 1. Behind them come grafts,
+drafts from text that occurred before, which name their parents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 
@@ -17,7 +18,8 @@ class TreeSpec:
 
     nodes: N, the root included. top_k: K candidates per expanded node. beam_widths: nodes expanded in each beam pass
     after the first pass. beam_candidates / selected: for a fixed tree, the flat candidate indices that fill the beam
-    slots and the drafts; None for a dynamic tree (EAGLE-2/3), where scores decide.
+    slots and the drafts; None for a dynamic tree (EAGLE-2/3), where scores decide. grafts: J candidates from text that
+    occurred before (drafts/repeats.py), each perhaps below the one before it; top_k 0: there are no others.
     """
 
     nodes: int
@@ -25,16 +27,19 @@ class TreeSpec:
     beam_widths: tuple[int, ...]
     beam_candidates: tuple[int, ...] | None = None
     selected: tuple[int, ...] | None = None
+    grafts: int = 0
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
             raise ValueError(f"total_token must be at least 1 (the root counts), got {self.nodes}")
-        if self.nodes > 1 and self.top_k < 1:
+        if self.nodes > 1 and self.top_k < 1 and not self.grafts:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        if self.drafts > self.candidates:
+        if self.grafts and self.selected is not None:
+            raise ValueError("grafts: a tree whose nodes are fixed beforehand has no place for them")
+        if self.drafts > self.candidates + self.grafts:
             raise ValueError(
                 f"a tree of {self.nodes} nodes needs {self.drafts} candidates, but top_k {self.top_k} and beam widths "
-                f"{list(self.beam_widths)} give only {self.candidates}; lower total_token or raise depth or top_k"
+                f"{list(self.beam_widths)} give only {self.candidates + self.grafts}; lower total_token or raise depth or top_k"
             )
 
     @staticmethod
@@ -48,6 +53,11 @@ class TreeSpec:
     def chain(drafts: int) -> TreeSpec:
         """So many drafts, one below the other."""
         return TreeSpec.dynamic(drafts + 1, max(drafts - 1, 0), 1)
+
+    @staticmethod
+    def repeats(drafts: int) -> TreeSpec:
+        """So many drafts, all from text that occurred before."""
+        return TreeSpec(drafts + 1, 0, (), grafts=drafts)
 
     @staticmethod
     def fixed(choices: Sequence[Sequence[int]]) -> TreeSpec:
@@ -72,6 +82,10 @@ class TreeSpec:
         widths = tuple(sum(len(path) == level for path in expanded) for level in range(1, depth))
         return TreeSpec(len(paths) + 1, top_k, widths, tuple(map(candidate, expanded)), tuple(map(candidate, paths)))
 
+    def with_grafts(self, grafts: int) -> TreeSpec:
+        """The same tree, in which so many drafts from text that occurred before may take the places of others."""
+        return replace(self, grafts=grafts)
+
     @property
     def drafts(self) -> int:
         """Nodes beside the root: N - 1."""
@@ -80,7 +94,12 @@ class TreeSpec:
     @property
     def depth(self) -> int:
         """D: the depth of the deepest possible draft; the root has depth 0."""
-        return len(self.beam_widths) + 1 if self.nodes > 1 else 0
+        return max(self.beam_levels, self.grafts) if self.nodes > 1 else 0
+
+    @property
+    def beam_levels(self) -> int:
+        """Levels that passes of the draft score."""
+        return len(self.beam_widths) + 1 if self.nodes > 1 and self.top_k else 0
 
     @property
     def beam_slots(self) -> int:
@@ -89,12 +108,12 @@ class TreeSpec:
     @property
     def level_starts(self) -> tuple[int, ...]:
         """Per level from 0 the flat index of its first candidate: one more entry than there are beam passes."""
-        before = (0, *accumulate(1 if level == 0 else self.beam_widths[level - 1] for level in range(self.depth)))
-        return tuple(self.top_k * count for count in before[: self.depth])
+        before = (0, *accumulate(1 if level == 0 else self.beam_widths[level - 1] for level in range(self.beam_levels)))
+        return tuple(self.top_k * count for count in before[: self.beam_levels])
 
     @property
     def candidates(self) -> int:
-        """All candidates of one step: K for the root and K for every beam slot."""
+        """What the passes of one step score: K for the root and K for every beam slot."""
         return self.top_k * (1 + self.beam_slots) if self.nodes > 1 else 0
 
 

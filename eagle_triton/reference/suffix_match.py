@@ -389,6 +389,10 @@ def check_suffix_drafts(function: str, tokens: Tensor, lengths: Tensor, ring: To
 def check_ngram_draft(prompt: Tensor, generated: Tensor, max_ngram: int, min_ngram: int, match: str) -> None:
     _check("ngram_draft", "prompt", prompt)
     _check("ngram_draft", "generated", generated)
+    check_ngram_rules(max_ngram, min_ngram, match)
+
+
+def check_ngram_rules(max_ngram: int, min_ngram: int, match: str) -> None:
     if not 1 <= min_ngram <= max_ngram:
         raise ValueError(f"ngram_draft: 1 <= min_ngram <= max_ngram expected, got {min_ngram} and {max_ngram}")
     if match not in get_args(Match):

@@ -1,6 +1,7 @@
 """Growing a draft tree: top-k, beam expansion, re-rank and build. verification.py judges it.
 
-Flat candidate order (see TreeSpec): candidate x is a child of the root if x < K, else of beam slot x // K - 1. Tree
+Flat candidate order (see TreeSpec): candidate x is a child of the root if x < K, else of beam slot x // K - 1; grafts,
+which name their parents, come last. Tree
 arrays: tokens [B, N] int64, parents [B, N] int32 (-1 for the root), depths [B, N] int32, ancestors [B, N, W] int64;
 a parent's index is always below its child's.
 """
@@ -85,18 +86,20 @@ def build_tree(
     top_k: int,
     selected: Tensor | None = None,
     *,
+    grafted: Tensor | None = None,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keep the best N - 1 candidates as the next draft tree (EAGLE-2, section 4.2).
 
     root [B] int64; candidates [B, C] int64 tokens and scores [B, C] float32 in flat order; beam_candidates [B, S]
     int64: the flat candidate that fills each beam slot; for a fixed tree `selected` [N - 1] int64, ascending, names the
-    candidates. Order: score descending (NaN as -inf), then flat index ascending; because a parent's index is lower and
+    candidates. grafted [B, J] int32: of the last J candidates the parents, flat indices below their own, -1 for the
+    root. Order: score descending (NaN as -inf), then flat index ascending; because a parent's index is lower and
     its score not smaller, the choice is closed under parents. Returns (tokens, parents, depths, ancestors), see the
     module, written to `out` if given. Raises ValueError if there are fewer than N - 1 candidates, or if shapes or
     dtypes do not fit.
     """
-    check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, out)
+    check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, grafted, out)
     batch, drafts = len(root), nodes - 1
     if selected is not None:
         chosen = selected.expand(batch, drafts)
@@ -105,9 +108,15 @@ def build_tree(
     tokens = torch.cat((root[:, None], candidates.gather(1, chosen)), dim=1)
 
     slot = chosen // top_k - 1  # the beam slot that was expanded, -1: the root
-    parent_candidate = beam_candidates.gather(1, slot.clamp(min=0)) if beam_candidates.shape[1] else chosen
+    parent_candidate = beam_candidates.gather(1, slot.clamp(min=0, max=beam_candidates.shape[1] - 1)) if beam_candidates.shape[1] else chosen
+    below_root = slot < 0
+    if grafted is not None:
+        graft = chosen - (candidates.shape[1] - grafted.shape[1])
+        named = grafted.long().gather(1, graft.clamp(min=0))
+        parent_candidate = torch.where(graft >= 0, named, parent_candidate)
+        below_root = torch.where(graft >= 0, named < 0, below_root)
     place = torch.searchsorted(chosen.contiguous(), parent_candidate)  # where the parent stands among the chosen
-    parents = torch.where(slot < 0, 0, place + 1)
+    parents = torch.where(below_root, 0, place + 1)
     parents = torch.cat((parents.new_full((batch, 1), -1), parents), dim=1).int()
     matrix = _ancestor_closure(parents)
     tree = tokens, parents, (matrix.sum(-1) - 1).int(), pack_ancestors(matrix)
@@ -190,6 +199,7 @@ def check_build_tree(
     nodes: int,
     top_k: int,
     selected: Tensor | None,
+    grafted: Tensor | None,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None,
 ) -> None:
     if candidates.ndim != 2 or nodes < 1 or top_k < 1:
@@ -209,6 +219,14 @@ def check_build_tree(
         _check("build_tree", "selected", selected, (nodes - 1,), torch.int64, device)
         if not selected.is_contiguous():
             raise ValueError(f"build_tree: selected must be contiguous, got stride {selected.stride(0)}")
+    if grafted is not None:
+        grafts = grafted.shape[-1]
+        _check("build_tree", "grafted", grafted, (batch, grafts), torch.int32, device)
+        if selected is not None or not 0 < grafts <= count:
+            raise ValueError(
+                f"build_tree: grafted [B, J] with 1 <= J <= {count} and no selected expected, got J = {grafts}"
+                f"{'' if selected is None else ' and selected'}"
+            )
     if out is not None:
         names = ("tokens", "parents", "depths", "ancestors")
         shapes = ((batch, nodes),) * 3 + ((batch, nodes, -(-nodes // WORD)),)

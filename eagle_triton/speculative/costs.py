@@ -143,15 +143,15 @@ class StepCosts:
         if self.measured(spec) is not None:
             return "measured in this run"
         if self.table is not None:
-            exact = self.table.ms(self.slots, spec.nodes, spec.depth) is not None
+            exact = self.table.ms(self.slots, spec.nodes, spec.beam_levels) is not None
             return f"{'' if exact else 'scaled from '}table of {self.table.device} ({self.table.source})"
         return f"assumed ({self.pass_cost:.3f} plain steps per draft pass, {ROW_COST} per row): nothing was measured"
 
     def _estimate(self, spec: TreeSpec) -> float:
-        relative = self._assumed(spec.nodes, spec.depth)
+        relative = self._assumed(spec.nodes, spec.beam_levels)
         if self.table is None:
             return relative
-        exact = self.table.ms(self.slots, spec.nodes, spec.depth)
+        exact = self.table.ms(self.slots, spec.nodes, spec.beam_levels)
         if exact is not None:
             return exact
         plain = self.table.ms(self.slots, 1, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.attention import pack_ancestors
 from eagle_triton.runtime.split_sums import SplitSums
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class BeamSlots(NamedTuple):
@@ -57,9 +60,9 @@ class BeamPlan:
             self.selected = constant(spec.selected)
             self.beam_children = constant([c - s for c, s in zip(spec.beam_candidates, starts, strict=True)])
 
-    def part(self, slots: slice) -> BeamPlan:
+    def part(self, slots: slice) -> Self:
         """The plan for some of the slots."""
-        part = object.__new__(BeamPlan)
+        part = object.__new__(type(self))
         vars(part).update(vars(self))
         part.chain, part.root_score = self.chain[slots], self.root_score[slots]
         part.root_ancestors = self.root_ancestors[slots]
@@ -125,7 +128,7 @@ class BeamDraft(Draft):
 
     def weight_bytes(self, spec: TreeSpec) -> int:
         read = [*self.head.tensors, *(tensor for layer in self.layers for tensor in layer.tensors)]
-        return spec.depth * sum(tensor.nbytes for tensor in read)
+        return spec.beam_levels * sum(tensor.nbytes for tensor in read)
 
     def read_tree(self) -> TreeSpec:
         return self.tree_reader()

@@ -66,5 +66,8 @@ class Draft(ABC):
     def grow(self, ops: Operations, state: DecodeState) -> None:
         """Write the next tree into `state.tree`, from the tokens committed so far and the root behind them."""
 
+    def end(self, sequences: Sequences, slot: int, prompt: int, length: int) -> None:
+        """A sequence leaves its slot: of `length` committed tokens, the first `prompt` its prompt. On the host."""
+
     def catch_up(self, ops: Operations, sequences: Sequences, steps: int) -> None:
         """Take in what at most `steps` plain steps have committed (`sequences.skipped`) since it knew all."""

@@ -88,7 +88,7 @@ class Eagle1Draft(EagleDraft):
     """EAGLE-1 and 2: x = fc(cat(embedding, features)); plain layers; logits = the target's head on the hidden state."""
 
     def weight_bytes(self, spec: TreeSpec) -> int:
-        return super().weight_bytes(spec) + spec.depth * sum(tensor.nbytes for tensor in self.fc.tensors)
+        return super().weight_bytes(spec) + spec.beam_levels * sum(tensor.nbytes for tensor in self.fc.tensors)
 
     def forward(
         self,

@@ -1,0 +1,153 @@
+"""One tree of a model's drafts and of what was said before; or a model's chain, continued by n-grams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.drafts.beams import BeamDraft, BeamPlan
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.drafts.repeats import NgramSource, RepeatSource, write_repeats
+from eagle_triton.engine.mixers import AcceptedPath
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.state import DecodeState, Sequences
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.reference.grafting import BUCKETS
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class HybridPlan(BeamPlan):
+    """What the passes take, and the drafts from repetition that are in the tree."""
+
+    def __init__(self, spec: TreeSpec, slots: int, device: torch.device):
+        super().__init__(spec, slots, device)
+
+        self.drafted = torch.full((slots, spec.grafts), -1, dtype=torch.int64, device=device)
+        self.buckets = torch.zeros(slots, dtype=torch.int32, device=device)
+
+    def part(self, slots: slice) -> Self:
+        part = super().part(slots)
+        part.drafted, part.buckets = self.drafted[slots], self.buckets[slots]
+        return part
+
+
+@dataclass(frozen=True)
+class WrappedDraft(Draft):
+    """A draft with layers of its own and something beside it, which keeps nothing by slot: all else is the former's."""
+
+    beams: BeamDraft
+
+    must_catch_up: ClassVar[bool] = True
+
+    @property
+    def vocabulary(self) -> int | None:
+        return self.beams.vocabulary
+
+    def weight_bytes(self, spec: TreeSpec) -> int:
+        return self.beams.weight_bytes(spec)
+
+    def new_slot_tensors(self, slots: int, capacity: int, device: torch.device) -> Any:
+        return self.beams.new_slot_tensors(slots, capacity, device)
+
+    def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> BeamPlan:
+        return self.beams.new_tree_tensors(spec, slots, device)
+
+    def read_prompt(self, ops: Operations, sequences: Sequences, tokens: Tensor, first: int, features: Tensor) -> None:
+        self.beams.read_prompt(ops, sequences, tokens, first, features)
+
+    def begin(self, ops: Operations, sequences: Sequences, features: Tensor) -> None:
+        self.beams.begin(ops, sequences, features)
+
+    def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
+        self.beams.extend(ops, state, accepted, features)
+
+    def catch_up(self, ops: Operations, sequences: Sequences, steps: int) -> None:
+        self.beams.catch_up(ops, sequences, steps)
+
+
+@dataclass(frozen=True)
+class HybridDraft(WrappedDraft):
+    """Both in one tree: prefixes that they share are one node, the best N - 1 nodes of all are verified.
+
+    A tree without grafts is the model's alone, one with top_k 0 the repetition's alone, which costs no pass but the one
+    that takes in what was accepted.
+    """
+
+    source: RepeatSource
+
+    any_tree: ClassVar[bool] = True
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """How often drafts from repetition were right, see `count_right`: all sequences' together."""
+        return torch.zeros(BUCKETS, self.source.places, 2, dtype=torch.int32, device=self.beams.embedding.device)
+
+    def read_tree(self) -> TreeSpec:
+        return self.beams.read_tree().with_grafts(self.source.places)
+
+    def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> BeamPlan:
+        return HybridPlan(spec, slots, device) if spec.grafts else super().new_tree_tensors(spec, slots, device)
+
+    def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
+        if state.spec.grafts:
+            plan: HybridPlan = state.draft_tree_tensors
+            ops.count_right(
+                self.counts, plan.buckets, plan.drafted, state.tokens, accepted.before, accepted.accepted
+            )
+        super().extend(ops, state, accepted, features)
+
+    def grow(self, ops: Operations, state: DecodeState) -> None:
+        spec = state.spec
+        if not spec.grafts:
+            self.beams.grow(ops, state)
+            return
+        plan: HybridPlan = state.draft_tree_tensors
+        found = self.source.find(ops, state.sequences, spec.grafts)
+        plan.drafted.copy_(found.tokens)
+        estimates = ops.estimate_scores(found, self.counts, buckets=plan.buckets)
+        if not spec.top_k:
+            write_repeats(ops, state, found)
+            return
+        candidates = self.beams.candidates(ops, state)
+        both = ops.graft(*candidates, spec.top_k, found, estimates)
+        root = ops.sequence_rows(state.tokens, state.lengths, 1)[:, 0]
+        ops.build_tree(
+            root,
+            both.candidates,
+            both.scores,
+            candidates.expanded,
+            spec.nodes,
+            spec.top_k,
+            grafted=both.parents,
+            out=state.tree,
+        )
+
+    def end(self, sequences: Sequences, slot: int, prompt: int, length: int) -> None:
+        self.source.remember(sequences.tokens[slot, prompt:length])
+
+
+@dataclass(frozen=True)
+class ContinuedDraft(WrappedDraft):
+    """A model's chain, and behind it what n-grams find to follow the committed tokens and the chain."""
+
+    source: NgramSource
+    chain: int  # tokens of the model
+
+    def read_tree(self) -> TreeSpec:
+        drafts = self.chain + self.source.places
+        return TreeSpec(drafts + 1, 1, (1,) * (self.chain - 1), grafts=drafts)
+
+    def grow(self, ops: Operations, state: DecodeState) -> None:
+        sequences = state.sequences
+        model = self.beams.candidates(ops, state).tokens
+        places = torch.arange(1, self.chain + 1, device=model.device)
+        sequences.tokens.scatter_(1, sequences.lengths[:, None] + places, model)  # behind the root nothing is kept
+        found = self.source.continue_from(ops, sequences, sequences.lengths + self.chain, self.source.places)
+        root = ops.sequence_rows(state.tokens, state.lengths, 1)
+        state.tree.write_chain(torch.cat((root, model, found.tokens), dim=1))

@@ -1,0 +1,173 @@
+"""Drafts from text that occurred before, in a tree with those of a draft model: one place for what both propose, and
+scores on one scale.
+
+A model's scores are log-probabilities of its own; a share of occurrences says much less of how often a draft is right.
+So the latter is looked up by what is known of the match (its bucket), and learnt from what verification accepts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle_triton.reference.suffix_match import RepeatDrafts
+
+FIRST = (  # how often the first token is right, by length of the match (up to 3, 7, 15, more) and by what was seen:
+    (0.63, 0.76, 0.93, 0.33),  # one occurrence; 2 or 3 that agree; 4 or more that agree; some that differ
+    (0.52, 0.79, 0.85, 0.25),
+    (0.77, 0.86, 0.80, 0.36),
+    (0.93, 0.98, 0.98, 0.86),
+)
+"""Measured over the sources of Python's standard library, before anything was learnt."""
+
+NEXT = 0.93  # the same of each further token, times its share among the occurrences
+PRIOR_WEIGHT = 8.0  # observations that these figures are worth
+BUCKETS = 32  # 2 sources, 4 lengths, 4 of what was seen
+MOST_COUNTED = 1024  # at so many observations both counts are halved: what is old counts less
+UNANIMOUS = 0.999  # a share from which on all occurrences agree, up to rounding
+
+
+class Grafted(NamedTuple):
+    """Candidates of both kinds, those of the model first, as `build_tree` takes them."""
+
+    candidates: Tensor  # [B, C + J] int64
+    scores: Tensor  # [B, C + J] float32
+    parents: Tensor  # [B, J] int32: of the last J, flat indices, -1 for the root
+
+
+def graft(
+    candidates: Tensor, scores: Tensor, beam_candidates: Tensor, top_k: int, drafts: RepeatDrafts, estimates: Tensor
+) -> Grafted:
+    """Put drafts from repetition into a model's candidates.
+
+    candidates [B, C] int64, scores [B, C] float32, beam_candidates [B, S] int64 and top_k as `build_tree` takes them;
+    drafts of J places; estimates [B, J] float32 on the scale of scores, falling along a path. A draft that the model
+    proposes too, below the same tokens, is that candidate, whose score becomes the larger one; its own place then
+    holds token -1 with score -inf, as an empty place does. The others hang below their parents, wherever those are.
+    Raises ValueError if shapes or dtypes do not fit.
+    """
+    check_graft(candidates, scores, beam_candidates, top_k, drafts, estimates)
+    batch, count = candidates.shape
+    scores = torch.where(scores.isnan(), float("-inf"), scores)
+    places = torch.empty_like(drafts.parents, dtype=torch.int64)  # the flat index of each draft
+    tokens, parents = drafts.tokens.clone(), torch.full_like(drafts.parents, -1)
+    own = estimates.clone()
+    beams = torch.nn.functional.pad(beam_candidates, (0, 1), value=-2)  # one at least
+    for place in range(drafts.tokens.shape[1]):
+        token, parent = drafts.tokens[:, place], drafts.parents[:, place].long()
+        above = torch.where(parent < 0, -1, places.gather(1, parent.clamp(min=0)[:, None])[:, 0])
+        expanded = (beams == above[:, None]) & (above >= 0)[:, None]
+        first = torch.where(above < 0, 0, top_k * (1 + expanded.int().argmax(1)))
+        children = first[:, None] + torch.arange(top_k, device=token.device)
+        same = candidates.gather(1, children.clamp(max=count - 1)) == token[:, None]
+        same &= ((above < 0) | expanded.any(1))[:, None] & (token >= 0)[:, None]
+        shared = same.any(1)
+        twin = children.gather(1, same.int().argmax(1, keepdim=True))[:, 0]
+        places[:, place] = torch.where(shared, twin, count + place)
+        raised = torch.where(shared, own[:, place], float("-inf"))
+        scores = scores.scatter_reduce(1, twin.clamp(max=count - 1)[:, None], raised[:, None], "amax")
+        nothing = shared | (token < 0)
+        tokens[:, place] = torch.where(nothing, -1, token)
+        own[:, place] = torch.where(nothing, float("-inf"), own[:, place])
+        parents[:, place] = torch.where(nothing, -1, above).int()
+    return Grafted(torch.cat((candidates, tokens), 1), torch.cat((scores, own), 1), parents)
+
+
+def draft_buckets(drafts: RepeatDrafts) -> Tensor:
+    """What is known of each draft, as a number below BUCKETS: int64 [B]."""
+    length = (drafts.match >= 4).long() + (drafts.match >= 8) + (drafts.match >= 16)
+    agree = (drafts.occurrences >= 2).long() + (drafts.occurrences >= 4)
+    seen = torch.where(drafts.probs[:, 0] >= UNANIMOUS, agree, 3)
+    return drafts.from_ring.long() * 16 + length * 4 + seen
+
+
+def estimate_scores(drafts: RepeatDrafts, counts: Tensor, *, buckets: Tensor) -> Tensor:
+    """Logarithms of the estimated probability that a chain of drafts is right up to each of its J tokens.
+
+    counts [BUCKETS, J, 2] int32: how often a draft of each bucket was right at each place, of how often all before it
+    were. The estimate of a place is its rate, pulled to what is known beforehand with PRIOR_WEIGHT; from the second on
+    times its share among the occurrences. Returns float32 [B, J], -inf where nothing is drafted, and writes each
+    draft's bucket to `buckets` [B] int32. Raises ValueError if shapes or dtypes do not fit.
+    """
+    check_estimate(drafts, counts, buckets)
+    bucket = draft_buckets(drafts)
+    buckets.copy_(bucket)
+    first = torch.tensor(FIRST, dtype=torch.float32, device=counts.device).flatten()[bucket % 16]
+    prior = torch.full(drafts.probs.shape, NEXT, dtype=torch.float32, device=counts.device)
+    prior[:, 0] = first
+    right, reached = counts[bucket].float().unbind(-1)
+    rates = (right + PRIOR_WEIGHT * prior) / (reached + PRIOR_WEIGHT)
+    shares = drafts.probs / drafts.probs[:, :1].clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.where(drafts.tokens >= 0, rates.log().cumsum(1) + shares.log(), -math.inf)
+
+
+def count_right(
+    counts: Tensor, buckets: Tensor, drafted: Tensor, tokens: Tensor, before: Tensor, accepted: Tensor
+) -> None:
+    """Count in place how far chains of drafts were right, now that verification has decided.
+
+    buckets [B] int32 and drafted [B, J] int64 (-1: nothing) of the drafts; tokens [B, C] int64: the sequences, whose roots stood at columns before [B] int32 when the drafts were made;
+    accepted [B] int32: drafts accepted, of whatever kind, so that the accepted + 1 tokens behind the root are known; -1:
+    nothing was. Places behind those are not judged. counts as `estimate_scores` takes them; of MOST_COUNTED
+    observations both are halved. Raises ValueError if shapes or dtypes do not fit.
+    """
+    check_count_right(counts, buckets, drafted, tokens, before, accepted)
+    places = torch.arange(drafted.shape[1], device=tokens.device)
+    columns = (before.long()[:, None] + 1 + places).clamp(max=tokens.shape[1] - 1)
+    right = (tokens.gather(1, columns) == drafted) & (drafted >= 0)
+    right = right.int().cumprod(1).bool()
+    reached = torch.nn.functional.pad(right[:, :-1], (1, 0), value=True)
+    reached &= (places <= accepted[:, None]) & (drafted >= 0)
+    seen = torch.stack((right & reached, reached), -1).int()
+    counts.index_add_(0, buckets, seen)
+    counts.copy_(torch.where(counts[..., 1:] >= MOST_COUNTED, counts // 2, counts))
+
+
+def check_graft(
+    candidates: Tensor, scores: Tensor, beam_candidates: Tensor, top_k: int, drafts: RepeatDrafts, estimates: Tensor
+) -> None:
+    if candidates.ndim != 2 or not candidates.numel() or top_k < 1:
+        raise ValueError(f"graft: candidates [B, C] and top_k >= 1 expected, got {list(candidates.shape)} and {top_k}")
+    batch, places = len(candidates), drafts.tokens.shape[-1]
+    _check("graft", "candidates", candidates, tuple(candidates.shape), torch.int64, candidates)
+    _check("graft", "scores", scores, tuple(candidates.shape), torch.float32, candidates)
+    _check("graft", "beam_candidates", beam_candidates, (batch, beam_candidates.shape[-1]), torch.int64, candidates)
+    _check("graft", "drafts.tokens", drafts.tokens, (batch, places), torch.int64, candidates)
+    _check("graft", "drafts.parents", drafts.parents, (batch, places), torch.int32, candidates)
+    _check("graft", "estimates", estimates, (batch, places), torch.float32, candidates)
+
+
+def check_estimate(drafts: RepeatDrafts, counts: Tensor, buckets: Tensor) -> None:
+    batch, places = drafts.tokens.shape
+    shapes = ((batch, places),) * 3 + ((batch,),) * 3
+    dtypes = (torch.int64, torch.int32, torch.float32, torch.int32, torch.int32, torch.bool)
+    for (name, value), shape, dtype in zip(drafts._asdict().items(), shapes, dtypes, strict=True):
+        _check("estimate_scores", f"drafts.{name}", value, shape, dtype, drafts.tokens)
+        if not value.is_contiguous():
+            raise ValueError(f"estimate_scores: drafts.{name} must be contiguous, got strides {value.stride()}")
+    _check("estimate_scores", "counts", counts, (BUCKETS, places, 2), torch.int32, drafts.tokens)
+    _check("estimate_scores", "buckets", buckets, (batch,), torch.int32, drafts.tokens)
+
+
+def check_count_right(
+    counts: Tensor, buckets: Tensor, drafted: Tensor, tokens: Tensor, before: Tensor, accepted: Tensor
+) -> None:
+    batch, places = drafted.shape
+    _check("count_right", "counts", counts, (BUCKETS, places, 2), torch.int32, tokens)
+    _check("count_right", "drafted", drafted, (batch, places), torch.int64, tokens)
+    _check("count_right", "tokens", tokens, (batch, tokens.shape[-1]), torch.int64, tokens)
+    for name, value in (("buckets", buckets), ("before", before), ("accepted", accepted)):
+        _check("count_right", name, value, (batch,), torch.int32, tokens)
+
+
+def _check(
+    function: str, name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, beside: Tensor
+) -> None:
+    if tuple(value.shape) != shape or value.dtype != dtype or value.device != beside.device:
+        raise ValueError(
+            f"{function}: {name} must be {dtype} {list(shape)} on {beside.device}, got {value.dtype} "
+            f"{list(value.shape)} on {value.device}"
+        )
