@@ -7,6 +7,7 @@ from typing import ClassVar
 from eagle_triton import attention as _attention
 from eagle_triton import draft_inputs as _draft_inputs
 from eagle_triton import gather as _gather
+from eagle_triton import grafting as _grafting
 from eagle_triton import kv_cache as _kv_cache
 from eagle_triton import layers as _layers
 from eagle_triton import linear as _linear
@@ -40,4 +41,7 @@ class KernelOperations(Operations):
     draft_inputs = staticmethod(_draft_inputs.draft_inputs)
     topk = staticmethod(_tree_decoding.topk)
     expand_beam = staticmethod(_tree_decoding.expand_beam)
+    estimate_scores = staticmethod(_grafting.estimate_scores)
+    graft = staticmethod(_grafting.graft)
     build_tree = staticmethod(_tree_decoding.build_tree)
+    count_right = staticmethod(_grafting.count_right)

@@ -39,7 +39,8 @@ class TreeSpec:
         if self.drafts > self.candidates + self.grafts:
             raise ValueError(
                 f"a tree of {self.nodes} nodes needs {self.drafts} candidates, but top_k {self.top_k} and beam widths "
-                f"{list(self.beam_widths)} give only {self.candidates + self.grafts}; lower total_token or raise depth or top_k"
+                f"{list(self.beam_widths)} give only {self.candidates + self.grafts}; lower total_token or raise depth "
+                "or top_k"
             )
 
     @staticmethod

@@ -50,7 +50,7 @@ def graft(
     Raises ValueError if shapes or dtypes do not fit.
     """
     check_graft(candidates, scores, beam_candidates, top_k, drafts, estimates)
-    batch, count = candidates.shape
+    count = candidates.shape[1]
     scores = torch.where(scores.isnan(), float("-inf"), scores)
     places = torch.empty_like(drafts.parents, dtype=torch.int64)  # the flat index of each draft
     tokens, parents = drafts.tokens.clone(), torch.full_like(drafts.parents, -1)
@@ -109,10 +109,11 @@ def count_right(
 ) -> None:
     """Count in place how far chains of drafts were right, now that verification has decided.
 
-    buckets [B] int32 and drafted [B, J] int64 (-1: nothing) of the drafts; tokens [B, C] int64: the sequences, whose roots stood at columns before [B] int32 when the drafts were made;
-    accepted [B] int32: drafts accepted, of whatever kind, so that the accepted + 1 tokens behind the root are known; -1:
-    nothing was. Places behind those are not judged. counts as `estimate_scores` takes them; of MOST_COUNTED
-    observations both are halved. Raises ValueError if shapes or dtypes do not fit.
+    buckets [B] int32 and drafted [B, J] int64 (-1: nothing) of the drafts; tokens [B, C] int64: the sequences, whose
+    roots stood at columns before [B] int32 when the drafts were made; accepted [B] int32: drafts accepted, of whatever
+    kind, so that the accepted + 1 tokens behind the root are known; -1: nothing was. Places behind those are not
+    judged. counts as `estimate_scores` takes them; of MOST_COUNTED observations both are halved. Raises ValueError if
+    shapes or dtypes do not fit.
     """
     check_count_right(counts, buckets, drafted, tokens, before, accepted)
     places = torch.arange(drafted.shape[1], device=tokens.device)
@@ -163,9 +164,7 @@ def check_count_right(
         _check("count_right", name, value, (batch,), torch.int32, tokens)
 
 
-def _check(
-    function: str, name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, beside: Tensor
-) -> None:
+def _check(function: str, name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, beside: Tensor) -> None:
     if tuple(value.shape) != shape or value.dtype != dtype or value.device != beside.device:
         raise ValueError(
             f"{function}: {name} must be {dtype} {list(shape)} on {beside.device}, got {value.dtype} "

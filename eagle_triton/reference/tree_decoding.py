@@ -108,7 +108,11 @@ def build_tree(
     tokens = torch.cat((root[:, None], candidates.gather(1, chosen)), dim=1)
 
     slot = chosen // top_k - 1  # the beam slot that was expanded, -1: the root
-    parent_candidate = beam_candidates.gather(1, slot.clamp(min=0, max=beam_candidates.shape[1] - 1)) if beam_candidates.shape[1] else chosen
+    parent_candidate = (
+        beam_candidates.gather(1, slot.clamp(min=0, max=beam_candidates.shape[1] - 1))
+        if beam_candidates.shape[1]
+        else chosen
+    )
     below_root = slot < 0
     if grafted is not None:
         graft = chosen - (candidates.shape[1] - grafted.shape[1])

@@ -54,10 +54,14 @@ CASES = [
         {**EXACT, "num_warps": 1},
     ),
     _case("expand beam fixed", _expand_beam_kernel, _BEAM, {"CHILDREN": 128, "WIDTH": 16}, {**EXACT, "num_warps": 1}),
-    _case("build tree", _build_tree_kernel, _BUILD, {**_TREE, "selected_ptr": None, "grafted_ptr": None}, {**EXACT, "num_warps": 2}),
     _case(
-        "build tree grafted", _build_tree_kernel, _BUILD, {**_TREE, "selected_ptr": None}, {**EXACT, "num_warps": 2}
+        "build tree",
+        _build_tree_kernel,
+        _BUILD,
+        {**_TREE, "selected_ptr": None, "grafted_ptr": None},
+        {**EXACT, "num_warps": 2},
     ),
+    _case("build tree grafted", _build_tree_kernel, _BUILD, {**_TREE, "selected_ptr": None}, {**EXACT, "num_warps": 2}),
     _case(
         "build tree fixed",
         _build_tree_kernel,

@@ -97,9 +97,7 @@ class HybridDraft(WrappedDraft):
     def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
         if state.spec.grafts:
             plan: HybridPlan = state.draft_tree_tensors
-            ops.count_right(
-                self.counts, plan.buckets, plan.drafted, state.tokens, accepted.before, accepted.accepted
-            )
+            ops.count_right(self.counts, plan.buckets, plan.drafted, state.tokens, accepted.before, accepted.accepted)
         super().extend(ops, state, accepted, features)
 
     def grow(self, ops: Operations, state: DecodeState) -> None:

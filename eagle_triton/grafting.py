@@ -1,0 +1,297 @@
+"""Drafts from text that occurred before, in a tree with those of a draft model. One small program does each of these.
+
+| name            | shape, dtype              | meaning                                                      |
+|---|---|---|
+| candidates      | [B, C] int64              | the model's, in flat order (see TreeSpec); scores as well    |
+| beam_candidates | [B, S] int64              | the flat candidate of each beam slot                         |
+| drafts          | RepeatDrafts, J places    | tokens -1 where nothing is drafted                           |
+| estimates       | [B, J] f32                | their scores                                                 |
+| counts          | [BUCKETS, J, 2] int32     | right and reached                                            |
+
+Numerics: logarithms and their sums in fp32; copies, comparisons and counts are exact. Counting is the work of one
+program, so its order does not show.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.reference import grafting as reference
+from eagle_triton.reference.grafting import Grafted
+from eagle_triton.reference.suffix_match import RepeatDrafts
+from eagle_triton.runtime.overlap import await_inputs, overlapped
+
+_NOWHERE = tl.constexpr(2**31 - 1)
+_FIRST = tl.constexpr(tuple(rate for row in reference.FIRST for rate in row))
+_KINDS = tl.constexpr(len(_FIRST.value))  # of matches, from either source
+_NEXT, _PRIOR_WEIGHT = tl.constexpr(reference.NEXT), tl.constexpr(reference.PRIOR_WEIGHT)
+_UNANIMOUS, _MOST_COUNTED = tl.constexpr(reference.UNANIMOUS), tl.constexpr(reference.MOST_COUNTED)
+
+
+@triton.jit
+def _graft_kernel(
+    candidates_ptr,
+    scores_ptr,
+    beam_ptr,
+    tokens_ptr,
+    draft_parents_ptr,
+    estimates_ptr,
+    candidates_out_ptr,
+    scores_out_ptr,
+    parents_out_ptr,
+    candidates,
+    slots,
+    k,
+    places,
+    stride_cb,
+    stride_cc,
+    stride_sb,
+    stride_sc,
+    stride_bb,
+    stride_bs,
+    stride_tb,
+    stride_tj,
+    stride_pb,
+    stride_pj,
+    stride_eb,
+    stride_ej,
+    CANDIDATES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    K: tl.constexpr,
+    PLACES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B,): one sequence's drafts, each after its parent."""
+    await_inputs(PDL)
+    batch = tl.program_id(0).to(tl.int64)
+    index, place = tl.arange(0, CANDIDATES), tl.arange(0, PLACES)
+    inside, real = index < candidates, place < places
+    out = batch * (candidates + places)
+    candidate = tl.load(candidates_ptr + batch * stride_cb + index * stride_cc, mask=inside, other=-1)
+    score = tl.load(scores_ptr + batch * stride_sb + index * stride_sc, mask=inside, other=float("-inf"))
+    score = tl.where(score == score, score, float("-inf"))
+    token = tl.load(tokens_ptr + batch * stride_tb + place * stride_tj, mask=real, other=-1)
+    parent = tl.load(draft_parents_ptr + batch * stride_pb + place * stride_pj, mask=real, other=-1)
+    estimate = tl.load(estimates_ptr + batch * stride_eb + place * stride_ej, mask=real, other=float("-inf"))
+    slot = tl.arange(0, SLOTS)
+    beam = tl.load(beam_ptr + batch * stride_bb + slot * stride_bs, mask=slot < slots, other=-2).to(tl.int32)
+
+    flat = candidates + place  # where each draft stands among the candidates
+    child = tl.arange(0, K)
+    row = candidates_ptr + batch * stride_cb
+    for current in range(places):
+        here = place == current
+        mine = tl.sum(tl.where(here, token, 0), 0)
+        above = tl.sum(tl.where(here, parent, 0), 0)
+        above = tl.where(above < 0, -1, tl.sum(tl.where(place == above, flat, 0), 0))
+        if (mine >= 0) & (above < candidates):  # else below a graft, where the model proposes nothing
+            expanded = tl.min(tl.where((beam == above) & (above >= 0), slot, _NOWHERE), 0)
+            first = tl.where(above < 0, 0, tl.where(expanded < _NOWHERE, k * (1 + expanded), candidates))
+            found = tl.load(
+                row + (first + child) * stride_cc, mask=(child < k) & (first + child < candidates), other=-1
+            )
+            twin = tl.min(tl.where(found == mine, first + child, _NOWHERE), 0)
+            own = tl.max(tl.where(here, estimate, float("-inf")), 0)
+            score = tl.where((index == twin) & (own > score), own, score)
+            flat = tl.where(here & (twin < _NOWHERE), twin, flat)
+
+    nothing = (flat < candidates) | (token < 0)
+    above = tl.gather(flat, tl.maximum(parent, 0), 0)
+    above = tl.where((parent < 0) | nothing, -1, above)
+    tl.store(candidates_out_ptr + out + index, candidate, mask=inside)
+    tl.store(scores_out_ptr + out + index, score, mask=inside)
+    behind = out + candidates + place
+    tl.store(candidates_out_ptr + behind, tl.where(nothing, -1, token), mask=real)
+    tl.store(scores_out_ptr + behind, tl.where(nothing, float("-inf"), estimate), mask=real)
+    tl.store(parents_out_ptr + batch * places + place, above, mask=real)
+
+
+@triton.jit
+def _first_rate(bucket):
+    """The prior of a draft's first token."""
+    rate = 0.0
+    for index in tl.static_range(_KINDS):
+        rate = tl.where(bucket % _KINDS == index, _FIRST[index], rate)
+    return rate
+
+
+@triton.jit
+def _estimate_scores_kernel(
+    tokens_ptr,
+    probs_ptr,
+    match_ptr,
+    occurrences_ptr,
+    from_ring_ptr,
+    counts_ptr,
+    scores_ptr,
+    buckets_ptr,
+    places,
+    PLACES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B,): one sequence's drafts."""
+    await_inputs(PDL)
+    batch, place = tl.program_id(0).to(tl.int64), tl.arange(0, PLACES)
+    real = place < places
+    token = tl.load(tokens_ptr + batch * places + place, mask=real, other=-1)
+    prob = tl.load(probs_ptr + batch * places + place, mask=real, other=0.0)
+    match, seen = tl.load(match_ptr + batch), tl.load(occurrences_ptr + batch)
+    sure = tl.load(probs_ptr + batch * places)
+    length = (match >= 4).to(tl.int32) + (match >= 8) + (match >= 16)
+    agree = (seen >= 2).to(tl.int32) + (seen >= 4)
+    bucket = length * 4 + tl.where(sure >= _UNANIMOUS, agree, 3)
+    bucket += (tl.load(from_ring_ptr + batch) != 0).to(tl.int32) * 16
+    tl.store(buckets_ptr + batch, bucket)
+
+    counts = counts_ptr + (bucket * places + place) * 2
+    right = tl.load(counts, mask=real, other=0).to(tl.float32)
+    reached = tl.load(counts + 1, mask=real, other=0).to(tl.float32)
+    prior = tl.where(place == 0, _first_rate(bucket), _NEXT)
+    rate = (right + _PRIOR_WEIGHT * prior) / (reached + _PRIOR_WEIGHT)
+    share = prob / tl.maximum(sure, 1.1754943508222875e-38)
+    score = tl.cumsum(tl.log(rate), 0) + tl.log(share)
+    tl.store(scores_ptr + batch * places + place, tl.where(token >= 0, score, float("-inf")), mask=real)
+
+
+@triton.jit
+def _count_right_kernel(
+    counts_ptr,
+    buckets_ptr,
+    drafted_ptr,
+    tokens_ptr,
+    before_ptr,
+    accepted_ptr,
+    batch,
+    columns,
+    places,
+    stride_db,
+    stride_dj,
+    stride_tb,
+    stride_tc,
+    BLOCK: tl.constexpr,
+    PLACES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (1,): all sequences, one after another, each in all places at once."""
+    await_inputs(PDL)
+    place = tl.arange(0, PLACES)
+    real = place < places
+    for sequence in range(batch):
+        accepted = tl.load(accepted_ptr + sequence)
+        if accepted >= 0:
+            row = sequence + tl.zeros((), tl.int64)
+            drafted = tl.load(drafted_ptr + row * stride_db + place * stride_dj, mask=real, other=-1)
+            column = tl.minimum(tl.load(before_ptr + sequence) + 1 + place, columns - 1).to(tl.int64)
+            token = tl.load(tokens_ptr + row * stride_tb + column * stride_tc, mask=real, other=-1)
+            there = drafted >= 0
+            wrong = tl.min(tl.where((token == drafted) & there, _NOWHERE, place), 0)  # the first place that is
+            reached = there & (place <= wrong) & (place <= accepted)
+            counts = counts_ptr + (tl.load(buckets_ptr + sequence) * places + place) * 2
+            right = tl.load(counts, mask=real, other=0) + (reached & (place < wrong)).to(tl.int32)
+            of = tl.load(counts + 1, mask=real, other=0) + reached.to(tl.int32)
+            tl.store(counts, right, mask=real)
+            tl.store(counts + 1, of, mask=real)
+            tl.debug_barrier()
+    cell = tl.arange(0, BLOCK)
+    for first in range(0, places * 32, BLOCK):
+        counts = counts_ptr + (first + cell) * 2
+        inside = first + cell < places * 32
+        of = tl.load(counts + 1, mask=inside, other=0)
+        many = inside & (of >= _MOST_COUNTED)
+        tl.store(counts, tl.load(counts, mask=many, other=0) // 2, mask=many)
+        tl.store(counts + 1, of // 2, mask=many)
+
+
+def graft(
+    candidates: Tensor, scores: Tensor, beam_candidates: Tensor, top_k: int, drafts: RepeatDrafts, estimates: Tensor
+) -> Grafted:
+    """Put drafts from repetition into a model's candidates; see reference.grafting.graft.
+
+    Raises ValueError if shapes or dtypes do not fit.
+    """
+    reference.check_graft(candidates, scores, beam_candidates, top_k, drafts, estimates)
+    (batch, count), places = candidates.shape, drafts.tokens.shape[1]
+    out = Grafted(
+        candidates.new_empty(batch, count + places),
+        scores.new_empty(batch, count + places),
+        drafts.parents.new_empty(batch, places),
+    )
+    overlapped(_graft_kernel, (batch,), candidates.device)(
+        candidates,
+        scores,
+        beam_candidates,
+        drafts.tokens,
+        drafts.parents,
+        estimates,
+        *out,
+        count,
+        beam_candidates.shape[1],
+        top_k,
+        places,
+        *candidates.stride(),
+        *scores.stride(),
+        *beam_candidates.stride(),
+        *drafts.tokens.stride(),
+        *drafts.parents.stride(),
+        *estimates.stride(),
+        CANDIDATES=triton.next_power_of_2(count),
+        SLOTS=triton.next_power_of_2(max(beam_candidates.shape[1], 1)),
+        K=triton.next_power_of_2(top_k),
+        PLACES=triton.next_power_of_2(places),
+        num_warps=2,
+    )
+    return out
+
+
+def estimate_scores(drafts: RepeatDrafts, counts: Tensor, *, buckets: Tensor) -> Tensor:
+    """Logarithms of the estimated probability of each place, float32 [B, J]; see reference.grafting.estimate_scores.
+
+    Writes the drafts' buckets to `buckets` [B] int32. Raises ValueError if shapes or dtypes do not fit.
+    """
+    reference.check_estimate(drafts, counts, buckets)
+    batch, places = drafts.tokens.shape
+    scores = torch.empty_like(drafts.probs)
+    overlapped(_estimate_scores_kernel, (batch,), counts.device)(
+        drafts.tokens,
+        drafts.probs,
+        drafts.match,
+        drafts.occurrences,
+        drafts.from_ring,
+        counts,
+        scores,
+        buckets,
+        places,
+        PLACES=triton.next_power_of_2(places),
+        num_warps=1,
+    )
+    return scores
+
+
+def count_right(
+    counts: Tensor, buckets: Tensor, drafted: Tensor, tokens: Tensor, before: Tensor, accepted: Tensor
+) -> None:
+    """Count in place how far chains of drafts were right; see reference.grafting.count_right.
+
+    Raises ValueError if shapes or dtypes do not fit.
+    """
+    reference.check_count_right(counts, buckets, drafted, tokens, before, accepted)
+    batch, places = drafted.shape
+    overlapped(_count_right_kernel, (1,), tokens.device)(
+        counts,
+        buckets,
+        drafted,
+        tokens,
+        before,
+        accepted,
+        batch,
+        tokens.shape[1],
+        places,
+        *drafted.stride(),
+        *tokens.stride(),
+        BLOCK=128,
+        PLACES=triton.next_power_of_2(places),
+        num_warps=1,
+    )
