@@ -129,6 +129,7 @@ def _estimate_scores_kernel(
     scores_ptr,
     buckets_ptr,
     places,
+    stride_cb,
     PLACES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -146,7 +147,7 @@ def _estimate_scores_kernel(
     bucket += (tl.load(from_ring_ptr + batch) != 0).to(tl.int32) * 16
     tl.store(buckets_ptr + batch, bucket)
 
-    counts = counts_ptr + (bucket * places + place) * 2
+    counts = counts_ptr + bucket * stride_cb + place * 2
     right = tl.load(counts, mask=real, other=0).to(tl.float32)
     reached = tl.load(counts + 1, mask=real, other=0).to(tl.float32)
     prior = tl.where(place == 0, _first_rate(bucket), _NEXT)
@@ -167,10 +168,12 @@ def _count_right_kernel(
     batch,
     columns,
     places,
+    stride_cb,
     stride_db,
     stride_dj,
     stride_tb,
     stride_tc,
+    BUCKETS: tl.constexpr,
     BLOCK: tl.constexpr,
     PLACES: tl.constexpr,
     PDL: tl.constexpr,
@@ -189,16 +192,16 @@ def _count_right_kernel(
             there = drafted >= 0
             wrong = tl.min(tl.where((token == drafted) & there, _NOWHERE, place), 0)  # the first place that is
             reached = there & (place <= wrong) & (place <= accepted)
-            counts = counts_ptr + (tl.load(buckets_ptr + sequence) * places + place) * 2
+            counts = counts_ptr + tl.load(buckets_ptr + sequence) * stride_cb + place * 2
             right = tl.load(counts, mask=real, other=0) + (reached & (place < wrong)).to(tl.int32)
             of = tl.load(counts + 1, mask=real, other=0) + reached.to(tl.int32)
             tl.store(counts, right, mask=real)
             tl.store(counts + 1, of, mask=real)
             tl.debug_barrier()
-    cell = tl.arange(0, BLOCK)
-    for first in range(0, places * 32, BLOCK):
-        counts = counts_ptr + (first + cell) * 2
-        inside = first + cell < places * 32
+    for first in range(0, BUCKETS * PLACES, BLOCK):
+        cell = first + tl.arange(0, BLOCK)
+        counts = counts_ptr + cell // PLACES * stride_cb + cell % PLACES * 2
+        inside = (cell < BUCKETS * PLACES) & (cell % PLACES < places)
         of = tl.load(counts + 1, mask=inside, other=0)
         many = inside & (of >= _MOST_COUNTED)
         tl.store(counts, tl.load(counts, mask=many, other=0) // 2, mask=many)
@@ -264,6 +267,7 @@ def estimate_scores(drafts: RepeatDrafts, counts: Tensor, *, buckets: Tensor) ->
         scores,
         buckets,
         places,
+        counts.stride(0),
         PLACES=triton.next_power_of_2(places),
         num_warps=1,
     )
@@ -289,8 +293,10 @@ def count_right(
         batch,
         tokens.shape[1],
         places,
+        counts.stride(0),
         *drafted.stride(),
         *tokens.stride(),
+        BUCKETS=reference.BUCKETS,
         BLOCK=128,
         PLACES=triton.next_power_of_2(places),
         num_warps=1,

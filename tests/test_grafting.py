@@ -152,7 +152,7 @@ def test_build_tree_of_grafts_alone(device):
 def test_estimates_are_the_priors_until_something_was_counted(device):
     generator = torch.Generator().manual_seed(2)
     drafts = RepeatDrafts(*(value.to(device) for value in some_drafts(generator, 40, 6, 9)))
-    counts = torch.zeros(BUCKETS, 6, 2, dtype=torch.int32, device=device)
+    counts = torch.zeros(BUCKETS, 9, 2, dtype=torch.int32, device=device)[:, :6]
     buckets = torch.full((40,), 99, dtype=torch.int32, device=device)
     scores = grafting.estimate_scores(drafts, counts, buckets=buckets)
     want_buckets = torch.zeros(40, dtype=torch.int32, device=device)

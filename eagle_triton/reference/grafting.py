@@ -149,7 +149,7 @@ def check_estimate(drafts: RepeatDrafts, counts: Tensor, buckets: Tensor) -> Non
         _check("estimate_scores", f"drafts.{name}", value, shape, dtype, drafts.tokens)
         if not value.is_contiguous():
             raise ValueError(f"estimate_scores: drafts.{name} must be contiguous, got strides {value.stride()}")
-    _check("estimate_scores", "counts", counts, (BUCKETS, places, 2), torch.int32, drafts.tokens)
+    _check_counts("estimate_scores", counts, places, drafts.tokens)
     _check("estimate_scores", "buckets", buckets, (batch,), torch.int32, drafts.tokens)
 
 
@@ -157,11 +157,17 @@ def check_count_right(
     counts: Tensor, buckets: Tensor, drafted: Tensor, tokens: Tensor, before: Tensor, accepted: Tensor
 ) -> None:
     batch, places = drafted.shape
-    _check("count_right", "counts", counts, (BUCKETS, places, 2), torch.int32, tokens)
+    _check_counts("count_right", counts, places, tokens)
     _check("count_right", "drafted", drafted, (batch, places), torch.int64, tokens)
     _check("count_right", "tokens", tokens, (batch, tokens.shape[-1]), torch.int64, tokens)
     for name, value in (("buckets", buckets), ("before", before), ("accepted", accepted)):
         _check("count_right", name, value, (batch,), torch.int32, tokens)
+
+
+def _check_counts(function: str, counts: Tensor, places: int, beside: Tensor) -> None:
+    _check(function, "counts", counts, (BUCKETS, places, 2), torch.int32, beside)
+    if counts.stride()[1:] != (2, 1):
+        raise ValueError(f"{function}: counts must be contiguous in each bucket, got strides {counts.stride()}")
 
 
 def _check(function: str, name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, beside: Tensor) -> None:

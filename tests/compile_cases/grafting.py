@@ -19,5 +19,5 @@ def _case(name, kernel, values, warps):
 CASES = [
     _case("graft", _graft_kernel, {"CANDIDATES": 1024, "SLOTS": 128, "K": 16}, 2),
     _case("estimate scores", _estimate_scores_kernel, {}, 1),
-    _case("count right", _count_right_kernel, {"BLOCK": 128}, 1),
+    _case("count right", _count_right_kernel, {"BLOCK": 128, "BUCKETS": 32}, 1),
 ]

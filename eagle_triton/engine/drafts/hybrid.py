@@ -97,7 +97,9 @@ class HybridDraft(WrappedDraft):
     def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
         if state.spec.grafts:
             plan: HybridPlan = state.draft_tree_tensors
-            ops.count_right(self.counts, plan.buckets, plan.drafted, state.tokens, accepted.before, accepted.accepted)
+            ops.count_right(
+                self._counts(state.spec), plan.buckets, plan.drafted, state.tokens, accepted.before, accepted.accepted
+            )
         super().extend(ops, state, accepted, features)
 
     def grow(self, ops: Operations, state: DecodeState) -> None:
@@ -108,7 +110,7 @@ class HybridDraft(WrappedDraft):
         plan: HybridPlan = state.draft_tree_tensors
         found = self.source.find(ops, state.sequences, spec.grafts)
         plan.drafted.copy_(found.tokens)
-        estimates = ops.estimate_scores(found, self.counts, buckets=plan.buckets)
+        estimates = ops.estimate_scores(found, self._counts(spec), buckets=plan.buckets)
         if not spec.top_k:
             write_repeats(ops, state, found)
             return
@@ -125,6 +127,9 @@ class HybridDraft(WrappedDraft):
             grafted=both.parents,
             out=state.tree,
         )
+
+    def _counts(self, spec: TreeSpec) -> Tensor:
+        return self.counts[:, : spec.grafts]
 
     def end(self, sequences: Sequences, slot: int, prompt: int, length: int) -> None:
         self.source.remember(sequences.tokens[slot, prompt:length])
