@@ -19,6 +19,7 @@ from eagle_triton.drop_in.patching import Originals, PatchError
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model_watch import ModelWatch
 from eagle_triton.engine.operations import choose_operations
+from eagle_triton.reference.verification import Verification
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ class EagleTritonConfig:
     megakernel: whether everything between the target's logits and the next draft tree is one launch; "auto" takes
     what was measured faster on this GPU. The report says what became of it: batches and trees that are too wide for it
     are decoded without it, also with `strict`.
+    verify_strategy: how sampled drafts are judged: target_match, rejection, greedy, or topp, which is lossy; see
+    `Verification`.
     """
 
     strict: bool = False
@@ -48,15 +51,17 @@ class EagleTritonConfig:
     kernels: bool | None = None
     cuda_graph: bool | None = None
     megakernel: bool | str = "auto"
+    verify_strategy: str = "target_match"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "megakernel" and value == "auto":
+            if field.name == "verify_strategy" or (field.name == "megakernel" and value == "auto"):
                 continue
             if not isinstance(value, bool) and not (value is None and field.default is None):
                 other = {"megakernel": ' or "auto"'}.get(field.name, " or None" if field.default is None else "")
                 raise TypeError(f"{field.name} must be True or False{other}, got {value!r}")
+        Verification(self.verify_strategy)  # checks it
 
     def changed(self, **options: Any) -> EagleTritonConfig:
         """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""
@@ -81,7 +86,7 @@ class Optimized(NamedTuple):
 
 
 def optimize_eagle_with_triton(model: Any, config: EagleTritonConfig | None = None, **options: Any) -> Optimized:
-    """Replace the decoding methods of a loaded EaModel; the output stays the same.
+    """Replace the decoding methods of a loaded EaModel; the output stays the same (but for `verify_strategy="topp"`).
 
     model: an EaModel of this package, of SafeAILab/EAGLE, or of eagle-llm 1.x, on one device. config: see
     `EagleTritonConfig`; its fields can also be given as keyword arguments. Returns the same model and its originals:
@@ -105,7 +110,8 @@ def optimize_eagle_with_triton(model: Any, config: EagleTritonConfig | None = No
         raise ValueError("megakernel=True needs the kernels")
     megakernel = None if config.megakernel == "auto" else bool(config.megakernel)
     watch = ModelWatch({"model": model})
-    engine = Engine(view, draft, operations, cuda_graph, megakernel, config.strict, watch)
+    verification = Verification(config.verify_strategy)
+    engine = Engine(view, draft, operations, cuda_graph, megakernel, config.strict, watch, verification)
     seams, skipped = (*methods.seams(model, engine), generate_seam(model, engine)), {}
     if config.patch_modules:
         more, skipped = methods.module_seams(model, engine)
@@ -123,6 +129,8 @@ def optimize_eagle_with_triton(model: Any, config: EagleTritonConfig | None = No
         engine.clear()
 
     engine.notes.update(skipped)
+    if not verification.lossless:
+        engine.notes["verification"] = verification.summary
     originals = patching.apply(seams, model, drop_caches, engine.notes, operations.calls)
     log.info("optimised %s: %d attributes replaced", type(model).__name__, len(originals))
     return Optimized(model, originals)

@@ -22,7 +22,7 @@ from eagle_triton.engine.state import DecodeState, scratch_rows
 from eagle_triton.engine.step import Mode
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.logit_processing import LogitRules
-from eagle_triton.reference.verification import ERROR, FAULT, LENGTH, REASON, STOP
+from eagle_triton.reference.verification import ERROR, FAULT, LENGTH, REASON, STOP, Verification
 
 MIN_SCRATCH_ROWS = 128  # rows kept free behind a sequence, so that most trees may be changed to while it runs
 NAN = "the target's logits are NaN"
@@ -88,6 +88,7 @@ class Batch:
         *,
         logprobs: bool = False,
         drafts: bool | None = None,
+        verification: Verification | None = None,
     ):
         """rows: the most tokens of a sequence, prompt included. spec: the tree of the next step; see there.
 
@@ -95,6 +96,7 @@ class Batch:
         penalties, biases, temperature and filters.
         drafts: False if nothing will ever be drafted, which makes plain decoding a little cheaper; None: it may be,
         if the engine has a draft.
+        verification: how drafts are judged, None: as the engine has it.
         """
         if slots < 1 or rows < 1:
             raise ValueError(f"slots and rows must be at least 1, got {slots} and {rows}")
@@ -104,6 +106,7 @@ class Batch:
         try:
             self.engine, self.rows = engine, rows
             self._logprobs = logprobs
+            self.verification = engine.verification if verification is None else verification
             self._drafts = engine.draft is not None if drafts is None else drafts
             self._catches_up = self._drafts and engine.draft is not None and engine.draft.must_catch_up
             room = scratch_rows(spec)
@@ -384,6 +387,8 @@ class Batch:
             keep_features=self._catches_up and not self._spec.drafts,
             processed=any(request.sampling.processed for request in requests),
             logprobs=self._logprobs,
+            filtered=any(sampling.filtered for sampling in sampled),
+            verification=self.verification,
         )
 
     def _check(self, request: Request) -> None:

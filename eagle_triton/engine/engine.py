@@ -21,6 +21,7 @@ from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket
 from eagle_triton.engine.step import Mode, decode_step
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.reference.verification import TARGET_MATCH, Verification
 
 if TYPE_CHECKING:
     from eagle_triton.engine.megakernel_step import MegakernelStep
@@ -52,7 +53,8 @@ class Engine:
     cuda_graph: launch each step as one CUDA graph (on a GPU only). megakernel: whether all behind the target forward is
     one launch where the model allows it; None takes what was measured faster, and measures on a GPU that is not in
     megakernel_step.FASTER. strict: raise where a step cannot be captured, instead of launching it piece by piece.
-    watch: the models as they were when they were read. `notes` tells of what fell back and why.
+    watch: the models as they were when they were read. verification: of batches that do not say. `notes` tells of what
+    fell back and why.
     One batch (see batch.py) runs at a time; a second one is refused with RuntimeError, never interleaved.
     """
 
@@ -63,6 +65,7 @@ class Engine:
     megakernel: bool | None = False
     strict: bool = False
     watch: ModelWatch | None = None
+    verification: Verification = TARGET_MATCH
 
     def __post_init__(self) -> None:
         self.accept_lengths: list[int] = []  # of the last generation's first sequence, one for each step

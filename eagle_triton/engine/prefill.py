@@ -11,8 +11,8 @@ from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model import ModelView, target_forward
 from eagle_triton.engine.modules import project
 from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.state import DecodeState, Sequences
-from eagle_triton.engine.step import Mode, token_logprobs
+from eagle_triton.engine.state import DecodeState, Sequences, Tree
+from eagle_triton.engine.step import Mode, token_logprobs, verify
 
 CHUNK = 512  # prompt tokens in one forward: bounds the activations of a long prompt
 
@@ -105,8 +105,7 @@ def _choose(ops: Operations, state: DecodeState, logits: Tensor, mode: Mode) -> 
     """The roots [B, 1] from logits [B, 1, V], as every later step chooses: a walk of a tree that is only a root."""
     tokens = ops.sequence_rows(state.tokens, state.lengths - 1, 1)
     parents = torch.full_like(tokens, -1, dtype=torch.int32)
+    tree = Tree(tokens, parents, torch.zeros_like(parents), torch.ones_like(tokens)[..., None])
     if mode.processed and state.sequences.rules is not None:
-        logits = ops.process_logits(logits, tokens, torch.ones_like(tokens)[..., None], state.sequences.rules)
-    if mode.sampled:
-        return ops.verify_sampling(logits, tokens, parents, 0, state.sampling, mode.top_p_first)[2][:, None]
-    return ops.verify_greedy(logits, tokens, parents, 0)[2][:, None]
+        logits = ops.process_logits(logits, tokens, tree.ancestors, state.sequences.rules)
+    return verify(ops, logits, tree, 0, state.lengths - 1, state.sampling, mode)[2][:, None]

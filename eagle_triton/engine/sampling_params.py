@@ -61,6 +61,11 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def filtered(self) -> bool:
+        """Whether some tokens are left out when sampling."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
     def processed(self) -> bool:
         """Whether the logits themselves are changed."""
         return self.repetition_penalty != 1 or bool(self.biases)

@@ -17,7 +17,9 @@ from eagle_triton.engine.mixers import AcceptedPath
 from eagle_triton.engine.model import ModelView, target_forward
 from eagle_triton.engine.modules import project
 from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.state import DecodeState
+from eagle_triton.engine.state import DecodeState, Tree
+from eagle_triton.reference.sampling import SamplingTensors
+from eagle_triton.reference.verification import TARGET_MATCH, Verification
 
 if TYPE_CHECKING:  # its module needs Triton
     from eagle_triton.engine.megakernel_step import MegakernelStep
@@ -26,11 +28,13 @@ if TYPE_CHECKING:  # its module needs Triton
 class Mode(NamedTuple):
     """What the sequences of a step ask of it; a graph is captured for each."""
 
-    sampled: bool = False  # verify by sampling, else by argmax
+    sampled: bool = False  # verify by the strategy of `verification`, else by argmax
     top_p_first: bool = False  # when sampling: top-p before top-k
     keep_features: bool = False  # when nothing is drafted: for a draft that catches up later
     processed: bool = False  # repetition penalties and logit biases
     logprobs: bool = False  # report log-probabilities
+    filtered: bool = True  # when sampling: some sequence has top-k, top-p or min-p
+    verification: Verification = TARGET_MATCH
 
 
 def decode_step(
@@ -80,17 +84,14 @@ def verify_and_draft(
     """
     tree, depth, sequences = state.tree, state.spec.depth, state.sequences
     walk = None
-    if mode.sampled:
-        walk = ops.verify_sampling(
-            logits, tree.tokens, tree.parents, depth, state.sampling, mode.top_p_first, nan=state.nan
-        )
+    if megakernel is None or mode.sampled or mode.verification.accept_policy != "normal":
+        walk = verify(ops, logits, tree, depth, state.lengths, state.sampling, mode, state.nan)
     if megakernel is not None:
         ops.calls["draft_verify_update"] += 1
         path = megakernel(logits, features, walk)
         state.sampling.step.add_(1)
         return path
-    if walk is None:
-        walk = ops.verify_greedy(logits, tree.tokens, tree.parents, depth, nan=state.nan)
+    assert walk is not None, "only the megakernel walks for itself"
     path, accepted, next_token = walk
     before = state.lengths.clone()
     ops.update_sequence(
@@ -116,6 +117,57 @@ def verify_and_draft(
         if mode.keep_features and sequences.skipped is not None:
             sequences.skipped.keep(before, features)
     return path
+
+
+def verify(
+    ops: Operations,
+    logits: Tensor,
+    tree: Tree,
+    depth: int,
+    lengths: Tensor,
+    params: SamplingTensors,
+    mode: Mode,
+    nan: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Judge trees of N nodes, whose roots stand at `lengths` [B] int32, as `mode` says.
+
+    logits [B, N, V]. Returns (path [B, D + 1] int32, accepted [B] int32, next token [B] int64) as every verification
+    does; `nan` [B] bool is filled with whether logits that were looked at hold a NaN.
+    """
+    policy = mode.verification.accept_policy if depth else "normal"
+    if policy == "normal":
+        return _judge(ops, logits, tree, depth, lengths, params, mode, nan)
+    root = Tree(*(value[:, :1] for value in tree))
+    if policy == "reject_all":
+        path, accepted, next_token = _judge(ops, logits[:, :1], root, 0, lengths, params, mode, nan)
+        return torch.nn.functional.pad(path, (0, depth), value=-1), accepted, next_token
+    path, accepted = ops.first_path(tree.parents, depth)
+    last = ops.gather_rows(logits, path.gather(1, accepted[:, None].long()))
+    return path, accepted, _judge(ops, last, root, 0, lengths + accepted, params, mode, nan)[2]
+
+
+def _judge(
+    ops: Operations,
+    logits: Tensor,
+    tree: Tree,
+    depth: int,
+    lengths: Tensor,
+    params: SamplingTensors,
+    mode: Mode,
+    nan: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`verify` by the strategy alone."""
+    how, drafted = mode.verification, (logits, tree.tokens, tree.parents, depth)
+    strategy = how.verify_strategy if mode.sampled else "greedy"
+    if strategy == "greedy":
+        return ops.verify_greedy(*drafted, nan=nan)
+    if strategy == "rejection":
+        return ops.verify_sampling(*drafted, params, mode.top_p_first, nan=nan)
+    place = (lengths, tree.depths)
+    if strategy == "target_match":
+        return ops.verify_target_match(*drafted, params, *place, mode.top_p_first, mode.filtered, nan=nan)
+    limits = (how.verify_window, how.max_candidate_len)
+    return ops.verify_topp(*drafted, params, *place, mode.top_p_first, *limits, nan=nan)
 
 
 def _report_logprobs(ops: Operations, state: DecodeState, logits: Tensor, path: Tensor, before: Tensor) -> None:

@@ -67,23 +67,68 @@ def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
 def uniform(params: SamplingTensors, count: int) -> Tensor:
     """`count` uniform numbers in [0, 1) per sequence, float32 [B, count], a function of (seed, step, index) alone.
 
-    Philox 4x32-10 (Salmon et al. 2011): key = seed, counter = (index, step, 0, 0), the first output word's upper
-    24 bits. Raises ValueError unless count >= 1.
+    Philox 4x32-10: key = seed, counter = (index, step, 0, 0), the first output word's upper 24 bits. Raises ValueError
+    unless count >= 1.
     """
     check_params("uniform", params, len(params.seed), params.seed.device)
     if count < 1:
         raise ValueError(f"uniform: count must be at least 1, got {count}")
     index = torch.arange(count, device=params.seed.device).expand(len(params.seed), count)
-    step = params.step[:, None].expand_as(index)
-    c0, c1, c2, c3 = index & _MASK, step & _MASK, torch.zeros_like(index), torch.zeros_like(index)
-    k0 = (params.seed & _MASK)[:, None].expand_as(index)
-    k1 = ((params.seed >> 32) & _MASK)[:, None].expand_as(index)
+    step, zero = params.step[:, None].expand_as(index), torch.zeros_like(index)
+    word, _, _, _ = _philox(params.seed[:, None], index, step & _MASK, zero, zero)
+    return (word >> 8).float() * 2.0**-24
+
+
+def uniform_at(params: SamplingTensors, positions: Tensor, vocabulary: int) -> Tensor:
+    """A uniform number in (0, 1) for every token of the vocabulary at absolute positions: float32 [B, n, V].
+
+    positions [B, n] int32: where in its sequence a token would stand, from 0 on; the numbers are a function of (seed,
+    position, token) alone. Philox 4x32-10: key = seed, counter = (token // 4, position, 1, 0), output word token % 4;
+    the 1 keeps them apart from those of `uniform`. The number is (word + 1/2) / 2^32 rounded to float32, at most
+    1 - 2^-24. Raises ValueError if shapes, dtypes or devices do not fit.
+    """
+    check_uniform_at(params, positions, vocabulary)
+    token = torch.arange(-(-vocabulary // 4), device=positions.device).expand(*positions.shape, -1)
+    position, zero = positions[..., None].long().expand_as(token), torch.zeros_like(token)
+    words = _philox(params.seed[:, None, None], token, position & _MASK, zero + 1, zero)
+    word = torch.stack(words, dim=-1).flatten(2)[..., :vocabulary]
+    return ((word.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+
+
+def gumbel(params: SamplingTensors, positions: Tensor, vocabulary: int) -> Tensor:
+    """Standard Gumbel noise for every token at absolute positions [B, n] int32: float32 [B, n, V].
+
+    -log(-log(1 - u)) of `uniform_at`, which is fine where it is small: large noise, which decides, is finely spaced.
+    """
+    u = uniform_at(params, positions, vocabulary)
+    return -torch.where(u < 2.0**-6, u + u * u * (0.5 + u * (1 / 3 + u / 4)), -torch.log(1 - u)).log()
+
+
+def gumbel_sample(
+    logits: Tensor, noise: Tensor, params: SamplingTensors, top_p_first: bool = False, filtered: bool = True
+) -> Tensor:
+    """A sample of the filtered distribution of each row: the kept token of the largest logit / T + noise, int64 [B].
+
+    logits, noise [B, V]. Ties go to the lower token, temperature 0 takes the argmax. filtered: False if all filters
+    are off, they are not read then.
+    """
+    hot = params.temperature[:, None] > 0
+    gap = logits.float() - logits.float().amax(-1, keepdim=True)
+    perturbed = gap / torch.where(hot, params.temperature[:, None], 1.0) + noise
+    if filtered:
+        perturbed = perturbed.masked_fill(probabilities(logits[:, None], params, top_p_first)[:, 0] == 0, float("-inf"))
+    return torch.where(hot, perturbed, logits.float()).argmax(-1)
+
+
+def _philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four words of Philox 4x32-10 (Salmon et al. 2011), int64 below 2^32, as the counters are."""
+    k0, k1 = (seed & _MASK).expand_as(c0), ((seed >> 32) & _MASK).expand_as(c0)
     for _ in range(10):
         high0, low0 = _multiply(0xD2511F53, c0)
         high1, low1 = _multiply(0xCD9E8D57, c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    return (c0 >> 8).float() * 2.0**-24
+    return c0, c1, c2, c3
 
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,6 +167,19 @@ def check_params(name: str, params: SamplingTensors, batch: int, device: torch.d
                 f"{name}: {field} must be contiguous {dtype} [{batch}] on {device}, got {value.dtype} "
                 f"{list(value.shape)} on {value.device}"
             )
+
+
+def check_uniform_at(params: SamplingTensors, positions: Tensor, vocabulary: int) -> None:
+    check_params("uniform_at", params, len(params.seed), params.seed.device)
+    if positions.ndim != 2 or len(positions) != len(params.seed) or positions.dtype != torch.int32:
+        raise ValueError(
+            f"uniform_at: positions must be int32 [{len(params.seed)}, n], got {positions.dtype} "
+            f"{list(positions.shape)}"
+        )
+    if positions.device != params.seed.device:
+        raise ValueError(f"uniform_at: positions must lie on {params.seed.device}, got {positions.device}")
+    if vocabulary < 1:
+        raise ValueError(f"uniform_at: vocabulary must be at least 1, got {vocabulary}")
 
 
 def check_sample(probs: Tensor, coin: Tensor) -> None:

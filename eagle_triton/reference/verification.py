@@ -1,13 +1,27 @@
-"""Judging a draft tree: greedy walk, sampled walk, and the update of the token sequence."""
+"""Judging a draft tree: the walks of the verification strategies, and the update of the token sequence."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from eagle_triton.reference.sampling import SamplingTensors, check_logits, check_params, probabilities, sample, uniform
+from eagle_triton.reference.sampling import (
+    SamplingTensors,
+    check_logits,
+    check_params,
+    gumbel,
+    gumbel_sample,
+    probabilities,
+    sample,
+    uniform,
+)
+
+VERIFY_STRATEGIES = ("target_match", "rejection", "greedy", "topp")
+ACCEPT_POLICIES = ("normal", "accept_all", "reject_all")
+MAX_CANDIDATE_LEN = 5
 
 GOES_ON, STOP, LENGTH, ERROR, FAULT = range(5)
 """Why a sequence has finished: at a stop token, at its limit, because its logits are NaN, because the megakernel's
@@ -15,6 +29,75 @@ programs lost each other; or it has not."""
 
 REASON, REPORT_TOKENS = 2, 3
 """The columns of a report, see update_sequence, with the reason and where its tokens begin."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How drafts are judged, the same for all sequences of a batch; temperature 0 follows its argmax whatever it is.
+
+    verify_strategy, for sampled sequences:
+        target_match: every node's own sample, see verify_target_match; text depends on seed and target alone
+        rejection: one coin for each visited node, see verify_sampling; text depends on the tree, its law does not
+        greedy: the argmax
+        topp: any draft that the filters keep, see verify_topp; lossy
+    accept_policy: normal; accept_all: the first child in node order down to a leaf, whatever the target says;
+    reject_all: the root alone, which is plain decoding. The next token is the strategy's own choice behind the last
+    accepted node.
+    verify_window (topp, normal): 0 is off. max_candidate_len (topp): keep at most so many best tokens, 0 for all.
+
+    Raises ValueError for an unknown name, and for an option that the others leave without effect; TypeError for
+    names that are no strings and counts that are no integers.
+    """
+
+    verify_strategy: str = "target_match"
+    accept_policy: str = "normal"
+    verify_window: int = 0
+    max_candidate_len: int = MAX_CANDIDATE_LEN
+
+    def __post_init__(self) -> None:
+        for name, known in (("verify_strategy", VERIFY_STRATEGIES), ("accept_policy", ACCEPT_POLICIES)):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise TypeError(f"{name} must be a string, one of {', '.join(known)}, got {value!r}")
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        for name in ("verify_window", "max_candidate_len"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        lossy = self.verify_strategy == "topp"
+        if self.verify_window and not (lossy and self.accept_policy == "normal"):
+            raise ValueError(
+                f'verify_window={self.verify_window} needs verify_strategy="topp" and accept_policy="normal", got '
+                f"{self.verify_strategy!r} and {self.accept_policy!r}"
+            )
+        if self.max_candidate_len != MAX_CANDIDATE_LEN and not lossy:
+            raise ValueError(
+                f'max_candidate_len={self.max_candidate_len} needs verify_strategy="topp", got {self.verify_strategy!r}'
+            )
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output is the target's own: its distribution, or with greedy its argmax."""
+        return self.verify_strategy != "topp" and self.accept_policy != "accept_all"
+
+    @property
+    def summary(self) -> str:
+        """What was chosen, in words, and whether it is lossless."""
+        words = [self.verify_strategy, *([self.accept_policy] if self.accept_policy != "normal" else [])]
+        words += [f"window {self.verify_window}"] if self.verify_window else []
+        return f"{', '.join(words)}; lossless: {self.lossless}"
+
+    def follows_tree(self, sampled: bool) -> bool:
+        """Whether a sequence's tokens depend on the drafts, and not on the target, the options and the seed alone."""
+        if self.accept_policy == "normal":
+            return sampled and self.verify_strategy in ("rejection", "topp")
+        return self.accept_policy == "accept_all"
+
+
+TARGET_MATCH = Verification()
 
 
 class Stops(NamedTuple):
@@ -105,6 +188,153 @@ def verify_sampling(
     return stacked, (stacked >= 0).sum(-1).int() - 1, sample(rest, coins[:, nodes])
 
 
+def verify_target_match(
+    logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    depth: int,
+    params: SamplingTensors,
+    lengths: Tensor,
+    depths: Tensor,
+    top_p_first: bool = False,
+    filtered: bool = True,
+    *,
+    nan: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk the tree along samples of the target that do not see the tree (lossless).
+
+    Each node has a sample of its filtered distribution: the kept token with the largest logit / T + Gumbel noise, where
+    noise is a function of (seed, absolute position of the sampled token, token). So the text is one of seed and target
+    alone, the same for every tree, batch and for plain decoding. Arguments and results as verify_greedy; params as
+    verify_sampling. lengths [B] int32: where the root stands, depths [B, N] int32: below it; a node's sample stands at
+    lengths + depths + 1. filtered: False if all filters are off, they are not read then.
+    """
+    check_positioned("verify_target_match", logits, tokens, parents, depth, params, lengths, depths, nan)
+    if nan is not None:
+        nan.copy_(logits.isnan().flatten(1).any(1))
+    rows = torch.arange(len(logits), device=logits.device)
+    noise = _noise_by_depth(params, lengths, depth, logits.shape[2])
+
+    def target(node: Tensor) -> Tensor:
+        return gumbel_sample(logits[rows, node], noise[rows, depths[rows, node].long()], params, top_p_first, filtered)
+
+    current = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
+    following, alive = target(current), torch.ones_like(current, dtype=torch.bool)
+    path = [current]
+    for _ in range(depth):
+        match = (parents == current[:, None]) & (tokens == following[:, None])
+        alive = alive & match.any(-1)
+        current = torch.where(alive, match.int().argmax(-1), current)
+        following = torch.where(alive, target(current), following)
+        path.append(torch.where(alive, current, -1))
+    stacked = torch.stack(path, dim=1).int()
+    return stacked, (stacked >= 0).sum(-1).int() - 1, following
+
+
+def verify_topp(
+    logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    depth: int,
+    params: SamplingTensors,
+    lengths: Tensor,
+    depths: Tensor,
+    top_p_first: bool = False,
+    window: int = 0,
+    max_candidates: int = 0,
+    *,
+    nan: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk the tree by any draft that the target's filters keep, of several children the likeliest (lossy).
+
+    A node's candidates are the tokens that its filters keep, at most the `max_candidates` best (0: all; ties of the
+    last are kept). Where no child is one, and window > 0: the first child that holds the second-best token is accepted
+    if each of the next `window` drafts below it (the first child that does) is the best token of its parent; these are
+    candidates then. The next token is sampled from the candidates of the last node, as verify_target_match does it.
+    Arguments and results as there; temperature 0 follows its argmax.
+    """
+    check_positioned("verify_topp", logits, tokens, parents, depth, params, lengths, depths, nan)
+    check_limits("verify_topp", window, max_candidates)
+    if nan is not None:
+        nan.copy_(logits.isnan().flatten(1).any(1))
+    hot = params.temperature > 0
+    capped = params._replace(
+        top_k=torch.full_like(params.top_k, max_candidates),
+        top_p=torch.ones_like(params.top_p),
+        min_p=torch.zeros_like(params.min_p),
+    )
+    candidates = (probabilities(logits, params, top_p_first) > 0) & (probabilities(logits, capped) > 0)
+    best = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]) > 0
+    candidates = torch.where(hot[:, None, None], candidates, best)
+    rows = torch.arange(len(logits), device=logits.device)
+    above = parents.clamp(min=0).long()  # the node by whose row a node is judged
+    x = logits[rows[:, None], above, tokens].float()
+    kept = candidates[rows[:, None], above, tokens]
+    rank = _ranks(logits, tokens, above) if window else None
+
+    def follow(node: Tensor, rule: Tensor) -> tuple[Tensor, Tensor]:
+        """The first child of a node that a rule [B, N] allows, and whether there is one."""
+        allowed = (parents == node[:, None]) & rule
+        return allowed.int().argmax(-1), allowed.any(-1)
+
+    current = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
+    path, alive = [current], torch.ones_like(current, dtype=torch.bool)
+    for _ in range(depth):
+        allowed = (parents == current[:, None]) & kept
+        child, found = x.masked_fill(~allowed, float("-inf")).argmax(-1), allowed.any(-1)
+        if rank is not None:
+            second, opens = follow(current, rank == 1)
+            look = second
+            for _ in range(window):
+                look, more = follow(look, rank == 0)
+                opens = opens & more
+            child, found = torch.where(found, child, second), found | (opens & hot)
+        alive = alive & found
+        current = torch.where(alive, child, current)
+        path.append(torch.where(alive, current, -1))
+    stacked = torch.stack(path, dim=1).int()
+
+    row = logits[rows, current].float().masked_fill(~candidates[rows, current], float("-inf"))
+    noise = _noise_by_depth(params, lengths, depth, logits.shape[2])[rows, depths[rows, current].long()]
+    return stacked, (stacked >= 0).sum(-1).int() - 1, gumbel_sample(row, noise, params, filtered=False)
+
+
+def _ranks(logits: Tensor, tokens: Tensor, above: Tensor) -> Tensor:
+    """How many tokens the row of node above[b, n] has that are better than tokens[b, n]: [B, N]."""
+    token = torch.arange(logits.shape[-1], device=logits.device)
+    rank = torch.zeros_like(tokens)
+    for node in range(tokens.shape[1]):
+        row = logits.gather(1, above[:, node, None, None].expand(-1, -1, logits.shape[-1]))[:, 0]
+        own = tokens[:, node, None]
+        x = row.gather(1, own)
+        rank[:, node] = ((row > x) | ((row == x) & (token < own))).sum(-1)
+    return rank
+
+
+def first_path(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """The way from each root down the first child in node order to a leaf, whatever the target says.
+
+    parents [B, N] int32; depth D of the tree. Returns (path [B, D + 1] int32, nodes on the way: [B] int32, root not
+    counted) as verify_greedy does. Raises ValueError if shapes or dtypes do not fit.
+    """
+    check_first_path(parents, depth)
+    current = torch.zeros(len(parents), dtype=torch.int64, device=parents.device)
+    path, alive = [current], torch.ones_like(current, dtype=torch.bool)
+    for _ in range(depth):
+        child = parents == current[:, None]
+        alive = alive & child.any(-1)
+        current = torch.where(alive, child.int().argmax(-1), current)
+        path.append(torch.where(alive, current, -1))
+    stacked = torch.stack(path, dim=1).int()
+    return stacked, (stacked >= 0).sum(-1).int() - 1
+
+
+def _noise_by_depth(params: SamplingTensors, lengths: Tensor, depth: int, vocabulary: int) -> Tensor:
+    """The noise of the tokens behind nodes 0 .. D below the root: [B, D + 1, V]."""
+    below = torch.arange(1, depth + 2, dtype=torch.int32, device=lengths.device)
+    return gumbel(params, lengths[:, None] + below, vocabulary)
+
+
 def update_sequence(
     sequence: Tensor,
     lengths: Tensor,
@@ -169,6 +399,42 @@ def check_tree(name: str, logits: Tensor, tokens: Tensor, parents: Tensor, depth
         raise ValueError(f"{name}: depth must not be negative, got {depth}")
     if nan is not None and (nan.shape != shape[:1] or nan.dtype != torch.bool or nan.device != device):
         raise ValueError(f"{name}: nan must be bool [{shape[0]}] on {device}, got {nan.dtype} {list(nan.shape)}")
+
+
+def check_positioned(
+    name: str,
+    logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    depth: int,
+    params: SamplingTensors,
+    lengths: Tensor,
+    depths: Tensor,
+    nan: Tensor | None,
+) -> None:
+    check_tree(name, logits, tokens, parents, depth, nan)
+    check_params(name, params, len(logits), logits.device)
+    shape, device = logits.shape[:2], logits.device
+    for field, value, size in (("lengths", lengths, shape[:1]), ("depths", depths, shape)):
+        if value.shape != size or value.dtype != torch.int32 or value.device != device:
+            raise ValueError(
+                f"{name}: {field} must be torch.int32 {list(size)} on {device}, got {value.dtype} {list(value.shape)} "
+                f"on {value.device}"
+            )
+    if not lengths.is_contiguous():
+        raise ValueError(f"{name}: lengths must be contiguous, got strides {lengths.stride()}")
+
+
+def check_limits(name: str, window: int, max_candidates: int) -> None:
+    if window < 0 or max_candidates < 0:
+        raise ValueError(f"{name}: window and max_candidates must not be negative, got {window} and {max_candidates}")
+
+
+def check_first_path(parents: Tensor, depth: int) -> None:
+    if parents.ndim != 2 or parents.dtype != torch.int32 or not parents.numel():
+        raise ValueError(f"first_path: parents must be int32 [B, N], got {parents.dtype} {list(parents.shape)}")
+    if depth < 0:
+        raise ValueError(f"first_path: depth must not be negative, got {depth}")
 
 
 def check_update(

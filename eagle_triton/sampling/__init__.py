@@ -4,6 +4,6 @@
 or draws from it, with counter-based random numbers.
 """
 
-from eagle_triton.sampling.draws import probabilities, sample, uniform
+from eagle_triton.sampling.draws import probabilities, sample, uniform, uniform_at
 
-__all__ = ["probabilities", "sample", "uniform"]
+__all__ = ["probabilities", "sample", "uniform", "uniform_at"]

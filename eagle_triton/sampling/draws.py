@@ -6,6 +6,7 @@
 | params | SamplingTensors, [B] | read on the device                                                      |
 | probs  | [B, V] f32          | weights, not necessarily of sum 1                                       |
 | coins  | [B] f32             | uniform numbers in [0, 1)                                               |
+| positions | [B, n] int32     | where in its sequence a token would stand                               |
 | sums   | [B, C] f64          | mass per CHUNK tokens                                                   |
 
 filter_thresholds.py finds what the filters leave of each row; here that is written out, or drawn from. A sample is
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.reference.sampling import SamplingTensors, check_params, check_sample
+from eagle_triton.reference.sampling import SamplingTensors, check_params, check_sample, check_uniform_at
 from eagle_triton.runtime.launch import launch
 from eagle_triton.sampling.filter_thresholds import row_thresholds, scale_of, token_weight
 
@@ -38,6 +39,24 @@ def coin_of(seed, step, index):
     zero = index * 0
     word, _, _, _ = tl.philox(seed, index, (zero + (step & 0xFFFFFFFF)).to(tl.uint32), zero, zero)
     return (word >> 8).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def uniform_of(seed, position, first, COUNT: tl.constexpr):
+    """Uniform numbers in (0, 1) of the tokens first .. first + COUNT, multiples of 4, at an absolute position; see
+    reference.sampling.uniform_at."""
+    group = first // 4 + tl.arange(0, COUNT // 4)
+    zero = group * 0
+    one, two, three, four = tl.philox(seed, group, zero + position, zero + 1, zero)
+    word = tl.interleave(tl.interleave(one, three), tl.interleave(two, four))
+    return tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
+
+
+@triton.jit
+def log_exponential(u):
+    """log of the exponential variate -log(1 - u): Gumbel noise with its sign changed."""
+    small = u + u * u * (0.5 + u * (0.3333333333333333 + u * 0.25))
+    return tl.log(tl.where(u < 0.015625, small, -tl.log(1.0 - u)))
 
 
 @triton.jit
@@ -92,6 +111,15 @@ def _uniform_kernel(seed_ptr, step_ptr, out_ptr, count, BLOCK: tl.constexpr):
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     coins = coin_of(tl.load(seed_ptr + batch), tl.load(step_ptr + batch), index)
     tl.store(out_ptr + batch.to(tl.int64) * count + index, coins, mask=index < count)
+
+
+@triton.jit
+def _uniform_at_kernel(seed_ptr, positions_ptr, out_ptr, count, vocabulary, BLOCK: tl.constexpr):
+    """Grid (B * n, blocks): the random numbers of BLOCK tokens at one position."""
+    row, first = tl.program_id(0), tl.program_id(1) * BLOCK
+    index = first + tl.arange(0, BLOCK)
+    u = uniform_of(tl.load(seed_ptr + row // count), tl.load(positions_ptr + row), first, BLOCK)
+    tl.store(out_ptr + row.to(tl.int64) * vocabulary + index, u, mask=index < vocabulary)
 
 
 @triton.jit
@@ -153,6 +181,19 @@ def uniform(params: SamplingTensors, count: int) -> Tensor:
     out = torch.empty(batch, count, dtype=torch.float32, device=params.seed.device)
     block = min(1024, triton.next_power_of_2(count))
     launch(_uniform_kernel, (batch, triton.cdiv(count, block)))(params.seed, params.step, out, count, BLOCK=block)
+    return out
+
+
+def uniform_at(params: SamplingTensors, positions: Tensor, vocabulary: int) -> Tensor:
+    """A uniform number in (0, 1) for every token at absolute positions [B, n] int32: float32 [B, n, V]; bit for bit
+    those of the reference. Raises ValueError if shapes, dtypes or devices do not fit."""
+    check_uniform_at(params, positions, vocabulary)
+    positions = positions.contiguous()
+    out = torch.empty(*positions.shape, vocabulary, dtype=torch.float32, device=positions.device)
+    block = min(1024, max(4, triton.next_power_of_2(vocabulary)))
+    launch(_uniform_at_kernel, (positions.numel(), triton.cdiv(vocabulary, block)))(
+        params.seed, positions, out, positions.shape[1], vocabulary, BLOCK=block
+    )
     return out
 
 

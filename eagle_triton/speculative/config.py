@@ -12,6 +12,7 @@ import torch
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.integrators import TreeMaskMode
+from eagle_triton.reference.verification import MAX_CANDIDATE_LEN, Verification
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "seed")
 FILTERS = {"top_p": 1, "top_k": 0, "min_p": 0}  # off at these values; only sampled tokens are filtered
@@ -33,6 +34,7 @@ class EAGLEConfig:
     None: as many as a call needs. tree_mask_mode: of `verify_drafts` and of the trees that it shows.
     device: where the models must lie; a model given by its path is put there, None: on a GPU if there is one.
     dtype: of a model given by its path, None: float32 on a CPU, else what its checkpoint says. verbose: log each step.
+    verify_strategy, accept_policy, verify_window, max_candidate_len: how drafts are judged, see `Verification`.
     """
 
     topk: int = 4
@@ -51,6 +53,10 @@ class EAGLEConfig:
     device: str | torch.device | None = None
     dtype: torch.dtype | None = None
     verbose: bool = False
+    verify_strategy: str = "target_match"
+    accept_policy: str = "normal"
+    verify_window: int = 0
+    max_candidate_len: int = MAX_CANDIDATE_LEN
 
     def __post_init__(self) -> None:
         for name in ("topk", "num_steps", "slots"):
@@ -76,6 +82,12 @@ class EAGLEConfig:
         if self.device is not None:
             object.__setattr__(self, "device", torch.device(self.device))
         check_filters(self.sampling(), {name: getattr(self, name) for name in FILTERS})
+        _ = self.verification  # checks its options
+
+    @property
+    def verification(self) -> Verification:
+        """How drafts are judged."""
+        return Verification(self.verify_strategy, self.accept_policy, self.verify_window, self.max_candidate_len)
 
     @property
     def candidates(self) -> int:

@@ -45,8 +45,9 @@ StopStrings = str | Sequence[str] | Sequence[Sequence[str]]
 class EAGLEInference:
     """Decodes with a target, several times as fast for the drafts of a small model, with the same output.
 
-    Greedy output is token for token that of the target alone; sampled output follows the target's own distribution. One
-    call runs at a time. `statistics` adds up over all calls until `reset_statistics`.
+    Greedy output is token for token that of the target alone; sampled output follows the target's own distribution, and
+    with a seed is that of the target alone too. (Both as long as `config.verification.lossless`.) One call runs at a
+    time. `statistics` adds up over all calls until `reset_statistics`.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class EAGLEInference:
         view, draft = self.pair.view, self.pair.draft
         self._reader = ArgumentReader(self.config, view.vocab_size, view.device, self.tokenizer)
         operations, graph = choose_operations(view.device, kernels, cuda_graph)
-        self.engine = Engine(view, draft, operations, graph, watch=ModelWatch(self.pair.models))
+        self.engine = Engine(
+            view, draft, operations, graph, watch=ModelWatch(self.pair.models), verification=self.config.verification
+        )
         self._table = CostTable.find(CostTable.read() if costs is None else costs, view)
         self._policies: dict[int, TreePolicy] = {}
         self.reset_statistics()
@@ -334,8 +337,9 @@ class EAGLEInference:
         return stages.memory_bytes(self.engine, self.config.tree(), slots, rows)
 
     def report(self) -> str:
-        """Which trees are drafted, what that is decided by, whether drafting was stopped, and what fell back."""
-        lines = [f"{key}: {reason}" for key, reason in self.engine.notes.items()]
+        """How drafts are judged, which are, what that is decided by, whether drafting stopped, and what fell back."""
+        lines = [f"verification: {self.config.verification.summary}"]
+        lines += [f"{key}: {reason}" for key, reason in self.engine.notes.items()]
         for slots, policy in self._policies.items():
             lines += [f"batch of {slots}:", *(f"  {line}" for line in policy.report())]
         return "\n".join([f"statistics: {self.statistics}", *lines])

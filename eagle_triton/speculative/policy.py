@@ -67,7 +67,7 @@ class TreePolicy:
     def __init__(
         self, trees: Sequence[TreeSpec], costs: StepCosts, fallback: bool = True, fixed_tree: TreeSpec | None = None
     ) -> None:
-        """fixed_tree: the tree for when there may be no choice, None: the first choice."""
+        """fixed_tree: that of requests whose tokens depend on it and must come again, None: the first choice."""
         self.trees, self.costs, self.fallback = tuple(trees), costs, fallback
         self.events: list[str] = []  # what was decided and why, the last of them
         self.stops = self.probes = self.plain_steps = 0

@@ -20,6 +20,7 @@ from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.state import scratch_rows
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.checks import check_positions
+from eagle_triton.reference.verification import Verification
 from eagle_triton.speculative.arguments import ArgumentReader, Call, Prompt, check_options
 from eagle_triton.speculative.config import FILTERS, EAGLEConfig, check_filters
 from eagle_triton.speculative.policy import TreePolicy
@@ -101,10 +102,10 @@ class _Job:
     logprobs: list[float] | None = None
     statistics: Statistics = field(default_factory=Statistics)
 
-    @property
-    def needs_fixed_tree(self) -> bool:
-        """Whether its tokens depend on the trees: sampled, and with a seed that someone may use again."""
-        return not self.request.sampling.greedy and self.request.sampling.seed is not None
+    def needs_fixed_tree(self, verification: Verification) -> bool:
+        """Whether its tokens depend on the trees and must come again: it is greedy, or has a seed."""
+        sampling = self.request.sampling
+        return (sampling.greedy or sampling.seed is not None) and verification.follows_tree(not sampling.greedy)
 
     @property
     def order(self) -> bool | None:
@@ -115,8 +116,8 @@ class _Job:
 class Session:
     """Decodes whatever is submitted, `slots` sequences at a time. Use as a context manager, or call `close`.
 
-    A finished request makes room for the next in line at once; a request that fails does so alone. While a sampled
-    request with a seed runs, the tree stays as it is, so that its output does not depend on its neighbours.
+    A finished request makes room for the next in line at once; a request that fails does so alone. While a request runs
+    whose tokens depend on the tree (a seeded one with "rejection", say) and must not on its neighbours, the tree stays.
     """
 
     def __init__(
@@ -327,11 +328,13 @@ class Session:
         self._running[slot] = job
         self._waiting.remove(job)
         job.statistics.add_prefill()
+        job.statistics.lossless = self._batch.verification.lossless
 
     def _set_tree(self, jobs: Iterable[_Job]) -> None:
         if self.policy is None:
             return
-        wanted: TreeSpec = self.policy.fixed_tree if any(job.needs_fixed_tree for job in jobs) else self.policy.choose()
+        fixed = any(job.needs_fixed_tree(self._batch.verification) for job in jobs)
+        wanted: TreeSpec = self.policy.fixed_tree if fixed else self.policy.choose()
         if self._batch.spec != wanted:
             self._batch.spec = wanted
 

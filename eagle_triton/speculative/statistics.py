@@ -90,7 +90,8 @@ class Statistics(Mapping[str, Any]):
     verification), total_tokens_generated, total_draft_tokens, total_accepted_tokens, total_target_forward,
     total_draft_forward. `speedup` is target-only time over time with drafting for the same requests, and measured or
     not there: as an attribute None, under its key a `NotMeasured` that prints as "n/a". Further attributes: steps,
-    plain_steps (without drafts), prefills, seconds, histogram {drafts accepted: steps that drafted}, positions.
+    plain_steps (without drafts), prefills, seconds, histogram {drafts accepted: steps that drafted}, positions,
+    lossless (False if some request was verified in a way that changes the target's output).
     """
 
     def __init__(self) -> None:
@@ -100,6 +101,7 @@ class Statistics(Mapping[str, Any]):
         self.reached: Counter[int] = Counter()  # by depth: steps whose tree went so deep and that accepted up to there
         self.seconds: float | None = None  # wall time with drafting
         self.plain_seconds: float | None = None  # target-only, the same requests
+        self.lossless = True
 
     def add_prefill(self) -> None:
         """Count the prompt of one request."""
@@ -124,6 +126,7 @@ class Statistics(Mapping[str, Any]):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.histogram += other.histogram
         self.reached += other.reached
+        self.lossless = self.lossless and other.lossless
         return self
 
     @property
@@ -180,7 +183,7 @@ class Statistics(Mapping[str, Any]):
         """Everything as plain values for JSON; what was not measured is None."""
         values = {key: None if isinstance(value, NotMeasured) else value for key, value in self.items()}
         names = ["steps", "plain_steps", "prefills", "tau", "tokens_per_target_forward", "seconds", "plain_seconds"]
-        names += ["legacy_acceptance_rate", "legacy_speedup_ratio"]
+        names += ["legacy_acceptance_rate", "legacy_speedup_ratio", "lossless"]
         values |= {name: getattr(self, name) for name in (*names, "tokens_per_second", "positions")}
         return values | {"histogram": {str(length): count for length, count in sorted(self.histogram.items())}}
 
