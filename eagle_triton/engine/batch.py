@@ -48,13 +48,15 @@ class Request:
 class Progress:
     """What one step did for one request.
 
-    tokens: committed by it, none if its logits were NaN. accepted, proposed: drafts, also those that a stop cut off.
+    tokens: committed by it, none if its logits were NaN. tree: that was verified. accepted, proposed: drafts, also those
+    that a stop cut off.
     finished: None while it goes on, then "stop", "length" or "error", with the reason in `error`.
     """
 
     slot: int
     request: Request
     tokens: list[int]
+    tree: TreeSpec
     accepted: int
     proposed: int
     finished: str | None = None
@@ -416,13 +418,14 @@ class Batch:
             self.engine.forget_steps(self.sequences)
 
     def _progress(self, slot: int, request: Request, spec: TreeSpec, row: list[int], logprobs: list[float]) -> Progress:
-        accepted, count, reason, *tokens = row
+        accepted, count, reason, *tokens, proposed = row
         return Progress(
             slot,
             request,
             tokens[:count],
+            spec,
             max(accepted, 0),
-            spec.drafts,
+            proposed,
             REASONS.get(reason),
             NAN if reason == ERROR else None,
             logprobs[:count] if self._logprobs else None,

@@ -51,7 +51,10 @@ def decode_step(
     """
     tree, sequences = state.tree, state.sequences
     positions = state.lengths[:, None] + tree.depths
-    tokens = tree.tokens.clamp(min=0) if state.spec.grafts else tree.tokens  # -1: an empty place
+    tokens = tree.tokens
+    if state.spec.grafts:  # some places may be empty, with tokens of -1
+        state.report[:, -1] = (tokens[:, 1:] >= 0).sum(1)
+        tokens = tokens.clamp(min=0)
     hidden, features, uncommitted = target_forward(
         ops, view, tokens, sequences.caches, state.lengths, positions, tree.ancestors
     )

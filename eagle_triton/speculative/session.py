@@ -153,7 +153,6 @@ class Session:
         self._undelivered: list[Piece] = []  # made, and not handed out yet
         self._running: dict[int, _Job] = {}
         self._submitted = 0
-        self._depths = {spec.drafts: spec.depth for spec in (*(policy.trees if policy else ()), PLAIN)}
         largest = max(policy.trees, key=scratch_rows) if policy else PLAIN  # the cache must have room for any of them
         self._batch = Batch(engine, slots, largest, rows, logprobs=logprobs, drafts=policy is not None)
 
@@ -256,7 +255,7 @@ class Session:
             if row.slot in self._running:
                 self._undelivered.append(self._take(row))
         self.steps += 1
-        return max((row.proposed + 1 for row in progress), default=1)
+        return max((row.tree.nodes for row in progress), default=1)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -340,7 +339,7 @@ class Session:
 
     def _observe(self, progress: Sequence[Progress], ms: float) -> None:
         """Tell the policy, unless the step was launched with another tree than the one it has chosen."""
-        if self.policy is None or any(row.proposed != self.policy.spec.drafts for row in progress):
+        if self.policy is None or any(row.tree != self.policy.spec for row in progress):
             return
         self.policy.observe([row.accepted for row in progress if row.error is None], ms)
 
@@ -357,7 +356,8 @@ class Session:
         if row.logprobs is not None:
             job.logprobs = (job.logprobs or []) + list(row.logprobs)
         if row.error is None:
-            job.statistics.add_step(row.accepted, row.proposed, self._depths[row.proposed], len(tokens))
+            depth = min(row.tree.depth, row.proposed)
+            job.statistics.add_step(row.accepted, row.proposed, depth, len(tokens), row.tree.beam_levels)
         piece = Piece(job.index, tokens, text, row.logprobs)
         if finished is not None:
             del self._running[row.slot]

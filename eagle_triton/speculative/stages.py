@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eagle_triton.engine.drafts.beams import BeamDraft, Candidates
 from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.drafts.hybrid import WrappedDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model import target_forward
 from eagle_triton.engine.modules import project
@@ -55,9 +56,10 @@ class Prefix:
 
     def candidates(self) -> Candidates:
         """Draft as the engine does, and give all that was scored instead of the tree of the best."""
-        if not isinstance(self.draft, BeamDraft):
-            raise ValueError(f"the draft must score candidates, which a {type(self.draft).__name__} does not")
-        return self.draft.candidates(self.engine.ops, self.state)
+        draft = self.draft.beams if isinstance(self.draft, WrappedDraft) else self.draft
+        if not isinstance(draft, BeamDraft):
+            raise ValueError(f"the draft must score candidates, which a {type(draft).__name__} does not")
+        return draft.candidates(self.engine.ops, self.state)
 
     def forward(self, tokens: Tensor, positions: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor, list[Any]]:
         """The target over new tokens [bs, n] behind the committed ones, as `target_forward`."""

@@ -107,8 +107,9 @@ class Statistics(Mapping[str, Any]):
         """Count the prompt of one request."""
         self.prefills += 1
 
-    def add_step(self, accepted: int, proposed: int, depth: int, tokens: int) -> None:
-        """Count a verification: drafts accepted of those proposed, in a tree of this depth; tokens that were kept."""
+    def add_step(self, accepted: int, proposed: int, depth: int, tokens: int, passes: int | None = None) -> None:
+        """Count a verification: drafts accepted of those proposed, in a tree of this depth; tokens that were kept;
+        passes of the draft that it took, None: one for each level."""
         self.steps += 1
         self.tokens += tokens
         if not proposed:
@@ -116,7 +117,7 @@ class Statistics(Mapping[str, Any]):
             return
         self.accepted += accepted
         self.proposed += proposed
-        self.draft_forwards += depth
+        self.draft_forwards += depth if passes is None else passes
         self.histogram[accepted] += 1
         for position in range(1, min(accepted + 1, depth) + 1):
             self.reached[position] += 1
