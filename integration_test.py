@@ -52,6 +52,7 @@ class Difference:
 
 def main(argv: list[str] | None = None) -> int:
     parser, args = _parse(argv)
+    arguments.check_device(parser, args.device)
     with parser.explains():
         import torch
         from tqdm import tqdm

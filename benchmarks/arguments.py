@@ -6,6 +6,7 @@ The standard library alone, so that `--help` and a wrong argument wait for no im
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import json
 import math
@@ -252,6 +253,30 @@ def check_model(parser: argparse.ArgumentParser, target: str, draft: str | None)
         parser.error(f"--draft must name the head (a directory or a hub id) for --model {target}, which {here}")
 
 
+def gpus() -> int | None:
+    """How many GPUs NVIDIA's driver lets this process see; None where AMD's is, which only torch can ask."""
+    if os.path.exists("/dev/kfd"):
+        return None
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int()
+    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return 0 if failed else count.value
+
+
+def check_device(parser: Parser, name: str | None, only_gpu: bool = False) -> None:
+    """Refuse a GPU where there is none, and with `only_gpu` the CPU; torch, which is not asked, may refuse more."""
+    if only_gpu and name == "cpu":
+        parser.error("--device must be a GPU's in this mode, got cpu")
+    if gpus() != 0 or (not only_gpu and name in (None, "cpu")):
+        return
+    if name is None:
+        parser.stop("this needs a GPU, and there is none here")
+    parser.error(f"--device must be cpu, because there is no GPU here, got {name}")
+
+
 def check_outputs(parser: argparse.ArgumentParser, **paths: Path | None) -> None:
     """Refuse two outputs that name one file, and pictures without matplotlib."""
     seen: dict[Path, str] = {}
@@ -286,7 +311,7 @@ def too_long(what: str, tokens: int, new: int, positions: int | None) -> str | N
 
 def context_too_long(args: argparse.Namespace, positions: int | None) -> str | None:
     """The same for the options of benchmark.py: its --context, or without one --max-length alone."""
-    new = getattr(args, "max_length", 1)
+    new = getattr(args, "max_length", None) or 1
     if contexts := getattr(args, "context", None):
         return too_long("--context", max(contexts), new, positions)
     return new_too_many(new, positions)

@@ -90,6 +90,21 @@ def test_step_measures_every_decoding_context_and_batch(capsys):
     assert floors["greedy"] == floors["sampled"] > floors["plain"] > 0
 
 
+@pytest.mark.parametrize(
+    ("device", "given", "batch", "new", "runs"),
+    [
+        ("cpu", [], [1, 4], 32, 1),
+        ("cuda", [], [1, 2, 4, 8, 16, 32], 100, 5),
+        ("cpu", ["--num-runs", "3"], [1, 4], 32, 3),
+    ],
+)
+def test_batches_is_small_on_a_cpu(device, given, batch, new, runs):
+    _, args = benchmark._parse(["batches", *given])
+    args.device = device
+    benchmark._settle(args)
+    assert (args.batch, args.max_length, args.num_runs) == (batch, new, runs)
+
+
 def test_batches_compares_with_plain_decoding_in_the_same_run(capsys):
     assert benchmark.main([*MODES["batches"], "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -187,11 +202,11 @@ def refused(arguments, capsys):
     [
         (["--upstream", ".", "--shape", "tiny"], "no checkout of SafeAILab/EAGLE"),
         (["operations", "--only", "missing", "--device", "cpu"], "--only must be a part of one of tree attention"),
-        (["megakernel", "--shape", "tiny", "--device", "cpu"], "--device must be a GPU's in this mode"),
         (["--device", "cuda:99"], "--device must be one that torch sees here"),
     ],
 )
-def test_bad_checkouts_names_and_devices(arguments, message, capsys):
+def test_bad_checkouts_names_and_devices(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark.arguments, "gpus", lambda: None)  # leave it to torch
     assert message in refused(arguments, capsys)
 
 

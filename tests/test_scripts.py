@@ -19,7 +19,8 @@ from benchmarks import arguments, comparison
 from benchmarks.arguments import Parser
 from benchmarks.comparison import Run
 from eagle_triton import EaModel
-from tools import linear_sweep, mutate, tune_linear
+from tools import first_call, mutate, train_demo, tune_linear
+from tools.tuning import sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = (
@@ -28,11 +29,7 @@ SCRIPTS = (
     "benchmark.py",
     "setup_env.py",
     "run_tests.py",
-    "tools/cost_tables.py",
-    "tools/first_call.py",
-    "tools/mutate.py",
-    "tools/train_demo.py",
-    "tools/tune_linear.py",
+    *sorted(f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py")),
 )
 NUMBER = "must be a whole number from 1 to"
 NEW = f"--max-new-tokens {NUMBER} 2047, got"
@@ -112,6 +109,7 @@ BENCHMARK = [
     ("--batch 2", "--batch is not read here, but by step, batches, megakernel"),
     ("step --max-length 5", "--max-length is not read here, but by generate, batches"),
     ("batches --upstream folder", "--upstream is not read here, but by generate, step"),
+    ("megakernel --device cpu", "--device must be a GPU's in this mode, got cpu"),
     ("megakernel --num-runs 5", "--num-runs is not read here, but by generate, step, batches"),
     ("operations --model demo", "--model is not read here, but by generate, step, batches, megakernel"),
     ("--only topk", "--only is not read here, but by operations"),
@@ -240,6 +238,28 @@ def test_a_prompt_that_does_not_fit_is_refused(script, capsys):
     assert "--prompt must fit the model's 2048 positions with 100 new after it, got " in line
 
 
+@pytest.mark.parametrize(
+    ("script", "command", "sentence"),
+    [
+        (benchmark, "megakernel", "this needs a GPU, and there is none here"),
+        (benchmark, "step --device cuda", "--device must be cpu, because there is no GPU here, got cuda"),
+        (integration_test, "--device cuda:1", "--device must be cpu, because there is no GPU here, got cuda:1"),
+        (train_demo, "--device cuda", "--device must be cpu, because there is no GPU here, got cuda"),
+        (tune_linear, "", "this needs a GPU, and there is none here"),
+        (first_call, "", "this needs a GPU, and there is none here"),
+    ],
+)
+def test_without_a_gpu_torch_is_not_asked(script, command, sentence, monkeypatch, capsys):
+    """Torch's own answer, seconds later, has other words."""
+    monkeypatch.setattr(arguments, "gpus", lambda: 0)
+    assert sentence in refuse(script, command, capsys)
+
+
+def test_no_gpu_that_torch_sees_is_refused():
+    found = arguments.gpus()
+    assert found is None or found >= torch.cuda.device_count()
+
+
 def environment(stubs):
     return {**os.environ, "PYTHONPATH": str(stubs), "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -267,10 +287,12 @@ def test_the_stubs_do_end_a_process(stubs):
     assert done.returncode == 99
 
 
-def test_setup_env_needs_the_standard_library_alone(tmp_path):
-    command = [sys.executable, "-S", str(ROOT / "setup_env.py"), "--venv"]
+@pytest.mark.parametrize("script", ["setup_env.py", "tools/build_docs.py"])
+def test_these_need_the_standard_library_alone(script, tmp_path):
+    command = [sys.executable, "-S", str(ROOT / script), "--venv"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr == "setup_env.py: --venv: expected one argument (see --help)\n"
+    said = f"{Path(script).name}: --venv: expected one argument (see --help)\n"
+    assert done.returncode == 2 and done.stderr == said
 
 
 def test_without_torch_the_sentence_says_what_installs_it(tmp_path):
@@ -318,6 +340,8 @@ def test_there_are_documented_command_lines():
 
 
 TOOLS = [
+    ("build_docs.py --ser", f"'--ser' {UNKNOWN}, --serve, --venv"),
+    ("build_docs.py --venv file", "--venv must be a directory, and file is a file"),
     ("cost_tables.py missing.json", "FILE.json must be a file, and missing.json does not exist"),
     ("cost_tables.py file", "file must be a result of benchmark.py batches, and it is none"),
     ("mutate.py --jobs 0", f"--jobs {NUMBER} 256, got '0'"),
@@ -342,7 +366,7 @@ def test_tools_refuse_in_one_sentence(command, sentence, folder):
 
 
 def test_products_are_those_of_the_sweep():
-    assert tuple(linear_sweep.PRODUCTS) == tune_linear.PRODUCTS
+    assert tuple(sweep.PRODUCTS) == tune_linear.PRODUCTS
 
 
 # --- usage_example.py

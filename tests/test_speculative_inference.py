@@ -456,6 +456,48 @@ def test_a_draft_step_goes_on_where_the_last_one_ended(kind):
         eagle.draft_step(ids[:, :1])
 
 
+IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+ROOT = torch.tensor([7, 8])
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("input_ids", IDS + 1000, "token ids out of range, expected 0..31, got 1001..1006"),
+        ("input_ids", -IDS, r"token ids out of range, expected 0..31, got -6..-1"),
+        ("verified_id", ROOT + 32, "token ids out of range, expected 0..31, got 39..40"),
+        ("verified_id", ROOT - 8, "token ids out of range, expected 0..31, got -1..0"),
+        ("verified_id", ROOT[:1], r"expected shape \[2\], got \[1\]"),
+        ("verified_id", ROOT[:, None], r"expected shape \[2\], got \[2, 1\]"),
+        ("verified_id", ROOT.float(), "expected an integer dtype"),
+        ("verified_id", [7, 8], r"expected a tensor \[2\], got list"),
+        ("draft_tokens", IDS + 29, "token ids out of range, expected 0..31, got 30..35"),
+        ("draft_tokens", IDS - 2, "token ids out of range, expected 0..31, got -1..4"),
+        ("draft_tokens", IDS[:1], r"expected shape \[2, N - 1\], got \[1, 3\]"),
+        ("draft_tokens", IDS[:, :0], r"expected shape \[2, N - 1\], got \[2, 0\]"),
+        ("draft_tokens", None, r"expected a tensor \[2, N - 1\], got NoneType"),
+    ],
+)
+def test_stages_refuse_token_ids_by_name(argument, value, message):
+    eagle = EAGLEInference(None, tiny_model(layers=5), EAGLEConfig(topk=1, num_draft_tokens=4))
+    parents, chosen = torch.tensor([[-1, 0, 1]] * 2), torch.tensor([[0, 1, 2]] * 2)
+    given = {"input_ids": IDS, "verified_id": ROOT, "draft_tokens": IDS, argument: value}
+    calls = [lambda: eagle.verify_drafts(**given, parent_list=parents, top_scores_index=chosen)]
+    if argument != "draft_tokens":
+        calls.append(lambda: eagle.generate_draft_tree(given["input_ids"], given["verified_id"]))
+    if argument == "input_ids":
+        calls += [lambda: eagle.draft_step(value), lambda: eagle.draft_step(value, eagle.draft_step(IDS)[2])]
+    for call in calls:
+        with pytest.raises((ValueError, TypeError), match=f"^{argument}: {message}"):
+            call()
+
+
+def test_a_draft_step_takes_a_row_for_each_sequence():
+    eagle = EAGLEInference(None, tiny_model(layers=5))
+    with pytest.raises(ValueError, match="input_ids: expected a row for each of the 2 sequences .* got 1"):
+        eagle.draft_step(IDS[:1], eagle.draft_step(IDS).past_key_values)
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "model"])
 @pytest.mark.parametrize("length", [3, 600], ids=["append", "read anew"])
 def test_two_draft_steps_from_one_prefix_are_independent(kind, length):

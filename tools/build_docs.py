@@ -9,7 +9,6 @@ pyproject.toml lists as `docs`, in the versions of constraints.txt.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import os
 import re
@@ -17,18 +16,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.arguments import Parser
+
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser("build_docs.py", __doc__)
     parser.add_argument("--serve", action="store_true", help="show the site, and again after every change")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv-docs", metavar="DIR", help="default: .venv-docs")
     options = parser.parse_args(argv)
     venv = options.venv.absolute()
+    if venv.exists() and not venv.is_dir():
+        parser.error(f"--venv must be a directory, and {options.venv} is a file")
     python = venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     try:
         if not python.exists():

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.arguments import SHAPES, Parser, output_file, some_text
+from benchmarks.arguments import SHAPES, Parser, check_device, output_file, some_text
 
 WAYS = ("ahead", "one after another")
 COLUMNS = ("way", "first call s", "kernels", "compiling s, all kernels", "second call s")
@@ -35,12 +35,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=output_file(), metavar="FILE.json", help="write the figures as JSON")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    check_device(parser, None, only_gpu=True)
     with parser.explains():
         import torch
 
         from benchmarks.record import Record, machine, table
     if not torch.cuda.is_available():
-        parser.stop("kernels are compiled for a GPU, and there is none")
+        parser.stop("kernels are compiled for a GPU, and torch sees none")
     if args.way:
         print(json.dumps(measure(args.shape, args.way)))
         return 0

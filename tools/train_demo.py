@@ -29,9 +29,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from demo_recipe import STAGES, Recipe
-
-from benchmarks.arguments import Parser, device, existing_directory, number, output_file, whole
+from benchmarks.arguments import Parser, check_device, device, existing_directory, number, output_file, whole
+from tools.demo.recipe import STAGES, Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -83,10 +82,10 @@ def stages(text: str) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser, arguments, recipe = parse(argv)
+    check_device(parser, arguments.device)
     with parser.explains():
-        from demo_training import train
-
         from benchmarks.models import find_device
+        from tools.demo.training import train
 
         arguments.device = find_device(arguments.device)
     train(arguments, recipe)

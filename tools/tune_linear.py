@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.arguments import Parser, output_file, whole
+from benchmarks.arguments import Parser, check_device, output_file, whole
 
 PRODUCTS = ("qkv", "o", "gate_up", "down", "head", "draft_qkv", "draft_head")
 
@@ -34,11 +34,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--top", type=whole(), default=4, metavar="N", help="settings to print per product (default: 4)")
     add("--csv", type=output_file(), metavar="FILE.csv", help="write every measurement here")
     args = parser.parse_args(argv)
+    check_device(parser, None, only_gpu=True)
     with parser.explains():
         import torch
     if not torch.cuda.is_available():
-        parser.stop("products are timed on a GPU, and there is none")
-    from tools.linear_sweep import sweep
+        parser.stop("products are timed on a GPU, and torch sees none")
+    from tools.tuning.sweep import sweep
 
     sweep(args)
     return 0

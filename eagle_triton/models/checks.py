@@ -11,21 +11,42 @@ def check_prompt(input_ids: Tensor, vocab_size: int, max_batch: int | None = Non
 
     Raises TypeError if `input_ids` is no tensor, ValueError otherwise.
     """
-    if not isinstance(input_ids, Tensor):
-        raise TypeError(f"input_ids: expected a tensor [B, L], got {type(input_ids).__name__}")
-    if input_ids.is_meta:
-        raise ValueError('input_ids: a tensor on the device "meta" holds no tokens')
+    _check_is_tensor("input_ids", input_ids, "[B, L]")
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids: expected shape [B, L], got {list(input_ids.shape)}")
     if input_ids.numel() == 0:
         raise ValueError(f"input_ids: the prompt is empty, got shape {list(input_ids.shape)}")
-    if input_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"input_ids: expected an integer dtype (int64 or int32), got {input_ids.dtype}")
     if max_batch is not None and input_ids.shape[0] > max_batch:
         raise ValueError(f"input_ids: expected a batch of at most {max_batch}, got {input_ids.shape[0]}")
-    low, high = input_ids.min().item(), input_ids.max().item()
+    _check_ids("input_ids", input_ids, vocab_size)
+
+
+def check_token_ids(name: str, ids: Tensor, shape: tuple[int | str, ...], vocab_size: int) -> None:
+    """Token ids of a shape, integer, 0 <= id < vocab_size. A text in `shape` names a dimension of any size but 0.
+
+    Raises TypeError if `ids` is no tensor, ValueError otherwise, each with the name.
+    """
+    expected = f"[{', '.join(map(str, shape))}]"
+    _check_is_tensor(name, ids, expected)
+    pairs = zip(ids.shape, shape, strict=False)
+    if ids.dim() != len(shape) or not all(size if isinstance(want, str) else size == want for size, want in pairs):
+        raise ValueError(f"{name}: expected shape {expected}, got {list(ids.shape)}")
+    _check_ids(name, ids, vocab_size)
+
+
+def _check_is_tensor(name: str, ids: Tensor, shape: str) -> None:
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{name}: expected a tensor {shape}, got {type(ids).__name__}")
+    if ids.is_meta:
+        raise ValueError(f'{name}: a tensor on the device "meta" holds no tokens')
+
+
+def _check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{name}: expected an integer dtype (int64 or int32), got {ids.dtype}")
+    low, high = ids.min().item(), ids.max().item()
     if low < 0 or high >= vocab_size:
-        raise ValueError(f"input_ids: token ids out of range, expected 0..{vocab_size - 1}, got {low}..{high}")
+        raise ValueError(f"{name}: token ids out of range, expected 0..{vocab_size - 1}, got {low}..{high}")
 
 
 def check_max_length(prompt_length: int, max_length: int) -> None:

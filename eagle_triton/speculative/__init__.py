@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from eagle_triton.speculative.session import Completion as Completion
     from eagle_triton.speculative.session import Session as Session
     from eagle_triton.speculative.session import StepInfo as StepInfo
+    from eagle_triton.speculative.speculative_config import AcceptPolicy as AcceptPolicy
+    from eagle_triton.speculative.speculative_config import MTPStrategy as MTPStrategy
+    from eagle_triton.speculative.speculative_config import SpecMethod as SpecMethod
+    from eagle_triton.speculative.speculative_config import SpeculativeConfig as SpeculativeConfig
+    from eagle_triton.speculative.speculative_config import VerifyStrategy as VerifyStrategy
+    from eagle_triton.speculative.statistics import RequestMetrics as RequestMetrics
     from eagle_triton.speculative.statistics import Statistics as Statistics
     from eagle_triton.speculative.statistics import calculate_acceptance_rate as calculate_acceptance_rate
     from eagle_triton.speculative.statistics import compute_tree_statistics as compute_tree_statistics
@@ -37,18 +43,24 @@ if TYPE_CHECKING:
     from eagle_triton.speculative.tree import verify_tree_greedy as verify_tree_greedy
 
 _HOMES = {
+    "AcceptPolicy": "eagle_triton.speculative.speculative_config",
     "Completion": "eagle_triton.speculative.session",
     "CostTable": "eagle_triton.speculative.costs",
     "EAGLEConfig": "eagle_triton.speculative.config",
     "EAGLEInference": "eagle_triton.speculative.inference",
+    "MTPStrategy": "eagle_triton.speculative.speculative_config",
+    "RequestMetrics": "eagle_triton.speculative.statistics",
     "SamplingParams": "eagle_triton.engine.sampling_params",
     "Session": "eagle_triton.speculative.session",
+    "SpecMethod": "eagle_triton.speculative.speculative_config",
+    "SpeculativeConfig": "eagle_triton.speculative.speculative_config",
     "Statistics": "eagle_triton.speculative.statistics",
     "StepInfo": "eagle_triton.speculative.session",
     "SuffixDecodingCache": "eagle_triton.speculative.suffix",
     "SuffixDecodingDraft": "eagle_triton.speculative.suffix",
     "TextStream": "eagle_triton.speculative.text",
     "TreeMaskMode": "eagle_triton.speculative.tree",
+    "VerifyStrategy": "eagle_triton.speculative.speculative_config",
     "build_tree_structure": "eagle_triton.speculative.tree",
     "calculate_acceptance_rate": "eagle_triton.speculative.statistics",
     "compute_tree_statistics": "eagle_triton.speculative.statistics",

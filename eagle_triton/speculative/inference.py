@@ -15,7 +15,7 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model_watch import ModelWatch
 from eagle_triton.engine.operations import choose_operations
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.models.checks import check_positions, check_prompt
+from eagle_triton.models.checks import check_positions, check_prompt, check_token_ids
 from eagle_triton.speculative import stages
 from eagle_triton.speculative.arguments import (
     ArgumentReader,
@@ -261,12 +261,18 @@ class EAGLEInference:
         """One pass of the draft: the topk likeliest next tokens.
 
         input_ids [bs, T] int64: the sequence, or with `past_key_values` what follows it. Returns (scores [bs, k]
-        float32, probabilities; token_ids [bs, k] int64; past_key_values for the next call).
+        float32, probabilities; token_ids [bs, k] int64; past_key_values for the next call). Raises TypeError or
+        ValueError for token ids that are no such tensor, outside the vocabulary, or not of the sequences before them.
         """
         self._check_ids(input_ids)
         if not isinstance(past_key_values, (stages.Prefix, type(None))):
             got = type(past_key_values).__name__
             raise TypeError(f"past_key_values must be what draft_step returned, or None, got {got}")
+        if past_key_values is not None and past_key_values.batch != len(input_ids):
+            raise ValueError(
+                f"input_ids: expected a row for each of the {past_key_values.batch} sequences of past_key_values, got "
+                f"{len(input_ids)}"
+            )
         with self.engine.running():
             return stages.draft_step(self.engine, self.config, input_ids, past_key_values)
 
@@ -275,8 +281,10 @@ class EAGLEInference:
 
         input_ids [bs, T] int64, verified_id [bs]: the token behind them, the root. Returns (draft_tokens [bs, N - 1],
         parent_list [bs, k (D - 1) + 1], top_scores_index [bs, N - 1]), int64, as `build_tree_structure` takes them.
+        Raises TypeError or ValueError for token ids that are no such tensors or outside the vocabulary.
         """
         self._check_ids(input_ids)
+        self._check_roots(verified_id, input_ids)
         with self.engine.running():
             return stages.generate_draft_tree(self.engine, self.config, input_ids, verified_id)
 
@@ -292,9 +300,12 @@ class EAGLEInference:
 
         Arguments as `generate_draft_tree` takes and gives them. Returns (accepted [bs, D + 1] int64: accepted drafts,
         then the target's own token, then -1; accept_length [bs] int32: drafts accepted; tree_stats: those of
-        `compute_tree_statistics`, and under "tree" the tuple of `build_tree_structure`).
+        `compute_tree_statistics`, and under "tree" the tuple of `build_tree_structure`). Raises TypeError or ValueError
+        for token ids that are no such tensors or outside the vocabulary, and for links that do not fit.
         """
         self._check_ids(input_ids)
+        self._check_roots(verified_id, input_ids)
+        check_token_ids("draft_tokens", draft_tokens, (len(input_ids), "N - 1"), self.pair.view.vocab_size)
         tree = (draft_tokens, verified_id, parent_list, top_scores_index)
         with self.engine.running():
             return stages.verify_drafts(self.engine, self.config, input_ids, *tree)
@@ -434,6 +445,9 @@ class EAGLEInference:
     def _check_ids(self, input_ids: Tensor) -> None:
         self.engine.check_model()
         check_prompt(input_ids, self.pair.view.vocab_size)
+
+    def _check_roots(self, verified_id: Tensor, input_ids: Tensor) -> None:
+        check_token_ids("verified_id", verified_id, (len(input_ids),), self.pair.view.vocab_size)
 
     def _pad_id(self) -> int:
         known = (self.pair.view.pad_token_id, getattr(self.tokenizer, "pad_token_id", None))

@@ -54,6 +54,11 @@ class Prefix:
             longer._take_in(min(total - longer.length, ROWS))
         return longer
 
+    @property
+    def batch(self) -> int:
+        """How many sequences there are."""
+        return len(self.state.tokens)
+
     def candidates(self) -> Candidates:
         """Draft as the engine does, and give all that was scored instead of the tree of the best."""
         draft = self.draft.beams if isinstance(self.draft, WrappedDraft) else self.draft

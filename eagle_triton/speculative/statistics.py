@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,23 @@ class NotMeasured(float):
         return "n/a"
 
     __str__ = __repr__
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """What became of a request's drafts, by the names that serving engines report.
+
+    avg_accept_len: tokens per verification, the target's own counted, as `tau`. The lists have an entry for each place
+    in a draft: accepted_tokens_per_head, how many steps accepted a token there (it never rises); accept_ratio_per_head,
+    the share of those steps that verified one there and had accepted all before it, 0.0 if there was none.
+    """
+
+    accepted_tokens: int
+    rejected_tokens: int
+    accept_ratio: float
+    avg_accept_len: float
+    accepted_tokens_per_head: list[int]
+    accept_ratio_per_head: list[float]
 
 
 class Statistics(Mapping[str, Any]):
@@ -175,10 +193,35 @@ class Statistics(Mapping[str, Any]):
         """By depth from 1: steps that verified a draft there, how many accepted it, and the share."""
         table = []
         for position in range(1, max(self.reached, default=0) + 1):
-            tried = self.reached[position]
-            accepted = sum(count for length, count in self.histogram.items() if length >= position)
+            tried, accepted = self.reached[position], self._accepted_at(position)
             table.append(dict(position=position, tried=tried, accepted=accepted, rate=accepted / tried))
         return table
+
+    def request_metrics(self, num_speculative_tokens: int) -> RequestMetrics:
+        """These counts for drafts of at most so many tokens, one below the other.
+
+        Raises ValueError if drafts went deeper than that.
+        """
+        deepest = max(self.reached, default=0)
+        if not deepest <= num_speculative_tokens:
+            raise ValueError(
+                f"num_speculative_tokens must be at least {deepest}, the depth of the drafts, got "
+                f"{num_speculative_tokens}"
+            )
+        heads = range(1, num_speculative_tokens + 1)
+        accepted, tried = [self._accepted_at(head) for head in heads], [self.reached[head] for head in heads]
+        return RequestMetrics(
+            accepted_tokens=self.accepted,
+            rejected_tokens=self.proposed - self.accepted,
+            accept_ratio=self.acceptance_rate,
+            avg_accept_len=self.tau,
+            accepted_tokens_per_head=accepted,
+            accept_ratio_per_head=[a / t if t else 0.0 for a, t in zip(accepted, tried, strict=True)],
+        )
+
+    def _accepted_at(self, position: int) -> int:
+        """Steps that accepted a draft of this depth."""
+        return sum(count for length, count in self.histogram.items() if length >= position)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values for JSON; what was not measured is None."""

@@ -18,7 +18,9 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
-from demo_corpus import (
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from tools.demo.corpus import (
     END_OF_TEXT_ID,
     held_out_prompts,
     is_held_out,
@@ -28,11 +30,10 @@ from demo_corpus import (
     windows,
     write_json,
 )
-from demo_recipe import STAGES, Recipe
-from demo_unroll import unroll
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from tools.demo.recipe import STAGES, Recipe
+from tools.demo.unroll import unroll
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def shape_config(recipe: Recipe) -> dict:
