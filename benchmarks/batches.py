@@ -70,6 +70,7 @@ def _case(
         {"variant": "tree", **case, "ms_per_step": row.ms, "nodes": row.nodes, "depth": row.depth} for row in timings
     ]
     policy = eagle.policy(batch)
+    assert policy is not None, "a checkpoint of this benchmark has a draft"
     runs: dict[str, list[dict[str, Any]]] = {"plain": [], "auto": []}
     for repeat in range(args.num_runs + 1):
         for name, chosen in (("plain", None), ("auto", policy)):
@@ -81,8 +82,10 @@ def _case(
 
 def _check(eagle: EAGLEInference, model: EaModel, batch: int, context: int) -> None:
     """Raise ValueError unless a batch gives the target's own tokens, with the largest tree and plainly."""
+    policy = eagle.policy(batch)
+    assert policy is not None, "a checkpoint of this benchmark has a draft"
     prompts = [prompt[0].to(model.device) for prompt in models.random_prompts(model, batch, context)]
-    for spec in (max(eagle.policy(batch).trees, key=lambda tree: tree.nodes), PLAIN):
+    for spec in (max(policy.trees, key=lambda tree: tree.nodes), PLAIN):
         with Batch(eagle.engine, batch, spec, context + CHECKED) as running, torch.no_grad():
             running.admit_all(Request(prompt, CHECKED) for prompt in prompts)
             while running.running:

@@ -48,8 +48,8 @@ class Request:
 class Progress:
     """What one step did for one request.
 
-    tokens: committed by it, none if its logits were NaN. tree: that was verified. accepted, proposed: drafts, also those
-    that a stop cut off.
+    tokens: committed by it, none if its logits were NaN. tree: the one that was verified. accepted, proposed: drafts,
+    also those that a stop cut off.
     finished: None while it goes on, then "stop", "length" or "error", with the reason in `error`.
     """
 

@@ -153,8 +153,8 @@ class DecodeState:
         )
         self.tree.parents[:, 0] = -1
         self.tree.ancestors[:, 0, 0] = 1
-        # what the host reads of a step, see update_sequence; behind the tokens their log-probabilities, float64, and how
-        # many drafts the tree had
+        # what the host reads of a step, see update_sequence; behind the tokens their log-probabilities, float64, and
+        # how many drafts the tree had
         self.report = zeros(REPORT_TOKENS + 2 * (spec.depth + 1) + 1, dtype=torch.int64)
         self.report[:, -1] = spec.drafts
         self.draft_tree_tensors: Any = (

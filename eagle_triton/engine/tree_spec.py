@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+MOST_NODES = 64  # of trees whose size nobody has asked for
+
 
 @dataclass(frozen=True)
 class TreeSpec:

@@ -115,12 +115,14 @@ def match_lengths(store: Tensor, context: Tensor, limit: int | None = None) -> T
     check_match_lengths(store, context, limit)
     longest = len(context) if limit is None else min(limit, len(context))
     lengths = torch.zeros_like(store)
-    positions = torch.arange(len(store), device=store.device)
     for m in range(1, longest + 1):
         token = context[-m]
-        positions = positions[positions >= m]
-        positions = positions[(store[positions - m] == token) & (token != END)]
-        if not len(positions):
+        if m == 1:
+            positions = (store[:-1] == token).nonzero()[:, 0] + 1
+        else:
+            positions = positions[positions >= m]
+            positions = positions[store[positions - m] == token]
+        if not len(positions) or token == END:
             break
         lengths[positions] = m
     return lengths
@@ -144,16 +146,21 @@ def suffix_draft(store: Tensor, context: Tensor, rules: SuffixRules | None = Non
     context = context[-rules.max_tree_depth :]
     limit = max(0, len(context) - 1) if rules.parity else len(context)
     lengths = match_lengths(store, context, limit)
-    ahead = store.masked_fill(torch.isin(store, store.new_tensor(rules.banned)), END)
-    if not rules.parity:
-        lengths = lengths.masked_fill(ahead == END, 0)  # nothing follows there
-    positions = _most_useful(lengths, rules)
+    positions = (lengths >= rules.min_match).nonzero()[:, 0]
+    ahead = positions[:, None] + torch.arange(rules.max_tree_depth, device=store.device)
+    ahead = store[ahead.clamp(max=len(store) - 1)]  # what follows each; the store ends with END
+    ahead = ahead.masked_fill(torch.isin(ahead, store.new_tensor(rules.banned)), END)
+    if not rules.parity:  # where nothing follows there is no match
+        followed = ahead[:, 0] != END
+        positions, ahead = positions[followed], ahead[followed]
+    kept = _most_useful(lengths[positions], rules)
+    lengths, rows = lengths[positions][kept], ahead[kept].tolist()
     best: list[_Node] = []
     score, match_len = Fraction(-1), 0
-    for m in range(max(lengths[positions].tolist(), default=0), rules.min_match - 1, -1):
+    for m in range(max(lengths.tolist(), default=0), rules.min_match - 1, -1):
         if min(rules.budget(m), rules.max_tree_depth - m) <= score:
             continue  # so few tokens cannot be worth more
-        nodes = _grow(ahead.tolist(), positions[lengths[positions] >= m].tolist(), m, rules)
+        nodes = _grow(rows, (lengths >= m).nonzero()[:, 0].tolist(), m, rules)
         if (total := sum((node.prob for node in nodes), Fraction(0))) > score:
             best, score, match_len = nodes, total, m
     return SuffixDraft(
@@ -162,16 +169,14 @@ def suffix_draft(store: Tensor, context: Tensor, rules: SuffixRules | None = Non
         probs=torch.tensor([float(node.prob) for node in best], dtype=torch.float32, device=store.device),
         score=float(max(score, Fraction(0))),
         match_len=match_len,
-        occurrences=int((lengths[positions] >= max(match_len, 1)).sum()),
+        occurrences=int((lengths >= max(match_len, 1)).sum()),
     )
 
 
 def _most_useful(lengths: Tensor, rules: SuffixRules) -> Tensor:
-    """Positions of the matches that count: of at least min_match tokens, the best `keep` of them, in order."""
-    positions = (lengths >= rules.min_match).nonzero()[:, 0]
-    latest_first = positions.flip(0)
-    order = lengths[latest_first].sort(descending=True, stable=True).indices
-    return latest_first[order][: rules.keep].sort().values
+    """Which matches of these lengths count, by place: the longest `keep` of them, of equal ones the later, in order."""
+    order = lengths.flip(0).sort(descending=True, stable=True).indices
+    return (len(lengths) - 1 - order)[: rules.keep].sort().values
 
 
 class _Node(NamedTuple):
@@ -180,8 +185,8 @@ class _Node(NamedTuple):
     prob: Fraction
 
 
-def _grow(ahead: list[int], occurrences: list[int], match: int, rules: SuffixRules) -> list[_Node]:
-    """The best continuations of a match, likeliest first. ahead: the store in which banned tokens are END."""
+def _grow(ahead: list[list[int]], occurrences: list[int], match: int, rules: SuffixRules) -> list[_Node]:
+    """The best continuations of a match, likeliest first. ahead: what follows each occurrence, banned tokens as END."""
     nodes: list[_Node] = []
     budget, levels = rules.budget(match), rules.max_tree_depth - match
     root = Fraction(-1), 0, 0, _Node(END, -1, Fraction(1)), occurrences
@@ -199,12 +204,12 @@ def _grow(ahead: list[int], occurrences: list[int], match: int, rules: SuffixRul
 
 
 def _children(
-    ahead: list[int], positions: list[int], level: int, prob: Fraction, rules: SuffixRules
+    ahead: list[list[int]], positions: list[int], level: int, prob: Fraction, rules: SuffixRules
 ) -> Iterator[tuple[int, Fraction, list[int]]]:
-    """Positions divided by their next token: the token, its probability, its positions. Only the best one of a path."""
+    """Occurrences divided by their next token: the token, its probability, its occurrences. Only the best of a path."""
     parts: dict[int, list[int]] = {}
     for position in positions:
-        parts.setdefault(ahead[position + level], []).append(position)
+        parts.setdefault(ahead[position][level], []).append(position)
     ended = parts.pop(END, [])
     whole = len(positions) - (0 if rules.parity else len(ended))
     children = list(parts.items())

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from eagle_triton.speculative.config import EAGLEConfig as EAGLEConfig
     from eagle_triton.speculative.costs import CostTable as CostTable
     from eagle_triton.speculative.inference import EAGLEInference as EAGLEInference
+    from eagle_triton.speculative.proposers import create_proposer as create_proposer
     from eagle_triton.speculative.session import Completion as Completion
     from eagle_triton.speculative.session import Session as Session
     from eagle_triton.speculative.session import StepInfo as StepInfo
@@ -63,6 +64,7 @@ _HOMES = {
     "VerifyStrategy": "eagle_triton.speculative.speculative_config",
     "build_tree_structure": "eagle_triton.speculative.tree",
     "calculate_acceptance_rate": "eagle_triton.speculative.statistics",
+    "create_proposer": "eagle_triton.speculative.proposers",
     "compute_tree_statistics": "eagle_triton.speculative.statistics",
     "estimated_speedup": "eagle_triton.speculative.statistics",
     "expand_beam": "eagle_triton.speculative.tokens",

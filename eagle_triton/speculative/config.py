@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from eagle_triton.engine.sampling_params import SamplingParams
-from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.engine.tree_spec import MOST_NODES, TreeSpec
 from eagle_triton.reference.integrators import TreeMaskMode
 from eagle_triton.reference.verification import MAX_CANDIDATE_LEN, Verification
 
+if TYPE_CHECKING:
+    from eagle_triton.speculative.speculative_config import SpeculativeConfig
+
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "seed")
 FILTERS = {"top_p": 1, "top_k": 0, "min_p": 0}  # off at these values; only sampled tokens are filtered
-MOST_NODES = 64  # num_draft_tokens=None: as many nodes as there are candidates, up to this
+TREE = ("topk", "num_steps", "num_draft_tokens")
+VERIFICATION = ("verify_strategy", "accept_policy", "verify_window", "max_candidate_len")
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ class EAGLEConfig:
     device: where the models must lie; a model given by its path is put there, None: on a GPU if there is one.
     dtype: of a model given by its path, None: float32 on a CPU, else what its checkpoint says. verbose: log each step.
     verify_strategy, accept_policy, verify_window, max_candidate_len: how drafts are judged, see `Verification`.
+    suffix_drafts: tokens that may be drafted from text that occurred before, in the request or in former outputs, in
+    one tree with the draft's, or alone where there is no draft; 0: none. suffix_ring: tokens of former outputs that
+    are kept for that, 4 bytes each; 0: none.
+    speculative: a method with options of its own, in place of the shape of the tree, suffix_drafts and how drafts are
+    judged.
     """
 
     topk: int = 4
@@ -57,6 +66,9 @@ class EAGLEConfig:
     accept_policy: str = "normal"
     verify_window: int = 0
     max_candidate_len: int = MAX_CANDIDATE_LEN
+    suffix_drafts: int = 0
+    suffix_ring: int = 1 << 20
+    speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("topk", "num_steps", "slots"):
@@ -82,11 +94,23 @@ class EAGLEConfig:
         if self.device is not None:
             object.__setattr__(self, "device", torch.device(self.device))
         check_filters(self.sampling(), {name: getattr(self, name) for name in FILTERS})
+        self._check_speculative()
         _ = self.verification  # checks its options
+        for name in ("suffix_drafts", "suffix_ring"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+        if not 0 <= self.suffix_drafts < MOST_NODES:
+            raise ValueError(f"suffix_drafts must lie in 0..{MOST_NODES - 1}, got {self.suffix_drafts}")
+        if self.suffix_ring < 0 or self.suffix_ring == 1:
+            raise ValueError(f"suffix_ring must be 0 or at least 2 tokens, got {self.suffix_ring}")
 
     @property
     def verification(self) -> Verification:
         """How drafts are judged."""
+        if (options := self.speculative) is not None:
+            names = (str(options.verify_strategy), str(options.accept_policy))
+            return Verification(*names, options.verify_window, options.max_candidate_len)
         return Verification(self.verify_strategy, self.accept_policy, self.verify_window, self.max_candidate_len)
 
     @property
@@ -103,10 +127,25 @@ class EAGLEConfig:
 
     def tree(self, nodes: int | None = None) -> TreeSpec:
         """The tree with `nodes` nodes (default: the configured one), no deeper nor wider than so many nodes can be."""
+        if self.speculative is not None:
+            return TreeSpec.chain(max(self.speculative.num_speculative_tokens, 1))
         nodes = self.nodes if nodes is None else nodes
         if nodes == self.nodes and self.num_draft_tokens != "auto":
             return TreeSpec.dynamic(nodes, self.num_steps - 1, self.topk)
         return TreeSpec.dynamic(nodes, min(self.num_steps, nodes - 1) - 1, min(self.topk, nodes - 1))
+
+    def _check_speculative(self) -> None:
+        from eagle_triton.speculative.speculative_config import SpeculativeConfig  # which asks this package's others
+
+        if self.speculative is None:
+            return
+        if not isinstance(self.speculative, SpeculativeConfig):
+            raise TypeError(f"speculative must be a SpeculativeConfig or None, got {self.speculative!r:.60}")
+        self.speculative.check_slots(self.slots)
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in (*TREE, *VERIFICATION, "suffix_drafts"):
+            if getattr(self, name) != defaults[name]:
+                raise ValueError(f"{name}={getattr(self, name)!r} is the matter of speculative, which was given too")
 
     def sampling(self, **changes: Any) -> SamplingParams:
         """How to choose tokens, with some options changed (None: as configured).

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from eagle_triton.engine.drafts.hybrid import HybridDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model_watch import ModelWatch
 from eagle_triton.engine.operations import choose_operations
@@ -31,6 +32,7 @@ from eagle_triton.speculative.costs import CostTable, StepCosts, pass_cost
 from eagle_triton.speculative.pair import read_pair
 from eagle_triton.speculative.policy import TreePolicy, tree_sizes
 from eagle_triton.speculative.session import Piece, Results, Session, StepInfo
+from eagle_triton.speculative.speculative_config import SpeculativeConfig
 from eagle_triton.speculative.statistics import Statistics
 from eagle_triton.speculative.timing import Stopwatch, measure_costs
 
@@ -54,7 +56,7 @@ class EAGLEInference:
         self,
         draft_model: Any,
         target_model: Any,
-        config: EAGLEConfig | None = None,
+        config: EAGLEConfig | SpeculativeConfig | None = None,
         device: str | torch.device | None = None,
         *,
         tokenizer: Any | None = None,
@@ -62,16 +64,20 @@ class EAGLEInference:
         cuda_graph: bool | None = None,
         costs: Sequence[CostTable] | None = None,
     ) -> None:
-        """draft_model: an EAGLE head, an EaModel for its head, a causal language model with the target's vocabulary,
-        or None for the head of the target. target_model: an EaModel, a Hugging Face causal language model, or the path
-        of one. device: goes before config.device. tokenizer: for prompts and output as text; None takes the target's.
+        """draft_model: an EAGLE head, an EaModel for its head, a causal language model with the target's vocabulary;
+        None for the head of the target, or where the configuration drafts without a model. target_model: an EaModel, a
+        Hugging Face causal language model, or the path of one. config: a `SpeculativeConfig` is short for an
+        EAGLEConfig with it as `speculative`. device: goes before config.device. tokenizer: for prompts and output as
+        text; None takes the target's.
         kernels, cuda_graph: as for `EagleTritonConfig`. costs: cost tables to consult, None: those of the package.
 
         Nothing of the models is changed. Raises ValueError (and UnsupportedModelError, which is one) for models that
         are not known, do not fit, or lie elsewhere.
         """
+        if isinstance(config, SpeculativeConfig):
+            config = EAGLEConfig(speculative=config)
         if not isinstance(config, (EAGLEConfig, type(None))):
-            raise TypeError(f"config must be an EAGLEConfig, got {type(config).__name__}")
+            raise TypeError(f"config must be an EAGLEConfig or a SpeculativeConfig, got {type(config).__name__}")
         self.config = config or EAGLEConfig()
         wanted = device if device is not None else self.config.device
         wanted = None if wanted is None else torch.device(wanted)
@@ -327,8 +333,11 @@ class EAGLEInference:
         self._policies.clear()
         return self._table
 
-    def policy(self, slots: int) -> TreePolicy:
-        """The policy for batches of so many slots; what it has learnt stays for the next call."""
+    def policy(self, slots: int) -> TreePolicy | None:
+        """The policy for batches of so many slots, None where nothing is drafted; what it has learnt stays for the
+        next call."""
+        if self.pair.draft is None:
+            return None
         if slots not in self._policies:
             cost, trees = pass_cost(self.pair.view, self.pair.draft), self._trees()
             usual = TreePolicy(trees, StepCosts(self.config.slots, cost, self._table))
@@ -400,7 +409,7 @@ class EAGLEInference:
         results.completions = [completions[index] for index in range(len(calls))]
         return results
 
-    def _stream(self, calls: Sequence[Call], policy: TreePolicy, logprobs: bool) -> Iterator[Piece]:
+    def _stream(self, calls: Sequence[Call], policy: TreePolicy | None, logprobs: bool) -> Iterator[Piece]:
         with self._open(calls, policy, logprobs) as session:
             for call in calls:
                 session.enqueue(call)
@@ -436,11 +445,18 @@ class EAGLEInference:
 
     def _trees(self) -> list[TreeSpec]:
         """What the policy may choose from."""
-        if not self.pair.draft.any_tree:
-            return [self.pair.draft.read_tree()]
-        if self.config.num_draft_tokens != "auto":
-            return [self.config.tree()]
-        return [self.config.tree(nodes) for nodes in tree_sizes(self.config.nodes)]
+        draft = self.pair.draft
+        if draft is None:
+            return []
+        if not draft.any_tree:
+            return [draft.read_tree()]
+        trees = [self.config.tree()]
+        if self.config.num_draft_tokens == "auto":
+            trees = [self.config.tree(nodes) for nodes in tree_sizes(self.config.nodes)]
+        if isinstance(draft, HybridDraft):
+            places = draft.source.places
+            return [*(tree.with_grafts(places) for tree in trees), *trees, TreeSpec.repeats(places)]
+        return trees
 
     def _check_ids(self, input_ids: Tensor) -> None:
         self.engine.check_model()

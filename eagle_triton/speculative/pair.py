@@ -21,6 +21,8 @@ from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.loading import load_target, load_tokenizer, locate, read_target_config
 from eagle_triton.speculative.config import EAGLEConfig
+from eagle_triton.speculative.proposers import needs_model, propose_with
+from eagle_triton.speculative.speculative_config import SpecMethod
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Pair:
     target_model: Any
     draft_model: Any
     view: ModelView
-    draft: Draft
+    draft: Draft | None  # None: nothing is drafted
     tokenizer: Any | None
     stop_ids: frozenset[int]
     max_positions: int | None  # the most tokens of a sequence that the target was made for
@@ -54,24 +56,32 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     target_model: an EaModel of any family, a Hugging Face causal language model, or the path or hub id of one ("demo":
     the checkpoint of this package). draft_model: None for the head of a target that is an EaModel, an EaModel whose
     head is meant, a draft head, a causal language model with the target's vocabulary, a `Draft` of one's own, or,
-    beside a target's path, that of an EAGLE-3 head. device: where the models must lie, None: wherever they do. Raises
-    UnsupportedModelError for what is not known, ValueError for a draft that does not fit or models that lie elsewhere.
+    beside a target's path, that of an EAGLE-3 head. What is configured to draft without a model needs none. device:
+    where the models must lie, None: wherever they do. Raises UnsupportedModelError for what is not known, ValueError
+    for a draft that does not fit or models that lie elsewhere.
     """
+    draft_model = _configured_head(draft_model, config)
     target, tokenizer = _load_target(draft_model, target_model, config, device)
+    draft_model = _configured_model(draft_model, target, config)
     check_readable(target, "target_model")
     family = _family(target)
     base = target if family is None else target.base_model
     if isinstance(draft_model, (str, Path)) or draft_model is None:
         draft_model = getattr(target, "ea_layer", None)
-    if draft_model is None:
+    if config.speculative is not None and not needs_model(config):
+        draft_model = None
+    elif draft_model is None and needs_model(config):
         _ = read_causal_lm(base, root="target_model")  # a target that no draft could help is called that
         raise UnsupportedModelError(
             "draft_model: a target without a head needs one: an EAGLE head, or a causal language model with its "
             "vocabulary"
         )
     view: ModelView
-    draft: Draft
-    if isinstance(draft_model, Draft):
+    draft: Draft | None
+    if draft_model is None:
+        view = read_causal_lm(base, root="target_model") if family is None else family.read(target)[0]
+        draft = None
+    elif isinstance(draft_model, Draft):
         view = read_causal_lm(base, root="target_model") if family is None else family.read(target)[0]
         draft = draft_model
     elif family is not None and (draft_model is target or draft_model is target.ea_layer):
@@ -83,10 +93,36 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
         view = read_causal_lm(base, root="target_model")
         draft = draft_from_causal_lm(draft_model, view, config.tree, root="draft_model")
     _check_places(view, draft, device)
-    if draft.vocabulary is not None and config.topk > draft.vocabulary:
-        raise ValueError(f"topk must not pass the draft's vocabulary ({draft.vocabulary}), got {config.topk}")
+    vocabulary = None if draft is None else draft.vocabulary
+    if config.speculative is None and vocabulary is not None and config.topk > vocabulary:
+        raise ValueError(f"topk must not pass the draft's vocabulary ({vocabulary}), got {config.topk}")
     stop_ids, positions = _stop_ids(tokenizer, view), max_positions(base)
+    draft = propose_with(config, view, draft)
     return Pair(target, draft_model, view, draft, tokenizer, stop_ids, positions)
+
+
+def _configured_head(draft_model: Any, config: EAGLEConfig) -> Any:
+    """The draft that was given, or the head whose path the configuration has."""
+    options = config.speculative
+    if options is None:
+        return draft_model
+    if draft_model is not None and not needs_model(config):
+        raise ValueError(
+            f"draft_model: method {options.method} drafts without a model; for one tree of both leave speculative out "
+            "and set suffix_drafts"
+        )
+    if draft_model is not None and options.model is not None:
+        raise ValueError(f"draft_model was given, and model={options.model!r} in the configuration too")
+    return draft_model if options.model is None or options.method is SpecMethod.DRAFT_MODEL else options.model
+
+
+def _configured_model(draft_model: Any, target: nn.Module, config: EAGLEConfig) -> Any:
+    """The draft that was given, or the language model whose path the configuration has, as its target lies."""
+    options = config.speculative
+    if options is None or options.model is None or options.method is not SpecMethod.DRAFT_MODEL:
+        return draft_model
+    beside = next(target.parameters())
+    return load_target(options.model, dtype=beside.dtype).to(beside.device)
 
 
 def _load_target(
@@ -104,13 +140,19 @@ def _load_target(
     path = str(target_model)
     where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = config.dtype or (torch.float32 if where.type == "cpu" else _stored_dtype(path, draft_model))
-    if draft_model is None or isinstance(draft_model, (str, Path)):
+    if isinstance(draft_model, (str, Path)) or (draft_model is None and _of_head(config)):
         model = EaModel.from_pretrained(path, None if draft_model is None else str(draft_model), dtype=dtype)
         return model.to(where), model.tokenizer
     if path == "demo":
         path, _, _ = locate(path, None, True)
     read_target_config(path)
     return load_target(path, dtype=dtype).to(where), load_tokenizer(path)
+
+
+def _of_head(config: EAGLEConfig) -> bool:
+    """Whether a target that is given alone brings a head."""
+    options = config.speculative
+    return needs_model(config) and (options is None or options.method is not SpecMethod.DRAFT_MODEL)
 
 
 def _stored_dtype(path: str, draft_model: Any) -> torch.dtype:
@@ -126,7 +168,7 @@ def _family(model: Any) -> Any | None:
     return next((adapter for adapter, _ in FAMILIES if adapter.recognise(model)), None)
 
 
-def _check_places(view: ModelView, draft: Draft, device: torch.device | None) -> None:
+def _check_places(view: ModelView, draft: Draft | None, device: torch.device | None) -> None:
     if isinstance(draft, BeamDraft) and draft.embedding.device != view.device:
         raise ValueError(f"draft_model lies on {draft.embedding.device}, target_model on {view.device}")
     if device is not None and (device.type != view.device.type or device.index not in (None, view.device.index)):

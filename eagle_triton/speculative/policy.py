@@ -3,6 +3,7 @@
 Cost is measured as steps run (costs.py). Acceptance is measured for the tree in use; for one that was not tried it is
 guessed: a level of w nodes is missed with a probability that its width lowers, miss = (1 - r)^(w^0.3), which turns 0.6
 for a chain into about 0.81 for seven or eight nodes a level. A guess that was wrong is corrected by trying the tree.
+What one source of drafts accepts says little of another (a model, text that occurred before, both): each is tried.
 """
 
 from __future__ import annotations
@@ -148,6 +149,10 @@ class TreePolicy:
     def _decide(self) -> None:
         if self._since >= FORGET:
             self._seen = {spec: seen for spec, seen in self._seen.items() if spec == self.spec}
+        tried = {_sources(spec) for spec in self._seen}
+        if untried := [tree for tree in self.trees if _sources(tree) not in tried]:
+            self._change(max(untried, key=self.rate))  # what one source accepts says little of another
+            return
         if self.fallback and self.costs.measured(PLAIN) is None and self.rate(self.spec) < CLEAR * self.rate(PLAIN):
             self._pause, self._checking = CHECK, True
             self._change(PLAIN)
@@ -176,7 +181,8 @@ class TreePolicy:
 
     def _change(self, spec: TreeSpec) -> None:
         def name(tree: TreeSpec) -> str:
-            return f"{tree.nodes} nodes" if tree.drafts else "plain"
+            sources = {(True, True): " of both", (False, True): " of repetition"}.get(_sources(tree), "")
+            return f"{tree.nodes} nodes{sources}" if tree.drafts else "plain"
 
         def facts(tree: TreeSpec) -> str:
             return f"{name(tree)}: {self.emitted(tree):.2f} tokens, {self.costs.ms(tree):.3g} ms"
@@ -197,4 +203,9 @@ def _widened(rate: float, factor: float) -> float:
 
 
 def _width(spec: TreeSpec) -> float:
-    return spec.drafts / spec.depth
+    return spec.drafts / (spec.beam_levels or spec.depth)
+
+
+def _sources(spec: TreeSpec) -> tuple[bool, bool]:
+    """Whether a model drafts, and whether text that occurred before does."""
+    return spec.top_k > 0, spec.grafts > 0

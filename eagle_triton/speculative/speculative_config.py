@@ -13,9 +13,9 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any, NoReturn, get_args
 
+from eagle_triton.engine.tree_spec import MOST_NODES
 from eagle_triton.reference.suffix_match import Match
 from eagle_triton.speculative.arguments import check_switches, integer
-from eagle_triton.speculative.config import MOST_NODES
 
 __all__ = ["MAX_SLOTS", "AcceptPolicy", "MTPStrategy", "SpecMethod", "SpeculativeConfig", "VerifyStrategy"]
 

@@ -1,0 +1,106 @@
+"""From a configuration to the draft that it describes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.drafts.hybrid import ContinuedDraft, HybridDraft
+from eagle_triton.engine.drafts.repeats import NgramSource, OutputRing, RepeatDraft, SuffixSource
+from eagle_triton.reference.suffix_match import SuffixRules
+from eagle_triton.speculative.config import EAGLEConfig
+from eagle_triton.speculative.speculative_config import SpecMethod, SpeculativeConfig
+
+if TYPE_CHECKING:
+    from eagle_triton.engine.model import ModelView
+
+WITHOUT_MODEL = (None, SpecMethod.NAIVE, SpecMethod.NGRAM, SpecMethod.SUFFIX)
+MIN_MATCH, KEEP = 2, 128  # matches of one token are worth little; so many matches are counted
+
+
+def create_proposer(
+    config: SpeculativeConfig,
+    target_model: Any,
+    draft_model: Any = None,
+    *,
+    device: str | torch.device | None = None,
+) -> Draft | None:
+    """The draft that a configuration describes, for `EAGLEInference(draft, target_model)`; None for naive.
+
+    target_model and draft_model as `EAGLEInference` takes them; device: where they must lie. Raises as it does.
+    """
+    from eagle_triton.speculative.pair import read_pair  # which asks this module
+
+    if not isinstance(config, SpeculativeConfig):
+        raise TypeError(f"config must be a SpeculativeConfig, got {type(config).__name__}")
+    where = None if device is None else torch.device(device)
+    return read_pair(draft_model, target_model, EAGLEConfig(speculative=config), where).draft
+
+
+def needs_model(config: EAGLEConfig) -> bool:
+    """Whether drafts come of a model, a head or a language model. Raises ValueError for a method that is not there
+    yet."""
+    if config.speculative is None:
+        return not config.suffix_drafts
+    if config.speculative.method is SpecMethod.MTP:
+        raise ValueError(
+            "method mtp: no target with a multi-token-prediction layer is known yet; the methods are naive, ngram, "
+            "suffix, eagle and draft_model, and hybrid with a draft_model"
+        )
+    return config.speculative.method not in WITHOUT_MODEL
+
+
+def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> Draft | None:
+    """The draft of a configuration, `model` being what is drafted with beside repetition, if anything."""
+    options = config.speculative
+    if options is None:
+        if not config.suffix_drafts:
+            return model
+        ring = OutputRing(config.suffix_ring, view.device) if config.suffix_ring else None
+        source = SuffixSource(config.suffix_drafts, SuffixRules(min_match=MIN_MATCH, keep=KEEP), ring)
+        return RepeatDraft(source) if model is None else HybridDraft(_beams(model, "suffix_drafts"), source)
+    if options.method in (SpecMethod.EAGLE, SpecMethod.DRAFT_MODEL):
+        return model
+    if options.method is SpecMethod.SUFFIX:
+        return RepeatDraft(_suffix_source(options, config.suffix_ring, view.device))
+    if options.method is SpecMethod.NGRAM:
+        return RepeatDraft(_ngram_source(options, options.num_speculative_tokens, 1))
+    if options.method is SpecMethod.HYBRID:
+        return _continued(options, _beams(model, "method hybrid"))
+    return None
+
+
+def _beams(model: Draft | None, option: str) -> BeamDraft:
+    if not isinstance(model, BeamDraft):
+        raise ValueError(
+            f"{option} needs a draft that scores candidates, a head or a language model, got {type(model).__name__}"
+        )
+    return model
+
+
+def _suffix_source(options: SpeculativeConfig, ring_tokens: int, device: torch.device) -> SuffixSource:
+    rules = SuffixRules(
+        max_tree_depth=options.suffix_decoding_max_tree_depth,
+        max_spec_factor=options.suffix_decoding_max_spec_factor,
+        min_token_prob=options.suffix_decoding_min_token_prob,
+        banned=tuple(options.ban_tokens),
+        min_match=MIN_MATCH,
+        keep=KEEP,
+    )
+    most = options.suffix_decoding_max_cached_requests
+    ring = OutputRing(ring_tokens, device, None if most < 0 else most) if most and ring_tokens else None
+    return SuffixSource(options.num_speculative_tokens, rules, ring)
+
+
+def _ngram_source(options: SpeculativeConfig, places: int, least: int) -> NgramSource:
+    return NgramSource(places, options.max_ngram_size, least, options.match, options.joined)  # type: ignore[arg-type]
+
+
+def _continued(options: SpeculativeConfig, model: BeamDraft) -> Draft:
+    behind = options.num_speculative_tokens - options.num_model_steps
+    if not behind:
+        return model
+    return ContinuedDraft(model, _ngram_source(options, behind, options.min_ngram_size), options.num_model_steps)

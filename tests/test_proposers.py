@@ -1,0 +1,183 @@
+"""Methods of drafting by configuration: what each becomes, that the text is the target's own, and what is refused."""
+
+import pytest
+import torch
+
+from eagle_triton import EAGLEConfig, EAGLEInference
+from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.drafts.hybrid import ContinuedDraft, HybridDraft
+from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft, SuffixSource
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.speculative import SpeculativeConfig, create_proposer
+from tests.tiny import random_prompt, tiny_model
+
+VOCABULARY = 8  # so few tokens that greedy decoding soon repeats itself
+PROMPTS = [random_prompt(length, vocab=VOCABULARY)[0] for length in (9, 1, 30)]
+LIMITS = [30, 40, 25]
+METHODS = {
+    "naive": {},
+    "ngram": {"num_speculative_tokens": 4},
+    "suffix": {"num_speculative_tokens": 7},
+    "hybrid": {"num_speculative_tokens": 4, "num_model_steps": 2},
+    "eagle": {"num_speculative_tokens": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(layers=5, vocab=VOCABULARY, seed=1, total_token=12, depth=3, top_k=3)
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return [model.generate(p[None], max_new_tokens=n)[0] for p, n in zip(PROMPTS, LIMITS, strict=True)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("slots", [1, 3])
+def test_every_method_gives_the_targets_own_text(model, plain, method, slots):
+    options = SpeculativeConfig(method=method, **METHODS[method])
+    eagle = EAGLEInference(None, model, EAGLEConfig(speculative=options, slots=slots, fallback=False))
+    rows, stats = eagle.generate(PROMPTS, LIMITS, stop_token_ids=())
+    assert all(torch.equal(row, want) for row, want in zip(rows, plain, strict=True))
+    if method == "naive":
+        assert stats.proposed == 0 and stats.steps == sum(LIMITS)
+        return
+    assert stats.accepted > 0 and stats.proposed < options.num_speculative_tokens * stats.steps + 1
+    for completion in stats.completions:
+        metrics = completion.statistics.request_metrics(options.num_speculative_tokens)
+        heads = metrics.accepted_tokens_per_head
+        assert len(heads) == options.num_speculative_tokens and sorted(heads, reverse=True) == heads
+        assert sum(heads) == metrics.accepted_tokens
+
+
+def test_places_where_nothing_was_found_are_no_proposals(model):
+    eagle = EAGLEInference(None, model, SpeculativeConfig(method="suffix", num_speculative_tokens=7))
+    _, stats = eagle.generate([torch.arange(VOCABULARY)], 2)  # nothing has occurred twice
+    assert stats.proposed == 0 and stats.plain_steps == stats.steps
+
+
+def test_256_slots(model, plain):
+    prompts = [PROMPTS[index % 3] for index in range(300)]
+    options = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
+    eagle = EAGLEInference(None, model, EAGLEConfig(speculative=options, slots=256, fallback=False))
+    rows, stats = eagle.generate(prompts, 6, stop_token_ids=())
+    for index, row in enumerate(rows):
+        assert torch.equal(row, plain[index % 3][: len(row)]) and len(row) == len(prompts[index]) + 6
+    assert stats.accepted > 0
+
+
+def test_a_target_of_its_own_needs_no_head(model, plain):
+    for config in (SpeculativeConfig(method="suffix", num_speculative_tokens=6), EAGLEConfig(suffix_drafts=6)):
+        eagle = EAGLEInference(None, model.base_model, config)
+        assert isinstance(eagle.pair.draft, RepeatDraft)
+        (row,), stats = eagle.generate(PROMPTS[:1], LIMITS[0], stop_token_ids=())
+        assert torch.equal(row, plain[0]) and stats.accepted
+
+
+def test_a_head_and_repetition_in_one_tree(model, plain):
+    eagle = EAGLEInference(None, model, EAGLEConfig(suffix_drafts=6, topk=3, num_steps=3, num_draft_tokens=12))
+    draft, policy = eagle.pair.draft, eagle.policy(1)
+    assert isinstance(draft, HybridDraft) and isinstance(draft.source, SuffixSource)
+    head = eagle.config.tree()
+    assert policy.trees == (head.with_grafts(6), head, TreeSpec.repeats(6))
+    for _ in range(2):
+        rows, stats = eagle.generate(PROMPTS, LIMITS, stop_token_ids=())
+        assert all(torch.equal(row, want) for row, want in zip(rows, plain, strict=True)) and stats.accepted
+    assert set(policy._seen) > {policy.trees[0]}, "another source was never tried"
+    scores, ids, _ = eagle.draft_step(PROMPTS[0][None])  # the head's own
+    assert scores.shape == ids.shape == (1, 3)
+
+
+def test_what_a_configuration_becomes(model):
+    def proposer(**options):
+        return create_proposer(SpeculativeConfig(**options), model)
+
+    assert proposer(method="naive") is None and proposer() is None
+    draft = proposer(
+        method="suffix", num_speculative_tokens=9, suffix_decoding_max_tree_depth=20, ban_tokens=[5, 3],
+        suffix_decoding_max_spec_factor=2.0, suffix_decoding_min_token_prob=0.3, suffix_decoding_max_cached_requests=7,
+    )  # fmt: skip
+    rules = draft.source.rules
+    assert (draft.source.places, draft.source.ring.most_outputs) == (9, 7)
+    assert (rules.max_tree_depth, rules.max_spec_factor, rules.min_token_prob, rules.banned) == (20, 2.0, 0.3, (3, 5))
+    assert proposer(method="suffix", suffix_decoding_max_cached_requests=0).source.ring is None
+    assert proposer(method="suffix").source.ring.most_outputs is None
+    source = proposer(method="ngram_match", num_speculative_tokens=5, max_ngram_size=4, match="latest").source
+    assert isinstance(source, NgramSource)
+    assert (source.places, source.max_ngram, source.min_ngram, source.match) == (5, 4, 1, "latest")
+    chain = proposer(method="hybrid", num_speculative_tokens=5, num_model_steps=2, min_ngram_size=3)
+    assert isinstance(chain, ContinuedDraft) and (chain.chain, chain.source.places, chain.source.min_ngram) == (2, 3, 3)
+    assert chain.read_tree().depth == 5
+    assert isinstance(proposer(method="hybrid", num_speculative_tokens=2, num_model_steps=2), BeamDraft)
+    assert isinstance(proposer(method="eagle"), BeamDraft)
+    with pytest.raises(TypeError, match="must be a SpeculativeConfig"):
+        create_proposer("suffix", model)
+
+
+def test_drafts_of_a_proposer_are_taken(model, plain):
+    draft = create_proposer(SpeculativeConfig(method="suffix", num_speculative_tokens=5), model)
+    (row,), stats = EAGLEInference(draft, model).generate(PROMPTS[:1], LIMITS[0], stop_token_ids=())
+    assert torch.equal(row, plain[0]) and stats.accepted
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "target_match", "rejection", "topp"])
+def test_verification_is_that_of_the_configuration(model, strategy):
+    options = SpeculativeConfig(method="suffix", num_speculative_tokens=5, verify_strategy=strategy)
+    eagle = EAGLEInference(None, model, options)
+    assert eagle.config.verification.verify_strategy == strategy
+    _, stats = eagle.generate(PROMPTS, 9, temperature=1.0, seed=1)
+    assert stats.lossless == (strategy != "topp")
+
+
+@pytest.mark.parametrize(
+    "draft, options, error, message",
+    [
+        (None, {"speculative": SpeculativeConfig(method="mtp")}, ValueError, "multi-token-prediction"),
+        ("model", {"speculative": SpeculativeConfig(method="suffix")}, ValueError, "drafts without a model"),
+        (
+            None,
+            {"speculative": SpeculativeConfig(method="suffix"), "slots": 257},
+            ValueError,
+            "slots must lie in 1..256",
+        ),
+        (None, {"speculative": SpeculativeConfig(method="suffix"), "topk": 7}, ValueError, "topk=7 is the matter of"),
+        (
+            None,
+            {"speculative": SpeculativeConfig(), "suffix_drafts": 7},
+            ValueError,
+            "suffix_drafts=7 is the matter of",
+        ),
+        (None, {"speculative": "suffix"}, TypeError, "speculative must be a SpeculativeConfig"),
+        (None, {"suffix_drafts": -1}, ValueError, "suffix_drafts must lie in 0..63"),
+        (None, {"suffix_drafts": 64}, ValueError, "suffix_drafts must lie in 0..63"),
+        (None, {"suffix_drafts": True}, TypeError, "suffix_drafts must be an integer"),
+        (None, {"suffix_ring": -2}, ValueError, "suffix_ring must be 0 or at least 2"),
+        (
+            "model",
+            {"speculative": SpeculativeConfig(method="eagle", model="somewhere")},
+            ValueError,
+            "draft_model was given, and model='somewhere'",
+        ),
+        (
+            "base",
+            {"speculative": SpeculativeConfig(method="draft_model", model="no such place")},
+            (OSError, FileNotFoundError),
+            "no such place",
+        ),
+        ("base", {"speculative": SpeculativeConfig(method="eagle")}, ValueError, "a target without a head needs one"),
+        (RepeatDraft(NgramSource(3)), {"suffix_drafts": 3}, ValueError, "suffix_drafts needs a draft that scores"),
+    ],
+)
+def test_what_contradicts_is_refused_before_anything_is_lost(model, draft, options, error, message):
+    target = model.base_model if draft == "base" else model
+    with pytest.raises(error, match=message):
+        EAGLEInference({"model": model, "base": None}.get(draft, draft) if isinstance(draft, str) else draft, target,
+                       EAGLEConfig(**options))  # fmt: skip
+    assert not [name for name in vars(target) if "eagle_triton" in name]
+
+
+def test_an_empty_prompt_is_refused(model):
+    eagle = EAGLEInference(None, model, SpeculativeConfig(method="suffix"))
+    with pytest.raises(ValueError, match="empty|at least one token"):
+        eagle.generate([torch.zeros(0, dtype=torch.int64)], 5)
