@@ -43,7 +43,7 @@ def fix_acceptance(operations: Operations, mean: float) -> Operations:
 
         return call
 
-    for name in ("verify_greedy", "verify_sampling"):
+    for name in ("verify_greedy", "verify_sampling", "verify_target_match", "verify_topp"):
         setattr(operations, name, fixed(getattr(operations, name)))
     return operations
 

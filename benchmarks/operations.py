@@ -404,19 +404,27 @@ def verification_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterato
     def greedy(verify: Callable[..., Any]) -> Callable[..., Any]:
         return lambda logits, tokens: verify(logits, tokens, parents, DEPTH)
 
-    def sampled(verify: Callable[..., Any]) -> Callable[..., Any]:
-        def one(value: float, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([value], dtype=dtype, device=random.device)
+    def one(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([value], dtype=dtype, device=random.device)
 
-        params = sampling.SamplingTensors(
-            temperature=one(1.0, torch.float32),
-            top_k=one(0, torch.int32),
-            top_p=one(0.9, torch.float32),
-            min_p=one(0.0, torch.float32),
-            seed=one(1, torch.int64),
-            step=one(1, torch.int64),
-        )
+    params = sampling.SamplingTensors(
+        temperature=one(1.0, torch.float32),
+        top_k=one(0, torch.int32),
+        top_p=one(0.9, torch.float32),
+        min_p=one(0.0, torch.float32),
+        seed=one(1, torch.int64),
+        step=one(1, torch.int64),
+    )
+
+    def sampled(verify: Callable[..., Any]) -> Callable[..., Any]:
         return lambda logits, tokens: verify(logits, tokens, parents, DEPTH, params, True)
+
+    lengths, depths = one(1000, torch.int32), torch.zeros_like(parents)
+    for node in range(1, NODES):
+        depths[:, node] = depths[:, int(parents[0, node])] + 1
+
+    def matched(verify: Callable[..., Any], filtered: bool) -> Callable[..., Any]:
+        return lambda logits, tokens: verify(logits, tokens, parents, DEPTH, params, lengths, depths, True, filtered)
 
     moved = NODES * vocab * element
     name = f"from logits [{NODES}, {vocab}]"
@@ -442,6 +450,17 @@ def verification_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterato
         moved,
         40,
     )
+    for filters, filtered, aim in (("top-p 0.9", True, 55), ("no filter", False, 25)):
+        reference = matched(verification.verify_target_match, filtered)
+        yield Case(
+            "verification",
+            f"target match, {filters}, {name}",
+            make,
+            reference,
+            [Provider("torch", reference), _ours(ops, matched(ops.verify_target_match, filtered))],
+            moved,
+            aim,
+        )
 
 
 def _path(parents: list[int]) -> list[int]:

@@ -1,7 +1,8 @@
 """Growing a draft tree: log-softmax with top-k, beam expansion, re-rank and build. verification.py judges it.
 
 All that tree decoding takes is found here: `topk`, `expand_beam`, `build_tree` (tokens, parents and ancestor masks),
-and from verification.py `verify_greedy`, `verify_sampling` and `update_sequence`.
+and from verification.py `verify_greedy`, `verify_sampling`, `verify_target_match`, `verify_topp`, `first_path` and
+`update_sequence`.
 
 Selection never sorts. `topk` and `expand_beam` take the best k times and strike it out. Value and place are one int64
 (the float's bits as an ordered int32, then the index, falling), so each time is one integer reduction. `build_tree`
@@ -30,9 +31,26 @@ from torch import Tensor
 from eagle_triton.reference import tree_decoding as reference
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.sampling.filter_thresholds import key_of, value_of
-from eagle_triton.verification import update_sequence, verify_greedy, verify_sampling
+from eagle_triton.verification import (
+    first_path,
+    update_sequence,
+    verify_greedy,
+    verify_sampling,
+    verify_target_match,
+    verify_topp,
+)
 
-__all__ = ["build_tree", "expand_beam", "topk", "update_sequence", "verify_greedy", "verify_sampling"]
+__all__ = [
+    "build_tree",
+    "expand_beam",
+    "first_path",
+    "topk",
+    "update_sequence",
+    "verify_greedy",
+    "verify_sampling",
+    "verify_target_match",
+    "verify_topp",
+]
 
 WORD = tl.constexpr(64)
 _NOWHERE = tl.constexpr(2**31 - 1)

@@ -12,9 +12,11 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from eagle_triton.engine import skipped_features
 from eagle_triton.engine.batch import Batch, Request
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.stop_rules import generate
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.reference.verification import VERIFY_STRATEGIES, Verification, first_path
 from tests.test_engine import engine_for
 from tests.tiny import draft_cache, random_prompt, target_cache, tiny_model
 
@@ -330,15 +332,117 @@ def test_equal_prompts_accept_as_many_drafts_as_each_alone(eagle3):
 
 
 @pytest.mark.parametrize("tree", ["draft", "plain"])
-def test_every_step_has_coins_of_its_own(tree):
+@pytest.mark.parametrize("strategy", ["target_match", "rejection", "topp"])
+def test_every_step_has_coins_of_its_own(tree, strategy):
     model = tiny_model(layers=5, **SMALL)
     model.base_model.lm_head.weight.data.zero_()  # every token is as likely as any other
     engine = engine_for(model)
+    engine.verification = Verification(strategy, max_candidate_len=0 if strategy == "topp" else 5)
     spec = PLAIN if tree == "plain" else engine.draft.read_tree()
+    if strategy == "topp" and spec.drafts:  # every draft would be accepted
+        engine.verification = replace(engine.verification, accept_policy="reject_all")
     tokens = alone(engine, Request(prompt(5), 60, SamplingParams(temperature=1.0, seed=1)), spec)
     assert len(set(tokens)) > 16 and all(len(set(tokens[i : i + 6])) > 1 for i in range(50))
     assert tokens == alone(engine, Request(prompt(5), 60, SamplingParams(temperature=1.0, seed=1)), spec)
     assert tokens != alone(engine, Request(prompt(5), 60, SamplingParams(temperature=1.0, seed=2)), spec)
+
+
+SPECS = {
+    "plain": PLAIN,
+    "chain": TreeSpec.dynamic(4, 2, 1),
+    "8-3-2": TreeSpec.dynamic(8, 2, 2),
+    "24-3-6": TreeSpec.dynamic(24, 2, 6),
+    "fixed": TreeSpec.fixed([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]),
+}
+SEEDED = [
+    SamplingParams(temperature=1.0, seed=7),
+    SamplingParams(temperature=0.8, top_k=5, seed=8),
+    SamplingParams(temperature=1.3, top_p=0.9, min_p=0.02, seed=-9),
+    SamplingParams(),
+]
+
+
+def test_a_seeded_text_is_the_same_for_every_tree_batch_and_slot():
+    engine = engine_for(tiny_model(eagle3=False, vocab=12, seed=2, **LARGER))
+    requests = [Request(prompt(5 + index, vocab=12), 24, sampling) for index, sampling in enumerate(SEEDED)]
+    expected = [alone(engine, request, PLAIN) for request in requests]
+    assert len({tuple(tokens) for tokens in expected}) == len(expected)
+    for name, spec in SPECS.items():
+        accepted = 0
+        for request, tokens in zip(requests, expected, strict=True):
+            assert alone(engine, request, spec) == tokens, name
+            accepted += sum(engine.accept_lengths)
+        assert not spec.drafts or accepted > 0, "nothing was accepted: the test shows nothing"
+    many = [replace(request) for request in requests * 4]
+    for name, spec, order in (("chain", SPECS["chain"], many), ("24-3-6", SPECS["24-3-6"], many[::-1])):
+        with Batch(engine, 16, spec, 60) as batch:
+            batch.admit_all(order[:7])  # filters come and go among the neighbours
+            results = drain(batch, order[7:])
+        for request, tokens in zip(many, expected * 4, strict=True):
+            assert results[id(request)][0] == tokens, name
+
+
+@pytest.mark.slow
+def test_a_seeded_text_is_the_same_with_kernels():
+    model = tiny_model(eagle3=False, layers=1, vocab=12, seed=2, total_token=4, depth=1, top_k=2)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    engine = engine_for(model)
+    kernels = Engine(engine.view, engine.draft, make_operations(kernels=True))
+    for sampling in SEEDED[:2]:
+        request = Request(prompt(5, vocab=12).to(engine.device), 4, sampling)
+        tokens = alone(engine, request, PLAIN)
+        assert alone(kernels, request, engine.draft.read_tree()) == tokens
+    assert kernels.ops.calls["verify_target_match"] > 2
+
+
+@pytest.mark.parametrize("strategy", VERIFY_STRATEGIES)
+def test_reject_all_is_plain_decoding(strategy):
+    engine = engine_for(tiny_model(eagle3=False, vocab=12, seed=2, **LARGER))
+    engine.verification = Verification(strategy)
+    requests = [Request(prompt(5 + index, vocab=12), 16, sampling) for index, sampling in enumerate(SEEDED)]
+    plain = [alone(engine, request, PLAIN) for request in requests]
+    engine.verification = Verification(strategy, "reject_all")
+    for request, tokens in zip(requests, plain, strict=True):
+        assert alone(engine, request, SPECS["8-3-2"]) == tokens
+        assert set(engine.accept_lengths) == {0}
+
+
+@pytest.mark.parametrize("strategy", VERIFY_STRATEGIES)
+def test_accept_all_emits_every_draft(strategy):
+    engine = engine_for(tiny_model(eagle3=False, vocab=12, seed=2, **LARGER))
+    how = Verification(strategy, "accept_all")
+    for spec in (SPECS["chain"], SPECS["24-3-6"], SPECS["fixed"]):
+        with Batch(engine, 4, spec, 80, verification=how) as batch:
+            batch.admit_all(Request(prompt(5 + index, vocab=12), 40, sampling) for index, sampling in enumerate(SEEDED))
+            for _ in range(5):
+                tree = batch.state.tree
+                tokens, (path, accepted) = tree.tokens.clone(), first_path(tree.parents.clone(), spec.depth)
+                for row in batch.step():
+                    drafts = tokens[row.slot, path[row.slot, : 1 + int(accepted[row.slot])].long()]
+                    assert row.tokens == drafts.tolist() and row.accepted == accepted[row.slot] > 0
+                    assert spec.top_k > 1 or row.accepted == spec.depth
+    engine.verification = how
+    request = Request(prompt(5, vocab=12), 40, SEEDED[0])
+    free = alone(engine, request, SPECS["24-3-6"])
+    stopped = alone(engine, replace(request, stop_ids=frozenset(free[8:9])), SPECS["24-3-6"])
+    assert len(free) == 40 and stopped == free[: free.index(free[8]) + 1]
+
+
+def test_greedy_and_topp_text():
+    engine = engine_for(tiny_model(eagle3=False, vocab=12, seed=2, **LARGER))
+    sampled, greedy = (Request(prompt(5, vocab=12), 30, sampling) for sampling in (SEEDED[0], SamplingParams()))
+    argmax = alone(engine, greedy, PLAIN)
+    for strategy, options in (("greedy", {}), ("topp", dict(max_candidate_len=1))):
+        engine.verification = Verification(strategy, **options)
+        assert alone(engine, sampled, SPECS["24-3-6"]) == alone(engine, greedy, SPECS["24-3-6"]) == argmax
+    engine.verification = Verification()
+    alone(engine, sampled, SPECS["24-3-6"])
+    exact = sum(engine.accept_lengths) / len(engine.accept_lengths)
+    engine.verification = Verification("topp", max_candidate_len=0)
+    alone(engine, sampled, SPECS["24-3-6"])
+    assert sum(engine.accept_lengths) / len(engine.accept_lengths) > exact
+    with Batch(engine, 1, PLAIN, 20) as batch:
+        assert batch.verification == engine.verification
 
 
 @pytest.mark.parametrize("tree", ["draft", "plain"])

@@ -20,6 +20,7 @@ from eagle_triton.engine.stop_rules import generate, original_steps
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.tree import MC_SIM_7B_63
 from eagle_triton.reference.sampling import SamplingTensors, probabilities
+from eagle_triton.reference.verification import Verification
 from tests.tiny import random_prompt, target_cache, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,14 +65,17 @@ DISTRIBUTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", DISTRIBUTIONS)
-def test_joint_law_of_three_tokens_is_the_targets(case):
+@pytest.mark.parametrize(
+    ("case", "strategy"), [*((case, "target_match") for case in DISTRIBUTIONS), ("top-k-top-p", "rejection")]
+)
+def test_joint_law_of_three_tokens_is_the_targets(case, strategy):
     """40,000 samples against exact enumeration of 5^3 outcomes, total variation < 0.01."""
     vocabulary, samples, batch = 5, 40_000, 8000
     sampling, tree = DISTRIBUTIONS[case]
     model = tiny_model(eagle3=False, vocab=vocabulary, layers=2, seed=3, **tree)
     model.base_model.lm_head.weight.data.mul_(2.5)  # a peaked distribution: fewer likely outcomes, less noise
     engine, prompt = engine_for(model), torch.tensor([1, 3, 2])
+    engine.verification = Verification(strategy)
     distribution = exact_distribution(model, prompt, sampling)
     assert (distribution > 0.005).sum() >= 4, "the distribution is nearly certain: the test shows nothing"
     counts = torch.zeros(vocabulary**3)

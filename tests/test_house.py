@@ -39,7 +39,7 @@ def test_an_operation_has_all_its_places(name):
 
 def test_both_tables_hold_the_same_operations_in_the_same_order():
     mine = [name for name, value in vars(KernelOperations).items() if isinstance(value, staticmethod)]
-    assert mine == OPERATIONS and len(OPERATIONS) == 20
+    assert mine == OPERATIONS and len(OPERATIONS) == 23
 
 
 def test_every_kernel_is_compiled_by_a_case():
@@ -81,5 +81,12 @@ def test_public_names_are_found_and_known_to_type_checkers(package):
 def test_tree_decoding_offers_all_of_tree_decoding():
     from eagle_triton import tree_decoding, verification
 
-    for name in ("verify_greedy", "verify_sampling", "update_sequence"):
+    for name in (
+        "verify_greedy",
+        "verify_sampling",
+        "verify_target_match",
+        "verify_topp",
+        "first_path",
+        "update_sequence",
+    ):
         assert getattr(tree_decoding, name) is getattr(verification, name)

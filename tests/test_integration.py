@@ -303,3 +303,20 @@ def test_rows_that_were_kept_stay_as_they_were_when_another_branch_is_drafted():
     expected = trees()
     with optimize_eagle_with_triton(model):
         assert_same(trees(), expected)
+
+
+def test_the_strategy_of_verification_is_an_option():
+    model, ids = tiny_model(vocab=12, seed=2, total_token=8, depth=2, top_k=2), random_prompt(5, 12)
+    options = dict(max_new_tokens=20, do_sample=True, seed=1)
+    texts = {}
+    for strategy in ("target_match", "rejection", "greedy", "topp"):
+        with optimize_eagle_with_triton(model, verify_strategy=strategy) as (_, originals):
+            texts[strategy] = model.generate(ids, **options)
+            notes = [row.reason for row in originals.report() if row.path == "verification"]
+        assert notes == (["topp; lossless: False"] if strategy == "topp" else [])
+    assert torch.equal(texts["greedy"], model.generate(ids, max_new_tokens=20))
+    assert not torch.equal(texts["target_match"], texts["rejection"])
+    with pytest.raises(ValueError, match="verify_strategy must be one of target_match, rejection, greedy, topp"):
+        optimize_eagle_with_triton(model, verify_strategy="typical")
+    with pytest.raises(TypeError, match="verify_strategy must be a string"):
+        optimize_eagle_with_triton(model, verify_strategy=None)

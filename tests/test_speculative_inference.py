@@ -224,10 +224,11 @@ def exact_distribution(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
     return distribution / distribution.sum(-1, keepdim=True)
 
 
+@pytest.mark.parametrize("strategy", ["target_match", "rejection"])
 @pytest.mark.parametrize("tokens", [8, "auto"])
-def test_a_seed_gives_the_same_tokens_whatever_the_batch(tokens):
-    model = tiny_model(seed=5)
-    eagle = EAGLEInference(None, model, EAGLEConfig(num_draft_tokens=tokens, topk=3, slots=3))
+def test_a_seed_gives_the_same_tokens_whatever_the_batch(tokens, strategy):
+    model, config = tiny_model(seed=5), EAGLEConfig(num_draft_tokens=tokens, topk=3, slots=3, verify_strategy=strategy)
+    eagle = EAGLEInference(None, model, config)
     prompts = [random_prompt(length)[0] for length in (6, 11, 3, 8, 20)]
     options = dict(temperature=[0.9, 0.0, 1.2, 0.7, 1.0], top_k=[0, 0, 5, 0, 3], top_p=[1.0, 1.0, 0.9, 0.8, 1.0])
     limits, seeds = [40, 9, 25, 33, 40], [11, 12, 13, 14, 15]

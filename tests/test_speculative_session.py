@@ -1,10 +1,15 @@
 """Sessions: closed ones refuse, bad requests never reach the loop, and nothing that was made or submitted is lost."""
 
+import itertools
+
 import pytest
 import torch
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.reference.verification import Verification
+from eagle_triton.speculative.policy import TreePolicy
 from tests.tiny import random_prompt, tiny_model
 
 CONFIG = EAGLEConfig(fallback=False, slots=2)
@@ -63,6 +68,50 @@ def test_close_without_a_with(eagle):
     session.close()
     session.close()
     eagle.generate([[1, 2]], 2)
+
+
+# --- trees that change ---
+
+
+@pytest.mark.parametrize("strategy", ["target_match", "rejection", "topp"])
+def test_a_seeded_request_keeps_its_tree_where_its_text_depends_on_it(strategy, monkeypatch):
+    model = tiny_model(eagle3=False, vocab=12, seed=2, total_token=8, depth=2, top_k=2)
+    config = EAGLEConfig(num_draft_tokens="auto", topk=3, slots=2, temperature=1.0, verify_strategy=strategy)
+    turns = itertools.count()
+
+    def another(policy):
+        return (*policy.trees, PLAIN)[next(turns) % (len(policy.trees) + 1)]
+
+    monkeypatch.setattr("eagle_triton.speculative.policy.TreePolicy.choose", another)
+    eagle, prompt = EAGLEInference(None, model, config), random_prompt(5, 12)[0]
+    plain = EAGLEInference(None, model, config)
+    plain._policies[1] = TreePolicy([TreeSpec.dynamic(2, 0, 1)], eagle.policy(1).costs)
+    monkeypatch.setattr(plain._policies[1], "choose", lambda: PLAIN)
+    nodes = []
+    stats = eagle.generate([prompt], 30, seed=3, on_step=lambda info: nodes.append(info.nodes))[1]
+    assert (len(set(nodes)) == 1) == (strategy != "target_match")
+    if strategy == "target_match":
+        assert stats.completions[0].tokens == plain.generate([prompt], 30, seed=3)[1].completions[0].tokens
+    assert stats.lossless == stats.completions[0].statistics.lossless == (strategy != "topp")
+    assert eagle.statistics.lossless == stats.lossless == stats.to_dict()["lossless"]
+    assert f"verification: {strategy}; lossless: {stats.lossless}" in eagle.report().splitlines()
+
+
+def test_verification_options_are_checked_by_the_configuration():
+    assert EAGLEConfig(verify_strategy="topp", verify_window=2).verification == Verification("topp", verify_window=2)
+    for options, error, message in (
+        (
+            dict(verify_strategy="coin"),
+            ValueError,
+            "verify_strategy must be one of target_match, rejection, greedy, topp",
+        ),
+        (dict(accept_policy=1), TypeError, "accept_policy must be a string, one of normal, accept_all, reject_all"),
+        (dict(max_candidate_len=3), ValueError, 'max_candidate_len=3 needs verify_strategy="topp"'),
+    ):
+        with pytest.raises(error, match=message):
+            EAGLEConfig(**options)
+        with pytest.raises(error, match=message):
+            CONFIG.changed(**options)
 
 
 # --- what submit takes ---

@@ -1,4 +1,7 @@
-"""Verification: the kernels against the reference, and the sampled walk against the distribution it must follow."""
+"""Verification: the kernels against the reference, and the sampled walks against the distribution they must follow."""
+
+import itertools
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -6,8 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_triton import verification
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.state import Tree
+from eagle_triton.engine.step import Mode, verify
 from eagle_triton.reference import sampling
 from eagle_triton.reference import verification as reference
+from eagle_triton.reference.verification import ACCEPT_POLICIES, VERIFY_STRATEGIES, Verification
 
 CUDA = torch.cuda.is_available()
 SIZES = [(1, 11, 0), (7, 50, 3), (26, 300, 5), (60, 40, 8), (64, 30, 6), (65, 100, 8)]
@@ -206,6 +213,399 @@ def test_any_tree(data):
             assert all(parents[b, path[b, i + 1]] == path[b, i] for i in range(count))
 
 
+# ------------------------------------------------------------------------------ target match, top-p, the first path
+
+
+def depths_of(parents):
+    """[B, N] int32 from the parents of trees."""
+    depths = torch.zeros_like(parents)
+    for node in range(1, parents.shape[1]):
+        depths[:, node] = depths.gather(1, parents[:, node : node + 1].long().clamp(min=0))[:, 0] + 1
+    return depths
+
+
+def placed(parents, source, device):
+    """lengths and depths of trees somewhere in sequences."""
+    lengths = torch.randint(1000, (len(parents),), generator=source, dtype=torch.int32)
+    return lengths.to(device), depths_of(parents).to(device)
+
+
+@contextmanager
+def poisoned():
+    """Memory that nobody has written holds NaN and the largest integers."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def assert_same(out, expected, slack=0):
+    """Paths and accepted are equal, next tokens but for `slack` that rounding at a filter's boundary may change."""
+    for value, other in zip(out[:2], expected[:2], strict=True):
+        assert value.dtype == other.dtype and torch.equal(value, other)
+    assert out[2].dtype == expected[2].dtype and (out[2] != expected[2]).sum() <= slack
+
+
+FILTERS |= {
+    "top_k": {"top_k": 4, "temperature": 0.7},
+    "min_p": {"min_p": 0.2},
+    "hot": {"top_p": 0.99, "temperature": 3.0},
+}
+PLACED = [((2, 5000, 1), "top_p"), ((2, 5000, 1), "plain")]  # several parts
+PLACED += [
+    (size, name)
+    for size in SIZES
+    for name in FILTERS
+    if CUDA or size[0] < 20 or (size[0], name) in ((26, "top_p"), (60, "plain"), (65, "everything"))
+]
+
+
+@pytest.mark.parametrize(("size", "filters"), PLACED, ids=[f"N={size[0]} V={size[1]} {name}" for size, name in PLACED])
+def test_target_match(device, size, filters):
+    nodes, vocabulary, depth = size
+    source = torch.Generator().manual_seed(nodes)
+    batch = 4 if CUDA else 1 + (nodes < 20)
+    logits = (2.5 * torch.randn(batch, nodes, vocabulary, generator=source)).bfloat16().to(device)
+    parents = random_tree(batch, nodes, max(depth, 1), source)
+    params, nan = make_params(batch, device, **FILTERS[filters]), torch.ones(batch, dtype=torch.bool, device=device)
+    lengths, depths = placed(parents, source, device)
+    where = (params, lengths, depths, nodes % 2 == 0)
+    noise = sampling.gumbel(params, lengths[:, None] + depths + 1, vocabulary)
+    samples = [sampling.gumbel_sample(logits[:, n], noise[:, n], params, nodes % 2 == 0) for n in range(nodes)]
+    tokens = fill(parents, torch.stack(samples, dim=1), vocabulary, source, 0.8).to(device)
+    parents = parents.to(device)
+    expected = reference.verify_target_match(logits, tokens, parents, depth, *where)
+    with poisoned():
+        out = verification.verify_target_match(logits, tokens, parents, depth, *where, nan=nan)
+    assert_same(out, expected, 1 if vocabulary > 1000 else 0)
+    assert not nan.any()
+    if filters in ("plain", "greedy"):
+        for module in (verification, reference):
+            assert_same(module.verify_target_match(logits, tokens, parents, depth, *where, filtered=False), expected)
+
+
+TOPP = [(*case, limits) for case in PLACED for limits in ((0, 0), (0, 2), (2, 2)) if CUDA or limits == (2, 2)]
+TOPP += (
+    [] if CUDA else [(SIZES[1], name, limits) for name in ("plain", "top_p", "greedy") for limits in ((0, 0), (0, 2))]
+)
+
+
+@pytest.mark.parametrize(("size", "filters", "limits"), TOPP, ids=lambda value: str(value).replace(", ", "-"))
+def test_topp(device, size, filters, limits):
+    nodes, vocabulary, depth = size
+    source = torch.Generator().manual_seed(nodes)
+    batch = 4 if CUDA else 1 + (nodes < 20)
+    logits = (2.5 * torch.randn(batch, nodes, vocabulary, generator=source)).bfloat16().to(device)
+    parents = random_tree(batch, nodes, max(depth, 1), source)
+    best = logits.topk(min(4, vocabulary), dim=-1).indices
+    choice = torch.randint(best.shape[-1], (batch, nodes, 1), generator=source).to(device)
+    choice = torch.where(torch.rand(batch, nodes, 1, generator=source).to(device) < 0.5, 0, choice)
+    tokens = fill(parents, best.gather(2, choice)[..., 0], vocabulary, source, 0.9).to(device)
+    params, nan = make_params(batch, device, **FILTERS[filters]), torch.ones(batch, dtype=torch.bool, device=device)
+    arguments = (logits, tokens, parents.to(device), depth, params, *placed(parents, source, device))
+    expected = reference.verify_topp(*arguments, nodes % 2 == 0, *limits)
+    with poisoned():
+        out = verification.verify_topp(*arguments, nodes % 2 == 0, *limits, nan=nan)
+    assert_same(out, expected, 1 if vocabulary > 1000 else 0)
+    assert not nan.any()
+
+
+@pytest.mark.parametrize("operation", ["verify_target_match", "verify_topp"])
+def test_placed_walks_with_nan_strides_and_mixed_temperatures(device, operation):
+    source = torch.Generator().manual_seed(3)
+    batch, nodes, depth = 6, 9, 4
+    logits = torch.randn(batch, 2 * nodes, 60, generator=source).to(device)[:, ::2, ::2]
+    parents = random_tree(batch, nodes, depth, source)
+    tokens = fill(parents, logits.argmax(-1), 30, source).to(device)
+    lengths, depths = placed(parents, source, device)
+    wide = [torch.stack((value, value), dim=-1).to(device)[..., 0] for value in (tokens, parents, depths)]
+    params = make_params(batch, device, top_p=0.8)
+    params.temperature.copy_(torch.tensor([0.0, 1.0, 0.0, 0.5, 1.0, 0.0]))
+    logits[4, 3, 7], logits[5, 0, 2] = float("nan"), float("nan")
+    logits[2, 1], logits[2, 2, 5] = float("-inf"), float("inf")
+    outs, flags = [], [torch.zeros(batch, dtype=torch.bool, device=device) for _ in range(2)]
+    for module, nan in zip((verification, reference), flags, strict=True):
+        with poisoned():
+            call = getattr(module, operation)
+            outs.append(call(logits, *wide[:2], depth, params, lengths, wide[2], nan=nan))
+    whole = ~flags[1]
+    assert flags[0].tolist() == flags[1].tolist() == [False] * 4 + [True] * 2
+    assert all(torch.equal(value[whole], other[whole]) for value, other in zip(*outs, strict=True))
+    greedy = reference.verify_greedy(logits, tokens, parents.to(device), depth)
+    cold = whole & (params.temperature == 0)
+    assert all(torch.equal(value[cold], other[cold]) for value, other in zip(outs[0], greedy, strict=True))
+    for path, accepted, next_token in outs:  # a NaN may lead anywhere, but not outside
+        assert ((path >= -1) & (path < nodes)).all() and ((accepted >= 0) & (accepted <= depth)).all()
+        assert ((next_token >= 0) & (next_token < 30)).all()
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 3, "min_p": 0.1}, {"temperature": 2.0}], ids=str)
+@pytest.mark.parametrize("strategy", ["target_match", "rejection"])
+def test_seeds_follow_the_law(device, strategy, filters):
+    """Both tokens of a walk over 240,000 seeds against exact enumeration: total variation < 0.01 and a chi-square."""
+    batch, vocabulary = 240_000, 6
+    logits = torch.randn(1, 6, vocabulary, generator=torch.Generator().manual_seed(4))
+    tokens, parents = torch.tensor([[0, 3, 1, 5, 0, 2]]), torch.tensor([[-1, 0, 0, 1, 1, 2]], dtype=torch.int32)
+    for row in range(6):  # what follows a token is the same whether it was drafted or not
+        logits[0, row] = logits[0, [0, 1, 2, 3, 3, 3][row]]
+    module, where = (verification, device) if CUDA else (reference, "cpu")
+    drafted = [value.expand(batch, *value.shape[1:]).to(where) for value in (logits, tokens, parents)]
+    params = make_params(batch, where, **filters)
+    if strategy == "target_match":
+        lengths = torch.full((batch,), 17, dtype=torch.int32, device=where)
+        depths = depths_of(parents).expand(batch, -1).to(where)
+        out = module.verify_target_match(*drafted, 2, params, lengths, depths, filtered=bool(filters))
+    else:
+        out = module.verify_sampling(*drafted, 2, params)
+    path, accepted, following = (value.cpu() for value in out)
+    laws = sampling.probabilities(logits, make_params(1, "cpu", **filters))[0].double()
+    first = torch.where(
+        accepted > 0, tokens.expand(batch, -1).gather(1, path[:, 1:2].clamp(min=0).long())[:, 0], following
+    )
+    check_counts(first.bincount(minlength=vocabulary), laws[0])
+    for node, token in ((1, 3), (2, 1)):
+        taken = path[:, 1] == node
+        assert bool(taken.any()) == bool(laws[0, token] > 0)
+        if taken.any():
+            second = tokens.expand(batch, -1).gather(1, path[:, 2:3].clamp(min=0).long())[:, 0]
+            second = torch.where(accepted > 1, second, following)[taken]
+            check_counts(second.bincount(minlength=vocabulary), laws[node])
+    assert (accepted == 2).any()
+
+
+def check_counts(counts, law):
+    """Total variation < 0.01, a chi-square whose chance is above 1e-4, and nothing outside the support."""
+    total = counts.sum()
+    assert (counts[law == 0] == 0).all()
+    assert (counts / total - law).abs().sum() / 2 < 0.01
+    kept = law > 0
+    statistic = ((counts - total * law)[kept] ** 2 / (total * law)[kept]).sum()
+    assert statistic < {1: 1e-6, 2: 15.2, 3: 18.5, 4: 21.2, 5: 23.6, 6: 25.8}[int(kept.sum())]
+
+
+def test_samples_of_neighbouring_positions_and_seeds_are_independent():
+    """Of 4 x 4 outcomes, at two positions and with two seeds: a chi-square of the joint counts."""
+    count, vocabulary = 100_000, 4
+    params = make_params(1, "cpu")
+    noise = sampling.gumbel(params, torch.arange(count + 1, dtype=torch.int32)[None], vocabulary)[0]
+    other = sampling.gumbel(make_params(1, "cpu", seed=2), torch.arange(count, dtype=torch.int32)[None], vocabulary)[0]
+    law = torch.full((16,), 1 / 16, dtype=torch.float64)
+    for following in (noise[1:], other):
+        joint = noise[:-1].argmax(-1) * vocabulary + following.argmax(-1)
+        statistic = ((joint.bincount(minlength=16) - count * law) ** 2 / (count * law)).sum()
+        assert statistic < 44.3  # a chance of 1e-4 with 15 degrees of freedom
+
+
+@settings(max_examples=40 if CUDA else 6, deadline=None)
+@given(data=st.data())
+def test_target_match_does_not_see_the_tree(data):
+    """Tokens are those of plain decoding: a table of logits by last token, trees of any drafts over it."""
+    vocabulary, steps = 7, 6
+    source = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    table = 1.5 * torch.randn(vocabulary, vocabulary, generator=source)
+    params = make_params(1, "cpu", seed=data.draw(st.integers(0, 99)), top_p=data.draw(st.sampled_from([1.0, 0.8])))
+
+    def decode(nodes, depth):
+        text, accepts = [3], 0
+        while len(text) < 1 + steps:
+            parents = random_tree(1, nodes, max(depth, 1), source)
+            tokens = torch.randint(vocabulary, (1, nodes), generator=source)
+            tokens[0, 0] = text[-1]
+            lengths = torch.tensor([len(text) - 1], dtype=torch.int32)
+            where = (parents, depth, params, lengths, depths_of(parents))
+            path, accepted, following = reference.verify_target_match(table[tokens], tokens, *where)
+            accepts += int(accepted)
+            text += [int(tokens[0, node]) for node in path[0, 1 : 1 + int(accepted)]] + [int(following)]
+        return text[: 1 + steps], accepts
+
+    plain, none = decode(1, 0)
+    assert none == 0
+    for nodes, depth in ((2, 1), (9, 3), (30, 4)):
+        assert decode(nodes, depth)[0] == plain
+
+
+def test_first_path(device):
+    source = torch.Generator().manual_seed(8)
+    for nodes, depth in ((1, 0), (1, 3), (9, 4), (40, 6)):
+        parents = random_tree(3, nodes, max(depth, 1), source).to(device)
+        path, accepted = verification.first_path(parents, depth)
+        expected = reference.first_path(parents, depth)
+        assert torch.equal(path, expected[0]) and torch.equal(accepted, expected[1])
+    parents = torch.tensor([[-1, 0, 0, 1, 2, 1, 3]], dtype=torch.int32, device=device)
+    for module in (verification, reference):
+        path, accepted = module.first_path(parents, 4)
+        assert path.tolist() == [[0, 1, 3, 6, -1]] and accepted.tolist() == [3]
+        assert module.first_path(parents, 2)[0].tolist() == [[0, 1, 3]]
+
+
+def test_topp_by_hand(device):
+    """Candidates of .4 .3 .2 .1 at top-p 0.85 are three; a cap leaves fewer; of equal children the earlier is taken."""
+    law = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0]).log()
+    tokens = torch.tensor([[4, 3, 2, 1, 2], [4, 3, 2, 3, 2], [4, 1, 3, 1, 0]], device=device)
+    parents = torch.tensor([[-1, 0, 0, 0, 3]] * 3, dtype=torch.int32, device=device)
+    logits, params = law.expand(3, 5, 5).to(device), make_params(3, device, top_p=0.85)
+    place = (torch.zeros(3, dtype=torch.int32, device=device), depths_of(parents.cpu()).to(device))
+    paths = {
+        0: [[0, 3, 4], [0, 2, -1], [0, 1, -1]],
+        2: [[0, 3, -1], [0, -1, -1], [0, 1, -1]],
+        1: [[0, -1, -1], [0, -1, -1], [0, -1, -1]],
+    }
+    for cap, expected in paths.items():
+        for module in (verification, reference) if CUDA or cap == 2 else (reference,):
+            out = module.verify_topp(logits, tokens, parents, 2, params, *place, False, 0, cap)
+            assert out[0].tolist() == expected, (cap, module)
+
+
+def test_topp_samples_the_next_token_from_its_candidates(device):
+    """The refused children are not left out: of .4 .3 .2 .1 with a cap of 2, 4/7 and 3/7."""
+    batch = 200_000 if CUDA else 20_000
+    module, where = (verification, device) if CUDA else (reference, "cpu")
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(batch, 2, 4).to(where)
+    tokens = torch.tensor([[0, 3]], device=where).expand(batch, -1)  # the draft is no candidate
+    parents = torch.tensor([[-1, 0]], dtype=torch.int32, device=where).expand(batch, -1)
+    place = (torch.zeros(batch, dtype=torch.int32, device=where), (parents + 1))
+    for cap, law in ((2, [4 / 7, 3 / 7, 0, 0]), (3, [4 / 9, 3 / 9, 2 / 9, 0])):
+        params = make_params(batch, where)
+        path, _, following = module.verify_topp(logits, tokens, parents, 1, params, *place, False, 0, cap)
+        assert (path[:, 1] == -1).all()
+        counts = following.cpu().bincount(minlength=4)
+        assert (counts / batch - torch.tensor(law)).abs().sum() / 2 < 0.01
+        assert (counts[torch.tensor(law) == 0] == 0).all()
+
+
+def test_the_window_accepts_the_second_best_in_front_of_best_ones(device):
+    """A chain: the first draft is second best and no candidate; it is accepted if the two below it are the best."""
+    best = torch.full((4, 6), -9.0)
+    for node, (first, second) in enumerate(((0, 1), (2, 3), (4, 5), (1, 2))):
+        best[node, first], best[node, second] = 9.0, 5.0
+    cases = {  # by window: the chain, its temperature, the path, the next token
+        0: [([5, 1, 2, 4], 1.0, [0, -1, -1, -1], 0)],
+        1: [([5, 1, 2, 5], 1.0, [0, 1, 2, -1], 4)],
+        2: [
+            ([5, 1, 2, 4], 1.0, [0, 1, 2, 3], 1),
+            ([5, 1, 2, 5], 1.0, [0, -1, -1, -1], 0),  # the third is not the best
+            ([5, 3, 2, 4], 1.0, [0, -1, -1, -1], 0),  # the first is not the second best
+            ([5, 1, 2, 4], 0.0, [0, -1, -1, -1], 0),  # temperature 0 follows its argmax
+        ],
+        3: [([5, 1, 2, 4], 1.0, [0, -1, -1, -1], 0)],  # too short a chain
+    }
+    for window, rows in cases.items():
+        chains, temperatures, paths, following = zip(*rows, strict=True)
+        tokens, params = torch.tensor(chains, device=device), make_params(len(rows), device, top_p=0.9)
+        params.temperature.copy_(torch.tensor(temperatures))
+        logits = best.expand(len(rows), -1, -1).to(device)
+        parents = torch.tensor([[-1, 0, 1, 2]] * len(rows), dtype=torch.int32, device=device)
+        place = (torch.zeros(len(rows), dtype=torch.int32, device=device), parents + 1)
+        for module in (verification, reference):
+            out = module.verify_topp(logits, tokens, parents, 3, params, *place, False, window, 0)
+            assert out[0].tolist() == list(paths) and out[2].tolist() == list(following), (window, module)
+
+
+# ------------------------------------------------------------------------------------------ strategies and policies
+
+
+def test_strategies_and_policies_by_hand(device):
+    """Root: .5 for token 0, .3 for 1, .2 for 2. Children 1 and 2; below 1 comes 3 and then 4, below 2 comes 5."""
+    rows = torch.full((5, 6), float("-inf"))
+    rows[0, :3] = torch.tensor([0.5, 0.3, 0.2]).log()
+    for node, token in ((1, 3), (2, 5), (3, 4), (4, 4)):
+        rows[node, token] = 0.0
+    parents = torch.tensor([[-1, 0, 0, 1, 2]], dtype=torch.int32)
+    tree = [torch.tensor([[4, 1, 2, 3, 0]]), parents, depths_of(parents), torch.zeros(1, 5, 1, dtype=torch.int64)]
+    tree, lengths = Tree(*(value.to(device) for value in tree)), torch.tensor([9], dtype=torch.int32, device=device)
+    logits = rows[None].to(device)
+    below = {0: ([0, -1, -1], 0), 1: ([0, 1, 3], 4), 2: ([0, 2, -1], 5)}  # by the token that follows the root
+    seen = set()
+    for seed in range(12):
+        params = make_params(1, device, seed=seed)
+        noise = sampling.gumbel(params, lengths[:, None] + 1, 6)[:, 0]
+        sample = int(sampling.gumbel_sample(logits[:, 0], noise, params))
+        coins = sampling.uniform(params, 2)[0]
+        by_coin = 1 if coins[0] < 0.3 else 2 if coins[0] < 0.5 else 0
+        plain_coin = int((coins[1] >= torch.tensor([0.5, 0.8], device=device)).sum())
+        new, seen = {sample, by_coin + 10} - seen, seen | {sample, by_coin + 10}
+        tables = [make_operations(kernels) for kernels in ((False, True) if new else (False,))]
+        expected = {
+            ("greedy", "normal"): below[0],
+            ("target_match", "normal"): below[sample],
+            ("rejection", "normal"): below[by_coin],
+            ("topp", "normal"): below[1],
+            **{(strategy, "accept_all"): ([0, 1, 3], 4) for strategy in VERIFY_STRATEGIES},
+            ("greedy", "reject_all"): ([0, -1, -1], 0),
+            ("target_match", "reject_all"): ([0, -1, -1], sample),
+            ("rejection", "reject_all"): ([0, -1, -1], plain_coin),
+            ("topp", "reject_all"): ([0, -1, -1], sample),
+        }
+        assert set(expected) == set(itertools.product(VERIFY_STRATEGIES, ACCEPT_POLICIES))
+        for ops, ((strategy, policy), (path, following)) in itertools.product(tables, expected.items()):
+            mode = Mode(sampled=True, verification=Verification(strategy, policy))
+            nan = torch.ones(1, dtype=torch.bool, device=device)
+            out = verify(ops, logits, tree, 2, lengths, params, mode, nan)
+            assert out[0].dtype == out[1].dtype == torch.int32 and not nan.any()
+            got = (out[0].tolist(), out[1].tolist(), out[2].tolist())
+            assert got == ([path], [2 - path.count(-1)], [following]), (strategy, policy, seed)
+    for kernels, (policy, expected) in itertools.product(
+        (False, True),
+        {"normal": ([0, -1, -1], 0), "accept_all": ([0, 1, 3], 4), "reject_all": ([0, -1, -1], 0)}.items(),
+    ):
+        mode = Mode(verification=Verification(accept_policy=policy))  # a greedy batch
+        out = verify(make_operations(kernels), logits, tree, 2, lengths, params, mode)
+        assert (out[0].tolist()[0], out[2].item()) == expected
+    assert seen == {0, 1, 2, 10, 11, 12}, "some outcome was not met: the test shows less than it says"
+
+
+@pytest.mark.parametrize("name", ["verify_strategy", "accept_policy"])
+def test_verification_names_are_checked(name):
+    known = {
+        "verify_strategy": "target_match, rejection, greedy, topp",
+        "accept_policy": "normal, accept_all, reject_all",
+    }
+    for bad in ("top_p", "", "Normal"):
+        with pytest.raises(ValueError, match=f"{name} must be one of {known[name]}, got '{bad}'"):
+            Verification(**{name: bad})
+    for bad in (0, None, True):
+        with pytest.raises(TypeError, match=f"{name} must be a string, one of {known[name]}"):
+            Verification(**{name: bad})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(verify_window=-1), ValueError, "verify_window must not be negative"),
+        (dict(verify_window=True), TypeError, "verify_window must be an integer"),
+        (dict(verify_window=2), ValueError, 'verify_window=2 needs verify_strategy="topp"'),
+        (
+            dict(verify_window=2, verify_strategy="topp", accept_policy="accept_all"),
+            ValueError,
+            "verify_window=2 needs",
+        ),
+        (dict(max_candidate_len=2.0, verify_strategy="topp"), TypeError, "max_candidate_len must be an integer"),
+        (dict(max_candidate_len=-1, verify_strategy="topp"), ValueError, "max_candidate_len must not be negative"),
+        (dict(max_candidate_len=2), ValueError, 'max_candidate_len=2 needs verify_strategy="topp"'),
+    ],
+    ids=str,
+)
+def test_verification_counts_are_checked(options, error, message):
+    with pytest.raises(error, match=message):
+        Verification(**options)
+
+
+def test_what_is_lossless_and_what_follows_the_tree():
+    lossless = {pair for pair in itertools.product(VERIFY_STRATEGIES, ACCEPT_POLICIES) if Verification(*pair).lossless}
+    assert lossless == set(itertools.product(["target_match", "rejection", "greedy"], ["normal", "reject_all"]))
+    assert Verification().summary == "target_match; lossless: True"
+    assert Verification("topp", verify_window=2).summary == "topp, window 2; lossless: False"
+    for sampled in (False, True):
+        follows = {
+            pair
+            for pair in itertools.product(VERIFY_STRATEGIES, ACCEPT_POLICIES)
+            if Verification(*pair).follows_tree(sampled)
+        }
+        drafted = {(strategy, "accept_all") for strategy in VERIFY_STRATEGIES}
+        assert follows == drafted | ({("rejection", "normal"), ("topp", "normal")} if sampled else set())
+
+
 def update_arguments(batch=5, columns=20, nodes=7, depth=2, stop_ids=(), limit=1000, exact=True, seed=0):
     """Arguments of update_sequence: sequence 0 accepts two drafts, 1 none, 2 one, 3 is not active, 4 has NaN."""
     source = torch.Generator().manual_seed(seed)
@@ -328,6 +728,29 @@ def test_refusals(device, module):
             module.verify_greedy(*arguments)
         with pytest.raises(ValueError, match="verify_sampling"):
             module.verify_sampling(*arguments, params)
+    place = (torch.zeros(2, dtype=torch.int32, device=device), torch.zeros_like(parents))
+    for name in ("verify_target_match", "verify_topp"):
+        call = getattr(module, name)
+        for arguments in bad:
+            with pytest.raises(ValueError, match=name):
+                call(*arguments, params, *place)
+        for lengths, depths in (
+            (place[0].long(), place[1]),
+            (place[0][:1], place[1]),
+            (place[0], place[1][:, :2]),
+            (place[0], place[1].long()),
+            (torch.zeros(4, dtype=torch.int32, device=device)[::2], place[1]),
+        ):
+            with pytest.raises(ValueError, match=f"{name}: (lengths|depths)"):
+                call(logits, tokens, parents, 2, params, lengths, depths)
+        with pytest.raises(ValueError, match=f"{name}: top_k"):
+            call(logits, tokens, parents, 2, params._replace(top_k=params.seed), *place)
+    for limits in ((-1, 0), (0, -1)):
+        with pytest.raises(ValueError, match="verify_topp: window and max_candidates"):
+            module.verify_topp(logits, tokens, parents, 2, params, *place, False, *limits)
+    for wrong, depth in ((parents.long(), 2), (parents[0], 2), (parents, -1)):
+        with pytest.raises(ValueError, match="first_path"):
+            module.first_path(wrong, depth)
     with pytest.raises(ValueError, match="nan"):
         module.verify_greedy(logits, tokens, parents, 2, nan=torch.zeros(3, dtype=torch.bool, device=device))
     with pytest.raises(ValueError, match="temperature"):

@@ -90,6 +90,27 @@ MUTATIONS = [
         "tests/test_integration.py -k padded_batch",
     ),
     Mutation(
+        "every depth has the same noise",
+        "reference/verification.py",
+        "lengths[:, None] + below, vocabulary)",
+        "lengths[:, None] + below * 0 + 1, vocabulary)",
+        "tests/test_verification.py -k does_not_see_the_tree",
+    ),
+    Mutation(
+        "the first token has the second one's noise",
+        "engine/prefill.py",
+        "tree, 0, state.lengths - 1, state.sampling",
+        "tree, 0, state.lengths, state.sampling",
+        "tests/test_batch.py -k coins_of_its_own",
+    ),
+    Mutation(
+        "reject_all accepts",
+        "engine/step.py",
+        'if policy == "reject_all":',
+        'if policy == "never":',
+        "tests/test_batch.py -k reject_all",
+    ),
+    Mutation(
         "every step has the same coins",
         "engine/step.py",
         "    state.sampling.step.add_(1)\n    if draft is not None and depth",

@@ -4,6 +4,7 @@ from eagle_triton.sampling.draws import (
     _chunk_sums_kernel,
     _probabilities_kernel,
     _sample_kernel,
+    _uniform_at_kernel,
     _uniform_kernel,
     chunk_of,
 )
@@ -11,6 +12,7 @@ from eagle_triton.sampling.draws import (
 _TYPES = {
     **dict.fromkeys(("temperature_ptr", "min_p_ptr", "thresholds_ptr", "out_ptr", "probs_ptr", "coins_ptr"), "*fp32"),
     **dict.fromkeys(("seed_ptr", "step_ptr"), "*i64"),
+    "positions_ptr": "*i32",
     "sums_ptr": "*fp64",
 }
 _SIZES = {"CHUNK": chunk_of(128256), "CHUNKS": 32, "BLOCK": 64, "stride_xv": 1, "stride_pv": 1}
@@ -28,6 +30,7 @@ CASES = [
     _case("probabilities bf16", _probabilities_kernel, x_ptr="*bf16"),
     _case("probabilities fp16", _probabilities_kernel, x_ptr="*fp16"),
     _case("uniform", _uniform_kernel),
+    _case("uniform at", _uniform_at_kernel),
     _case("chunk sums", _chunk_sums_kernel),
     _case("sample", _sample_kernel, out_ptr="*i64"),
 ]

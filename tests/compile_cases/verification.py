@@ -1,11 +1,20 @@
 """Production settings of the verification kernels: N 60, D 8, V 128256."""
 
+import triton
+
 from eagle_triton.runtime.launch import EXACT
 from eagle_triton.sampling.draws import chunk_of
 from eagle_triton.verification import (
+    _NOISE_PART,
+    _NOISE_WARPS,
     _final_token_kernel,
+    _first_path_kernel,
     _greedy_walk_kernel,
+    _perturb_kernel,
+    _rank_kernel,
     _sampled_walk_kernel,
+    _target_walk_kernel,
+    _topp_walk_kernel,
     _update_sequence_kernel,
 )
 
@@ -15,9 +24,12 @@ _TYPES = {
     **dict.fromkeys(("parents_ptr", "path_ptr", "accepted_ptr", "places_ptr", "lengths_ptr", "limit_ptr"), "*i32"),
     **dict.fromkeys(("nan_ptr", "active_ptr", "exact_ptr"), "*i1"),
     **dict.fromkeys(("sequence_ptr", "stop_ids_ptr", "report_ptr"), "*i64"),
+    **dict.fromkeys(("depths_ptr", "ranks_ptr"), "*i32"),
+    "scores_ptr": "*fp32",
     "sums_ptr": "*fp64",
 }
 _WALK = {"NODES": 64, "CHUNKS": 32, "PARTS": 32, "STEPS": 16, "CHUNK": chunk_of(128256), "PAIRS": 64, "stride_xv": 1}
+_NOISE = {"PART": _NOISE_PART, "PARTS": triton.next_power_of_2(triton.cdiv(128256, _NOISE_PART))}
 
 
 def _case(name: str, kernel, constexprs: dict, options: dict, dtype: str = "bf16") -> tuple:
@@ -41,5 +53,24 @@ CASES = [
         for dtype in ("bf16", "fp16")
         for pdl, targets in ((False, ("sm_80", "gfx942")), (True, ("sm_90", "sm_100")))
     ),
+    *(
+        _case(
+            f"{name} {dtype}",
+            kernel,
+            {**_WALK, **_NOISE, **constexprs},
+            {"num_warps": warps, "aligned": ("vocabulary", "stride_xr")},
+            dtype,
+        )
+        for name, kernel, constexprs, warps in (
+            ("noise", _perturb_kernel, {}, _NOISE_WARPS),
+            ("noise without filters", _perturb_kernel, {"thresholds_ptr": None}, _NOISE_WARPS),
+            ("rank", _rank_kernel, {}, 8),
+            ("top-p walk", _topp_walk_kernel, {"ranks_ptr": None}, 8),
+            ("top-p walk with a window", _topp_walk_kernel, {}, 8),
+        )
+        for dtype in ("bf16", "fp16")
+    ),
+    _case("target walk", _target_walk_kernel, {**_WALK, **_NOISE}, {"num_warps": 8}),
+    _case("first path", _first_path_kernel, _WALK, {"num_warps": 1}),
     _case("update sequence", _update_sequence_kernel, {"STEPS": 16, "STOPS": 16}, {"num_warps": 1}),
 ]
