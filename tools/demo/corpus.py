@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import tokenizers
@@ -21,20 +22,27 @@ EXCLUDED_PREFIXES = ("_sysconfigdata", "sitecustomize")
 HELD_OUT_ONE_IN = 20
 
 
+def library_paths(library: Path, with_tests: bool) -> list[Path]:
+    """Every library file, relative to the library, sorted."""
+    excluded = EXCLUDED_DIRECTORIES if with_tests else EXCLUDED_DIRECTORIES | TEST_DIRECTORIES
+    found = []
+    for directory, below, files in os.walk(library):
+        below[:] = [name for name in below if name not in excluded]
+        wanted = [name for name in files if name.endswith(".py") and not name.startswith(EXCLUDED_PREFIXES)]
+        found += [Path(directory, name).relative_to(library) for name in wanted]
+    return sorted(found)
+
+
 def library_files(library: Path, with_tests: bool) -> list[tuple[str, str]]:
     """(relative path, source) of every library file, sorted by path; what is not UTF-8 is skipped."""
     files = []
-    excluded = EXCLUDED_DIRECTORIES if with_tests else EXCLUDED_DIRECTORIES | TEST_DIRECTORIES
-    for path in sorted(library.rglob("*.py")):
-        relative = path.relative_to(library)
-        if excluded.intersection(relative.parts) or relative.name.startswith(EXCLUDED_PREFIXES):
-            continue
+    for path in library_paths(library, with_tests):
         try:
-            text = path.read_text(encoding="utf-8")
+            text = (library / path).read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
         if text.strip():
-            files.append((relative.as_posix(), text.replace("\r\n", "\n")))
+            files.append((path.as_posix(), text.replace("\r\n", "\n")))
     if not files:
         raise SystemExit(f"no Python sources under {library}")
     return files
