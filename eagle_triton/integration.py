@@ -241,9 +241,7 @@ def make_draft(draft: Any, view: ModelView, config: TritonConfig) -> Draft | Non
         raise ValueError(f"draft must be one of {', '.join(DRAFTS_BY_NAME)}, a draft or a model, got {draft!r}")
     if isinstance(draft, Draft):
         if config.has_tree and not draft.any_tree:
-            raise ValueError(
-                f"a {type(draft).__name__} drafts its own tree: topk, num_steps, num_draft_tokens do not go"
-            )
+            raise ValueError(f"topk, num_steps and num_draft_tokens: a {type(draft).__name__} drafts its own tree only")
         return draft
     if not isinstance(draft, nn.Module):
         raise TypeError(f"draft must be None, a head, a model, a Draft or a name, got {type(draft).__name__}")
