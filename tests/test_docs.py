@@ -138,8 +138,12 @@ def test_tables_of_options_name_all_with_their_defaults(page, name, table):
     assert {option: eval(default, vars(module)) for option, default in shown.items()} == defaults, page
 
 
-def test_both_configurations_have_a_table():
-    assert {name.rpartition(".")[2] for _, name, _ in tables_of_options()} == {"EagleTritonConfig", "EAGLEConfig"}
+def test_all_configurations_have_a_table():
+    assert {name.rpartition(".")[2] for _, name, _ in tables_of_options()} == {
+        "EagleTritonConfig",
+        "TritonConfig",
+        "EAGLEConfig",
+    }
 
 
 def without_code(text: str) -> str:
