@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from eagle_triton.adapters.module_reader import UnsupportedModelError as UnsupportedModelError
     from eagle_triton.drop_in.patching import PatchError as PatchError
     from eagle_triton.integration import EagleTritonConfig as EagleTritonConfig
+    from eagle_triton.integration import TritonConfig as TritonConfig
     from eagle_triton.integration import optimize_eagle_with_triton as optimize_eagle_with_triton
+    from eagle_triton.integration import optimize_with_triton as optimize_with_triton
+    from eagle_triton.integration import restore as restore
     from eagle_triton.integration import restore_eagle as restore_eagle
     from eagle_triton.models.ea_model import EaModel as EaModel
     from eagle_triton.speculative.config import EAGLEConfig as EAGLEConfig
@@ -27,8 +30,11 @@ _HOMES = {
     "EaModel": "eagle_triton.models.ea_model",
     "EagleTritonConfig": "eagle_triton.integration",
     "PatchError": "eagle_triton.drop_in.patching",
+    "TritonConfig": "eagle_triton.integration",
     "UnsupportedModelError": "eagle_triton.adapters.module_reader",
     "optimize_eagle_with_triton": "eagle_triton.integration",
+    "optimize_with_triton": "eagle_triton.integration",
+    "restore": "eagle_triton.integration",
     "restore_eagle": "eagle_triton.integration",
 }
 

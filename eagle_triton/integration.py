@@ -1,24 +1,36 @@
-"""One call makes a loaded EAGLE model decode with this package's engine, one call gives everything back."""
+"""One call makes a loaded model decode with this package's engine, one call gives everything back."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from eagle_triton.adapters import eagle_llm, native, upstream
+from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.adapters.module_reader import UnsupportedModelError, check_readable
+from eagle_triton.drop_in import causal_lm as causal_lm_methods
 from eagle_triton.drop_in import eagle_llm as eagle_llm_methods
 from eagle_triton.drop_in import native as native_methods
 from eagle_triton.drop_in import patching
 from eagle_triton.drop_in import upstream as upstream_methods
 from eagle_triton.drop_in.generate import generate_seam
+from eagle_triton.drop_in.methods import check_tree
 from eagle_triton.drop_in.patching import Originals, PatchError
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.drafts.hybrid import with_suffix_drafts
+from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.model_watch import ModelWatch
 from eagle_triton.engine.operations import choose_operations
+from eagle_triton.engine.tree_spec import MOST_NODES, PLAIN, TreeSpec
+from eagle_triton.models.heads import DraftHead
 from eagle_triton.reference.verification import Verification
 
 log = logging.getLogger(__name__)
@@ -29,9 +41,45 @@ FAMILIES: tuple[tuple[ModuleType, ModuleType], ...] = (
     (eagle_llm, eagle_llm_methods),
 )
 
+SUFFIX_DRAFTS, NGRAM_DRAFTS = 16, 5  # tokens of a draft that is asked for by its name
+
+
+class _Options:
+    """What configurations share: dataclasses some of whose fields are switches."""
+
+    verify_strategy: str
+    suffix_drafts: int
+
+    def changed(self, **options: Any) -> Any:
+        """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""
+        known = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
+        return dataclasses.replace(self, **options)  # type: ignore[type-var]
+
+    def _check_switches(self, *others: str) -> None:
+        """TypeError for a field, but for `others`, that is neither a truth value nor what else it may be."""
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.name in others or (field.name == "megakernel" and value == "auto"):
+                continue
+            if not isinstance(value, bool) and not (value is None and field.default is None):
+                other = {"megakernel": ' or "auto"'}.get(field.name, " or None" if field.default is None else "")
+                raise TypeError(f"{field.name} must be True or False{other}, got {value!r}")
+
+    def _check_drafts(self) -> None:
+        """Of the options by which drafts are judged, and come from repetition."""
+        Verification(self.verify_strategy)  # checks it
+        drafts = self.suffix_drafts
+        if isinstance(drafts, bool) or not isinstance(drafts, int):
+            raise TypeError(f"suffix_drafts must be an integer, got {drafts!r}")
+        if not 0 <= drafts < MOST_NODES:
+            raise ValueError(f"suffix_drafts must lie in 0..{MOST_NODES - 1}, got {drafts}")
+
 
 @dataclass(frozen=True)
-class EagleTritonConfig:
+class EagleTritonConfig(_Options):
     """Options of `optimize_eagle_with_triton`.
 
     strict: raise instead of leaving a part alone and listing it in the report.
@@ -44,6 +92,8 @@ class EagleTritonConfig:
     are decoded without it, also with `strict`.
     verify_strategy: how sampled drafts are judged: target_match, rejection, greedy, or topp, which is lossy; see
     `Verification`.
+    suffix_drafts: tokens that may be drafted from text that occurred before, in the prompt, in this output or in former
+    ones, in one tree with the head's; 0: none.
     """
 
     strict: bool = False
@@ -52,28 +102,69 @@ class EagleTritonConfig:
     cuda_graph: bool | None = None
     megakernel: bool | str = "auto"
     verify_strategy: str = "target_match"
+    suffix_drafts: int = 0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "verify_strategy" or (field.name == "megakernel" and value == "auto"):
-                continue
-            if not isinstance(value, bool) and not (value is None and field.default is None):
-                other = {"megakernel": ' or "auto"'}.get(field.name, " or None" if field.default is None else "")
-                raise TypeError(f"{field.name} must be True or False{other}, got {value!r}")
-        Verification(self.verify_strategy)  # checks it
+        self._check_switches("verify_strategy", "suffix_drafts")
+        self._check_drafts()
 
-    def changed(self, **options: Any) -> EagleTritonConfig:
-        """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""
-        known = [field.name for field in dataclasses.fields(self)]
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
-        return dataclasses.replace(self, **options)
+
+@dataclass(frozen=True)
+class TritonConfig(_Options):
+    """Options of `optimize_with_triton`.
+
+    strict: raise where a call of `generate` would run the original, instead of counting it in the report.
+    kernels, cuda_graph, megakernel, verify_strategy: as in `EagleTritonConfig`; so is suffix_drafts, and draft="suffix"
+    makes it 16.
+    topk: children of each expanded node of a draft tree. num_steps: drafted levels. num_draft_tokens: nodes of a tree,
+    root included. With all three None a head or a `Draft` drafts its own tree; else what is None is 4, 3 and 8 (or as
+    many as there are).
+    """
+
+    strict: bool = False
+    kernels: bool | None = None
+    cuda_graph: bool | None = None
+    megakernel: bool | str = "auto"
+    topk: int | None = None
+    num_steps: int | None = None
+    num_draft_tokens: int | None = None
+    verify_strategy: str = "target_match"
+    suffix_drafts: int = 0
+
+    def __post_init__(self) -> None:
+        tree = {"topk": self.topk, "num_steps": self.num_steps, "num_draft_tokens": self.num_draft_tokens}
+        self._check_switches(*tree, "verify_strategy", "suffix_drafts")
+        self._check_drafts()
+        for name, value in tree.items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name} must be an integer or None, got {value!r}")
+            if value is not None and value < (least := 2 if name == "num_draft_tokens" else 1):
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if (self.num_draft_tokens or 2) > 1 + self._candidates:
+            raise ValueError(
+                f"num_draft_tokens counts the root and must be in 2..{1 + self._candidates} for topk {self.topk or 4} "
+                f"and num_steps {self.num_steps or 3}, got {self.num_draft_tokens}"
+            )
+
+    @property
+    def has_tree(self) -> bool:
+        """Whether a tree is asked for."""
+        return any(value is not None for value in (self.topk, self.num_steps, self.num_draft_tokens))
+
+    @property
+    def tree(self) -> TreeSpec:
+        """The tree to draft, where the draft has none of its own."""
+        nodes = self.num_draft_tokens or min(8, 1 + self._candidates)
+        return TreeSpec.dynamic(nodes, (self.num_steps or 3) - 1, self.topk or 4)
+
+    @property
+    def _candidates(self) -> int:
+        topk = self.topk or 4
+        return topk + ((self.num_steps or 3) - 1) * topk**2
 
 
 class Optimized(NamedTuple):
-    """What `optimize_eagle_with_triton` returns: unpack it, or use it as a context manager that restores at its end."""
+    """What optimising returns: unpack it, or use it as a context manager that restores at its end."""
 
     model: Any
     originals: Originals
@@ -97,30 +188,20 @@ def optimize_eagle_with_triton(model: Any, config: EagleTritonConfig | None = No
     Raises UnsupportedModelError for a model, or a part of one, that is not known, or that has hooks or replaced
     forwards; PatchError if the model is optimised already; ValueError for an unknown option. Nothing is changed then.
     """
-    if not isinstance(config, (EagleTritonConfig, type(None))):
-        raise TypeError(f"config must be an EagleTritonConfig, got {type(config).__name__}; options go by their names")
-    config = (config or EagleTritonConfig()).changed(**options)
-    if patching.MARKER in getattr(model, "__dict__", {}):
-        raise PatchError(f"this {type(model).__name__} is optimised already; restore it first")
+    config = _configuration(EagleTritonConfig, config, options)
+    _check_original(model)
     adapter, methods = _family(model)
     check_readable(model)
     view, draft = adapter.read(model)
-    operations, cuda_graph = choose_operations(view.device, config.kernels, config.cuda_graph)
-    if config.megakernel is True and not operations.kernels:
-        raise ValueError("megakernel=True needs the kernels")
-    megakernel = None if config.megakernel == "auto" else bool(config.megakernel)
-    watch = ModelWatch({"model": model})
-    verification = Verification(config.verify_strategy)
-    engine = Engine(view, draft, operations, cuda_graph, megakernel, config.strict, watch, verification)
+    if config.suffix_drafts:
+        draft = with_suffix_drafts(draft, config.suffix_drafts, view.device)
+        draft.read_tree()  # refuses one that has no place for them
+    engine = _engine(view, draft, config, {"model": model})
     seams, skipped = (*methods.seams(model, engine), generate_seam(model, engine)), {}
     if config.patch_modules:
         more, skipped = methods.module_seams(model, engine)
         seams += more
-    if config.megakernel is True and config.strict:
-        from eagle_triton.engine.megakernel_step import unsupported_draft  # needs Triton
-
-        reason = unsupported_draft(draft)
-        skipped |= {} if reason is None else {"megakernel": reason}
+    skipped |= _no_megakernel(config, draft)
     if skipped and config.strict:
         raise UnsupportedModelError("; ".join(f"{path}: {reason}" for path, reason in skipped.items()))
 
@@ -129,11 +210,77 @@ def optimize_eagle_with_triton(model: Any, config: EagleTritonConfig | None = No
         engine.clear()
 
     engine.notes.update(skipped)
-    if not verification.lossless:
-        engine.notes["verification"] = verification.summary
-    originals = patching.apply(seams, model, drop_caches, engine.notes, operations.calls)
-    log.info("optimised %s: %d attributes replaced", type(model).__name__, len(originals))
-    return Optimized(model, originals)
+    return _patched(model, seams, drop_caches, engine)
+
+
+def optimize_with_triton(
+    model: Any, draft: Any = None, config: TritonConfig | None = None, **options: Any
+) -> Optimized:
+    """Replace `generate` of a plain Hugging Face causal language model; the output stays the same (but for
+    `verify_strategy="topp"`).
+
+    model: a Llama, Mistral, Qwen2 or Qwen3 on one device. draft: None decodes plainly; an EAGLE head, or an EaModel for
+    its head; a causal language model with the target's vocabulary; "suffix" or "ngram" for drafts from text that
+    occurred before, without a model; or a `Draft` of one's own. config: see
+    `TritonConfig`; its fields can also be given as keyword arguments. Returns the same model and its originals, as
+    `optimize_eagle_with_triton` does: `originals.restore()`, `restore(model)` or the end of a `with` block give
+    `generate` back.
+
+    `generate` keeps its arguments, defaults, warnings and errors. A call with an argument that the engine does not
+    decode by (beams, an assistant, a logits processor) runs the original, and the report names it. Raises
+    UnsupportedModelError for a model or a draft that is not known, or that has hooks or replaced forwards; PatchError
+    if the model is optimised already; ValueError for an unknown option, and for a tree that the draft cannot grow.
+    Nothing is changed then.
+    """
+    config = _configuration(TritonConfig, config, options)
+    _check_original(model)
+    if _recognised(model):
+        raise UnsupportedModelError(f"a {type(model).__name__} is optimised by optimize_eagle_with_triton")
+    if _recognised(draft):
+        draft = draft.ea_layer
+    view, drafted = _read(model, draft, config)
+    roots = {"model": model}
+    if isinstance(draft, nn.Module) and draft is not model:
+        roots["draft"] = draft
+    engine = _engine(view, drafted, config, roots)
+    if config.strict and (skipped := _no_megakernel(config, drafted)):
+        raise UnsupportedModelError(f"megakernel: {skipped['megakernel']}")
+
+    def read_tree() -> TreeSpec:
+        if drafted is None:
+            return PLAIN
+        tree = config.tree.with_grafts(config.suffix_drafts) if config.has_tree else drafted.read_tree()
+        return check_tree(tree, drafted)
+
+    read_tree()
+    seams = causal_lm_methods.seams(model, engine, read_tree, config.strict)
+    return _patched(model, seams, engine.clear, engine)
+
+
+def make_draft(draft: Any, view: ModelView, config: TritonConfig) -> Draft | None:
+    """The draft for a target that has been read as `view`; heads are read with their target instead.
+
+    Raises TypeError or ValueError for what is none, and UnsupportedModelError for a model that does not fit.
+    """
+    if config.has_tree and (draft is None or isinstance(draft, str)):
+        raise ValueError(f"topk, num_steps and num_draft_tokens shape a model's trees, and draft is {draft!r}")
+    if draft is None:
+        return None
+    if draft == "suffix":
+        return with_suffix_drafts(None, config.suffix_drafts or SUFFIX_DRAFTS, view.device)
+    if draft == "ngram":
+        if config.suffix_drafts:
+            raise ValueError(f'suffix_drafts={config.suffix_drafts}: draft="ngram" drafts by n-grams alone')
+        return RepeatDraft(NgramSource(NGRAM_DRAFTS))
+    if isinstance(draft, str):
+        raise ValueError(f"draft must be suffix, ngram, a draft or a model, got {draft!r}")
+    if isinstance(draft, Draft):
+        if config.has_tree and not draft.any_tree:
+            raise ValueError(f"topk, num_steps and num_draft_tokens: a {type(draft).__name__} drafts its own tree only")
+        return draft
+    if not isinstance(draft, nn.Module):
+        raise TypeError(f"draft must be None, a head, a model, a Draft or a name, got {type(draft).__name__}")
+    return draft_from_causal_lm(draft, view, lambda: config.tree, root="draft")
 
 
 def restore_eagle(model: Any, originals: Originals | None = None) -> Any:
@@ -149,11 +296,79 @@ def restore_eagle(model: Any, originals: Originals | None = None) -> Any:
         own.restore()
         return model
     if not isinstance(originals, Originals):
-        raise TypeError(f"originals must be what optimize_eagle_with_triton returned, got {type(originals).__name__}")
+        raise TypeError(f"originals must be what optimising returned, got {type(originals).__name__}")
     if not originals.restored and own is not originals:
         raise PatchError(f"these originals do not belong to this {type(model).__name__}")
     originals.restore()
     return model
+
+
+restore = restore_eagle
+
+
+def _read(model: Any, draft: Any, config: TritonConfig) -> tuple[ModelView, Draft | None]:
+    """A plain model and its draft. A head decides which of the target's layers it sees, so both are read at once."""
+    drafted: Draft | None
+    if isinstance(draft, DraftHead):
+        view, drafted = native.read_pair(model, draft)
+    else:
+        view = read_causal_lm(model)
+        drafted = make_draft(draft, view, config)
+    if config.suffix_drafts and draft != "suffix":
+        drafted = with_suffix_drafts(drafted, config.suffix_drafts, view.device)
+    return view, drafted
+
+
+def _configuration(kind: type[Any], config: Any, options: dict[str, Any]) -> Any:
+    if not isinstance(config, (kind, type(None))):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise TypeError(
+            f"config must be {article} {kind.__name__}, got {type(config).__name__}; options go by their names"
+        )
+    return (config or kind()).changed(**options)
+
+
+def _check_original(model: Any) -> None:
+    if patching.MARKER in getattr(model, "__dict__", {}):
+        raise PatchError(f"this {type(model).__name__} is optimised already; restore it first")
+
+
+def _engine(
+    view: ModelView, draft: Draft | None, config: EagleTritonConfig | TritonConfig, roots: dict[str, nn.Module]
+) -> Engine:
+    """roots: the models that were read, by the names that messages call them."""
+    operations, cuda_graph = choose_operations(view.device, config.kernels, config.cuda_graph)
+    if config.megakernel is True and not operations.kernels:
+        raise ValueError("megakernel=True needs the kernels")
+    megakernel = None if config.megakernel == "auto" else bool(config.megakernel)
+    verification = Verification(config.verify_strategy)
+    engine = Engine(view, draft, operations, cuda_graph, megakernel, config.strict, ModelWatch(roots), verification)
+    if not verification.lossless:
+        engine.notes["verification"] = verification.summary
+    return engine
+
+
+def _no_megakernel(config: EagleTritonConfig | TritonConfig, draft: Draft | None) -> dict[str, str]:
+    """Why the megakernel that was asked for strictly cannot be, as an entry of the report."""
+    if not (config.megakernel is True and config.strict):
+        return {}
+    if draft is None:
+        return {"megakernel": "nothing is drafted"}
+    from eagle_triton.engine.megakernel_step import unsupported_draft  # needs Triton
+
+    reason = unsupported_draft(draft)
+    return {} if reason is None else {"megakernel": reason}
+
+
+def _patched(model: Any, seams: tuple[patching.Seam, ...], on_change: Callable[[], None], engine: Engine) -> Optimized:
+    originals = patching.apply(seams, model, on_change, engine.notes, engine.ops.calls)
+    log.info("optimised %s: %d attributes replaced", type(model).__name__, len(originals))
+    return Optimized(model, originals)
+
+
+def _recognised(model: Any) -> bool:
+    """Whether it is an EaModel of any family."""
+    return any(adapter.recognise(model) for adapter, _ in FAMILIES)
 
 
 def _family(model: Any) -> tuple[ModuleType, ModuleType]:

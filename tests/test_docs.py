@@ -139,7 +139,7 @@ def test_tables_of_options_name_all_with_their_defaults(page, name, table):
 
 
 def test_all_configurations_have_a_table():
-    configurations = {"EagleTritonConfig", "EAGLEConfig", "SpeculativeConfig"}
+    configurations = {"EagleTritonConfig", "TritonConfig", "EAGLEConfig", "SpeculativeConfig"}
     assert {name.rpartition(".")[2] for _, name, _ in tables_of_options()} == configurations
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_triton.drop_in.methods import draft_of
+from eagle_triton.drop_in.methods import tree_of
 from eagle_triton.drop_in.patching import Seam
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -51,7 +51,7 @@ def generate_seam(model: Any, engine: Engine) -> Seam:
         rows = engine_generate(
             engine,
             [prompt.to(device) for prompt in request.prompts],
-            draft_of(engine).read_tree(),
+            tree_of(engine),
             sampling,
             max_new_tokens=request.new_tokens,
             eos_token_ids=request.stop_ids,

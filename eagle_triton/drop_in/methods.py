@@ -14,6 +14,7 @@ from eagle_triton.adapters.module_reader import UnsupportedModelError
 from eagle_triton.drop_in.patching import Seam
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.eagle import EagleDraft
+from eagle_triton.engine.drafts.hybrid import WrappedDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.checks import check_prompt
@@ -39,8 +40,15 @@ def _arguments(function: Callable) -> list[tuple[str, Any]]:
 
 def draft_of(engine: Engine) -> EagleDraft:
     """The head of an EaModel's engine."""
-    assert isinstance(engine.draft, EagleDraft), "every EaModel has a draft head"
-    return engine.draft
+    draft = engine.draft.beams if isinstance(engine.draft, WrappedDraft) else engine.draft
+    assert isinstance(draft, EagleDraft), "every EaModel has a draft head"
+    return draft
+
+
+def tree_of(engine: Engine) -> TreeSpec:
+    """The tree of an EaModel's next generation, with all that drafts for it. Raises ValueError as `check_tree`."""
+    assert engine.draft is not None, "every EaModel has a draft"
+    return check_tree(engine.draft.read_tree(), engine.draft)
 
 
 def prompt(engine: Engine, input_ids: Tensor) -> Tensor:

@@ -16,14 +16,13 @@ from eagle_triton.drop_in import attention
 from eagle_triton.drop_in.draft import draft_seam
 from eagle_triton.drop_in.methods import (
     Steps,
-    check_tree,
-    draft_of,
     drop,
     last,
     method_seam,
     observed,
     prompt,
     sequences,
+    tree_of,
 )
 from eagle_triton.drop_in.patching import Seam
 from eagle_triton.engine.engine import Engine
@@ -56,7 +55,7 @@ def seams(
         is_llama3: bool,
     ) -> Steps:
         tokens = prompt(engine, input_ids)
-        spec = PLAIN if plain else check_tree(draft_of(engine).read_tree(), draft_of(engine))
+        spec = PLAIN if plain else tree_of(engine)
         check_fits(tokens.shape[1], spec.nodes, max_length)
         running = original_steps(
             engine,

@@ -38,6 +38,11 @@ class Tree(NamedTuple):
     depths: Tensor  # [B, N] int32
     ancestors: Tensor  # [B, N, W] int64: bit j of row i says that node j is i or an ancestor of i
 
+    def without_empty_places(self) -> Tree:
+        """The same for verification where tokens of -1 stand for no draft: their nodes are no node's children."""
+        empty = self.tokens < 0
+        return self._replace(tokens=self.tokens.masked_fill(empty, 0), parents=self.parents.masked_fill(empty, -1))
+
     def write_chain(self, tokens: Tensor) -> None:
         """Make every tree a chain of tokens [B, N] int64, the root first, in place."""
         batch, nodes = self.tokens.shape

@@ -88,7 +88,8 @@ def verify_and_draft(
     tree, depth, sequences = state.tree, state.spec.depth, state.sequences
     walk = None
     if megakernel is None or mode.sampled or mode.verification.accept_policy != "normal":
-        walk = verify(ops, logits, tree, depth, state.lengths, state.sampling, mode, state.nan)
+        judged = tree.without_empty_places() if state.spec.grafts else tree
+        walk = verify(ops, logits, judged, depth, state.lengths, state.sampling, mode, state.nan)
     if megakernel is not None:
         ops.calls["draft_verify_update"] += 1
         path = megakernel(logits, features, walk)

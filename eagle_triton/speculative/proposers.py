@@ -8,8 +8,8 @@ import torch
 
 from eagle_triton.engine.drafts.beams import BeamDraft
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.drafts.hybrid import ContinuedDraft, HybridDraft
-from eagle_triton.engine.drafts.repeats import NgramSource, OutputRing, RepeatDraft, SuffixSource
+from eagle_triton.engine.drafts.hybrid import ContinuedDraft, scoring, with_suffix_drafts
+from eagle_triton.engine.drafts.repeats import KEEP, MIN_MATCH, NgramSource, OutputRing, RepeatDraft, SuffixSource
 from eagle_triton.reference.suffix_match import SuffixRules
 from eagle_triton.speculative.config import EAGLEConfig
 from eagle_triton.speculative.speculative_config import SpecMethod, SpeculativeConfig
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from eagle_triton.engine.model import ModelView
 
 WITHOUT_MODEL = (None, SpecMethod.NAIVE, SpecMethod.NGRAM, SpecMethod.SUFFIX)
-MIN_MATCH, KEEP = 2, 128  # matches of one token are worth little; so many matches are counted
 
 
 def create_proposer(
@@ -59,9 +58,7 @@ def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> D
     if options is None:
         if not config.suffix_drafts:
             return model
-        ring = OutputRing(config.suffix_ring, view.device) if config.suffix_ring else None
-        source = SuffixSource(config.suffix_drafts, SuffixRules(min_match=MIN_MATCH, keep=KEEP), ring)
-        return RepeatDraft(source) if model is None else HybridDraft(_beams(model, "suffix_drafts"), source)
+        return with_suffix_drafts(model, config.suffix_drafts, view.device, config.suffix_ring)
     if options.method in (SpecMethod.EAGLE, SpecMethod.DRAFT_MODEL):
         return model
     if options.method is SpecMethod.SUFFIX:
@@ -69,16 +66,8 @@ def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> D
     if options.method is SpecMethod.NGRAM:
         return RepeatDraft(_ngram_source(options, options.num_speculative_tokens, 1))
     if options.method is SpecMethod.HYBRID:
-        return _continued(options, _beams(model, "method hybrid"))
+        return _continued(options, scoring(model, "method hybrid"))
     return None
-
-
-def _beams(model: Draft | None, option: str) -> BeamDraft:
-    if not isinstance(model, BeamDraft):
-        raise ValueError(
-            f"{option} needs a draft that scores candidates, a head or a language model, got {type(model).__name__}"
-        )
-    return model
 
 
 def _suffix_source(options: SpeculativeConfig, ring_tokens: int, device: torch.device) -> SuffixSource:

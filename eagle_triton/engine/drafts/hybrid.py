@@ -11,7 +11,15 @@ from torch import Tensor
 
 from eagle_triton.engine.drafts.beams import BeamDraft, BeamPlan
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.drafts.repeats import NgramSource, RepeatSource, write_repeats
+from eagle_triton.engine.drafts.repeats import (
+    RING_TOKENS,
+    NgramSource,
+    OutputRing,
+    RepeatDraft,
+    RepeatSource,
+    SuffixSource,
+    write_repeats,
+)
 from eagle_triton.engine.mixers import AcceptedPath
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState, Sequences
@@ -133,6 +141,25 @@ class HybridDraft(WrappedDraft):
 
     def end(self, sequences: Sequences, slot: int, prompt: int, length: int) -> None:
         self.source.remember(sequences.tokens[slot, prompt:length])
+
+
+def with_suffix_drafts(model: Draft | None, places: int, device: torch.device, ring_tokens: int = RING_TOKENS) -> Draft:
+    """Drafts of at most `places` tokens from text that occurred before, in one tree with a model's, or alone.
+
+    ring_tokens: of former outputs that are kept for that, 0: none. Raises ValueError for a model that scores no
+    candidates.
+    """
+    source = SuffixSource(places, ring=OutputRing(ring_tokens, device) if ring_tokens else None)
+    return RepeatDraft(source) if model is None else HybridDraft(scoring(model, "suffix_drafts"), source)
+
+
+def scoring(model: Draft | None, option: str) -> BeamDraft:
+    """The same draft. Raises ValueError, naming the option that needs it, unless it scores candidates."""
+    if not isinstance(model, BeamDraft):
+        raise ValueError(
+            f"{option} needs a draft that scores candidates, a head or a language model, got {type(model).__name__}"
+        )
+    return model
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from eagle_triton.reference.suffix_match import (
 )
 
 RING_TOKENS = 1 << 20  # of former outputs: 4 MiB
+MIN_MATCH, KEEP = 2, 128  # matches of one token are worth little; so many matches are counted
 
 
 class OutputRing:
@@ -106,7 +107,7 @@ class SuffixSource(RepeatSource):
         if places < 1:
             raise ValueError(f"places must be at least 1, got {places}")
         self.places, self.ring = places, ring
-        self.rules = SuffixRules(min_match=2, keep=128) if rules is None else rules
+        self.rules = SuffixRules(min_match=MIN_MATCH, keep=KEEP) if rules is None else rules
 
     def find(self, ops: Operations, sequences: Sequences, places: int) -> RepeatDrafts:
         ring = None if self.ring is None else self.ring.tensors
@@ -126,13 +127,8 @@ class NgramSource(RepeatSource):
         check_ngram_rules(max_ngram, min_ngram, match)
         if places < 1:
             raise ValueError(f"places must be at least 1, got {places}")
-        self.places, self.max_ngram, self.min_ngram, self.match, self.joined = (
-            places,
-            max_ngram,
-            min_ngram,
-            match,
-            joined,
-        )
+        self.places, self.match, self.joined = places, match, joined
+        self.max_ngram, self.min_ngram = max_ngram, min_ngram
 
     def find(self, ops: Operations, sequences: Sequences, places: int) -> RepeatDrafts:
         return self.continue_from(ops, sequences, sequences.lengths, places)

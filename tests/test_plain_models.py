@@ -1,0 +1,629 @@
+"""optimize_with_triton on plain Hugging Face models: patched against unpatched, fallbacks by name, restore."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+
+from eagle_triton import (
+    EaModel,
+    PatchError,
+    TritonConfig,
+    UnsupportedModelError,
+    integration,
+    optimize_eagle_with_triton,
+    optimize_with_triton,
+    restore,
+    restore_eagle,
+)
+from eagle_triton.drop_in import causal_lm as drop_in
+from eagle_triton.drop_in.patching import Fallback
+from eagle_triton.engine.engine import Engine
+from tests.test_causal_lm import DEVICE, causal_lm
+from tests.test_drafts import RepeatDraft
+from tests.tiny import FAMILIES, random_prompt, tiny_model
+
+VOCAB = 16
+EOS, PAD = [3, 7], 0
+BATCH = torch.cat([2 + random_prompt(11, vocab=VOCAB - 2, seed=seed) for seed in range(4)]).to(DEVICE)  # no padding
+PROMPT = BATCH[:1]
+LEFT = torch.ones_like(BATCH)  # rows of 11, 6, 1 and 11 tokens
+LEFT[1, :5] = LEFT[2, :10] = 0
+PADDED = {"input_ids": BATCH * LEFT, "attention_mask": LEFT}
+ENDS = {"eos_token_id": EOS, "pad_token_id": PAD}
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """fp32 means fp32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.fixture(scope="module")
+def models():
+    """One tiny model of each family, with few tokens, so that end tokens come soon."""
+    options = {"mistral": {"sliding_window": 20}}
+    return {family: causal_lm(family, vocab=VOCAB, layers=2, **options.get(family, {})) for family in FAMILIES}
+
+
+@pytest.fixture
+def model(models):
+    return models["llama"]
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """The engines that are made in a test."""
+    made = []
+
+    def make(*arguments) -> Engine:
+        made.append(Engine(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(integration, "Engine", make)
+    return made
+
+
+def generate_row(originals):
+    return next(row for row in originals.report() if row.path == "generate")
+
+
+GREEDY = {
+    "max_new_tokens": dict(inputs=PROMPT, max_new_tokens=20),
+    "by keyword": dict(input_ids=PROMPT, max_new_tokens=5),
+    "max_length": dict(inputs=PROMPT, max_length=18),
+    "default length": dict(inputs=PROMPT),
+    "one token": dict(inputs=PROMPT, max_new_tokens=1),
+    "begin token": dict(bos_token_id=2, max_new_tokens=6),
+    "integers of 32 bits": dict(inputs=PROMPT.int(), max_new_tokens=6),
+    "end token": dict(inputs=PROMPT, max_new_tokens=40, eos_token_id=5, pad_token_id=1),
+    "end tokens": dict(inputs=PROMPT, max_new_tokens=40, **ENDS),
+    "end token as padding": dict(inputs=BATCH, max_new_tokens=40, eos_token_id=3),
+    "batch": dict(inputs=BATCH, max_new_tokens=12),
+    "batch, end tokens": dict(inputs=BATCH, max_new_tokens=40, **ENDS),
+    "mask of ones": dict(inputs=BATCH, attention_mask=torch.ones_like(BATCH), max_new_tokens=7),
+    "boolean mask": dict(inputs=BATCH, attention_mask=LEFT.bool(), max_new_tokens=7, pad_token_id=PAD),
+    "left padding": dict(**PADDED, max_new_tokens=14, pad_token_id=PAD),
+    "left padding, end tokens": dict(**PADDED, max_new_tokens=30, **ENDS),
+    "left padding, max_length": dict(**PADDED, max_length=20, pad_token_id=PAD),
+    "padding found by its token": dict(inputs=BATCH * LEFT + 1 - LEFT, pad_token_id=1),
+    "min_new_tokens": dict(inputs=BATCH, max_new_tokens=30, min_new_tokens=9, **ENDS),
+    "min_length": dict(inputs=BATCH, max_length=40, min_length=17, **ENDS),
+    "min_length in a padded batch": dict(**PADDED, max_length=40, min_length=17, **ENDS),
+    "longer minimum than maximum": dict(inputs=PROMPT, max_new_tokens=6, min_new_tokens=9, **ENDS),
+    "minimum without an end": dict(inputs=PROMPT, max_new_tokens=6, min_new_tokens=4),
+    "repetition_penalty": dict(inputs=BATCH, max_new_tokens=15, repetition_penalty=1.6),
+    "reward for repetition": dict(inputs=BATCH, max_new_tokens=15, repetition_penalty=0.7),
+    "penalty and minimum": dict(
+        inputs=BATCH, max_new_tokens=25, repetition_penalty=1.3, min_new_tokens=8, **ENDS
+    ),
+    "suppress_tokens": dict(inputs=BATCH, max_new_tokens=15, suppress_tokens=[1, 2, 9, 99]),
+    "suppressed and penalised": dict(
+        inputs=BATCH, max_new_tokens=15, suppress_tokens=[1, 2], repetition_penalty=1.3
+    ),
+    "bad words of one token": dict(inputs=BATCH, max_new_tokens=15, bad_words_ids=[[4], [11], [3]], **ENDS),
+    "bad words, bias": dict(
+        inputs=BATCH, max_new_tokens=15, bad_words_ids=[[4]], sequence_bias={(4,): 3.0, (2,): -1.5, (6,): 2.0}
+    ),
+    "renormalize_logits": dict(inputs=PROMPT, max_new_tokens=15, renormalize_logits=True),
+    "a configuration": dict(
+        inputs=PROMPT, generation_config=GenerationConfig(max_new_tokens=9, repetition_penalty=1.4)
+    ),
+    "early_stopping without beams": dict(inputs=PROMPT, max_new_tokens=9, length_penalty=2.0),
+    "dynamic cache": dict(inputs=PROMPT, max_new_tokens=9, use_cache=True, cache_implementation="dynamic"),
+    "sampling options, not sampled": dict(inputs=PROMPT, max_new_tokens=9, temperature=0.3, top_k=4, top_p=0.3),
+    "top_k of 1": dict(inputs=BATCH, max_new_tokens=9, do_sample=True, top_k=1),
+    "no time": dict(inputs=PROMPT, max_new_tokens=9, max_time=0.0),
+    "nothing said in many words": dict(
+        inputs=PROMPT, max_new_tokens=9, logits_processor=[], stopping_criteria=[], streamer=None, num_beams=1,
+        no_repeat_ngram_size=0, typical_p=1.0, guidance_scale=1.0, synced_gpus=False, prefix_allowed_tokens_fn=None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_tokens_for_all_combinations_of_options(models, family):
+    model = models[family]
+    before = dict(vars(model))
+    want = {name: model.generate(**arguments) for name, arguments in GREEDY.items()}
+    with optimize_with_triton(model) as (same, originals):
+        assert same is model and isinstance(originals["generate"].__self__, type(model))
+        for name, arguments in GREEDY.items():
+            got = model.generate(**arguments)
+            assert torch.equal(got, want[name]), name
+            assert got.dtype == want[name].dtype and got.device == want[name].device, name
+            assert generate_row(originals).fallbacks == 0, (name, generate_row(originals).reason)
+    assert generate_row(originals).calls == len(GREEDY)
+    assert vars(model) == before
+    assert len({tensor.shape[1] for tensor in want.values()}) > 5, "the lengths differ in nothing"
+
+
+class Record:
+    """A streamer that remembers what it was given."""
+
+    def __init__(self):
+        self.given = []
+
+    def put(self, value):
+        self.given.append(value.tolist())
+
+    def end(self):
+        self.given.append("end")
+
+
+class Recorder(StoppingCriteria):
+    """Remembers what it sees and stops rows whose sum of tokens is divisible."""
+
+    def __init__(self, divisor: int = 10**9):
+        self.divisor, self.seen = divisor, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        assert scores is None
+        self.seen.append(input_ids.tolist())
+        return input_ids.sum(1) % self.divisor == 0
+
+
+def drafts(family: str, model):
+    """Drafts of every kind for a model, with options."""
+    return {
+        "plain": (None, {}),
+        "itself": (model, dict(topk=1, num_steps=3, num_draft_tokens=4)),
+        "another model": (causal_lm("qwen3", vocab=VOCAB, layers=1, hidden=32, seed=5), {}),
+        "one of one's own": (RepeatDraft(3), {}),
+    }
+
+
+@pytest.mark.parametrize("kind", ["plain", "itself", "another model", "one of one's own"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(inputs=PROMPT, max_new_tokens=20),
+        dict(inputs=PROMPT, max_new_tokens=40, **ENDS),
+        dict(**PADDED, max_new_tokens=40, **ENDS),
+        dict(**PADDED, max_new_tokens=40, min_new_tokens=6, **ENDS),
+        dict(**PADDED, max_new_tokens=12, pad_token_id=PAD),
+    ],
+    ids=["length", "end", "padded", "padded, minimum", "padded, no end"],
+)
+@pytest.mark.parametrize("divisor", [1, 7, 10**9])
+def test_criteria_see_what_the_original_shows_them(model, kind, options, divisor):
+    draft, more = drafts("llama", model)[kind]
+    theirs, ours = Recorder(divisor), Recorder(divisor)
+    want = model.generate(**options, stopping_criteria=StoppingCriteriaList([theirs]))
+    with optimize_with_triton(model, draft, **more)[1] as originals:
+        got = model.generate(**options, stopping_criteria=StoppingCriteriaList([ours]))
+        assert generate_row(originals).fallbacks == 0
+    assert torch.equal(got, want)
+    assert ours.seen == theirs.seen and len(ours.seen) == got.shape[1] - 11
+
+
+@pytest.mark.parametrize("kind", ["plain", "itself"])
+def test_streamers_get_what_the_original_puts(model, kind):
+    draft, more = drafts("llama", model)[kind]
+    for options in (dict(max_new_tokens=9), dict(max_new_tokens=40, **ENDS), dict(max_length=14, max_time=60.0)):
+        theirs, ours = Record(), Record()
+        want = model.generate(PROMPT, streamer=theirs, **options)
+        with optimize_with_triton(model, draft, **more)[1] as originals:
+            assert torch.equal(model.generate(PROMPT, streamer=ours, **options), want)
+            model.generate(PROMPT, streamer=(fallen := Record()), no_repeat_ngram_size=30, **options)
+            assert (generate_row(originals).calls, generate_row(originals).fallbacks) == (1, 1)
+        assert ours.given == theirs.given == fallen.given and ours.given[-1] == "end"
+
+
+def test_the_prompt_is_put_once_where_the_original_takes_over_late(model):
+    """Only the prepared processors show that a word has two tokens."""
+    theirs, ours = Record(), Record()
+    options = dict(max_new_tokens=5, bad_words_ids=[[4, 5]])
+    model.generate(PROMPT, streamer=theirs, **options)
+    with optimize_with_triton(model)[1] as originals:
+        model.generate(PROMPT, streamer=ours, **options)
+        assert generate_row(originals).reason == "bad_words_ids of [4, 5]"
+    assert ours.given == theirs.given
+
+
+def test_criteria_of_the_library_that_a_caller_brings(model):
+    for criteria in ([MaxLengthCriteria(15)], [EosTokenCriteria([3, 9])], [MaxLengthCriteria(9)]):
+        options = dict(inputs=BATCH, max_new_tokens=25, stopping_criteria=StoppingCriteriaList(criteria), **ENDS)
+        want = model.generate(**options)
+        with optimize_with_triton(model)[1] as originals:
+            assert torch.equal(model.generate(**options), want)
+            assert generate_row(originals).fallbacks == 0
+
+
+def test_stop_strings_and_text_streamers_of_the_demo():
+    ea_model = EaModel.from_pretrained("demo").to(DEVICE)
+    model, tokenizer = ea_model.base_model, ea_model.tokenizer
+    inputs = tokenizer('def read_lines(path):\n    """', return_tensors="pt").to(DEVICE)
+    options = dict(max_new_tokens=24, stop_strings=["list", "zzz"], tokenizer=tokenizer)
+    want = model.generate(**inputs, **options)
+    with optimize_with_triton(model, ea_model)[1] as originals:
+        got = model.generate(**inputs, **options)
+        streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True)
+        whole = model.generate(**inputs, max_new_tokens=24, streamer=streamer)
+        assert generate_row(originals).fallbacks == 0
+    assert torch.equal(got, want) and tokenizer.decode(got[0]).count("list") == 1
+    assert "".join(streamer) == tokenizer.decode(whole[0, inputs.input_ids.shape[1] :])
+
+
+# --- drafts ---
+
+
+@pytest.mark.parametrize("kind", ["itself", "another model", "one of one's own"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_change_no_token(models, engines, family, kind):
+    model = models[family]
+    draft, options = drafts(family, model)[kind]
+    names = ("max_new_tokens", "left padding, end tokens", "penalty and minimum", "min_length in a padded batch")
+    want = {name: model.generate(**GREEDY[name]) for name in names}
+    with optimize_with_triton(model, draft, **options)[1] as originals:
+        for name in names:
+            assert torch.equal(model.generate(**GREEDY[name]), want[name]), name
+        model.generate(PROMPT, max_new_tokens=60)
+        accepted = engines[0].accept_lengths
+        assert generate_row(originals).fallbacks == 0
+    assert set(accepted) == {3} if kind == "itself" else sum(accepted) > 0
+
+
+@pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
+def test_a_head_drafts_its_own_tree_or_the_one_that_is_asked_for(engines, eagle3):
+    ea_model = tiny_model(eagle3=eagle3, layers=5, vocab=8, seed=1, total_token=8, depth=3, top_k=2).to(DEVICE)
+    model, prompt = ea_model.base_model, 1 + random_prompt(20, vocab=7).to(DEVICE)
+    want = model.generate(prompt, max_new_tokens=30)
+    ea_model.generate(prompt, max_new_tokens=30)
+    lengths = {}
+    for name, draft, options in (
+        ("head", ea_model.ea_layer, {}),
+        ("EaModel", ea_model, {}),
+        ("chain", ea_model.ea_layer, dict(topk=1, num_steps=2)),
+    ):
+        with optimize_with_triton(model, draft, **options):
+            assert torch.equal(model.generate(prompt, max_new_tokens=30), want)
+        lengths[name] = engines[-1].accept_lengths
+    count = len(lengths["head"])
+    assert lengths["head"] == lengths["EaModel"] == ea_model.accept_lengths[:count] and sum(lengths["head"]) > 0
+    assert max(lengths["chain"]) <= 2
+
+
+def test_drafts_and_trees_that_do_not_go_are_refused(model):
+    for draft, options, error, message in (
+        ("suffix", {}, ValueError, "draft='suffix': this version has no such draft"),
+        ("ngram", {}, ValueError, "draft='ngram': this version has no such draft"),
+        ("other", {}, ValueError, "draft must be one of suffix, ngram, a draft or a model, got 'other'"),
+        (3, {}, TypeError, "draft must be None, a head, a model, a Draft or a name, got int"),
+        (None, dict(topk=2), ValueError, "topk, num_steps and num_draft_tokens shape the trees of a draft"),
+        (RepeatDraft(2), dict(num_steps=2), ValueError, "a RepeatDraft drafts its own tree only"),
+        (causal_lm(vocab=VOCAB + 1), {}, UnsupportedModelError, "draft and the target do not fit: vocabulary 17"),
+        (torch.nn.Linear(2, 2), {}, UnsupportedModelError, "draft must be a causal language model"),
+        (model, dict(topk=17), ValueError, "top_k must not pass the draft vocabulary|top_k"),
+        (model, dict(num_draft_tokens=9, topk=2, num_steps=1), ValueError, "must be in 2..3 for topk 2"),
+        (model, dict(num_draft_tokens="auto"), TypeError, "num_draft_tokens must be an integer or None, got 'auto'"),
+        (model, dict(num_draft_tokens=1), ValueError, "num_draft_tokens must be at least 2, got 1"),
+        (None, dict(strict=None), TypeError, "strict must be True or False, got None"),
+        (None, dict(patch_modules=True), ValueError, "unknown option patch_modules; the options are strict, kernels"),
+        (None, dict(megakernel=True, kernels=False), ValueError, "megakernel=True needs the kernels"),
+    ):
+        with pytest.raises(error, match=message):
+            optimize_with_triton(model, draft, **options)
+    with pytest.raises(TypeError, match="config must be a TritonConfig, got dict"):
+        optimize_with_triton(model, None, {})
+    assert "generate" not in vars(model)
+
+
+# --- sampling ---
+
+SAMPLED = {
+    "temperature": dict(temperature=1.5),
+    "filters": dict(temperature=1.3, top_k=4, top_p=0.85, min_p=0.05),
+    "minimum": dict(temperature=1.7, min_new_tokens=2, eos_token_id=[1], pad_token_id=0),
+    "penalty, suppressed": dict(temperature=1.2, repetition_penalty=1.5, suppress_tokens=[4]),
+}
+
+
+@pytest.fixture(scope="module")
+def small():
+    model = causal_lm(vocab=5, layers=2, seed=3)
+    model.lm_head.weight.data.mul_(2.5)
+    return model
+
+
+def law(model, prompt, **options) -> dict[tuple[int, ...], float]:
+    """The distribution of up to three tokens after `prompt` [1, L], by the library's own scores, token by token."""
+    exact, end = {}, options.get("eos_token_id", [])
+    least = prompt.shape[1] + options.pop("min_new_tokens", 0)
+
+    def visit(tokens: tuple[int, ...], mass: float) -> None:
+        if len(tokens) == 3 or (tokens and tokens[-1] in end):
+            exact[tokens] = mass
+            return
+        ids = torch.cat((prompt, prompt.new_tensor([tokens])), dim=1).long()
+        more = dict(options, min_new_tokens=max(least - ids.shape[1], 0) or None)
+        (scores,) = GenerationMixin.generate(
+            model,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=1,
+            do_sample=True,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **more,
+        ).scores
+        for token, probability in enumerate(scores[0].softmax(-1).tolist()):
+            if probability:
+                visit((*tokens, token), mass * probability)
+
+    visit((), 1.0)
+    return exact
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", [False, True], ids=["plain", "drafted"])
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_tokens_follow_the_originals_law(small, name, draft):
+    prompt, options, count = torch.tensor([[1, 3, 2]], device=DEVICE), SAMPLED[name], 3000
+    exact = law(small, prompt, **options)
+    assert abs(sum(exact.values()) - 1) < 1e-4 and sum(mass > 0.005 for mass in exact.values()) >= 4
+    tree = dict(topk=2, num_steps=2, num_draft_tokens=4)
+    drafter = causal_lm("qwen2", vocab=5, layers=1, hidden=32, seed=4) if draft else None
+    torch.manual_seed(0)
+    with optimize_with_triton(small, drafter, **(tree if draft else {}))[1] as originals:
+        rows = small.generate(
+            prompt, max_new_tokens=3, do_sample=True, num_return_sequences=count, **{"top_k": 0, **options}
+        )
+        assert generate_row(originals).fallbacks == 0
+    counts = dict.fromkeys(exact, 0)
+    for row in rows[:, 3:].tolist():
+        ends = [index + 1 for index, token in enumerate(row) if token in options.get("eos_token_id", [])]
+        counts[tuple(row[: min(ends, default=3)])] += 1  # a KeyError: what the law forbids
+    distance = 0.5 * sum(abs(counts[tokens] / count - mass) for tokens, mass in exact.items())
+    noise = 0.5 * sum(math.sqrt(2 * mass / (math.pi * count)) for mass in exact.values())
+    assert distance < 1.6 * noise
+
+
+def test_sampling_is_repeatable_by_torchs_seed_and_takes_the_checkpoints_defaults(models):
+    model = models["qwen2"]
+    kept = model.generation_config
+    model.generation_config = GenerationConfig(do_sample=True, temperature=1.8, top_p=0.95, top_k=0, **ENDS)
+    try:
+        with optimize_with_triton(model)[1] as originals:
+            drawn = []
+            for seed in (0, 0, 1):
+                torch.manual_seed(seed)
+                drawn.append(model.generate(PROMPT, max_new_tokens=30, num_return_sequences=5))
+            greedy = model.generate(PROMPT, max_new_tokens=30, do_sample=False)
+            assert generate_row(originals).fallbacks == 0
+        assert torch.equal(greedy, model.generate(PROMPT, max_new_tokens=30, do_sample=False))
+    finally:
+        model.generation_config = kept
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    new = drawn[0][:, 11:]
+    ended = (new == EOS[0]) | (new == EOS[1])
+    behind = ended.cumsum(1) - ended.long() > 0
+    assert behind.any() and (new[behind] == PAD).all(), "a row goes on behind its end"
+
+
+# --- the original ---
+
+FORWARD = dict(max_new_tokens=5)
+FALLBACKS = {
+    "num_beams=2": dict(num_beams=2),
+    "no_repeat_ngram_size=2": dict(no_repeat_ngram_size=2),
+    "encoder_repetition_penalty=1.5": dict(encoder_repetition_penalty=1.5),
+    "encoder_no_repeat_ngram_size=3": dict(encoder_no_repeat_ngram_size=3),
+    "typical_p=0.5": dict(do_sample=True, typical_p=0.5),
+    "epsilon_cutoff=0.01": dict(do_sample=True, epsilon_cutoff=0.01),
+    "eta_cutoff=0.01": dict(do_sample=True, eta_cutoff=0.01),
+    "top_p=0.0": dict(do_sample=True, top_p=0.0),
+    "begin_suppress_tokens=[1]": dict(begin_suppress_tokens=[1]),
+    "forced_bos_token_id=4": dict(forced_bos_token_id=4),
+    "forced_eos_token_id=4": dict(forced_eos_token_id=4),
+    "remove_invalid_values=True": dict(remove_invalid_values=True),
+    "exponential_decay_length_penalty=(2, 1.5)": dict(exponential_decay_length_penalty=(2, 1.5), **ENDS),
+    "guidance_scale=1.5": dict(guidance_scale=1.5),
+    "use_cache=False": dict(use_cache=False),
+    "cache_implementation='static'": dict(cache_implementation="static"),
+    "prompt_lookup_num_tokens=2": dict(prompt_lookup_num_tokens=2, **ENDS),
+    "output_scores=True": dict(output_scores=True, return_dict_in_generate=True),
+    "output_logits=True": dict(output_logits=True, return_dict_in_generate=True),
+    "output_attentions=True": dict(output_attentions=True, return_dict_in_generate=True, eager=True),
+    "output_hidden_states=True": dict(output_hidden_states=True, return_dict_in_generate=True),
+    "prefill_chunk_size=4": dict(prefill_chunk_size=4),
+    "sequence_bias of [1, 2]": dict(sequence_bias={(1, 2): 2.0}),
+    "bad_words_ids of [1, 2]": dict(bad_words_ids=[[1, 2]]),
+    "repetition_penalty after sequence_bias": dict(sequence_bias={(1,): 2.0}, repetition_penalty=1.2),
+    "position_ids": dict(position_ids=torch.arange(11, device=DEVICE)[None]),
+    "logits_processor": dict(logits_processor=[lambda ids, scores: -scores]),
+    "prefix_allowed_tokens_fn": dict(prefix_allowed_tokens_fn=lambda row, ids: [1, 2]),
+    "attention_mask with more than padding on the left": dict(
+        attention_mask=torch.tensor([[1, 1, 0] + [1] * 8], device=DEVICE)
+    ),
+    "attention_mask of a row that is nothing but padding": dict(
+        attention_mask=torch.zeros(1, 11, dtype=torch.int64, device=DEVICE)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", FALLBACKS)
+def test_what_the_engine_does_not_do_runs_the_original_by_name(reason):
+    options = {**FORWARD, **FALLBACKS[reason]}
+    model = causal_lm(vocab=VOCAB, layers=1)
+    if options.pop("eager", False):
+        model.config._attn_implementation = "eager"
+
+    def run():
+        torch.manual_seed(0)
+        result = model.generate(PROMPT, **options)
+        return result if isinstance(result, torch.Tensor) else result.sequences
+
+    want = run()
+    with optimize_with_triton(model)[1] as originals:
+        assert torch.equal(run(), want)
+        row = generate_row(originals)
+        assert (row.calls, row.fallbacks, row.reason) == (0, 1, reason)
+    with optimize_with_triton(model, strict=True)[1] as originals:
+        with pytest.raises(ValueError, match="is for the original, which strict=True excludes") as raised:
+            run()
+        assert str(raised.value).startswith(f"generate: {reason} ") and generate_row(originals).fallbacks == 0
+        assert torch.equal(model.generate(PROMPT, **FORWARD), GenerationMixin.generate(model, PROMPT, **FORWARD))
+
+
+def test_inputs_that_only_the_original_takes(model):
+    embeddings = model.get_input_embeddings()(PROMPT).detach()
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        model(PROMPT[:, :5], past_key_values=cache)
+    assistant = causal_lm(vocab=VOCAB, layers=1, seed=2)
+    want = model.generate(PROMPT, max_new_tokens=6)
+    with optimize_with_triton(model)[1] as originals:
+        for name, options in (
+            ("inputs_embeds", dict(inputs_embeds=embeddings)),
+            ("past_key_values", dict(inputs=PROMPT, past_key_values=cache)),
+            ("assistant_model", dict(inputs=PROMPT, assistant_model=assistant)),
+        ):
+            assert torch.equal(model.generate(**options, max_new_tokens=6)[:, -6:], want[:, -6:])
+            assert generate_row(originals).reason == name
+        assert generate_row(originals).calls == 0
+
+
+def test_a_penalty_counts_padding_only_where_the_original_does(model):
+    """Older versions of transformers penalise the padding's token, newer ones do not."""
+    options = dict(**PADDED, max_new_tokens=12, repetition_penalty=1.8, pad_token_id=PAD)
+    want = model.generate(**options)
+    with optimize_with_triton(model)[1] as originals:
+        assert torch.equal(model.generate(**options), want)
+        row = generate_row(originals)
+        assert row.calls == 1 or row.reason == "repetition_penalty that counts padding"
+
+
+def test_errors_are_those_of_the_original(model):
+    with optimize_with_triton(model)[1] as originals:
+        for arguments, error in (
+            (dict(inputs=PROMPT, max_new=5), ValueError),
+            (dict(inputs=PROMPT, max_length=4), ValueError),
+            (dict(inputs=PROMPT, max_new_tokens=-1), ValueError),
+            (dict(inputs=PROMPT, num_return_sequences=2), ValueError),
+            (dict(inputs=PROMPT, do_sample=True, temperature=0.0), ValueError),
+            (dict(), ValueError),
+            (dict(inputs=PROMPT, stop_strings=["a"]), ValueError),
+        ):
+            with pytest.raises(error) as ours:
+                model.generate(**arguments)
+            with pytest.raises(error) as theirs:
+                GenerationMixin.generate(model, **arguments)
+            assert str(ours.value) == str(theirs.value)
+        with pytest.raises(TypeError):
+            model.generate(*range(20))
+        assert generate_row(originals).calls == 0
+
+
+def test_dropout_of_a_model_in_training_runs_the_original():
+    model = causal_lm(vocab=VOCAB, layers=1, attention_dropout=0.3)
+    with optimize_with_triton(model)[1] as originals:
+        assert model.generate(PROMPT, max_new_tokens=4).shape == (1, 15)
+        model.train()
+        assert model.generate(PROMPT, max_new_tokens=4).shape == (1, 15)
+        row = generate_row(originals)
+    assert (row.calls, row.fallbacks, row.reason) == (1, 1, "attention_dropout of a model in training mode")
+
+
+@pytest.mark.parametrize("config", [GenerationConfig(), GenerationConfig(max_new_tokens=3, do_sample=True)])
+def test_every_field_of_a_generation_config_is_classified(config):
+    """Fails when transformers adds a field: it belongs into one table of drop_in/causal_lm.py."""
+    tables = [set(drop_in.HONOURED), set(drop_in.NO_EFFECT), set(drop_in.NEUTRAL)]
+    fields = {name for name in vars(config) if not name.startswith("_")}
+    assert fields <= set.union(*tables), fields - set.union(*tables)
+    assert not any(one & other for one, other in itertools.combinations(tables, 2))
+
+
+def test_a_field_of_a_newer_transformers_is_not_ignored(monkeypatch):
+    monkeypatch.setattr(drop_in, "NEUTRAL", {})
+    config = GenerationConfig(token_healing=True)
+    config.entry_of_ones_own = 3
+    with pytest.raises(Fallback, match="token_healing=True"):
+        drop_in.check_config(config)
+    config.token_healing = GenerationConfig().token_healing
+    drop_in.check_config(config)
+
+
+# --- results, restore, refusals ---
+
+
+def test_a_dictionary_is_returned_where_it_is_asked_for(model):
+    options = dict(max_new_tokens=8, return_dict_in_generate=True)
+    want = model.generate(PROMPT, **options)
+    with optimize_with_triton(model)[1] as originals:
+        got = model.generate(PROMPT, **options)
+        assert generate_row(originals).calls == 1
+    assert type(got) is type(want) and torch.equal(got.sequences, want.sequences)
+    assert got.scores is got.logits is got.attentions is got.hidden_states is got.past_key_values is None
+
+
+def test_restore_gives_generate_back_and_nothing_is_left(model):
+    before = dict(vars(model))
+    want, signature = model.generate(PROMPT, max_new_tokens=5), model.generate.__doc__
+    for give_back in (restore, restore_eagle):
+        _, originals = optimize_with_triton(model)
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=5), want) and model.generate.__doc__ == signature
+        with pytest.raises(PatchError, match="optimised already"):
+            optimize_with_triton(model)
+        assert give_back(model) is model and originals.restored
+        assert vars(model) == before and model.generate.__func__ is GenerationMixin.generate
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=5), want)
+    with pytest.raises(PatchError, match="nothing to restore"):
+        restore(model)
+
+
+def test_models_that_generate_in_a_way_of_their_own_are_refused():
+    class Own(transformers.LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, *args, **kwargs):
+            return super().prepare_inputs_for_generation(*args, **kwargs)
+
+    model = causal_lm(vocab=VOCAB, layers=1)
+    with pytest.raises(UnsupportedModelError, match=r"model\.prepare_inputs_for_generation must be that of transform"):
+        optimize_with_triton(Own(model.config).to(DEVICE))
+    model.generate = print
+    with pytest.raises(UnsupportedModelError, match=r"model\.generate must be that of transformers"):
+        optimize_with_triton(model)
+    assert model.generate is print
+
+
+def test_models_that_are_not_plain_are_refused(model):
+    ea_model = tiny_model()
+    with pytest.raises(UnsupportedModelError, match="EaModel is optimised by optimize_eagle_with_triton"):
+        optimize_with_triton(ea_model)
+    for other in (None, torch.nn.Linear(2, 2), model.model):
+        with pytest.raises(UnsupportedModelError, match="must be a causal language model"):
+            optimize_with_triton(other)
+    with pytest.raises(UnsupportedModelError, match="expected an EaModel"):
+        optimize_eagle_with_triton(model)
+    handle = model.model.layers[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="has a forward hook, which would not run"):
+        optimize_with_triton(model)
+    handle.remove()
+
+
+def test_a_model_that_changes_meanwhile_is_followed_or_refused():
+    model, draft = causal_lm(vocab=VOCAB, layers=1), causal_lm(vocab=VOCAB, layers=1, seed=1)
+    with optimize_with_triton(model, draft):
+        model.lm_head.weight.data.neg_()
+        want = GenerationMixin.generate(model, PROMPT, max_new_tokens=6)
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=6), want)
+        for module, path in ((model, "model"), (draft, "draft")):
+            handle = module.model.register_forward_hook(lambda *_: None)
+            with pytest.raises(RuntimeError, match=rf"{path}\.model has got a forward hook"):
+                model.generate(PROMPT, max_new_tokens=6)
+            handle.remove()
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=6), want)
+
+
+def test_the_kernels_decode_a_padded_batch(model):
+    """On a CPU in Triton's interpreter."""
+    options = dict(input_ids=BATCH[:2] * LEFT[:2], attention_mask=LEFT[:2], max_new_tokens=4, min_new_tokens=2, **ENDS)
+    want = model.generate(**options)
+    with optimize_with_triton(model, model, TritonConfig(kernels=True, topk=2, num_steps=2))[1] as originals:
+        assert torch.equal(model.generate(**options), want)
+        calls = {row.path: row.calls for row in originals.report()}
+    assert calls["generate"] == 1 and calls["tree_attention"] > 0
