@@ -290,11 +290,15 @@ def test_a_head_drafts_its_own_tree_or_the_one_that_is_asked_for(engines, eagle3
 
 def test_drafts_and_trees_that_do_not_go_are_refused(model):
     for draft, options, error, message in (
-        ("suffix", {}, ValueError, "draft='suffix': this version has no such draft"),
-        ("ngram", {}, ValueError, "draft='ngram': this version has no such draft"),
-        ("other", {}, ValueError, "draft must be one of suffix, ngram, a draft or a model, got 'other'"),
+        ("other", {}, ValueError, "draft must be suffix, ngram, a draft or a model, got 'other'"),
+        ("suffix", dict(topk=2), ValueError, "shape a model's trees, and draft is 'suffix'"),
+        ("ngram", dict(suffix_drafts=3), ValueError, "drafts by n-grams alone"),
+        (None, dict(suffix_drafts=64), ValueError, "suffix_drafts must lie in 0..63, got 64"),
+        (None, dict(suffix_drafts=True), TypeError, "suffix_drafts must be an integer"),
+        (None, dict(verify_strategy="best"), ValueError, "verify_strategy"),
+        (RepeatDraft(2), dict(suffix_drafts=3), ValueError, "suffix_drafts needs a draft that scores candidates"),
         (3, {}, TypeError, "draft must be None, a head, a model, a Draft or a name, got int"),
-        (None, dict(topk=2), ValueError, "topk, num_steps and num_draft_tokens shape the trees of a draft"),
+        (None, dict(topk=2), ValueError, "topk, num_steps and num_draft_tokens shape a model's trees"),
         (RepeatDraft(2), dict(num_steps=2), ValueError, "a RepeatDraft drafts its own tree only"),
         (causal_lm(vocab=VOCAB + 1), {}, UnsupportedModelError, "draft and the target do not fit: vocabulary 17"),
         (torch.nn.Linear(2, 2), {}, UnsupportedModelError, "draft must be a causal language model"),

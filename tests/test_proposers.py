@@ -77,11 +77,11 @@ def test_a_target_of_its_own_needs_no_head(model, plain):
 
 def test_a_head_and_repetition_in_one_tree(model, plain):
     eagle = EAGLEInference(None, model, EAGLEConfig(suffix_drafts=6, topk=3, num_steps=3, num_draft_tokens=12))
-    draft, policy = eagle.pair.draft, eagle.policy(1)
+    draft, policy = eagle.pair.draft, eagle.policy(3)
     assert isinstance(draft, HybridDraft) and isinstance(draft.source, SuffixSource)
     head = eagle.config.tree()
     assert policy.trees == (head.with_grafts(6), head, TreeSpec.repeats(6))
-    for _ in range(2):
+    for _ in range(4):
         rows, stats = eagle.generate(PROMPTS, LIMITS, stop_token_ids=())
         assert all(torch.equal(row, want) for row, want in zip(rows, plain, strict=True)) and stats.accepted
     assert set(policy._seen) > {policy.trees[0]}, "another source was never tried"
