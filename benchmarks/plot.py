@@ -19,6 +19,7 @@ def plot(record: Record, path: Path) -> None:
         "generate": _generate,
         "step": _step,
         "batches": _batches,
+        "drafters": _drafters,
         "megakernel": _megakernel,
         "operations": _operations,
     }
@@ -82,6 +83,20 @@ def _batches(figure: Any, rows: list[dict[str, Any]]) -> None:
         axes.set(xlabel="batch", ylabel=label, ylim=(0, None))
         axes.set_xscale("log", base=2)
     left.legend(fontsize=8)
+
+
+def _drafters(figure: Any, rows: list[dict[str, Any]]) -> None:
+    kinds, variants = (list(dict.fromkeys(row[key] for row in rows)) for key in ("work", "variant"))
+    values = {(row["work"], row["variant"]): row for row in rows}
+    for axes, key, label in zip(
+        figure.subplots(1, 2), ("tau", "speedup"), ("tokens per step", "times plain decoding"), strict=True
+    ):
+        for index, name in enumerate(variants):
+            places = [place + index / (len(variants) + 1) for place in range(len(kinds))]
+            axes.bar(places, [values[kind, name][key] for kind in kinds], 1 / (len(variants) + 1), label=name)
+        axes.set_xticks([place + 0.5 - 1 / (len(variants) + 1) for place in range(len(kinds))], kinds)
+        axes.set_ylabel(label)
+    axes.legend(fontsize=8)
 
 
 def _megakernel(figure: Any, rows: list[dict[str, Any]]) -> None:

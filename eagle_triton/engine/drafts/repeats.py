@@ -99,6 +99,9 @@ class RepeatSource(ABC):
     def remember(self, output: Tensor) -> None:
         """A request has ended with these tokens [n] int64."""
 
+    def forget(self) -> None:
+        """Former requests count no more."""
+
 
 class SuffixSource(RepeatSource):
     """The longest ends of a sequence that occurred in it before, or in outputs of former requests."""
@@ -116,6 +119,10 @@ class SuffixSource(RepeatSource):
     def remember(self, output: Tensor) -> None:
         if self.ring is not None:
             self.ring.append(output)
+
+    def forget(self) -> None:
+        if self.ring is not None:
+            self.ring.clear()
 
 
 class NgramSource(RepeatSource):

@@ -1,0 +1,155 @@
+"""Drafts of the head, of repetition, and of both in one tree, over three kinds of work, against plain decoding.
+
+One sequence at a time, greedy: tokens per step say what a drafter is worth, tokens per second what is left of that on
+this device. A drafter is made anew for each kind of work, so that former outputs are those of that work alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks import models
+from benchmarks.drafting_work import KINDS, work
+from benchmarks.record import table
+from benchmarks.timing import noise
+from eagle_triton.adapters import native
+from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.drafts.hybrid import with_suffix_drafts
+from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.model import ModelView
+from eagle_triton.engine.operations import choose_operations
+from eagle_triton.engine.tree_spec import PLAIN
+from eagle_triton.speculative.timing import Stopwatch
+
+SUFFIX_DRAFTS, NGRAM_DRAFTS = 16, 5
+SLACK = 0.05  # tokens per step by which both together may be behind the better of the two
+SEED = 7
+
+
+class Run(NamedTuple):
+    """One prompt decoded: its tokens, steps, and seconds behind the prefill."""
+
+    tokens: Tensor
+    steps: int
+    emitted: int
+    seconds: float
+
+
+def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
+    """Add a row for each kind of work and drafter; notes of figures that are not as they should be."""
+    model = models.load(args)
+    if model.tokenizer is None:
+        raise ValueError("--model must hold a tokenizer, and none lies beside the target")
+    view, head = native.read(model)
+    drafters = _drafters(head, view.device)
+    names = ("prose", "edit", "cold", "warm")  # the two halves of the work that comes twice
+    with tqdm(total=len(KINDS) * len(drafters), desc="drafters", disable=args.json or None, leave=False) as bar:
+        for kind in KINDS:
+            prompts = work(kind, model.tokenizer, args.num_runs * (2 if kind == "warm" else 1), SEED)
+            found: dict[str, list[Run]] = {}
+            for name, make in drafters.items():
+                found[name] = _decode_all(view, make(), prompts, args.max_length)
+                if name != "plain":
+                    notes += _differences(kind, name, found[name], found["plain"], view.dtype)
+                bar.update()
+            half = args.num_runs
+            parts = {"cold": slice(half), "warm": slice(half, None)} if kind == "warm" else {kind: slice(None)}
+            for part, chosen in parts.items():
+                rows += _figures(part, {name: runs[chosen] for name, runs in found.items()})
+    rows.sort(key=lambda row: names.index(row["work"]))
+    notes += _judge(rows)
+    notes += noise(min(row["steps"] for row in rows), "take more of --num-runs or --max-length")
+
+
+def _drafters(head: BeamDraft, device: torch.device) -> dict[str, Callable[[], Draft | None]]:
+    return {
+        "plain": lambda: None,
+        "head": lambda: head,
+        "ngram": lambda: RepeatDraft(NgramSource(NGRAM_DRAFTS)),
+        "suffix": partial(with_suffix_drafts, None, SUFFIX_DRAFTS, device),
+        "both": partial(with_suffix_drafts, head, SUFFIX_DRAFTS, device),
+    }
+
+
+def _decode_all(view: ModelView, draft: Draft | None, prompts: list[Tensor], new: int) -> list[Run]:
+    """The prompts one after another, behind a run of the first that compiles and captures and is forgotten again."""
+    operations, graph = choose_operations(view.device, None, None)
+    engine = Engine(view, draft, operations, graph)
+    rows = max(len(prompt) for prompt in prompts) + new
+    _decode(engine, draft, prompts[0], min(new, 8), rows)
+    source = getattr(draft, "source", None)
+    if source is not None:
+        source.forget()
+    return [_decode(engine, draft, prompt, new, rows) for prompt in prompts]
+
+
+def _decode(engine: Engine, draft: Draft | None, prompt: Tensor, new: int, rows: int) -> Run:
+    spec = PLAIN if draft is None else draft.read_tree()
+    prompt = prompt.to(engine.device)
+    with Batch(engine, 1, spec, rows) as batch:
+        batch.admit(Request(prompt, new))
+        watch, steps, emitted = Stopwatch(engine.device), 0, 0
+        while batch.running:
+            (progress,) = batch.step()
+            steps, emitted = steps + 1, emitted + progress.accepted + 1
+        return Run(batch.tokens(0).cpu(), steps, emitted, watch.seconds())
+
+
+def _differences(kind: str, name: str, runs: list[Run], plain: list[Run], dtype: torch.dtype) -> list[str]:
+    """A note if outputs are not plain decoding's: an error in fp32, rounding in 16 bits."""
+    differ = sum(not torch.equal(run.tokens, other.tokens) for run, other in zip(runs, plain, strict=True))
+    verdict = "FAIL: " if dtype == torch.float32 else ""
+    return [f"{verdict}{kind}, {name}: {differ} of {len(runs)} outputs are not plain decoding's"] if differ else []
+
+
+def _figures(work_name: str, found: dict[str, list[Run]]) -> list[dict[str, Any]]:
+    rates = {name: statistics.median(run.emitted / run.seconds for run in runs) for name, runs in found.items()}
+    return [
+        {
+            "work": work_name,
+            "variant": name,
+            "tau": sum(run.emitted for run in runs) / sum(run.steps for run in runs),
+            "ms_per_step": sum(run.seconds for run in runs) / sum(run.steps for run in runs) * 1e3,
+            "tokens_per_second": rates[name],
+            "speedup": rates[name] / rates["plain"],
+            "steps": sum(run.steps for run in runs),
+        }
+        for name, runs in found.items()
+    ]
+
+
+def _judge(rows: list[dict[str, Any]]) -> list[str]:
+    """What both together gain, and where they are behind one alone."""
+    tau = {(row["work"], row["variant"]): row["tau"] for row in rows}
+    notes = []
+    for name in dict.fromkeys(row["work"] for row in rows):
+        best = max(tau[name, "head"], tau[name, "suffix"])
+        behind = ", BEHIND ONE ALONE" if tau[name, "both"] < best - SLACK else ""
+        notes.append(f"{name}: both {tau[name, 'both'] / tau[name, 'head']:.2f} x the head's tokens per step{behind}")
+    notes.append(f"warm: suffix {tau['warm', 'suffix'] / tau['cold', 'suffix']:.2f} x its tokens per step when cold")
+    return notes
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    columns = {
+        "": "variant",
+        "work": "work",
+        "tau": "tau",
+        "ms/step": "ms_per_step",
+        "tokens/s": "tokens_per_second",
+        "x plain": "speedup",
+        "steps": "steps",
+    }
+    return table(list(columns), [[row.get(key) for key in columns.values()] for row in rows])
