@@ -130,10 +130,12 @@ def _list_own(row_ptr, length, chunk, hits_ptr, counts_ptr, BANNED: tl.constexpr
 
 
 @triton.jit
-def _list_former(row_ptr, length, ring_ptr, head, ring, time, hit, hits_ptr, count_ptr, DEPTH: tl.constexpr, BANNED: tl.constexpr):
-    """List the hits of a chunk of the ring for one sequence. hit [CHUNK]: two tokens match. Pointers are the chunk's."""
+def _list_former(
+    row_ptr, length, ring_ptr, head, ring, time, hit, hits_ptr, count_ptr, DEPTH: tl.constexpr, BANNED: tl.constexpr
+):
+    """List a chunk of the ring for one sequence. hit [CHUNK]: two tokens match. Pointers are the chunk's."""
     hit &= _continues(tl.load(ring_ptr + _ring_place(time, head, ring), mask=hit, other=_END), BANNED)
-    count = tl.sum(time, 0)
+    count = tl.sum(hit.to(tl.int32), 0)
     place = tl.cumsum(hit.to(tl.int32), 0) - 1
     if count > _LISTED:
         agreeing = hit.to(tl.int32) * 2
@@ -145,8 +147,8 @@ def _list_former(row_ptr, length, ring_ptr, head, ring, time, hit, hits_ptr, cou
         before = 0
         for less in tl.static_range(3):  # those of 4 tokens first, and later ones of as many
             alike = (agreeing == 4 - less).to(tl.int32)
-            total = 7
-            place = tl.where(agreeing == 4 - less, before + total - alike, place)
+            total = tl.sum(alike, 0)
+            place = tl.where(agreeing == 4 - less, before + total - tl.cumsum(alike, 0), place)
             before += total
     tl.store(hits_ptr + place, time, mask=hit & (place < _LISTED))
     tl.store(count_ptr, tl.minimum(count, _LISTED))
@@ -362,7 +364,20 @@ def _gathered(best_ptr, reach_ptr, segments, match, keep, longer, whole, WIDTH: 
 
 
 @triton.jit
-def _ends(row, ring_ptr, head, ring, from_ring, end, time, real, places, N: tl.constexpr, J: tl.constexpr, BANNED: tl.constexpr):
+def _ends(
+    row,
+    ring_ptr,
+    head,
+    ring,
+    from_ring,
+    end,
+    time,
+    real,
+    places,
+    N: tl.constexpr,
+    J: tl.constexpr,
+    BANNED: tl.constexpr,
+):
     """How many tokens behind each time [N] a continuation may hold, at most `places`; 0 where not `real`."""
     step = tl.arange(0, J)
     at = time[:, None] + step[None, :]
@@ -409,7 +424,9 @@ def _path(row, ring_ptr, head, ring, from_ring, time, ends, most, LEAST: tl.cons
 
 
 @triton.jit
-def _grown(row, ring_ptr, head, ring, from_ring, time, ends, levels, LEAST: tl.constexpr, N: tl.constexpr, J: tl.constexpr):
+def _grown(
+    row, ring_ptr, head, ring, from_ring, time, ends, levels, LEAST: tl.constexpr, N: tl.constexpr, J: tl.constexpr
+):
     """The nodes of all continuations as keys [N, J], each at its latest match and its level; -1 elsewhere.
 
     A key is probability, level and time: the likelier, the shallower, the later one is the larger.
@@ -439,7 +456,7 @@ def _grown(row, ring_ptr, head, ring, from_ring, time, ends, levels, LEAST: tl.c
 
 @triton.jit
 def _best_nodes(keys, budget, levels, J: tl.constexpr):
-    """The `budget` largest of keys [N, J] above `levels` levels, [J] with -1 behind them, and their probabilities' sum."""
+    """The `budget` largest of keys [N, J] in the first `levels` levels as [J], -1 behind them; their probabilities' sum."""
     step = tl.arange(0, J)
     keys = tl.where(_level_of(keys) < levels, keys, -1)
     chosen = tl.full((J,), -1, tl.int64)
