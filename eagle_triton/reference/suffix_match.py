@@ -304,12 +304,7 @@ def ngram_drafts(
     tokens and lengths as `suffix_drafts`; prompt_lengths [B] int32. Returns chains of at most `places` tokens, their
     probabilities 1. Raises ValueError likewise, and for what `ngram_draft` refuses.
     """
-    check_suffix_drafts("ngram_drafts", tokens, lengths, None, places)
-    if prompt_lengths.shape != lengths.shape or prompt_lengths.dtype != torch.int32:
-        raise ValueError(
-            f"ngram_drafts: prompt_lengths must be torch.int32 {list(lengths.shape)}, got {prompt_lengths.dtype} "
-            f"{list(prompt_lengths.shape)}"
-        )
+    check_ngram_drafts(tokens, lengths, prompt_lengths, places, max_ngram, min_ngram, match)
     drafts = []
     for row, length, prompt in zip(tokens, lengths.tolist(), prompt_lengths.tolist(), strict=True):
         known = row[: length + 1].int()
@@ -394,14 +389,26 @@ def check_suffix_drafts(function: str, tokens: Tensor, lengths: Tensor, ring: To
 def check_ngram_draft(prompt: Tensor, generated: Tensor, max_ngram: int, min_ngram: int, match: str) -> None:
     _check("ngram_draft", "prompt", prompt)
     _check("ngram_draft", "generated", generated)
-    check_ngram_rules(max_ngram, min_ngram, match)
+    check_ngram_rules("ngram_draft", max_ngram, min_ngram, match)
 
 
-def check_ngram_rules(max_ngram: int, min_ngram: int, match: str) -> None:
+def check_ngram_drafts(
+    tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, places: int, max_ngram: int, min_ngram: int, match: str
+) -> None:
+    check_suffix_drafts("ngram_drafts", tokens, lengths, None, places)
+    if prompt_lengths.shape != lengths.shape or prompt_lengths.dtype != torch.int32:
+        raise ValueError(
+            f"ngram_drafts: prompt_lengths must be torch.int32 {list(lengths.shape)}, got {prompt_lengths.dtype} "
+            f"{list(prompt_lengths.shape)}"
+        )
+    check_ngram_rules("ngram_drafts", max_ngram, min_ngram, match)
+
+
+def check_ngram_rules(function: str, max_ngram: int, min_ngram: int, match: str) -> None:
     if not 1 <= min_ngram <= max_ngram:
-        raise ValueError(f"ngram_draft: 1 <= min_ngram <= max_ngram expected, got {min_ngram} and {max_ngram}")
+        raise ValueError(f"{function}: 1 <= min_ngram <= max_ngram expected, got {min_ngram} and {max_ngram}")
     if match not in get_args(Match):
-        raise ValueError(f"ngram_draft: match must be one of {', '.join(get_args(Match))}, got {match!r}")
+        raise ValueError(f"{function}: match must be one of {', '.join(get_args(Match))}, got {match!r}")
 
 
 def check_share_token_budget(drafts: Tensor, active: Tensor) -> None:

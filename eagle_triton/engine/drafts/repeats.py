@@ -131,7 +131,7 @@ class NgramSource(RepeatSource):
     def __init__(
         self, places: int, max_ngram: int = 5, min_ngram: int = 1, match: Match = "leftmost", joined: bool = False
     ):
-        check_ngram_rules(max_ngram, min_ngram, match)
+        check_ngram_rules("ngram_drafts", max_ngram, min_ngram, match)
         if places < 1:
             raise ValueError(f"places must be at least 1, got {places}")
         self.places, self.match, self.joined = places, match, joined

@@ -1,0 +1,1058 @@
+"""Drafts from repetition for a batch: what followed the ends of sequences before, in themselves or in former outputs.
+
+What a match, its occurrences and a draft are, reference/suffix_match.py says. Here the step's own graph finds them:
+fixed shapes, nothing read by the host.
+
+`suffix_drafts` takes three kernels and a choice:
+
+    match:   every position is compared with the last two tokens of each sequence; those that agree are listed
+    walk:    how far each of them agrees, 64 tokens at once; the best of 1024 places are sorted
+    draft:   for each of the longest distinct lengths the matches of at least that length are followed together
+    choose:  the draft that promises most
+
+A position is named by its time: its place in a sequence; in the ring, how far it lies behind the oldest token.
+
+| name             | shape, dtype             | meaning                                                           |
+|---|---|---|
+| tokens, lengths  | [B, C] int64, [B] int32  | of which the first lengths + 1 are known                          |
+| ring             | [R] int32, [1] int32     | former outputs with END behind each, and where the next one goes  |
+| hits, counts     | [B, S, 1024], [B, S, 32] | times that two tokens match, in S segments of 32 x 32 places      |
+| best, reach      | [B, S, K], [B, S, 64]    | a segment's K best as length and time; how many have m tokens     |
+
+S: a segment for every 1024 positions of a row, and one for every 32 chunks of 1024 positions of the ring.
+
+What the kernels count is limited, where the reference is not:
+
+- A match has at least 2 tokens (`min_match`) and at most 64 (`max_tree_depth`). The class with `parity` is on the host.
+- `keep` is at most 128, which is what None stands for.
+- Of 1024 positions of the ring 32 are listed for each sequence: those that agree in 4 tokens before those of 3 and 2,
+  then the latest. All positions of a sequence's own are.
+- The 8 longest distinct lengths in each store are tried.
+
+Numerics: counts are integers, probabilities are products of their ratios in fp64, stored in fp32; the sum that a tree
+is chosen by is rounded to 2^-18. No sum depends on an order of programs: the same bits every run.
+
+`ngram_drafts` needs no counts: its first kernel finds the longest match of each 1024 positions, its second the best of
+them. At most 64 tokens match.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.reference.suffix_match import (
+    END,
+    SLACK,
+    Match,
+    RepeatDrafts,
+    SuffixRules,
+    TokenRing,
+    check_ngram_drafts,
+    check_suffix_drafts,
+)
+from eagle_triton.runtime.overlap import await_inputs, overlapped
+
+_END = tl.constexpr(END)
+_SLACK = tl.constexpr(SLACK)
+_CHUNK = tl.constexpr(1024)  # positions that a program of `match` compares
+_LISTED = tl.constexpr(32)  # hits that a chunk of the ring lists, and chunks of a segment
+_DEEPEST = tl.constexpr(64)  # tokens of a match
+_RUNS = tl.constexpr(8)  # distinct lengths that are tried
+_TIME_BITS = tl.constexpr(24)
+_TIME = tl.constexpr(2**24 - 1)
+_FEW = tl.constexpr(32)  # so many occurrences are followed in a smaller tile
+_NGRAM_TIME = tl.constexpr(2**23 - 1)
+_NO_TOKEN = tl.constexpr(-2)
+_MOST_KEPT = tl.constexpr(128)
+_MOST_BANNED = 16
+_MOST_PLACES = 64
+_GROUP = 8  # sequences that a program of `match` compares with a chunk of the ring
+_BY_SLOT = ["tokens_ptr", "lengths_ptr"]
+"""Arguments whose alignment moves with a batch's slot: no kernel is compiled anew for it."""
+
+
+@triton.jit
+def _continues(token, BANNED: tl.constexpr):
+    """Whether a continuation may hold the token."""
+    allowed = token >= 0
+    for index in tl.static_range(len(BANNED)):
+        allowed &= token != BANNED[index]
+    return allowed
+
+
+@triton.jit
+def _ring_place(time, head, ring):
+    place = time + head
+    return tl.where(place >= ring, place - ring, place)
+
+
+@triton.jit
+def _stored(row_ptr, ring_ptr, head, ring, from_ring, time, inside):
+    """The tokens at `time` in the ring or in a sequence's row, END where not `inside`."""
+    if ring_ptr is None:
+        token = tl.load(row_ptr + time, mask=inside, other=_END).to(tl.int32)
+    else:
+        former = tl.load(ring_ptr + _ring_place(time, head, ring), mask=inside & from_ring, other=_END)
+        own = tl.load(row_ptr + time, mask=inside & (from_ring == 0), other=_END).to(tl.int32)
+        token = tl.where(from_ring, former, own)
+    return token
+
+
+@triton.jit
+def _head(ring_ptr, head_ptr, ring):
+    if ring_ptr is None:
+        head = 0
+    else:
+        head = tl.load(head_ptr) % ring
+    return head
+
+
+# ---------------------------------------------------------------------------------------------------------- matches
+
+
+@triton.jit
+def _list_own(row_ptr, length, chunk, hits_ptr, counts_ptr, BANNED: tl.constexpr):
+    """List where a row's last two tokens stand among the positions of one chunk. Pointers are the segment's."""
+    time = chunk * _CHUNK + tl.arange(0, _CHUNK)
+    inside = (time >= 2) & (time <= length)
+    last, before = tl.load(row_ptr + length), tl.load(row_ptr + tl.maximum(length - 1, 0))
+    hit = (tl.load(row_ptr + time - 1, mask=inside, other=_NO_TOKEN) == last) & (last >= 0)
+    hit &= (tl.load(row_ptr + time - 2, mask=inside, other=_NO_TOKEN) == before) & (before >= 0)
+    hit &= _continues(tl.load(row_ptr + time, mask=hit, other=_END), BANNED)
+    place = tl.cumsum(hit.to(tl.int32), 0) - 1
+    tl.store(hits_ptr + place, time, mask=hit)
+    part = tl.arange(0, _LISTED)
+    count = tl.sum(hit.to(tl.int32), 0) - part * _LISTED
+    tl.store(counts_ptr + part, tl.minimum(tl.maximum(count, 0), _LISTED))
+
+
+@triton.jit
+def _list_former(
+    row_ptr, length, ring_ptr, head, ring, time, hit, hits_ptr, count_ptr, DEPTH: tl.constexpr, BANNED: tl.constexpr
+):
+    """List a chunk of the ring for one sequence. hit [CHUNK]: two tokens match. Pointers are the chunk's."""
+    hit &= _continues(tl.load(ring_ptr + _ring_place(time, head, ring), mask=hit, other=_END), BANNED)
+    count = tl.sum(hit.to(tl.int32), 0)
+    place = tl.cumsum(hit.to(tl.int32), 0) - 1
+    if count > _LISTED:
+        agreeing = hit.to(tl.int32) * 2
+        for back in tl.static_range(3, min(DEPTH, 4) + 1):
+            at = _ring_place(time - back, head, ring)
+            token = tl.load(ring_ptr + at, mask=(agreeing == back - 1) & (time >= back), other=_NO_TOKEN)
+            wanted = tl.load(row_ptr + length + 1 - back, mask=length + 1 >= back, other=_END)
+            agreeing += ((token == wanted) & (token >= 0)).to(tl.int32)
+        before = 0
+        for less in tl.static_range(3):  # those of 4 tokens first, and later ones of as many
+            alike = (agreeing == 4 - less).to(tl.int32)
+            total = tl.sum(alike, 0)
+            place = tl.where(agreeing == 4 - less, before + total - tl.cumsum(alike, 0), place)
+            before += total
+    tl.store(hits_ptr + place, time, mask=hit & (place < _LISTED))
+    tl.store(count_ptr, tl.minimum(count, _LISTED))
+
+
+@triton.jit
+def _compare_group(
+    tokens_ptr,
+    lengths_ptr,
+    ring_ptr,
+    head_ptr,
+    hits_ptr,
+    counts_ptr,
+    chunk,
+    first,
+    batch,
+    ring,
+    own_segments,
+    segments,
+    stride_tb,
+    stride_l,
+    DEPTH: tl.constexpr,
+    BANNED: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """List where the last two tokens of GROUP sequences stand in one chunk of the ring: most of them nowhere."""
+    head = tl.load(head_ptr) % ring
+    time = chunk * _CHUNK + tl.arange(0, _CHUNK)
+    inside = (time >= 2) & (time < ring)
+    last = tl.load(ring_ptr + _ring_place(time - 1, head, ring), mask=inside, other=_END)
+    before = tl.load(ring_ptr + _ring_place(time - 2, head, ring), mask=inside, other=_END)
+    lane = tl.arange(0, GROUP)
+    slots = first + lane
+    lengths = tl.load(lengths_ptr + slots * stride_l, mask=slots < batch, other=0)
+    ends = tokens_ptr + slots.to(tl.int64) * stride_tb + lengths
+    wanted = tl.load(ends, mask=lengths > 0, other=_NO_TOKEN).to(tl.int32)
+    wanted_before = tl.load(ends - 1, mask=lengths > 0, other=_NO_TOKEN).to(tl.int32)
+    wanted = tl.where((wanted >= 0) & (wanted_before >= 0), wanted, _NO_TOKEN)
+    hits = (wanted[:, None] == last[None, :]) & (wanted_before[:, None] == before[None, :])
+    counts = tl.sum(hits.to(tl.int32), 1)
+    place = own_segments * _LISTED + chunk
+    tl.store(counts_ptr + slots * segments * _LISTED + place, 0, mask=(slots < batch) & (counts == 0))
+    some = tl.sum(tl.where(counts > 0, 1 << lane, 0), 0)
+    slot = first
+    while some > 0:
+        if some & 1:
+            length = tl.load(lengths_ptr + slot * stride_l)
+            row = tokens_ptr + slot.to(tl.int64) * stride_tb
+            hit = inside & (last == tl.load(row + length)) & (before == tl.load(row + length - 1))
+            at = slot * segments * _LISTED + place
+            _list_former(
+                row, length, ring_ptr, head, ring, time, hit, hits_ptr + at * _LISTED, counts_ptr + at, DEPTH, BANNED
+            )
+        some >>= 1
+        slot += 1
+
+
+@triton.jit(do_not_specialize_on_alignment=_BY_SLOT)
+def _match_kernel(
+    tokens_ptr,
+    lengths_ptr,
+    ring_ptr,
+    head_ptr,
+    hits_ptr,
+    counts_ptr,
+    batch,
+    ring,
+    own_segments,
+    segments,
+    stride_tb,
+    stride_l,
+    DEPTH: tl.constexpr,
+    BANNED: tl.constexpr,
+    GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B * own segments + chunks of the ring * groups of GROUP sequences,): a program compares one chunk."""
+    await_inputs(PDL)
+    program, own = tl.program_id(0), batch * own_segments
+    if program < own:
+        slot, chunk = program // own_segments, program % own_segments
+        length = tl.load(lengths_ptr + slot * stride_l)
+        if chunk * _CHUNK <= length:
+            segment = slot * segments + chunk
+            row = tokens_ptr + slot.to(tl.int64) * stride_tb
+            _list_own(row, length, chunk, hits_ptr + segment * _CHUNK, counts_ptr + segment * _LISTED, BANNED)
+    elif ring_ptr is not None:
+        groups = (batch + GROUP - 1) // GROUP
+        _compare_group(
+            tokens_ptr,
+            lengths_ptr,
+            ring_ptr,
+            head_ptr,
+            hits_ptr,
+            counts_ptr,
+            (program - own) // groups,
+            (program - own) % groups * GROUP,
+            batch,
+            ring,
+            own_segments,
+            segments,
+            stride_tb,
+            stride_l,
+            DEPTH,
+            BANNED,
+            GROUP,
+        )
+
+
+@triton.jit(do_not_specialize_on_alignment=_BY_SLOT)
+def _walk_kernel(
+    tokens_ptr,
+    lengths_ptr,
+    ring_ptr,
+    head_ptr,
+    hits_ptr,
+    counts_ptr,
+    best_ptr,
+    reach_ptr,
+    ring,
+    own_segments,
+    ring_chunks,
+    keep,
+    min_match,
+    stride_tb,
+    stride_l,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B, segments): a program measures the matches of one segment and sorts the best of them.
+
+    best: keys, length << 24 | time, the largest first. reach[m - 1]: how many of them have at least m tokens.
+    """
+    await_inputs(PDL)
+    slot, segment = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lengths_ptr + slot * stride_l)
+    row = tokens_ptr + slot.to(tl.int64) * stride_tb
+    from_ring = segment >= own_segments
+    part = tl.arange(0, _LISTED)
+    listed = tl.where(from_ring, (segment - own_segments) * _LISTED + part < ring_chunks, segment * _CHUNK <= length)
+    record = slot * tl.num_programs(1) + segment
+    hits, best = hits_ptr + record * _CHUNK, best_ptr + record * WIDTH
+    counts = counts_ptr + record * _LISTED
+    total = tl.sum(tl.load(counts + part, mask=listed, other=0), 0)
+    m = tl.arange(0, _DEEPEST) + 1
+    reach = tl.zeros((_DEEPEST,), tl.int32)
+    if total > 0:
+        head = _head(ring_ptr, head_ptr, ring)
+        index = tl.arange(0, _CHUNK)
+        chunk = index // _LISTED
+        known = (from_ring == 0) | ((segment - own_segments) * _LISTED + chunk < ring_chunks)
+        real = index % _LISTED < tl.load(counts + chunk, mask=known, other=0)
+        hit = tl.load(hits + index, mask=real, other=0)
+        tl.debug_barrier()  # every hit is read before any is moved
+        tl.store(hits + tl.cumsum(real.to(tl.int32), 0) - 1, hit, mask=real)
+        tl.debug_barrier()
+        back = tl.arange(0, _DEEPEST)
+        context = tl.load(row + length - back, mask=(back <= length) & (back < DEPTH), other=_NO_TOKEN).to(tl.int32)
+        context = tl.where(context >= 0, context, _NO_TOKEN)
+        for first in range(0, total, TILE):
+            place = first + tl.arange(0, TILE)
+            time = tl.load(hits + place, mask=place < total, other=0)
+            at = time[:, None] - 1 - back[None, :]
+            token = _stored(row, ring_ptr, head, ring, from_ring, at, at >= 0)
+            agreeing = tl.min(tl.where(token != context[None, :], back[None, :], _DEEPEST), 1)
+            key = tl.where(agreeing >= min_match, (agreeing << _TIME_BITS) | time, -1)
+            tl.store(hits + place, key, mask=place < total)
+        tl.debug_barrier()
+        if total <= _MOST_KEPT:
+            few = tl.arange(0, _MOST_KEPT)
+            found = tl.load(hits + few, mask=few < total, other=-1)
+            rank = tl.sum((found[:, None] > found[None, :]).to(tl.int32), 0)
+            tl.store(best + rank, found, mask=(found >= 0) & (rank < keep))
+            matches = tl.sum((found >= 0).to(tl.int32), 0)
+        else:
+            keys = tl.sort(tl.load(hits + index, mask=index < total, other=-1), descending=True)
+            tl.store(best + index, keys, mask=(keys >= 0) & (index < keep))
+            matches = tl.sum((keys >= 0).to(tl.int32), 0)
+        tl.debug_barrier()
+        kept = tl.arange(0, WIDTH)
+        match = tl.load(best + kept, mask=kept < tl.minimum(matches, keep), other=0) >> _TIME_BITS
+        reach = tl.sum((match[:, None] >= m[None, :]).to(tl.int32), 0)
+    tl.store(reach_ptr + record * _DEEPEST + m - 1, reach)
+
+
+# ------------------------------------------------------------------------------------------------------------ drafts
+
+
+@triton.jit
+def _gathered(best_ptr, reach_ptr, segments, match, keep, longer, whole, WIDTH: tl.constexpr, N: tl.constexpr):
+    """Times [N] of the matches of at least `match` tokens: all `longer` ones, of the `whole` that have just so many the
+    latest that there is room for. Pointers are the first segment's."""
+    place = tl.arange(0, N)
+    passed = tl.zeros((N,), tl.int32)  # segments before, and their matches: segment << 8 | matches
+    taken, seen = 0, 0
+    for first in range(0, segments, 16):
+        segment = first + tl.arange(0, 16)
+        inside = segment < segments
+        reach = reach_ptr + segment * _DEEPEST + match
+        upper = tl.load(reach, mask=inside & (match < _DEEPEST), other=0)
+        equal = tl.load(reach - 1, mask=inside, other=0) - upper
+        later = whole - seen - tl.cumsum(equal, 0)
+        take = upper + tl.minimum(tl.maximum(keep - longer - later, 0), equal)
+        upto = taken + tl.cumsum(take, 0)
+        before = inside[:, None] & (upto[:, None] <= place[None, :])
+        passed += tl.sum(tl.where(before, 256 + take[:, None], 0), 0)
+        taken += tl.sum(take, 0)
+        seen += tl.sum(equal, 0)
+    key = tl.load(best_ptr + (passed >> 8) * WIDTH + place - (passed & 255), mask=place < taken, other=0)
+    return key & _TIME
+
+
+@triton.jit
+def _ends(
+    row,
+    ring_ptr,
+    head,
+    ring,
+    from_ring,
+    end,
+    time,
+    real,
+    places,
+    N: tl.constexpr,
+    J: tl.constexpr,
+    BANNED: tl.constexpr,
+):
+    """How many tokens behind each time [N] a continuation may hold, at most `places`; 0 where not `real`."""
+    step = tl.arange(0, J)
+    at = time[:, None] + step[None, :]
+    inside = real[:, None] & (at < end) & (step[None, :] < places)
+    token = _stored(row, ring_ptr, head, ring, from_ring, at, inside)
+    return tl.min(tl.where(_continues(token, BANNED), J, step[None, :]), 1)
+
+
+@triton.jit
+def _reciprocal(count):
+    """1 / count in fp64, by Newton's steps: a division is a call, and calls spill."""
+    exact = tl.maximum(count, 1).to(tl.float64)
+    value = (1.0 / tl.maximum(count, 1).to(tl.float32)).to(tl.float64)
+    value *= 2.0 - exact * value
+    return value * (2.0 - exact * value)
+
+
+@triton.jit
+def _path(row, ring_ptr, head, ring, from_ring, time, ends, most, LEAST: tl.constexpr, J: tl.constexpr):
+    """Follow matches [N] together, at most `most` tokens: tokens [J], probabilities [J] fp64, how many there are."""
+    step = tl.arange(0, J)
+    tokens, probs = tl.full((J,), -1, tl.int32), tl.zeros((J,), tl.float64)
+    alive = ends > 0
+    prob = tl.full((), 1.0, tl.float64)
+    count = 0
+    going = most > 0
+    while going:
+        goes_on = alive & (ends > count)
+        token = _stored(row, ring_ptr, head, ring, from_ring, time + count, goes_on)
+        same = (token[:, None] == token[None, :]) & goes_on[:, None]
+        often = tl.sum(same.to(tl.int32), 0).to(tl.int64)
+        key = (often << 55) | (time.to(tl.int64) << 31) | token.to(tl.int64)
+        best = tl.max(tl.where(goes_on, key, 0), 0)
+        whole = tl.sum(goes_on.to(tl.int32), 0)
+        next_token = (best & 0x7FFFFFFF).to(tl.int32)
+        prob *= (best >> 55).to(tl.float64) * _reciprocal(whole)
+        likely = (whole > 0) & (prob + _SLACK >= LEAST)
+        tokens = tl.where(likely & (step == count), next_token, tokens)
+        probs = tl.where(likely & (step == count), prob, probs)
+        alive = goes_on & (token == next_token)
+        count += likely.to(tl.int32)
+        going = likely & (count < most)
+    return tokens, probs, count
+
+
+@triton.jit
+def _grown(
+    row, ring_ptr, head, ring, from_ring, time, ends, levels, LEAST: tl.constexpr, N: tl.constexpr, J: tl.constexpr
+):
+    """The nodes of all continuations as keys [N, J], each at its latest match and its level; -1 elsewhere.
+
+    A key is probability, level and time: the likelier, the shallower, the later one is the larger.
+    """
+    step = tl.arange(0, J)
+    keys = tl.full((N, J), -1, tl.int64)
+    latest = tl.where(ends > 0, 0, -1)  # the latest match that has gone on alike so far, -1 for one that is left out
+    prob = tl.full((N,), 1.0, tl.float64)
+    level = 0
+    going = levels > 0
+    while going:
+        goes_on = (latest >= 0) & (ends > level)
+        token = _stored(row, ring_ptr, head, ring, from_ring, time + level, goes_on)
+        whole = (latest[:, None] == latest[None, :]) & goes_on[:, None]
+        same = whole & (token[:, None] == token[None, :])
+        counts = tl.sum(whole.to(tl.int32) + (same.to(tl.int32) << 8), 0)
+        latest = tl.max(tl.where(same, time[:, None], -1), 0)
+        prob *= (counts >> 8).to(tl.float64) * _reciprocal(counts & 255)
+        latest = tl.where(goes_on & (prob + _SLACK >= LEAST), latest, -1)
+        bits = prob.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
+        key = tl.where(latest == time, (bits << 30) | ((63 - level) << _TIME_BITS) | time, -1)
+        keys = tl.where(step[None, :] == level, key[:, None], keys)
+        level += 1
+        going = (level < levels) & (tl.max(latest, 0) >= 0)
+    return keys
+
+
+@triton.jit
+def _best_nodes(keys, budget, levels, J: tl.constexpr):
+    """The `budget` largest of keys [N, J] in the first `levels` levels, as [J], and the sum of their probabilities."""
+    step = tl.arange(0, J)
+    keys = tl.where(_level_of(keys) < levels, keys, -1)
+    chosen = tl.full((J,), -1, tl.int64)
+    best = tl.full((), 2**62, tl.int64)
+    count = 0
+    going = budget > 0
+    while going:
+        best = tl.max(tl.max(tl.where(keys < best, keys, -1), 1), 0)
+        chosen = tl.where(step == count, best, chosen)
+        count += 1
+        going = (best >= 0) & (count < budget)
+    total = tl.sum(_node_probs(chosen).to(tl.float64), 0)
+    return chosen, (tl.floor(total * 262144.0 + 0.5) * (1.0 / 262144.0)).to(tl.float32)
+
+
+@triton.jit
+def _level_of(keys):
+    return 63 - ((keys >> _TIME_BITS) & 63).to(tl.int32)
+
+
+@triton.jit
+def _node_probs(keys):
+    return tl.where(keys >= 0, (keys >> 30).to(tl.int32), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _linked(row, ring_ptr, head, ring, from_ring, keys, J: tl.constexpr):
+    """The tokens and parents [J] of the nodes whose keys are given."""
+    place = tl.arange(0, J)
+    real = keys >= 0
+    time = (keys & _TIME).to(tl.int32)
+    level = tl.where(real, _level_of(keys), -1)
+    above = real[:, None] & (level[:, None] + 1 == level[None, :])
+    tokens = tl.full((J,), -1, tl.int32)
+    for depth in range(tl.max(level, 0) + 1):
+        token = _stored(row, ring_ptr, head, ring, from_ring, time + depth, level >= depth)
+        above &= (level[:, None] < depth) | (token[:, None] == token[None, :])
+        tokens = tl.where(level == depth, token, tokens)
+    return tokens, tl.max(tl.where(above, place[:, None], -1), 0)
+
+
+@triton.jit
+def _draft_run(
+    row,
+    ring_ptr,
+    head,
+    best_ptr,
+    reach_ptr,
+    nodes_ptr,
+    probs_ptr,
+    score_ptr,
+    found_ptr,
+    ring,
+    from_ring,
+    end,
+    segments,
+    longest,
+    shortest,
+    longer,
+    whole,
+    places,
+    keep,
+    most,
+    DEPTH: tl.constexpr,
+    FACTOR: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LEAST: tl.constexpr,
+    TREE: tl.constexpr,
+    BANNED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    J: tl.constexpr,
+    N: tl.constexpr,
+):
+    """The best draft from the matches of at least `longest` tokens, as a match of `shortest` to `longest` tokens."""
+    time = _gathered(best_ptr, reach_ptr, segments, longest, keep, longer, whole, WIDTH, N)
+    occurrences = tl.minimum(longer + whole, keep)
+    real = tl.arange(0, N) < occurrences
+    ends = _ends(row, ring_ptr, head, ring, from_ring, end, time, real, places, N, J, BANNED)
+
+    m = tl.arange(0, _DEEPEST) + 1
+    tried = (m <= longest) & (m >= shortest)
+    wanted = tl.floor(m.to(tl.float64) * FACTOR + OFFSET + _SLACK)
+    budget = tl.minimum(tl.maximum(wanted, 0.0), most).to(tl.int32)
+    levels = DEPTH - m
+    step = tl.arange(0, J)
+    if TREE:
+        within = tl.max(tl.where(tried & (budget <= levels), m, 0), 0)
+        match = tl.where(within > 0, within, shortest)  # a shorter one has no more tokens, and levels to spare
+        nodes = _grown(row, ring_ptr, head, ring, from_ring, time, ends, tl.minimum(DEPTH - match, most), LEAST, N, J)
+        keys = tl.full((J,), -1, tl.int64)
+        score, found = tl.full((), 0.0, tl.float32), 0
+        going = True
+        while going:
+            allowed = tl.sum(tl.where(m == match, budget, 0), 0)
+            chosen, total = _best_nodes(nodes, allowed, DEPTH - match, J)
+            better = total >= score
+            keys = tl.where(better, chosen, keys)
+            score, found = tl.where(better, total, score), tl.where(better, match, found)
+            match += 1
+            going = (match <= longest) & ((DEPTH - match).to(tl.float32) >= score)
+        tokens, parents = _linked(row, ring_ptr, head, ring, from_ring, keys, J)
+        probs = _node_probs(keys)
+    else:
+        allowed = tl.where(tried, tl.minimum(budget, levels), -1)
+        tokens, exact, count = _path(
+            row, ring_ptr, head, ring, from_ring, time, ends, tl.max(allowed, 0), LEAST, J
+        )  # fmt: skip
+        found = tl.max(tl.where(allowed >= count, m, 0), 0)  # the longest that allows as many
+        score, probs = tl.sum(exact, 0).to(tl.float32), exact.to(tl.float32)
+        parents = tl.where(step < count, step - 1, -1)
+    tl.store(nodes_ptr + step, tokens, mask=step < places)
+    tl.store(nodes_ptr + places + step, parents, mask=step < places)
+    tl.store(probs_ptr + step, probs, mask=step < places)
+    tl.store(score_ptr, score)
+    tl.store(found_ptr, found)
+    tl.store(found_ptr + 1, occurrences)
+
+
+@triton.jit(do_not_specialize_on_alignment=_BY_SLOT)
+def _draft_kernel(
+    tokens_ptr,
+    lengths_ptr,
+    ring_ptr,
+    head_ptr,
+    best_ptr,
+    reach_ptr,
+    nodes_ptr,
+    probs_ptr,
+    scores_ptr,
+    found_ptr,
+    ring,
+    own_segments,
+    segments,
+    keep,
+    min_match,
+    places,
+    most,
+    stride_tb,
+    stride_l,
+    DEPTH: tl.constexpr,
+    FACTOR: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LEAST: tl.constexpr,
+    TREE: tl.constexpr,
+    BANNED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    J: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B, stores * RUNS): a program drafts from the run-th longest distinct length of matches in one store.
+
+    nodes: tokens, then parents. found: tokens of the match, and how many of it were counted.
+    """
+    await_inputs(PDL)
+    slot, run = tl.program_id(0), tl.program_id(1) % _RUNS
+    from_ring = tl.program_id(1) >= _RUNS
+    length = tl.load(lengths_ptr + slot * stride_l)
+    first = slot * segments + tl.where(from_ring, own_segments, 0)
+    count = tl.where(from_ring, segments - own_segments, length // _CHUNK + 1)
+    m = tl.arange(0, _DEEPEST) + 1
+    reach, beyond = tl.zeros((_DEEPEST,), tl.int32), tl.zeros((_DEEPEST,), tl.int32)  # matches of m tokens, of more
+    for start in range(0, count, 16):
+        segment = start + tl.arange(0, 16)
+        at = reach_ptr + (first + segment[:, None]) * _DEEPEST + m[None, :]
+        inside = segment[:, None] < count
+        reach += tl.sum(tl.load(at - 1, mask=inside, other=0), 0)
+        beyond += tl.sum(tl.load(at, mask=inside & (m < _DEEPEST)[None, :], other=0), 0)
+    distinct = ((reach > beyond) & (beyond < keep)).to(tl.int32)
+    rank = tl.sum(distinct, 0) - tl.cumsum(distinct, 0)
+    longest = tl.sum(tl.where((distinct > 0) & (rank == run), m, 0), 0)
+    shortest = tl.maximum(tl.sum(tl.where((distinct > 0) & (rank == run + 1), m, 0), 0) + 1, min_match)
+
+    record = slot * tl.num_programs(1) + tl.program_id(1)
+    if longest == 0:
+        tl.store(scores_ptr + record, 0.0)
+    else:
+        longer = tl.sum(tl.where(m == longest, beyond, 0), 0)
+        whole = tl.sum(tl.where(m == longest, reach - beyond, 0), 0)
+        row = tokens_ptr + slot.to(tl.int64) * stride_tb
+        head = _head(ring_ptr, head_ptr, ring)
+        end = tl.where(from_ring, ring, length + 1)
+        if longer + whole <= _FEW:
+            _draft_run(
+                row,
+                ring_ptr,
+                head,
+                best_ptr + first * WIDTH,
+                reach_ptr + first * _DEEPEST,
+                nodes_ptr + record * 2 * places,
+                probs_ptr + record * places,
+                scores_ptr + record,
+                found_ptr + record * 2,
+                ring,
+                from_ring,
+                end,
+                count,
+                longest,
+                shortest,
+                longer,
+                whole,
+                places,
+                keep,
+                most,
+                DEPTH,
+                FACTOR,
+                OFFSET,
+                LEAST,
+                TREE,
+                BANNED,
+                WIDTH,
+                J,
+                _FEW,
+            )
+        else:
+            _draft_run(
+                row,
+                ring_ptr,
+                head,
+                best_ptr + first * WIDTH,
+                reach_ptr + first * _DEEPEST,
+                nodes_ptr + record * 2 * places,
+                probs_ptr + record * places,
+                scores_ptr + record,
+                found_ptr + record * 2,
+                ring,
+                from_ring,
+                end,
+                count,
+                longest,
+                shortest,
+                longer,
+                whole,
+                places,
+                keep,
+                most,
+                DEPTH,
+                FACTOR,
+                OFFSET,
+                LEAST,
+                TREE,
+                BANNED,
+                WIDTH,
+                J,
+                WIDTH,
+            )
+
+
+@triton.jit
+def _choose_kernel(
+    nodes_ptr,
+    probs_ptr,
+    scores_ptr,
+    found_ptr,
+    tokens_ptr,
+    parents_ptr,
+    probs_out_ptr,
+    match_ptr,
+    occurrences_ptr,
+    from_ring_ptr,
+    places,
+    RECORDS: tl.constexpr,
+    J: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B,): take the draft of the highest score, of equal ones the first: own before former, longer before shorter
+    matches."""
+    await_inputs(PDL)
+    slot = tl.program_id(0)
+    record = tl.arange(0, RECORDS)
+    score = tl.load(scores_ptr + slot * RECORDS + record)
+    best = tl.max(score, 0)
+    chosen = tl.min(tl.where(score == best, record, RECORDS), 0)
+    at = slot * RECORDS + chosen
+    some = tl.sum((score > 0).to(tl.int32), 0) > 0
+    step = tl.arange(0, J)
+    real = some & (step < places)
+    nodes = nodes_ptr + at * 2 * places + step
+    out = slot * places + step
+    tl.store(tokens_ptr + out, tl.load(nodes, mask=real, other=-1).to(tl.int64), mask=step < places)
+    tl.store(parents_ptr + out, tl.load(nodes + places, mask=real, other=-1), mask=step < places)
+    tl.store(probs_out_ptr + out, tl.load(probs_ptr + at * places + step, mask=real, other=0.0), mask=step < places)
+    tl.store(match_ptr + slot, tl.load(found_ptr + at * 2, mask=some, other=0))
+    tl.store(occurrences_ptr + slot, tl.load(found_ptr + at * 2 + 1, mask=some, other=0))
+    tl.store(from_ring_ptr + slot, some & (chosen >= _RUNS))
+
+
+def suffix_drafts(
+    tokens: Tensor, lengths: Tensor, ring: TokenRing | None, places: int, rules: SuffixRules
+) -> RepeatDrafts:
+    """What followed the ends of B sequences in themselves or in the ring; see reference.suffix_match.suffix_drafts.
+
+    tokens [B, C] int64, of which the first lengths + 1 of each sequence are known; lengths [B] int32, below C. At most
+    `places` J tokens are drafted, at most 64. Raises ValueError if shapes or dtypes do not fit, and for rules that the
+    kernels do not have (see the module).
+    """
+    check_suffix_drafts("suffix_drafts", tokens, lengths, ring, places)
+    check_limits(tokens, ring, places, rules)
+    (batch, columns), device = tokens.shape, tokens.device
+    drafts = _new_drafts(batch, places, device)
+    if not batch:
+        return drafts
+    keep = _MOST_KEPT.value if rules.keep is None else int(rules.keep)
+    width = max(_FEW.value, triton.next_power_of_2(keep))
+    size = 0 if ring is None else len(ring.tokens)
+    stored = (None, None) if ring is None else (ring.tokens, ring.head)
+    own_segments, ring_chunks = triton.cdiv(columns, _CHUNK.value), triton.cdiv(size, _CHUNK.value)
+    segments = own_segments + triton.cdiv(ring_chunks, _LISTED.value)
+    group = min(_GROUP, triton.next_power_of_2(batch))
+    records = _RUNS.value * (1 if ring is None else 2)
+    depth, banned = int(rules.max_tree_depth), tuple(int(token) for token in rules.banned)
+    most = places if rules.max_spec_tokens is None else min(places, int(rules.max_spec_tokens))
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    hits, counts = integers(batch, segments, _CHUNK.value), integers(batch, segments, _LISTED.value)
+    best, reach = integers(batch, segments, width), integers(batch, segments, _DEEPEST.value)
+    nodes, found = integers(batch, records, 2, places), integers(batch, records, 2)
+    probs = torch.empty(batch, records, places, dtype=torch.float32, device=device)
+    scores = torch.empty(batch, records, dtype=torch.float32, device=device)
+    overlapped(_match_kernel, (batch * own_segments + ring_chunks * triton.cdiv(batch, group),), device)(
+        tokens,
+        lengths,
+        *stored,
+        hits,
+        counts,
+        batch,
+        size,
+        own_segments,
+        segments,
+        tokens.stride(0),
+        lengths.stride(0),
+        DEPTH=depth,
+        BANNED=banned,
+        GROUP=group,
+        num_warps=4,
+    )
+    overlapped(_walk_kernel, (batch, segments), device)(
+        tokens,
+        lengths,
+        *stored,
+        hits,
+        counts,
+        best,
+        reach,
+        size,
+        own_segments,
+        ring_chunks,
+        keep,
+        int(rules.min_match),
+        tokens.stride(0),
+        lengths.stride(0),
+        DEPTH=depth,
+        WIDTH=width,
+        TILE=32,
+        num_warps=4,
+    )
+    overlapped(_draft_kernel, (batch, records), device)(
+        tokens,
+        lengths,
+        *stored,
+        best,
+        reach,
+        nodes,
+        probs,
+        scores,
+        found,
+        size,
+        own_segments,
+        segments,
+        keep,
+        int(rules.min_match),
+        places,
+        most,
+        tokens.stride(0),
+        lengths.stride(0),
+        DEPTH=depth,
+        FACTOR=float(rules.max_spec_factor),
+        OFFSET=float(rules.max_spec_offset),
+        LEAST=float(rules.min_token_prob),
+        TREE=rules.use_tree_spec,
+        BANNED=banned,
+        WIDTH=width,
+        J=triton.next_power_of_2(places),
+        num_warps=draft_warps(rules.use_tree_spec, places),
+    )
+    overlapped(_choose_kernel, (batch,), device)(
+        nodes,
+        probs,
+        scores,
+        found,
+        *drafts,
+        places,
+        RECORDS=records,
+        J=triton.next_power_of_2(places),
+        num_warps=1,
+    )
+    return drafts
+
+
+def draft_warps(tree: bool, places: int) -> int:
+    """Warps of a drafting program: as few as hold its tiles in registers, since warps wait for each other at each
+    level."""
+    return (4 if places <= 16 else 8) if tree else 2
+
+
+def check_limits(tokens: Tensor, ring: TokenRing | None, places: int, rules: SuffixRules) -> None:
+    """Raises ValueError for what the reference does and the kernels do not; see the module."""
+    if rules.parity:
+        raise ValueError("suffix_drafts: rules.parity must be False: SuffixDecodingCache counts as Arctic does")
+    if rules.min_match < 2:
+        raise ValueError(
+            f"suffix_drafts: rules.min_match must be at least 2, got {rules.min_match}: too many positions match one "
+            "token; set min_match=2"
+        )
+    limits = [
+        ("rules.max_tree_depth", rules.max_tree_depth, _DEEPEST.value),
+        ("rules.keep", rules.keep or 0, _MOST_KEPT.value),
+        ("the number of banned tokens", len(rules.banned), _MOST_BANNED),
+        ("places", places, _MOST_PLACES),
+        ("the capacity of tokens", tokens.shape[1], _TIME.value + 1),
+        ("the size of the ring", 0 if ring is None else len(ring.tokens), _TIME.value + 1),
+    ]
+    for name, value, most in limits:
+        if value > most:
+            raise ValueError(f"suffix_drafts: {name} must be at most {most}, got {value}")
+
+
+def _new_drafts(batch: int, places: int, device: torch.device) -> RepeatDrafts:
+    return RepeatDrafts(
+        tokens=torch.empty(batch, places, dtype=torch.int64, device=device),
+        parents=torch.empty(batch, places, dtype=torch.int32, device=device),
+        probs=torch.empty(batch, places, dtype=torch.float32, device=device),
+        match=torch.empty(batch, dtype=torch.int32, device=device),
+        occurrences=torch.empty(batch, dtype=torch.int32, device=device),
+        from_ring=torch.empty(batch, dtype=torch.bool, device=device),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ n-grams
+
+
+@triton.jit(do_not_specialize_on_alignment=[*_BY_SLOT, "prompts_ptr"])
+def _ngram_match_kernel(
+    tokens_ptr,
+    lengths_ptr,
+    prompts_ptr,
+    best_ptr,
+    max_ngram,
+    min_ngram,
+    stride_tb,
+    stride_l,
+    stride_p,
+    LATEST: tl.constexpr,
+    JOINED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B, chunks of a row): a program finds the best match that ends in its chunk.
+
+    best: length << 24 | in the prompt << 23 | time, the time counted backwards for the leftmost one; -1 for none.
+    """
+    await_inputs(PDL)
+    slot, chunk = tl.program_id(0), tl.program_id(1)
+    row = tokens_ptr + slot.to(tl.int64) * stride_tb
+    length = tl.load(lengths_ptr + slot * stride_l)
+    prompt = tl.minimum(tl.load(prompts_ptr + slot * stride_p), length + 1)
+    best = -1
+    if chunk * _CHUNK <= length:
+        time = chunk * _CHUNK + tl.arange(0, _CHUNK)
+        if JOINED:
+            alive = time <= length
+            begin = tl.zeros((_CHUNK,), tl.int32)
+            in_prompt = time < 0
+        else:
+            in_prompt = time < prompt
+            alive = in_prompt | (time < length)
+            begin = tl.where(in_prompt, 0, prompt)
+        most = tl.minimum(max_ngram, length + 1 - prompt)
+        match = tl.zeros((_CHUNK,), tl.int32)
+        count = 0
+        going = most > 0
+        while going:
+            count += 1
+            alive &= time - count >= begin
+            token = tl.load(row + time - count, mask=alive, other=_NO_TOKEN)
+            alive &= (token == tl.load(row + length + 1 - count)) & (token >= 0)
+            match += alive.to(tl.int32)
+            going = (count < most) & (tl.max(alive.to(tl.int32), 0) > 0)
+        order = time if LATEST else _NGRAM_TIME - time
+        key = (match << 24) | (in_prompt.to(tl.int32) << 23) | order
+        best = tl.max(tl.where(match >= min_ngram, key, -1), 0)
+    tl.store(best_ptr + slot * tl.num_programs(1) + chunk, best)
+
+
+@triton.jit(do_not_specialize_on_alignment=[*_BY_SLOT, "prompts_ptr"])
+def _ngram_draft_kernel(
+    tokens_ptr,
+    lengths_ptr,
+    prompts_ptr,
+    best_ptr,
+    tokens_out_ptr,
+    parents_ptr,
+    probs_ptr,
+    match_ptr,
+    occurrences_ptr,
+    from_ring_ptr,
+    chunks,
+    places,
+    stride_tb,
+    stride_l,
+    stride_p,
+    LATEST: tl.constexpr,
+    JOINED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    J: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B,): copy what stands behind the best match."""
+    await_inputs(PDL)
+    slot = tl.program_id(0)
+    row = tokens_ptr + slot.to(tl.int64) * stride_tb
+    length = tl.load(lengths_ptr + slot * stride_l)
+    prompt = tl.minimum(tl.load(prompts_ptr + slot * stride_p), length + 1)
+    chunk = tl.arange(0, CHUNKS)
+    best = tl.max(tl.load(best_ptr + slot * chunks + chunk, mask=chunk < chunks, other=-1), 0)
+    order = best & _NGRAM_TIME
+    time = order if LATEST else _NGRAM_TIME - order
+    end = length + 1 if JOINED else tl.where(((best >> 23) & 1) > 0, prompt, length)
+    step = tl.arange(0, J)
+    real = (best >= 0) & (step < places) & (time + step < end)
+    token = tl.load(row + time + step, mask=real, other=-1)
+    out = slot * places + step
+    tl.store(tokens_out_ptr + out, token, mask=step < places)
+    tl.store(parents_ptr + out, tl.where(real, step - 1, -1), mask=step < places)
+    tl.store(probs_ptr + out, real.to(tl.float32), mask=step < places)
+    tl.store(match_ptr + slot, tl.where(best >= 0, best >> 24, 0))
+    tl.store(occurrences_ptr + slot, (best >= 0).to(tl.int32))
+    tl.store(from_ring_ptr + slot, best < -1)
+
+
+def ngram_drafts(
+    tokens: Tensor,
+    lengths: Tensor,
+    prompt_lengths: Tensor,
+    places: int,
+    *,
+    max_ngram: int = 5,
+    min_ngram: int = 1,
+    match: Match = "leftmost",
+    joined: bool = False,
+) -> RepeatDrafts:
+    """What followed the last generated tokens of B sequences before; see reference.suffix_match.ngram_drafts.
+
+    tokens and lengths as `suffix_drafts`; prompt_lengths [B] int32; max_ngram at most 64. Returns chains of at most
+    `places` tokens, their probabilities 1. Raises ValueError if shapes or dtypes do not fit, unless
+    1 <= min_ngram <= max_ngram <= 64, and for another `match`.
+    """
+    check_ngram_drafts(tokens, lengths, prompt_lengths, places, max_ngram, min_ngram, match)
+    for name, value, most in (
+        ("max_ngram", max_ngram, _DEEPEST.value),
+        ("the capacity of tokens", tokens.shape[1], _NGRAM_TIME.value + 1),
+    ):
+        if value > most:
+            raise ValueError(f"ngram_drafts: {name} must be at most {most}, got {value}")
+    (batch, columns), device = tokens.shape, tokens.device
+    drafts = _new_drafts(batch, places, device)
+    if not batch:
+        return drafts
+    chunks = triton.cdiv(columns, _CHUNK.value)
+    best = torch.empty(batch, chunks, dtype=torch.int32, device=device)
+    strides = tokens.stride(0), lengths.stride(0), prompt_lengths.stride(0)
+    overlapped(_ngram_match_kernel, (batch, chunks), device)(
+        tokens,
+        lengths,
+        prompt_lengths,
+        best,
+        max_ngram,
+        min_ngram,
+        *strides,
+        LATEST=match == "latest",
+        JOINED=joined,
+        num_warps=4,
+    )
+    overlapped(_ngram_draft_kernel, (batch,), device)(
+        tokens,
+        lengths,
+        prompt_lengths,
+        best,
+        *drafts,
+        chunks,
+        places,
+        *strides,
+        LATEST=match == "latest",
+        JOINED=joined,
+        CHUNKS=triton.next_power_of_2(chunks),
+        J=triton.next_power_of_2(places),
+        num_warps=1,
+    )
+    return drafts
