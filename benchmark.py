@@ -229,14 +229,16 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def _check_model(parser: Parser, args: argparse.Namespace) -> None:
-    prompt = getattr(args, "prompt", None)
-    if args.shape and (args.model != "demo" or args.draft or prompt):
+    prompt, shape = getattr(args, "prompt", None), getattr(args, "shape", None)
+    if shape and (args.model != "demo" or args.draft or prompt):
         parser.error("--shape builds the model and random prompts: no --model, --draft or --prompt with it")
-    if args.context and prompt:
+    if prompt and args.context:
         parser.error("--context makes random prompts: no --prompt with it")
-    if not args.shape:
+    if not shape:
         arguments.check_model(parser, args.model, args.draft)
-    positions = arguments.SHAPES[args.shape] if args.shape else arguments.stored_positions(args.model)
+    if not hasattr(args, "context"):
+        return
+    positions = arguments.SHAPES[shape] if shape else arguments.stored_positions(args.model)
     if problem := arguments.context_too_long(args, positions):
         parser.error(problem)
 

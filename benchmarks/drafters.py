@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
     """Add a row for each kind of work and drafter; notes of figures that are not as they should be."""
-    model = models.load(args)
+    model = models.load_pair(args.model, args.draft, args.eagle1, getattr(torch, args.dtype), args.device)
     if model.tokenizer is None:
         raise ValueError("--model must hold a tokenizer, and none lies beside the target")
     view, head = native.read(model)

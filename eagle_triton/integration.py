@@ -283,7 +283,7 @@ def make_draft(draft: Any, view: ModelView, config: TritonConfig) -> Draft | Non
     return draft_from_causal_lm(draft, view, lambda: config.tree, root="draft")
 
 
-def restore_eagle(model: Any, originals: Originals | None = None) -> Any:
+def restore(model: Any, originals: Originals | None = None) -> Any:
     """Give every original of `model` back and return it. `originals`: None takes the model's own.
 
     Harmless when done already. Raises PatchError if `originals` belong to another model, if there are none and the
@@ -303,7 +303,9 @@ def restore_eagle(model: Any, originals: Originals | None = None) -> Any:
     return model
 
 
-restore = restore_eagle
+def restore_eagle(model: Any, originals: Originals | None = None) -> Any:
+    """`restore` by its older name."""
+    return restore(model, originals)
 
 
 def _read(model: Any, draft: Any, config: TritonConfig) -> tuple[ModelView, Draft | None]:
