@@ -367,6 +367,9 @@ def test_a_seeded_text_is_the_same_for_every_tree_batch_and_slot():
     requests = [Request(prompt(5 + index, vocab=12), 24, sampling) for index, sampling in enumerate(SEEDED)]
     expected = [alone(engine, request, PLAIN) for request in requests]
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
+    for request, tokens in zip(requests, expected, strict=True):  # and of where the prompt ends
+        longer = replace(request, prompt=torch.cat((request.prompt, torch.tensor(tokens[:5]))), max_new_tokens=19)
+        assert alone(engine, longer, PLAIN) == tokens[5:]
     for name, spec in SPECS.items():
         accepted = 0
         for request, tokens in zip(requests, expected, strict=True):

@@ -21,6 +21,7 @@ from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.step import Mode, verify_and_draft
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.reference.verification import TARGET_MATCH, Verification
 from tests.tiny import draft_cache, random_prompt, target_cache, tiny_model
 
 CUDA = torch.cuda.is_available()
@@ -66,12 +67,12 @@ def random_spec(source: random.Random) -> TreeSpec:
     return TreeSpec.dynamic(source.randint(2, candidates + 1), depth, top_k)
 
 
-def compare_steps(model, spec, prompts, device, steps=2, sampling=None):
+def compare_steps(model, spec, prompts, device, steps=2, sampling=None, verification=TARGET_MATCH):
     """Take `steps` steps both ways, each time from the same state; how many drafts each step accepted."""
     sampling = sampling or SamplingParams()
     view, draft = native.read(model.to(device))
     kernels, engine = make_operations(kernels=True), Engine(view, draft, make_operations())
-    mode, accepted = Mode(not sampling.greedy, sampling.top_p_first), []
+    mode, accepted = Mode(not sampling.greedy, sampling.top_p_first, verification=verification), []
     with torch.no_grad(), Batch.start(engine, prompts, spec, sampling, max(map(len, prompts)) + 40) as batch:
         state = batch.state
         megakernel = MegakernelStep(view, draft, state)
@@ -105,6 +106,15 @@ def test_random_cases(device, case):
     prompts = [random_prompt(source.randint(1, 40), seed=i)[0] for i in range(source.randint(1, 3))]
     sampling = source.choice([SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9, seed=case)])
     compare_steps(model, random_spec(source), prompts, device, steps=1, sampling=sampling)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_walk_by_a_policy_is_taken_from_outside(device, temperature):
+    sampling, how = SamplingParams(temperature=temperature, seed=1), Verification(accept_policy="accept_all")
+    prompts, spec = [random_prompt(3)[0], random_prompt(7)[0]], TreeSpec.dynamic(5, 1, 2)
+    accepted = compare_steps(tiny_model(), spec, prompts, device, steps=1, sampling=sampling, verification=how)
+    assert min(accepted) > 0
 
 
 @pytest.mark.skipif(not CUDA, reason="hours in the interpreter")

@@ -101,7 +101,7 @@ MUTATIONS = [
         "engine/prefill.py",
         "tree, 0, state.lengths - 1, state.sampling",
         "tree, 0, state.lengths, state.sampling",
-        "tests/test_batch.py -k coins_of_its_own",
+        "tests/test_batch.py -k every_tree_batch",
     ),
     Mutation(
         "reject_all accepts",
