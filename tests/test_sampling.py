@@ -1,5 +1,7 @@
 """Laws, samples and random numbers: the kernels against the reference, and both against the mathematics."""
 
+import math
+
 import pytest
 import torch
 
@@ -126,6 +128,37 @@ def test_uniform_is_philox():
     assert reference.uniform(params, 1).item() == (0x6627E8D5 >> 8) * 2.0**-24
 
 
+def test_uniform_at(device):
+    """Bit for bit the reference's; token // 4, the position, 1 and 0 are Philox' counter, token % 4 its word."""
+    params = make_params(3, device, step=9)
+    params.seed.copy_(torch.tensor([0, -1, 2**62 + 12345]))
+    positions = torch.tensor([[0, 5], [7, 2**31 - 1], [1, 2]], dtype=torch.int32, device=device)
+    for vocabulary in (1, 7, 2500):
+        out = sampling.uniform_at(params, positions, vocabulary)
+        assert torch.equal(out, reference.uniform_at(params, positions, vocabulary))
+        assert ((out > 0) & (out < 1)).all()
+    counters = [torch.tensor([value], device=device) for value in (1, 7, 1, 0)]
+    words = torch.cat(reference._philox(params.seed[1:2], *counters))
+    assert torch.equal(out[1, 0, 4:8], (words.float() + 0.5) * 2.0**-32)
+    zeros = [torch.zeros(1, dtype=torch.int64)] * 5
+    assert [hex(int(word)) for word in reference._philox(*zeros)] == [
+        "0x6627e8d5",
+        "0xe169c58d",
+        "0xbc57ac4c",
+        "0x9b00dbd8",
+    ]
+
+
+def test_gumbel_noise_has_its_moments_and_tails():
+    """Mean 0.5772, variance pi^2 / 6, P(g > 8) = 1 - exp(-exp(-8)), over four million numbers; never infinite."""
+    params, positions = make_params(1, "cpu"), torch.arange(1000, dtype=torch.int32)[None]
+    noise = reference.gumbel(params, positions, 4000).double()
+    assert noise.isfinite().all()
+    assert abs(noise.mean() - 0.57722) < 0.003 and abs(noise.var() - 1.64493) < 0.01
+    assert abs((noise > 8).sum() / 4e6 / -math.expm1(-math.exp(-8)) - 1) < 0.12  # four deviations of 1342
+    assert -math.log(-math.log(2.0**-24)) < noise.min() and noise.max() < 23
+
+
 @pytest.mark.parametrize("vocabulary", [1, 7, 5000, 128256] if CUDA else [1, 7, 5000])
 def test_sample(device, vocabulary):
     probs = torch.rand(6, vocabulary, generator=torch.Generator().manual_seed(1))
@@ -171,6 +204,10 @@ def test_refusals(device, module):
             module.probabilities(*arguments)
     with pytest.raises(ValueError, match="uniform"):
         module.uniform(params, 0)
+    place = torch.zeros(2, 3, dtype=torch.int32, device=device)
+    for positions, vocabulary in ((place.long(), 4), (place[:1], 4), (place[0], 4), (place, 0), (place.to("meta"), 4)):
+        with pytest.raises(ValueError, match="uniform_at"):
+            module.uniform_at(params, positions, vocabulary)
     for probs, coin in ((logits[0], torch.zeros(2, device=device)), (logits[0].half(), torch.zeros(3, device=device))):
         with pytest.raises(ValueError, match="sample"):
             module.sample(probs, coin)
