@@ -66,7 +66,7 @@ _TIME = tl.constexpr(2**24 - 1)
 _FEW = tl.constexpr(32)  # so many occurrences are followed in a smaller tile
 _NGRAM_TIME = tl.constexpr(2**23 - 1)
 _NO_TOKEN = tl.constexpr(-2)
-_MOST_KEPT = 128
+_MOST_KEPT = tl.constexpr(128)
 _MOST_BANNED = 16
 _MOST_PLACES = 64
 _GROUP = 8  # sequences that a program of `match` compares with a chunk of the ring
@@ -130,32 +130,80 @@ def _list_own(row_ptr, length, chunk, hits_ptr, counts_ptr, BANNED: tl.constexpr
 
 
 @triton.jit
-def _list_former(row_ptr, length, ring_ptr, head, ring, time, hit, hits_ptr, count_ptr, DEPTH: tl.constexpr, BANNED: tl.constexpr):
-    """List the hits of a chunk of the ring for one sequence. hit [CHUNK]: two tokens match. Pointers are the chunk's."""
+def _list_former(
+    row_ptr, length, ring_ptr, head, ring, time, hit, hits_ptr, count_ptr, DEPTH: tl.constexpr, BANNED: tl.constexpr
+):
+    """List a chunk of the ring for one sequence. hit [CHUNK]: two tokens match. Pointers are the chunk's."""
     hit &= _continues(tl.load(ring_ptr + _ring_place(time, head, ring), mask=hit, other=_END), BANNED)
     count = tl.sum(hit.to(tl.int32), 0)
     place = tl.cumsum(hit.to(tl.int32), 0) - 1
     if count > _LISTED:
-        third = hit
-        if DEPTH > 2:
-            token = tl.load(ring_ptr + _ring_place(time - 3, head, ring), mask=hit & (time >= 3), other=_NO_TOKEN)
-            third &= (token == tl.load(row_ptr + length - 2, mask=length >= 2, other=_END)) & (token >= 0)
-        fourth = third
-        if DEPTH > 3:
-            token = tl.load(ring_ptr + _ring_place(time - 4, head, ring), mask=third & (time >= 4), other=_NO_TOKEN)
-            fourth &= (token == tl.load(row_ptr + length - 3, mask=length >= 3, other=_END)) & (token >= 0)
-        near = tl.sum(third.to(tl.int32), 0) + _later(hit & (third == 0))
-        middle = tl.sum(fourth.to(tl.int32), 0) + _later(third & (fourth == 0))
-        place = tl.where(fourth, _later(fourth), tl.where(third, middle, near))
+        agreeing = hit.to(tl.int32) * 2
+        for back in tl.static_range(3, min(DEPTH, 4) + 1):
+            at = _ring_place(time - back, head, ring)
+            token = tl.load(ring_ptr + at, mask=(agreeing == back - 1) & (time >= back), other=_NO_TOKEN)
+            wanted = tl.load(row_ptr + length + 1 - back, mask=length + 1 >= back, other=_END)
+            agreeing += ((token == wanted) & (token >= 0)).to(tl.int32)
+        before = 0
+        for less in tl.static_range(3):  # those of 4 tokens first, and later ones of as many
+            alike = (agreeing == 4 - less).to(tl.int32)
+            total = tl.sum(alike, 0)
+            place = tl.where(agreeing == 4 - less, before + total - tl.cumsum(alike, 0), place)
+            before += total
     tl.store(hits_ptr + place, time, mask=hit & (place < _LISTED))
     tl.store(count_ptr, tl.minimum(count, _LISTED))
 
 
 @triton.jit
-def _later(chosen):
-    """How many of `chosen` [n] stand behind each place."""
-    chosen = chosen.to(tl.int32)
-    return tl.sum(chosen, 0) - tl.cumsum(chosen, 0)
+def _compare_group(
+    tokens_ptr,
+    lengths_ptr,
+    ring_ptr,
+    head_ptr,
+    hits_ptr,
+    counts_ptr,
+    chunk,
+    first,
+    batch,
+    ring,
+    own_segments,
+    segments,
+    stride_tb,
+    stride_l,
+    DEPTH: tl.constexpr,
+    BANNED: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """List where the last two tokens of GROUP sequences stand in one chunk of the ring: most of them nowhere."""
+    head = tl.load(head_ptr) % ring
+    time = chunk * _CHUNK + tl.arange(0, _CHUNK)
+    inside = (time >= 2) & (time < ring)
+    last = tl.load(ring_ptr + _ring_place(time - 1, head, ring), mask=inside, other=_END)
+    before = tl.load(ring_ptr + _ring_place(time - 2, head, ring), mask=inside, other=_END)
+    lane = tl.arange(0, GROUP)
+    slots = first + lane
+    lengths = tl.load(lengths_ptr + slots * stride_l, mask=slots < batch, other=0)
+    ends = tokens_ptr + slots.to(tl.int64) * stride_tb + lengths
+    wanted = tl.load(ends, mask=lengths > 0, other=_NO_TOKEN).to(tl.int32)
+    wanted_before = tl.load(ends - 1, mask=lengths > 0, other=_NO_TOKEN).to(tl.int32)
+    wanted = tl.where((wanted >= 0) & (wanted_before >= 0), wanted, _NO_TOKEN)
+    hits = (wanted[:, None] == last[None, :]) & (wanted_before[:, None] == before[None, :])
+    counts = tl.sum(hits.to(tl.int32), 1)
+    place = own_segments * _LISTED + chunk
+    tl.store(counts_ptr + slots * segments * _LISTED + place, 0, mask=(slots < batch) & (counts == 0))
+    some = tl.sum(tl.where(counts > 0, 1 << lane, 0), 0)
+    slot = first
+    while some > 0:
+        if some & 1:
+            length = tl.load(lengths_ptr + slot * stride_l)
+            row = tokens_ptr + slot.to(tl.int64) * stride_tb
+            hit = inside & (last == tl.load(row + length)) & (before == tl.load(row + length - 1))
+            at = slot * segments * _LISTED + place
+            _list_former(
+                row, length, ring_ptr, head, ring, time, hit, hits_ptr + at * _LISTED, counts_ptr + at, DEPTH, BANNED
+            )
+        some >>= 1
+        slot += 1
 
 
 @triton.jit(do_not_specialize_on_alignment=_BY_SLOT)
@@ -179,8 +227,7 @@ def _match_kernel(
 ):
     """Grid (B * own segments + chunks of the ring * groups of GROUP sequences,): a program compares one chunk."""
     await_inputs(PDL)
-    program = tl.program_id(0)
-    own = batch * own_segments
+    program, own = tl.program_id(0), batch * own_segments
     if program < own:
         slot, chunk = program // own_segments, program % own_segments
         length = tl.load(lengths_ptr + slot * stride_l)
@@ -190,44 +237,25 @@ def _match_kernel(
             _list_own(row, length, chunk, hits_ptr + segment * _CHUNK, counts_ptr + segment * _LISTED, BANNED)
     elif ring_ptr is not None:
         groups = (batch + GROUP - 1) // GROUP
-        chunk, first = (program - own) // groups, (program - own) % groups * GROUP
-        head = tl.load(head_ptr) % ring
-        time = chunk * _CHUNK + tl.arange(0, _CHUNK)
-        inside = (time >= 2) & (time < ring)
-        last = tl.load(ring_ptr + _ring_place(time - 1, head, ring), mask=inside, other=_END)
-        before = tl.load(ring_ptr + _ring_place(time - 2, head, ring), mask=inside, other=_END)
-        lane = tl.arange(0, GROUP)
-        slots = first + lane
-        length = tl.load(lengths_ptr + slots * stride_l, mask=slots < batch, other=0)
-        rows = tokens_ptr + slots.to(tl.int64) * stride_tb + length
-        wanted = tl.load(rows, mask=length > 0, other=_NO_TOKEN).to(tl.int32)
-        wanted_before = tl.load(rows - 1, mask=length > 0, other=_NO_TOKEN).to(tl.int32)
-        wanted = tl.where((wanted >= 0) & (wanted_before >= 0), wanted, _NO_TOKEN)
-        hit = (wanted[:, None] == last[None, :]) & (wanted_before[:, None] == before[None, :])
-        count = tl.sum(hit.to(tl.int32), 1)
-        place = own_segments * _LISTED + chunk
-        tl.store(counts_ptr + slots * segments * _LISTED + place, 0, mask=(slots < batch) & (count == 0))
-        some = tl.sum(tl.where(count > 0, 1 << lane, 0), 0)
-        for index in range(GROUP):
-            if (some >> index) & 1:
-                slot = first + index
-                length_one = tl.load(lengths_ptr + slot * stride_l)
-                row = tokens_ptr + slot.to(tl.int64) * stride_tb
-                hit_one = inside & (last == tl.load(row + length_one)) & (before == tl.load(row + length_one - 1))
-                counted = slot * segments * _LISTED + place
-                _list_former(
-                    row,
-                    length_one,
-                    ring_ptr,
-                    head,
-                    ring,
-                    time,
-                    hit_one,
-                    hits_ptr + counted * _LISTED,
-                    counts_ptr + counted,
-                    DEPTH,
-                    BANNED,
-                )
+        _compare_group(
+            tokens_ptr,
+            lengths_ptr,
+            ring_ptr,
+            head_ptr,
+            hits_ptr,
+            counts_ptr,
+            (program - own) // groups,
+            (program - own) % groups * GROUP,
+            batch,
+            ring,
+            own_segments,
+            segments,
+            stride_tb,
+            stride_l,
+            DEPTH,
+            BANNED,
+            GROUP,
+        )
 
 
 @triton.jit(do_not_specialize_on_alignment=_BY_SLOT)
@@ -263,9 +291,9 @@ def _walk_kernel(
     from_ring = segment >= own_segments
     part = tl.arange(0, _LISTED)
     listed = tl.where(from_ring, (segment - own_segments) * _LISTED + part < ring_chunks, segment * _CHUNK <= length)
-    place = slot * tl.num_programs(1) + segment
-    hits, best = hits_ptr + place * _CHUNK, best_ptr + place * WIDTH
-    counts = counts_ptr + place * _LISTED
+    record = slot * tl.num_programs(1) + segment
+    hits, best = hits_ptr + record * _CHUNK, best_ptr + record * WIDTH
+    counts = counts_ptr + record * _LISTED
     total = tl.sum(tl.load(counts + part, mask=listed, other=0), 0)
     m = tl.arange(0, _DEEPEST) + 1
     reach = tl.zeros((_DEEPEST,), tl.int32)
@@ -273,40 +301,39 @@ def _walk_kernel(
         head = _head(ring_ptr, head_ptr, ring)
         index = tl.arange(0, _CHUNK)
         chunk = index // _LISTED
-        known = tl.where(from_ring, (segment - own_segments) * _LISTED + chunk < ring_chunks, True)
+        known = (from_ring == 0) | ((segment - own_segments) * _LISTED + chunk < ring_chunks)
         real = index % _LISTED < tl.load(counts + chunk, mask=known, other=0)
-        time = tl.load(hits + index, mask=real, other=0)
+        hit = tl.load(hits + index, mask=real, other=0)
         tl.debug_barrier()  # every hit is read before any is moved
-        tl.store(hits + tl.cumsum(real.to(tl.int32), 0) - 1, time, mask=real)
+        tl.store(hits + tl.cumsum(real.to(tl.int32), 0) - 1, hit, mask=real)
         tl.debug_barrier()
         back = tl.arange(0, _DEEPEST)
         context = tl.load(row + length - back, mask=(back <= length) & (back < DEPTH), other=_NO_TOKEN).to(tl.int32)
         context = tl.where(context >= 0, context, _NO_TOKEN)
         for first in range(0, total, TILE):
-            index = first + tl.arange(0, TILE)
-            time = tl.load(hits + index, mask=index < total, other=0)
+            place = first + tl.arange(0, TILE)
+            time = tl.load(hits + place, mask=place < total, other=0)
             at = time[:, None] - 1 - back[None, :]
             token = _stored(row, ring_ptr, head, ring, from_ring, at, at >= 0)
-            match = tl.min(tl.where(token != context[None, :], back[None, :], _DEEPEST), 1)
-            key = tl.where(match >= min_match, (match << _TIME_BITS) | time, -1)
-            tl.store(hits + index, key, mask=index < total)
+            agreeing = tl.min(tl.where(token != context[None, :], back[None, :], _DEEPEST), 1)
+            key = tl.where(agreeing >= min_match, (agreeing << _TIME_BITS) | time, -1)
+            tl.store(hits + place, key, mask=place < total)
         tl.debug_barrier()
-        if total <= 128:
-            index = tl.arange(0, 128)
-            key = tl.load(hits + index, mask=index < total, other=-1)
-            rank = tl.sum((key[:, None] > key[None, :]).to(tl.int32), 0)
-            tl.store(best + rank, key, mask=(key >= 0) & (rank < keep))
-            kept = tl.sum((key >= 0).to(tl.int32), 0)
+        if total <= _MOST_KEPT:
+            few = tl.arange(0, _MOST_KEPT)
+            found = tl.load(hits + few, mask=few < total, other=-1)
+            rank = tl.sum((found[:, None] > found[None, :]).to(tl.int32), 0)
+            tl.store(best + rank, found, mask=(found >= 0) & (rank < keep))
+            matches = tl.sum((found >= 0).to(tl.int32), 0)
         else:
-            index = tl.arange(0, _CHUNK)
-            key = tl.sort(tl.load(hits + index, mask=index < total, other=-1), descending=True)
-            tl.store(best + index, key, mask=(key >= 0) & (index < keep))
-            kept = tl.sum((key >= 0).to(tl.int32), 0)
+            keys = tl.sort(tl.load(hits + index, mask=index < total, other=-1), descending=True)
+            tl.store(best + index, keys, mask=(keys >= 0) & (index < keep))
+            matches = tl.sum((keys >= 0).to(tl.int32), 0)
         tl.debug_barrier()
-        index = tl.arange(0, WIDTH)
-        match = tl.load(best + index, mask=index < tl.minimum(kept, keep), other=0) >> _TIME_BITS
+        kept = tl.arange(0, WIDTH)
+        match = tl.load(best + kept, mask=kept < tl.minimum(matches, keep), other=0) >> _TIME_BITS
         reach = tl.sum((match[:, None] >= m[None, :]).to(tl.int32), 0)
-    tl.store(reach_ptr + place * _DEEPEST + m - 1, reach)
+    tl.store(reach_ptr + record * _DEEPEST + m - 1, reach)
 
 
 # ------------------------------------------------------------------------------------------------------------ drafts
@@ -319,8 +346,8 @@ def _gathered(best_ptr, reach_ptr, segments, match, keep, longer, whole, WIDTH: 
     place = tl.arange(0, N)
     passed = tl.zeros((N,), tl.int32)  # segments before, and their matches: segment << 8 | matches
     taken, seen = 0, 0
-    for first in range(0, segments, 32):
-        segment = first + tl.arange(0, 32)
+    for first in range(0, segments, 16):
+        segment = first + tl.arange(0, 16)
         inside = segment < segments
         reach = reach_ptr + segment * _DEEPEST + match
         upper = tl.load(reach, mask=inside & (match < _DEEPEST), other=0)
@@ -337,13 +364,35 @@ def _gathered(best_ptr, reach_ptr, segments, match, keep, longer, whole, WIDTH: 
 
 
 @triton.jit
-def _ends(row, ring_ptr, head, ring, from_ring, end, time, real, places, N: tl.constexpr, J: tl.constexpr, BANNED: tl.constexpr):
+def _ends(
+    row,
+    ring_ptr,
+    head,
+    ring,
+    from_ring,
+    end,
+    time,
+    real,
+    places,
+    N: tl.constexpr,
+    J: tl.constexpr,
+    BANNED: tl.constexpr,
+):
     """How many tokens behind each time [N] a continuation may hold, at most `places`; 0 where not `real`."""
     step = tl.arange(0, J)
     at = time[:, None] + step[None, :]
     inside = real[:, None] & (at < end) & (step[None, :] < places)
     token = _stored(row, ring_ptr, head, ring, from_ring, at, inside)
     return tl.min(tl.where(_continues(token, BANNED), J, step[None, :]), 1)
+
+
+@triton.jit
+def _reciprocal(count):
+    """1 / count in fp64, by Newton's steps: a division is a call, and calls spill."""
+    exact = tl.maximum(count, 1).to(tl.float64)
+    value = (1.0 / tl.maximum(count, 1).to(tl.float32)).to(tl.float64)
+    value *= 2.0 - exact * value
+    return value * (2.0 - exact * value)
 
 
 @triton.jit
@@ -364,7 +413,7 @@ def _path(row, ring_ptr, head, ring, from_ring, time, ends, most, LEAST: tl.cons
         best = tl.max(tl.where(goes_on, key, 0), 0)
         whole = tl.sum(goes_on.to(tl.int32), 0)
         next_token = (best & 0x7FFFFFFF).to(tl.int32)
-        prob = prob * (best >> 55).to(tl.float64) / tl.maximum(whole, 1).to(tl.float64)
+        prob *= (best >> 55).to(tl.float64) * _reciprocal(whole)
         likely = (whole > 0) & (prob + _SLACK >= LEAST)
         tokens = tl.where(likely & (step == count), next_token, tokens)
         probs = tl.where(likely & (step == count), prob, probs)
@@ -375,10 +424,15 @@ def _path(row, ring_ptr, head, ring, from_ring, time, ends, most, LEAST: tl.cons
 
 
 @triton.jit
-def _grown(row, ring_ptr, head, ring, from_ring, time, ends, levels, LEAST: tl.constexpr, N: tl.constexpr, J: tl.constexpr):
-    """Probabilities [N, J] of the nodes of all continuations, each at its latest match and its level, 0 elsewhere."""
+def _grown(
+    row, ring_ptr, head, ring, from_ring, time, ends, levels, LEAST: tl.constexpr, N: tl.constexpr, J: tl.constexpr
+):
+    """The nodes of all continuations as keys [N, J], each at its latest match and its level; -1 elsewhere.
+
+    A key is probability, level and time: the likelier, the shallower, the later one is the larger.
+    """
     step = tl.arange(0, J)
-    nodes = tl.zeros((N, J), tl.float32)
+    keys = tl.full((N, J), -1, tl.int64)
     latest = tl.where(ends > 0, 0, -1)  # the latest match that has gone on alike so far, -1 for one that is left out
     prob = tl.full((N,), 1.0, tl.float64)
     level = 0
@@ -390,36 +444,37 @@ def _grown(row, ring_ptr, head, ring, from_ring, time, ends, levels, LEAST: tl.c
         same = whole & (token[:, None] == token[None, :])
         counts = tl.sum(whole.to(tl.int32) + (same.to(tl.int32) << 8), 0)
         latest = tl.max(tl.where(same, time[:, None], -1), 0)
-        prob = prob * (counts >> 8).to(tl.float64) / tl.maximum(counts & 255, 1).to(tl.float64)
+        prob *= (counts >> 8).to(tl.float64) * _reciprocal(counts & 255)
         latest = tl.where(goes_on & (prob + _SLACK >= LEAST), latest, -1)
-        node = (latest == time)[:, None] & (step[None, :] == level)
-        nodes = tl.where(node, prob.to(tl.float32)[:, None], nodes)
+        bits = prob.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
+        key = tl.where(latest == time, (bits << 30) | ((63 - level) << _TIME_BITS) | time, -1)
+        keys = tl.where(step[None, :] == level, key[:, None], keys)
         level += 1
         going = (level < levels) & (tl.max(latest, 0) >= 0)
-    return nodes
+    return keys
 
 
 @triton.jit
-def _best_nodes(nodes, time, budget, levels, J: tl.constexpr):
-    """The `budget` best of nodes [N, J] in fewer than `levels` levels, as keys [J], and the sum of their probabilities.
-
-    A key is probability, level and time: the likelier, the shallower, the later one is the larger. -1 for no node.
-    """
+def _best_nodes(keys, budget, levels, J: tl.constexpr):
+    """The `budget` largest of keys [N, J] in the first `levels` levels as [J], -1 behind them; their probabilities' sum."""
     step = tl.arange(0, J)
-    bits = nodes.to(tl.int32, bitcast=True).to(tl.int64)
-    keys = (bits << 30) | ((63 - step[None, :]).to(tl.int64) << _TIME_BITS) | time[:, None].to(tl.int64)
-    keys = tl.where((nodes > 0) & (step[None, :] < levels), keys, -1)
+    keys = tl.where(_level_of(keys) < levels, keys, -1)
     chosen = tl.full((J,), -1, tl.int64)
+    best = tl.full((), 2**62, tl.int64)
     count = 0
     going = budget > 0
     while going:
-        best = tl.max(tl.max(keys, 1), 0)
+        best = tl.max(tl.max(tl.where(keys < best, keys, -1), 1), 0)
         chosen = tl.where(step == count, best, chosen)
-        keys = tl.where(keys == best, -1, keys)
         count += 1
         going = (best >= 0) & (count < budget)
     total = tl.sum(_node_probs(chosen).to(tl.float64), 0)
-    return chosen, (tl.floor(total * 262144.0 + 0.5) / 262144.0).to(tl.float32)
+    return chosen, (tl.floor(total * 262144.0 + 0.5) * (1.0 / 262144.0)).to(tl.float32)
+
+
+@triton.jit
+def _level_of(keys):
+    return 63 - ((keys >> _TIME_BITS) & 63).to(tl.int32)
 
 
 @triton.jit
@@ -433,7 +488,7 @@ def _linked(row, ring_ptr, head, ring, from_ring, keys, J: tl.constexpr):
     place = tl.arange(0, J)
     real = keys >= 0
     time = (keys & _TIME).to(tl.int32)
-    level = tl.where(real, 63 - ((keys >> _TIME_BITS) & 63).to(tl.int32), -1)
+    level = tl.where(real, _level_of(keys), -1)
     above = real[:, None] & (level[:, None] + 1 == level[None, :])
     tokens = tl.full((J,), -1, tl.int32)
     for depth in range(tl.max(level, 0) + 1):
@@ -496,7 +551,7 @@ def _draft_run(
         going = True
         while going:
             allowed = tl.sum(tl.where(m == match, budget, 0), 0)
-            chosen, total = _best_nodes(nodes, time, allowed, DEPTH - match, J)
+            chosen, total = _best_nodes(nodes, allowed, DEPTH - match, J)
             better = total >= score
             keys = tl.where(better, chosen, keys)
             score, found = tl.where(better, total, score), tl.where(better, match, found)
@@ -563,8 +618,8 @@ def _draft_kernel(
     count = tl.where(from_ring, segments - own_segments, length // _CHUNK + 1)
     m = tl.arange(0, _DEEPEST) + 1
     reach, beyond = tl.zeros((_DEEPEST,), tl.int32), tl.zeros((_DEEPEST,), tl.int32)  # matches of m tokens, of more
-    for start in range(0, count, 32):
-        segment = start + tl.arange(0, 32)
+    for start in range(0, count, 16):
+        segment = start + tl.arange(0, 16)
         at = reach_ptr + (first + segment[:, None]) * _DEEPEST + m[None, :]
         inside = segment[:, None] < count
         reach += tl.sum(tl.load(at - 1, mask=inside, other=0), 0)
@@ -703,7 +758,7 @@ def suffix_drafts(
     drafts = _new_drafts(batch, places, device)
     if not batch:
         return drafts
-    keep = _MOST_KEPT if rules.keep is None else int(rules.keep)
+    keep = _MOST_KEPT.value if rules.keep is None else int(rules.keep)
     width = max(_FEW.value, triton.next_power_of_2(keep))
     size = 0 if ring is None else len(ring.tokens)
     stored = (None, None) if ring is None else (ring.tokens, ring.head)
@@ -786,7 +841,7 @@ def suffix_drafts(
         BANNED=banned,
         WIDTH=width,
         J=triton.next_power_of_2(places),
-        num_warps=8 if rules.use_tree_spec else 4,
+        num_warps=draft_warps(rules.use_tree_spec, places),
     )
     overlapped(_choose_kernel, (batch,), device)(
         nodes,
@@ -802,6 +857,12 @@ def suffix_drafts(
     return drafts
 
 
+def draft_warps(tree: bool, places: int) -> int:
+    """Warps of a drafting program: as few as hold its tiles in registers, since warps wait for each other at each
+    level."""
+    return (4 if places <= 16 else 8) if tree else 2
+
+
 def check_limits(tokens: Tensor, ring: TokenRing | None, places: int, rules: SuffixRules) -> None:
     """Raises ValueError for what the reference does and the kernels do not; see the module."""
     if rules.parity:
@@ -813,7 +874,7 @@ def check_limits(tokens: Tensor, ring: TokenRing | None, places: int, rules: Suf
         )
     limits = [
         ("rules.max_tree_depth", rules.max_tree_depth, _DEEPEST.value),
-        ("rules.keep", rules.keep or 0, _MOST_KEPT),
+        ("rules.keep", rules.keep or 0, _MOST_KEPT.value),
         ("the number of banned tokens", len(rules.banned), _MOST_BANNED),
         ("places", places, _MOST_PLACES),
         ("the capacity of tokens", tokens.shape[1], _TIME.value + 1),
@@ -923,7 +984,7 @@ def _ngram_draft_kernel(
     best = tl.max(tl.load(best_ptr + slot * chunks + chunk, mask=chunk < chunks, other=-1), 0)
     order = best & _NGRAM_TIME
     time = order if LATEST else _NGRAM_TIME - order
-    end = length + 1 if JOINED else tl.where((best >> 23) & 1, prompt, length)
+    end = length + 1 if JOINED else tl.where(((best >> 23) & 1) > 0, prompt, length)
     step = tl.arange(0, J)
     real = (best >= 0) & (step < places) & (time + step < end)
     token = tl.load(row + time + step, mask=real, other=-1)

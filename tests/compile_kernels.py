@@ -6,7 +6,7 @@ Reads CASES from tests/compile_cases/<stem>.py: tuples (name, kernel, signature,
 triton.compiler.ASTSource takes them; `options` may hold "targets", the architectures to which a case is limited,
 "aligned", the names of integer arguments that are multiples of 16 (pointers always are), and "local", the bytes of
 local memory it may use on sm_90. Prints one line per case and target; the exit status is 1 if a case fails to compile
-or uses more local memory there, which is none for all but the megakernel. Runs in a process of its own
+or uses more local memory there, which is none unless a case says so. Runs in a process of its own
 because the interpreter, once chosen, stays.
 """
 

@@ -1,7 +1,8 @@
-"""Drafts from repetition: the reference and SuffixDecodingCache against a naive trie, and the n-gram rule."""
+"""Drafts from repetition: the reference and SuffixDecodingCache against a naive trie, the n-gram rule, the kernels."""
 
 import itertools
 from collections import Counter, defaultdict
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -10,9 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle_triton import suffix_match as kernels
+from eagle_triton.reference import suffix_match as reference
 from eagle_triton.reference.suffix_match import (
     END,
     SuffixRules,
+    TokenRing,
     match_lengths,
     ngram_draft,
     share_token_budget,
@@ -637,3 +641,340 @@ def test_idle_requests_take_no_tokens():
         share_token_budget(ints([1, 2]), ints([1, 1]), 8)
     with pytest.raises(ValueError, match="drafts must be torch.int32"):
         share_token_budget(torch.tensor([1]), torch.tensor([True]), 8)
+
+
+def same_drafts(drafts, expected, chosen=slice(None)) -> None:
+    """Two RepeatDrafts agree in everything; probabilities up to the rounding of fp32."""
+    for name, mine, theirs in zip(expected._fields, drafts, expected, strict=True):
+        assert (mine.dtype, mine.shape, mine.device) == (theirs.dtype, theirs.shape, theirs.device), name
+        if mine.is_floating_point():
+            torch.testing.assert_close(mine[chosen], theirs[chosen], rtol=1e-6, atol=0)
+        else:
+            assert torch.equal(mine[chosen], theirs[chosen]), (name, mine[chosen].tolist(), theirs[chosen].tolist())
+
+
+def ring_of(sequences, size: int, head: int, device: str) -> TokenRing:
+    """Sequences with END behind each, the last token in front of `head`; the oldest ones are overwritten."""
+    tokens = [token for sequence in sequences for token in (*sequence, END)][-size:]
+    tokens = torch.tensor([END] * (size - len(tokens)) + tokens, dtype=torch.int32).roll(head)
+    return TokenRing(tokens.to(device), torch.tensor([head], dtype=torch.int32, device=device))
+
+
+def counted(lengths: torch.Tensor, ahead: list[int], limit: int | None, rules: SuffixRules) -> torch.Tensor:
+    """Which of the matches that something follows a chunk lists: `limit` of at most 4 tokens first, then the latest."""
+    match = lengths.tolist()
+    hits = [e for e in range(len(match)) if match[e] >= 2 and ahead[e] != END and ahead[e] not in rules.banned]
+    kept = torch.zeros_like(lengths)
+    for chunk in range(-(-len(match) // 1024)):
+        here = [e for e in hits if e // 1024 == chunk]
+        here = sorted(here, key=lambda e: (-min(match[e], 4), -e))[:limit]
+        kept[here] = lengths[here]
+    return kept
+
+
+def limited(monkeypatch, columns: int, rules: SuffixRules) -> list[bool]:
+    """Have the reference count what the kernels count in a ring of more than `columns` tokens.
+
+    Returns a list that says of each store that it reads whether more than eight distinct lengths matched.
+    """
+    whole, many = match_lengths, []
+
+    def listed(store, context, limit=None):
+        lengths = counted(whole(store, context, limit), store.tolist(), 32 if len(store) > columns + 1 else None, rules)
+        positions = reference._most_useful(lengths, rules)
+        many.append(len(lengths[positions].unique()) > 8)
+        return lengths
+
+    monkeypatch.setattr(reference, "match_lengths", listed)
+    return many
+
+
+def poison(monkeypatch) -> None:
+    """New tensors hold what no kernel may take for a result."""
+
+    def poisoned(*shape, **options):
+        return torch.full(shape[0] if isinstance(shape[0], tuple) else shape, 77, **options)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def some_texts(rng, batch: int, columns: int, device: str) -> tuple[torch.Tensor, torch.Tensor, TokenRing]:
+    """Sequences and a ring that repeat themselves and each other."""
+    vocabulary = int(rng.choice([3, 5, 12, 50]))
+    phrases = [rng.integers(0, vocabulary, rng.integers(2, 20)) for _ in range(6)]
+
+    def text(size: int) -> list[int]:
+        words: list[int] = []
+        while len(words) < size:
+            noise = rng.random() < 0.3
+            words += (rng.integers(0, vocabulary, 3) if noise else phrases[rng.integers(len(phrases))]).tolist()
+        return words[:size]
+
+    rows = [text(columns) for _ in range(batch)]
+    lengths = rng.integers(0, columns, batch)
+    lengths[:3] = 0, 1, columns - 1
+    size = int(rng.integers(columns + 2, 4 * columns))
+    sequences = [text(int(rng.integers(0, 60))) for _ in range(rng.integers(1, 9))]
+    ring = ring_of(sequences, size, int(rng.integers(0, size)), device)
+    return torch.tensor(rows, device=device), torch.tensor(lengths, dtype=torch.int32, device=device), ring
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", [False, True], ids=["path", "tree"])
+def test_suffix_drafts_equal_the_reference(device, tree, monkeypatch):
+    rng = np.random.default_rng(11 + tree)
+    poison(monkeypatch)
+    drafted = former = compared = 0
+    for case in range(50 if device == "cuda" else 5):
+        batch, columns = 12, int(rng.integers(20, 80))
+        tokens, lengths, ring = some_texts(rng, batch, columns, device)
+        stored = None if case % 5 == 4 else ring
+        rules = SuffixRules(
+            int(rng.choice([3, 6, 12, 64])),
+            **{**some_rules(rng, tree, False), "max_spec_tokens": None if case % 3 else int(rng.integers(0, 12))},
+            banned=tuple(rng.integers(0, 12, case % 3).tolist()),
+            min_match=int(rng.integers(2, 4)),
+            keep=None if case % 2 else int(rng.integers(1, 129)),
+        )
+        places = int(rng.choice([1, 4, 7, 16]))
+        drafts = kernels.suffix_drafts(tokens, lengths, stored, places, rules)
+        with monkeypatch.context() as patch:
+            many = limited(patch, columns, rules)
+            expected = reference.suffix_drafts(tokens, lengths, stored, places, replace(rules, keep=rules.keep or 128))
+        stores = 1 if stored is None else 2
+        chosen = ~torch.tensor(many, device=device).view(batch, stores).any(1)
+        same_drafts(drafts, expected, chosen)
+        compared += int(chosen.sum())
+        drafted += int((expected.match > 0).sum())
+        former += int(expected.from_ring.sum())
+    assert drafted > compared // 3 and former > drafted // 10 and compared > 10 * (case + 1)
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["path", "tree"])
+def test_long_rows_and_a_ring_of_many_chunks(device, tree, monkeypatch):
+    """Several segments of both stores, matches across their borders, the head in the middle of a chunk."""
+    rng = np.random.default_rng(5)
+    poison(monkeypatch)
+    size, columns = 34 * 1024 + 77, 2 * 1024 + 300
+    phrase = rng.integers(0, 1000, 40)
+    former = rng.integers(1000, 3000, size)
+    for place in (*rng.integers(0, size - 60, 30), 1020, 33 * 1024 - 20):  # more than 32 segments know the phrase
+        former[place : place + 40] = phrase
+        former[place + 40 : place + 60] = rng.integers(0, 2, 20)
+    ring = ring_of([former[: size // 2], former[size // 2 :]], size, 20_000, device)
+    tokens = torch.tensor(rng.integers(1000, 3000, (2, columns)))
+    tokens[:, columns - 41 : columns - 1] = torch.tensor(phrase)
+    tokens[1, 1010:1050] = tokens[1, 100:140] = torch.tensor(phrase)  # own ones across a border too
+    lengths = torch.tensor([columns - 2] * 2, dtype=torch.int32, device=device)
+    for stored in (ring, None):
+        rules = SuffixRules(min_match=2, keep=20, use_tree_spec=tree)
+        drafts = kernels.suffix_drafts(tokens.to(device), lengths, stored, 12, rules)
+        same_drafts(drafts, reference.suffix_drafts(tokens.to(device), lengths, stored, 12, rules))
+        assert drafts.from_ring.tolist() == [stored is not None, False] or drafts.from_ring.all()
+        assert drafts.match.tolist() == ([40, 40] if stored is not None else [0, 40])
+
+
+def test_a_sequence_that_repeats_itself_throughout(device):
+    """Half of its positions match: all are listed, and the latest are sorted out."""
+    tokens = torch.tensor([[5, 9]], device=device).repeat(1, 1100)
+    lengths = torch.tensor([2150], dtype=torch.int32, device=device)
+    rules = SuffixRules(48, min_match=2, max_spec_factor=0.5, keep=128)
+    drafts = kernels.suffix_drafts(tokens, lengths, None, 16, rules)
+    same_drafts(drafts, reference.suffix_drafts(tokens, lengths, None, 16, rules))
+    assert drafts.tokens[0, :4].tolist() == [9, 5, 9, 5] and (drafts.match.item(), drafts.occurrences.item()) == (
+        32,
+        128,
+    )
+
+
+def test_the_eight_longest_distinct_lengths_are_tried(device):
+    tokens = torch.full((1, 20), 7, device=device)
+    lengths = torch.tensor([19], dtype=torch.int32, device=device)
+    drafts = kernels.suffix_drafts(tokens, lengths, None, 16, SuffixRules(min_match=2))
+    assert reference.suffix_drafts(tokens, lengths, None, 16, SuffixRules(min_match=2)).match.item() == 10
+    same_drafts(drafts, reference.suffix_drafts(tokens, lengths, None, 16, SuffixRules(min_match=12)))
+    assert drafts.match.item() == 12 and drafts.tokens[0].tolist() == [7] * 8 + [-1] * 8
+
+
+def test_a_dense_chunk_of_the_ring_lists_32(device, monkeypatch):
+    """Of 60 and more matches those of four tokens, then of three, then the latest of two."""
+    first = [[0, 0, 1, 2, 10]] * 20 + [[3, 0, 1, 2, 11]] * 3 + [[3, 3, 1, 2, 12]] * 40
+    tokens = torch.tensor([[0, 0, 1, 2, 6, 6], [9, 0, 1, 2, 6, 6], [9, 9, 1, 2, 6, 6]], device=device)
+    lengths = torch.tensor([3, 3, 3], dtype=torch.int32, device=device)
+    for head, sequences in ((0, first), (170, first[::-1])):
+        ring = ring_of(sequences, 400, head, device)
+        rules = SuffixRules(5, max_spec_factor=4.0, min_token_prob=0.0, min_match=2, use_tree_spec=True)
+        drafts = kernels.suffix_drafts(tokens, lengths, ring, 4, rules)
+        limited(monkeypatch, tokens.shape[1], rules)
+        same_drafts(drafts, reference.suffix_drafts(tokens, lengths, ring, 4, replace(rules, keep=128)))
+        monkeypatch.undo()
+    assert reference.suffix_drafts(tokens, lengths, ring, 4, rules).occurrences.tolist() != drafts.occurrences.tolist()
+
+
+def test_no_sequences_and_no_places_to_draft(device):
+    ring = ring_of([[1, 2, 3]], 10, 4, device)
+    none = torch.empty(0, 8, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int32, device=device)
+    for stored in (ring, None):
+        drafts = kernels.suffix_drafts(*none, stored, 4, SuffixRules(min_match=2))
+        assert drafts.tokens.shape == (0, 4)
+    tokens = torch.tensor([[1, 2, 3, 1, 2, 0]], device=device)
+    lengths = torch.tensor([4], dtype=torch.int32, device=device)
+    drafts = kernels.suffix_drafts(tokens, lengths, ring, 3, SuffixRules(max_spec_tokens=0, min_match=2))
+    assert drafts.tokens.tolist() == [[-1] * 3] and drafts.match.tolist() == [0]
+    assert kernels.suffix_drafts(tokens, lengths, ring, 3, SuffixRules(min_match=2)).tokens.tolist() == [[3, 1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("rules", "places", "columns", "text"),
+    [
+        ({"min_match": 1}, 4, 8, "rules.min_match must be at least 2, got 1.*set min_match=2"),
+        ({"parity": True}, 4, 8, "rules.parity must be False: SuffixDecodingCache"),
+        ({"keep": 129}, 4, 8, "rules.keep must be at most 128, got 129"),
+        ({"max_tree_depth": 65}, 4, 8, "rules.max_tree_depth must be at most 64, got 65"),
+        ({"banned": tuple(range(17))}, 4, 8, "the number of banned tokens must be at most 16, got 17"),
+        ({}, 65, 8, "places must be at most 64, got 65"),
+        ({}, 4, 2**24 + 1, "the capacity of tokens must be at most 16777216"),
+    ],
+)
+def test_what_the_kernels_do_not_have_is_refused(rules, places, columns, text):
+    tokens = torch.zeros(1, columns, dtype=torch.int64)
+    with pytest.raises(ValueError, match=f"suffix_drafts: {text}"):
+        kernels.suffix_drafts(tokens, ints([0]), None, places, SuffixRules(**{"min_match": 2, **rules}))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"tokens": torch.zeros(2, 6, dtype=torch.int32)}, "tokens must be torch.int64"),
+        ({"tokens": torch.zeros(6, 2, dtype=torch.int64).T}, "tokens must be .* stride 1"),
+        ({"lengths": ints([1])}, "lengths must be torch.int32"),
+        ({"lengths": torch.tensor([1, 1])}, "lengths must be torch.int32"),
+        ({"ring": TokenRing(torch.zeros(4), ints([0]))}, "ring.tokens must be torch.int32"),
+        ({"ring": TokenRing(ints([0]), ints([0, 1]))}, "ring.head must be torch.int32"),
+        ({"ring": TokenRing(ints([]), ints([0]))}, "a ring of no tokens"),
+        ({"places": 0}, "places must be at least 1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_suffix_drafts_refuses(change, text):
+    given = {"tokens": torch.zeros(2, 6, dtype=torch.int64), "lengths": ints([1, 2]), "ring": None, "places": 3}
+    for module in (kernels, reference):
+        with pytest.raises(ValueError, match=f"suffix_drafts: {text}"):
+            module.suffix_drafts(**{**given, **change}, rules=SuffixRules(min_match=2))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("tree", [False, True], ids=["path", "tree"])
+def test_drafts_follow_what_a_graph_reads(tree):
+    """A captured call reads tokens, lengths and ring anew each time."""
+    rng = np.random.default_rng(3)
+    rules = SuffixRules(min_match=2, keep=100, use_tree_spec=tree)
+    static = some_texts(rng, 8, 70, "cuda")
+    static = static[0], static[1], TokenRing(torch.full((200,), END, dtype=torch.int32, device="cuda"), static[2].head)
+    kernels.suffix_drafts(*static, 16, rules)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drafts = kernels.suffix_drafts(*static, 16, rules)
+    for _ in range(3):
+        tokens, lengths, ring = some_texts(rng, 8, 70, "cuda")
+        size = min(200, len(ring.tokens))
+        static[0].copy_(tokens)
+        static[1].copy_(lengths)
+        static[2].tokens[:size] = ring.tokens[:size]
+        static[2].head.fill_(int(rng.integers(0, 200)))
+        graph.replay()
+        same_drafts(drafts, kernels.suffix_drafts(*static, 16, rules))
+
+
+def ngram_batch(cases, columns: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """tokens, lengths and prompt_lengths of (prompt, generated) pairs; the rest of a row is noise."""
+    tokens = torch.randint(0, 3, (len(cases), columns), generator=torch.Generator().manual_seed(1))
+    for row, (prompt, generated) in zip(tokens, cases, strict=True):
+        row[: len(prompt) + len(generated)] = torch.tensor([*prompt, *generated])
+    lengths = ints(len(prompt) + len(generated) - 1 for prompt, generated in cases)
+    return tokens.to(device), lengths.to(device), ints(len(prompt) for prompt, _ in cases).to(device)
+
+
+def test_ngram_numbers_of_a_batch(device):
+    cases = [
+        ([10, 20, 30, 40, 50, 60], [10, 20, 30, 40]),
+        ([1, 2, 3], [7, 8, 9, 7, 8]),
+        ([1, 2, 3], [4, 5, 6]),
+        ([1, 2, 3, 9], [5, 1, 2]),
+        ([1, 2, 3, 9], [5, 5, 2]),
+    ]
+    batch = ngram_batch(cases, 12, device)
+    drafts = kernels.ngram_drafts(*batch, 2)
+    assert drafts.tokens.tolist() == [[50, 60], [9, 7], [-1, -1], [3, 9], [3, 9]]
+    assert drafts.match.tolist() == [4, 2, 0, 2, 1] and drafts.occurrences.tolist() == [1, 1, 0, 1, 1]
+    assert kernels.ngram_drafts(*batch, 2, min_ngram=2).tokens.tolist()[3:] == [[3, 9], [-1, -1]]
+
+
+@pytest.mark.slow
+def test_ngram_drafts_equal_the_reference(device, monkeypatch):
+    rng = np.random.default_rng(4)
+    poison(monkeypatch)
+    drafted = 0
+    for case in range(16):
+        columns = int(rng.choice([30, 60]))
+        cases = []
+        for _ in range(64):
+            prompt, generated = rng.integers(0, columns // 2, 2)
+            vocabulary = int(rng.integers(2, 9))
+            generated = max(generated, 1 - prompt, 0)
+            cases.append(
+                (rng.integers(0, vocabulary, prompt).tolist(), rng.integers(0, vocabulary, generated).tolist())
+            )
+        most = int(rng.choice([1, 3, 5, 20]))
+        options = {
+            "max_ngram": most,
+            "min_ngram": int(rng.integers(1, most + 1)) if case % 2 else 1,
+            "match": "latest" if case // 2 % 2 else "leftmost",
+            "joined": bool(case // 4 % 2),
+        }
+        batch = ngram_batch(cases, columns, device)
+        places = int(rng.integers(1, 20))
+        drafts = kernels.ngram_drafts(*batch, places, **options)
+        same_drafts(drafts, reference.ngram_drafts(*batch, places, **options))
+        drafted += int((drafts.match > 0).sum())
+    assert drafted > 400
+
+
+@pytest.mark.parametrize("match", ["leftmost", "latest"])
+@pytest.mark.parametrize("joined", [False, True])
+def test_ngrams_in_several_chunks(device, match, joined):
+    rng = np.random.default_rng(8)
+    prompt = rng.integers(10, 3000, 2500).tolist()
+    for place in (300, 1022, 2100):
+        prompt[place : place + 5] = [1, 2, 3, 4, place]
+    generated = [1, 2, 3, 4, 7, *rng.integers(10, 3000, 900).tolist(), 1, 2, 3, 4]
+    batch = ngram_batch([(prompt, generated), (generated[:7], prompt)], 3600, device)
+    drafts = kernels.ngram_drafts(*batch, 3, match=match, joined=joined)
+    same_drafts(drafts, reference.ngram_drafts(*batch, 3, match=match, joined=joined))
+    assert drafts.tokens[0, 0].item() == {"leftmost": 300, "latest": 7 if joined else 2100}[match]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"tokens": torch.zeros(2, 6)}, "tokens must be torch.int64"),
+        ({"lengths": ints([1])}, "lengths must be torch.int32"),
+        ({"prompt_lengths": ints([1])}, "prompt_lengths must be torch.int32"),
+        ({"places": 0}, "places must be at least 1"),
+        ({"min_ngram": 0}, "1 <= min_ngram <= max_ngram expected, got 0 and 5"),
+        ({"min_ngram": 6}, "1 <= min_ngram <= max_ngram expected, got 6 and 5"),
+        ({"match": "first"}, "match must be one of leftmost, latest, got 'first'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_ngram_drafts_refuses(change, text):
+    given = {"tokens": torch.zeros(2, 6, dtype=torch.int64), "lengths": ints([1, 2]), "prompt_lengths": ints([1, 1])}
+    for module in (kernels, reference):
+        with pytest.raises(ValueError, match=f"ngram_drafts: {text}"):
+            module.ngram_drafts(**{**given, "places": 2, **change})
+
+
+def test_long_ngrams_are_refused_by_the_kernel():
+    given = torch.zeros(2, 6, dtype=torch.int64), ints([1, 2]), ints([1, 1]), 2
+    with pytest.raises(ValueError, match="ngram_drafts: max_ngram must be at most 64, got 65"):
+        kernels.ngram_drafts(*given, max_ngram=65)

@@ -22,6 +22,7 @@ from eagle_triton.reference import kv_cache as _kv_cache
 from eagle_triton.reference import layers as _layers
 from eagle_triton.reference import linear as _linear
 from eagle_triton.reference import logit_processing as _logit_processing
+from eagle_triton.reference import suffix_match as _suffix_match
 from eagle_triton.reference import tree_decoding as _tree_decoding
 from eagle_triton.reference import verification as _verification
 
@@ -48,6 +49,8 @@ class Operations:
     gather_rows = staticmethod(_gather.gather_rows)
     sequence_rows = staticmethod(_gather.sequence_rows)
     draft_inputs = staticmethod(_draft_inputs.draft_inputs)
+    suffix_drafts = staticmethod(_suffix_match.suffix_drafts)
+    ngram_drafts = staticmethod(_suffix_match.ngram_drafts)
     topk = staticmethod(_tree_decoding.topk)
     expand_beam = staticmethod(_tree_decoding.expand_beam)
     build_tree = staticmethod(_tree_decoding.build_tree)

@@ -1,0 +1,49 @@
+"""Production settings of the drafts from repetition: 16 places, 128 matches of at most 64 tokens, eight sequences."""
+
+from eagle_triton.runtime.launch import EXACT
+from eagle_triton.suffix_match import (
+    _choose_kernel,
+    _draft_kernel,
+    _match_kernel,
+    _ngram_draft_kernel,
+    _ngram_match_kernel,
+    _walk_kernel,
+    draft_warps,
+)
+
+_TYPES = {"tokens_ptr": "*i64", "tokens_out_ptr": "*i64", "from_ring_ptr": "*i1"}
+_TYPES |= dict.fromkeys(("probs_ptr", "probs_out_ptr", "scores_ptr"), "*fp32")
+_RULES = {"DEPTH": 64, "BANNED": (), "FACTOR": 1.0, "OFFSET": 0.0, "LEAST": 0.1, "TREE": False}
+_SIZES = {"GROUP": 8, "WIDTH": 128, "TILE": 32, "J": 16, "RECORDS": 16, "CHUNKS": 32, "LATEST": False, "JOINED": False}
+
+
+def _case(name: str, kernel, warps: int, local: int = 0, **changes) -> tuple:
+    constexprs = {**_RULES, **_SIZES, **changes}
+    constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
+    signature = {
+        name: "constexpr" if name in constexprs else _TYPES.get(name, "*i32" if name.endswith("_ptr") else "i32")
+        for name in kernel.arg_names
+    }
+    options = {**EXACT, "num_warps": warps, "aligned": ("stride_tb", "places"), "local": local}
+    return name, kernel, signature, constexprs, options
+
+
+_OWN = {"ring_ptr": None, "head_ptr": None}
+_BANNED = {"BANNED": (2, 128001)}
+CASES = [
+    _case("match", _match_kernel, 4, local=8),
+    _case("match, one sequence, banned", _match_kernel, 4, local=8, GROUP=1, **_BANNED),
+    _case("match without a ring", _match_kernel, 4, **_OWN),
+    _case("walk", _walk_kernel, 4),
+    _case("walk without a ring", _walk_kernel, 4, **_OWN),
+    _case("draft", _draft_kernel, draft_warps(False, 16)),
+    _case("draft without a ring", _draft_kernel, draft_warps(False, 16), **_OWN),
+    _case("draft, banned", _draft_kernel, draft_warps(False, 16), **_BANNED),
+    _case("draft a tree", _draft_kernel, draft_warps(True, 16), TREE=True),
+    _case("draft a tree of 64", _draft_kernel, draft_warps(True, 64), local=160, TREE=True, J=64),
+    _case("choose", _choose_kernel, 1),
+    _case("n-gram match", _ngram_match_kernel, 4),
+    _case("n-gram match, joined, latest", _ngram_match_kernel, 4, JOINED=True, LATEST=True),
+    _case("n-gram draft", _ngram_draft_kernel, 1),
+    _case("n-gram draft, joined, latest", _ngram_draft_kernel, 1, JOINED=True, LATEST=True),
+]
