@@ -26,7 +26,7 @@ from benchmarks.record import table
 from benchmarks.timing import Quantiles, interleaved
 from eagle_triton.engine.operations import Operations, make_operations
 from eagle_triton.engine.state import capacity_bucket
-from eagle_triton.reference import attention, kv_cache, layers, sampling, tree_decoding, verification
+from eagle_triton.reference import attention, kv_cache, layers, sampling, suffix_match, tree_decoding, verification
 
 CACHE_BYTES = 2**28  # all buffers of one operation together: several times the L2 of any GPU
 MOST_SETS = 32  # layers of the 8b shape: as many distinct caches as a decode step goes through
@@ -54,6 +54,7 @@ class Sizes(NamedTuple):
 
 LLAMA_8B = Sizes(32, 4096, 14336, 32, 8, 128, 128256, 32000, (512, 2048, 32768))
 TOY = Sizes(2, 64, 128, 4, 2, 16, 512, 128, (64, 128))
+RINGS = [(10_000, 1, None), (1_000_000, 1, 25), (1_000_000, 8, 32), (1_000_000, 64, 80), (10_000_000, 1, 35)]
 NODES, DEPTH, TOP_K = 60, 8, 10  # the tree of 60 nodes: eight passes of the head, ten candidates per node
 
 
@@ -224,6 +225,8 @@ def all_cases(ops: Operations, sizes: Sizes, device: torch.device, dtype: torch.
     yield commit_case(ops, sizes, random)
     yield topk_case(ops, sizes, random)
     yield from layer_cases(ops, sizes, random)
+    for ring, batch, target in RINGS if device.type == "cuda" else [(2000, 2, None)]:
+        yield suffix_case(ops, sizes, random, ring, batch, target)
 
 
 class Random(NamedTuple):
@@ -605,6 +608,39 @@ def layer_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterator[Case]
         layers.swiglu,
         [Provider("silu, mul", lambda gate, up: F.silu(gate) * up), _ours(ops, ops.swiglu)],
         3 * NODES * sizes.inner * element,
+    )
+
+
+def suffix_case(ops: Operations, sizes: Sizes, random: Random, size: int, batch: int, target_us: float | None) -> Case:
+    """Drafts from repetition: each sequence ends with a phrase that it and the ring hold several times.
+
+    Nothing in torch does that.
+    """
+    columns, phrase = (2048, 40) if random.device.type == "cuda" else (256, 20)
+    rules = suffix_match.SuffixRules(min_match=2, keep=128)
+
+    def make(generator: torch.Generator) -> tuple:
+        def text(*shape: int) -> Tensor:
+            return torch.randint(sizes.vocab, shape, generator=generator, device=random.device)
+
+        ring, tokens, phrases = text(size), text(batch, columns), text(batch, phrase)
+        places = torch.arange(4 * batch, device=random.device) * (size // (4 * batch))
+        steps = torch.arange(phrase, device=random.device)
+        ring[(places[:, None] + steps).clamp(max=size - 1)] = phrases.repeat(4, 1)
+        tokens[:, :phrase] = phrases
+        tokens[:, columns - 1 - phrase // 2 : columns - 1] = phrases[:, : phrase // 2]
+        lengths = torch.full((batch,), columns - 2, dtype=torch.int32, device=random.device)
+        ring[-1] = suffix_match.END
+        return tokens, lengths, suffix_match.TokenRing(ring.int(), random.int32(size // 3)), 16, rules
+
+    return Case(
+        "suffix",
+        f"suffix_drafts, {batch} sequences, ring of {size}",
+        make,
+        suffix_match.suffix_drafts,
+        [_ours(ops, ops.suffix_drafts)],
+        size * 4,
+        target_us,
     )
 
 

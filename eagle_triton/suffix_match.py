@@ -456,7 +456,7 @@ def _grown(
 
 @triton.jit
 def _best_nodes(keys, budget, levels, J: tl.constexpr):
-    """The `budget` largest of keys [N, J] in the first `levels` levels as [J], -1 behind them; their probabilities' sum."""
+    """The `budget` largest of keys [N, J] in the first `levels` levels, as [J], and the sum of their probabilities."""
     step = tl.arange(0, J)
     keys = tl.where(_level_of(keys) < levels, keys, -1)
     chosen = tl.full((J,), -1, tl.int64)
