@@ -864,6 +864,7 @@ def test_suffix_drafts_refuses(change, text):
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tree", [False, True], ids=["path", "tree"])
 def test_drafts_follow_what_a_graph_reads(tree):
     """A captured call reads tokens, lengths and ring anew each time."""
