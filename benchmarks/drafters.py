@@ -32,7 +32,7 @@ from eagle_triton.engine.operations import choose_operations
 from eagle_triton.engine.tree_spec import PLAIN
 from eagle_triton.speculative.timing import Stopwatch
 
-SUFFIX_DRAFTS, NGRAM_DRAFTS = 16, 5
+SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5
 SLACK = 0.05  # tokens per step by which both together may be behind the better of the two
 SEED = 7
 

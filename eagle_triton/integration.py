@@ -41,7 +41,10 @@ FAMILIES: tuple[tuple[ModuleType, ModuleType], ...] = (
     (eagle_llm, eagle_llm_methods),
 )
 
-SUFFIX_DRAFTS, NGRAM_DRAFTS = 16, 5  # tokens of a draft that is asked for by its name
+SUFFIX_DRAFTS, NGRAM_DRAFTS = (
+    15,
+    5,
+)  # tokens of a draft that is asked for by its name; with the root 16 rows, one tile of a product
 
 
 class _Options:
@@ -115,7 +118,7 @@ class TritonConfig(_Options):
 
     strict: raise where a call of `generate` would run the original, instead of counting it in the report.
     kernels, cuda_graph, megakernel, verify_strategy: as in `EagleTritonConfig`; so is suffix_drafts, and draft="suffix"
-    makes it 16.
+    makes it 15. More than 15 make a head slower: with the root they are 16 rows, one tile of a product.
     topk: children of each expanded node of a draft tree. num_steps: drafted levels. num_draft_tokens: nodes of a tree,
     root included. With all three None a head or a `Draft` drafts its own tree; else what is None is 4, 3 and 8 (or as
     many as there are).
