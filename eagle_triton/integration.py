@@ -41,10 +41,7 @@ FAMILIES: tuple[tuple[ModuleType, ModuleType], ...] = (
     (eagle_llm, eagle_llm_methods),
 )
 
-SUFFIX_DRAFTS, NGRAM_DRAFTS = (
-    15,
-    5,
-)  # tokens of a draft that is asked for by its name; with the root 16 rows, one tile of a product
+SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5  # of drafts that are asked for by name; 16 rows are one tile of a product
 
 
 class _Options:

@@ -190,19 +190,24 @@ def test_a_ring_holds_the_latest_outputs_whole(most):
     assert len(ring) == 0 and set(ring.tensors.tokens.tolist()) == {END}
 
 
-@pytest.mark.parametrize("tokens, most, message", [(0, None, "2 tokens"), (-5, None, "2 tokens"), (9, 0, "an output")])
+@pytest.mark.parametrize(
+    "tokens, most, message",
+    [(0, None, "for 2 to"), (-5, None, "for 2 to"), (1 << 25, None, "for 2 to"), (9, 0, "an output")],
+)
 def test_a_ring_without_room_is_refused(tokens, most, message):
     with pytest.raises(ValueError, match=message):
         OutputRing(tokens, torch.device("cpu"), most)
 
 
-def test_a_thousand_requests_go_through_a_small_ring(model):
-    """It wraps hundreds of times while others run: the text stays the target's own."""
-    view, _ = native.read(model.cpu())
-    ring = OutputRing(40, torch.device("cpu"), 5)
-    engine = Engine(view, RepeatDraft(SuffixSource(4, ring=ring)), make_operations())
-    prompts = [random_prompt(1 + index % 7, vocab=VOCABULARY, seed=index % 13)[0] for index in range(1000)]
-    limits = [3 + index % 5 for index in range(1000)]
+def test_a_thousand_requests_go_through_a_small_ring(model, device):
+    """It wraps hundreds of times while others run: the text stays the target's own, and nothing grows."""
+    view, _ = native.read(model.to(device))
+    ring, cuda = OutputRing(40, torch.device(device), 5), device == "cuda"
+    engine = Engine(view, RepeatDraft(SuffixSource(4, ring=ring)), make_operations(cuda), cuda_graph=cuda)
+    pointers = [tensor.data_ptr() for tensor in ring.tensors]
+    count = 1000 if device == "cuda" else 250
+    prompts = [random_prompt(1 + index % 7, vocab=VOCABULARY, seed=index % 13)[0].to(device) for index in range(count)]
+    limits = [3 + index % 5 for index in range(count)]
     rows, accepted = decode(engine, prompts, TreeSpec.repeats(4), limits, slots=8)
     plain: dict = {}
     for prompt, limit, row in zip(prompts, limits, rows, strict=True):
@@ -210,13 +215,16 @@ def test_a_thousand_requests_go_through_a_small_ring(model):
         if key not in plain:
             plain[key] = decode(engine, [prompt], PLAIN, [limit], 1)[0][0]
         assert torch.equal(row, plain[key])
-    assert sum(accepted) > 500 and len(ring) <= 5
+    assert sum(accepted) > count / 2 and len(ring) <= 5
+    assert [tensor.data_ptr() for tensor in ring.tensors] == pointers
 
 
 @pytest.mark.parametrize(
     "broken, message",
     [
         (lambda: SuffixSource(0), "places must be at least 1"),
+        (lambda: SuffixSource(3, SuffixRules(max_tree_depth=65)), "max_tree_depth must be at most 64 in the engine"),
+        (lambda: SuffixSource(3, SuffixRules(banned=tuple(range(17)))), "at most 16 tokens can be banned"),
         (lambda: NgramSource(0), "places must be at least 1"),
         (lambda: NgramSource(3, max_ngram=2, min_ngram=3), "1 <= min_ngram <= max_ngram"),
         (lambda: NgramSource(3, match="rightmost"), "match must be one of leftmost, latest"),

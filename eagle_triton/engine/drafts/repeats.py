@@ -23,6 +23,8 @@ from eagle_triton.reference.suffix_match import (
 )
 
 RING_TOKENS = 1 << 20  # of former outputs: 4 MiB
+MOST_RING_TOKENS = 1 << 24
+DEEPEST, MOST_BANNED = 64, 16  # of the rules, see eagle_triton/suffix_match.py
 MIN_MATCH, KEEP = 2, 128  # matches of one token are worth little; so many matches are counted
 
 
@@ -32,10 +34,10 @@ class OutputRing:
     def __init__(self, tokens: int, device: torch.device, most_outputs: int | None = None):
         """tokens: room in all, one more is taken by each output. most_outputs: None is as many as there is room for.
 
-        Raises ValueError unless there is room for one token and one output.
+        Raises ValueError unless there is room for one token and one output, or for more than the kernels read.
         """
-        if tokens < 2:
-            raise ValueError(f"a ring must have room for 2 tokens at least, got {tokens}")
+        if not 2 <= tokens <= MOST_RING_TOKENS:
+            raise ValueError(f"a ring must have room for 2 to {MOST_RING_TOKENS} tokens, got {tokens}")
         if most_outputs is not None and most_outputs < 1:
             raise ValueError(f"a ring must have room for an output at least, got {most_outputs}")
         self.tensors = TokenRing(
@@ -111,6 +113,10 @@ class SuffixSource(RepeatSource):
             raise ValueError(f"places must be at least 1, got {places}")
         self.places, self.ring = places, ring
         self.rules = SuffixRules(min_match=MIN_MATCH, keep=KEEP) if rules is None else rules
+        if self.rules.max_tree_depth > DEEPEST:
+            raise ValueError(f"max_tree_depth must be at most {DEEPEST} in the engine, got {self.rules.max_tree_depth}")
+        if len(self.rules.banned) > MOST_BANNED:
+            raise ValueError(f"at most {MOST_BANNED} tokens can be banned in the engine, got {len(self.rules.banned)}")
 
     def find(self, ops: Operations, sequences: Sequences, places: int) -> RepeatDrafts:
         ring = None if self.ring is None else self.ring.tensors
