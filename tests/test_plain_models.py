@@ -174,6 +174,9 @@ def drafts(family: str, model):
         "itself": (model, dict(topk=1, num_steps=3, num_draft_tokens=4)),
         "another model": (causal_lm("qwen3", vocab=VOCAB, layers=1, hidden=32, seed=5), {}),
         "one of one's own": (RepeatDraft(3), {}),
+        "suffix": ("suffix", {}),
+        "ngram": ("ngram", {}),
+        "both": (causal_lm("qwen3", vocab=VOCAB, layers=1, hidden=32, seed=5), dict(suffix_drafts=6, topk=3)),
     }
 
 
@@ -252,7 +255,7 @@ def test_stop_strings_and_text_streamers_of_the_demo():
 # --- drafts ---
 
 
-@pytest.mark.parametrize("kind", ["itself", "another model", "one of one's own"])
+@pytest.mark.parametrize("kind", ["itself", "another model", "one of one's own", "suffix", "ngram", "both"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_change_no_token(models, engines, family, kind):
     model = models[family]

@@ -6,6 +6,7 @@ from collections import deque
 import pytest
 import torch
 
+from eagle_triton import optimize_eagle_with_triton
 from eagle_triton.adapters import native
 from eagle_triton.engine.batch import Batch, Request
 from eagle_triton.engine.drafts.hybrid import ContinuedDraft, HybridDraft
@@ -235,3 +236,22 @@ def test_a_thousand_requests_go_through_a_small_ring(model, device):
 def test_what_makes_no_sense_is_refused(broken, message):
     with pytest.raises(ValueError, match=message):
         broken()
+
+
+def test_an_optimised_ea_model_drafts_from_both():
+    """`generate` stops exactly, so its tokens are the same; the trees accept more, and the model comes back."""
+    model = tiny_model(layers=5, vocab=VOCABULARY, seed=1, total_token=12, depth=3, top_k=3)
+    prompt, before = PROMPTS[2][None], set(vars(model))
+    steps = {}
+    for drafts in (0, 6):
+        with optimize_eagle_with_triton(model, suffix_drafts=drafts) as (_, originals):
+            tokens = model.generate(prompt, max_new_tokens=60)
+            whole = model.eagenerate(prompt, max_new_tokens=40)  # keeps the step that reaches the limit
+            assert torch.equal(whole[:, :70], tokens[:, :70])
+            steps[drafts] = tokens, len(model.accept_lengths)
+            assert model.ea_layer.topK_genrate is not None and not originals.restored
+    assert torch.equal(steps[0][0], steps[6][0]) and steps[6][1] < steps[0][1]
+    assert set(vars(model)) == before
+    with pytest.raises(ValueError, match="no place for them"):
+        optimize_eagle_with_triton(tiny_model(eagle3=False, tree_choices=[[0], [1], [0, 0]]), suffix_drafts=6)
+    assert set(vars(model)) == before

@@ -26,6 +26,7 @@ RING_TOKENS = 1 << 20  # of former outputs: 4 MiB
 MOST_RING_TOKENS = 1 << 24
 DEEPEST, MOST_BANNED = 64, 16  # of the rules, see eagle_triton/suffix_match.py
 MIN_MATCH, KEEP = 2, 128  # matches of one token are worth little; so many matches are counted
+FACTOR = 8.0  # most drafts for each token of a match: a tree has its places anyway, and calibration knows better
 
 
 class OutputRing:
@@ -112,7 +113,7 @@ class SuffixSource(RepeatSource):
         if places < 1:
             raise ValueError(f"places must be at least 1, got {places}")
         self.places, self.ring = places, ring
-        self.rules = SuffixRules(min_match=MIN_MATCH, keep=KEEP) if rules is None else rules
+        self.rules = rules or SuffixRules(min_match=MIN_MATCH, keep=KEEP, max_spec_factor=FACTOR)
         if self.rules.max_tree_depth > DEEPEST:
             raise ValueError(f"max_tree_depth must be at most {DEEPEST} in the engine, got {self.rules.max_tree_depth}")
         if len(self.rules.banned) > MOST_BANNED:
