@@ -53,7 +53,6 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         raise ValueError("--model must hold a tokenizer, and none lies beside the target")
     view, head = native.read(model)
     drafters = _drafters(head, view.device)
-    names = ("prose", "edit", "cold", "warm")  # the two halves of the work that comes twice
     with tqdm(total=len(KINDS) * len(drafters), desc="drafters", disable=args.json or None, leave=False) as bar:
         for kind in KINDS:
             prompts = work(kind, model.tokenizer, args.num_runs * (2 if kind == "warm" else 1), SEED)
@@ -63,11 +62,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
                 if name != "plain":
                     notes += _differences(kind, name, found[name], found["plain"], view.dtype)
                 bar.update()
-            half = args.num_runs
-            parts = {"cold": slice(half), "warm": slice(half, None)} if kind == "warm" else {kind: slice(None)}
-            for part, chosen in parts.items():
-                rows += _figures(part, {name: runs[chosen] for name, runs in found.items()})
-    rows.sort(key=lambda row: names.index(row["work"]))
+            second = args.num_runs if kind == "warm" else 0  # the first half of "warm" is "prose" once more
+            rows += _figures(kind, {name: runs[second:] for name, runs in found.items()})
     notes += _judge(rows)
     notes += noise(min(row["steps"] for row in rows), "take more of --num-runs or --max-length")
 
@@ -137,7 +133,9 @@ def _judge(rows: list[dict[str, Any]]) -> list[str]:
         best = max(tau[name, "head"], tau[name, "suffix"])
         behind = ", BEHIND ONE ALONE" if tau[name, "both"] < best - SLACK else ""
         notes.append(f"{name}: both {tau[name, 'both'] / tau[name, 'head']:.2f} x the head's tokens per step{behind}")
-    notes.append(f"warm: suffix {tau['warm', 'suffix'] / tau['cold', 'suffix']:.2f} x its tokens per step when cold")
+    notes.append(
+        f"warm: suffix {tau['warm', 'suffix'] / tau['prose', 'suffix']:.2f} x its tokens per step the first time"
+    )
     return notes
 
 
