@@ -6,6 +6,7 @@ python benchmark.py step --shape llama-3.1-8b --context 512,2048 --batch 1,4,8 -
 python benchmark.py batches --shape llama-3.1-8b         trees as they pay against plain decoding, 1 to 32 sequences
 python benchmark.py megakernel --shape llama-3.2-1b      all behind the target's logits as one launch and as many
 python benchmark.py drafters                             with and without a model, over three kinds of work
+python benchmark.py plain --shape llama-3.1-8b           generate of a plain Hugging Face model
 python benchmark.py operations                           every kernel against the best of torch
 
 Each mode has options of its own: python benchmark.py step --help
@@ -115,9 +116,15 @@ MODES = {
     "drafters": Mode(
         "drafts of the head, of repetition, and of both in one tree, over three kinds of work (default: 10 prompts of "
         "each, 128 tokens; on a CPU 2 of 48)",
-        ("--model", "--draft", "--eagle1", "--max-length", "--num-runs"),
+        (*MODEL, "--max-length", "--num-runs"),
         {"max_length": 128, "num_runs": 10},
         on_cpu={"max_length": 48, "num_runs": 2},
+    ),
+    "plain": Mode(
+        "generate of the target as a plain Hugging Face model (default: 3 runs of 128 tokens; on a CPU 1 of 32)",
+        (*MODEL, "--max-length", "--num-runs"),
+        {"max_length": 128, "num_runs": 3},
+        on_cpu={"max_length": 32, "num_runs": 1},
     ),
     "operations": Mode("every operation of a step against the best of torch", ("--only",), {}),
 }

@@ -20,6 +20,7 @@ from benchmarks import models
 from benchmarks.drafting_work import KINDS, work
 from benchmarks.record import table
 from benchmarks.timing import noise
+from eagle_triton import EaModel
 from eagle_triton.adapters import native
 from eagle_triton.engine.batch import Batch, Request
 from eagle_triton.engine.drafts.beams import BeamDraft
@@ -48,14 +49,12 @@ class Run(NamedTuple):
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
     """Add a row for each kind of work and drafter; notes of figures that are not as they should be."""
-    model = models.load_pair(args.model, args.draft, args.eagle1, getattr(torch, args.dtype), args.device)
-    if model.tokenizer is None:
-        raise ValueError("--model must hold a tokenizer, and none lies beside the target")
+    model = models.load(args)
     view, head = native.read(model)
     drafters = _drafters(head, view.device)
-    with tqdm(total=len(KINDS) * len(drafters), desc="drafters", disable=args.json or None, leave=False) as bar:
-        for kind in KINDS:
-            prompts = work(kind, model.tokenizer, args.num_runs * (2 if kind == "warm" else 1), SEED)
+    work = _random(model, args) if args.shape or args.context else _text(model, args)
+    with tqdm(total=len(work) * len(drafters), desc="drafters", disable=args.json or None, leave=False) as bar:
+        for kind, prompts in work.items():
             found: dict[str, list[Run]] = {}
             for name, make in drafters.items():
                 found[name] = _decode_all(view, make(), prompts, args.max_length)
@@ -64,8 +63,25 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
                 bar.update()
             second = args.num_runs if kind == "warm" else 0  # the first half of "warm" is "prose" once more
             rows += _figures(kind, {name: runs[second:] for name, runs in found.items()})
-    notes += _judge(rows)
+    if "prose" in work:
+        notes += _judge(rows)
     notes += noise(min(row["steps"] for row in rows), "take more of --num-runs or --max-length")
+
+
+def _text(model: EaModel, args: argparse.Namespace) -> dict[str, list[Tensor]]:
+    if model.tokenizer is None:
+        raise ValueError("--model must hold a tokenizer, and none lies beside the target")
+    counts = {kind: args.num_runs * (2 if kind == "warm" else 1) for kind in KINDS}
+    return {kind: work(kind, model.tokenizer, count, SEED) for kind, count in counts.items()}
+
+
+def _random(model: EaModel, args: argparse.Namespace) -> dict[str, list[Tensor]]:
+    """Prompts that say what a step costs, and nothing of what drafts are worth."""
+    contexts = args.context or [512 if args.device != "cpu" else 64]
+    return {
+        f"{context} random tokens": [prompt[0] for prompt in models.random_prompts(model, args.num_runs, context)]
+        for context in contexts
+    }
 
 
 def _drafters(head: BeamDraft, device: torch.device) -> dict[str, Callable[[], Draft | None]]:

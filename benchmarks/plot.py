@@ -20,6 +20,7 @@ def plot(record: Record, path: Path) -> None:
         "step": _step,
         "batches": _batches,
         "drafters": _drafters,
+        "plain": _plain,
         "megakernel": _megakernel,
         "operations": _operations,
     }
@@ -97,6 +98,10 @@ def _drafters(figure: Any, rows: list[dict[str, Any]]) -> None:
         axes.set_xticks([place + 0.5 - 1 / (len(variants) + 1) for place in range(len(kinds))], kinds)
         axes.set_ylabel(label)
     axes.legend(fontsize=8)
+
+
+def _plain(figure: Any, rows: list[dict[str, Any]]) -> None:
+    _bars(figure.subplots(), [(row["variant"], row["ms_per_token"]) for row in rows], "ms per token, prefill and all")
 
 
 def _megakernel(figure: Any, rows: list[dict[str, Any]]) -> None:

@@ -30,6 +30,8 @@ MODES = {
     "step": ["step", *TINY, "--context", "20,30", "--batch", "1,2"],
     "batches": ["batches", *TINY, "--context", "9", "--batch", "1,2", "--max-length", "24"],
     "operations": ["operations", "--device", "cpu"],
+    "drafters": ["drafters", *TINY, "--max-length", "12"],
+    "plain": ["plain", *TINY, "--max-length", "6", "--context", "9"],
 }
 LENGTHS = {"generate": ["--max-length", "20"], "step": []}
 FACTS = {"device", "driver", "torch", "triton", "transformers", "python", "commit", "date"}

@@ -1,0 +1,85 @@
+"""`generate` of a plain Hugging Face model: as it is, with its static cache compiled, and optimised."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks import models
+from benchmarks.record import table
+from eagle_triton import optimize_with_triton
+
+STATIC = {"cache_implementation": "static"}
+
+
+def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
+    """Add a row for each way of decoding: whole calls of `generate`, prefill and all, behind one that warms up."""
+    model = models.load(args).base_model
+    (context,) = args.context or [512 if args.device != "cpu" else 32]
+    generator = torch.Generator().manual_seed(context)
+    prompt = torch.randint(model.config.vocab_size, (1, context), generator=generator).to(model.device)
+    ways: dict[str, tuple[Callable[[], AbstractContextManager[Any]], dict[str, Any]]] = {
+        "original": (nullcontext, {}),
+        "optimised": (lambda: optimize_with_triton(model), {}),
+        "optimised, suffix": (lambda: optimize_with_triton(model, "suffix"), {}),
+    }
+    if args.device != "cpu":  # compiling it takes minutes, and a CPU does not use it
+        ways["original, static cache compiled"] = (nullcontext, STATIC)
+    first: Tensor | None = None
+    for name, (patched, options) in tqdm(ways.items(), desc="plain", disable=args.json or None, leave=False):
+        with patched():
+            seconds, tokens = _times(model, prompt, args.max_length, args.num_runs, options)
+        first = tokens if first is None else first
+        rows.append(
+            {
+                "variant": name,
+                "context": context,
+                "ms_per_token": statistics.median(seconds) / args.max_length * 1e3,
+                "tokens_per_second": args.max_length / statistics.median(seconds),
+                "same_tokens": int((tokens == first).sum()) - context,
+            }
+        )
+        rows[-1]["speedup"] = rows[0]["ms_per_token"] / rows[-1]["ms_per_token"]
+        if args.dtype == "float32" and rows[-1]["same_tokens"] < args.max_length:
+            notes.append(f"FAIL: {name}: only {rows[-1]['same_tokens']} of {args.max_length} tokens are the original's")
+    notes.append("suffix: the prompt is decoded again and again, so that drafts come from the outputs before")
+
+
+def _times(model: Any, prompt: Tensor, new: int, runs: int, options: dict[str, Any]) -> tuple[list[float], Tensor]:
+    """Seconds of each call, and what it gives."""
+    options = dict(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
+    seconds = []
+    for run in range(runs + 1):
+        _wait(prompt.device)
+        start = time.perf_counter()
+        tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        _wait(prompt.device)
+        if run:
+            seconds.append(time.perf_counter() - start)
+    return seconds, tokens
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    columns = {
+        "": "variant",
+        "context": "context",
+        "ms/token": "ms_per_token",
+        "tokens/s": "tokens_per_second",
+        "x original": "speedup",
+        "same tokens": "same_tokens",
+    }
+    return table(list(columns), [[row.get(key) for key in columns.values()] for row in rows])
