@@ -363,7 +363,12 @@ def _no_megakernel(config: EagleTritonConfig | TritonConfig, draft: Draft | None
 
 
 def _patched(model: Any, seams: tuple[patching.Seam, ...], on_change: Callable[[], None], engine: Engine) -> Optimized:
-    originals = patching.apply(seams, model, on_change, engine.notes, engine.ops.calls)
+    def change() -> None:
+        on_change()
+        if engine.draft is not None:
+            engine.draft.forget()
+
+    originals = patching.apply(seams, model, change, engine.notes, engine.ops.calls)
     log.info("optimised %s: %d attributes replaced", type(model).__name__, len(originals))
     return Optimized(model, originals)
 

@@ -153,6 +153,26 @@ def test_verification_is_that_of_the_configuration(model, strategy):
         (None, {"suffix_drafts": 64}, ValueError, "suffix_drafts must lie in 0..63"),
         (None, {"suffix_drafts": True}, TypeError, "suffix_drafts must be an integer"),
         (None, {"suffix_ring": -2}, ValueError, "suffix_ring must be 0, or 2 to"),
+        (None, {"suffix_ring": 100}, ValueError, "suffix_ring=100 is read with suffix_drafts or method suffix alone"),
+        ("base", {"suffix_drafts": 5, "topk": 2}, ValueError, "topk: there is no draft model"),
+        (
+            None,
+            {"speculative": SpeculativeConfig("suffix", suffix_decoding_max_cached_requests=5), "suffix_ring": 0},
+            ValueError,
+            "suffix_decoding_max_cached_requests=5 needs a suffix_ring",
+        ),
+        (
+            None,
+            {"speculative": SpeculativeConfig("suffix", ban_tokens=[8])},
+            ValueError,
+            "ban_tokens: tokens must lie in",
+        ),
+        (
+            None,
+            {"speculative": SpeculativeConfig("draft_model")},
+            ValueError,
+            "draft_model does not draft with a Eagle3",
+        ),
         (
             "model",
             {"speculative": SpeculativeConfig(method="eagle", model="somewhere")},
@@ -175,6 +195,71 @@ def test_what_contradicts_is_refused_before_anything_is_lost(model, draft, optio
         EAGLEInference({"model": model, "base": None}.get(draft, draft) if isinstance(draft, str) else draft, target,
                        EAGLEConfig(**options))  # fmt: skip
     assert not [name for name in vars(target) if "eagle_triton" in name]
+
+
+def test_both_come_first_and_stay_without_fallback(model):
+    options = dict(suffix_drafts=6, topk=3, num_steps=3, num_draft_tokens=12)
+    both = EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=12).tree().with_grafts(6)
+    assert EAGLEInference(None, model, EAGLEConfig(**options)).policy(1).spec == both
+    seen = set()
+    eagle = EAGLEInference(None, model, EAGLEConfig(**options, fallback=False))
+    for _ in range(3):
+        eagle.generate(PROMPTS, LIMITS, stop_token_ids=(), on_step=lambda info: seen.add(info.nodes))
+    assert seen == {both.nodes}
+
+
+def test_outputs_are_forgotten_when_that_is_asked_for(model):
+    eagle = EAGLEInference(None, model.base_model, EAGLEConfig(suffix_drafts=6, fallback=False))
+    cold = eagle.generate(PROMPTS, LIMITS, stop_token_ids=())[1].tau
+    warm = eagle.generate(PROMPTS, LIMITS, stop_token_ids=())[1].tau
+    eagle.forget_outputs()
+    assert eagle.generate(PROMPTS, LIMITS, stop_token_ids=())[1].tau == cold < warm
+    figures = [eagle.benchmark(PROMPTS, LIMITS, stop_token_ids=()).tau for _ in range(2)]
+    assert figures == [cold, cold]
+
+
+def test_positions_are_those_of_drafts_that_were_there(model):
+    config = EAGLEConfig(topk=4, num_steps=1, num_draft_tokens=5, suffix_drafts=6, fallback=False)
+    _, stats = EAGLEInference(None, model, config).generate([torch.arange(VOCABULARY)], 2)
+    assert [row["position"] for row in stats.positions] == [1]
+
+
+def test_what_is_made_in_inference_mode_decodes_outside_it(model, plain):
+    with torch.inference_mode():
+        eagle = EAGLEInference(None, model, EAGLEConfig(suffix_drafts=6))
+    (row,), _ = eagle.generate(PROMPTS[:1], LIMITS[0], stop_token_ids=())
+    assert torch.equal(row, plain[0])
+
+
+def test_an_empty_place_runs_no_token_of_its_own():
+    """A row that no text comes by may be broken."""
+    model = tiny_model(vocab=16, seed=3).base_model
+    model.model.embed_tokens.weight.data[0] = float("nan")
+    config = EAGLEConfig(suffix_drafts=5, fallback=False)
+    want = EAGLEInference(None, model, SpeculativeConfig("naive")).generate([[1, 2, 3]], 6, logit_bias={0: -100.0})[0]
+    got = EAGLEInference(None, model, config).generate([[1, 2, 3]], 6, logit_bias={0: -100.0})[0]
+    assert torch.equal(got[0], want[0])
+
+
+def test_memory_and_slots_are_those_of_the_configuration(model):
+    plain = model.base_model
+    logits = [
+        EAGLEInference(None, plain, EAGLEConfig(suffix_drafts=drafts)).memory_bytes(2, 100)["logits"]
+        for drafts in (1, 15, 63)
+    ]
+    assert [size // logits[0] for size in logits] == [1, 8, 32]
+    with pytest.raises(ValueError, match="slots must lie in 1..256, got 300"):
+        EAGLEInference(None, model, SpeculativeConfig("ngram")).session(rows=10, slots=300)
+    assert "RepeatDraft; method suffix" in repr(EAGLEInference(None, plain, SpeculativeConfig("suffix")))
+
+
+def test_a_draft_goes_with_its_own_configuration(model, plain):
+    config = SpeculativeConfig("eagle", num_speculative_tokens=2)
+    eagle = EAGLEInference(create_proposer(config, model), model, config)
+    assert eagle.policy(1).trees == (TreeSpec.chain(2),)
+    config = SpeculativeConfig("suffix", num_speculative_tokens=4, verify_strategy="greedy")
+    eagle = EAGLEInference(create_proposer(config, model), model, config)
+    assert eagle.policy(1).trees == (TreeSpec.repeats(4),) and eagle.config.verification.verify_strategy == "greedy"
 
 
 def test_an_empty_prompt_is_refused(model):

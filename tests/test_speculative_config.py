@@ -423,3 +423,12 @@ def test_metrics_of_a_generation():
         assert metrics.accepted_tokens == its.accepted == sum(metrics.accepted_tokens_per_head)
         assert metrics.accepted_tokens + metrics.rejected_tokens == 3 * its.steps
     assert stats.accepted > 0
+
+
+@pytest.mark.parametrize(
+    "more, name",
+    [({"benchmark_mode": True}, "benchmark_mode=True"), ({"accept_policy": "accept_all"}, "accept_policy=accept_all")],
+)
+def test_a_window_needs_drafts_that_are_judged(more, name):
+    with pytest.raises(ValueError, match=f"verify_window=2 judges drafts, which {name} does not"):
+        SpeculativeConfig("ngram", verify_strategy="topp", verify_window=2, **more)

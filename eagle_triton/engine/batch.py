@@ -48,8 +48,8 @@ class Request:
 class Progress:
     """What one step did for one request.
 
-    tokens: committed by it, none if its logits were NaN. tree: the one that was verified. accepted, proposed: drafts,
-    also those that a stop cut off.
+    tokens: committed by it, none if its logits were NaN. tree: the shape that was verified, depth: how deep
+    its drafts went. accepted, proposed: drafts, also those that a stop cut off.
     finished: None while it goes on, then "stop", "length" or "error", with the reason in `error`.
     """
 
@@ -57,6 +57,7 @@ class Progress:
     request: Request
     tokens: list[int]
     tree: TreeSpec
+    depth: int
     accepted: int
     proposed: int
     finished: str | None = None
@@ -418,12 +419,13 @@ class Batch:
             self.engine.forget_steps(self.sequences)
 
     def _progress(self, slot: int, request: Request, spec: TreeSpec, row: list[int], logprobs: list[float]) -> Progress:
-        accepted, count, reason, *tokens, proposed = row
+        accepted, count, reason, *tokens, depth, proposed = row
         return Progress(
             slot,
             request,
             tokens[:count],
             spec,
+            depth,
             max(accepted, 0),
             proposed,
             REASONS.get(reason),

@@ -159,9 +159,9 @@ class DecodeState:
         self.tree.parents[:, 0] = -1
         self.tree.ancestors[:, 0, 0] = 1
         # what the host reads of a step, see update_sequence; behind the tokens their log-probabilities, float64, and
-        # how many drafts the tree had
-        self.report = zeros(REPORT_TOKENS + 2 * (spec.depth + 1) + 1, dtype=torch.int64)
-        self.report[:, -1] = spec.drafts
+        # how deep the tree was and how many drafts it had
+        self.report = zeros(REPORT_TOKENS + 2 * (spec.depth + 1) + 2, dtype=torch.int64)
+        self.report[:, -2], self.report[:, -1] = spec.depth, spec.drafts
         self.draft_tree_tensors: Any = (
             None if draft is None or not spec.drafts else draft.new_tree_tensors(spec, batch, device)
         )
@@ -210,7 +210,7 @@ class DecodeState:
 
     def logprobs_of(self, report: Tensor) -> Tensor:
         """Their log-probabilities in a report of this state: float64 [B, D + 1]."""
-        return report.view(torch.float64)[:, REPORT_TOKENS + self.spec.depth + 1 : -1]
+        return report.view(torch.float64)[:, REPORT_TOKENS + self.spec.depth + 1 : -2]
 
     @property
     def stops(self) -> Stops:

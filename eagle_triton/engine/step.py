@@ -53,8 +53,9 @@ def decode_step(
     positions = state.lengths[:, None] + tree.depths
     tokens = tree.tokens
     if state.spec.grafts:  # some places may be empty, with tokens of -1
-        state.report[:, -1] = (tokens[:, 1:] >= 0).sum(1)
-        tokens = tokens.clamp(min=0)
+        real = tokens >= 0
+        state.report[:, -2], state.report[:, -1] = (tree.depths * real).amax(1), real.sum(1) - 1
+        tokens = torch.where(real, tokens, tokens[:, :1])  # the root once more
     hidden, features, uncommitted = target_forward(
         ops, view, tokens, sequences.caches, state.lengths, positions, tree.ancestors
     )

@@ -105,6 +105,9 @@ class EAGLEConfig:
             raise ValueError(f"suffix_drafts must lie in 0..{MOST_NODES - 1}, got {self.suffix_drafts}")
         if self.suffix_ring and not 2 <= self.suffix_ring <= MOST_RING_TOKENS:
             raise ValueError(f"suffix_ring must be 0, or 2 to {MOST_RING_TOKENS} tokens, got {self.suffix_ring}")
+        reads_ring = self.suffix_drafts or (self.speculative is not None and self.speculative.method == "suffix")
+        if self.suffix_ring != type(self).suffix_ring and not reads_ring:
+            raise ValueError(f"suffix_ring={self.suffix_ring} is read with suffix_drafts or method suffix alone")
 
     @property
     def verification(self) -> Verification:

@@ -15,7 +15,7 @@ from eagle_triton.engine.drafts.hybrid import HybridDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model_watch import ModelWatch
 from eagle_triton.engine.operations import choose_operations
-from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.checks import check_positions, check_prompt, check_token_ids
 from eagle_triton.speculative import stages
 from eagle_triton.speculative.arguments import (
@@ -96,11 +96,14 @@ class EAGLEInference:
         self.reset_statistics()
 
     def __repr__(self) -> str:
-        view, (target, draft) = self.pair.view, (type(model).__name__ for model in self._models())
+        view, (target, draft) = self.pair.view, self._models()
+        names = type(target).__name__, type(self.pair.draft if draft is None else draft).__name__
         where = f"{str(view.dtype).removeprefix('torch.')} on {view.device}"
+        options = self.config.speculative
+        drafts = f"num_draft_tokens {self.config.num_draft_tokens}" if options is None else f"method {options.method}"
         return (
-            f"EAGLEInference({target} of {len(view.layers)} layers, {where}; draft {draft}; "
-            f"num_draft_tokens {self.config.num_draft_tokens}, temperature {self.config.temperature})"
+            f"EAGLEInference({names[0]} of {len(view.layers)} layers, {where}; draft {names[1]}; "
+            f"{drafts}, temperature {self.config.temperature})"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -112,6 +115,12 @@ class EAGLEInference:
     def reset_statistics(self) -> None:
         """Begin the count of `statistics` anew."""
         self.statistics = Statistics()
+
+    def forget_outputs(self) -> None:
+        """Draft no more from the outputs of former requests, which `suffix_drafts` and method suffix keep."""
+        if self.pair.draft is not None:
+            with self.engine.running():
+                self.pair.draft.forget()
 
     # --- whole generations ---
 
@@ -225,6 +234,8 @@ class EAGLEInference:
         check_switches(logprobs=logprobs)
         rows = self.config.max_length if rows is None else integer("rows", rows)
         slots = self.config.slots if slots is None else integer("slots", slots)
+        if self.config.speculative is not None:
+            self.config.speculative.check_slots(slots)
         if rows is None:
             raise ValueError(
                 "session: give rows, the most tokens of a sequence, or set max_length in the configuration"
@@ -245,6 +256,8 @@ class EAGLEInference:
     ) -> Results:
         """Decode the prompts with drafts and without, both timed, after a short run of each that captures and compiles.
 
+        Former outputs are forgotten before, so that nothing is drafted from an answer that was given already.
+
         Arguments as for `generate`. Returns its statistics with a measured `speedup`.
         """
         check_options("benchmark", sampling, self.benchmark)
@@ -256,6 +269,7 @@ class EAGLEInference:
             short = [replace(call, max_new_tokens=min(call.max_new_tokens, WARM_UP)) for call in calls]
             for mode in (policy, None):
                 self._run(short, mode, False, rows=self._rows(calls))  # the room, and so the graphs, of the real run
+        self.forget_outputs()
         results = self._run(calls, policy, False, progress=progress)
         results.plain_seconds = self._run(calls, None, False, progress=progress).seconds
         self.statistics += results
@@ -354,7 +368,8 @@ class EAGLEInference:
         rows = self.config.max_length or 2048 if rows is None else integer("rows", rows)
         if slots < 1 or rows < 1:
             raise ValueError(f"slots and rows must be at least 1, got {slots} and {rows}")
-        return stages.memory_bytes(self.engine, self.config.tree(), slots, rows)
+        largest = max([*self._trees(), PLAIN], key=lambda tree: tree.nodes)
+        return stages.memory_bytes(self.engine, largest, slots, rows)
 
     def report(self) -> str:
         """How drafts are judged, which are, what that is decided by, whether drafting stopped, and what fell back."""
@@ -453,6 +468,8 @@ class EAGLEInference:
         trees = [self.config.tree()]
         if self.config.num_draft_tokens == "auto":
             trees = [self.config.tree(nodes) for nodes in tree_sizes(self.config.nodes)]
+        if isinstance(draft, HybridDraft) and not self.config.fallback and len(trees) == 1:
+            return [tree.with_grafts(draft.source.places) for tree in trees]
         if isinstance(draft, HybridDraft):
             places = draft.source.places
             return [*(tree.with_grafts(places) for tree in trees), *trees, TreeSpec.repeats(places)]

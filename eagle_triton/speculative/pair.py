@@ -68,7 +68,7 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     base = target if family is None else target.base_model
     if isinstance(draft_model, (str, Path)) or draft_model is None:
         draft_model = getattr(target, "ea_layer", None)
-    if config.speculative is not None and not needs_model(config):
+    if config.speculative is not None and not needs_model(config) and not isinstance(draft_model, Draft):
         draft_model = None
     elif draft_model is None and needs_model(config):
         _ = read_causal_lm(base, root="target_model")  # a target that no draft could help is called that
@@ -106,7 +106,7 @@ def _configured_head(draft_model: Any, config: EAGLEConfig) -> Any:
     options = config.speculative
     if options is None:
         return draft_model
-    if draft_model is not None and not needs_model(config):
+    if draft_model is not None and not needs_model(config) and not isinstance(draft_model, Draft):
         raise ValueError(
             f"draft_model: method {options.method} drafts without a model; for one tree of both leave speculative out "
             "and set suffix_drafts"

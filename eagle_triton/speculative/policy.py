@@ -15,6 +15,7 @@ from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.speculative.costs import StepCosts
 
 PRIOR = 0.6  # acceptance of a chain's drafts before anything was observed
+REPEAT_PRIOR = 0.3  # the same of drafts from repetition alone: often there are none
 WIDTH = 0.3
 LOOK = 16  # steps between two decisions, and with a new tree before the first
 PROBE = 8  # steps of drafting after a pause
@@ -76,7 +77,8 @@ class TreePolicy:
         self._steps = self._since = 0  # in all, since the last change
         self._pause = PAUSE
         self._probing = self._checking = False  # drafting after a pause; plain steps to learn their time
-        self.spec = max(self.trees, key=self.rate)
+        both = [tree for tree in self.trees if _sources(tree) == (True, True)]
+        self.spec = max(both or self.trees, key=self.rate)
         self.fixed_tree = fixed_tree or self.spec
 
     def observe(self, accepted: Sequence[int], ms: float) -> None:
@@ -121,7 +123,11 @@ class TreePolicy:
 
     def report(self) -> list[str]:
         """What it decided, in sentences."""
-        now = "plain decoding" if not self.spec.drafts else f"trees of {self.spec.nodes} nodes, {self.spec.depth} deep"
+        now = (
+            "plain decoding"
+            if not self.spec.drafts
+            else f"trees of {self.spec.nodes} nodes, up to {self.spec.depth} deep"
+        )
         lines = [f"now: {now}; step time {self.costs.origin(self.spec)}"]
         if self.spec.drafts:
             gain = self.rate(self.spec) / self.rate(PLAIN)
@@ -141,7 +147,7 @@ class TreePolicy:
         if known:
             _, rate, tree = max(known, key=lambda row: row[0])
             return _widened(rate, _width(spec) / _width(tree))
-        prior = _widened(PRIOR, _width(spec))
+        prior = _widened(PRIOR if spec.top_k else REPEAT_PRIOR, _width(spec))
         if level == 0 or not self._seen:
             return prior
         return (self._guess(spec, level - 1) + prior) / 2  # no tree went so deep

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.drafts.hybrid import ContinuedDraft, scoring, with_suffix_drafts
+from eagle_triton.engine.drafts.eagle import EagleDraft
+from eagle_triton.engine.drafts.hybrid import ContinuedDraft, WrappedDraft, scoring, with_suffix_drafts
 from eagle_triton.engine.drafts.repeats import KEEP, MIN_MATCH, NgramSource, OutputRing, RepeatDraft, SuffixSource
 from eagle_triton.reference.suffix_match import SuffixRules
-from eagle_triton.speculative.config import EAGLEConfig
+from eagle_triton.speculative.config import TREE, EAGLEConfig
 from eagle_triton.speculative.speculative_config import SpecMethod, SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -27,7 +29,8 @@ def create_proposer(
     *,
     device: str | torch.device | None = None,
 ) -> Draft | None:
-    """The draft that a configuration describes, for `EAGLEInference(draft, target_model)`; None for naive.
+    """The draft that a configuration describes; None for naive. `EAGLEInference(draft, target_model, config)` decodes
+    with it, `config` saying how long its chains are and how they are judged.
 
     target_model and draft_model as `EAGLEInference` takes them; device: where they must lie. Raises as it does.
     """
@@ -53,14 +56,26 @@ def needs_model(config: EAGLEConfig) -> bool:
 
 
 def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> Draft | None:
-    """The draft of a configuration, `model` being what is drafted with beside repetition, if anything."""
+    """The draft of a configuration, `model` being what is drafted with beside repetition, if anything.
+
+    A draft that needs no more is taken as it is. Raises ValueError for what contradicts, naming both.
+    """
     options = config.speculative
     if options is None:
         if not config.suffix_drafts:
             return model
+        if model is None and (given := [name for name in TREE if getattr(config, name) != getattr(EAGLEConfig, name)]):
+            raise ValueError(f"{', '.join(given)}: there is no draft model whose trees that could shape")
         return with_suffix_drafts(model, config.suffix_drafts, view.device, config.suffix_ring)
-    if options.method in (SpecMethod.EAGLE, SpecMethod.DRAFT_MODEL):
+    if isinstance(model, (RepeatDraft, WrappedDraft)):  # of create_proposer
         return model
+    for method, kind in ((SpecMethod.EAGLE, EagleDraft), (SpecMethod.DRAFT_MODEL, CausalLMDraft)):
+        if options.method is method:
+            if not isinstance(model, kind):
+                raise ValueError(f"method {method} does not draft with a {type(model).__name__}")
+            return model
+    if outside := [token for token in options.ban_tokens if token >= view.vocab_size]:
+        raise ValueError(f"ban_tokens: tokens must lie in 0..{view.vocab_size - 1}, got {outside}")
     if options.method is SpecMethod.SUFFIX:
         return RepeatDraft(_suffix_source(options, config.suffix_ring, view.device))
     if options.method is SpecMethod.NGRAM:
@@ -80,6 +95,8 @@ def _suffix_source(options: SpeculativeConfig, ring_tokens: int, device: torch.d
         keep=KEEP,
     )
     most = options.suffix_decoding_max_cached_requests
+    if most > 0 and not ring_tokens:
+        raise ValueError(f"suffix_decoding_max_cached_requests={most} needs a suffix_ring, and that is 0")
     ring = OutputRing(ring_tokens, device, None if most < 0 else most) if most and ring_tokens else None
     return SuffixSource(options.num_speculative_tokens, rules, ring)
 

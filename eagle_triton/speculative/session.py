@@ -356,8 +356,7 @@ class Session:
         if row.logprobs is not None:
             job.logprobs = (job.logprobs or []) + list(row.logprobs)
         if row.error is None:
-            depth = min(row.tree.depth, row.proposed)
-            job.statistics.add_step(row.accepted, row.proposed, depth, len(tokens), row.tree.beam_levels)
+            job.statistics.add_step(row.accepted, row.proposed, row.depth, len(tokens), row.tree.beam_levels)
         piece = Piece(job.index, tokens, text, row.logprobs)
         if finished is not None:
             del self._running[row.slot]

@@ -372,6 +372,9 @@ class SpeculativeConfig:
             )
         if self.method is SpecMethod.SUFFIX and self.num_speculative_tokens >= self.suffix_decoding_max_tree_depth:
             self._contradict("num_speculative_tokens", "suffix_decoding_max_tree_depth", "be below")
+        if self.verify_window and (self.benchmark_mode or self.accept_policy is not AcceptPolicy.NORMAL):
+            policy = "benchmark_mode=True" if self.benchmark_mode else f"accept_policy={self.accept_policy}"
+            raise ValueError(f"verify_window={self.verify_window} judges drafts, which {policy} does not")
         if self.benchmark_mode and self.accept_policy is AcceptPolicy.ACCEPT_ALL:
             raise ValueError("benchmark_mode=True rejects all drafts, which contradicts accept_policy=accept_all")
         if self.benchmark_mode:

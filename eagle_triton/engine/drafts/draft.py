@@ -69,5 +69,8 @@ class Draft(ABC):
     def end(self, sequences: Sequences, slot: int, prompt: int, length: int) -> None:
         """A sequence leaves its slot: of `length` committed tokens, the first `prompt` its prompt. On the host."""
 
+    def forget(self) -> None:
+        """Former requests count no more."""
+
     def catch_up(self, ops: Operations, sequences: Sequences, steps: int) -> None:
         """Take in what at most `steps` plain steps have committed (`sequences.skipped`) since it knew all."""

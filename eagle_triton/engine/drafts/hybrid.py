@@ -142,6 +142,9 @@ class HybridDraft(WrappedDraft):
     def end(self, sequences: Sequences, slot: int, prompt: int, length: int) -> None:
         self.source.remember(sequences.tokens[slot, prompt:length])
 
+    def forget(self) -> None:
+        self.source.forget()
+
 
 def with_suffix_drafts(model: Draft | None, places: int, device: torch.device, ring_tokens: int = RING_TOKENS) -> Draft:
     """Drafts of at most `places` tokens from text that occurred before, in one tree with a model's, or alone.

@@ -41,10 +41,11 @@ class OutputRing:
             raise ValueError(f"a ring must have room for 2 to {MOST_RING_TOKENS} tokens, got {tokens}")
         if most_outputs is not None and most_outputs < 1:
             raise ValueError(f"a ring must have room for an output at least, got {most_outputs}")
-        self.tensors = TokenRing(
-            torch.full((tokens,), END, dtype=torch.int32, device=device),
-            torch.zeros(1, dtype=torch.int32, device=device),
-        )
+        with torch.inference_mode(False):  # it outlives the caller's
+            self.tensors = TokenRing(
+                torch.full((tokens,), END, dtype=torch.int32, device=device),
+                torch.zeros(1, dtype=torch.int32, device=device),
+            )
         self.most_outputs = most_outputs
         self._kept: deque[tuple[int, int]] = deque()  # (start, length with its END), oldest first
         self._head = 0
@@ -75,6 +76,8 @@ class OutputRing:
 
     def clear(self) -> None:
         """Forget all outputs."""
+        if not self._kept:
+            return
         self.tensors.tokens.fill_(END)
         self.tensors.head.zero_()
         self._kept.clear()
@@ -179,6 +182,9 @@ class RepeatDraft(Draft):
 
     def end(self, sequences: Sequences, slot: int, prompt: int, length: int) -> None:
         self.source.remember(sequences.tokens[slot, prompt:length])
+
+    def forget(self) -> None:
+        self.source.forget()
 
 
 def write_repeats(ops: Operations, state: DecodeState, found: RepeatDrafts) -> None:
