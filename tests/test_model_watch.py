@@ -253,7 +253,7 @@ def test_the_call_is_a_context_manager_and_originals_need_not_be_kept():
     assert restore_eagle(m) is m and "eagenerate" not in vars(m)
     with pytest.raises(PatchError, match="is not optimised: there is nothing to restore"):
         restore_eagle(m)
-    with pytest.raises(TypeError, match="originals must be what optimize_eagle_with_triton returned, got int"):
+    with pytest.raises(TypeError, match="originals must be what optimising returned, got int"):
         restore_eagle(m, 3)
 
 

@@ -264,7 +264,11 @@ def test_what_is_no_option_at_all_is_named():
     model = tiny_model(layers=5, total_token=8, depth=3, top_k=2)
     eagle = EAGLEInference(None, model)
     wrong = [
-        (lambda: EAGLEInference(None, model, {"topk": 4}), TypeError, "config must be an EAGLEConfig, got dict"),
+        (
+            lambda: EAGLEInference(None, model, {"topk": 4}),
+            TypeError,
+            "config must be an EAGLEConfig or a SpeculativeConfig, got dict",
+        ),
         (lambda: EAGLEInference(None, model, costs="x"), TypeError, "costs must be a list of CostTable"),
         (lambda: optimize_eagle_with_triton(model, {"strict": True}), TypeError, "config must be an EagleTritonConfig"),
         (
