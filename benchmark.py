@@ -236,16 +236,14 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def _check_model(parser: Parser, args: argparse.Namespace) -> None:
-    prompt, shape = getattr(args, "prompt", None), getattr(args, "shape", None)
-    if shape and (args.model != "demo" or args.draft or prompt):
+    prompt = getattr(args, "prompt", None)
+    if args.shape and (args.model != "demo" or args.draft or prompt):
         parser.error("--shape builds the model and random prompts: no --model, --draft or --prompt with it")
-    if prompt and args.context:
+    if args.context and prompt:
         parser.error("--context makes random prompts: no --prompt with it")
-    if not shape:
+    if not args.shape:
         arguments.check_model(parser, args.model, args.draft)
-    if not hasattr(args, "context"):
-        return
-    positions = arguments.SHAPES[shape] if shape else arguments.stored_positions(args.model)
+    positions = arguments.SHAPES[args.shape] if args.shape else arguments.stored_positions(args.model)
     if problem := arguments.context_too_long(args, positions):
         parser.error(problem)
 

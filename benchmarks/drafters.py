@@ -52,9 +52,9 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     model = models.load(args)
     view, head = native.read(model)
     drafters = _drafters(head, view.device)
-    work = _random(model, args) if args.shape or args.context else _text(model, args)
-    with tqdm(total=len(work) * len(drafters), desc="drafters", disable=args.json or None, leave=False) as bar:
-        for kind, prompts in work.items():
+    prompts_of = _random(model, args) if args.shape or args.context else _text(model, args)
+    with tqdm(total=len(prompts_of) * len(drafters), desc="drafters", disable=args.json or None, leave=False) as bar:
+        for kind, prompts in prompts_of.items():
             found: dict[str, list[Run]] = {}
             for name, make in drafters.items():
                 found[name] = _decode_all(view, make(), prompts, args.max_length)
@@ -63,7 +63,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
                 bar.update()
             second = args.num_runs if kind == "warm" else 0  # the first half of "warm" is "prose" once more
             rows += _figures(kind, {name: runs[second:] for name, runs in found.items()})
-    if "prose" in work:
+    if "prose" in prompts_of:
         notes += _judge(rows)
     notes += noise(min(row["steps"] for row in rows), "take more of --num-runs or --max-length")
 
@@ -100,9 +100,8 @@ def _decode_all(view: ModelView, draft: Draft | None, prompts: list[Tensor], new
     engine = Engine(view, draft, operations, graph)
     rows = max(len(prompt) for prompt in prompts) + new
     _decode(engine, draft, prompts[0], min(new, 8), rows)
-    source = getattr(draft, "source", None)
-    if source is not None:
-        source.forget()
+    if draft is not None:
+        draft.forget()
     return [_decode(engine, draft, prompt, new, rows) for prompt in prompts]
 
 

@@ -93,7 +93,8 @@ class EagleTritonConfig(_Options):
     verify_strategy: how sampled drafts are judged: target_match, rejection, greedy, or topp, which is lossy; see
     `Verification`.
     suffix_drafts: tokens that may be drafted from text that occurred before, in the prompt, in this output or in former
-    ones, in one tree with the head's; 0: none.
+    ones, in one tree with the head's; 0: none. Methods that keep the step which reaches a limit then end elsewhere
+    behind it.
     """
 
     strict: bool = False

@@ -1,7 +1,7 @@
-"""Growing a draft tree: log-softmax with top-k, beam expansion, re-rank and build. verification.py judges it.
+"""Growing a draft tree: log-softmax with top-k, beam expansion, re-rank and build. verification/ judges it.
 
 All that tree decoding takes is found here: `topk`, `expand_beam`, `build_tree` (tokens, parents and ancestor masks),
-and from verification.py `verify_greedy`, `verify_sampling`, `verify_target_match`, `verify_topp`, `first_path` and
+and from verification/ `verify_greedy`, `verify_sampling`, `verify_target_match`, `verify_topp`, `first_path` and
 `update_sequence`.
 
 Selection never sorts. `topk` and `expand_beam` take the best k times and strike it out. Value and place are one int64

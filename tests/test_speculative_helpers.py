@@ -1,5 +1,6 @@
 """The configuration and helpers of eagle_triton.speculative: trees, tokens, text, statistics and the tree policy."""
 
+import itertools
 import json
 import math
 import random
@@ -559,6 +560,21 @@ def test_drafting_comes_back_when_it_pays_again():
 def test_without_fallback_a_single_tree_stays():
     policy, speed = simulate(EAGLEConfig(), 0.0, gpu, fallback=False)
     assert policy.spec == EAGLEConfig().tree() and speed < 1 and policy.plain_steps == 0
+
+
+def test_a_source_of_drafts_that_lost_is_tried_again_only_after_long():
+    """Both together are best for good; then repetition alone becomes it, and is found."""
+    head = EAGLEConfig().tree()
+    both, repeats = head.with_grafts(3), TreeSpec.repeats(7)
+    policy, chosen = TreePolicy([both, head, repeats], StepCosts(1, 0.05), fallback=False), []
+    for step in range(3 * policy_module.RETRY):
+        chosen.append(policy.choose())
+        best = both if step < 2 * policy_module.RETRY else repeats
+        policy.observe([3 if chosen[-1] == best else 1], gpu(chosen[-1], 1))
+    early, late = chosen[: policy_module.RETRY], chosen[policy_module.RETRY : 2 * policy_module.RETRY]
+    assert 0 < early.count(repeats) < 4 * policy_module.LOOK and 0 < late.count(repeats) < 4 * policy_module.LOOK
+    assert sum(one != next_one for one, next_one in itertools.pairwise(chosen[100 : policy_module.RETRY])) == 0
+    assert chosen[-1] == repeats
 
 
 def test_expand_beam_scores_children_and_chooses(device):

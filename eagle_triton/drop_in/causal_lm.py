@@ -252,7 +252,7 @@ def _decode(
         [row[skipped:].to(engine.view.device, torch.int64) for row, skipped in zip(input_ids, padding, strict=True)],
         max(min(limits) - length, 1),  # stopping criteria are asked after a token
         sampling,
-        frozenset(token for ids in ends for token in ids if token >= 0),  # none is negative
+        frozenset(token for ids in ends for token in ids if token >= 0),  # a negative one never comes
         held_back - length,
         held_ids & frozenset(range(vocabulary)),
     )

@@ -41,7 +41,8 @@ from eagle_triton.runtime.grid_barrier import grid_barrier
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.sampling.filter_thresholds import scan_parts
 from eagle_triton.tree_decoding import choose_beam, store_ancestors, topk_chunk, topk_merge, write_tree
-from eagle_triton.verification import greedy_walk, update_one
+from eagle_triton.verification.update import update_one
+from eagle_triton.verification.walks import greedy_walk
 
 WARPS = tl.constexpr(DRAFT_WARPS)
 _REASON, _FAULT = tl.constexpr(REASON), tl.constexpr(FAULT)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from eagle_triton.engine.drafts.repeats import MOST_RING_TOKENS
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import MOST_NODES, TreeSpec
 from eagle_triton.reference.integrators import TreeMaskMode
+from eagle_triton.reference.suffix_match import MOST_TIMES
 from eagle_triton.reference.verification import MAX_CANDIDATE_LEN, Verification
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ class EAGLEConfig:
                 raise TypeError(f"{name} must be an integer, got {value!r}")
         if not 0 <= self.suffix_drafts < MOST_NODES:
             raise ValueError(f"suffix_drafts must lie in 0..{MOST_NODES - 1}, got {self.suffix_drafts}")
-        if self.suffix_ring and not 2 <= self.suffix_ring <= MOST_RING_TOKENS:
-            raise ValueError(f"suffix_ring must be 0, or 2 to {MOST_RING_TOKENS} tokens, got {self.suffix_ring}")
+        if self.suffix_ring and not 2 <= self.suffix_ring <= MOST_TIMES:
+            raise ValueError(f"suffix_ring must be 0, or 2 to {MOST_TIMES} tokens, got {self.suffix_ring}")
         reads_ring = self.suffix_drafts or (self.speculative is not None and self.speculative.method == "suffix")
         if self.suffix_ring != type(self).suffix_ring and not reads_ring:
             raise ValueError(f"suffix_ring={self.suffix_ring} is read with suffix_drafts or method suffix alone")

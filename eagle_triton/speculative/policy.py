@@ -26,6 +26,7 @@ CLEAR = 2.0
 ENOUGH = 4  # steps of a tree that say more than a guess
 MEMORY = 64  # steps over which acceptance is remembered
 FORGET = 512  # steps after which trees that were not used are guessed anew
+RETRY = 8 * FORGET  # and after which other sources of drafts are tried anew
 
 
 @dataclass
@@ -154,7 +155,12 @@ class TreePolicy:
 
     def _decide(self) -> None:
         if self._since >= FORGET:
-            self._seen = {spec: seen for spec, seen in self._seen.items() if spec == self.spec}
+            retry, own = self._since >= RETRY, _sources(self.spec)
+            self._seen = {
+                spec: seen
+                for spec, seen in self._seen.items()
+                if spec == self.spec or not (retry or _sources(spec) == own)
+            }
         tried = {_sources(spec) for spec in self._seen}
         if untried := [tree for tree in self.trees if _sources(tree) not in tried]:
             self._change(max(untried, key=self.rate))  # what one source accepts says little of another

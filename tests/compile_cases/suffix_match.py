@@ -1,12 +1,11 @@
 """Production settings of the drafts from repetition: 16 places, 128 matches of at most 64 tokens, eight sequences."""
 
 from eagle_triton.runtime.launch import EXACT
-from eagle_triton.suffix_match import (
+from eagle_triton.suffix_match.ngrams import _ngram_draft_kernel, _ngram_match_kernel
+from eagle_triton.suffix_match.suffixes import (
     _choose_kernel,
     _draft_kernel,
     _match_kernel,
-    _ngram_draft_kernel,
-    _ngram_match_kernel,
     _walk_kernel,
     draft_warps,
 )

@@ -14,7 +14,10 @@ from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.suffix_match import (
+    DEEPEST,
     END,
+    MOST_BANNED,
+    MOST_TIMES,
     Match,
     RepeatDrafts,
     SuffixRules,
@@ -23,8 +26,6 @@ from eagle_triton.reference.suffix_match import (
 )
 
 RING_TOKENS = 1 << 20  # of former outputs: 4 MiB
-MOST_RING_TOKENS = 1 << 24
-DEEPEST, MOST_BANNED = 64, 16  # of the rules, see eagle_triton/suffix_match.py
 MIN_MATCH, KEEP = 2, 128  # matches of one token are worth little; so many matches are counted
 FACTOR = 8.0  # most drafts for each token of a match: a tree has its places anyway, and calibration knows better
 
@@ -37,8 +38,8 @@ class OutputRing:
 
         Raises ValueError unless there is room for one token and one output, or for more than the kernels read.
         """
-        if not 2 <= tokens <= MOST_RING_TOKENS:
-            raise ValueError(f"a ring must have room for 2 to {MOST_RING_TOKENS} tokens, got {tokens}")
+        if not 2 <= tokens <= MOST_TIMES:
+            raise ValueError(f"a ring must have room for 2 to {MOST_TIMES} tokens, got {tokens}")
         if most_outputs is not None and most_outputs < 1:
             raise ValueError(f"a ring must have room for an output at least, got {most_outputs}")
         with torch.inference_mode(False):  # it outlives the caller's

@@ -1,40 +1,4 @@
-"""Drafts from repetition for a batch: what followed the ends of sequences before, in themselves or in former outputs.
-
-What a match, its occurrences and a draft are, reference/suffix_match.py says. Here the step's own graph finds them:
-fixed shapes, nothing read by the host.
-
-`suffix_drafts` takes three kernels and a choice:
-
-    match:   every position is compared with the last two tokens of each sequence; those that agree are listed
-    walk:    how far each of them agrees, 64 tokens at once; the best of 1024 places are sorted
-    draft:   for each of the longest distinct lengths the matches of at least that length are followed together
-    choose:  the draft that promises most
-
-A position is named by its time: its place in a sequence; in the ring, how far it lies behind the oldest token.
-
-| name             | shape, dtype             | meaning                                                           |
-|---|---|---|
-| tokens, lengths  | [B, C] int64, [B] int32  | of which the first lengths + 1 are known                          |
-| ring             | [R] int32, [1] int32     | former outputs with END behind each, and where the next one goes  |
-| hits, counts     | [B, S, 1024], [B, S, 32] | times that two tokens match, in S segments of 32 x 32 places      |
-| best, reach      | [B, S, K], [B, S, 64]    | a segment's K best as length and time; how many have m tokens     |
-
-S: a segment for every 1024 positions of a row, and one for every 32 chunks of 1024 positions of the ring.
-
-What the kernels count is limited, where the reference is not:
-
-- A match has at least 2 tokens (`min_match`) and at most 64 (`max_tree_depth`). The class with `parity` is on the host.
-- `keep` is at most 128, which is what None stands for.
-- Of 1024 positions of the ring 32 are listed for each sequence: those that agree in 4 tokens before those of 3 and 2,
-  then the latest. All positions of a sequence's own are.
-- The 8 longest distinct lengths in each store are tried.
-
-Numerics: counts are integers, probabilities are products of their ratios in fp64, stored in fp32; the sum that a tree
-is chosen by is rounded to 2^-18. No sum depends on an order of programs: the same bits every run.
-
-`ngram_drafts` needs no counts: its first kernel finds the longest match of each 1024 positions, its second the best of
-them. At most 64 tokens match.
-"""
+"""Drafts from all occurrences of a sequence's end: matches, how far they go, and what follows most often."""
 
 from __future__ import annotations
 
@@ -44,33 +8,33 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.reference.suffix_match import (
+    DEEPEST,
     END,
+    MOST_BANNED,
+    MOST_KEPT,
+    MOST_TIMES,
     SLACK,
-    Match,
     RepeatDrafts,
     SuffixRules,
     TokenRing,
-    check_ngram_drafts,
     check_suffix_drafts,
 )
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _END = tl.constexpr(END)
 _SLACK = tl.constexpr(SLACK)
-_CHUNK = tl.constexpr(1024)  # positions that a program of `match` compares
+CHUNK = tl.constexpr(1024)  # positions that a program of `match` compares
 _LISTED = tl.constexpr(32)  # hits that a chunk of the ring lists, and chunks of a segment
-_DEEPEST = tl.constexpr(64)  # tokens of a match
+_DEEPEST = tl.constexpr(DEEPEST)
 _RUNS = tl.constexpr(8)  # distinct lengths that are tried
-_TIME_BITS = tl.constexpr(24)
-_TIME = tl.constexpr(2**24 - 1)
+_TIME_BITS = tl.constexpr(MOST_TIMES.bit_length() - 1)
+_TIME = tl.constexpr(MOST_TIMES - 1)
 _FEW = tl.constexpr(32)  # so many occurrences are followed in a smaller tile
-_NGRAM_TIME = tl.constexpr(2**23 - 1)
-_NO_TOKEN = tl.constexpr(-2)
-_MOST_KEPT = tl.constexpr(128)
-_MOST_BANNED = 16
+NO_TOKEN = tl.constexpr(-2)
+_MOST_KEPT = tl.constexpr(MOST_KEPT)
 _MOST_PLACES = 64
 _GROUP = 8  # sequences that a program of `match` compares with a chunk of the ring
-_BY_SLOT = ["tokens_ptr", "lengths_ptr"]
+BY_SLOT = ["tokens_ptr", "lengths_ptr"]
 """Arguments whose alignment moves with a batch's slot: no kernel is compiled anew for it."""
 
 
@@ -116,11 +80,11 @@ def _head(ring_ptr, head_ptr, ring):
 @triton.jit
 def _list_own(row_ptr, length, chunk, hits_ptr, counts_ptr, BANNED: tl.constexpr):
     """List where a row's last two tokens stand among the positions of one chunk. Pointers are the segment's."""
-    time = chunk * _CHUNK + tl.arange(0, _CHUNK)
+    time = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = (time >= 2) & (time <= length)
     last, before = tl.load(row_ptr + length), tl.load(row_ptr + tl.maximum(length - 1, 0))
-    hit = (tl.load(row_ptr + time - 1, mask=inside, other=_NO_TOKEN) == last) & (last >= 0)
-    hit &= (tl.load(row_ptr + time - 2, mask=inside, other=_NO_TOKEN) == before) & (before >= 0)
+    hit = (tl.load(row_ptr + time - 1, mask=inside, other=NO_TOKEN) == last) & (last >= 0)
+    hit &= (tl.load(row_ptr + time - 2, mask=inside, other=NO_TOKEN) == before) & (before >= 0)
     hit &= _continues(tl.load(row_ptr + time, mask=hit, other=_END), BANNED)
     place = tl.cumsum(hit.to(tl.int32), 0) - 1
     tl.store(hits_ptr + place, time, mask=hit)
@@ -141,7 +105,7 @@ def _list_former(
         agreeing = hit.to(tl.int32) * 2
         for back in tl.static_range(3, min(DEPTH, 4) + 1):
             at = _ring_place(time - back, head, ring)
-            token = tl.load(ring_ptr + at, mask=(agreeing == back - 1) & (time >= back), other=_NO_TOKEN)
+            token = tl.load(ring_ptr + at, mask=(agreeing == back - 1) & (time >= back), other=NO_TOKEN)
             wanted = tl.load(row_ptr + length + 1 - back, mask=length + 1 >= back, other=_END)
             agreeing += ((token == wanted) & (token >= 0)).to(tl.int32)
         before = 0
@@ -176,7 +140,7 @@ def _compare_group(
 ):
     """List where the last two tokens of GROUP sequences stand in one chunk of the ring: most of them nowhere."""
     head = tl.load(head_ptr) % ring
-    time = chunk * _CHUNK + tl.arange(0, _CHUNK)
+    time = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = (time >= 2) & (time < ring)
     last = tl.load(ring_ptr + _ring_place(time - 1, head, ring), mask=inside, other=_END)
     before = tl.load(ring_ptr + _ring_place(time - 2, head, ring), mask=inside, other=_END)
@@ -184,9 +148,9 @@ def _compare_group(
     slots = first + lane
     lengths = tl.load(lengths_ptr + slots * stride_l, mask=slots < batch, other=0)
     ends = tokens_ptr + slots.to(tl.int64) * stride_tb + lengths
-    wanted = tl.load(ends, mask=lengths > 0, other=_NO_TOKEN).to(tl.int32)
-    wanted_before = tl.load(ends - 1, mask=lengths > 0, other=_NO_TOKEN).to(tl.int32)
-    wanted = tl.where((wanted >= 0) & (wanted_before >= 0), wanted, _NO_TOKEN)
+    wanted = tl.load(ends, mask=lengths > 0, other=NO_TOKEN).to(tl.int32)
+    wanted_before = tl.load(ends - 1, mask=lengths > 0, other=NO_TOKEN).to(tl.int32)
+    wanted = tl.where((wanted >= 0) & (wanted_before >= 0), wanted, NO_TOKEN)
     hits = (wanted[:, None] == last[None, :]) & (wanted_before[:, None] == before[None, :])
     counts = tl.sum(hits.to(tl.int32), 1)
     place = own_segments * _LISTED + chunk
@@ -206,7 +170,7 @@ def _compare_group(
         slot += 1
 
 
-@triton.jit(do_not_specialize_on_alignment=_BY_SLOT)
+@triton.jit(do_not_specialize_on_alignment=BY_SLOT)
 def _match_kernel(
     tokens_ptr,
     lengths_ptr,
@@ -231,10 +195,10 @@ def _match_kernel(
     if program < own:
         slot, chunk = program // own_segments, program % own_segments
         length = tl.load(lengths_ptr + slot * stride_l)
-        if chunk * _CHUNK <= length:
+        if chunk * CHUNK <= length:
             segment = slot * segments + chunk
             row = tokens_ptr + slot.to(tl.int64) * stride_tb
-            _list_own(row, length, chunk, hits_ptr + segment * _CHUNK, counts_ptr + segment * _LISTED, BANNED)
+            _list_own(row, length, chunk, hits_ptr + segment * CHUNK, counts_ptr + segment * _LISTED, BANNED)
     elif ring_ptr is not None:
         groups = (batch + GROUP - 1) // GROUP
         _compare_group(
@@ -258,7 +222,7 @@ def _match_kernel(
         )
 
 
-@triton.jit(do_not_specialize_on_alignment=_BY_SLOT)
+@triton.jit(do_not_specialize_on_alignment=BY_SLOT)
 def _walk_kernel(
     tokens_ptr,
     lengths_ptr,
@@ -290,16 +254,16 @@ def _walk_kernel(
     row = tokens_ptr + slot.to(tl.int64) * stride_tb
     from_ring = segment >= own_segments
     part = tl.arange(0, _LISTED)
-    listed = tl.where(from_ring, (segment - own_segments) * _LISTED + part < ring_chunks, segment * _CHUNK <= length)
+    listed = tl.where(from_ring, (segment - own_segments) * _LISTED + part < ring_chunks, segment * CHUNK <= length)
     record = slot * tl.num_programs(1) + segment
-    hits, best = hits_ptr + record * _CHUNK, best_ptr + record * WIDTH
+    hits, best = hits_ptr + record * CHUNK, best_ptr + record * WIDTH
     counts = counts_ptr + record * _LISTED
     total = tl.sum(tl.load(counts + part, mask=listed, other=0), 0)
     m = tl.arange(0, _DEEPEST) + 1
     reach = tl.zeros((_DEEPEST,), tl.int32)
     if total > 0:
         head = _head(ring_ptr, head_ptr, ring)
-        index = tl.arange(0, _CHUNK)
+        index = tl.arange(0, CHUNK)
         chunk = index // _LISTED
         known = (from_ring == 0) | ((segment - own_segments) * _LISTED + chunk < ring_chunks)
         real = index % _LISTED < tl.load(counts + chunk, mask=known, other=0)
@@ -308,8 +272,8 @@ def _walk_kernel(
         tl.store(hits + tl.cumsum(real.to(tl.int32), 0) - 1, hit, mask=real)
         tl.debug_barrier()
         back = tl.arange(0, _DEEPEST)
-        context = tl.load(row + length - back, mask=(back <= length) & (back < DEPTH), other=_NO_TOKEN).to(tl.int32)
-        context = tl.where(context >= 0, context, _NO_TOKEN)
+        context = tl.load(row + length - back, mask=(back <= length) & (back < DEPTH), other=NO_TOKEN).to(tl.int32)
+        context = tl.where(context >= 0, context, NO_TOKEN)
         for first in range(0, total, TILE):
             place = first + tl.arange(0, TILE)
             time = tl.load(hits + place, mask=place < total, other=0)
@@ -575,7 +539,7 @@ def _draft_run(
     tl.store(found_ptr + 1, occurrences)
 
 
-@triton.jit(do_not_specialize_on_alignment=_BY_SLOT)
+@triton.jit(do_not_specialize_on_alignment=BY_SLOT)
 def _draft_kernel(
     tokens_ptr,
     lengths_ptr,
@@ -615,7 +579,7 @@ def _draft_kernel(
     from_ring = tl.program_id(1) >= _RUNS
     length = tl.load(lengths_ptr + slot * stride_l)
     first = slot * segments + tl.where(from_ring, own_segments, 0)
-    count = tl.where(from_ring, segments - own_segments, length // _CHUNK + 1)
+    count = tl.where(from_ring, segments - own_segments, length // CHUNK + 1)
     m = tl.arange(0, _DEEPEST) + 1
     reach, beyond = tl.zeros((_DEEPEST,), tl.int32), tl.zeros((_DEEPEST,), tl.int32)  # matches of m tokens, of more
     for start in range(0, count, 16):
@@ -755,14 +719,14 @@ def suffix_drafts(
     check_suffix_drafts("suffix_drafts", tokens, lengths, ring, places)
     check_limits(tokens, ring, places, rules)
     (batch, columns), device = tokens.shape, tokens.device
-    drafts = _new_drafts(batch, places, device)
+    drafts = new_drafts(batch, places, device)
     if not batch:
         return drafts
-    keep = _MOST_KEPT.value if rules.keep is None else int(rules.keep)
+    keep = MOST_KEPT if rules.keep is None else int(rules.keep)
     width = max(_FEW.value, triton.next_power_of_2(keep))
     size = 0 if ring is None else len(ring.tokens)
     stored = (None, None) if ring is None else (ring.tokens, ring.head)
-    own_segments, ring_chunks = triton.cdiv(columns, _CHUNK.value), triton.cdiv(size, _CHUNK.value)
+    own_segments, ring_chunks = triton.cdiv(columns, CHUNK.value), triton.cdiv(size, CHUNK.value)
     segments = own_segments + triton.cdiv(ring_chunks, _LISTED.value)
     group = min(_GROUP, triton.next_power_of_2(batch))
     records = _RUNS.value * (1 if ring is None else 2)
@@ -772,8 +736,8 @@ def suffix_drafts(
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    hits, counts = integers(batch, segments, _CHUNK.value), integers(batch, segments, _LISTED.value)
-    best, reach = integers(batch, segments, width), integers(batch, segments, _DEEPEST.value)
+    hits, counts = integers(batch, segments, CHUNK.value), integers(batch, segments, _LISTED.value)
+    best, reach = integers(batch, segments, width), integers(batch, segments, DEEPEST)
     nodes, found = integers(batch, records, 2, places), integers(batch, records, 2)
     probs = torch.empty(batch, records, places, dtype=torch.float32, device=device)
     scores = torch.empty(batch, records, dtype=torch.float32, device=device)
@@ -873,19 +837,19 @@ def check_limits(tokens: Tensor, ring: TokenRing | None, places: int, rules: Suf
             "token; set min_match=2"
         )
     limits = [
-        ("rules.max_tree_depth", rules.max_tree_depth, _DEEPEST.value),
-        ("rules.keep", rules.keep or 0, _MOST_KEPT.value),
-        ("the number of banned tokens", len(rules.banned), _MOST_BANNED),
+        ("rules.max_tree_depth", rules.max_tree_depth, DEEPEST),
+        ("rules.keep", rules.keep or 0, MOST_KEPT),
+        ("the number of banned tokens", len(rules.banned), MOST_BANNED),
         ("places", places, _MOST_PLACES),
-        ("the capacity of tokens", tokens.shape[1], _TIME.value + 1),
-        ("the size of the ring", 0 if ring is None else len(ring.tokens), _TIME.value + 1),
+        ("the capacity of tokens", tokens.shape[1], MOST_TIMES),
+        ("the size of the ring", 0 if ring is None else len(ring.tokens), MOST_TIMES),
     ]
     for name, value, most in limits:
         if value > most:
             raise ValueError(f"suffix_drafts: {name} must be at most {most}, got {value}")
 
 
-def _new_drafts(batch: int, places: int, device: torch.device) -> RepeatDrafts:
+def new_drafts(batch: int, places: int, device: torch.device) -> RepeatDrafts:
     return RepeatDrafts(
         tokens=torch.empty(batch, places, dtype=torch.int64, device=device),
         parents=torch.empty(batch, places, dtype=torch.int32, device=device),
@@ -894,165 +858,3 @@ def _new_drafts(batch: int, places: int, device: torch.device) -> RepeatDrafts:
         occurrences=torch.empty(batch, dtype=torch.int32, device=device),
         from_ring=torch.empty(batch, dtype=torch.bool, device=device),
     )
-
-
-# ------------------------------------------------------------------------------------------------------------ n-grams
-
-
-@triton.jit(do_not_specialize_on_alignment=[*_BY_SLOT, "prompts_ptr"])
-def _ngram_match_kernel(
-    tokens_ptr,
-    lengths_ptr,
-    prompts_ptr,
-    best_ptr,
-    max_ngram,
-    min_ngram,
-    stride_tb,
-    stride_l,
-    stride_p,
-    LATEST: tl.constexpr,
-    JOINED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Grid (B, chunks of a row): a program finds the best match that ends in its chunk.
-
-    best: length << 24 | in the prompt << 23 | time, the time counted backwards for the leftmost one; -1 for none.
-    """
-    await_inputs(PDL)
-    slot, chunk = tl.program_id(0), tl.program_id(1)
-    row = tokens_ptr + slot.to(tl.int64) * stride_tb
-    length = tl.load(lengths_ptr + slot * stride_l)
-    prompt = tl.minimum(tl.load(prompts_ptr + slot * stride_p), length + 1)
-    best = -1
-    if chunk * _CHUNK <= length:
-        time = chunk * _CHUNK + tl.arange(0, _CHUNK)
-        if JOINED:
-            alive = time <= length
-            begin = tl.zeros((_CHUNK,), tl.int32)
-            in_prompt = time < 0
-        else:
-            in_prompt = time < prompt
-            alive = in_prompt | (time < length)
-            begin = tl.where(in_prompt, 0, prompt)
-        most = tl.minimum(max_ngram, length + 1 - prompt)
-        match = tl.zeros((_CHUNK,), tl.int32)
-        count = 0
-        going = most > 0
-        while going:
-            count += 1
-            alive &= time - count >= begin
-            token = tl.load(row + time - count, mask=alive, other=_NO_TOKEN)
-            alive &= (token == tl.load(row + length + 1 - count)) & (token >= 0)
-            match += alive.to(tl.int32)
-            going = (count < most) & (tl.max(alive.to(tl.int32), 0) > 0)
-        order = time if LATEST else _NGRAM_TIME - time
-        key = (match << 24) | (in_prompt.to(tl.int32) << 23) | order
-        best = tl.max(tl.where(match >= min_ngram, key, -1), 0)
-    tl.store(best_ptr + slot * tl.num_programs(1) + chunk, best)
-
-
-@triton.jit(do_not_specialize_on_alignment=[*_BY_SLOT, "prompts_ptr"])
-def _ngram_draft_kernel(
-    tokens_ptr,
-    lengths_ptr,
-    prompts_ptr,
-    best_ptr,
-    tokens_out_ptr,
-    parents_ptr,
-    probs_ptr,
-    match_ptr,
-    occurrences_ptr,
-    from_ring_ptr,
-    chunks,
-    places,
-    stride_tb,
-    stride_l,
-    stride_p,
-    LATEST: tl.constexpr,
-    JOINED: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    J: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Grid (B,): copy what stands behind the best match."""
-    await_inputs(PDL)
-    slot = tl.program_id(0)
-    row = tokens_ptr + slot.to(tl.int64) * stride_tb
-    length = tl.load(lengths_ptr + slot * stride_l)
-    prompt = tl.minimum(tl.load(prompts_ptr + slot * stride_p), length + 1)
-    chunk = tl.arange(0, CHUNKS)
-    best = tl.max(tl.load(best_ptr + slot * chunks + chunk, mask=chunk < chunks, other=-1), 0)
-    order = best & _NGRAM_TIME
-    time = order if LATEST else _NGRAM_TIME - order
-    end = length + 1 if JOINED else tl.where(((best >> 23) & 1) > 0, prompt, length)
-    step = tl.arange(0, J)
-    real = (best >= 0) & (step < places) & (time + step < end)
-    token = tl.load(row + time + step, mask=real, other=-1)
-    out = slot * places + step
-    tl.store(tokens_out_ptr + out, token, mask=step < places)
-    tl.store(parents_ptr + out, tl.where(real, step - 1, -1), mask=step < places)
-    tl.store(probs_ptr + out, real.to(tl.float32), mask=step < places)
-    tl.store(match_ptr + slot, tl.where(best >= 0, best >> 24, 0))
-    tl.store(occurrences_ptr + slot, (best >= 0).to(tl.int32))
-    tl.store(from_ring_ptr + slot, best < -1)
-
-
-def ngram_drafts(
-    tokens: Tensor,
-    lengths: Tensor,
-    prompt_lengths: Tensor,
-    places: int,
-    *,
-    max_ngram: int = 5,
-    min_ngram: int = 1,
-    match: Match = "leftmost",
-    joined: bool = False,
-) -> RepeatDrafts:
-    """What followed the last generated tokens of B sequences before; see reference.suffix_match.ngram_drafts.
-
-    tokens and lengths as `suffix_drafts`; prompt_lengths [B] int32; max_ngram at most 64. Returns chains of at most
-    `places` tokens, their probabilities 1. Raises ValueError if shapes or dtypes do not fit, unless
-    1 <= min_ngram <= max_ngram <= 64, and for another `match`.
-    """
-    check_ngram_drafts(tokens, lengths, prompt_lengths, places, max_ngram, min_ngram, match)
-    for name, value, most in (
-        ("max_ngram", max_ngram, _DEEPEST.value),
-        ("the capacity of tokens", tokens.shape[1], _NGRAM_TIME.value + 1),
-    ):
-        if value > most:
-            raise ValueError(f"ngram_drafts: {name} must be at most {most}, got {value}")
-    (batch, columns), device = tokens.shape, tokens.device
-    drafts = _new_drafts(batch, places, device)
-    if not batch:
-        return drafts
-    chunks = triton.cdiv(columns, _CHUNK.value)
-    best = torch.empty(batch, chunks, dtype=torch.int32, device=device)
-    strides = tokens.stride(0), lengths.stride(0), prompt_lengths.stride(0)
-    overlapped(_ngram_match_kernel, (batch, chunks), device)(
-        tokens,
-        lengths,
-        prompt_lengths,
-        best,
-        max_ngram,
-        min_ngram,
-        *strides,
-        LATEST=match == "latest",
-        JOINED=joined,
-        num_warps=4,
-    )
-    overlapped(_ngram_draft_kernel, (batch,), device)(
-        tokens,
-        lengths,
-        prompt_lengths,
-        best,
-        *drafts,
-        chunks,
-        places,
-        *strides,
-        LATEST=match == "latest",
-        JOINED=joined,
-        CHUNKS=triton.next_power_of_2(chunks),
-        J=triton.next_power_of_2(places),
-        num_warps=1,
-    )
-    return drafts
