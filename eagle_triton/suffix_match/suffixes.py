@@ -29,6 +29,8 @@ _DEEPEST = tl.constexpr(DEEPEST)
 _RUNS = tl.constexpr(8)  # distinct lengths that are tried
 _TIME_BITS = tl.constexpr(MOST_TIMES.bit_length() - 1)
 _TIME = tl.constexpr(MOST_TIMES - 1)
+_BLOCK = tl.constexpr(16)  # segments whose counts are loaded at once
+_UNROLL = tl.constexpr(4)
 _FEW = tl.constexpr(32)  # so many occurrences are followed in a smaller tile
 NO_TOKEN = tl.constexpr(-2)
 _MOST_KEPT = tl.constexpr(MOST_KEPT)
@@ -310,8 +312,8 @@ def _gathered(best_ptr, reach_ptr, segments, match, keep, longer, whole, WIDTH: 
     place = tl.arange(0, N)
     passed = tl.zeros((N,), tl.int32)  # segments before, and their matches: segment << 8 | matches
     taken, seen = 0, 0
-    for first in range(0, segments, 16):
-        segment = first + tl.arange(0, 16)
+    for first in tl.range(0, segments, _BLOCK, loop_unroll_factor=_UNROLL):
+        segment = first + tl.arange(0, _BLOCK)
         inside = segment < segments
         reach = reach_ptr + segment * _DEEPEST + match
         upper = tl.load(reach, mask=inside & (match < _DEEPEST), other=0)
@@ -582,8 +584,8 @@ def _draft_kernel(
     count = tl.where(from_ring, segments - own_segments, length // CHUNK + 1)
     m = tl.arange(0, _DEEPEST) + 1
     reach, beyond = tl.zeros((_DEEPEST,), tl.int32), tl.zeros((_DEEPEST,), tl.int32)  # matches of m tokens, of more
-    for start in range(0, count, 16):
-        segment = start + tl.arange(0, 16)
+    for start in tl.range(0, count, _BLOCK, loop_unroll_factor=_UNROLL):
+        segment = start + tl.arange(0, _BLOCK)
         at = reach_ptr + (first + segment[:, None]) * _DEEPEST + m[None, :]
         inside = segment[:, None] < count
         reach += tl.sum(tl.load(at - 1, mask=inside, other=0), 0)

@@ -8,9 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.reference.sampling import SamplingTensors
-from eagle_triton.reference.verification import (
-    check_positioned,
-)
+from eagle_triton.reference.verification import check_positioned
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.sampling.draws import log_exponential, uniform_of
 from eagle_triton.sampling.filter_thresholds import row_thresholds, scale_of, token_weight
@@ -19,9 +17,29 @@ from eagle_triton.verification.walks import BY_SLOT, NOWHERE, WALK_WARPS, follow
 _LOG2E = tl.constexpr(1.4426950408889634)
 _NOISE_PART = 2048  # tokens per program of the argmax with noise
 _NOISE_WARPS = 4
-_REACH = tl.constexpr(
-    1e-12
-)  # noise spans less than 26: a token of a smaller weight than e^-26 never wins over the best
+_SHARED = 2  # nodes of a level from which on their noise is made once for all
+_REACH = tl.constexpr(1e-12)  # noise spans less than 26: a token of a smaller weight than e^-26 never wins
+
+
+@triton.jit
+def _noise_of(seed, position, first, COUNT: tl.constexpr):
+    """Gumbel noise, negated and in powers of two, of the tokens first .. first + COUNT at an absolute position."""
+    return log_exponential(uniform_of(seed, position, first, COUNT)) * _LOG2E
+
+
+@triton.jit(do_not_specialize_on_alignment=BY_SLOT)
+def _noise_kernel(
+    temperature_ptr, seed_ptr, lengths_ptr, noise_ptr, levels, vocabulary, PART: tl.constexpr, PDL: tl.constexpr
+):
+    """Grid (B * levels, parts): the noise of one part of the vocabulary at one level of a sequence's tree."""
+    await_inputs(PDL)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * PART
+    batch, level = row // levels, row % levels
+    if tl.load(temperature_ptr + batch) > 0:
+        position = tl.load(lengths_ptr + batch) + level.to(tl.int32) + 1
+        noise = _noise_of(tl.load(seed_ptr + batch), position, first, PART)
+        index = first + tl.arange(0, PART)
+        tl.store(noise_ptr + row * vocabulary + index, noise, mask=index < vocabulary)
 
 
 @triton.jit(do_not_specialize_on_alignment=BY_SLOT)
@@ -33,10 +51,12 @@ def _perturb_kernel(
     seed_ptr,
     lengths_ptr,
     depths_ptr,
+    noise_ptr,
     peaks_ptr,
     scores_ptr,
     places_ptr,
     nodes,
+    levels,
     vocabulary,
     parts,
     stride_xr,
@@ -47,7 +67,8 @@ def _perturb_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (R, parts): of a part's kept tokens (without thresholds of all) the largest logit, NaN if one is, and the
-    largest (logit - that) * scale + noise with its first index. Noise is made where something is kept."""
+    largest (logit - that) * scale + noise with its first index. Without noise [B, levels, V] it is made here, where
+    something is kept."""
     await_inputs(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, node = row // nodes, row % nodes
@@ -69,9 +90,12 @@ def _perturb_kernel(
     if peak > float("-inf"):
         score = tl.where(y == peak, 0.0, (y - peak) * scale)
         if temperature > 0:
-            position = tl.load(lengths_ptr + batch) + tl.load(depths_ptr + batch * stride_db + node * stride_dn) + 1
-            noise = log_exponential(uniform_of(tl.load(seed_ptr + batch), position, first, PART))
-            score -= noise * _LOG2E
+            level = tl.load(depths_ptr + batch * stride_db + node * stride_dn)
+            if noise_ptr is None:
+                score -= _noise_of(tl.load(seed_ptr + batch), tl.load(lengths_ptr + batch) + level + 1, first, PART)
+            else:
+                noise = noise_ptr + (batch * levels + level) * vocabulary + index
+                score -= tl.load(noise, mask=kept, other=0.0)
         score = tl.where(kept, score, float("-inf"))
         best = tl.max(score, 0)
         tl.store(scores_ptr + slot, best)
@@ -171,7 +195,7 @@ def verify_target_match(
     check_positioned(name, logits, tokens, parents, depth, params, lengths, depths, nan)
     batch, nodes, _ = logits.shape
     thresholds = row_thresholds(name, logits, params, top_p_first, argmax_at_0=True) if filtered else None
-    scores, parts = perturb(logits, thresholds, params, lengths, depths)
+    scores, parts = perturb(logits, thresholds, params, lengths, depths, depth + 1)
     path, accepted, next_token = walk_results(batch, depth, logits.device)
     overlapped(_target_walk_kernel, (batch,), logits.device)(
         params.temperature,
@@ -196,14 +220,30 @@ def verify_target_match(
 
 
 def perturb(
-    logits: Tensor, thresholds: Tensor | None, params: SamplingTensors, lengths: Tensor, depths: Tensor
+    logits: Tensor, thresholds: Tensor | None, params: SamplingTensors, lengths: Tensor, depths: Tensor, levels: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-    """Per row and part of logits [B, N, V]: largest kept logit, best score and its token; and how many parts."""
-    _, nodes, vocabulary = logits.shape
+    """Per row and part of logits [B, N, V]: largest kept logit, best score and its token; and how many parts.
+
+    Nodes of one level share their noise: where there are many of them it is made once.
+    """
+    batch, nodes, vocabulary = logits.shape
     x, part = logits.reshape(-1, vocabulary), min(_NOISE_PART, max(16, triton.next_power_of_2(vocabulary)))
     parts = triton.cdiv(vocabulary, part)
     peaks = torch.empty(len(x), parts, dtype=torch.float32, device=x.device)
     scores, places = torch.empty_like(peaks), torch.empty_like(peaks, dtype=torch.int32)
+    noise = None
+    if nodes > _SHARED * levels:
+        noise = torch.empty(batch, levels, vocabulary, dtype=torch.float32, device=x.device)
+        overlapped(_noise_kernel, (batch * levels, parts), x.device)(
+            params.temperature,
+            params.seed,
+            lengths,
+            noise,
+            levels,
+            vocabulary,
+            PART=part,
+            num_warps=_NOISE_WARPS,
+        )
     overlapped(_perturb_kernel, (len(x), parts), x.device)(
         x,
         thresholds,
@@ -212,10 +252,12 @@ def perturb(
         params.seed,
         lengths,
         depths,
+        noise,
         peaks,
         scores,
         places,
         nodes,
+        levels,
         vocabulary,
         parts,
         *x.stride(),

@@ -165,7 +165,7 @@ def verify_topp(
         )
         floor = row_thresholds("verify_topp", logits, best, False, argmax_at_0=True)[:, 1]
         thresholds[:, 1] = torch.maximum(thresholds[:, 1], floor)
-    scores, parts = perturb(logits, thresholds, params, lengths, depths)
+    scores, parts = perturb(logits, thresholds, params, lengths, depths, depth + 1)
     if window:
         ranks = torch.empty(batch, nodes, dtype=torch.int32, device=logits.device)
         overlapped(_rank_kernel, (len(x),), logits.device)(

@@ -5,7 +5,13 @@ import triton
 from eagle_triton.runtime.launch import EXACT
 from eagle_triton.sampling.draws import chunk_of
 from eagle_triton.verification.rejection import _final_token_kernel, _sampled_walk_kernel
-from eagle_triton.verification.target_match import _NOISE_PART, _NOISE_WARPS, _perturb_kernel, _target_walk_kernel
+from eagle_triton.verification.target_match import (
+    _NOISE_PART,
+    _NOISE_WARPS,
+    _noise_kernel,
+    _perturb_kernel,
+    _target_walk_kernel,
+)
 from eagle_triton.verification.topp import _rank_kernel, _topp_walk_kernel
 from eagle_triton.verification.update import _update_sequence_kernel
 from eagle_triton.verification.walks import _first_path_kernel, _greedy_walk_kernel
@@ -17,7 +23,7 @@ _TYPES = {
     **dict.fromkeys(("nan_ptr", "active_ptr", "exact_ptr"), "*i1"),
     **dict.fromkeys(("sequence_ptr", "stop_ids_ptr", "report_ptr"), "*i64"),
     **dict.fromkeys(("depths_ptr", "ranks_ptr"), "*i32"),
-    "scores_ptr": "*fp32",
+    **dict.fromkeys(("scores_ptr", "noise_ptr"), "*fp32"),
     "sums_ptr": "*fp64",
 }
 _WALK = {"NODES": 64, "CHUNKS": 32, "PARTS": 32, "STEPS": 16, "CHUNK": chunk_of(128256), "PAIRS": 64, "stride_xv": 1}
@@ -54,14 +60,17 @@ CASES = [
             dtype,
         )
         for name, kernel, constexprs, warps in (
-            ("noise", _perturb_kernel, {}, _NOISE_WARPS),
-            ("noise without filters", _perturb_kernel, {"thresholds_ptr": None}, _NOISE_WARPS),
+            ("noise", _perturb_kernel, {"noise_ptr": None}, _NOISE_WARPS),
+            ("noise without filters", _perturb_kernel, {"noise_ptr": None, "thresholds_ptr": None}, _NOISE_WARPS),
+            ("shared noise", _perturb_kernel, {}, _NOISE_WARPS),
+            ("shared noise without filters", _perturb_kernel, {"thresholds_ptr": None}, _NOISE_WARPS),
             ("rank", _rank_kernel, {}, 8),
             ("top-p walk", _topp_walk_kernel, {"ranks_ptr": None}, 8),
             ("top-p walk with a window", _topp_walk_kernel, {}, 8),
         )
         for dtype in ("bf16", "fp16")
     ),
+    _case("noise of levels", _noise_kernel, _NOISE, {"num_warps": _NOISE_WARPS, "aligned": ("vocabulary",)}),
     _case("target walk", _target_walk_kernel, {**_WALK, **_NOISE}, {"num_warps": 8}),
     _case("first path", _first_path_kernel, _WALK, {"num_warps": 1}),
     _case("update sequence", _update_sequence_kernel, {"STEPS": 16, "STOPS": 16}, {"num_warps": 1}),
