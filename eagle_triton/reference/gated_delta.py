@@ -28,7 +28,7 @@ remembered depends on the committed tokens alone, to the last bit.
 | gates     | [B, n, 2, HV] fp32       | g and beta of each node                                               |
 
 Roundings are those of Hugging Face's models in torch: the convolution and its SiLU to the model's dtype, beta to the
-dtype of b, outputs to the model's. Everything else is fp32.
+dtype of b, outputs to the model's. Everything else is fp32, but for the sums of g.
 """
 
 from __future__ import annotations
@@ -102,13 +102,8 @@ def delta_tree(
     count = mixed.shape[1]
     node = torch.arange(count, device=mixed.device)
     seen = ((ancestors[..., 0, None] >> node) & 1).bool()[:, None]  # [B, 1, n, n]
-    total = (seen * g.transpose(1, 2)[:, :, None]).sum(-1)  # [B, HV, n]
-    decay = torch.where(seen, total[..., :, None] - total[..., None, :], 0.0).exp() * seen
-    beta_of = beta.transpose(1, 2)[..., None]
-    system = beta_of * (k @ k.mT) * decay
-    update = beta_of * (v - total.exp()[..., None] * (k @ state))
-    update = torch.linalg.solve_triangular(system, update, upper=False, unitriangular=True)
-    answers = total.exp()[..., None] * (q @ state) + ((q @ k.mT) * decay) @ update
+    total = (seen * g.transpose(1, 2)[:, :, None].double()).sum(-1)  # [B, HV, n]
+    answers, _ = _answered(q, k, v, beta.transpose(1, 2), total, seen, state)
     if gates is not None:
         gates.copy_(torch.stack((g, beta), dim=2))
     return answers.transpose(1, 2).to(mixed.dtype)
@@ -122,14 +117,12 @@ def delta_chunk(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Ten
         part = slice(first, first + MOST_NODES)
         q, k, v = _heads(mixed[:, part], state)
         g, beta = (gate.transpose(1, 2) for gate in gating(a[:, part], b[:, part], A_log, dt_bias))
-        total = g.cumsum(-1)
-        decay = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
-        update = beta[..., None] * (v - total.exp()[..., None] * (k @ state))
-        system = beta[..., None] * (k @ k.mT) * decay
-        update = torch.linalg.solve_triangular(system, update, upper=False, unitriangular=True)
-        outputs.append(total.exp()[..., None] * (q @ state) + ((q @ k.mT) * decay) @ update)
-        left = (total[..., -1:] - total).exp()
-        state.copy_(total[..., -1].exp()[..., None, None] * state + (k * left[..., None]).mT @ update)
+        total = g.double().cumsum(-1)
+        seen = torch.ones(2 * total.shape[-1:], dtype=torch.bool, device=total.device).tril()
+        answers, update = _answered(q, k, v, beta, total, seen, state)
+        outputs.append(answers)
+        left, kept = (total[..., -1:] - total).exp().float(), total[..., -1].exp().float()
+        state.copy_(kept[..., None, None] * state + (k * left[..., None]).mT @ update)
     return torch.cat(outputs, dim=2).transpose(1, 2).to(mixed.dtype)
 
 
@@ -219,6 +212,21 @@ def _heads(mixed: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v.unflatten(-1, (value_heads, value_dim)).transpose(1, 2)
 
 
+def _answered(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, seen: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Outputs and updates [B, HV, n, V] of nodes that see each other by `seen` [.., n, n]; beta, total [B, HV, n].
+
+    total, the sums of g, are fp64: the difference of two of them is small beside what both may hold.
+    """
+    between = torch.where(seen, total[..., :, None] - total[..., None, :], 0.0).exp().float() * seen
+    since_state = total.exp().float()[..., None]
+    right = beta[..., None] * (v - since_state * (k @ state))
+    system = beta[..., None] * (k @ k.mT) * between
+    update = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    return since_state * (q @ state) + ((q @ k.mT) * between) @ update, update
+
+
 def _taken_in(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """The state [B, HV, K, V] behind one more token; k [B, HV, K], v [B, HV, V], g and beta [B, HV]."""
     decayed = state * g.exp()[..., None, None]
@@ -244,8 +252,8 @@ def check_causal_conv(
     channels = 2 * q[0, 0].numel() + v[0, 0].numel() if batch and count else weight.shape[0]
     _check(name, "k", k, tuple(q.shape), q)
     _check(name, "v", v, (batch, count, heads, v.shape[3]), q)
-    if weight.dim() != 2 or weight.shape[1] < 1:
-        raise ValueError(f"{name}: weight must be [C, W], got {list(weight.shape)}")
+    if weight.dim() != 2 or weight.shape[1] < 1 or not weight.dtype.is_floating_point:
+        raise ValueError(f"{name}: weight must be [C, W] of floats, got {_said(weight)}")
     _check(name, "weight", weight, (channels, weight.shape[1]), q)
     _check(name, "window", window, (batch, weight.shape[1] - 1, channels), q)
     for label, value in (("raw", raw), ("out", out)):
@@ -283,8 +291,6 @@ def check_delta(name: str, mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, d
 def check_tree(mixed: Tensor, state: Tensor, ancestors: Tensor, depth: int, gates: Tensor | None) -> None:
     """Raise ValueError unless delta_tree can answer these nodes."""
     batch, count, _ = mixed.shape
-    if count > MOST_NODES:
-        raise ValueError(f"delta_tree: at most {MOST_NODES} nodes, got {count}")
     if depth < 0:
         raise ValueError(f"delta_tree: depth must not be negative, got {depth}")
     _check_ancestors("delta_tree", ancestors, batch, count, mixed)
@@ -294,11 +300,14 @@ def check_tree(mixed: Tensor, state: Tensor, ancestors: Tensor, depth: int, gate
 
 def check_gated_norm(x: Tensor, z: Tensor, weight: Tensor) -> None:
     """Raise ValueError unless these are operands of gated_norm."""
-    if x.dim() != 4 or z.dim() != 4 or x.shape[:2].numel() * z.shape[2:].numel() != x.numel():
+    if x.dim() != 4 or z.dim() != 4 or not x.dtype.is_floating_point:
         raise ValueError(
-            f"gated_norm: x must be [B, n, HV, V] and z [B, n, H, R V], got {list(x.shape)} and {list(z.shape)}"
+            f"gated_norm: x must be [B, n, HV, V] of floats and z [B, n, H, R V], got {_said(x)} and {list(z.shape)}"
         )
-    _check("gated_norm", "z", z, (*x.shape[:2], *z.shape[2:]), x)
+    heads = max(z.shape[2], 1)
+    _check("gated_norm", "z", z, (*x.shape[:2], heads, x.shape[2] // heads * x.shape[3]), x)
+    if x.shape[2] % heads:
+        raise ValueError(f"gated_norm: x must have a multiple of z's {heads} heads, got {x.shape[2]}")
     _check("gated_norm", "weight", weight, (x.shape[3],), x)
 
 
@@ -312,8 +321,14 @@ def check_commit_states(
             f"{name}: states must be [L, B, HV, K, V], windows [L, B, W - 1, C], raw [L, B, N, C] and path [B, P], got "
             f"{list(states.shape)}, {list(windows.shape)}, {list(raw.shape)} and {list(path.shape)}"
         )
-    layers, batch, value_heads = states.shape[:3]
+    layers, batch, value_heads, key_dim, value_dim = states.shape
     nodes, channels = raw.shape[2:]
+    heads, rest = divmod(channels - value_heads * value_dim, 2 * key_dim)
+    if rest or heads < 1 or value_heads % heads or not raw.dtype.is_floating_point:
+        raise ValueError(
+            f"{name}: raw must be floats of 2 H K + HV V channels, HV = {value_heads} a multiple of H, K = {key_dim} "
+            f"and V = {value_dim}, got {_said(raw)}"
+        )
     _check(name, "states", states, tuple(states.shape), raw, torch.float32)
     _check(name, "windows", windows, (layers, batch, windows.shape[2], channels), raw)
     _check(name, "raw", raw, (layers, batch, nodes, channels), raw)
@@ -324,8 +339,8 @@ def check_commit_states(
 
 
 def _check_ancestors(name: str, ancestors: Tensor, batch: int, count: int, like: Tensor) -> None:
-    if ancestors.shape[-1] != 1:
-        raise ValueError(f"{name}: at most {MOST_NODES} nodes, ancestors are {list(ancestors.shape)}")
+    if count > MOST_NODES:
+        raise ValueError(f"{name}: at most {MOST_NODES} nodes, got {count}")
     _check(name, "ancestors", ancestors, (batch, count, 1), like, torch.int64)
 
 
