@@ -45,6 +45,7 @@ def _draft_inputs_kernel(
     size: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (B * n, 2): a program makes one half of one row, the token's or the feature's."""
@@ -53,7 +54,7 @@ def _draft_inputs_kernel(
     inputs = inputs_ptr + row * (2 * size)
     if tl.program_id(1) == 0:
         token = embedding_ptr + tl.load(tokens_ptr + row) * stride_e
-        norm_row(token, token_norm_ptr, None, inputs, None, 0, token_eps, size, BLOCK, 1)
+        norm_row(token, token_norm_ptr, None, inputs, None, 0, token_eps, size, BLOCK, 1, ZERO_CENTRED)
     else:
         feature = row
         if parents_ptr is not None:
@@ -69,6 +70,7 @@ def _draft_inputs_kernel(
             size,
             BLOCK,
             SPLITS,
+            ZERO_CENTRED,
         )
 
 
@@ -82,6 +84,7 @@ def draft_inputs(
     feature_norm: Tensor | None = None,
     token_eps: float = 0.0,
     feature_eps: float = 0.0,
+    zero_centred: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Embeddings and features side by side, each normed where its norm is given; see reference.draft_inputs.
 
@@ -118,6 +121,7 @@ def draft_inputs(
         size,
         block,
         splits,
+        zero_centred,
         num_warps=DRAFT_WARPS,
     )
     return inputs, picked

@@ -36,6 +36,24 @@ def test_normed(device, dtype, size):
     assert_close(values, reference.draft_inputs(features, parents, tokens, embedding, **norms), dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_zero_centred(device, dtype):
+    """(1 + weight) in both halves, rounded once."""
+    features, parents, tokens, embedding, token_norm, feature_norm = case(device, dtype)
+    norms = {"token_norm": token_norm, "feature_norm": feature_norm, "token_eps": 1e-5, "feature_eps": 1e-2}
+
+    def by_hand(x, weight, eps):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (1 + weight.float())).to(dtype)
+
+    picked = torch.stack([features[b, parents[b]] for b in range(2)])
+    expected = torch.cat((by_hand(embedding[tokens], token_norm, 1e-5), by_hand(picked, feature_norm, 1e-2)), dim=-1)
+    for module in (draft_inputs, reference):
+        values = module.draft_inputs(features, parents, tokens, embedding, **norms, zero_centred=True)
+        assert_close(values, (expected, picked), dtype)
+        assert (values[0] != expected).float().mean() < (0.01 if dtype == torch.float16 else 1)
+
+
 def test_copies_are_exact(device):
     features, parents, tokens, embedding, *_ = case(device, torch.float32)
     inputs, picked = draft_inputs.draft_inputs(features, parents, tokens, embedding)

@@ -44,6 +44,27 @@ def test_rms_norm(device, shape, dtype):
     assert torch.equal(total, same_total)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (2, 3, 200), *LARGE])
+def test_zero_centred_norms(device, shape, dtype):
+    """(1 + weight), and one rounding: Gemma's and Qwen3.5's."""
+    x, residual, weight = randn(device, dtype, *shape), randn(device, dtype, *shape), randn(device, dtype, shape[-1])
+
+    def by_hand(x: Tensor) -> Tensor:
+        wide = x.float()
+        return wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (1 + weight.float())
+
+    total = x + residual
+    for module in (kernels, reference):
+        out = module.rms_norm(x, weight, 1e-5, zero_centred=True)
+        assert_close(out, by_hand(x).to(dtype), by_hand(x))
+        out, summed = module.add_rms_norm(x, residual, weight, 1e-5, zero_centred=True)
+        assert_close(out, by_hand(total).to(dtype), by_hand(total))
+        assert torch.equal(summed, total)
+        for before in (module.rms_norm(x, weight, 1e-5), module.add_rms_norm(x, residual, weight, 1e-5)[0]):
+            assert (before - out).abs().max() > 0.1
+
+
 def test_rms_norm_reads_rows_where_they_lie(device):
     x, residual, weight = (randn(device, torch.float16, *s) for s in ((5, 64), (5, 64), (64,)))
     big = torch.full((5, 200), torch.nan, device=device, dtype=torch.float16)
@@ -132,6 +153,8 @@ def test_16_bits_are_rounded_where_the_models_round(device, dtype):
     x, other, weight = randn(device, dtype, 40, 256), randn(device, dtype, 40, 256), randn(device, dtype, 256)
     q, k, v, cache, *rest = rotary_operands(device, dtype, 2, 9, 4, 2, 64)
     norms = dict(q_norm=randn(device, dtype, 64), k_norm=randn(device, dtype, 64), eps=1e-6)
+    partial = (*rest[:-1], rest[-1][:10])
+    caches = [cache.clone() for _ in range(2)]
     results = [
         (
             module.rms_norm(x, weight, 1e-5),
@@ -139,8 +162,14 @@ def test_16_bits_are_rounded_where_the_models_round(device, dtype):
             module.swiglu(x, other),
             module.rotary_append(q, k, v, cache.clone(), *rest),
             module.rotary_append(q, k, v, cache.clone(), *rest, **norms),
+            module.rms_norm(x, weight, 1e-5, zero_centred=True),
+            module.add_rms_norm(x, other, weight, 1e-5, zero_centred=True)[0],
+            module.rotary_append(q, k, v, cache.clone(), *partial, **norms),
+            module.rotary_append(q, k, v, own, *partial, **norms, zero_centred=True),
+            own.nan_to_num(),
+            module.gate_heads(q, q.flip(1)),
         )
-        for module in (kernels, reference)
+        for module, own in zip((kernels, reference), caches, strict=True)
     ]
     for ours, theirs in zip(*results, strict=True):
         assert (ours != theirs).float().mean() < 0.01
@@ -168,6 +197,40 @@ def test_norms_and_scaling(device, dtype):
     operands = rotary_operands(device, dtype, 2, 3, 4, 2, 80)
     check_rotary(operands, q_norm=q_norm, k_norm=k_norm, eps=1e-6, attention_scaling=1.25)
     check_rotary(operands, k_norm=k_norm, eps=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("zero_centred", [False, True], ids=["plain", "zero-centred"])
+@pytest.mark.parametrize(("dim", "turned"), [(64, 16), (80, 2), (80, 46), (96, 94), (256, 64)])
+def test_a_part_of_each_head_rotates(device, dim, turned, zero_centred, dtype):
+    *operands, inv_freq = rotary_operands(device, dtype, 2, 3, 6, 2, dim)
+    operands = (*operands, inv_freq[: turned // 2])
+    norms = dict(q_norm=randn(device, dtype, dim), k_norm=randn(device, dtype, dim), eps=1e-6)
+    check_rotary(operands, **norms, zero_centred=zero_centred, attention_scaling=1.25)
+
+
+@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+def test_the_rest_of_a_head_passes_and_its_part_rotates_as_a_head_of_that_size(device, module):
+    q, k, v, cache, first_row, positions, inv_freq = rotary_operands(device, torch.float16, 2, 3, 4, 2, 80)
+    inv_freq, small = inv_freq[:12], cache[..., :24].contiguous()
+    out = module.rotary_append(q, k, v, cache, first_row, positions, inv_freq)
+    part = module.rotary_append(q[..., :24], k[..., :24], v[..., :24], small, first_row, positions, inv_freq)
+    assert torch.equal(out[..., :24], part) and torch.equal(out[..., 24:], q[..., 24:])
+    assert torch.equal(cache[..., :24].nan_to_num(), small.nan_to_num())
+    for batch, first in enumerate(first_row.tolist()):
+        rows = cache[:, batch, :, first : first + 3].transpose(1, 2)
+        assert torch.equal(rows[0, ..., 24:], k[batch, ..., 24:]) and torch.equal(rows[1], v[batch])
+
+
+def test_partial_sums_of_a_part_that_rotates(device):
+    sums = torch.randn(2, 2, 5, 4 * 64, device=device)
+    q, k, v = (SplitSums(x, torch.float32).unflatten(-1, (-1, 64)) for x in sums.split([128, 64, 64], dim=-1))
+    cache, *rest, inv_freq = rotary_operands(device, torch.float32, 2, 5, 2, 1, 64)[3:]
+    caches, rest = [cache.clone(), cache], (*rest, inv_freq[:6])
+    norms = dict(q_norm=torch.randn(64, device=device), k_norm=torch.randn(64, device=device), zero_centred=True)
+    out = kernels.rotary_append(q, k, v, caches[0], *rest, **norms)
+    torch.testing.assert_close(out, reference.rotary_append(q, k, v, caches[1], *rest, **norms))
+    torch.testing.assert_close(*caches, equal_nan=True)
 
 
 def test_other_strides(device):
@@ -199,8 +262,10 @@ def test_cache_of_another_dtype(device):
     check_rotary(rotary_operands(device, torch.float16, 1, 3, 4, 2, 64, cache_dtype=torch.float32))
 
 
-def test_rows_beyond_the_capacity_are_not_written(device):
+@pytest.mark.parametrize("turned", [64, 16])
+def test_rows_beyond_the_capacity_are_not_written(device, turned):
     q, k, v, _, first_row, positions, inv_freq = rotary_operands(device, torch.float32, 1, 5, 2, 1, 64, capacity=8)
+    inv_freq = inv_freq[: turned // 2]
     around = torch.full((2, 1, 1, 16, 64), 7.0, device=device)
     inside = around[:, :, :, :8]
     first_row.fill_(6)
@@ -219,6 +284,30 @@ def test_no_rows(device):
     assert out.shape == (1, 0, 2, 64) and cache.isnan().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 2, 8), (2, 3, 4, 32), (1, 5, 3, 80), (2, 2, 16, 256), (1, 0, 2, 8)])
+def test_gate_heads(device, shape, dtype):
+    """As it is called: x by itself, the gates between a product's queries."""
+    x, product = randn(device, dtype, *shape), randn(device, dtype, *shape[:3], 2, shape[3])
+    gate = product.select(-2, 1)
+    out = kernels.gate_heads(x, gate)
+    assert out.shape == x.shape and out.is_contiguous()
+    if not out.numel():
+        return
+    exact = x.float() / (1 + (-gate.float()).exp())
+    assert_close(out, reference.gate_heads(x, gate), exact)
+    assert_close(reference.gate_heads(x, gate), x * gate.sigmoid(), exact)
+    for strided in (x.transpose(0, 1).contiguous().transpose(0, 1), x.mT.contiguous().mT):
+        assert torch.equal(kernels.gate_heads(strided, gate.clone()), out)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # the interpreter's exp
+def test_gates_far_from_zero(device):
+    gate = torch.tensor([-3e4, -100.0, 0.0, 100.0, 3e4], device=device).view(1, 1, 1, 5)
+    for module in (kernels, reference):
+        assert module.gate_heads(torch.full_like(gate, 3), gate).flatten().tolist() == [0, 0, 1.5, 3, 3]
+
+
 @pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
 def test_bad_operands_are_refused(device, module):
     x, weight = torch.randn(2, 8, device=device), torch.randn(8, device=device)
@@ -230,6 +319,9 @@ def test_bad_operands_are_refused(device, module):
         (module.rms_norm, (x.long(), weight.long(), 1e-5)),
         (module.swiglu, (x, x[:1])),
         (module.swiglu, (x, x.half())),
+        (module.gate_heads, (x, x)),
+        (module.gate_heads, (x[None, None], x[None, None, :1])),
+        (module.gate_heads, (x[None, None], x[None, None].half())),
     ]
     for function, args in bad:
         with pytest.raises(ValueError, match=function.__name__):
@@ -247,7 +339,9 @@ BAD_ROTARY = {
     "first_row too short": {4: lambda x: x[:1]},
     "positions int64": {5: Tensor.long},
     "positions of another shape": {5: lambda x: x[:, :2]},
-    "inv_freq of another size": {6: lambda x: x[:-1]},
+    "inv_freq too long": {6: lambda x: torch.cat((x, x[:1]))},
+    "inv_freq empty": {6: lambda x: x[:0]},
+    "inv_freq for each head": {6: lambda x: x[None]},
     "mixed dtypes": {1: Tensor.half},
     "another device": {3: lambda x: x.to("meta")},
 }

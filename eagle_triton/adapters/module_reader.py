@@ -109,28 +109,32 @@ def read_embedding(module: Any, path: str, *, root: str = "model") -> torch.Tens
 
 
 def read_norm(module: Any, path: str, *, root: str = "model") -> Norm:
-    """An RMSNorm of the Llama family: a weight, and its eps under one of the usual names; it is tried on a row."""
+    """An RMSNorm: a weight, and its eps under one of the usual names; a row tells whether it is zero-centred."""
     layer, where = attribute_at(module, path, nn.Module, root=root), f"{root}.{path}"
     weight = read_weight(layer, where)
     for name in ("variance_epsilon", "eps"):
         if isinstance(getattr(layer, name, None), float):
-            norm = Norm(weight, getattr(layer, name))
-            _check_rms_norm(layer, norm, where)
-            return norm
+            return _tried_norm(layer, weight, getattr(layer, name), where)
     raise UnsupportedModelError(
         f"{where} ({type(layer).__name__}) has no eps: not an RMSNorm that is known", "layer-types"
     )
 
 
 @torch.no_grad()
-def _check_rms_norm(layer: nn.Module, norm: Norm, where: str) -> None:
-    size, device = norm.weight.shape[-1], norm.weight.device
-    row = torch.linspace(-1, 2, size, dtype=torch.float32, device=device).to(norm.weight.dtype)[None]
-    expected = torch.nn.functional.rms_norm(row.float(), (size,), norm.weight.float(), norm.eps)
-    if not torch.allclose(layer(row).float(), expected, rtol=0.05, atol=1e-3, equal_nan=True):
-        raise UnsupportedModelError(
-            f"{where} ({type(layer).__name__}) does not compute an RMSNorm with its weight", "layer-types"
-        )
+def _tried_norm(layer: nn.Module, weight: torch.Tensor, eps: float, where: str) -> Norm:
+    """The norm that gives a row what `layer` does; the nearer one, since a large weight and 1 + weight are alike."""
+    size = weight.shape[-1]
+    row = torch.linspace(-1, 2, size, dtype=torch.float32, device=weight.device).to(weight.dtype)[None]
+    out, normed = layer(row).float(), torch.nn.functional.rms_norm(row.float(), (size,), eps=eps)
+    plain, centred = normed * weight.float(), normed * (1.0 + weight.float())
+    if out.shape == plain.shape:
+        zero_centred = bool((out - centred).abs().nansum() < (out - plain).abs().nansum())
+        expected = centred if zero_centred else plain
+        if torch.allclose(out, expected, rtol=0.05, atol=1e-3, equal_nan=True):
+            return Norm(weight, eps, zero_centred)
+    raise UnsupportedModelError(
+        f"{where} ({type(layer).__name__}) does not compute an RMSNorm with its weight", "layer-types"
+    )
 
 
 def read_projection(module: Any, path: str, *, root: str = "model") -> Projection:
@@ -155,13 +159,21 @@ def read_layer(
 ) -> Layer:
     """A decoder layer of the Llama family at a dotted path below `module`: attention and a SwiGLU block.
 
-    Queries and keys are normed where the attention has the norms; only an EAGLE-1/2 head's layer lacks the input norm.
+    Queries and keys are normed where the attention has the norms, and what it attends to is gated where the queries'
+    product has twice their rows; only an EAGLE-1/2 head's layer lacks the input norm.
     """
     layer, where = attribute_at(module, path, nn.Module, root=root), f"{root}.{path}"
     attention = attribute_at(layer, "self_attn", nn.Module, root=where)
     q, k, v, o = (read_projection(layer, f"self_attn.{name}_proj", root=where) for name in "qkvo")
     gate, up, down = (read_projection(layer, f"mlp.{name}_proj", root=where) for name in ("gate", "up", "down"))
-    normed = hasattr(attention, "q_norm")
+    gated = _is_gated(q, num_heads * head_dim, f"{where}.self_attn.q_proj")
+    if 2 * len(rotary.inv_freq) > head_dim:
+        raise UnsupportedModelError(
+            f"{where}.self_attn must rotate at most the {head_dim} elements of a head, got {len(rotary.inv_freq)} "
+            "frequencies, one for two elements each",
+            "layer-types",
+        )
+    q_norm, k_norm = _read_head_norms(layer, where) if hasattr(attention, "q_norm") else (None, None)
     return Layer(
         input_norm=read_norm(layer, "input_layernorm", root=where) if hasattr(layer, "input_layernorm") else None,
         mixer=Attention(
@@ -174,13 +186,37 @@ def read_layer(
             head_dim=head_dim,
             scale=scale,
             rotary=rotary,
-            q_norm=read_norm(layer, "self_attn.q_norm", root=where) if normed else None,
-            k_norm=read_norm(layer, "self_attn.k_norm", root=where) if normed else None,
+            q_norm=q_norm,
+            k_norm=k_norm,
             sliding_window=sliding_window,
+            gated=gated,
         ),
         post_norm=read_norm(layer, "post_attention_layernorm", root=where),
         mlp=MLP(gate, up, down),
     )
+
+
+def _is_gated(q: Projection, rows: int, where: str) -> bool:
+    """Whether the product gives a gate beside the queries of each head, which have `rows` rows."""
+    found = getattr(q.module, "out_features", None) if q.weight is None else len(q.weight)
+    if found not in (rows, 2 * rows):
+        got = f"a {type(q.module).__name__} without out_features" if found is None else found
+        raise UnsupportedModelError(
+            f"{where} must have {rows} rows, or {2 * rows} with a gate for each head, got {got}", "layer-types"
+        )
+    return found == 2 * rows
+
+
+def _read_head_norms(layer: nn.Module, where: str) -> tuple[Norm, Norm]:
+    """Of queries and keys, which are normed in one launch."""
+    q_norm, k_norm = (read_norm(layer, f"self_attn.{name}", root=where) for name in ("q_norm", "k_norm"))
+    if (q_norm.eps, q_norm.zero_centred) != (k_norm.eps, k_norm.zero_centred):
+        raise UnsupportedModelError(
+            f"{where}.self_attn.q_norm and k_norm must be norms of one kind and eps, got eps {q_norm.eps} and "
+            f"{k_norm.eps}, zero-centred: {q_norm.zero_centred} and {k_norm.zero_centred}",
+            "layer-types",
+        )
+    return q_norm, k_norm
 
 
 def check_silu(activation: Callable, where: str) -> None:
@@ -193,5 +229,5 @@ def check_silu(activation: Callable, where: str) -> None:
 def read_rotary(inv_freq: Any, scaling: float, where: str) -> Rotary:
     """A rotary embedding from its frequencies."""
     if not isinstance(inv_freq, torch.Tensor) or inv_freq.dim() != 1:
-        raise UnsupportedModelError(f"{where}.inv_freq must be a tensor [d / 2]", "layer-types")
+        raise UnsupportedModelError(f"{where}.inv_freq must be a tensor [r / 2]", "layer-types")
     return Rotary(inv_freq.float(), float(scaling))

@@ -64,10 +64,17 @@ class _Head:
             raise _UnsupportedError(f"the draft head's layer is a {type(mixer).__name__}, not attention")
         if mixer.q_norm is not None or mixer.sliding_window is not None:
             raise _UnsupportedError("the draft head norms its queries or has a sliding window")
+        if mixer.gated or 2 * len(mixer.rotary.inv_freq) != mixer.head_dim:
+            raise _UnsupportedError("the draft head gates its attention or rotates only a part of each head")
         products = {"fc": draft.fc, "q": mixer.q, "k": mixer.k, "v": mixer.v, "o": mixer.o}
         products |= {"gate": mlp.gate, "up": mlp.up, "down": mlp.down, "head": draft.head}
         weights = {name: _plain_weight(name, projection) for name, projection in products.items()}
         eagle3 = isinstance(draft, Eagle3Draft)
+        norms = [layer.input_norm, layer.post_norm, draft.norm]
+        if isinstance(draft, Eagle3Draft):
+            norms.append(draft.hidden_norm)
+        if any(norm is not None and norm.zero_centred for norm in norms):
+            raise _UnsupportedError("the draft head has zero-centred norms")
         if not eagle3 and (layer.input_norm is not None or draft.embedding.shape[1] != draft.hidden_size):
             raise _UnsupportedError("the draft head is not shaped like EAGLE-1's")
         if not draft.embedding.is_contiguous():

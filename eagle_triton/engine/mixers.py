@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eagle_triton.engine.modules import Norm, Projection, Rotary, project_split, project_stack
 from eagle_triton.engine.operations import Operations
-from eagle_triton.runtime.split_sums import SplitSums
+from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -148,7 +148,11 @@ class KeyValueCache(MixerCache):
 
 @dataclass(frozen=True)
 class Attention(Mixer):
-    """Grouped-query attention. For an EAGLE-3 head q, k and v read 2H columns."""
+    """Grouped-query attention. For an EAGLE-3 head q, k and v read 2H columns.
+
+    gated: each head's queries are followed by a gate of what the head attends to, 2d rows of q for a head (Qwen3-Next,
+    Qwen3.5). q_norm and k_norm have one eps and are both zero-centred or neither.
+    """
 
     q: Projection
     k: Projection
@@ -162,6 +166,7 @@ class Attention(Mixer):
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     sliding_window: int | None = None
+    gated: bool = False
 
     @property
     def cache_shape(self) -> tuple[int, int]:
@@ -179,8 +184,13 @@ class Attention(Mixer):
 
     def attend(self, ops: Operations, x: Tensor, cache: Tensor, rows: Rows) -> Tensor:
         """Project, rotate, append to the cache and attend: x [B, n, *] -> [B, n, Hq * d], the input of o."""
-        products = project_stack(ops, (self.q, self.k, self.v), x, keep_splits=True, launch_rows=rows.launch_rows)
+        products = project_stack(
+            ops, (self.q, self.k, self.v), x, keep_splits=not self.gated, launch_rows=rows.launch_rows
+        )
         q, k, v = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
+        gate = None
+        if self.gated:
+            q, gate = total_of(q).unflatten(-2, (-1, 2)).unbind(-2)
         q = ops.rotary_append(
             q,
             k,
@@ -193,6 +203,7 @@ class Attention(Mixer):
             q_norm=None if self.q_norm is None else self.q_norm.weight,
             k_norm=None if self.k_norm is None else self.k_norm.weight,
             eps=0.0 if self.q_norm is None else self.q_norm.eps,
+            zero_centred=self.q_norm is not None and self.q_norm.zero_centred,
         )
         out = ops.tree_attention(
             q,
@@ -203,6 +214,8 @@ class Attention(Mixer):
             sliding_window=self.sliding_window,
             launch_nodes=rows.launch_nodes,
         )
+        if gate is not None:
+            out = ops.gate_heads(out, gate)
         return out.flatten(-2)
 
     @property

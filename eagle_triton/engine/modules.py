@@ -16,10 +16,11 @@ from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm: `weight` [H] (or [d] for q/k norms) and `eps`."""
+    """RMSNorm: `weight` [H] (or [d] for q/k norms) and `eps`. zero_centred: 1 + weight stands for the weight."""
 
     weight: Tensor
     eps: float
+    zero_centred: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Projection:
 class Rotary:
     """Rotary embedding in the half-rotation layout: angle = position * inv_freq, scaled by `attention_scaling`."""
 
-    inv_freq: Tensor  # [d / 2] float32
+    inv_freq: Tensor  # [r / 2] float32: the first r <= d elements of a head turn
     attention_scaling: float = 1.0
 
 
@@ -125,8 +126,10 @@ def add_norm(
         total = x if update is None else ops.add(update, x)
         return total, total
     if update is None:
-        return ops.rms_norm(x, norm.weight, norm.eps, in_draft_pass=in_draft_pass), x
-    return ops.add_rms_norm(update, x, norm.weight, norm.eps, in_draft_pass=in_draft_pass)
+        return ops.rms_norm(x, norm.weight, norm.eps, zero_centred=norm.zero_centred, in_draft_pass=in_draft_pass), x
+    return ops.add_rms_norm(
+        update, x, norm.weight, norm.eps, zero_centred=norm.zero_centred, in_draft_pass=in_draft_pass
+    )
 
 
 def feed_forward(ops: Operations, mlp: MLP, x: Tensor, launch_rows: int | None = None) -> Tensor | SplitSums:

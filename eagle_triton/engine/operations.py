@@ -42,6 +42,7 @@ class Operations:
     swiglu = staticmethod(_layers.swiglu)
     rotary_append = staticmethod(_layers.rotary_append)
     tree_attention = staticmethod(_attention.tree_attention)
+    gate_heads = staticmethod(_layers.gate_heads)
     process_logits = staticmethod(_logit_processing.process_logits)
     verify_greedy = staticmethod(_verification.verify_greedy)
     verify_sampling = staticmethod(_verification.verify_sampling)

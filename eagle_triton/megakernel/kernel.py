@@ -410,6 +410,7 @@ def draft_verify_update_kernel(
                         HIDDEN,
                         BLOCK_H,
                         FC_SPLITS,
+                        False,
                     )
                 else:
                     source = hidden_ptr + feature * HIDDEN
@@ -424,7 +425,7 @@ def draft_verify_update_kernel(
                         eps = token_eps
                         out = inputs
                         picked = normed_ptr + row * HIDDEN  # a place that nobody reads
-                    norm_row(source, weight, None, out, picked, 0, eps, HIDDEN, BLOCK_H, 1)
+                    norm_row(source, weight, None, out, picked, 0, eps, HIDDEN, BLOCK_H, 1, False)
 
         elif (kind == QKV) | (kind == OUT) | (kind == DOWN) | (kind == HEAD) | (kind == FC):
             source, source_desc = inputs_ptr, qkv_in_desc
@@ -547,8 +548,11 @@ def draft_verify_update_kernel(
                     GROUP,
                     D // 2,
                     D_BLOCK // 2,
+                    0,
+                    0,
                     triton.next_power_of_2(GROUP),
                     QKV_SPLITS,
+                    False,
                 )
 
         elif kind == ATTEND:
@@ -663,13 +667,26 @@ def draft_verify_update_kernel(
                         HIDDEN,
                         BLOCK_H,
                         OUT_SPLITS,
+                        False,
                     )
                 elif kind == NORM:
                     out = hidden_ptr + row * HIDDEN
                     normed, total = out, None
                     if EAGLE3:
                         normed, total = head_in_ptr + row * HIDDEN, out
-                    norm_row(sums, norm_ptr, x, normed, total, rows * HIDDEN, norm_eps, HIDDEN, BLOCK_H, DOWN_SPLITS)
+                    norm_row(
+                        sums,
+                        norm_ptr,
+                        x,
+                        normed,
+                        total,
+                        rows * HIDDEN,
+                        norm_eps,
+                        HIDDEN,
+                        BLOCK_H,
+                        DOWN_SPLITS,
+                        False,
+                    )
                     if first_pass:  # from here another tree may be grown later
                         column = tl.arange(0, BLOCK_H)
                         tl.debug_barrier()
@@ -679,7 +696,7 @@ def draft_verify_update_kernel(
                         tl.store(last_normed_ptr + row * HIDDEN + column, value, mask=column < HIDDEN)
                 elif not EAGLE3:
                     out = residual_ptr + row * HIDDEN
-                    norm_row(sums, None, None, out, None, rows * HIDDEN, 0.0, HIDDEN, BLOCK_H, FC_SPLITS)
+                    norm_row(sums, None, None, out, None, rows * HIDDEN, 0.0, HIDDEN, BLOCK_H, FC_SPLITS, False)
 
         elif kind == SWIGLU:
             for task in range(program, tl.cdiv(INNER, MLP_N) * ok, PROGRAMS):

@@ -1,4 +1,4 @@
-"""RMSNorm, rotary embedding with the cache append, and the SwiGLU activation."""
+"""RMSNorm, rotary embedding with the cache append, and the activations: SwiGLU and the gate of attention heads."""
 
 from __future__ import annotations
 
@@ -8,25 +8,37 @@ from torch import Tensor
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 
-def rms_norm(x: Tensor | SplitSums, weight: Tensor, eps: float, *, in_draft_pass: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor | SplitSums, weight: Tensor, eps: float, *, zero_centred: bool = False, in_draft_pass: bool = False
+) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension (Zhang & Sennrich 2019), statistics in fp32.
 
-    x [..., H], weight [H]. The normalised value is rounded to x's dtype before the weight, as Hugging Face models do.
-    `in_draft_pass` matters to the kernel alone.
+    x [..., H], weight [H]. Rounded as Hugging Face models do: the normalised value to x's dtype before the weight; with
+    `zero_centred`, where 1 + weight stands for the weight (Gemma, Qwen3.5), only their product. `in_draft_pass` matters
+    to the kernel alone.
     """
     check_rms_norm("rms_norm", x, weight)
     x = total_of(x)
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if zero_centred:
+        return (normed * (1.0 + weight.float())).to(x.dtype)
+    return weight * normed.to(x.dtype)
 
 
 def add_rms_norm(
-    x: Tensor | SplitSums, residual: Tensor, weight: Tensor, eps: float, *, in_draft_pass: bool = False
+    x: Tensor | SplitSums,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centred: bool = False,
+    in_draft_pass: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), [..., H] each. x, residual [..., H], weight [H]."""
     check_rms_norm("add_rms_norm", x, weight, residual)
     total = total_of(x) + residual
-    return rms_norm(total, weight, eps), total
+    return rms_norm(total, weight, eps, zero_centred=zero_centred), total
 
 
 def add(x: Tensor | SplitSums, residual: Tensor | None = None) -> Tensor:
@@ -49,21 +61,22 @@ def rotary_append(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    zero_centred: bool = False,
 ) -> Tensor:
     """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
 
     q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d], rows first_row .. first_row + N of it are written in
-    place, first_row [B] int32; positions [B, N] int32; inv_freq [d / 2] fp32, angle = position * inv_freq, both halves
-    of a head use the same angles (Su et al. 2021, half-rotation layout); cos and sin times attention_scaling.
-    q_norm, k_norm [d]: per-head RMSNorm weights (Qwen3). Rows beyond the capacity are not written (GPU) or raise
-    ValueError (CPU).
+    place, first_row [B] int32; positions [B, N] int32; inv_freq [r / 2] fp32, angle = position * inv_freq, both halves
+    of a head's first r <= d elements use the same angles (Su et al. 2021, half-rotation layout), the rest does not
+    turn; cos and sin times attention_scaling. q_norm, k_norm [d]: per-head RMSNorm weights (Qwen3), see rms_norm for
+    `zero_centred`. Rows beyond the capacity are not written (GPU) or raise ValueError (CPU).
     """
     check_rotary_append(q, k, v, cache, first_row, positions, inv_freq, q_norm, k_norm)
     q, k, v = total_of(q), total_of(k), total_of(v)
     if q_norm is not None:
-        q = rms_norm(q, q_norm, eps)
+        q = rms_norm(q, q_norm, eps, zero_centred=zero_centred)
     if k_norm is not None:
-        k = rms_norm(k, k_norm, eps)
+        k = rms_norm(k, k_norm, eps, zero_centred=zero_centred)
     angle = positions[..., None].float() * inv_freq.float()
     cos = (angle.cos() * attention_scaling).to(q.dtype)[:, :, None]
     sin = (angle.sin() * attention_scaling).to(q.dtype)[:, :, None]
@@ -81,6 +94,12 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer 2020), elementwise; [..., I] each."""
     check_swiglu(gate, up)
     return torch.nn.functional.silu(gate) * up
+
+
+def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate), elementwise: attention with an output gate (Qiu et al. 2025). [B, n, Hq, d] each."""
+    check_gate_heads(x, gate)
+    return x * torch.sigmoid(gate)
 
 
 def check_rms_norm(name: str, x: Tensor | SplitSums, weight: Tensor, residual: Tensor | None = None) -> None:
@@ -125,7 +144,8 @@ def check_rotary_append(
     _check_shape(name, "cache", cache, (2, batch, heads, cache.shape[3], dim))
     _check_shape(name, "first_row", first_row, (batch,))
     _check_shape(name, "positions", positions, (batch, count))
-    _check_shape(name, "inv_freq", inv_freq, (dim // 2,))
+    if inv_freq.dim() != 1 or not 0 < len(inv_freq) <= dim // 2:
+        raise ValueError(f"{name}: inv_freq must have 1 to {dim // 2} elements, got {tuple(inv_freq.shape)}")
     for norm in (q_norm, k_norm):
         if norm is not None:
             _check_shape(name, "q_norm and k_norm", norm, (dim,))
@@ -144,6 +164,14 @@ def check_swiglu(gate: Tensor, up: Tensor) -> None:
     _check_alike("swiglu", gate, up)
 
 
+def check_gate_heads(x: Tensor, gate: Tensor) -> None:
+    """Raise ValueError unless these are operands of gate_heads."""
+    if x.dim() != 4:
+        raise ValueError(f"gate_heads: x must be [B, n, Hq, d], got {tuple(x.shape)}")
+    _check_shape("gate_heads", "gate", gate, x.shape)
+    _check_alike("gate_heads", x, gate)
+
+
 def _check_shape(name: str, label: str, tensor: Tensor | SplitSums, expected: tuple[int, ...]) -> None:
     if tensor.shape != tuple(expected):
         raise ValueError(f"{name}: {label} must be {tuple(expected)}, got {tuple(tensor.shape)}")
@@ -158,5 +186,6 @@ def _check_alike(name: str, first: Tensor | SplitSums, *others: Tensor | SplitSu
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

@@ -1,11 +1,18 @@
-"""Production settings of rms_norm, rotary_append and swiglu: 8b and 1b shapes, whole and partial products."""
+"""Production settings of rms_norm, rotary_append, swiglu and gate_heads: 8b and 1b shapes, whole and partial products;
+those of Qwen3.5 and Qwen3-Next, zero-centred norms and a quarter of each head rotated."""
 
-from eagle_triton.layers import _rms_norm_kernel, _rotary_append_kernel, _swiglu_kernel, norm_warps
+from eagle_triton.layers import (
+    _gate_heads_kernel,
+    _rms_norm_kernel,
+    _rotary_append_kernel,
+    _swiglu_kernel,
+    norm_warps,
+)
 from eagle_triton.runtime.launch import EXACT
 
 _ALIGNED = (
-    "stride_xs", "stride_xm", "stride_rm", "stride_gm", "stride_um", "stride_s", "capacity",
-    *(f"stride_{tensor}{axis}" for tensor in "qkv" for axis in "bnh"), "stride_cs", "stride_cb", "stride_ch",
+    "stride_xs", "stride_xm", "stride_rm", "stride_gm", "stride_um", "stride_s", "capacity", "row_size",
+    *(f"stride_{tensor}{axis}" for tensor in "qkvxg" for axis in "bnh"), "stride_cs", "stride_cb", "stride_ch",
     "stride_ct",
 )  # fmt: skip
 
@@ -25,18 +32,22 @@ def _case(name, kernel, values, absent=(), warps=1, dtype="bf16", **types):
 CASES = []
 for _size in (4096, 2048):
     for _splits in (1, 2):
-        _values = {"size": _size, "BLOCK": _size, "SPLITS": _splits}
+        _values = {"size": _size, "BLOCK": _size, "SPLITS": _splits, "ZERO_CENTRED": False}
         _types = {"eps": "fp32", **({"x_ptr": "*fp32"} if _splits > 1 else {})}
         _label = f"rms_norm {_size} splits {_splits}"
         CASES.append(_case(f"{_label} residual", _rms_norm_kernel, _values, (), norm_warps(_size), **_types))
         CASES.append(
             _case(_label, _rms_norm_kernel, _values, ("residual_ptr", "total_ptr"), norm_warps(_size), "fp16", **_types)
         )
+        _values |= {"ZERO_CENTRED": True}
+        _label = f"{_label} zero-centred"
+        CASES.append(_case(_label, _rms_norm_kernel, _values, (), norm_warps(_size), **_types))
 for _dim in (128, 64):
     for _splits in (1, 2):
         for _norms in ((), ("q_norm_ptr", "k_norm_ptr")):
             _values = {
-                "num_kv_heads": 8, "group": 4, "half": _dim // 2, "HALF": _dim // 2, "GROUP": 4, "SPLITS": _splits,
+                "num_kv_heads": 8, "group": 4, "half": _dim // 2, "HALF": _dim // 2, "rest": 0, "REST": 0, "GROUP": 4,
+                "SPLITS": _splits, "ZERO_CENTRED": False,
             }  # fmt: skip
             _types = dict.fromkeys(("first_row_ptr", "positions_ptr"), "*i32")
             _types |= {"inv_freq_ptr": "*fp32", "scaling": "fp32", "eps": "fp32"}
@@ -44,4 +55,13 @@ for _dim in (128, 64):
                 _types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*fp32")
             _label = f"rotary d {_dim} splits {_splits}{'' if _norms else ' norms'}"
             CASES.append(_case(_label, _rotary_append_kernel, _values, _norms, **_types))
+for _heads, _group in ((4, 4), (4, 6), (2, 8)):
+    _values = {
+        "num_kv_heads": _heads, "group": _group, "half": 32, "HALF": 32, "rest": 192, "REST": 256,
+        "GROUP": 4 if _group == 4 else 8, "SPLITS": 1, "ZERO_CENTRED": True,
+    }  # fmt: skip
+    _types = {**dict.fromkeys(("first_row_ptr", "positions_ptr"), "*i32"), "inv_freq_ptr": "*fp32"}
+    _types |= {"scaling": "fp32", "eps": "fp32"}
+    CASES.append(_case(f"rotary d 256 group {_group} partial", _rotary_append_kernel, _values, **_types))
 CASES.append(_case("swiglu", _swiglu_kernel, {"BLOCK": 1024}, (), 4))
+CASES.append(_case("gate heads", _gate_heads_kernel, {"dim": 256, "BLOCK": 1024}, (), 4))

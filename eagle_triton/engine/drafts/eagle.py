@@ -41,6 +41,8 @@ class Eagle3Draft(EagleDraft):
     def __post_init__(self) -> None:
         if len(self.layers) != 1 or self.layers[0].input_norm is None:
             raise ValueError(f"an EAGLE-3 head has one layer with an input norm, got {len(self.layers)} layers")
+        if self.token_norm.zero_centred != self.hidden_norm.zero_centred:
+            raise ValueError("an EAGLE-3 head's input norms must be both zero-centred or neither")
 
     @property
     def token_norm(self) -> Norm:
@@ -75,6 +77,7 @@ class Eagle3Draft(EagleDraft):
             feature_norm=self.hidden_norm.weight,
             token_eps=self.token_norm.eps,
             feature_eps=self.hidden_norm.eps,
+            zero_centred=self.hidden_norm.zero_centred,
         )
         if self.norm_before_residual:
             residual = inputs[..., self.hidden_size :]

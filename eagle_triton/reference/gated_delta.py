@@ -1,0 +1,356 @@
+"""Gated delta rule (Yang et al., arXiv 2412.06464): a layer's memory of a sequence is one matrix for each head.
+
+A head's state S [K, V] takes in a token with key k, value v, decay exp(g) and strength beta, and answers its query q:
+
+    S <- exp(g) S;   S <- S + k (beta (v - S' k))';   o = S' q
+
+k and q are l2-normed, q divided by sqrt(K). H key heads serve HV = H * R value heads, R neighbours each.
+
+A tree of tokens behind one state is answered without a state for each node (STree, arXiv 2505.14969, does so for Mamba
+2; TreeWY, arXiv 2608.20961, for the delta rule). With anc the pairs (i, j) where j is i or an ancestor of i, G = anc g
+and D_ij = exp(G_i - G_j) on anc, 0 elsewhere, the updates beta (v - S' k) of all nodes solve one triangular system:
+
+    (I + A) d = beta (v - e^G k S),   A_ij = beta_i (k_i k_j) D_ij for strict ancestors j
+    o = e^G q S + ((q k') * D) d
+
+Afterwards `commit_states` takes in the accepted path, one token after another, whether it has one or many: what is
+remembered depends on the committed tokens alone, to the last bit.
+
+| name      | shape, dtype             | meaning                                                               |
+|---|---|---|
+| q, k      | [B, n, H, K]             | products, any strides but a contiguous last dimension                 |
+| v, z      | [B, n, H, R V]           | likewise; z is what the output is gated with                          |
+| a, b      | [B, n, H, R]             | products, any strides                                                 |
+| mixed     | [B, n, C] as the model's | behind the convolution: all q, all k, all v; C = 2 H K + HV V         |
+| window    | [B, W - 1, C] as mixed   | what stood before the convolution in the last W - 1 tokens            |
+| state     | [B, HV, K, V] fp32       |                                                                       |
+| ancestors | [B, n, 1] int64          | bit j of row i: node j is i or an ancestor of i, so j <= i            |
+| gates     | [B, n, 2, HV] fp32       | g and beta of each node                                               |
+
+Roundings are those of Hugging Face's models in torch: the convolution and its SiLU to the model's dtype, beta to the
+dtype of b, outputs to the model's. Everything else is fp32, but for the sums of g.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+MOST_NODES = 64  # of a tree: its ancestors are one word
+
+
+def causal_conv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    window: Tensor,
+    ancestors: Tensor | None = None,
+    *,
+    raw: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """silu(sum over taps of weight [C, W] times the token and its W - 1 predecessors), channel by channel.
+
+    A predecessor is an ancestor; those of the root stand in `window`, the newest last. Without `ancestors` tokens
+    follow each other, and the window moves on in place. raw [B, n, C] takes q, k and v as they were. Returns mixed
+    [B, n, C], in `out` if given. Raises ValueError if shapes, dtypes or devices do not fit.
+    """
+    check_causal_conv(q, k, v, weight, window, ancestors, raw, out)
+    rows = torch.cat((q.flatten(2), k.flatten(2), v.flatten(2)), dim=-1)
+    batch, count, channels = rows.shape
+    taps, kept = weight.shape[1], window.shape[1]
+    known = torch.cat((window, rows), dim=1)
+    place = kept + torch.arange(count, device=rows.device).expand(batch, -1)
+    total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+    places = [place]
+    for _ in range(taps - 1):
+        places.append(_before(places[-1], ancestors, kept))
+    for tap, place in enumerate(reversed(places)):
+        row = known.gather(1, place.clamp(min=0)[..., None].expand(-1, -1, channels)).float()
+        total += weight[:, tap].float() * row
+    mixed = functional.silu(total.to(rows.dtype))
+    if ancestors is None:
+        window.copy_(known[:, known.shape[1] - kept :])
+    if raw is not None:
+        raw.copy_(rows)
+    return mixed if out is None else out.copy_(mixed)
+
+
+def delta_tree(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    ancestors: Tensor,
+    depth: int,
+    *,
+    gates: Tensor | None = None,
+) -> Tensor:
+    """Outputs [B, n, HV, V] of a tree's nodes, each behind `state` and its own ancestors. The state stays as it is.
+
+    n is at most 64; no node lies more than `depth` below the root; A_log, dt_bias [HV]; `gates` is filled if given.
+    Raises ValueError if shapes, dtypes or devices do not fit.
+    """
+    check_delta("delta_tree", mixed, a, b, A_log, dt_bias, state)
+    check_tree(mixed, state, ancestors, depth, gates)
+    q, k, v = _heads(mixed, state)
+    g, beta = gating(a, b, A_log, dt_bias)
+    count = mixed.shape[1]
+    node = torch.arange(count, device=mixed.device)
+    seen = ((ancestors[..., 0, None] >> node) & 1).bool()[:, None]  # [B, 1, n, n]
+    total = (seen * g.transpose(1, 2)[:, :, None].double()).sum(-1)  # [B, HV, n]
+    answers, _ = _answered(q, k, v, beta.transpose(1, 2), total, seen, state)
+    if gates is not None:
+        gates.copy_(torch.stack((g, beta), dim=2))
+    return answers.transpose(1, 2).to(mixed.dtype)
+
+
+def delta_chunk(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor) -> Tensor:
+    """`delta_recurrent` by chunks of 64 tokens: within a chunk a chain is a tree, behind it the state moves on."""
+    check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state)
+    outputs = []
+    for first in range(0, mixed.shape[1], MOST_NODES):
+        part = slice(first, first + MOST_NODES)
+        q, k, v = _heads(mixed[:, part], state)
+        g, beta = (gate.transpose(1, 2) for gate in gating(a[:, part], b[:, part], A_log, dt_bias))
+        total = g.double().cumsum(-1)
+        seen = torch.ones(2 * total.shape[-1:], dtype=torch.bool, device=total.device).tril()
+        answers, update = _answered(q, k, v, beta, total, seen, state)
+        outputs.append(answers)
+        left, kept = (total[..., -1:] - total).exp().float(), total[..., -1].exp().float()
+        state.copy_(kept[..., None, None] * state + (k * left[..., None]).mT @ update)
+    return torch.cat(outputs, dim=2).transpose(1, 2).to(mixed.dtype)
+
+
+def delta_recurrent(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor) -> Tensor:
+    """Outputs [B, n, HV, V] of tokens that follow each other; `state` takes them in, one after another, in place.
+
+    A_log, dt_bias [HV]. Raises ValueError if shapes, dtypes or devices do not fit.
+    """
+    check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state)
+    q, k, v = _heads(mixed, state)
+    g, beta = gating(a, b, A_log, dt_bias)
+    outputs = []
+    for token in range(mixed.shape[1]):
+        state.copy_(_taken_in(state, k[:, :, token], v[:, :, token], g[:, token], beta[:, token]))
+        outputs.append((q[:, :, token, None] @ state)[:, :, 0])
+    return torch.stack(outputs, dim=1).to(mixed.dtype)
+
+
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) * silu(z) over each head of V: [B, n, HV * V].
+
+    x [B, n, HV, V]; weight [V]. The normalised value is rounded before the weight, the product before the gate, as
+    Hugging Face's models do. Raises ValueError if shapes, dtypes or devices do not fit.
+    """
+    check_gated_norm(x, z, weight)
+    wide = x.float()
+    normed = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return (normed * functional.silu(z.reshape(x.shape).float())).to(x.dtype).flatten(2)
+
+
+def commit_states(
+    states: Tensor,
+    windows: Tensor,
+    raw: Tensor,
+    mixed: Tensor,
+    gates: Tensor,
+    path: Tensor,
+    accepted: Tensor,
+) -> None:
+    """Take the accepted path into the states and windows of L layers, in place: token by token, in fp32.
+
+    states [L, B, HV, K, V]; windows [L, B, W - 1, C]; raw, mixed [L, B, N, C] and gates [L, B, N, 2, HV] are those of
+    the trees; path [B, P] int32 node indices, of which the first accepted + 1 count; accepted [B] int32, -1 leaves a
+    sequence as it is. Raises ValueError if shapes, dtypes or devices do not fit.
+    """
+    check_commit_states(states, windows, raw, mixed, gates, path, accepted)
+    kept = windows.shape[2]
+    for layer in range(len(states)):
+        state, window = states[layer], windows[layer]
+        _, k, v = _heads(mixed[layer], state)
+        for step in range(path.shape[1]):
+            taken = step <= accepted
+            node = path[:, step].clamp(min=0).long()
+            pick = torch.arange(len(node), device=node.device), slice(None), node
+            g, beta = gates[layer][pick[0], node].unbind(1)
+            after = _taken_in(state, k[pick], v[pick], g, beta)
+            state.copy_(torch.where(taken[:, None, None, None], after, state))
+            moved = torch.cat((window, raw[layer][pick[0], node][:, None]), dim=1)[:, 1:] if kept else window
+            window.copy_(torch.where(taken[:, None, None], moved, window))
+
+
+def gating(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """g = -exp(A_log) softplus(a + dt_bias), and beta = sigmoid(b) rounded to b's dtype: [B, n, HV] fp32 each."""
+    g = -A_log.float().exp() * functional.softplus(a.flatten(2).float() + dt_bias.float())
+    return g, b.flatten(2).sigmoid().float()
+
+
+def _before(place: Tensor, ancestors: Tensor | None, kept: int) -> Tensor:
+    """Places [B, n] one token further back, counted from the begin of the window: a node's parent, or one less."""
+    if ancestors is None:
+        return place - 1
+    node = torch.arange(ancestors.shape[1], device=place.device)
+    strict = ((ancestors[..., 0, None] >> node) & 1).bool() & (node < node[:, None])
+    parent = torch.where(strict, node, -1).amax(-1)  # parents come first: the nearest ancestor is the last one
+    return torch.where(place >= kept, kept + parent.gather(1, (place - kept).clamp(min=0)), place - 1)
+
+
+def _heads(mixed: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [B, HV, n, K] normed, v [B, HV, n, V]; fp32, each key head once for each of its value heads."""
+    value_heads, key_dim, value_dim = state.shape[1:]
+    keys = (mixed.shape[-1] - value_heads * value_dim) // 2
+    q, k, v = mixed.float().split((keys, keys, value_heads * value_dim), dim=-1)
+    q, k = (x.unflatten(-1, (-1, key_dim)).transpose(1, 2) for x in (q, k))
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    shared = value_heads // q.shape[1]
+    q, k = (x.repeat_interleave(shared, dim=1) for x in (q * key_dim**-0.5, k))
+    return q, k, v.unflatten(-1, (value_heads, value_dim)).transpose(1, 2)
+
+
+def _answered(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, seen: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Outputs and updates [B, HV, n, V] of nodes that see each other by `seen` [.., n, n]; beta, total [B, HV, n].
+
+    total, the sums of g, are fp64: the difference of two of them is small beside what both may hold.
+    """
+    between = torch.where(seen, total[..., :, None] - total[..., None, :], 0.0).exp().float() * seen
+    since_state = total.exp().float()[..., None]
+    right = beta[..., None] * (v - since_state * (k @ state))
+    system = beta[..., None] * (k @ k.mT) * between
+    update = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    return since_state * (q @ state) + ((q @ k.mT) * between) @ update, update
+
+
+def _taken_in(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """The state [B, HV, K, V] behind one more token; k [B, HV, K], v [B, HV, V], g and beta [B, HV]."""
+    decayed = state * g.exp()[..., None, None]
+    update = beta[..., None] * (v - (decayed * k[..., None]).sum(-2))
+    return decayed + k[..., None] * update[..., None, :]
+
+
+def check_causal_conv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    window: Tensor,
+    ancestors: Tensor | None,
+    raw: Tensor | None,
+    out: Tensor | None,
+) -> None:
+    """Raise ValueError unless these are operands of causal_conv."""
+    name = "causal_conv"
+    if q.dim() != 4 or v.dim() != 4:
+        raise ValueError(f"{name}: q must be [B, n, H, K] and v [B, n, H, R V], got {list(q.shape)}, {list(v.shape)}")
+    batch, count, heads, _ = q.shape
+    channels = 2 * q[0, 0].numel() + v[0, 0].numel() if batch and count else weight.shape[0]
+    _check(name, "k", k, tuple(q.shape), q)
+    _check(name, "v", v, (batch, count, heads, v.shape[3]), q)
+    if weight.dim() != 2 or weight.shape[1] < 1 or not weight.dtype.is_floating_point:
+        raise ValueError(f"{name}: weight must be [C, W] of floats, got {_said(weight)}")
+    _check(name, "weight", weight, (channels, weight.shape[1]), q)
+    _check(name, "window", window, (batch, weight.shape[1] - 1, channels), q)
+    for label, value in (("raw", raw), ("out", out)):
+        if value is not None:
+            _check(name, label, value, (batch, count, channels), q)
+    if ancestors is not None:
+        _check_ancestors(name, ancestors, batch, count, q)
+
+
+def check_delta(name: str, mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor) -> None:
+    """Raise ValueError unless these are operands of delta_tree, delta_chunk or delta_recurrent."""
+    if mixed.dim() != 3 or not mixed.dtype.is_floating_point or not mixed.shape[1]:
+        raise ValueError(f"{name}: mixed must be [B, n, C] of floats, n at least 1, got {_said(mixed)}")
+    batch, count, channels = mixed.shape
+    if a.dim() != 4:
+        raise ValueError(f"{name}: a must be [B, n, H, R], got {list(a.shape)}")
+    heads, shared = a.shape[2:]
+    if state.dim() != 4 or state.shape[1] != heads * shared:
+        raise ValueError(f"{name}: state must be [B, HV, K, V] with HV = {heads * shared}, got {list(state.shape)}")
+    _, value_heads, key_dim, value_dim = state.shape
+    if channels != 2 * heads * key_dim + value_heads * value_dim:
+        raise ValueError(
+            f"{name}: mixed must have 2 H K + HV V = {2 * heads * key_dim + value_heads * value_dim} channels, "
+            f"got {channels}"
+        )
+    _check(name, "state", state, (batch, value_heads, key_dim, value_dim), mixed, torch.float32)
+    for label, value in (("a", a), ("b", b)):
+        _check(name, label, value, (batch, count, heads, shared), mixed)
+    for label, value in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if not value.dtype.is_floating_point:
+            raise ValueError(f"{name}: {label} must be floats, got {value.dtype}")
+        _check(name, label, value, (value_heads,), mixed, value.dtype)
+
+
+def check_tree(mixed: Tensor, state: Tensor, ancestors: Tensor, depth: int, gates: Tensor | None) -> None:
+    """Raise ValueError unless delta_tree can answer these nodes."""
+    batch, count, _ = mixed.shape
+    if depth < 0:
+        raise ValueError(f"delta_tree: depth must not be negative, got {depth}")
+    _check_ancestors("delta_tree", ancestors, batch, count, mixed)
+    if gates is not None:
+        _check("delta_tree", "gates", gates, (batch, count, 2, state.shape[1]), mixed, torch.float32)
+
+
+def check_gated_norm(x: Tensor, z: Tensor, weight: Tensor) -> None:
+    """Raise ValueError unless these are operands of gated_norm."""
+    if x.dim() != 4 or z.dim() != 4 or not x.dtype.is_floating_point:
+        raise ValueError(
+            f"gated_norm: x must be [B, n, HV, V] of floats and z [B, n, H, R V], got {_said(x)} and {list(z.shape)}"
+        )
+    heads = max(z.shape[2], 1)
+    _check("gated_norm", "z", z, (*x.shape[:2], heads, x.shape[2] // heads * x.shape[3]), x)
+    if x.shape[2] % heads:
+        raise ValueError(f"gated_norm: x must have a multiple of z's {heads} heads, got {x.shape[2]}")
+    _check("gated_norm", "weight", weight, (x.shape[3],), x)
+
+
+def check_commit_states(
+    states: Tensor, windows: Tensor, raw: Tensor, mixed: Tensor, gates: Tensor, path: Tensor, accepted: Tensor
+) -> None:
+    """Raise ValueError unless these are operands of commit_states."""
+    name = "commit_states"
+    if states.dim() != 5 or raw.dim() != 4 or windows.dim() != 4 or path.dim() != 2:
+        raise ValueError(
+            f"{name}: states must be [L, B, HV, K, V], windows [L, B, W - 1, C], raw [L, B, N, C] and path [B, P], got "
+            f"{list(states.shape)}, {list(windows.shape)}, {list(raw.shape)} and {list(path.shape)}"
+        )
+    layers, batch, value_heads, key_dim, value_dim = states.shape
+    nodes, channels = raw.shape[2:]
+    heads, rest = divmod(channels - value_heads * value_dim, 2 * key_dim)
+    if rest or heads < 1 or value_heads % heads or not raw.dtype.is_floating_point:
+        raise ValueError(
+            f"{name}: raw must be floats of 2 H K + HV V channels, HV = {value_heads} a multiple of H, K = {key_dim} "
+            f"and V = {value_dim}, got {_said(raw)}"
+        )
+    _check(name, "states", states, tuple(states.shape), raw, torch.float32)
+    _check(name, "windows", windows, (layers, batch, windows.shape[2], channels), raw)
+    _check(name, "raw", raw, (layers, batch, nodes, channels), raw)
+    _check(name, "mixed", mixed, (layers, batch, nodes, channels), raw)
+    _check(name, "gates", gates, (layers, batch, nodes, 2, value_heads), raw, torch.float32)
+    _check(name, "path", path, (batch, path.shape[1]), raw, torch.int32)
+    _check(name, "accepted", accepted, (batch,), raw, torch.int32)
+
+
+def _check_ancestors(name: str, ancestors: Tensor, batch: int, count: int, like: Tensor) -> None:
+    if count > MOST_NODES:
+        raise ValueError(f"{name}: at most {MOST_NODES} nodes, got {count}")
+    _check(name, "ancestors", ancestors, (batch, count, 1), like, torch.int64)
+
+
+def _check(
+    name: str, label: str, value: Tensor, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
+) -> None:
+    dtype = like.dtype if dtype is None else dtype
+    if tuple(value.shape) != shape or value.dtype != dtype or value.device != like.device:
+        raise ValueError(f"{name}: {label} must be {dtype} {list(shape)} on {like.device}, got {_said(value)}")
+
+
+def _said(value: Tensor) -> str:
+    return f"{value.dtype} {list(value.shape)} on {value.device}"

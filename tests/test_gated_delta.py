@@ -1,0 +1,553 @@
+"""gated_delta/ and its reference: against transformers' own functions, every path of a tree, and each other."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from eagle_triton.reference import gated_delta as reference
+
+
+class Layer(NamedTuple):
+    """Operands of one layer, named as the operations name them."""
+
+    mixed: Tensor
+    a: Tensor
+    b: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    state: Tensor
+
+    def tokens(self, first: int, last: int) -> Layer:
+        return self._replace(mixed=self.mixed[:, first:last], a=self.a[:, first:last], b=self.b[:, first:last])
+
+    def copied(self) -> Layer:
+        return self._replace(state=self.state.clone())
+
+
+def layer(
+    seed: int = 0,
+    batch: int = 2,
+    count: int = 20,
+    heads: int = 2,
+    shared: int = 2,
+    key_dim: int = 32,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    alike: float = 0.0,
+) -> Layer:
+    """Random operands. With `alike` near 1 keys are nearly equal, beta near 1 and decay slow: hardest to solve."""
+    source = torch.Generator().manual_seed(seed)
+    value_dim = key_dim if value_dim is None else value_dim
+    keys, values = heads * key_dim, heads * shared * value_dim
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=source)
+
+    mixed = normal(batch, count, 2 * keys + values)
+    mixed[..., keys : 2 * keys] = (1 - alike) * mixed[..., keys : 2 * keys] + alike * normal(batch, 1, keys)
+    a, b = normal(batch, count, heads, shared) - 8 * alike, normal(batch, count, heads, shared) + 4 * alike
+    state = 0.5 * normal(batch, heads * shared, key_dim, value_dim)
+    A_log, dt_bias = 0.5 * normal(heads * shared), normal(heads * shared) - 1
+    mixed, a, b = (x.to(device, dtype) for x in (mixed, a, b))
+    return Layer(mixed, a, b, A_log.to(device), dt_bias.to(device), state.to(device))
+
+
+class Tree(NamedTuple):
+    """ancestors [1, n, 1]; the path to each leaf; the greatest depth."""
+
+    ancestors: Tensor
+    paths: list[list[int]]
+    depth: int
+
+
+def tree(count: int, depth: int, seed: int = 0, device: str = "cpu") -> Tree:
+    """A random tree: parents before children, otherwise in any order."""
+    choose, paths, inner = random.Random(seed), [[0]], set()
+    for node in range(1, count):
+        parent = choose.choice([other for other in range(node) if len(paths[other]) <= depth])
+        inner.add(parent)
+        paths.append([*paths[parent], node])
+    words = [sum(1 << node for node in path) for path in paths]
+    words = [word - 2**64 if word >= 2**63 else word for word in words]
+    leaves = [path for node, path in enumerate(paths) if node not in inner]
+    return Tree(torch.tensor(words, device=device)[None, :, None], leaves, max(map(len, paths)) - 1)
+
+
+def assert_near(out: Tensor, expected: Tensor, bound: float) -> None:
+    """The largest error, relative to the largest value; zeros would fail, unless all has decayed to nothing."""
+    assert out.shape == expected.shape
+    error, top = (out.double() - expected.double()).abs().max(), expected.double().abs().max()
+    assert error <= bound * top + 1e-30
+
+
+def split_heads(mixed: Tensor, heads: int, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = mixed.split((heads * key_dim, heads * key_dim, mixed.shape[-1] - 2 * heads * key_dim), dim=-1)
+    return q.unflatten(-1, (heads, -1)), k.unflatten(-1, (heads, -1)), v.unflatten(-1, (-1, value_dim))
+
+
+# ----------------------------------------------------------------------- the references against transformers' functions
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+@pytest.mark.parametrize(("count", "dim"), [(1, 128), (2, 32), (63, 32), (64, 64), (65, 128), (130, 32)])
+def test_references_agree_with_transformers(qwen, count, dim, shared):
+    operands = layer(count, 2, count, 2, shared, dim)
+    q, k, v = split_heads(operands.mixed, 2, dim, dim)
+    g = -operands.A_log.exp() * functional.softplus(operands.a.flatten(2) + operands.dt_bias)
+    inputs = q, k, v, g, operands.b.flatten(2).sigmoid()
+    for theirs in (qwen.torch_recurrent_gated_delta_rule, qwen.torch_chunk_gated_delta_rule):
+        expected, after = theirs(
+            *inputs, initial_state=operands.state, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+        for ours in (reference.delta_recurrent, reference.delta_chunk):
+            moved = operands.copied()
+            assert_near(ours(*moved), expected, 3e-6)
+            assert_near(moved.state, after, 3e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_references_round_as_transformers_do(qwen, dtype):
+    operands = layer(1, 2, 7, dtype=dtype)
+    q, k, v = split_heads(operands.mixed, 2, 32, 32)
+    weight, window = torch.randn(operands.mixed.shape[-1], 4).to(dtype), torch.randn(2, 3, q.shape[-1] * 8).to(dtype)
+    kept = window.mT.contiguous()
+    expected = qwen.causal_conv1d_update(operands.mixed.mT, kept, weight, None, "silu").mT
+    raw = torch.empty_like(operands.mixed)
+    mixed = reference.causal_conv(q, k, v.unflatten(2, (2, 2)).flatten(3), weight, window, raw=raw)
+    assert_near(mixed, expected, 1e-6 if dtype == torch.float32 else 8e-3)
+    assert (mixed != expected).float().mean() < 0.01 or dtype == torch.float32
+    assert torch.equal(window, kept.mT) and torch.equal(raw, operands.mixed)
+
+    theirs = qwen.Qwen3_5RMSNormGated(32, eps=1e-6).to(dtype)
+    theirs.weight.data = torch.randn(32).to(dtype)
+    x, z = torch.randn(2, 7, 4, 32).to(dtype), torch.randn(2, 7, 2, 64).to(dtype)
+    expected = theirs(x, z.reshape(x.shape)).flatten(2)
+    assert torch.equal(reference.gated_norm(x, z, theirs.weight.data, 1e-6), expected)
+
+    expected, _ = qwen.torch_recurrent_gated_delta_rule(
+        q, k, v, *reference.gating(*operands[1:5]), operands.state, use_qk_l2norm_in_kernel=True
+    )
+    assert_near(reference.delta_recurrent(*operands.copied()), expected, 1e-6 if dtype == torch.float32 else 8e-3)
+
+
+def test_references_are_a_layer_of_transformers():
+    """Qwen3-Next's products are grouped by key head: q, k, v, z of each; b, a of each."""
+    module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    config = module.Qwen3NextConfig(
+        hidden_size=48,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=16,
+    )
+    torch.manual_seed(0)
+    theirs = module.Qwen3NextGatedDeltaNet(config, 0).float().eval()
+    theirs.dt_bias.data.normal_()
+    hidden = torch.randn(2, 70, 48)
+    with torch.no_grad():
+        expected = theirs(hidden)
+        qkvz = theirs.in_proj_qkvz(hidden).unflatten(-1, (2, -1))
+        b, a = theirs.in_proj_ba(hidden).unflatten(-1, (2, -1)).split(2, dim=-1)
+        q, k, v, z = qkvz.split((32, 32, 32, 32), dim=-1)
+        window, state = torch.zeros(2, 3, 2 * 64 + 64), torch.zeros(2, 4, 32, 16)
+        mixed = reference.causal_conv(q, k, v, theirs.conv1d.weight[:, 0], window)
+        answers = reference.delta_chunk(mixed, a, b, theirs.A_log, theirs.dt_bias, state)
+        normed = reference.gated_norm(answers, z, theirs.norm.weight, config.rms_norm_eps)
+        assert_near(theirs.out_proj(normed), expected, 3e-6)
+    rows = torch.cat([x.flatten(2) for x in (q, k, v)], dim=-1)
+    assert torch.equal(window, rows[:, -3:])
+
+
+# --------------------------------------------------------------------------------------- the references, case by case
+
+
+@pytest.mark.parametrize(
+    ("A_log", "a", "dt_bias", "b", "g", "beta"),
+    [
+        (0.0, 0.0, 0.0, 0.0, -math.log(2), 0.5),
+        (math.log(2), 1.0, 0.5, 2.0, -3.402827, 0.880797),
+        (0.0, 30.0, 0.0, 40.0, -30.0, 1.0),
+        (0.0, -30.0, 0.0, -200.0, -9.357623e-14, 0.0),
+    ],
+)
+def test_gating(A_log, a, dt_bias, b, g, beta):
+    values = [torch.full((1, 1, 1, 1), x) for x in (a, b)] + [torch.full((1,), x) for x in (A_log, dt_bias)]
+    got = reference.gating(*values)
+    torch.testing.assert_close(torch.stack(got).flatten(), torch.tensor([g, beta]), rtol=2e-6, atol=0)
+
+
+def by_hand() -> Layer:
+    """Three tokens, K = V = 2: g = log(1, 1/2, 1/2), beta = 1/2, 1, 1/2, keys of length 1."""
+    q, k = torch.tensor([[1.0, 0], [0, 1], [1, 1]]), torch.tensor([[1.0, 0], [0, 1], [0.6, 0.8]])
+    v = torch.tensor([[1.0, 2], [3, 4], [5, 6]])
+    a, b = torch.tensor([-200.0, 0, 0])[None, :, None, None], torch.tensor([0.0, 40, 0])[None, :, None, None]
+    zero = torch.zeros(1)
+    return Layer(torch.cat((q, k, v), dim=1)[None], a, b, zero, zero, torch.zeros(1, 1, 2, 2))
+
+
+def test_three_tokens_by_hand():
+    expected = torch.tensor([[0.353553, 0.707107], [2.121320, 2.828427], [2.992829, 3.694633]])
+    expected[2] /= math.sqrt(2)  # the length of its query
+    chain, fork = torch.tensor([1, 3, 7]), torch.tensor([1, 3, 5])
+    for function in (reference.delta_recurrent, reference.delta_chunk):
+        operands = by_hand()
+        torch.testing.assert_close(function(*operands)[0, :, 0], expected, rtol=0, atol=5e-6)
+        after = torch.tensor([[1.2425, 1.525], [2.99, 3.70]])
+        torch.testing.assert_close(operands.state[0, 0], after, rtol=0, atol=5e-6)
+    answers = reference.delta_tree(*by_hand(), chain[None, :, None], 2)
+    torch.testing.assert_close(answers[0, :, 0], expected, rtol=0, atol=5e-6)
+    expected[2] = torch.tensor([2.577404, 3.174909]) / math.sqrt(2)
+    operands, gates = by_hand(), torch.empty(1, 3, 2, 1)
+    answers = reference.delta_tree(*operands, fork[None, :, None], 1, gates=gates)
+    torch.testing.assert_close(answers[0, :, 0], expected, rtol=0, atol=5e-6)
+    assert not operands.state.any()
+
+    states, rows = operands.state[None].clone(), operands.mixed[None]
+    path, accepted = torch.tensor([[0, 2, -1]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    windows = torch.zeros(1, 1, 3, rows.shape[-1])
+    reference.commit_states(states, windows, rows, rows, gates[None], path, accepted)
+    after = torch.tensor([[1.705, 2.21], [1.94, 2.28]])
+    torch.testing.assert_close(states[0, 0, 0], after, rtol=0, atol=5e-6)
+    assert torch.equal(windows[0, 0, 1:], rows[0, 0, [0, 2]]) and not windows[0, 0, 0].any()
+
+
+class Chains(NamedTuple):
+    """What the paths of a tree are as chains: outputs [n, HV, V]; states and windows after each token of each path."""
+
+    outputs: Tensor
+    mixed: Tensor
+    states: list[list[Tensor]]
+    windows: list[list[Tensor]]
+
+
+def along_paths(raw: Layer, weight: Tensor, window: Tensor, grown: Tree) -> Chains:
+    """Each path of a tree of one sequence, fed token by token to the references."""
+    count, value_heads, value_dim = raw.mixed.shape[1], raw.state.shape[1], raw.state.shape[3]
+    heads, key_dim = raw.a.shape[2], raw.state.shape[2]
+    most = max(map(len, grown.paths))
+    paths = torch.tensor([path + [path[-1]] * (most - len(path)) for path in grown.paths])
+    outputs, mixed = torch.full((count, value_heads, value_dim), torch.nan), torch.full_like(raw.mixed[0], torch.nan)
+    many, steps = len(paths), []
+    state, windows = raw.state.repeat(many, 1, 1, 1), window.repeat(many, 1, 1)
+    for step, nodes in enumerate(paths.T):
+        q, k, v = split_heads(raw.mixed[0, nodes][:, None], heads, key_dim, value_dim)
+        row = reference.causal_conv(q, k, v.unflatten(2, (heads, -1)).flatten(3), weight, windows)
+        gates = raw.a[0, nodes][:, None], raw.b[0, nodes][:, None]
+        output = reference.delta_recurrent(row, *gates, raw.A_log, raw.dt_bias, state)
+        there = torch.tensor([step < len(path) for path in grown.paths])
+        outputs[nodes[there]], mixed[nodes[there]] = output[there, 0], row[there, 0]
+        steps.append((state.clone(), windows.clone()))
+    return Chains(
+        outputs,
+        mixed,
+        [[state[index] for state, _ in steps] for index in range(many)],
+        [[window[index] for _, window in steps] for index in range(many)],
+    )
+
+
+def check_tree_against_paths(module, seed: int, count: int, depth: int, bound: float, extreme: bool = False, **options):
+    """Outputs of all nodes, and state and window after any accepted path, in one step or token by token."""
+    grown = tree(count, depth, seed)
+    raw = layer(seed, 1, count, **options)
+    if extreme:
+        choose = torch.Generator().manual_seed(seed)
+        raw.a[torch.rand(raw.a.shape, generator=choose) < 0.3] = 100.0
+        raw.a[torch.rand(raw.a.shape, generator=choose) < 0.3] = -200.0
+        raw.b[torch.rand(raw.b.shape, generator=choose) < 0.3] = 40.0
+        raw.b[torch.rand(raw.b.shape, generator=choose) < 0.3] = -200.0
+        raw.A_log.zero_(), raw.dt_bias.zero_()
+    channels, heads, (_, value_heads, key_dim, value_dim) = raw.mixed.shape[-1], raw.a.shape[2], raw.state.shape
+    source = torch.Generator().manual_seed(seed + 1)
+    weight, window = (torch.randn(shape, generator=source) for shape in ((channels, 4), (1, 3, channels)))
+    if extreme:
+        weight[heads * key_dim : heads * key_dim + key_dim] = 0  # the keys of one head
+    chains = along_paths(raw, weight, window, grown)
+
+    q, k, v = split_heads(raw.mixed, heads, key_dim, value_dim)
+    rows, before, state = torch.full_like(raw.mixed, torch.nan), window.clone(), raw.state.clone()
+    v = v.unflatten(2, (heads, -1)).flatten(3)
+    mixed = module.causal_conv(q, k, v, weight, window, grown.ancestors, raw=rows)
+    assert torch.equal(window, before) and torch.equal(rows, raw.mixed)
+    assert_near(mixed[0], chains.mixed, 1e-6)
+    gates = torch.full((1, count, 2, value_heads), torch.nan)
+    operands = raw._replace(mixed=mixed)
+    outputs = module.delta_tree(*operands, grown.ancestors, grown.depth, gates=gates)
+    assert torch.equal(raw.state, state)
+    assert_near(outputs[0], chains.outputs, bound)
+
+    many = len(grown.paths)
+    paths = torch.full((many, grown.depth + 1), -1, dtype=torch.int32)
+    for index, path in enumerate(grown.paths):
+        paths[index, : len(path)] = torch.tensor(path)
+    accepted = torch.tensor([random.Random(seed + i).randrange(len(path)) for i, path in enumerate(grown.paths)])
+    accepted = accepted.int()
+    at_once = state[None].repeat(1, many, 1, 1, 1), window[None].repeat(1, many, 1, 1)
+    one_by_one = tuple(x.clone() for x in at_once)
+    trees = [x[None].repeat(1, many, *[1] * (x.dim() - 1)) for x in (rows, mixed, gates)]
+    module.commit_states(*at_once, *trees, paths, accepted)
+    for step in range(paths.shape[1]):
+        taken = torch.where(step <= accepted, 0, -1).int()
+        module.commit_states(*one_by_one, *trees, paths[:, step : step + 1], taken)
+    for out, expected in zip(at_once, one_by_one, strict=True):
+        assert torch.equal(out, expected)
+    for index, last in enumerate(accepted.tolist()):
+        assert torch.equal(at_once[1][0, index], chains.windows[index][last])
+        assert_near(at_once[0][0, index], chains.states[index][last], bound)
+
+
+@pytest.mark.parametrize("group", range(10))
+def test_random_trees_are_their_paths(group):
+    for index in range(20):
+        seed = 20 * group + index
+        choose = random.Random(seed)
+        sizes = dict(heads=choose.choice([1, 2]), shared=choose.choice([1, 2]), key_dim=8, value_dim=8)
+        alike = choose.choice([0.0, 0.5, 0.9])
+        count = choose.choice([1, 2, 63, 64, choose.randint(1, 64)])
+        check_tree_against_paths(
+            reference, seed, count, choose.randint(1, 15), 4e-6, index % 3 == 0, alike=alike, **sizes
+        )
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(32, 64), (128, 128)])
+def test_trees_of_the_models_heads_are_their_paths(key_dim, value_dim):
+    check_tree_against_paths(reference, 7, 60, 8, 3e-6, heads=1, shared=2, key_dim=key_dim, value_dim=value_dim)
+
+
+def conv_operands(dtype: torch.dtype = torch.float32, count: int = 7, taps: int = 4, device: str = "cpu") -> dict:
+    """Of causal_conv: views of one product that is grouped by key head (q, k, v, z), R = 2, K = 16, V = 24."""
+    torch.manual_seed(count)
+    qkvz = torch.randn(2, count, 3, 16 + 16 + 48 + 48, device=device).to(dtype)
+    q, k, v, _ = qkvz.split((16, 16, 48, 48), dim=-1)
+    weight, window = torch.randn(240, taps, device=device).to(dtype), torch.randn(2, taps - 1, 240, device=device)
+    return dict(q=q, k=k, v=v, weight=weight, window=window.to(dtype))
+
+
+def delta_operands(count: int = 9, dtype: torch.dtype = torch.float32, device: str = "cpu", **sizes) -> dict:
+    """Of delta_recurrent and delta_chunk: mixed, a and b are views of wider products."""
+    plain = layer(count, 2, count, dtype=dtype, **sizes)
+    ba = torch.cat((plain.b, plain.a), dim=-1).to(device)
+    wide = torch.cat((plain.mixed, torch.full_like(plain.mixed, torch.nan)), dim=-1).to(device)
+    b, a = ba.split(plain.a.shape[-1], dim=-1)
+    plain = plain._replace(mixed=wide[..., : plain.mixed.shape[-1]], a=a, b=b)
+    return {name: value.to(device) for name, value in plain._asdict().items()}
+
+
+def tree_operands(count: int = 9, depth: int = 4, device: str = "cpu", **options) -> dict:
+    """Of delta_tree: two sequences with trees of their own."""
+    grown = [tree(count, depth, seed, device) for seed in (1, 2)]
+    operands = delta_operands(count, device=device, **options)
+    value_heads = operands["state"].shape[1]
+    return dict(
+        operands,
+        ancestors=torch.cat([one.ancestors for one in grown]),
+        depth=max(one.depth for one in grown),
+        gates=torch.full((2, count, 2, value_heads), torch.nan, device=device),
+    )
+
+
+def norm_operands(dtype: torch.dtype = torch.float32, width: int = 24, device: str = "cpu") -> dict:
+    torch.manual_seed(width)
+    z = torch.randn(2, 7, 3, 200, device=device).to(dtype)[..., 50 : 50 + 2 * width]
+    x, weight = torch.randn(2, 7, 6, width, device=device).to(dtype), torch.randn(width, device=device).to(dtype)
+    return dict(x=x, z=z, weight=weight, eps=1e-6)
+
+
+def commit_operands(
+    dtype: torch.dtype = torch.float32, layers: int = 2, count: int = 9, taps: int = 4, device: str = "cpu", **sizes
+) -> dict:
+    """Of commit_states: four sequences, of which one accepts nothing but its root, and one is left alone."""
+    several = [layer(seed, 4, count, dtype=dtype, **sizes) for seed in range(layers)]
+    mixed, states = torch.stack([one.mixed for one in several]), torch.stack([one.state for one in several])
+    raw = torch.randn_like(mixed)
+    windows = torch.randn(layers, 4, taps - 1, raw.shape[-1]).to(dtype)
+    gates = torch.stack([torch.stack(reference.gating(*one[1:5]), dim=2) for one in several])
+    path = torch.tensor([[0, 3, 4, 8], [0, -1, -1, -1], [0, 1, 2, -1], [0, 1, 2, 3]], dtype=torch.int32)
+    accepted = torch.tensor([3, 0, 2, -1], dtype=torch.int32)
+    for left_alone in (raw, mixed, gates):
+        left_alone[:, 3] = torch.nan
+    values = states, windows, raw, mixed, gates, path, accepted
+    names = "states", "windows", "raw", "mixed", "gates", "path", "accepted"
+    return {name: value.to(device) for name, value in zip(names, values, strict=True)}
+
+
+OPERANDS = {
+    "causal_conv": conv_operands,
+    "delta_tree": tree_operands,
+    "delta_chunk": delta_operands,
+    "delta_recurrent": delta_operands,
+    "gated_norm": norm_operands,
+    "commit_states": commit_operands,
+}
+
+
+def copied(operands: dict) -> dict:
+    """The same values in contiguous tensors of their own."""
+    return {
+        name: value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
+        for name, value in operands.items()
+    }
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_references_read_strided_operands(name):
+    operands = OPERANDS[name]()
+    plain = copied(operands)
+    outputs = [getattr(reference, name)(**given) for given in (operands, plain)]
+    assert outputs[0] is None or torch.equal(*outputs)
+    for given, other in zip(operands.values(), plain.values(), strict=True):
+        assert not isinstance(given, Tensor) or torch.equal(given.nan_to_num(), other.nan_to_num())
+
+
+@pytest.mark.parametrize("taps", [1, 2, 4])
+def test_prefill_may_be_split_anywhere(taps):
+    check_prefill_in_parts(reference, torch.float32, 9, range(10), taps)
+    for first in (1, 63, 64, 65, 100):
+        operands = delta_operands(130)
+        once, parts = copied(operands), copied(operands)
+        expected = reference.delta_chunk(**once)
+        pieces = [(0, first), (first, 130)]
+        outputs = [reference.delta_chunk(**part_of(parts, *piece)) for piece in pieces]
+        assert_near(torch.cat(outputs, dim=1), expected, 2e-6)
+        assert_near(parts["state"], once["state"], 2e-6)
+
+
+def part_of(operands: dict, first: int, last: int) -> dict:
+    """Tokens first .. last of the operands; state or window are the same tensors."""
+    return {
+        name: value[:, first:last] if name in ("q", "k", "v", "mixed", "a", "b") else value
+        for name, value in operands.items()
+    }
+
+
+def check_prefill_in_parts(module, dtype, count: int, splits, taps: int, device: str = "cpu") -> None:
+    """A chain's convolution gives the same bits in any two parts."""
+    operands = conv_operands(dtype, count, taps, device)
+    once = copied(operands)
+    expected = module.causal_conv(**once)
+    for first in splits:
+        parts = copied(operands)
+        outputs = [module.causal_conv(**part_of(parts, *piece)) for piece in ((0, first), (first, count))]
+        assert torch.equal(torch.cat(outputs, dim=1), expected)
+        assert torch.equal(parts["window"], once["window"])
+
+
+def check_left_alone(module, device: str = "cpu") -> None:
+    """What accepted = -1 says, though the sequence's rows hold NaN."""
+    operands = commit_operands(device=device)
+    operands["states"][0, 3, 0, 0, 0] = torch.nan
+    before = copied(operands)
+    module.commit_states(**operands)
+    for name in ("states", "windows"):
+        after = operands[name]
+        assert torch.equal(after[:, 3].nan_to_num(nan=7.0), before[name][:, 3].nan_to_num(nan=7.0))
+        assert not after[:, :3].isnan().any() and (after[:, :3] != before[name][:, :3]).any()
+
+
+def test_a_sequence_is_left_alone():
+    check_left_alone(reference)
+
+
+BAD = {
+    "causal_conv": {
+        "k of another length": dict(k=lambda x: x[:, :6]),
+        "k unlike q": dict(k=lambda x: x[..., :8]),
+        "v of other heads": dict(v=lambda x: x[:, :, :2]),
+        "q without heads": dict(q=lambda x: x.flatten(2)),
+        "weight of other channels": dict(weight=lambda x: x[:-1]),
+        "weight with a middle": dict(weight=lambda x: x[:, None]),
+        "window too long": dict(window=lambda x: torch.cat((x, x), dim=1)),
+        "window fp64": dict(window=Tensor.double),
+        "integers": {name: Tensor.long for name in ("q", "k", "v", "weight", "window")},
+        "ancestors of two words": dict(ancestors=lambda _: torch.ones(2, 7, 2, dtype=torch.int64)),
+        "ancestors int32": dict(ancestors=lambda _: torch.ones(2, 7, 1, dtype=torch.int32)),
+        "ancestors of another batch": dict(ancestors=lambda _: torch.ones(1, 7, 1, dtype=torch.int64)),
+        "raw of another shape": dict(raw=lambda _: torch.zeros(2, 6, 240)),
+        "out of another dtype": dict(out=lambda _: torch.zeros(2, 7, 240, dtype=torch.float16)),
+        "another device": dict(window=lambda x: x.to("meta")),
+    },
+    "delta_recurrent": {
+        "mixed of integers": dict(mixed=Tensor.long),
+        "mixed of other channels": dict(mixed=lambda x: x[..., :-1]),
+        "no tokens": dict(mixed=lambda x: x[:, :0], a=lambda x: x[:, :0], b=lambda x: x[:, :0]),
+        "a without key heads": dict(a=lambda x: x.flatten(2)),
+        "b of another length": dict(b=lambda x: x[:, 1:]),
+        "b of another dtype": dict(b=Tensor.half),
+        "A_log too short": dict(A_log=lambda x: x[1:]),
+        "dt_bias of integers": dict(dt_bias=Tensor.long),
+        "state of other heads": dict(state=lambda x: x[:, :2]),
+        "state fp16": dict(state=Tensor.half),
+        "state of another batch": dict(state=lambda x: x[:1]),
+        "another device": dict(A_log=lambda x: x.to("meta")),
+    },
+    "delta_tree": {
+        "negative depth": dict(depth=lambda _: -1),
+        "ancestors int32": dict(ancestors=Tensor.int),
+        "ancestors too short": dict(ancestors=lambda x: x[:, 1:]),
+        "gates of one head less": dict(gates=lambda x: x[..., 1:]),
+        "gates fp16": dict(gates=Tensor.half),
+    },
+    "gated_norm": {
+        "x without heads": dict(x=lambda x: x.flatten(2)),
+        "z of another length": dict(z=lambda x: x[:, 1:]),
+        "z of another width": dict(z=lambda x: x[..., 1:]),
+        "heads no multiple": dict(x=lambda x: x[:, :, :5]),
+        "weight of another width": dict(weight=lambda x: x[1:]),
+        "weight of another dtype": dict(weight=Tensor.half),
+        "integers": {name: Tensor.long for name in ("x", "z", "weight")},
+    },
+    "commit_states": {
+        "states of one layer": dict(states=lambda x: x[0]),
+        "states fp16": dict(states=Tensor.half),
+        "windows of other channels": dict(windows=lambda x: x[..., 1:]),
+        "raw of another dtype": dict(raw=Tensor.half),
+        "mixed of fewer nodes": dict(mixed=lambda x: x[:, :, 1:]),
+        "gates of one head less": dict(gates=lambda x: x[..., 1:]),
+        "path int64": dict(path=Tensor.long),
+        "path of another batch": dict(path=lambda x: x[1:]),
+        "accepted int64": dict(accepted=Tensor.long),
+        "channels that are no heads": {name: lambda x: x[..., 1:] for name in ("windows", "raw", "mixed")},
+        "another device": dict(gates=lambda x: x.to("meta")),
+    },
+}
+BAD["delta_chunk"] = BAD["delta_recurrent"]
+BAD["delta_tree"] |= BAD["delta_recurrent"]
+REFUSED = [(name, label) for name, changes in BAD.items() for label in changes]
+
+
+def check_refused(module, name: str, label: str) -> None:
+    operands = OPERANDS[name]()
+    for argument, change in BAD[name][label].items():
+        operands[argument] = change(operands.get(argument))
+    before = {key: value.clone() for key, value in operands.items() if isinstance(value, Tensor)}
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        getattr(module, name)(**operands)
+    for key, value in before.items():
+        assert value.device.type == "meta" or torch.equal(operands[key].nan_to_num(nan=7), value.nan_to_num(nan=7))
+
+
+@pytest.mark.parametrize(("name", "label"), REFUSED)
+def test_bad_operands_are_refused(name, label):
+    check_refused(reference, name, label)
+
+
+@pytest.mark.parametrize("name", ["causal_conv", "delta_tree"])
+def test_trees_of_more_nodes_than_bits_are_refused(name):
+    operands = conv_operands(count=65) if name == "causal_conv" else delta_operands(65)
+    more = dict(ancestors=torch.ones(2, 65, 1, dtype=torch.int64)) | (dict(depth=1) if name == "delta_tree" else {})
+    with pytest.raises(ValueError, match=f"{name}: at most 64 nodes, got 65"):
+        getattr(reference, name)(**operands, **more)
