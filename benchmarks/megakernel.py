@@ -48,11 +48,11 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             state = running.state
             megakernel = MegakernelStep(view, draft, state)
             tree, positions = state.tree, state.lengths[:, None] + state.tree.depths
-            hidden, features, uncommitted = target_forward(
-                ops, view, tree.tokens, state.sequences.caches, state.lengths, positions, tree.ancestors
+            hidden, features, pending = target_forward(
+                ops, view, tree.tokens, state.sequences.caches, state.lengths, positions, tree.ancestors, state.spec.depth
             )
             logits = project(ops, view.head, hidden)
-            step = partial(verify_and_draft, ops, draft, state, logits, features, uncommitted, Mode())
+            step = partial(verify_and_draft, ops, draft, state, logits, features, pending, Mode())
             _same(step, state, megakernel)
             with state.unchanged():
                 pool = torch.cuda.graph_pool_handle()

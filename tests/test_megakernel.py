@@ -79,16 +79,16 @@ def compare_steps(model, spec, prompts, device, steps=2, sampling=None, verifica
         for _ in range(steps):
             tree = state.tree
             positions = state.lengths[:, None] + tree.depths
-            hidden, features, uncommitted = target_forward(
-                engine.ops, view, tree.tokens, state.sequences.caches, state.lengths, positions, tree.ancestors
+            hidden, features, pending = target_forward(
+                engine.ops, view, tree.tokens, state.sequences.caches, state.lengths, positions, tree.ancestors, state.spec.depth
             )
             logits = project(engine.ops, view.head, hidden)
             before, counter = snapshot(state), state.sampling.step.clone()
-            verify_and_draft(kernels, draft, state, logits, features, uncommitted, mode)
+            verify_and_draft(kernels, draft, state, logits, features, pending, mode)
             expected = snapshot(state)
             restore(state, before)
             state.sampling.step.copy_(counter)
-            verify_and_draft(kernels, draft, state, logits, features, uncommitted, mode, megakernel)
+            verify_and_draft(kernels, draft, state, logits, features, pending, mode, megakernel)
             for name, value in tensors(state).items():
                 assert torch.equal(value, expected[name]), name
             assert not torch.equal(expected["draft cache"], before["draft cache"])

@@ -30,8 +30,12 @@ class RecurrentCache(MixerCache):
     def __init__(self, states: Tensor):
         self.states = states
 
-    def layer(self, index: int) -> Tensor:
-        return self.states[index]
+    def new_pending(self, nodes: int) -> Tensor:
+        layers, batch, size = self.states.shape
+        return self.states.new_empty(layers, batch, nodes, size)
+
+    def layer(self, index: int, pending: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return self.states[index], None if pending is None else pending[index]
 
     def part(self, slots: slice) -> RecurrentCache:
         return RecurrentCache(self.states[:, slots])
@@ -42,16 +46,11 @@ class RecurrentCache(MixerCache):
     def copy(self, source: int, target: int, length: int) -> None:
         self.states[:, target] = self.states[:, source]
 
-    def commit(self, ops, uncommitted: Sequence[Tensor], accepted: AcceptedPath) -> None:
-        for state, inputs in zip(self.states, uncommitted, strict=True):
+    def commit(self, ops, pending: Tensor, accepted: AcceptedPath) -> None:
+        for state, inputs in zip(self.states, pending, strict=True):
             for step, node in enumerate(accepted.path.T):
                 row = inputs.gather(1, node.clamp(min=0).long()[:, None, None].expand(-1, 1, inputs.shape[2]))[:, 0]
                 state.copy_(torch.where((step <= accepted.accepted)[:, None], DECAY * state + row, state))
-
-    def commit_all(self, ops, uncommitted: Sequence[Tensor]) -> None:
-        for state, inputs in zip(self.states, uncommitted, strict=True):
-            for row in inputs.unbind(1):
-                state.copy_(DECAY * state + row)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -71,16 +70,20 @@ class Recurrence(Mixer):
     def new_cache(self, layers, slots, capacity, dtype, device) -> RecurrentCache:
         return RecurrentCache(torch.zeros(layers, slots, len(self.weight), dtype=dtype, device=device))
 
-    def forward(self, ops, x, cache, rows) -> tuple[Tensor, Tensor]:
-        count = x.shape[1]
+    def forward(self, ops, x, cache, rows) -> Tensor:
+        (state, pending), count = cache, x.shape[1]
         if rows.ancestors is None:
             sees = torch.ones(count, count, dtype=torch.bool, device=x.device).tril().expand(len(x), -1, -1)
         else:
             sees = ancestor_matrix(rows.ancestors, count)
         age = sees.sum(-1)  # [B, n]: tokens since the committed ones
         since = (age[:, :, None] - age[:, None]).clamp(min=0)
-        h = (sees * DECAY**since) @ x + (DECAY**age)[..., None] * cache[:, None]
-        return h @ self.weight.T, x
+        h = (sees * DECAY**since) @ x + (DECAY**age)[..., None] * state[:, None]
+        if pending is None:
+            state.copy_(h[:, -1])
+        else:
+            pending.copy_(x)
+        return h @ self.weight.T
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -182,10 +185,7 @@ def feed(engine: Engine, caches, tokens: Tensor) -> None:
     """Commit tokens one by one."""
     for position, token in enumerate(tokens):
         length = torch.tensor([position], dtype=torch.int32)
-        _, _, uncommitted = target_forward(
-            engine.ops, engine.view, token.view(1, 1), caches, length, length[:, None], None
-        )
-        caches.commit_all(engine.ops, uncommitted)
+        target_forward(engine.ops, engine.view, token.view(1, 1), caches, length, length[:, None], None)
 
 
 def test_an_inactive_slot_stays_as_it_is_and_one_that_is_entered_again_is_fresh(pair):

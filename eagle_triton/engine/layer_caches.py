@@ -34,10 +34,14 @@ class LayerCaches:
         """How many layers."""
         return len(self._place)
 
-    def layer(self, index: int) -> Any:
-        """What the forward of layer `index` takes."""
+    def new_pending(self, nodes: int) -> tuple[Any, ...]:
+        """Where the forwards of one step over trees of `nodes` nodes leave what `commit` asks for, for each cache."""
+        return tuple(cache.new_pending(nodes) for cache in self.caches)
+
+    def layer(self, index: int, pending: tuple[Any, ...] | None = None) -> Any:
+        """What the forward of layer `index` takes; `pending` is None in a causal one."""
         kind, place = self._place[index]
-        return self.caches[kind].layer(place)
+        return self.caches[kind].layer(place, None if pending is None else pending[kind])
 
     def part(self, slots: slice) -> LayerCaches:
         """The same of some of the slots: views of the same tensors."""
@@ -56,15 +60,10 @@ class LayerCaches:
         for cache in self.caches:
             cache.copy(source, target, length)
 
-    def commit(self, ops: Operations, uncommitted: Sequence[Any], accepted: AcceptedPath) -> None:
-        """Remember the accepted path; `uncommitted`: what the forward of each layer handed back."""
-        for layers, cache in zip(self._layers, self.caches, strict=True):
-            cache.commit(ops, [uncommitted[layer] for layer in layers], accepted)
-
-    def commit_all(self, ops: Operations, uncommitted: Sequence[Any]) -> None:
-        """Remember all rows of the last forward."""
-        for layers, cache in zip(self._layers, self.caches, strict=True):
-            cache.commit_all(ops, [uncommitted[layer] for layer in layers])
+    def commit(self, ops: Operations, pending: tuple[Any, ...], accepted: AcceptedPath) -> None:
+        """Remember the accepted path of the trees whose forwards left `pending`."""
+        for cache, left in zip(self.caches, pending, strict=True):
+            cache.commit(ops, left, accepted)
 
     @property
     def tensors(self) -> Iterator[Tensor]:

@@ -1,15 +1,16 @@
 """What mixes the tokens of a sequence in a layer, and what it remembers of them: attention and its cache of keys and
 values.
 
-A kind of layer is a `Mixer` (what it computes) and a `MixerCache` (what it remembers). A forward reads what is
-committed and may leave in its cache, or hand back, what its new rows would add; after verification `commit` makes the
-accepted path part of what is remembered and forgets the rest.
+A kind of layer is a `Mixer` (what it computes) and a `MixerCache` (what it remembers). A forward over trees reads what
+is committed, and leaves what its rows would add behind the committed rows or in the cache's pending tensors; after
+verification `commit` makes the accepted path part of what is remembered and forgets the rest. A causal forward is
+remembered as it runs.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +33,7 @@ class Rows(NamedTuple):
     positions: Tensor  # [B, n] int32
     ancestors: Tensor | None  # [B, n, W] int64, bit j: row lengths + j is visible; None: causal
     launch_nodes: int | None = None  # nodes that launches are chosen for, the same in all passes of a draft; None: n
+    depth: int = 0  # of a tree: no node lies more below its root
 
     @property
     def in_draft_pass(self) -> bool:
@@ -53,9 +55,13 @@ class AcceptedPath(NamedTuple):
 class MixerCache(ABC):
     """What the layers of one kind and shape remember of each slot's sequence. Its tensors never move."""
 
+    def new_pending(self, nodes: int) -> Any:
+        """Where the forwards of one step leave what the rows of trees of `nodes` nodes would add; None: in the cache."""
+        return None
+
     @abstractmethod
-    def layer(self, index: int) -> Any:
-        """What the forward of the index-th of these layers takes."""
+    def layer(self, index: int, pending: Any = None) -> Any:
+        """What the forward of the index-th of these layers takes; `pending` is None in a causal one."""
 
     @abstractmethod
     def part(self, slots: slice) -> Self:
@@ -70,16 +76,11 @@ class MixerCache(ABC):
         """Let slot `target` remember what slot `source` does, a sequence of `length` committed tokens."""
 
     @abstractmethod
-    def commit(self, ops: Operations, uncommitted: Sequence[Any], accepted: AcceptedPath) -> None:
-        """Remember the accepted path and forget the rest of the last forward's rows.
+    def commit(self, ops: Operations, pending: Any, accepted: AcceptedPath) -> None:
+        """Remember the accepted path and forget the rest of the last forward's trees.
 
-        uncommitted: what the forward of each of these layers handed back. A slot where nothing is accepted stays as
-        it is.
+        pending: where their rows are. A slot where nothing is accepted stays as it is.
         """
-
-    @abstractmethod
-    def commit_all(self, ops: Operations, uncommitted: Sequence[Any]) -> None:
-        """Remember all rows of the last forward: a part of a prompt."""
 
     @property
     @abstractmethod
@@ -100,11 +101,10 @@ class Mixer(ABC):
         """An empty cache for so many layers like this one, and sequences of up to `capacity` rows."""
 
     @abstractmethod
-    def forward(self, ops: Operations, x: Tensor, cache: Any, rows: Rows) -> tuple[Tensor | SplitSums, Any]:
+    def forward(self, ops: Operations, x: Tensor, cache: Any, rows: Rows) -> Tensor | SplitSums:
         """New rows x [B, n, *] of trees or chains, `cache` being this layer's.
 
-        Returns their update of the residual stream [B, n, H], its splits perhaps still apart, and what `commit` will
-        ask for.
+        Returns their update of the residual stream [B, n, H], its splits perhaps still apart.
         """
 
     @property
@@ -122,7 +122,7 @@ class KeyValueCache(MixerCache):
     def __init__(self, data: Tensor):
         self.data = data
 
-    def layer(self, index: int) -> Tensor:
+    def layer(self, index: int, pending: None = None) -> Tensor:
         """[2, B, Hkv, T, d]"""
         return self.data[index]
 
@@ -135,11 +135,8 @@ class KeyValueCache(MixerCache):
     def copy(self, source: int, target: int, length: int) -> None:
         self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
 
-    def commit(self, ops: Operations, uncommitted: Sequence[Any], accepted: AcceptedPath) -> None:
+    def commit(self, ops: Operations, pending: None, accepted: AcceptedPath) -> None:
         ops.commit(self.data, *accepted)
-
-    def commit_all(self, ops: Operations, uncommitted: Sequence[Any]) -> None:
-        """Nothing: the rows of a chain are where they belong."""
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -178,9 +175,9 @@ class Attention(Mixer):
         shape = (layers, 2, slots, self.num_kv_heads, capacity, self.head_dim)
         return KeyValueCache(torch.zeros(shape, dtype=dtype, device=device))
 
-    def forward(self, ops: Operations, x: Tensor, cache: Tensor, rows: Rows) -> tuple[Tensor | SplitSums, None]:
+    def forward(self, ops: Operations, x: Tensor, cache: Tensor, rows: Rows) -> Tensor | SplitSums:
         attended = self.attend(ops, x, cache, rows)
-        return project_split(ops, self.o, attended, rows.launch_rows), None
+        return project_split(ops, self.o, attended, rows.launch_rows)
 
     def attend(self, ops: Operations, x: Tensor, cache: Tensor, rows: Rows) -> Tensor:
         """Project, rotate, append to the cache and attend: x [B, n, *] -> [B, n, Hq * d], the input of o."""

@@ -83,14 +83,14 @@ class ModelView:
 
 def decoder_layer(
     ops: Operations, layer: Layer, normed: Tensor, x: Tensor, cache: Any, rows: Rows
-) -> tuple[Tensor, Tensor | SplitSums, Any]:
+) -> tuple[Tensor, Tensor | SplitSums]:
     """Mixer and MLP: normed [B, n, *] goes in, x [B, n, H] is the residual stream, `cache` the layer's.
 
-    Returns x with the mixer's output, the MLP's output still to be added to it, and what a commit will ask for.
+    Returns x with the mixer's output, and the MLP's output still to be added to it.
     """
-    update, uncommitted = layer.mixer.forward(ops, normed, cache, rows)
+    update = layer.mixer.forward(ops, normed, cache, rows)
     normed, x = add_norm(ops, layer.post_norm, x, update, rows.in_draft_pass)
-    return x, feed_forward(ops, layer.mlp, normed, rows.launch_rows), uncommitted
+    return x, feed_forward(ops, layer.mlp, normed, rows.launch_rows)
 
 
 def target_forward(
@@ -101,20 +101,21 @@ def target_forward(
     lengths: Tensor,
     positions: Tensor,
     ancestors: Tensor | None,
-) -> tuple[Tensor, Tensor, list[Any]]:
+    depth: int = 0,
+) -> tuple[Tensor, Tensor, Any]:
     """The target over n new tokens per sequence, which stand behind the `lengths` committed ones.
 
-    tokens [B, n] int64; lengths [B] int32; positions [B, n] int32; ancestors [B, n, W] or None (causal). Returns the
-    normed last hidden states [B, n, H], the features for the draft [B, n, F], and what each layer's commit will ask
-    for.
+    tokens [B, n] int64; lengths [B] int32; positions [B, n] int32; ancestors [B, n, W] of trees of `depth` levels below
+    the root, or None (causal, and remembered as it runs). Returns the normed last hidden states [B, n, H], the features
+    for the draft [B, n, F], and for trees what the caches' commit asks for.
     """
-    rows = Rows(lengths, lengths, positions, ancestors)
-    x, update, features, uncommitted = view.embedding[tokens], None, [], []
+    rows = Rows(lengths, lengths, positions, ancestors, depth=depth)
+    pending = None if ancestors is None else caches.new_pending(tokens.shape[1])
+    x, update, features = view.embedding[tokens], None, []
     for index, layer in enumerate(view.layers):
         normed, x = add_norm(ops, layer.input_norm, x, update)
         if index in view.feature_layers:
             features.append(x)
-        x, update, left = decoder_layer(ops, layer, normed, x, caches.layer(index), rows)
-        uncommitted.append(left)
+        x, update = decoder_layer(ops, layer, normed, x, caches.layer(index, pending), rows)
     hidden, _ = add_norm(ops, view.norm, x, update)
-    return hidden, torch.cat(features, dim=-1) if features else hidden, uncommitted
+    return hidden, torch.cat(features, dim=-1) if features else hidden, pending

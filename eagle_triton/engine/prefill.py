@@ -94,8 +94,7 @@ def read_prompts(
         lengths = torch.full_like(sequences.lengths, first)
         positions = torch.arange(first, last, dtype=torch.int32, device=prompts.device).expand(len(prompts), -1)
         tokens = sequences.tokens[:, first:last]
-        hidden, features, uncommitted = target_forward(ops, view, tokens, sequences.caches, lengths, positions, None)
-        sequences.caches.commit_all(ops, uncommitted)
+        hidden, features, _ = target_forward(ops, view, tokens, sequences.caches, lengths, positions, None)
         if draft is not None:
             draft.read_prompt(ops, sequences, sequences.tokens[:, :length], first, features)
     return hidden[:, -1:], features[:, -1:]

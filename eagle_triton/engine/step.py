@@ -56,14 +56,14 @@ def decode_step(
         real = tokens >= 0
         state.report[:, -2], state.report[:, -1] = (tree.depths * real).amax(1), real.sum(1) - 1
         tokens = torch.where(real, tokens, tokens[:, :1])  # the root once more
-    hidden, features, uncommitted = target_forward(
-        ops, view, tokens, sequences.caches, state.lengths, positions, tree.ancestors
+    hidden, features, pending = target_forward(
+        ops, view, tokens, sequences.caches, state.lengths, positions, tree.ancestors, state.spec.depth
     )
     logits = project(ops, view.head, hidden)
     before = state.lengths.clone() if mode.logprobs else None
     rules = sequences.rules if mode.processed else None
     judged = logits if rules is None else ops.process_logits(logits, tokens, tree.ancestors, rules)
-    path = verify_and_draft(ops, draft, state, judged, features, uncommitted, mode, megakernel)
+    path = verify_and_draft(ops, draft, state, judged, features, pending, mode, megakernel)
     if rules is not None:  # beside what is committed, the next root: it is on every path
         rules.seen.scatter_(1, torch.where(state.emitted < 0, tree.tokens[:, :1], state.emitted), 1)
     if before is not None:
@@ -76,14 +76,14 @@ def verify_and_draft(
     state: DecodeState,
     logits: Tensor,
     features: Tensor,
-    uncommitted: list[Any],
+    pending: tuple[Any, ...],
     mode: Mode,
     megakernel: MegakernelStep | None = None,
 ) -> Tensor:
     """All of a step behind the target forward: verify, commit, and draft the next tree, in place.
 
-    logits [B, N, V], by which the nodes are judged, and features [B, N, F] of the tree's nodes; `uncommitted`: what the
-    target's layers handed back. `draft` may be None if the tree is a root alone. Returns the accepted path [B, D + 1]
+    logits [B, N, V], by which the nodes are judged, and features [B, N, F] of the tree's nodes; `pending`:
+    where the target's layers left them. `draft` may be None if the tree is a root alone. Returns the accepted path [B, D + 1]
     int32, as verification does.
     """
     tree, depth, sequences = state.tree, state.spec.depth, state.sequences
@@ -112,7 +112,7 @@ def verify_and_draft(
         state.report,
     )
     committed = AcceptedPath(before, path, accepted)
-    sequences.caches.commit(ops, uncommitted, committed)
+    sequences.caches.commit(ops, pending, committed)
     state.sampling.step.add_(1)
     if draft is not None and depth:
         draft.extend(ops, state, committed, features)

@@ -66,11 +66,13 @@ class Prefix:
             raise ValueError(f"the draft must score candidates, which a {type(draft).__name__} does not")
         return draft.candidates(self.engine.ops, self.state)
 
-    def forward(self, tokens: Tensor, positions: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor, list[Any]]:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, ancestors: Tensor | None, depth: int = 0
+    ) -> tuple[Tensor, Tensor, Any]:
         """The target over new tokens [bs, n] behind the committed ones, as `target_forward`."""
         state, engine = self.state, self.engine
         caches, lengths = state.sequences.caches, state.lengths
-        return target_forward(engine.ops, engine.view, tokens, caches, lengths, positions, ancestors)
+        return target_forward(engine.ops, engine.view, tokens, caches, lengths, positions, ancestors, depth)
 
     def _read(self, tokens: Tensor, rows: int) -> None:
         """Begin with all tokens [bs, T], with room for `rows`."""
@@ -99,8 +101,7 @@ class Prefix:
         start_skipping(self.engine.view, sequences)
         tokens = self.state.tokens[:, self.length - 1 : self.length - 1 + count].contiguous()
         positions = lengths[:, None] + torch.arange(count, dtype=torch.int32, device=lengths.device)
-        _, features, uncommitted = self.forward(tokens, positions, None)
-        sequences.caches.commit_all(ops, uncommitted)
+        _, features, _ = self.forward(tokens, positions, None)
         assert sequences.skipped is not None
         sequences.skipped.keep(lengths, features)
         lengths += count
@@ -169,7 +170,7 @@ def verify_drafts(
     )  # fmt: skip
     mask, positions, *links, tokens = build_tree_structure(*arguments, TreeMaskMode.QLEN_ONLY)
     tokens, positions = tokens.view(batch, nodes), positions.view(batch, nodes).int()
-    hidden, *_ = prefix.forward(tokens, positions, pack_ancestors(mask.view(batch, nodes, nodes)))
+    hidden, *_ = prefix.forward(tokens, positions, pack_ancestors(mask.view(batch, nodes, nodes)), nodes - 1)
     target = project(engine.ops, engine.view.head, hidden).argmax(-1)
     predicts, accept_index, accept_length = verify_tree_greedy(tokens, target, *links)
     path = accept_index[:, : config.num_steps + 1]

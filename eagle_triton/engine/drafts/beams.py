@@ -209,7 +209,7 @@ class BeamDraft(Draft):
         update = None
         for index, layer in enumerate(self.layers):
             normed, x = add_norm(ops, layer.input_norm, x, update, rows.in_draft_pass)
-            x, update, _ = decoder_layer(ops, layer, normed, x, caches.layer(index), rows)
+            x, update = decoder_layer(ops, layer, normed, x, caches.layer(index), rows)
         normed, hidden = add_norm(ops, self.norm, x, update, rows.in_draft_pass)
         return hidden, normed
 

@@ -81,7 +81,7 @@ class Eagle3Draft(EagleDraft):
         )
         if self.norm_before_residual:
             residual = inputs[..., self.hidden_size :]
-        x, update, _ = decoder_layer(ops, layer, inputs, residual, caches.layer(0), rows)
+        x, update = decoder_layer(ops, layer, inputs, residual, caches.layer(0), rows)
         normed, hidden = add_norm(ops, self.norm, x, update, rows.in_draft_pass)
         return hidden, normed
 
