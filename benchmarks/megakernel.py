@@ -49,7 +49,14 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             megakernel = MegakernelStep(view, draft, state)
             tree, positions = state.tree, state.lengths[:, None] + state.tree.depths
             hidden, features, pending = target_forward(
-                ops, view, tree.tokens, state.sequences.caches, state.lengths, positions, tree.ancestors, state.spec.depth
+                ops,
+                view,
+                tree.tokens,
+                state.sequences.caches,
+                state.lengths,
+                positions,
+                tree.ancestors,
+                state.spec.depth,
             )
             logits = project(ops, view.head, hidden)
             step = partial(verify_and_draft, ops, draft, state, logits, features, pending, Mode())

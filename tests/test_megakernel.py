@@ -80,7 +80,14 @@ def compare_steps(model, spec, prompts, device, steps=2, sampling=None, verifica
             tree = state.tree
             positions = state.lengths[:, None] + tree.depths
             hidden, features, pending = target_forward(
-                engine.ops, view, tree.tokens, state.sequences.caches, state.lengths, positions, tree.ancestors, state.spec.depth
+                engine.ops,
+                view,
+                tree.tokens,
+                state.sequences.caches,
+                state.lengths,
+                positions,
+                tree.ancestors,
+                state.spec.depth,
             )
             logits = project(engine.ops, view.head, hidden)
             before, counter = snapshot(state), state.sampling.step.clone()

@@ -1,4 +1,4 @@
-"""A bare Hugging Face Llama, Mistral, Qwen2 or Qwen3: as the target, or as the draft of another one."""
+"""A bare Hugging Face language model: as the target, or as the draft of another one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from eagle_triton.adapters.gated_delta import read_gated_delta
 from eagle_triton.adapters.module_reader import (
     UnsupportedModelError,
     attribute_at,
@@ -15,29 +16,46 @@ from eagle_triton.adapters.module_reader import (
     check_fits_target,
     check_readable,
     check_silu,
+    read_attention,
     read_embedding,
-    read_layer,
+    read_mlp,
     read_norm,
     read_projection,
     read_rotary,
 )
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
+from eagle_triton.engine.gated_delta import GatedDelta
+from eagle_triton.engine.mixers import Attention, Mixer
 from eagle_triton.engine.model import Layer, ModelView
-from eagle_triton.engine.modules import Rotary
+from eagle_triton.engine.model_watch import is_mixture
+from eagle_triton.engine.modules import MLP, Experts, Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.target import SUPPORTED
+
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+"""Targets with gated delta nets; of the last two, which also see, the language model."""
 
 ROPE_TYPES = ("default", "linear", "llama3")  # frequencies that do not depend on the length
 
 
 def check_causal_lm(model: Any, root: str) -> None:
     """Raise UnsupportedModelError unless `model` is a causal language model of a known architecture."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind not in SUPPORTED or not isinstance(getattr(model, "lm_head", None), nn.Module):
+    kind, known = getattr(getattr(model, "config", None), "model_type", None), (*SUPPORTED, *HYBRIDS)
+    if kind not in known or not isinstance(getattr(model, "lm_head", None), nn.Module):
         raise UnsupportedModelError(
-            f"{root} must be a causal language model of {', '.join(SUPPORTED)}, got {type(model).__name__} "
+            f"{root} must be a causal language model of {', '.join(known)}, got {type(model).__name__} "
             f"(model_type {kind!r})"
         )
+
+
+def text_config(model: Any) -> Any:
+    """The configuration of a model's language model, which is a part of that of a model that sees."""
+    return getattr(model.config, "text_config", model.config)
+
+
+def body_path(model: Any) -> str:
+    """The dotted path of the language model's layers and their embedding."""
+    return "model.language_model" if hasattr(model.model, "language_model") else "model"
 
 
 def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str = "model") -> ModelView:
@@ -49,8 +67,9 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     """
     check_causal_lm(model, root)
     check_readable(model, root)
-    body = attribute_at(model, "model", nn.Module, root=root)
-    where = f"{root}.model"
+    attribute_at(model, "model", nn.Module, root=root)
+    path = body_path(model)
+    body, where = attribute_at(model, path, nn.Module, root=root), f"{root}.{path}"
     rotary_module = attribute_at(body, "rotary_emb", nn.Module, root=where)
     rope_type = getattr(rotary_module, "rope_type", "default")
     if rope_type not in ROPE_TYPES:
@@ -59,11 +78,9 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         )
     scaling = getattr(rotary_module, "attention_scaling", 1.0)
     rotary = read_rotary(rotary_module.inv_freq, scaling, f"{where}.rotary_emb")
-    layers = tuple(_layer(model, index, rotary, root) for index in range(len(body.layers)))
+    layers = tuple(_layer(model, path, index, rotary, root) for index in range(len(body.layers)))
     if wrong := [index for index in feature_layers if not 0 <= index < len(layers)]:
-        raise UnsupportedModelError(
-            f"{root}.model.layers has {len(layers)} layers: no features of layers {wrong}", "heads"
-        )
+        raise UnsupportedModelError(f"{where}.layers has {len(layers)} layers: no features of layers {wrong}", "heads")
     eos = getattr(model.generation_config, "eos_token_id", None)
     view = ModelView(
         embedding=read_embedding(body, "embed_tokens", root=where),
@@ -72,9 +89,9 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         head=read_projection(model, "lm_head", root=root),
         feature_layers=tuple(feature_layers),
         eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
-        pad_token_id=model.config.pad_token_id,
+        pad_token_id=getattr(text_config(model), "pad_token_id", None),
     )
-    _check_dtypes(view, root)
+    _check_dtypes(view, root, path)
     return view
 
 
@@ -87,35 +104,54 @@ def draft_from_causal_lm(
     for what `read_causal_lm` refuses.
     """
     view = read_causal_lm(model, root=root)
+    if recurrent := [index for index, layer in enumerate(view.layers) if not isinstance(layer.mixer, Attention)]:
+        raise UnsupportedModelError(
+            f"{root}: layers {recurrent} are recurrent, and a draft of the engine needs attention, because each branch "
+            "of its tree would need states of its own",
+            "heads",
+        )
     check_fits_target(root, target, view.vocab_size, view.embedding)
     return CausalLMDraft(
         embedding=view.embedding, layers=view.layers, head=view.head, tree_reader=read_tree, norm=view.norm
     )
 
 
-def _layer(model: Any, index: int, rotary: Rotary, root: str) -> Layer:
-    path, config = f"model.layers.{index}", model.config
-    attention = attribute_at(model, f"{path}.self_attn", nn.Module, root=root)
-    check_silu(attribute_at(model, f"{path}.mlp.act_fn", root=root), f"{root}.{path}.mlp.act_fn")
+def _layer(model: Any, body: str, index: int, rotary: Rotary, root: str) -> Layer:
+    path = f"{body}.layers.{index}"
+    layer, where = attribute_at(model, path, nn.Module, root=root), f"{root}.{path}"
+    mlp = attribute_at(layer, "mlp", nn.Module, root=where)
+    if not is_mixture(mlp):
+        check_silu(attribute_at(mlp, "act_fn", root=f"{where}.mlp"), f"{where}.mlp.act_fn")
+    return Layer(
+        input_norm=read_norm(layer, "input_layernorm", root=where),
+        mixer=_mixer(layer, text_config(model), index, rotary, where),
+        post_norm=read_norm(layer, "post_attention_layernorm", root=where),
+        mlp=Experts(mlp) if is_mixture(mlp) else read_mlp(layer, root=where),
+    )
+
+
+def _mixer(layer: nn.Module, config: Any, index: int, rotary: Rotary, where: str) -> Mixer:
+    if hasattr(layer, "linear_attn"):
+        return read_gated_delta(layer, "linear_attn", root=where)
+    attention = attribute_at(layer, "self_attn", nn.Module, root=where)
     kinds = getattr(config, "layer_types", None)
     slides = kinds[index] == "sliding_attention" if kinds else True
-    return read_layer(
-        model,
-        path,
+    return read_attention(
+        layer,
         rotary,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=attention.head_dim,
         scale=attention.scaling,
         sliding_window=getattr(config, "sliding_window", None) if slides else None,
-        root=root,
+        root=where,
     )
 
 
-def _check_dtypes(view: ModelView, root: str) -> None:
+def _check_dtypes(view: ModelView, root: str, body: str) -> None:
     """Raise UnsupportedModelError for a plain weight that is not of the embedding's dtype."""
-    check_dtype(view.dtype, f"{root}.model.embed_tokens.weight")
-    for path, tensor in _plain_weights(view):
+    check_dtype(view.dtype, f"{root}.{body}.embed_tokens.weight")
+    for path, tensor in _plain_weights(view, body):
         if tensor is not None and tensor.dtype != view.dtype:
             raise UnsupportedModelError(
                 f"{root}.{path} must be {view.dtype} as the embedding is, or a module of its own kind, "
@@ -124,18 +160,25 @@ def _check_dtypes(view: ModelView, root: str) -> None:
             )
 
 
-def _plain_weights(view: ModelView) -> Iterator[tuple[str, torch.Tensor | None]]:
+def _plain_weights(view: ModelView, body: str) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Dotted paths and tensors of the norms and of the projections that are no modules."""
-    yield "model.norm", view.norm.weight
+    yield f"{body}.norm", view.norm.weight
     yield "lm_head", view.head.weight
     for index, layer in enumerate(view.layers):
-        path, attention, mlp = f"model.layers.{index}", layer.mixer, layer.mlp
+        path, mixer, mlp = f"{body}.layers.{index}", layer.mixer, layer.mlp
         if layer.input_norm is not None:
             yield f"{path}.input_layernorm", layer.input_norm.weight
         yield f"{path}.post_attention_layernorm", layer.post_norm.weight
-        for name in ("q", "k", "v", "o"):
-            projection = getattr(attention, name)
-            yield f"{path}.self_attn.{name}_proj.weight", projection.weight
-            yield f"{path}.self_attn.{name}_proj.bias", projection.bias
-        for name in ("gate", "up", "down"):
-            yield f"{path}.mlp.{name}_proj", getattr(mlp, name).weight
+        if isinstance(mixer, Attention):
+            for name in ("q", "k", "v", "o"):
+                projection = getattr(mixer, name)
+                yield f"{path}.self_attn.{name}_proj.weight", projection.weight
+                yield f"{path}.self_attn.{name}_proj.bias", projection.bias
+        elif isinstance(mixer, GatedDelta):  # A_log and dt_bias may be wider
+            for index, projection in enumerate((*mixer.inputs, mixer.o)):
+                yield f"{path}.linear_attn's projection {index}", projection.weight
+            yield f"{path}.linear_attn.conv1d.weight", mixer.conv
+            yield f"{path}.linear_attn.norm.weight", mixer.norm.weight
+        if isinstance(mlp, MLP):
+            for name in ("gate", "up", "down"):
+                yield f"{path}.mlp.{name}_proj", getattr(mlp, name).weight

@@ -91,13 +91,18 @@ def check_fits_target(root: str, target: ModelView, vocabulary: int, weight: tor
 
 def read_weight(module: nn.Module, path: str) -> torch.Tensor:
     """The `weight` of a module whose dotted path is `path`, by its own storage: a kernel reads it by its address."""
-    weight = module._parameters.get("weight")
-    if weight is None or not is_plain_tensor(weight):
-        kind = "nothing of its own" if weight is None else type(weight.data).__name__
+    return read_tensor(module, "weight", path)
+
+
+def read_tensor(module: nn.Module, name: str, path: str) -> torch.Tensor:
+    """A parameter of a module whose dotted path is `path`, by its own storage."""
+    tensor = module._parameters.get(name)
+    if tensor is None or not is_plain_tensor(tensor):
+        kind = "nothing of its own" if tensor is None else type(tensor.data).__name__
         raise UnsupportedModelError(
-            f"{path}.weight must be a plain tensor, got {kind} in a {type(module).__name__}", "weights"
+            f"{path}.{name} must be a plain tensor, got {kind} in a {type(module).__name__}", "weights"
         )
-    return weight
+    return tensor
 
 
 def read_embedding(module: Any, path: str, *, root: str = "model") -> torch.Tensor:
@@ -159,13 +164,50 @@ def read_layer(
 ) -> Layer:
     """A decoder layer of the Llama family at a dotted path below `module`: attention and a SwiGLU block.
 
-    Queries and keys are normed where the attention has the norms, and what it attends to is gated where the queries'
-    product has twice their rows; only an EAGLE-1/2 head's layer lacks the input norm.
+    Only an EAGLE-1/2 head's layer lacks the input norm.
     """
     layer, where = attribute_at(module, path, nn.Module, root=root), f"{root}.{path}"
+    return Layer(
+        input_norm=read_norm(layer, "input_layernorm", root=where) if hasattr(layer, "input_layernorm") else None,
+        mixer=read_attention(
+            layer,
+            rotary,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=scale,
+            sliding_window=sliding_window,
+            root=where,
+        ),
+        post_norm=read_norm(layer, "post_attention_layernorm", root=where),
+        mlp=read_mlp(layer, root=where),
+    )
+
+
+def read_mlp(layer: nn.Module, *, root: str) -> MLP:
+    """The SwiGLU block of the layer that messages call `root`."""
+    return MLP(*(read_projection(layer, f"mlp.{name}_proj", root=root) for name in ("gate", "up", "down")))
+
+
+def read_attention(
+    layer: nn.Module,
+    rotary: Rotary,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: float,
+    sliding_window: int | None = None,
+    root: str,
+) -> Attention:
+    """The attention of the layer that messages call `root`.
+
+    Queries and keys are normed where it has the norms, and what it attends to is gated where the queries' product has
+    twice their rows.
+    """
+    where = root
     attention = attribute_at(layer, "self_attn", nn.Module, root=where)
     q, k, v, o = (read_projection(layer, f"self_attn.{name}_proj", root=where) for name in "qkvo")
-    gate, up, down = (read_projection(layer, f"mlp.{name}_proj", root=where) for name in ("gate", "up", "down"))
     gated = _is_gated(q, num_heads * head_dim, f"{where}.self_attn.q_proj")
     if 2 * len(rotary.inv_freq) > head_dim:
         raise UnsupportedModelError(
@@ -174,25 +216,20 @@ def read_layer(
             "layer-types",
         )
     q_norm, k_norm = _read_head_norms(layer, where) if hasattr(attention, "q_norm") else (None, None)
-    return Layer(
-        input_norm=read_norm(layer, "input_layernorm", root=where) if hasattr(layer, "input_layernorm") else None,
-        mixer=Attention(
-            q,
-            k,
-            v,
-            o,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            scale=scale,
-            rotary=rotary,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            sliding_window=sliding_window,
-            gated=gated,
-        ),
-        post_norm=read_norm(layer, "post_attention_layernorm", root=where),
-        mlp=MLP(gate, up, down),
+    return Attention(
+        q,
+        k,
+        v,
+        o,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=scale,
+        rotary=rotary,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        sliding_window=sliding_window,
+        gated=gated,
     )
 
 

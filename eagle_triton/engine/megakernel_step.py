@@ -15,7 +15,7 @@ from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.eagle import Eagle3Draft, EagleDraft
 from eagle_triton.engine.mixers import Attention, KeyValueCache
 from eagle_triton.engine.model import ModelView
-from eagle_triton.engine.modules import Norm, Projection
+from eagle_triton.engine.modules import MLP, Norm, Projection
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.linear.settings import Settings, block_m_of, descriptors, launch_settings
 from eagle_triton.megakernel.kernel import draft_verify_update_kernel
@@ -60,8 +60,9 @@ class _Head:
             raise _UnsupportedError(f"the draft head has {len(draft.layers)} layers")
         (layer,) = draft.layers
         mixer, mlp = layer.mixer, layer.mlp
-        if not isinstance(mixer, Attention):
-            raise _UnsupportedError(f"the draft head's layer is a {type(mixer).__name__}, not attention")
+        if not isinstance(mixer, Attention) or not isinstance(mlp, MLP):
+            kinds = f"{type(mixer).__name__} and {type(mlp).__name__}"
+            raise _UnsupportedError(f"the draft head's layer is {kinds}, not attention and a SwiGLU block")
         if mixer.q_norm is not None or mixer.sliding_window is not None:
             raise _UnsupportedError("the draft head norms its queries or has a sliding window")
         if mixer.gated or 2 * len(mixer.rotary.inv_freq) != mixer.head_dim:

@@ -56,7 +56,7 @@ class MixerCache(ABC):
     """What the layers of one kind and shape remember of each slot's sequence. Its tensors never move."""
 
     def new_pending(self, nodes: int) -> Any:
-        """Where the forwards of one step leave what the rows of trees of `nodes` nodes would add; None: in the cache."""
+        """Where forwards over trees of `nodes` nodes leave what they would add; None: in the cache itself."""
         return None
 
     @abstractmethod

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle_triton.engine.layer_caches import LayerCaches
 from eagle_triton.engine.mixers import Mixer, Rows
-from eagle_triton.engine.modules import MLP, Norm, Projection, add_norm, feed_forward
+from eagle_triton.engine.modules import MLP, Experts, Norm, Projection, add_norm, feed_forward
 from eagle_triton.engine.operations import Operations
 from eagle_triton.runtime.split_sums import SplitSums
 
@@ -23,7 +23,7 @@ class Layer:
     input_norm: Norm | None
     mixer: Mixer
     post_norm: Norm
-    mlp: MLP
+    mlp: MLP | Experts
 
     @property
     def tensors(self) -> Iterator[Tensor]:

@@ -14,7 +14,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "fc"})
+PROJECTIONS = frozenset(
+    {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "fc"),
+        *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj"),
+    }
+)
 """Modules that may be of any class: one that is no plain linear layer is called as it is, its insides are its own."""
 
 SOURCES = ("transformers.", "torch.", "eagle_triton.", "eagle.", "eagle_llm.", "liger_kernel.")
@@ -34,6 +39,11 @@ def is_plain_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear and "forward" not in vars(module) and is_plain_tensor(module.weight)
 
 
+def is_mixture(module: nn.Module) -> bool:
+    """Whether a module is a mixture of experts, which is called as it is."""
+    return hasattr(module, "experts") and hasattr(module, "gate")
+
+
 def is_plain_tensor(tensor: Tensor) -> bool:
     """Whether a kernel may read a tensor by its address: no quantised, sharded or otherwise wrapped one."""
     return type(tensor.data) is Tensor
@@ -45,7 +55,7 @@ def modules_read(root: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, b
     for name, child in root._modules.items():
         if child is None:
             continue
-        if name in PROJECTIONS and not is_plain_linear(child):
+        if (name in PROJECTIONS and not is_plain_linear(child)) or is_mixture(child):
             yield f"{path}.{name}", child, True
         else:
             yield from modules_read(child, f"{path}.{name}")

@@ -68,6 +68,18 @@ class MLP:
             yield from projection.tensors
 
 
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: `module` called as it is, [B, n, H] -> [B, n, H]."""
+
+    module: nn.Module
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All weights, of which one call reads those of the chosen experts."""
+        yield from self.module.parameters()
+
+
 def project(ops: Operations, projection: Projection, x: Tensor, launch_rows: int | None = None) -> Tensor:
     """One matrix product, or the module that stands in its place: x [B, n, *] -> [B, n, out].
 
@@ -132,8 +144,11 @@ def add_norm(
     )
 
 
-def feed_forward(ops: Operations, mlp: MLP, x: Tensor, launch_rows: int | None = None) -> Tensor | SplitSums:
-    """SwiGLU block: [B, n, H] -> [B, n, H], its splits perhaps still apart. `launch_rows`: see project."""
+def feed_forward(ops: Operations, mlp: MLP | Experts, x: Tensor, launch_rows: int | None = None) -> Tensor | SplitSums:
+    """What follows the mixer: [B, n, H] -> [B, n, H], its splits perhaps still apart. `launch_rows`: see project."""
+    if isinstance(mlp, Experts):
+        out = mlp.module(x)
+        return out[0] if isinstance(out, tuple) else out  # the router's logits beside it, in transformers 4
     gate, up = mlp.gate, mlp.up
     if gate.weight is not None and up.weight is not None and gate.bias is None and up.bias is None:
         inner = ops.linear_swiglu(x, gate.weight, up.weight, launch_rows=launch_rows)

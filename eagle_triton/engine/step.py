@@ -83,8 +83,8 @@ def verify_and_draft(
     """All of a step behind the target forward: verify, commit, and draft the next tree, in place.
 
     logits [B, N, V], by which the nodes are judged, and features [B, N, F] of the tree's nodes; `pending`:
-    where the target's layers left them. `draft` may be None if the tree is a root alone. Returns the accepted path [B, D + 1]
-    int32, as verification does.
+    where the target's layers left what they would add. `draft` may be None if the tree is a root alone. Returns the
+    accepted path [B, D + 1] int32, as verification does.
     """
     tree, depth, sequences = state.tree, state.spec.depth, state.sequences
     walk = None
