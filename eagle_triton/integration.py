@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from torch import nn
 from eagle_triton.adapters import eagle_llm, native, upstream
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.adapters.module_reader import UnsupportedModelError, check_readable
+from eagle_triton.adapters.mtp import read_mtp
 from eagle_triton.drop_in import causal_lm as causal_lm_methods
 from eagle_triton.drop_in import eagle_llm as eagle_llm_methods
 from eagle_triton.drop_in import native as native_methods
@@ -22,8 +23,9 @@ from eagle_triton.drop_in import upstream as upstream_methods
 from eagle_triton.drop_in.generate import generate_seam
 from eagle_triton.drop_in.methods import check_tree
 from eagle_triton.drop_in.patching import Originals, PatchError
+from eagle_triton.engine.drafts.beams import checked_vocabulary, with_vocabulary
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.drafts.hybrid import with_suffix_drafts
+from eagle_triton.engine.drafts.hybrid import scoring, with_suffix_drafts
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model import ModelView
@@ -31,6 +33,7 @@ from eagle_triton.engine.model_watch import ModelWatch
 from eagle_triton.engine.operations import choose_operations
 from eagle_triton.engine.tree_spec import MOST_NODES, PLAIN, TreeSpec
 from eagle_triton.models.heads import DraftHead
+from eagle_triton.models.mtp import MTP, MTPHead, load_mtp
 from eagle_triton.reference.verification import Verification
 
 log = logging.getLogger(__name__)
@@ -120,6 +123,7 @@ class TritonConfig(_Options):
     topk: children of each expanded node of a draft tree. num_steps: drafted levels. num_draft_tokens: nodes of a tree,
     root included. With all three None a head or a `Draft` drafts its own tree; else what is None is 4, 3 and 8 (or as
     many as there are).
+    draft_vocabulary: the only tokens that a draft with layers scores, by ids or the first so many; see `EAGLEConfig`.
     """
 
     strict: bool = False
@@ -131,10 +135,13 @@ class TritonConfig(_Options):
     num_draft_tokens: int | None = None
     verify_strategy: str = "target_match"
     suffix_drafts: int = 0
+    draft_vocabulary: int | Collection[int] | None = None
 
     def __post_init__(self) -> None:
+        if self.draft_vocabulary is not None:
+            object.__setattr__(self, "draft_vocabulary", checked_vocabulary(self.draft_vocabulary))
         tree = {"topk": self.topk, "num_steps": self.num_steps, "num_draft_tokens": self.num_draft_tokens}
-        self._check_switches(*tree, "verify_strategy", "suffix_drafts")
+        self._check_switches(*tree, "verify_strategy", "suffix_drafts", "draft_vocabulary")
         self._check_drafts()
         for name, value in tree.items():
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
@@ -220,12 +227,12 @@ def optimize_with_triton(
     """Replace `generate` of a plain Hugging Face causal language model; the output stays the same (but for
     `verify_strategy="topp"`).
 
-    model: a Llama, Mistral, Qwen2 or Qwen3 on one device. draft: None decodes plainly; an EAGLE head, or an EaModel for
-    its head; a causal language model with the target's vocabulary; "suffix" or "ngram" for drafts from text that
-    occurred before, without a model; or a `Draft` of one's own. config: see
-    `TritonConfig`; its fields can also be given as keyword arguments. Returns the same model and its originals, as
-    `optimize_eagle_with_triton` does: `originals.restore()`, `restore(model)` or the end of a `with` block give
-    `generate` back.
+    model: a Llama, Mistral, Qwen2, Qwen3, Qwen3-Next or Qwen3.5 on one device. draft: None decodes plainly; an EAGLE
+    head, or an EaModel for its head; a causal language model with the target's vocabulary; "mtp" for the
+    multi-token-prediction layers beside its weights, or what `load_mtp` makes of them; "suffix" or "ngram" for drafts
+    from text that occurred before, without a model; or a `Draft` of one's own. config: see `TritonConfig`; its fields
+    can also be given as keyword arguments. Returns the same model and its originals, as `optimize_eagle_with_triton`
+    does: `originals.restore()`, `restore(model)` or the end of a `with` block give `generate` back.
 
     `generate` keeps its arguments, defaults, warnings and errors. A call with an argument that the engine does not
     decode by (beams, an assistant, a logits processor) runs the original, and the report names it. Raises
@@ -239,6 +246,8 @@ def optimize_with_triton(
         raise UnsupportedModelError(f"a {type(model).__name__} is optimised by optimize_eagle_with_triton")
     if _recognised(draft):
         draft = draft.ea_layer
+    if draft == MTP:
+        draft = load_mtp(model)
     view, drafted = _read(model, draft, config)
     roots = {"model": model}
     if isinstance(draft, nn.Module) and draft is not model:
@@ -263,6 +272,8 @@ def make_draft(draft: Any, view: ModelView, config: TritonConfig) -> Draft | Non
 
     Raises TypeError or ValueError for what is none, and UnsupportedModelError for a model that does not fit.
     """
+    if isinstance(draft, MTPHead):
+        return read_mtp(draft, view, lambda: config.tree, root="draft")
     if config.has_tree and (draft is None or isinstance(draft, str)):
         raise ValueError(f"topk, num_steps and num_draft_tokens shape a model's trees, and draft is {draft!r}")
     if draft is None:
@@ -274,7 +285,7 @@ def make_draft(draft: Any, view: ModelView, config: TritonConfig) -> Draft | Non
             raise ValueError(f'suffix_drafts={config.suffix_drafts}: draft="ngram" drafts by n-grams alone')
         return RepeatDraft(NgramSource(NGRAM_DRAFTS))
     if isinstance(draft, str):
-        raise ValueError(f"draft must be suffix, ngram, a draft or a model, got {draft!r}")
+        raise ValueError(f"draft must be suffix, ngram, mtp, a draft or a model, got {draft!r}")
     if isinstance(draft, Draft):
         if config.has_tree and not draft.any_tree:
             raise ValueError(f"topk, num_steps and num_draft_tokens: a {type(draft).__name__} drafts its own tree only")
@@ -317,6 +328,8 @@ def _read(model: Any, draft: Any, config: TritonConfig) -> tuple[ModelView, Draf
     else:
         view = read_causal_lm(model)
         drafted = make_draft(draft, view, config)
+    if config.draft_vocabulary is not None:
+        drafted = with_vocabulary(scoring(drafted, "draft_vocabulary"), config.draft_vocabulary)
     if config.suffix_drafts and draft != "suffix":
         drafted = with_suffix_drafts(drafted, config.suffix_drafts, view.device)
     return view, drafted

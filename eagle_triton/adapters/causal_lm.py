@@ -30,10 +30,7 @@ from eagle_triton.engine.model import Layer, ModelView
 from eagle_triton.engine.model_watch import is_mixture
 from eagle_triton.engine.modules import MLP, Experts, Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.models.target import SUPPORTED
-
-HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
-"""Targets with gated delta nets; of the last two, which also see, the language model."""
+from eagle_triton.models.target import HYBRIDS, SUPPORTED
 
 ROPE_TYPES = ("default", "linear", "llama3")  # frequencies that do not depend on the length
 

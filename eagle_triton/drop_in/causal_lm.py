@@ -21,7 +21,8 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation import logits_process as processors
 
-from eagle_triton.adapters.module_reader import UnsupportedModelError
+from eagle_triton.adapters.causal_lm import body_path
+from eagle_triton.adapters.module_reader import UnsupportedModelError, attribute_at
 from eagle_triton.drop_in.patching import Fallback, Seam
 from eagle_triton.engine.batch import NAN, Batch, Request
 from eagle_triton.engine.engine import Engine
@@ -194,7 +195,8 @@ def _check_arguments(bound: inspect.BoundArguments, model: Any) -> None:
         nothing = value is None or (isinstance(value, list) and not value)
         if name not in ARGUMENTS and name != "kwargs" and not nothing:
             raise Fallback(name)
-    attentions = [layer.self_attn for layer in model.model.layers]
+    layers = attribute_at(model, body_path(model)).layers
+    attentions = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
     if any(attention.training and getattr(attention, "attention_dropout", 0) for attention in attentions):
         raise Fallback("attention_dropout of a model in training mode")
 

@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from .head_fields import check_head_fields
 from .heads import DraftConfig, DraftHead, Eagle1Head, Eagle3Head
+from .mtp import is_mtp
 from .target import SUPPORTED, check_architecture, default_feature_layers
 
 DEMO = Path(__file__).parent.parent / "demo"
@@ -128,9 +129,10 @@ def quiet() -> Iterator[None]:
 # --- the target ---
 
 
-def read_target_config(path: str, **hub: Any) -> Any:
+def read_target_config(path: str, hybrids: bool = False, **hub: Any) -> Any:
     """The target's config; `hub`: where in it, and how to reach the hub, as transformers takes it.
 
+    hybrids: see check_architecture.
     Raises FileNotFoundError without a config.json, ValueError for an unknown architecture.
     """
     path = _existing("target", path)
@@ -142,12 +144,13 @@ def read_target_config(path: str, **hub: Any) -> Any:
         raise ValueError(f"target {path!r}: expected one of {', '.join(SUPPORTED)}: {error}") from error
     except OSError as error:
         raise FileNotFoundError(f"target {path!r}: {error}") from error
-    check_architecture(config)
+    check_architecture(config, hybrids)
     return config
 
 
-def load_target(path: str, **kwargs: Any) -> nn.Module:
+def load_target(path: str, hybrids: bool = False, **kwargs: Any) -> nn.Module:
     """The target in eval mode, fp32 unless `dtype` (or `torch_dtype`) says otherwise; kwargs go to transformers.
+    hybrids: see check_architecture.
 
     Raises FileNotFoundError for missing files, ValueError for files that cannot be read or lack weights.
     """
@@ -161,8 +164,9 @@ def load_target(path: str, **kwargs: Any) -> nn.Module:
         raise ValueError(f"target {path!r}: the weights cannot be read: {error}") from error
     except OSError as error:
         raise FileNotFoundError(f"target {path!r}: {error}") from error
-    check_keys(f"target {path!r}", info["missing_keys"], info["unexpected_keys"])
-    check_architecture(model.config)
+    check_architecture(model.config, hybrids)
+    drafting = [name for name in info["unexpected_keys"] if is_mtp(name, model.config)]
+    check_keys(f"target {path!r}", info["missing_keys"], set(info["unexpected_keys"]) - set(drafting))
     return model.eval()
 
 

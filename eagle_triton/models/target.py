@@ -14,12 +14,23 @@ from .heads import steady_attention
 
 CAPTURE_MARK = "_output_capturing_hooks_installed"  # transformers 5
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+"""Targets with gated delta nets, which no EaModel can run: their states cannot be cut back to an accepted path. Of the
+last two, which also see, the language model."""
 
 
-def check_architecture(config: Any) -> None:
-    """ValueError unless `config` is of a target that EaModel can run, with an attention that takes our masks."""
-    if config.model_type not in SUPPORTED:
-        raise ValueError(f"target: expected one of {', '.join(SUPPORTED)}, got model_type {config.model_type!r}")
+def check_architecture(config: Any, hybrids: bool = False) -> None:
+    """ValueError unless `config` is of a target that EaModel can run, with an attention that takes our masks.
+
+    hybrids: those that only the engine can run will do.
+    """
+    known = (*SUPPORTED, *HYBRIDS) if hybrids else SUPPORTED
+    if config.model_type not in known:
+        instead = "; EAGLEInference and optimize_with_triton take it without an EaModel"
+        raise ValueError(
+            f"target: expected one of {', '.join(known)}, got model_type {config.model_type!r}"
+            f"{instead if config.model_type in HYBRIDS else ''}"
+        )
     attention = getattr(config, "_attn_implementation", None)
     if attention not in (None, "sdpa", "eager"):
         raise ValueError(f"target: attn_implementation must be 'sdpa' or 'eager', got {attention!r}")

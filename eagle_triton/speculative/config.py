@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from eagle_triton.engine.drafts.beams import checked_vocabulary
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import MOST_NODES, TreeSpec
 from eagle_triton.reference.integrators import TreeMaskMode
@@ -43,6 +44,9 @@ class EAGLEConfig:
     suffix_drafts: tokens that may be drafted from text that occurred before, in the request or in former outputs, in
     one tree with the draft's, or alone where there is no draft; 0: none. suffix_ring: tokens of former outputs that
     are kept for that, 4 bytes each; 0: none.
+    draft_vocabulary: the only tokens that a draft's vocabulary projection scores, by their ids, or the first so many,
+    which in byte-pair vocabularies are the most frequent; the rows are copied. A draft that reads a large projection
+    for each pass becomes faster for a few guesses less. None: all.
     speculative: a method with options of its own, in place of the shape of the tree, suffix_drafts and how drafts are
     judged.
     """
@@ -69,6 +73,7 @@ class EAGLEConfig:
     max_candidate_len: int = MAX_CANDIDATE_LEN
     suffix_drafts: int = 0
     suffix_ring: int = 1 << 20
+    draft_vocabulary: int | Collection[int] | None = None
     speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
@@ -105,6 +110,8 @@ class EAGLEConfig:
             raise ValueError(f"suffix_drafts must lie in 0..{MOST_NODES - 1}, got {self.suffix_drafts}")
         if self.suffix_ring and not 2 <= self.suffix_ring <= MOST_TIMES:
             raise ValueError(f"suffix_ring must be 0, or 2 to {MOST_TIMES} tokens, got {self.suffix_ring}")
+        if self.draft_vocabulary is not None:
+            object.__setattr__(self, "draft_vocabulary", checked_vocabulary(self.draft_vocabulary))
         reads_ring = self.suffix_drafts or (self.speculative is not None and self.speculative.method == "suffix")
         if self.suffix_ring != type(self).suffix_ring and not reads_ring:
             raise ValueError(f"suffix_ring={self.suffix_ring} is read with suffix_drafts or method suffix alone")
@@ -131,8 +138,9 @@ class EAGLEConfig:
 
     def tree(self, nodes: int | None = None) -> TreeSpec:
         """The tree with `nodes` nodes (default: the configured one), no deeper nor wider than so many nodes can be."""
-        if self.speculative is not None:
-            return TreeSpec.chain(max(self.speculative.num_speculative_tokens, 1))
+        if (options := self.speculative) is not None:
+            drafts = options.num_model_steps if options.method == "mtp" else options.num_speculative_tokens
+            return TreeSpec.chain(max(drafts, 1))
         nodes = self.nodes if nodes is None else nodes
         if nodes == self.nodes and self.num_draft_tokens != "auto":
             return TreeSpec.dynamic(nodes, self.num_steps - 1, self.topk)

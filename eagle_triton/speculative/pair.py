@@ -12,14 +12,17 @@ from torch import nn
 from eagle_triton.adapters import native
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.adapters.module_reader import UnsupportedModelError, check_readable
-from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.adapters.mtp import read_mtp
+from eagle_triton.engine.drafts.beams import BeamDraft, with_vocabulary
 from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.drafts.hybrid import scoring
 from eagle_triton.engine.model import ModelView
 from eagle_triton.integration import FAMILIES
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.loading import load_target, load_tokenizer, locate, read_target_config
+from eagle_triton.models.mtp import MTP, MTPHead, load_mtp
 from eagle_triton.speculative.config import EAGLEConfig
 from eagle_triton.speculative.proposers import needs_model, propose_with
 from eagle_triton.speculative.speculative_config import SpecMethod
@@ -55,8 +58,9 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
 
     target_model: an EaModel of any family, a Hugging Face causal language model, or the path or hub id of one ("demo":
     the checkpoint of this package). draft_model: None for the head of a target that is an EaModel, an EaModel whose
-    head is meant, a draft head, a causal language model with the target's vocabulary, a `Draft` of one's own, or,
-    beside a target's path, that of an EAGLE-3 head. What is configured to draft without a model needs none. device:
+    head is meant, a draft head, "mtp" for the multi-token-prediction layers beside the target's weights, or what
+    `load_mtp` makes of them, a causal language model with the target's vocabulary, a `Draft` of one's own, or, beside a
+    target's path, that of an EAGLE-3 head. What is configured to draft without a model needs none. device:
     where the models must lie, None: wherever they do. Raises UnsupportedModelError for what is not known, ValueError
     for a draft that does not fit or models that lie elsewhere.
     """
@@ -66,7 +70,9 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     check_readable(target, "target_model")
     family = _family(target)
     base = target if family is None else target.base_model
-    if isinstance(draft_model, (str, Path)) or draft_model is None:
+    if draft_model == MTP:
+        draft_model = load_mtp(base, None if config.speculative is None else config.speculative.model)
+    elif isinstance(draft_model, (str, Path)) or draft_model is None:
         draft_model = getattr(target, "ea_layer", None)
     if config.speculative is not None and not needs_model(config) and not isinstance(draft_model, Draft):
         draft_model = None
@@ -86,6 +92,9 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
         draft = draft_model
     elif family is not None and (draft_model is target or draft_model is target.ea_layer):
         view, draft = family.read(target)
+    elif isinstance(draft_model, MTPHead):
+        view = read_causal_lm(base, root="target_model")
+        draft = read_mtp(draft_model, view, config.tree)
     elif isinstance(draft_model, DraftHead) or _family(draft_model) is not None:
         head = draft_model if isinstance(draft_model, DraftHead) else draft_model.ea_layer
         view, draft = native.read_pair(base, head)
@@ -93,6 +102,8 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
         view = read_causal_lm(base, root="target_model")
         draft = draft_from_causal_lm(draft_model, view, config.tree, root="draft_model")
     _check_places(view, draft, device)
+    if config.draft_vocabulary is not None:
+        draft = with_vocabulary(scoring(draft, "draft_vocabulary"), config.draft_vocabulary)
     vocabulary = None if draft is None else draft.vocabulary
     if config.speculative is None and vocabulary is not None and config.topk > vocabulary:
         raise ValueError(f"topk must not pass the draft's vocabulary ({vocabulary}), got {config.topk}")
@@ -113,6 +124,8 @@ def _configured_head(draft_model: Any, config: EAGLEConfig) -> Any:
         )
     if draft_model is not None and options.model is not None:
         raise ValueError(f"draft_model was given, and model={options.model!r} in the configuration too")
+    if options.method in (SpecMethod.MTP, SpecMethod.HYBRID):
+        return MTP if draft_model is None else draft_model
     return draft_model if options.model is None or options.method is SpecMethod.DRAFT_MODEL else options.model
 
 
@@ -130,7 +143,7 @@ def _load_target(
 ) -> tuple[Any, Any | None]:
     """The target, and its tokenizer if one is known."""
     if not isinstance(target_model, (str, Path)):
-        if isinstance(draft_model, (str, Path)):
+        if isinstance(draft_model, (str, Path)) and draft_model != MTP:
             raise TypeError("draft_model: a path goes with a target_model that is given by its path too")
         if not isinstance(target_model, nn.Module):
             raise TypeError(
@@ -140,13 +153,13 @@ def _load_target(
     path = str(target_model)
     where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = config.dtype or (torch.float32 if where.type == "cpu" else _stored_dtype(path, draft_model))
-    if isinstance(draft_model, (str, Path)) or (draft_model is None and _of_head(config)):
+    if (isinstance(draft_model, (str, Path)) and draft_model != MTP) or (draft_model is None and _of_head(config)):
         model = EaModel.from_pretrained(path, None if draft_model is None else str(draft_model), dtype=dtype)
         return model.to(where), model.tokenizer
     if path == "demo":
         path, _, _ = locate(path, None, True)
-    read_target_config(path)
-    return load_target(path, dtype=dtype).to(where), load_tokenizer(path)
+    read_target_config(path, hybrids=True)
+    return load_target(path, hybrids=True, dtype=dtype).to(where), load_tokenizer(path)
 
 
 def _of_head(config: EAGLEConfig) -> bool:
@@ -157,9 +170,9 @@ def _of_head(config: EAGLEConfig) -> bool:
 
 def _stored_dtype(path: str, draft_model: Any) -> torch.dtype:
     """The dtype that a checkpoint's configuration names, float32 if it names none."""
-    if draft_model is None:
+    if draft_model is None and not (Path(path) / "config.json").is_file():
         path, _, _ = locate(path, None, True)
-    config = read_target_config(path)
+    config = read_target_config(path, hybrids=True)
     return getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
 
 

@@ -11,6 +11,7 @@ from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.eagle import EagleDraft
 from eagle_triton.engine.drafts.hybrid import ContinuedDraft, WrappedDraft, scoring, with_suffix_drafts
+from eagle_triton.engine.drafts.mtp import MTPDraft
 from eagle_triton.engine.drafts.repeats import KEEP, MIN_MATCH, NgramSource, OutputRing, RepeatDraft, SuffixSource
 from eagle_triton.reference.suffix_match import SuffixRules
 from eagle_triton.speculative.config import TREE, EAGLEConfig
@@ -43,15 +44,9 @@ def create_proposer(
 
 
 def needs_model(config: EAGLEConfig) -> bool:
-    """Whether drafts come of a model, a head or a language model. Raises ValueError for a method that is not there
-    yet."""
+    """Whether drafts come of a model, a head, MTP layers or a language model."""
     if config.speculative is None:
         return not config.suffix_drafts
-    if config.speculative.method is SpecMethod.MTP:
-        raise ValueError(
-            "method mtp: no target with a multi-token-prediction layer is known yet; the methods are naive, ngram, "
-            "suffix, eagle and draft_model, and hybrid with a draft_model"
-        )
     return config.speculative.method not in WITHOUT_MODEL
 
 
@@ -69,7 +64,8 @@ def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> D
         return with_suffix_drafts(model, config.suffix_drafts, view.device, config.suffix_ring)
     if isinstance(model, (RepeatDraft, WrappedDraft)):  # of create_proposer
         return model
-    for method, kind in ((SpecMethod.EAGLE, EagleDraft), (SpecMethod.DRAFT_MODEL, CausalLMDraft)):
+    kinds = ((SpecMethod.EAGLE, EagleDraft), (SpecMethod.DRAFT_MODEL, CausalLMDraft), (SpecMethod.MTP, MTPDraft))
+    for method, kind in kinds:
         if options.method is method:
             if not isinstance(model, kind):
                 raise ValueError(f"method {method} does not draft with a {type(model).__name__}")

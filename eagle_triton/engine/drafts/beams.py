@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -31,6 +32,40 @@ class BeamSlots(NamedTuple):
     caches: LayerCaches  # its layers'
     hidden: Tensor  # [B, 1, H]: its output for the root, from which a tree of any shape grows
     normed: Tensor  # [B, 1, H]: the same as its vocabulary projection reads it
+
+
+def checked_vocabulary(tokens: int | Collection[int]) -> int | tuple[int, ...]:
+    """A draft's vocabulary as an option has it. Raises TypeError or ValueError for what is no number and no ids."""
+    if isinstance(tokens, Integral) and not isinstance(tokens, bool):
+        if tokens < 1:
+            raise ValueError(f"draft_vocabulary must be at least 1 token, got {tokens}")
+        return int(tokens)
+    if isinstance(tokens, (str, bytes, bool)) or not isinstance(tokens, (Collection, Tensor)):
+        raise TypeError(f"draft_vocabulary must be a number of tokens or their ids, got {tokens!r:.60}")
+    ids = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+    if not ids or any(isinstance(token, bool) or not isinstance(token, Integral) or token < 0 for token in ids):
+        raise ValueError(f"draft_vocabulary must hold token ids, none of them negative, got {ids!r:.60}")
+    return tuple(sorted({int(token) for token in ids}))
+
+
+def with_vocabulary(draft: BeamDraft, tokens: int | Collection[int]) -> BeamDraft:
+    """The same draft with a projection of these tokens alone, or of the first so many; their rows are copied.
+
+    Raises ValueError for tokens outside its vocabulary, and for a draft that has a vocabulary of its own already.
+    """
+    known, tokens = draft.embedding.shape[0], checked_vocabulary(tokens)
+    if draft.d2t is not None:
+        raise ValueError(f"draft_vocabulary: the draft has a vocabulary of its own already, of {len(draft.d2t)} tokens")
+    if draft.head.weight is None:
+        raise ValueError("draft_vocabulary: the draft's vocabulary projection is no plain matrix to take rows of")
+    most = tokens - 1 if isinstance(tokens, int) else max(tokens)
+    if most >= known:
+        raise ValueError(f"draft_vocabulary: tokens must lie in 0..{known - 1}, got {most}")
+    device = draft.head.weight.device
+    ids = torch.arange(tokens, device=device) if isinstance(tokens, int) else torch.tensor(tokens, device=device)
+    bias = None if draft.head.bias is None else draft.head.bias[ids]
+    head = Projection(draft.head.weight[ids].detach(), bias)
+    return replace(draft, head=head, d2t=ids - torch.arange(len(ids), device=device))
 
 
 class BeamPlan:
@@ -106,9 +141,10 @@ class BeamDraft(Draft):
         tokens: Tensor,
         caches: LayerCaches,
         rows: Rows,
+        level: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """The layers over n nodes: features [B, P, H] of their parents, which parents [B, n] names (None: one each, in
-        order), and tokens [B, n].
+        order), and tokens [B, n]. level: of the nodes below the root, 0 for what is committed.
 
         Returns two [B, n, H]: the hidden states, which are the features of the nodes' children, and what the vocabulary
         projection reads (the same, or normed).
@@ -200,9 +236,15 @@ class BeamDraft(Draft):
         tokens [B, n] in these rows, features [B, n, F] of the positions before the tokens'; `ancestors` [B, n, W] may
         say in bits what None does: each row sees those before it. `launch_nodes`: see Rows. Returns as `forward`.
         """
-        positions = lengths[:, None] + torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
-        rows = Rows(lengths, lengths, positions, ancestors, launch_nodes)
+        rows = self.consecutive(lengths, tokens.shape[1], ancestors, launch_nodes)
         return self.forward(ops, self.inputs_of(ops, features, rows), None, tokens, caches, rows)
+
+    def consecutive(
+        self, lengths: Tensor, count: int, ancestors: Tensor | None = None, launch_nodes: int | None = None
+    ) -> Rows:
+        """The rows that `take_in` runs over."""
+        positions = lengths[:, None] + torch.arange(count, dtype=torch.int32, device=lengths.device)
+        return Rows(lengths, lengths, positions, ancestors, launch_nodes)
 
     def run_layers(self, ops: Operations, x: Tensor, caches: LayerCaches, rows: Rows) -> tuple[Tensor, Tensor]:
         """The layers one after another over x [B, n, H], and the final norm. Returns as `forward`."""
@@ -241,7 +283,7 @@ class BeamDraft(Draft):
             all_chosen.append(grown.chosen)
             scores, ancestors = grown.scores, grown.ancestors
             rows = Rows(lengths, first_rows[:, level], slot_positions[:, slots], ancestors, plan.launch_nodes)
-            hidden, normed = self.forward(ops, hidden, grown.parents, grown.tokens, mine.caches, rows)
+            hidden, normed = self.forward(ops, hidden, grown.parents, grown.tokens, mine.caches, rows, level + 1)
             first_slot += beam
         expanded = torch.cat(all_chosen, dim=1) + plan.slot_starts if all_chosen else children[:, :0]
         return Candidates(torch.cat(all_tokens, 1), torch.cat(all_scores, 1), expanded)

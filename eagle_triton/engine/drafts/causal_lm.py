@@ -28,5 +28,6 @@ class CausalLMDraft(BeamDraft):
         tokens: Tensor,
         caches: LayerCaches,
         rows: Rows,
+        level: int = 0,
     ) -> tuple[Tensor, Tensor]:
         return self.run_layers(ops, self.embedding[tokens], caches, rows)

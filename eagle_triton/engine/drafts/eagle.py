@@ -66,6 +66,7 @@ class Eagle3Draft(EagleDraft):
         tokens: Tensor,
         caches: LayerCaches,
         rows: Rows,
+        level: int = 0,
     ) -> tuple[Tensor, Tensor]:
         (layer,) = self.layers
         inputs, residual = ops.draft_inputs(
@@ -101,6 +102,7 @@ class Eagle1Draft(EagleDraft):
         tokens: Tensor,
         caches: LayerCaches,
         rows: Rows,
+        level: int = 0,
     ) -> tuple[Tensor, Tensor]:
         inputs, _ = ops.draft_inputs(features, parents, tokens, self.embedding)
         x = ops.add(project_split(ops, self.fc, inputs, rows.launch_rows))

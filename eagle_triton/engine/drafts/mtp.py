@@ -1,0 +1,104 @@
+"""Multi-token prediction: layers that come with a model and draft for it (arXiv 2412.19437, section 2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.layer_caches import LayerCaches
+from eagle_triton.engine.mixers import Rows
+from eagle_triton.engine.model import Layer, decoder_layer
+from eagle_triton.engine.modules import Norm, Projection, add_norm, project_split
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.runtime.split_sums import SplitSums
+
+
+@dataclass(frozen=True)
+class MTPUnit:
+    """y = norm(layer(fc(cat(token_norm(embedding), hidden_norm(features)))))."""
+
+    token_norm: Norm
+    hidden_norm: Norm
+    fc: Projection  # [H, 2H]
+    layer: Layer
+    norm: Norm
+
+    def __post_init__(self) -> None:
+        if self.token_norm.zero_centred != self.hidden_norm.zero_centred:
+            raise ValueError("the input norms of an MTP layer must be both zero-centred or neither")
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All weights that a pass reads."""
+        yield from (self.token_norm.weight, self.hidden_norm.weight, self.norm.weight, *self.fc.tensors)
+        yield from self.layer.tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPDraft(BeamDraft):
+    """Drafts with n units, pass i with unit i mod n. A unit's normed output is what the head reads and what the nodes
+    below take as features; those of the first pass are the target's hidden states behind its final norm.
+
+    Each unit keeps keys and values of all rows, from the target's features.
+    """
+
+    units: tuple[MTPUnit, ...]
+
+    first_token: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if not self.units or self.layers != tuple(unit.layer for unit in self.units):
+            raise ValueError(f"the layers must be those of the units, of which there must be one, got {self.units}")
+
+    def weight_bytes(self, spec: TreeSpec) -> int:
+        units = [sum(tensor.nbytes for tensor in (*unit.tensors, *self.head.tensors)) for unit in self.units]
+        return sum(units[level % len(units)] for level in range(spec.beam_levels))
+
+    def forward(
+        self,
+        ops: Operations,
+        features: Tensor | SplitSums,
+        parents: Tensor | None,
+        tokens: Tensor,
+        caches: LayerCaches,
+        rows: Rows,
+        level: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        index = level % len(self.units)
+        unit = self.units[index]
+        inputs, _ = ops.draft_inputs(
+            features,
+            parents,
+            tokens,
+            self.embedding,
+            token_norm=unit.token_norm.weight,
+            feature_norm=unit.hidden_norm.weight,
+            token_eps=unit.token_norm.eps,
+            feature_eps=unit.hidden_norm.eps,
+            zero_centred=unit.hidden_norm.zero_centred,
+        )
+        x = ops.add(project_split(ops, unit.fc, inputs, rows.launch_rows))
+        normed, x = add_norm(ops, unit.layer.input_norm, x, None, rows.in_draft_pass)
+        x, update = decoder_layer(ops, unit.layer, normed, x, caches.layer(index), rows)
+        normed, _ = add_norm(ops, unit.norm, x, update, rows.in_draft_pass)
+        return normed, normed
+
+    def take_in(
+        self,
+        ops: Operations,
+        features: Tensor,
+        tokens: Tensor,
+        caches: LayerCaches,
+        lengths: Tensor,
+        ancestors: Tensor | None = None,
+        launch_nodes: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        rows = self.consecutive(lengths, tokens.shape[1], ancestors, launch_nodes)
+        for later in range(1, len(self.units)):  # what these give is never asked for, but their keys and values are
+            self.forward(ops, features, None, tokens, caches, rows, later)
+        return self.forward(ops, features, None, tokens, caches, rows)

@@ -1,0 +1,262 @@
+"""Multi-token prediction: layers that a checkpoint brings beside its model, which transformers leaves out.
+
+Three sets of names are known: `mtp.*` of Qwen3-Next and Qwen3.5; the layers behind the last one of DeepSeek-V3 and of
+what follows its names; `model.mtp_layers.*` of MiMo. What the layer itself is, a decoder layer of the model says.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+INDEX = "model.safetensors.index.json"
+MTP = "mtp"  # in the place of a draft: the layers that lie beside the target's weights
+
+
+class MTPUnit(nn.Module):
+    """One MTP layer and what stands around it: y = norm(layer(fc(cat(token_norm(embedding), hidden_norm(hidden)))))."""
+
+    def __init__(self, token_norm: nn.Module, hidden_norm: nn.Module, fc: nn.Module, layer: nn.Module, norm: nn.Module):
+        super().__init__()
+        self.token_norm, self.hidden_norm, self.fc, self.layer, self.norm = token_norm, hidden_norm, fc, layer, norm
+
+    def forward(self, hidden: Tensor, embeddings: Tensor, **kwargs: Any) -> Tensor:
+        """hidden, embeddings [B, n, H]; kwargs go to the decoder layer. Returns y [B, n, H]."""
+        x = self.fc(torch.cat((self.token_norm(embeddings), self.hidden_norm(hidden)), dim=-1))
+        out = self.layer(x, **kwargs)
+        return self.norm(out[0] if isinstance(out, tuple) else out)
+
+
+class MTPHead(nn.Module):
+    """The MTP layers of a checkpoint. Embedding and vocabulary projection are the target's."""
+
+    def __init__(self, units: list[MTPUnit]):
+        super().__init__()
+        self.units = nn.ModuleList(units)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Where one family of checkpoints has what. `prefix` and `layer` hold {} for the layer's number."""
+
+    found_by: str  # a tensor that every checkpoint of the family with MTP has
+    outside: str
+    layer: str
+    token_norm: str
+    hidden_norm: str
+    fc: str
+    norm: str
+    hidden_first: bool = False  # of the columns of fc
+    beside: tuple[str, ...] = ()  # copies of what is the target's
+
+
+FAMILIES = (
+    _Names(
+        "mtp.fc.weight", "mtp.", "mtp.layers.{}.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm",
+        beside=("mtp.embed_tokens.", "mtp.lm_head."),
+    ),
+    _Names(
+        "model.mtp_layers.0.input_proj.weight", "model.mtp_layers.{}.", "model.mtp_layers.{}.", "token_layernorm",
+        "hidden_layernorm", "input_proj", "final_layernorm", hidden_first=True,
+    ),
+    _Names(
+        "model.layers.{}.eh_proj.weight", "model.layers.{}.", "model.layers.{}.", "enorm", "hnorm", "eh_proj",
+        "shared_head.norm", beside=("model.layers.{}.embed_tokens.", "model.layers.{}.shared_head.head."),
+    ),
+)  # fmt: skip
+LATENT = ("kv_a_proj_with_mqa", "q_a_proj", "kv_b_proj")
+
+
+def load_mtp(target: nn.Module, path: str | Path | None = None) -> MTPHead:
+    """The MTP layers that lie beside `target`'s weights, on its device and of its dtype.
+
+    target: a Hugging Face causal language model. path: a directory or hub id, None: where the target came from. Raises
+    FileNotFoundError for missing files, ValueError for a checkpoint that has no such layers, lacks a part of one, or
+    has them of another kind than the target's layers.
+    """
+    where = str(path or getattr(getattr(target, "config", None), "_name_or_path", "") or "")
+    if not where:
+        raise ValueError("load_mtp: the target was made in memory: path must say where its checkpoint lies")
+    checkpoint = _Checkpoint(where)
+    body = _body(target)
+    count = len(body.layers)
+    for names in FAMILIES:
+        first = count if names.found_by.startswith("model.layers") else 0
+        if names.found_by.format(first) in checkpoint.files:
+            return _read(checkpoint, names, first, target, body)
+    raise ValueError(
+        f"{where!r} has no multi-token-prediction layers: neither mtp.*, model.mtp_layers.* nor model.layers.{count}.*"
+    )
+
+
+def is_mtp(name: str, config: Any) -> bool:
+    """Whether a tensor of a checkpoint belongs to its MTP layers."""
+    layers = getattr(getattr(config, "text_config", config), "num_hidden_layers", 0)
+    behind = re.match(r"model\.layers\.(\d+)\.", name)
+    return name.startswith(("mtp.", "model.mtp_layers.")) or (behind is not None and int(behind[1]) >= layers)
+
+
+class _Checkpoint:
+    """Tensors by name, read when they are asked for. `files`: which file has each."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.folder = Path(path).expanduser()
+        if not self.folder.is_dir():
+            self.folder = self._fetch([INDEX, "*.json"])
+        if (self.folder / INDEX).is_file():
+            index = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
+            self.files: dict[str, str] = index["weight_map"]
+        else:
+            if not Path(path).expanduser().is_dir():
+                self.folder = self._fetch(["*.safetensors"])
+            self.files = {name: file.name for file in self.folder.glob("*.safetensors") for name in _names(file)}
+        if not self.files:
+            raise FileNotFoundError(f"no weights (*.safetensors) in {path!r}")
+
+    def _fetch(self, patterns: list[str]) -> Path:
+        try:
+            return Path(snapshot_download(self.path, allow_patterns=patterns))
+        except (OSError, ValueError) as error:
+            raise FileNotFoundError(f"{self.path!r} is no directory, and no hub id to be had: {error}") from error
+
+    def read(self, prefix: str) -> dict[str, Tensor]:
+        """All tensors whose names begin so, without that beginning."""
+        wanted = [name for name in self.files if name.startswith(prefix)]
+        if missing := {self.files[name] for name in wanted if not (self.folder / self.files[name]).is_file()}:
+            if Path(self.path).expanduser().is_dir():
+                raise FileNotFoundError(f"{self.path!r} lacks {', '.join(sorted(missing))}")
+            self.folder = self._fetch(sorted(missing))
+        tensors = {}
+        for name in wanted:
+            try:
+                with safe_open(self.folder / self.files[name], "pt") as file:
+                    tensors[name.removeprefix(prefix)] = file.get_tensor(name)
+            except SafetensorError as error:
+                raise ValueError(f"{self.files[name]!r} in {self.path!r} cannot be read: {error}") from error
+        return tensors
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, "pt") as opened:
+            return list(opened.keys())
+    except SafetensorError as error:
+        raise ValueError(f"{str(file)!r} cannot be read, truncated or not weights: {error}") from error
+
+
+def _read(checkpoint: _Checkpoint, names: _Names, first: int, target: nn.Module, body: Any) -> MTPHead:
+    pattern = re.compile(re.escape(names.layer).replace(r"\{\}", r"(\d+)"))
+    found = {int(match[1]) for name in checkpoint.files if (match := pattern.match(name))}
+    numbers = sorted(number for number in found if number >= first)
+    if not numbers or numbers != list(range(first, first + len(numbers))):
+        raise ValueError(f"{checkpoint.path!r}: the MTP layers must be numbered from {first} on, got {numbers}")
+    like = next(body.parameters())
+    units: list[MTPUnit] = []
+    for number in numbers:
+        shared = bool(units) and "{}" not in names.outside
+        unit = _new_unit(target, body, units[0] if shared else None)
+        tensors = _unit_tensors(checkpoint, names, number, unit)
+        _load(unit, tensors, f"{checkpoint.path!r}, MTP layer {number}", shared)
+        units.append(unit)
+    return MTPHead(units).to(like.device, like.dtype).eval()
+
+
+def _unit_tensors(checkpoint: _Checkpoint, names: _Names, number: int, unit: MTPUnit) -> dict[str, Tensor]:
+    """The tensors of one unit by the names that MTPUnit has."""
+    tensors = dict(_placed(checkpoint, names, number))
+    if latent := next((name for name in tensors if any(part in name for part in LATENT)), None):
+        raise ValueError(
+            f"{checkpoint.path!r}: {latent} belongs to multi-head latent attention (MLA), which is not supported"
+        )
+    if names.hidden_first and "fc.weight" in tensors:
+        hidden, token = tensors["fc.weight"].chunk(2, dim=1)
+        tensors["fc.weight"] = torch.cat((token, hidden), dim=1)
+    return _fused_experts(tensors, unit.state_dict())
+
+
+def _placed(checkpoint: _Checkpoint, names: _Names, number: int) -> Iterator[tuple[str, Tensor]]:
+    outside, layer = names.outside.format(number), names.layer.format(number)
+    own = {f"{getattr(names, part)}.": f"{part}." for part in ("token_norm", "hidden_norm", "fc", "norm")}
+    beside = tuple(name.format(number) for name in names.beside)
+    tensors = {outside + name: value for name, value in checkpoint.read(outside).items()}
+    for name, value in tensors.items():
+        place = next((mine for theirs, mine in own.items() if name.startswith(outside + theirs)), None)
+        if name.startswith(beside):
+            continue
+        if place is not None:
+            yield place + name.rpartition(".")[2], value
+        elif name.startswith(layer):
+            yield "layer." + name.removeprefix(layer), value
+        elif layer != outside and re.match(re.escape(names.layer).replace(r"\{\}", r"\d+"), name):
+            continue  # another layer's
+        else:
+            yield name, value  # which nobody expects, and check_keys will name
+
+
+def _fused_experts(tensors: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts that are published one by one, as the one tensor that newer modules have."""
+    fused, down = "layer.mlp.experts.gate_up_proj", "layer.mlp.experts.down_proj"
+    if fused not in expected or fused in tensors:
+        return tensors
+    pattern = re.compile(r"layer\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+    found = {(int(match[1]), match[2]): name for name in tensors if (match := pattern.fullmatch(name))}
+    count = expected[fused].shape[0]
+    if set(found) != {(expert, part) for expert in range(count) for part in ("gate", "up", "down")}:
+        return tensors
+    rest = {name: value for name, value in tensors.items() if name not in found.values()}
+    one = {key: tensors[name] for key, name in found.items()}
+    rest[fused] = torch.stack([torch.cat((one[expert, "gate"], one[expert, "up"])) for expert in range(count)])
+    rest[down] = torch.stack([one[expert, "down"] for expert in range(count)])
+    return rest
+
+
+def _load(unit: MTPUnit, tensors: dict[str, Tensor], whose: str, shared: bool) -> None:
+    expected = unit.state_dict()
+    if shared:  # what stands around the layer came with the first one
+        tensors = {name: value for name, value in tensors.items() if name.startswith("layer.")}
+        expected = {name: value for name, value in expected.items() if name.startswith("layer.")}
+    for names, what, why in (
+        (expected.keys() - tensors.keys(), "lacks", ""),
+        (tensors.keys() - expected.keys(), "has", ", and the target's layers have nothing like it"),
+    ):
+        if names:
+            raise ValueError(f"{whose} {what} {', '.join(sorted(names)[:5])}{why}")
+    for name, value in tensors.items():
+        if value.shape != expected[name].shape:
+            raise ValueError(f"{whose}: {name} must be {list(expected[name].shape)}, got {list(value.shape)}")
+        if value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"{whose}: {name} must be float32, float16 or bfloat16, got {value.dtype} (quantised?)")
+    unit.load_state_dict(tensors, strict=False, assign=True)
+
+
+def _new_unit(target: nn.Module, body: Any, first: MTPUnit | None) -> MTPUnit:
+    """A unit without storage, whose layer is as the target's attention layers are."""
+    like = next((layer for layer in body.layers if hasattr(layer, "self_attn")), None)
+    if like is None:
+        raise ValueError("load_mtp: the target has no attention layer that an MTP layer could be like")
+    config = copy.deepcopy(body.config)
+    with torch.device("meta"):
+        layer = type(like)(config, like.self_attn.layer_idx)
+        if first is not None:
+            return MTPUnit(first.token_norm, first.hidden_norm, first.fc, layer, first.norm)
+        size = body.embed_tokens.weight.shape[1]
+        norms = [type(body.norm)(size, eps=config.rms_norm_eps) for _ in range(3)]
+        return MTPUnit(norms[0], norms[1], nn.Linear(2 * size, size, bias=False), layer, norms[2])
+
+
+def _body(target: nn.Module) -> Any:
+    """The module that has the language model's layers."""
+    body: Any = getattr(target, "model", None)
+    body = getattr(body, "language_model", body)
+    if body is None or not hasattr(body, "layers"):
+        raise ValueError(f"load_mtp: expected a causal language model, got {type(target).__name__}")
+    return body
