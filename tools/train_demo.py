@@ -9,6 +9,9 @@ earlier ones wrote to the output directory):
     eagle3      EAGLE-3 head: unrolled training against the target's distribution (arXiv 2503.01840)
     eagle1      EAGLE-1 head: regression of the next feature and its logits (arXiv 2401.15077)
     evaluate    tau of both heads on the held-out prompts, greedy
+    hybrid      a small Qwen3.5 with the same tokenizer, three of four layers gated delta nets
+    mtp         its multi-token-prediction layer (arXiv 2412.19437), unrolled like the EAGLE-3 head
+    evaluate_mtp  tau of its trees and chains on the held-out prompts, greedy
 
 The heads learn from text that the target itself wrote, continuing prefixes of the training files,
 mixed with the files. Every stage has fixed seeds, a number of steps and a time budget in minutes;

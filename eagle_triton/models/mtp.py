@@ -163,7 +163,7 @@ def _read(checkpoint: _Checkpoint, names: _Names, first: int, target: nn.Module,
     units: list[MTPUnit] = []
     for number in numbers:
         shared = bool(units) and "{}" not in names.outside
-        unit = _new_unit(target, body, units[0] if shared else None)
+        unit = new_unit(target, units[0] if shared else None)
         tensors = _unit_tensors(checkpoint, names, number, unit)
         _load(unit, tensors, f"{checkpoint.path!r}, MTP layer {number}", shared)
         units.append(unit)
@@ -238,8 +238,9 @@ def _load(unit: MTPUnit, tensors: dict[str, Tensor], whose: str, shared: bool) -
     unit.load_state_dict(tensors, strict=False, assign=True)
 
 
-def _new_unit(target: nn.Module, body: Any, first: MTPUnit | None) -> MTPUnit:
-    """A unit without storage, whose layer is as the target's attention layers are."""
+def new_unit(target: nn.Module, first: MTPUnit | None = None) -> MTPUnit:
+    """A unit without storage, its layer as the target's attention layers are. first: whose other parts it shares."""
+    body = _body(target)
     like = next((layer for layer in body.layers if hasattr(layer, "self_attn")), None)
     if like is None:
         raise ValueError("load_mtp: the target has no attention layer that an MTP layer could be like")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-STAGES = ("tokenizer", "target", "prompts", "eagle3", "eagle1", "evaluate")
+STAGES = ("tokenizer", "target", "prompts", "eagle3", "eagle1", "evaluate", "hybrid", "mtp", "evaluate_mtp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,11 @@ class Recipe:
     head_passes: int = 7
     head_pass_decay: float = 0.85
     generated_rows: int = 8192
+
+    hybrid_intermediate_size: int = 608
+    key_heads: int = 2  # of the hybrid's gated delta nets
+    value_heads: int = 4
+    delta_head_dim: int = 64
 
     @property
     def dtype(self) -> torch.dtype:

@@ -8,10 +8,12 @@ import functools
 import json
 import math
 import platform
+import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import tokenizers
@@ -72,22 +74,36 @@ def target_config(recipe: Recipe) -> dict:
     }
 
 
-def add_dropout(model: LlamaForCausalLM, rate: float) -> list:
+def add_dropout(model: Any, rate: float) -> list:
     """Residual dropout while training; returns the hook handles."""
 
     def drop(module, args, output):
         return F.dropout(output, rate, training=module.training)
 
-    blocks = [m for layer in model.model.layers for m in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+    def mixed(layer: Any) -> torch.nn.Module:
+        return layer.self_attn.o_proj if hasattr(layer, "self_attn") else layer.linear_attn.out_proj
+
+    blocks = [module for layer in model.model.layers for module in (mixed(layer), layer.mlp.down_proj)]
     return [module.register_forward_hook(drop) for module in (model.model.embed_tokens, *blocks)]
 
 
-def train_target(run: Run, train: torch.Tensor, held_out: torch.Tensor) -> dict:
-    """Train, keep the weights with the best held-out loss, save them sharded with an index."""
-    recipe = run.recipe
-    torch.manual_seed(recipe.seed)
+def new_target(recipe: Recipe) -> LlamaForCausalLM:
     config = {k: v for k, v in target_config(recipe).items() if k not in ("torch_dtype", "architectures")}
-    model = LlamaForCausalLM(LlamaConfig(**config)).to(run.device, torch.float32)
+    return LlamaForCausalLM(LlamaConfig(**config))
+
+
+def train_target(
+    run: Run,
+    train: torch.Tensor,
+    held_out: torch.Tensor,
+    build: Callable[[Recipe], Any] = new_target,
+    config: Callable[[Recipe], dict] = target_config,
+    directory: Path | None = None,
+) -> dict:
+    """Train, keep the weights with the best held-out loss, save them sharded with an index."""
+    recipe, directory = run.recipe, directory or run.target_directory
+    torch.manual_seed(recipe.seed)
+    model = build(recipe).to(run.device, torch.float32)
     handles = add_dropout(model, recipe.target_dropout)
     generator = torch.Generator().manual_seed(recipe.seed)
     lengths = (512, 1024, recipe.max_positions)
@@ -133,12 +149,12 @@ def train_target(run: Run, train: torch.Tensor, held_out: torch.Tensor) -> dict:
         handle.remove()
     model = model.cpu().to(recipe.dtype)
     model.load_state_dict(best[1])
-    for old in run.target_directory.glob("model*.safetensors*"):
+    for old in directory.glob("*.safetensors*"):
         old.unlink()
-    model.save_pretrained(run.target_directory, max_shard_size="8MB")
-    write_json(run.target_directory / "config.json", target_config(recipe))
+    model.save_pretrained(directory, max_shard_size="8MB")
+    write_json(directory / "config.json", config(recipe))
     write_json(
-        run.target_directory / "generation_config.json",
+        directory / "generation_config.json",
         {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": END_OF_TEXT_ID},
     )
     epochs = (step + 1) * recipe.target_tokens_per_step / train.numel()
@@ -153,10 +169,13 @@ class Teacher:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.model = LlamaForCausalLM.from_pretrained(run.target_directory).to(run.device, torch.float32).eval()
+        self.model = self.load().to(run.device, torch.float32).eval()
         self.model.requires_grad_(False)
         layers = self.model.config.num_hidden_layers
         self.feature_layers = sorted({2, layers // 2, layers - 3})
+
+    def load(self) -> Any:
+        return LlamaForCausalLM.from_pretrained(self.run.target_directory)
 
     @torch.no_grad()
     def continue_text(self, ids: torch.Tensor, length: int, temperature: float) -> torch.Tensor:
@@ -369,6 +388,10 @@ class Run:
     def target_directory(self) -> Path:
         return self.output / "target"
 
+    @property
+    def hybrid_directory(self) -> Path:
+        return self.output / "gdn"
+
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
@@ -475,15 +498,44 @@ class Pipeline:
     def eagle1(self) -> dict:
         return train_head("eagle1", self.run, *self.lessons)
 
+    def hybrid(self) -> dict:
+        from tools.demo import hybrid  # which needs this module
+
+        self.tokenizer_for(self.run.hybrid_directory)
+        return train_target(self.run, *self.streams, hybrid.new_target, hybrid.target_config, self.run.hybrid_directory)
+
+    def mtp(self) -> dict:
+        from tools.demo import hybrid
+
+        teacher = hybrid.HybridTeacher(self.run)
+        train, held_out = self.streams
+        corpus = head_corpus(teacher, train, self.recipe.generated_rows, seed=1)
+        held_out_corpus = head_corpus(teacher, held_out, min(64, self.recipe.generated_rows), seed=2)
+        return hybrid.train_mtp(self.run, teacher, corpus, held_out_corpus)
+
+    def evaluate_mtp(self) -> dict:
+        from tools.demo import hybrid
+
+        return hybrid.evaluate(self.run, demo_prompts(self.run.output)[: self.eval_prompts])
+
+    def tokenizer_for(self, directory: Path) -> None:
+        """The target's tokenizer beside another target."""
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+            if (source := self.run.target_directory / name).exists():
+                shutil.copyfile(source, directory / name)
+
     def evaluate(self) -> dict:
-        prompts = json.loads((self.run.output / "prompts.json").read_text(encoding="utf-8"))
-        return evaluate(self.run, prompts[: self.eval_prompts])
+        return evaluate(self.run, demo_prompts(self.run.output)[: self.eval_prompts])
+
+
+def demo_prompts(directory: Path) -> list[str]:
+    return json.loads((directory / "prompts.json").read_text(encoding="utf-8"))
 
 
 def train(arguments: argparse.Namespace, recipe: Recipe) -> None:
     """Run the stages that were asked for, and write what they reach."""
     run = Run(recipe, arguments.output, torch.device(arguments.device))
-    for name in ("target", "eagle3", "eagle1"):
+    for name in ("target", "eagle3", "eagle1", "gdn"):
         (run.output / name).mkdir(parents=True, exist_ok=True)
     results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
     pipeline = Pipeline(run, arguments.library, arguments.with_tests, arguments.eval_prompts)
@@ -495,7 +547,7 @@ def train(arguments: argparse.Namespace, recipe: Recipe) -> None:
         reached = getattr(pipeline, stage)()
         seconds = round(time.monotonic() - begin, 1)
         results[stage] = {**reached, "seconds": seconds, "made_with": environment(run.device)}
-        if stage != "evaluate":
+        if not stage.startswith("evaluate"):
             results["recipe"] = {**dataclasses.asdict(recipe), "dtype": str(recipe.dtype)}
         results["bytes"] = file_sizes(run.output)
         write_json(arguments.results, results)

@@ -1,0 +1,176 @@
+"""The second demo: a small Qwen3.5, most of whose layers are gated delta nets, and its multi-token prediction."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+import torch
+from torch import nn
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from eagle_triton.models.mtp import MTPUnit, new_unit
+from eagle_triton.models.target import TargetCache
+from tools.demo.corpus import END_OF_TEXT_ID, write_json
+from tools.demo.training import Run, Teacher, head_losses, optimise
+
+if TYPE_CHECKING:
+    from tools.demo.recipe import Recipe
+
+WEIGHTS = "model-mtp.safetensors"
+NAMES = {"token_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "layer": "layers.0"}
+
+
+def target_config(recipe: Recipe) -> dict:
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "vocab_size": recipe.vocab_size,
+        "hidden_size": recipe.hidden_size,
+        "intermediate_size": recipe.hybrid_intermediate_size,
+        "num_hidden_layers": recipe.num_layers,
+        "num_attention_heads": recipe.num_heads,
+        "num_key_value_heads": recipe.num_kv_heads,
+        "head_dim": recipe.head_dim,
+        "linear_num_key_heads": recipe.key_heads,
+        "linear_num_value_heads": recipe.value_heads,
+        "linear_key_head_dim": recipe.delta_head_dim,
+        "linear_value_head_dim": recipe.delta_head_dim,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": [
+            "full_attention" if index % 4 == 3 else "linear_attention" for index in range(recipe.num_layers)
+        ],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "max_position_embeddings": recipe.max_positions,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "mtp_num_hidden_layers": 1,
+        "bos_token_id": END_OF_TEXT_ID,
+        "eos_token_id": END_OF_TEXT_ID,
+        "pad_token_id": END_OF_TEXT_ID,
+        "dtype": str(recipe.dtype).removeprefix("torch."),
+    }
+
+
+def new_target(recipe: Recipe) -> Qwen3_5ForCausalLM:
+    config = {k: v for k, v in target_config(recipe).items() if k not in ("dtype", "architectures", "model_type")}
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**config))
+
+
+class HybridTeacher(Teacher):
+    """The frozen hybrid target."""
+
+    def load(self) -> Any:
+        return Qwen3_5ForCausalLM.from_pretrained(self.run.hybrid_directory)
+
+    @torch.no_grad()
+    def lesson(self, tokens: torch.Tensor, kind: str) -> tuple[torch.Tensor, ...]:
+        """As a `Teacher` of an EAGLE-1 head: features are the hidden states behind the final norm."""
+        with self.run.autocast():
+            hidden = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
+            logits = self.model.lm_head(hidden)
+        return hidden[:, :-1], tokens[:, 1:], logits[:, 1:].float(), hidden[:, 1:]
+
+
+class Student(nn.Module):
+    """An MTP unit with the interface of a draft head while it is trained."""
+
+    def __init__(self, unit: MTPUnit, target: Any):
+        super().__init__()
+        self.unit = unit
+        self._target = [target]  # not a part of it
+        unit.layer.self_attn.layer_idx = 0
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        cache: TargetCache | None = None,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, TargetCache]:
+        body, cache = self._target[0].model, cache or TargetCache()
+        embeddings = body.embed_tokens(ids)
+        out = self.unit(
+            hidden,
+            embeddings,
+            position_embeddings=body.rotary_emb(embeddings, position_ids),
+            attention_mask=attention_mask,
+            past_key_values=cache,
+        )
+        return out, cache
+
+    @staticmethod
+    def draft_logits(hidden: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
+        return lm_head(hidden)
+
+
+def train_mtp(run: Run, teacher: HybridTeacher, corpus: dict, held_out: dict) -> dict:
+    """Train the layer against the frozen target, unrolled as it drafts, and save it beside the target's weights."""
+    recipe = run.recipe
+    torch.manual_seed(recipe.seed)
+    unit = new_unit(teacher.model).to_empty(device=run.device).float()
+    for name, parameter in unit.named_parameters():
+        with torch.no_grad():
+            parameter.zero_() if "norm" in name else parameter.normal_(0, 0.02)
+    student = Student(unit, teacher.model).to(run.device)
+    generator, lengths = torch.Generator().manual_seed(recipe.seed), sorted(corpus)
+    steps = optimise(
+        student.parameters(), recipe.head_steps, recipe.head_minutes, recipe.head_lr, recipe.head_weight_decay
+    )
+    for step, apply in steps:
+        length = lengths[-1] if step % 4 == 3 else lengths[0]
+        count = min(max(1, recipe.head_tokens_per_step // length), len(corpus[length]))
+        rows = torch.randint(len(corpus[length]), (count,), generator=generator)
+        measure = step % 250 == 249
+        report = head_losses(student, "mtp", teacher, corpus[length][rows].to(run.device), measure)
+        loss = sum(r["loss"] for r in report)
+        apply(loss)
+        if measure:
+            top1 = " ".join(f"{r['top1']:.3f}" for r in report)
+            print(f"  step {step + 1:5d}  loss {loss.item():.4f}  top-1 per pass {top1}", flush=True)
+    _save(unit, run)
+    with torch.no_grad():
+        report = head_losses(student, "mtp", teacher, held_out[lengths[0]][:64].to(run.device), measure=True)
+    reached = {key: [round(r[key], 4) for r in report] for key in ("top1", "top10")}
+    print(f"  held-out, per pass: {reached}", flush=True)
+    return {"steps": step + 1, "train_loss": round(loss.item(), 4), "held_out_per_pass": reached}
+
+
+def _save(unit: MTPUnit, run: Run) -> None:
+    """The unit by the names that published checkpoints have, and its place in the target's index."""
+    tensors = {}
+    for name, tensor in unit.state_dict().items():
+        part, _, rest = name.partition(".")
+        tensors[f"mtp.{NAMES.get(part, part)}.{rest}"] = tensor.to("cpu", run.recipe.dtype).contiguous()
+    directory = run.hybrid_directory
+    safetensors.torch.save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    index["weight_map"] |= dict.fromkeys(sorted(tensors), WEIGHTS)
+    index["metadata"]["total_size"] = sum((directory / f).stat().st_size for f in set(index["weight_map"].values()))
+    write_json(path, index)
+
+
+def evaluate(run: Run, prompts: list[str], new_tokens: int = 64) -> dict:
+    """tau of trees and of a chain, greedy, fp32, and how many outputs are those of transformers' own generate."""
+    from eagle_triton import EAGLEConfig, EAGLEInference
+
+    outcome, expected = {}, {}
+    for name, tree in (("tree 60/7/10", (10, 8, 60)), ("chain of 4", (1, 4, 5))):
+        topk, levels, nodes = tree
+        config = EAGLEConfig(topk=topk, num_steps=levels, num_draft_tokens=nodes, fallback=False, dtype=torch.float32)
+        engine = EAGLEInference("mtp", str(run.hybrid_directory), config, run.device)
+        equal = 0
+        for prompt in prompts:
+            ids = engine.tokenizer(prompt, return_tensors="pt").input_ids.to(run.device)
+            if prompt not in expected:
+                options = dict(max_new_tokens=new_tokens, do_sample=False)
+                expected[prompt] = engine.pair.target_model.generate(ids, **options)
+            out = engine.generate(ids, new_tokens)[0]
+            equal += torch.equal(out, expected[prompt])
+        tau = round(engine.statistics.tau, 3)
+        outcome[name] = {"tau": tau, "prompts": len(prompts), "prompts_with_equal_tokens": equal}
+        print(f"  {name}: {outcome[name]}", flush=True)
+    return outcome
