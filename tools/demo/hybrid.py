@@ -95,7 +95,7 @@ class Student(nn.Module):
         out = self.unit(
             hidden,
             embeddings,
-            position_embeddings=body.rotary_emb(embeddings, position_ids),
+            position_embeddings=body.rotary_emb(embeddings, position_ids.expand(3, -1, -1)),
             attention_mask=attention_mask,
             past_key_values=cache,
         )
