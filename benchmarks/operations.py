@@ -629,6 +629,19 @@ def layer_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterator[Case]
         3 * NODES * sizes.inner * element,
     )
 
+    def gate_inputs(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        product = random.normal(generator, 1, NODES, sizes.heads, 2 * width)
+        return random.normal(generator, 1, NODES, sizes.heads, width), product[..., width:]
+
+    yield Case(
+        "layers",
+        f"gate_heads, {NODES} nodes",
+        gate_inputs,
+        layers.gate_heads,
+        [Provider("sigmoid, mul", lambda x, gate: x * torch.sigmoid(gate)), _ours(ops, ops.gate_heads)],
+        3 * NODES * sizes.heads * width * element,
+    )
+
 
 def suffix_case(ops: Operations, sizes: Sizes, random: Random, size: int, batch: int, target_us: float | None) -> Case:
     """Drafts from repetition: each sequence ends with a phrase that it and the ring hold several times.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from eagle_triton.adapters import eagle_llm, native, upstream
-from eagle_triton.adapters.module_reader import UnsupportedModelError
+from eagle_triton.adapters.module_reader import UnsupportedModelError, read_norm
 from eagle_triton.drop_in import methods
 from eagle_triton.drop_in.attention import PreallocatedRows, _ancestors
 from eagle_triton.drop_in.patching import Fallback
@@ -188,6 +188,42 @@ def test_qwen3_shares_one_rotary_embedding_and_has_head_norms():
     assert attention.rotary.attention_scaling == 1.25
     assert torch.equal(attention.rotary.inv_freq, model.base_model.model.rotary_emb.inv_freq)
     assert attention.q_norm.weight is model.base_model.model.layers[0].self_attn.q_norm.weight
+
+
+class ZeroCentredNorm(Norm):
+    """Gemma's, and Qwen3.5's: 1 + weight. `centre` 2 is nobody's."""
+
+    centre = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = nn.functional.rms_norm(x.float(), self.weight.shape, eps=self.variance_epsilon)
+        return (normed * (self.centre + self.weight.float())).to(x.dtype)
+
+
+WEIGHTS = {"zeros": 0.0, "ones": 1.0, "around zero": None, "minus a half": -0.5, "minus one": -1.0, "large": 60.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("kind", [Norm, ZeroCentredNorm], ids=["plain", "zero-centred"])
+def test_norms_are_told_apart_by_what_they_compute(kind, value, dtype):
+    owner = nn.Module()
+    owner.norm = kind(HIDDEN)
+    weight = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)) / 3 if value is None else value
+    owner.norm.weight.data = owner.norm.weight.data * 0 + weight
+    owner.to(dtype)
+    norm = read_norm(owner, "norm")
+    assert norm.weight is owner.norm.weight and norm.eps == 1e-5
+    assert norm.zero_centred == (kind is ZeroCentredNorm)
+
+
+@pytest.mark.parametrize("centre", [0.5, 2.0, -1.0])
+def test_a_norm_of_neither_kind_is_refused(centre):
+    owner = nn.Module()
+    owner.norm = ZeroCentredNorm()
+    owner.norm.centre = centre
+    with pytest.raises(UnsupportedModelError, match=r"model\.norm \(ZeroCentredNorm\) does not compute an RMSNorm"):
+        read_norm(owner, "norm")
 
 
 def test_what_is_no_plain_linear_is_called_as_the_module_it_is():

@@ -1,5 +1,7 @@
 """Kinds of draft: one of somebody's own decodes losslessly, and what a draft need not have."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from eagle_triton.engine.batch import Batch, Request
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import StepGraph
+from eagle_triton.engine.modules import Norm
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.stop_rules import generate
@@ -37,6 +40,43 @@ def model():
     return tiny_model(
         layers=5, vocab=8, seed=1, total_token=4, depth=1, top_k=2
     )  # so few tokens that greedy decoding soon repeats itself
+
+
+@pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
+def test_zero_centred_norms_in_target_and_head(eagle3, device):
+    """1 + (weight - 1): the same tokens and accepted lengths."""
+    cuda, model = device == "cuda", tiny_model(eagle3=eagle3, vocab=8, seed=2, total_token=12, depth=3, top_k=3)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.normal_(1, 0.3)
+    view, draft = native.read(model.to(device))
+
+    def centred(norm: Norm | None) -> Norm | None:
+        return norm and Norm(norm.weight.detach() - 1, norm.eps, zero_centred=True)
+
+    def with_centred_norms(part):
+        layers = (
+            replace(layer, input_norm=centred(layer.input_norm), post_norm=centred(layer.post_norm))
+            for layer in part.layers
+        )
+        own = {name: centred(getattr(part, name)) for name in ("norm", "hidden_norm") if hasattr(part, name)}
+        return replace(part, layers=tuple(layers), **own)
+
+    runs = []
+    for target, drafter in ((view, draft), (with_centred_norms(view), with_centred_norms(draft))):
+        engine = Engine(target, drafter, make_operations(cuda), cuda_graph=cuda)
+        prompts = [prompt.to(device) for prompt in PROMPTS]
+        tokens = generate(
+            engine, prompts, draft.read_tree(), SamplingParams(), max_new_tokens=[40] * 4, eos_token_ids=()
+        )
+        runs.append(([row.tolist() for row in tokens], list(engine.accept_lengths)))
+    assert runs[0] == runs[1] and sum(runs[0][1]) > 0
+
+
+def test_input_norms_of_a_head_are_of_one_kind():
+    _, draft = native.read(tiny_model())
+    with pytest.raises(ValueError, match="both zero-centred or neither"):
+        replace(draft, hidden_norm=replace(draft.hidden_norm, zero_centred=True))
 
 
 PROMPTS = [random_prompt(length, vocab=8)[0] for length in (1, 9, 30, 9)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from eagle_triton.adapters import native
 from eagle_triton.demo import demo_prompts
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine, MegakernelError
-from eagle_triton.engine.megakernel_step import MegakernelStep, unsupported
+from eagle_triton.engine.megakernel_step import MegakernelStep, unsupported, unsupported_draft
 from eagle_triton.engine.model import target_forward
-from eagle_triton.engine.modules import project
+from eagle_triton.engine.modules import Rotary, project
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.step import Mode, verify_and_draft
@@ -193,6 +194,35 @@ def test_what_is_unsupported_is_named(spec, batch, reason):
     with Batch.start(engine, [random_prompt(3)[0]] * batch, spec, SamplingParams(), 20) as running:
         found = unsupported(engine.draft, running.state)
     assert found is None if reason is None else reason in found
+
+
+def _centred(norm):
+    return replace(norm, zero_centred=True)
+
+
+def _layers(draft, **changes):
+    return {"layers": (replace(draft.layers[0], **changes),)}
+
+
+HEADS = {
+    "zero-centred input norms": lambda d: replace(
+        d, hidden_norm=_centred(d.hidden_norm), **_layers(d, input_norm=_centred(d.token_norm))
+    ),
+    "zero-centred norm behind attention": lambda d: replace(d, **_layers(d, post_norm=_centred(d.layers[0].post_norm))),
+    "zero-centred last norm": lambda d: replace(d, norm=_centred(d.norm)),
+    "gated": lambda d: replace(d, **_layers(d, mixer=replace(d.layers[0].mixer, gated=True))),
+    "partial rotary": lambda d: replace(
+        d, **_layers(d, mixer=replace(d.layers[0].mixer, rotary=Rotary(torch.ones(4))))
+    ),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_that_it_does_not_know_are_named(head):
+    _, draft = native.read(tiny_model())
+    assert unsupported_draft(draft) is None
+    reason = "zero-centred norms" if "zero-centred" in head else "gates its attention or rotates only a part"
+    assert reason in unsupported_draft(HEADS[head](draft))
 
 
 def test_strict_refuses_a_head_that_it_cannot_take():
