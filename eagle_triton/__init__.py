@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from eagle_triton.integration import restore as restore
     from eagle_triton.integration import restore_eagle as restore_eagle
     from eagle_triton.models.ea_model import EaModel as EaModel
+    from eagle_triton.models.mtp import load_mtp as load_mtp
     from eagle_triton.speculative.config import EAGLEConfig as EAGLEConfig
     from eagle_triton.speculative.inference import EAGLEInference as EAGLEInference
 
@@ -32,6 +33,7 @@ _HOMES = {
     "PatchError": "eagle_triton.drop_in.patching",
     "TritonConfig": "eagle_triton.integration",
     "UnsupportedModelError": "eagle_triton.adapters.module_reader",
+    "load_mtp": "eagle_triton.models.mtp",
     "optimize_eagle_with_triton": "eagle_triton.integration",
     "optimize_with_triton": "eagle_triton.integration",
     "restore": "eagle_triton.integration",

@@ -34,12 +34,6 @@ def exact_products():
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-@pytest.fixture(autouse=True)
-def attention_alone_is_read(monkeypatch):
-    """The family's recurrent layers keep it out of SUPPORTED; these models have none."""
-    monkeypatch.setattr(causal_lm, "SUPPORTED", (*causal_lm.SUPPORTED, "qwen3_5_text"))
-
-
 def tiny_qwen3_5(layers: int = 2) -> nn.Module:
     """A Qwen3.5 of attention layers alone, with random weights; those of the norms lie around 0."""
     torch.manual_seed(0)

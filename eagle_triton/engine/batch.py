@@ -197,6 +197,7 @@ class Batch:
 
     @spec.setter
     def spec(self, spec: TreeSpec) -> None:
+        self.engine.view.check_tree(spec)
         if spec.drafts and not self._drafts:
             raise ValueError("spec: this batch has no draft, or was made with drafts=False")
         if self.rows + scratch_rows(spec) > self.sequences.capacity:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from eagle_triton.engine.mixers import AcceptedPath, Mixer, MixerCache, Rows
 from eagle_triton.engine.modules import Norm, Projection, project_split, project_stack
 from eagle_triton.engine.operations import Operations
+from eagle_triton.reference.gated_delta import MOST_NODES
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 RECURRENT_TOKENS = 16  # a prompt's part of so few tokens is read one by one, a longer one in chunks
@@ -91,6 +92,8 @@ class GatedDelta(Mixer):
     num_v_heads: int
     k_dim: int
     v_dim: int
+
+    most_nodes: ClassVar[int | None] = MOST_NODES
 
     @property
     def cache_shape(self) -> tuple[int, ...]:

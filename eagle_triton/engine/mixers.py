@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,6 +90,8 @@ class MixerCache(ABC):
 
 class Mixer(ABC):
     """What mixes the tokens of a sequence in a layer."""
+
+    most_nodes: ClassVar[int | None] = None  # of a tree; None: any number
 
     @property
     @abstractmethod

@@ -13,6 +13,7 @@ from eagle_triton.engine.layer_caches import LayerCaches
 from eagle_triton.engine.mixers import Mixer, Rows
 from eagle_triton.engine.modules import MLP, Experts, Norm, Projection, add_norm, feed_forward
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.runtime.split_sums import SplitSums
 
 
@@ -74,6 +75,14 @@ class ModelView:
         """Bytes of weights that one forward reads; of the embedding it reads a few rows only."""
         layers = (tensor for layer in self.layers for tensor in layer.tensors)
         return sum(tensor.nbytes for tensor in (*layers, self.norm.weight, *self.head.tensors))
+
+    def check_tree(self, spec: TreeSpec) -> None:
+        """Raise ValueError for a tree with more nodes than a layer can see at once."""
+        limits = [layer.mixer.most_nodes for layer in self.layers if layer.mixer.most_nodes is not None]
+        if limits and spec.nodes > min(limits):
+            raise ValueError(
+                f"spec: over recurrent layers a tree must have at most {min(limits)} nodes, got {spec.nodes}"
+            )
 
     def new_caches(self, slots: int, capacity: int, device: torch.device | None = None) -> LayerCaches:
         """What its layers remember of `slots` sequences of up to `capacity` tokens, empty. device: None is its own."""

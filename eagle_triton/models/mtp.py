@@ -97,6 +97,14 @@ def load_mtp(target: nn.Module, path: str | Path | None = None) -> MTPHead:
     )
 
 
+def has_mtp(path: str | Path) -> bool:
+    """Whether a directory holds MTP layers by one of the names that are known; False for what is no directory."""
+    if not Path(path).expanduser().is_dir() or not list(Path(path).expanduser().glob("*.safetensors")):
+        return False
+    files = _Checkpoint(str(path)).files
+    return any(name.startswith(("mtp.", "model.mtp_layers.")) or name.endswith(".eh_proj.weight") for name in files)
+
+
 def is_mtp(name: str, config: Any) -> bool:
     """Whether a tensor of a checkpoint belongs to its MTP layers."""
     layers = getattr(getattr(config, "text_config", config), "num_hidden_layers", 0)

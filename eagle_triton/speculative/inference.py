@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from eagle_triton.demo import HYBRID
 from eagle_triton.engine.drafts.hybrid import HybridDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model_watch import ModelWatch
 from eagle_triton.engine.operations import choose_operations
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.checks import check_positions, check_prompt, check_token_ids
+from eagle_triton.models.mtp import MTP, has_mtp
 from eagle_triton.speculative import stages
 from eagle_triton.speculative.arguments import (
     ArgumentReader,
@@ -94,6 +97,26 @@ class EAGLEInference:
         self._table = CostTable.find(CostTable.read() if costs is None else costs, view)
         self._policies: dict[int, TreePolicy] = {}
         self.reset_statistics()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path,
+        draft: str | Path | None = None,
+        config: EAGLEConfig | SpeculativeConfig | None = None,
+        device: str | torch.device | None = None,
+        **options: Any,
+    ) -> EAGLEInference:
+        """From directories or hub ids.
+
+        target: a target alone, with multi-token-prediction layers beside its weights, or with a head in a folder
+        beside it, as `EaModel.save_pretrained` leaves them; "demo" and "demo-gdn" are the checkpoints of this package.
+        draft: of an EAGLE head, "mtp", or None for the one that the target's directory holds. config, device and
+        options as for the constructor. Raises as the constructor does, and FileNotFoundError for missing files.
+        """
+        if draft is None and (str(target) == HYBRID or has_mtp(target)):
+            draft = MTP
+        return cls(draft, str(target), config, device, **options)
 
     def __repr__(self) -> str:
         view, (target, draft) = self.pair.view, self._models()

@@ -13,6 +13,7 @@ from eagle_triton.adapters import native
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.adapters.module_reader import UnsupportedModelError, check_readable
 from eagle_triton.adapters.mtp import read_mtp
+from eagle_triton.demo import HYBRID, demo_directory
 from eagle_triton.engine.drafts.beams import BeamDraft, with_vocabulary
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import scoring
@@ -150,7 +151,7 @@ def _load_target(
                 f"target_model must be an EaModel, a causal language model or a path, got {type(target_model).__name__}"
             )
         return target_model, getattr(target_model, "tokenizer", None)
-    path = str(target_model)
+    path = str(demo_directory("gdn")) if str(target_model) == HYBRID else str(target_model)
     where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = config.dtype or (torch.float32 if where.type == "cpu" else _stored_dtype(path, draft_model))
     if (isinstance(draft_model, (str, Path)) and draft_model != MTP) or (draft_model is None and _of_head(config)):

@@ -1,0 +1,226 @@
+"""Qwen3.5 and Qwen3-Next as targets: the tokens of transformers' own generate, and exact states."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle_triton import EAGLEConfig, EAGLEInference, UnsupportedModelError, optimize_with_triton
+from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
+from eagle_triton.adapters.mtp import read_mtp
+from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.gated_delta import GatedDeltaCache
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.models.mtp import MTPHead, load_mtp
+from tests.tiny import random_prompt
+from tests.tiny_hybrids import KINDS, QWEN, mtp_tensors, save_with_mtp, tiny_hybrid
+
+pytest.importorskip("transformers.models.qwen3_5")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCAB = 24
+PROMPTS = {
+    length: 1 + random_prompt(length, vocab=VOCAB - 1)[0] for length in (1, 3, 4, 20, 63, 64, 65, 513)
+}  # no padding
+TREES = {
+    "plain": PLAIN,
+    "chain": TreeSpec.chain(3),
+    "dynamic": TreeSpec.dynamic(14, 3, 4),
+    "fixed": TreeSpec.fixed([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]),
+}
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """fp32 means fp32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Of each kind a model and its MTP layers."""
+
+    @cache
+    def make(kind: str):
+        model = tiny_hybrid(kind, VOCAB)
+        folder = save_with_mtp(model, tmp_path_factory.mktemp(kind), mtp_tensors(model, QWEN))
+        return model.to(DEVICE), load_mtp(model, folder)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected(pairs):
+    """What transformers' own generate gives."""
+
+    @cache
+    def make(kind: str, length: int, new: int) -> Tensor:
+        model, prompt = pairs(kind)[0], PROMPTS[length][None].to(DEVICE)
+        return model.generate(prompt, max_new_tokens=new, do_sample=False)[0].cpu()
+
+    return make
+
+
+def engine_of(model, head: MTPHead) -> Engine:
+    view = read_causal_lm(model)
+    cuda = DEVICE == "cuda"
+    return Engine(view, read_mtp(head, view, lambda: TREES["dynamic"]), make_operations(cuda), cuda_graph=cuda)
+
+
+def delta_cache(batch: Batch) -> GatedDeltaCache:
+    (found,) = (kind for kind in batch.sequences.caches.caches if isinstance(kind, GatedDeltaCache))
+    return found
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_generate(pairs, expected, kind, tree):
+    """Three slots; sequences enter those that others have left."""
+    lengths = (1, 3, 20, 65, 513) if tree == "dynamic" and kind == "qwen3_5" else (1, 20, 64)
+    waiting = [Request(PROMPTS[length], 64 if length == 20 else 24) for length in lengths]
+    count, accepted = len(waiting), 0
+    with torch.no_grad(), Batch(engine_of(*pairs(kind)), 3, TREES[tree], 560) as batch:
+        while waiting or batch.running:
+            while waiting and batch.free:
+                batch.admit(waiting.pop(0))
+            for row in batch.step():
+                accepted += row.accepted
+                if row.finished:
+                    request = row.request
+                    found = batch.tokens(row.slot).cpu()
+                    assert torch.equal(found, expected(kind, len(request.prompt), request.max_new_tokens))
+                    count -= 1
+    assert not count and (accepted > 0) == (tree != "plain")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_after_every_step_are_those_of_the_committed_tokens(pairs, kind):
+    """By transformers' own cache, fed from scratch. Trees and plain steps take turns."""
+    model, head = pairs(kind)
+    trees, rejected, places = itertools.cycle([TREES["dynamic"], PLAIN, TREES["chain"]]), 0, [0, 1, 2]
+    with torch.no_grad(), Batch(engine_of(model, head), 2, TREES["dynamic"], 90) as batch:
+        batch.admit_all([Request(PROMPTS[20], 40), Request(PROMPTS[3], 40)])
+        for _ in range(9):
+            batch.spec = next(trees)
+            rejected += sum(row.accepted < batch.spec.depth for row in batch.step())
+            for slot in range(2):
+                known = batch.tokens(slot)
+                past = model(known[None, : int(batch.lengths[slot])], use_cache=True).past_key_values
+                mine = delta_cache(batch)
+                for place, index in enumerate(places):
+                    layer = past.layers[index]
+                    theirs, window = layer.recurrent_states[0][0], layer.conv_states[0][0][:, 1:].mT
+                    close = dict(atol=2e-5 * float(theirs.abs().max()), rtol=1e-4)
+                    torch.testing.assert_close(mine.states[place, slot], theirs, **close)
+                    torch.testing.assert_close(mine.windows[place, slot], window, atol=1e-4, rtol=1e-4)
+    assert rejected > 0
+
+
+def test_an_inactive_slot_stays_as_it_is_and_one_that_is_entered_again_is_fresh(pairs, expected):
+    with torch.no_grad(), Batch(engine_of(*pairs("qwen3_5")), 2, TREES["dynamic"], 90) as batch:
+        batch.admit_all([Request(PROMPTS[20], 5), Request(PROMPTS[3], 64)])
+        after = None
+        while batch.running:
+            batch.step()
+            held = [tensor[:, 0].clone() for tensor in delta_cache(batch).tensors]
+            if batch.free == [0]:
+                assert after is None or all(map(torch.equal, held, after))
+                after = held
+        assert after is not None and all(tensor.any() for tensor in after)
+        batch.admit(Request(PROMPTS[4], 24))
+        while batch.running:
+            batch.step()
+        assert torch.equal(batch.tokens(0).cpu(), expected("qwen3_5", 4, 24))
+
+
+def test_equal_prompts_are_computed_once_and_decoded_alike(pairs, expected):
+    with torch.no_grad(), Batch(engine_of(*pairs("qwen3_5")), 3, TREES["dynamic"], 90) as batch:
+        batch.admit_all([Request(PROMPTS[length], 24) for length in (20, 3, 20)])
+        while batch.running:
+            batch.step()
+        for slot in (0, 2):
+            assert torch.equal(batch.tokens(slot).cpu(), expected("qwen3_5", 20, 24))
+
+
+def test_a_seeded_text_is_that_of_plain_decoding(pairs):
+    texts = []
+    for tree in ("plain", "chain", "dynamic"):
+        sampling = SamplingParams(temperature=1.0, seed=5)
+        with torch.no_grad(), Batch(engine_of(*pairs("qwen3_5")), 1, TREES[tree], 90) as batch:
+            batch.admit(Request(PROMPTS[20], 40, sampling))
+            while batch.running:
+                batch.step()
+            texts.append(batch.tokens(0).tolist())
+    assert texts[0] == texts[1] == texts[2] and len(set(texts[0][20:])) > 5
+
+
+def test_a_state_that_is_nan_ends_its_sequence_alone(pairs, expected):
+    with torch.no_grad(), Batch(engine_of(*pairs("qwen3_5")), 2, TREES["dynamic"], 90) as batch:
+        batch.admit_all([Request(PROMPTS[20], 24), Request(PROMPTS[3], 24)])
+        batch.step()
+        delta_cache(batch).states[:, 0] = float("nan")
+        ends = {}
+        while batch.running:
+            ends |= {row.slot: row.finished for row in batch.step() if row.finished}
+        assert ends[0] == "error" and torch.equal(batch.tokens(1).cpu(), expected("qwen3_5", 3, 24))
+        batch.admit(Request(PROMPTS[20], 24))
+        while batch.running:
+            batch.step()
+        assert torch.equal(batch.tokens(0).cpu(), expected("qwen3_5", 20, 24))
+
+
+@pytest.mark.parametrize("draft", [None, "mtp", "suffix"])
+def test_generate_of_a_patched_model_is_its_own(pairs, expected, draft):
+    model, head = pairs("qwen3_next")
+    own, prompt = vars(model).get("generate"), PROMPTS[20][None].to(DEVICE)
+    with optimize_with_triton(model, head if draft == "mtp" else draft) as (patched, originals):
+        out = patched.generate(prompt, max_new_tokens=24, do_sample=False)
+        (row,) = (row for row in originals.report() if row.path == "generate")
+        assert (row.calls, row.fallbacks) == (1, 0)
+    assert torch.equal(out[0].cpu(), expected("qwen3_next", 20, 24)) and vars(model).get("generate") is own
+
+
+def test_what_cannot_be_is_refused_by_name(pairs):
+    model, head = pairs("qwen3_5")
+    view = read_causal_lm(model)
+    with pytest.raises(UnsupportedModelError, match="layers \\[0, 1, 2\\] are recurrent"):
+        draft_from_causal_lm(model, view, lambda: PLAIN)
+    with (
+        pytest.raises(ValueError, match="at most 64 nodes"),
+        Batch(engine_of(model, head), 1, TreeSpec.dynamic(70, 3, 8), 90),
+    ):
+        pass
+    with pytest.raises(ValueError, match="at most 64 nodes"):
+        optimize_with_triton(model, head, topk=8, num_steps=4, num_draft_tokens=70)
+    net = model.model.layers[1].linear_attn
+    for name, value, message in (
+        ("activation", "gelu", "activation must be silu, got 'gelu'"),
+        ("num_v_heads", 3, "must be a multiple of num_k_heads"),
+        ("num_v_heads", 8, "in_proj_qkv must have 256 rows, got 192"),
+    ):
+        before = getattr(net, name)
+        try:
+            setattr(net, name, value)
+            with pytest.raises(UnsupportedModelError, match=message):
+                read_causal_lm(model)
+        finally:
+            setattr(net, name, before)
+    assert read_causal_lm(model).layers[1].mixer.conv.data_ptr() == net.conv1d.weight.data_ptr()
+
+
+def test_a_replaced_gate_is_found_by_the_next_call(pairs):
+    model, head = pairs("qwen3_5")
+    eagle, net = EAGLEInference(head, model, EAGLEConfig(fallback=False)), model.model.layers[0].linear_attn
+    own = net.A_log
+    try:
+        net.A_log = torch.nn.Parameter(own.detach().clone())
+        with pytest.raises(RuntimeError, match="layers.0.linear_attn.A_log was replaced"):
+            eagle.generate(PROMPTS[3][None], 2)
+    finally:
+        net.A_log = own
