@@ -17,6 +17,7 @@ import torch
 
 from eagle_triton.reference import attention as _attention
 from eagle_triton.reference import draft_inputs as _draft_inputs
+from eagle_triton.reference import gated_delta as _gated_delta
 from eagle_triton.reference import gather as _gather
 from eagle_triton.reference import grafting as _grafting
 from eagle_triton.reference import kv_cache as _kv_cache
@@ -42,6 +43,11 @@ class Operations:
     swiglu = staticmethod(_layers.swiglu)
     rotary_append = staticmethod(_layers.rotary_append)
     tree_attention = staticmethod(_attention.tree_attention)
+    causal_conv = staticmethod(_gated_delta.causal_conv)
+    delta_tree = staticmethod(_gated_delta.delta_tree)
+    delta_chunk = staticmethod(_gated_delta.delta_chunk)
+    delta_recurrent = staticmethod(_gated_delta.delta_recurrent)
+    gated_norm = staticmethod(_gated_delta.gated_norm)
     process_logits = staticmethod(_logit_processing.process_logits)
     verify_greedy = staticmethod(_verification.verify_greedy)
     verify_sampling = staticmethod(_verification.verify_sampling)
@@ -50,6 +56,7 @@ class Operations:
     first_path = staticmethod(_verification.first_path)
     update_sequence = staticmethod(_verification.update_sequence)
     commit = staticmethod(_kv_cache.commit)
+    commit_states = staticmethod(_gated_delta.commit_states)
     gather_rows = staticmethod(_gather.gather_rows)
     sequence_rows = staticmethod(_gather.sequence_rows)
     draft_inputs = staticmethod(_draft_inputs.draft_inputs)
