@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -11,7 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from eagle_triton import gated_delta as kernels
+from eagle_triton.gated_delta import chunk
+from eagle_triton.gated_delta import tree as tree_kernels
 from eagle_triton.reference import gated_delta as reference
+
+CUDA = torch.cuda.is_available()
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
+BOTH = pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
 
 
 class Layer(NamedTuple):
@@ -241,15 +252,15 @@ def along_paths(raw: Layer, weight: Tensor, window: Tensor, grown: Tree) -> Chai
     heads, key_dim = raw.a.shape[2], raw.state.shape[2]
     most = max(map(len, grown.paths))
     paths = torch.tensor([path + [path[-1]] * (most - len(path)) for path in grown.paths])
-    outputs, mixed = torch.full((count, value_heads, value_dim), torch.nan), torch.full_like(raw.mixed[0], torch.nan)
-    many, steps = len(paths), []
+    outputs, mixed = raw.mixed.new_full((count, value_heads, value_dim), torch.nan), raw.mixed[0] * torch.nan
+    paths, many, steps = paths.to(window.device), len(paths), []
     state, windows = raw.state.repeat(many, 1, 1, 1), window.repeat(many, 1, 1)
     for step, nodes in enumerate(paths.T):
         q, k, v = split_heads(raw.mixed[0, nodes][:, None], heads, key_dim, value_dim)
         row = reference.causal_conv(q, k, v.unflatten(2, (heads, -1)).flatten(3), weight, windows)
         gates = raw.a[0, nodes][:, None], raw.b[0, nodes][:, None]
         output = reference.delta_recurrent(row, *gates, raw.A_log, raw.dt_bias, state)
-        there = torch.tensor([step < len(path) for path in grown.paths])
+        there = torch.tensor([step < len(path) for path in grown.paths], device=window.device)
         outputs[nodes[there]], mixed[nodes[there]] = output[there, 0], row[there, 0]
         steps.append((state.clone(), windows.clone()))
     return Chains(
@@ -260,20 +271,31 @@ def along_paths(raw: Layer, weight: Tensor, window: Tensor, grown: Tree) -> Chai
     )
 
 
-def check_tree_against_paths(module, seed: int, count: int, depth: int, bound: float, extreme: bool = False, **options):
-    """Outputs of all nodes, and state and window after any accepted path, in one step or token by token."""
-    grown = tree(count, depth, seed)
-    raw = layer(seed, 1, count, **options)
+def check_tree_against_paths(
+    module,
+    seed: int,
+    count: int,
+    depth: int,
+    bound: float,
+    extreme: bool = False,
+    device: str = "cpu",
+    leaves: int = 64,
+    **options,
+) -> None:
+    """Outputs of all nodes, and state and window after accepted paths, in one step or token by token.
+
+    `leaves`: to so many leaves; `extreme`: some g are -100 or 0, some beta 0 or 1, and one head's keys are 0.
+    """
+    grown = tree(count, depth, seed, device)
+    raw = layer(seed, 1, count, device=device, **options)
     if extreme:
         choose = torch.Generator().manual_seed(seed)
-        raw.a[torch.rand(raw.a.shape, generator=choose) < 0.3] = 100.0
-        raw.a[torch.rand(raw.a.shape, generator=choose) < 0.3] = -200.0
-        raw.b[torch.rand(raw.b.shape, generator=choose) < 0.3] = 40.0
-        raw.b[torch.rand(raw.b.shape, generator=choose) < 0.3] = -200.0
+        for gate, value in ((raw.a, 100.0), (raw.a, -200.0), (raw.b, 40.0), (raw.b, -200.0)):
+            gate[(torch.rand(gate.shape, generator=choose) < 0.3).to(device)] = value
         raw.A_log.zero_(), raw.dt_bias.zero_()
     channels, heads, (_, value_heads, key_dim, value_dim) = raw.mixed.shape[-1], raw.a.shape[2], raw.state.shape
     source = torch.Generator().manual_seed(seed + 1)
-    weight, window = (torch.randn(shape, generator=source) for shape in ((channels, 4), (1, 3, channels)))
+    weight, window = (torch.randn(shape, generator=source).to(device) for shape in ((channels, 4), (1, 3, channels)))
     if extreme:
         weight[heads * key_dim : heads * key_dim + key_dim] = 0  # the keys of one head
     chains = along_paths(raw, weight, window, grown)
@@ -284,30 +306,32 @@ def check_tree_against_paths(module, seed: int, count: int, depth: int, bound: f
     mixed = module.causal_conv(q, k, v, weight, window, grown.ancestors, raw=rows)
     assert torch.equal(window, before) and torch.equal(rows, raw.mixed)
     assert_near(mixed[0], chains.mixed, 1e-6)
-    gates = torch.full((1, count, 2, value_heads), torch.nan)
+    gates = torch.full((1, count, 2, value_heads), torch.nan, device=device)
     operands = raw._replace(mixed=mixed)
     outputs = module.delta_tree(*operands, grown.ancestors, grown.depth, gates=gates)
     assert torch.equal(raw.state, state)
     assert_near(outputs[0], chains.outputs, bound)
 
-    many = len(grown.paths)
+    taken = grown.paths[:: -(-len(grown.paths) // leaves)]
+    many = len(taken)
     paths = torch.full((many, grown.depth + 1), -1, dtype=torch.int32)
-    for index, path in enumerate(grown.paths):
+    for index, path in enumerate(taken):
         paths[index, : len(path)] = torch.tensor(path)
-    accepted = torch.tensor([random.Random(seed + i).randrange(len(path)) for i, path in enumerate(grown.paths)])
-    accepted = accepted.int()
+    accepted = torch.tensor([random.Random(seed + i).randrange(len(path)) for i, path in enumerate(taken)])
+    accepted, paths = accepted.int().to(device), paths.to(device)
     at_once = state[None].repeat(1, many, 1, 1, 1), window[None].repeat(1, many, 1, 1)
     one_by_one = tuple(x.clone() for x in at_once)
     trees = [x[None].repeat(1, many, *[1] * (x.dim() - 1)) for x in (rows, mixed, gates)]
     module.commit_states(*at_once, *trees, paths, accepted)
     for step in range(paths.shape[1]):
-        taken = torch.where(step <= accepted, 0, -1).int()
-        module.commit_states(*one_by_one, *trees, paths[:, step : step + 1], taken)
+        now = torch.where(step <= accepted, 0, -1).int()
+        module.commit_states(*one_by_one, *trees, paths[:, step : step + 1], now)
     for out, expected in zip(at_once, one_by_one, strict=True):
         assert torch.equal(out, expected)
     for index, last in enumerate(accepted.tolist()):
-        assert torch.equal(at_once[1][0, index], chains.windows[index][last])
-        assert_near(at_once[0][0, index], chains.states[index][last], bound)
+        path = grown.paths.index(taken[index])
+        assert torch.equal(at_once[1][0, index], chains.windows[path][last])
+        assert_near(at_once[0][0, index], chains.states[path][last], bound)
 
 
 @pytest.mark.parametrize("group", range(10))
@@ -413,17 +437,28 @@ def test_references_read_strided_operands(name):
         assert not isinstance(given, Tensor) or torch.equal(given.nan_to_num(), other.nan_to_num())
 
 
+@BOTH
 @pytest.mark.parametrize("taps", [1, 2, 4])
-def test_prefill_may_be_split_anywhere(taps):
-    check_prefill_in_parts(reference, torch.float32, 9, range(10), taps)
-    for first in (1, 63, 64, 65, 100):
-        operands = delta_operands(130)
-        once, parts = copied(operands), copied(operands)
-        expected = reference.delta_chunk(**once)
-        pieces = [(0, first), (first, 130)]
-        outputs = [reference.delta_chunk(**part_of(parts, *piece)) for piece in pieces]
-        assert_near(torch.cat(outputs, dim=1), expected, 2e-6)
-        assert_near(parts["state"], once["state"], 2e-6)
+def test_a_chain_may_be_split_anywhere(device, module, taps):
+    operands = conv_operands(taps=taps, count=9, device=device)
+    once = copied(operands)
+    expected = module.causal_conv(**once)
+    for first in (0, 1, 2, 3, 8, 9):
+        parts = copied(operands)
+        outputs = [module.causal_conv(**part_of(parts, *piece)) for piece in ((0, first), (first, 9))]
+        assert torch.equal(torch.cat(outputs, dim=1), expected)
+        assert torch.equal(parts["window"], once["window"])
+
+
+@BOTH
+@pytest.mark.parametrize("first", [1, 63, 64, 65, 100])
+def test_prefill_may_be_split_anywhere(device, module, first):
+    operands = delta_operands(130, heads=1, device=device)
+    once, parts = copied(operands), copied(operands)
+    expected = reference.delta_chunk(**once)
+    outputs = [module.delta_chunk(**part_of(parts, *piece)) for piece in ((0, first), (first, 130))]
+    assert_near(torch.cat(outputs, dim=1), expected, 2e-6)
+    assert_near(parts["state"], once["state"], 2e-6)
 
 
 def part_of(operands: dict, first: int, last: int) -> dict:
@@ -434,20 +469,9 @@ def part_of(operands: dict, first: int, last: int) -> dict:
     }
 
 
-def check_prefill_in_parts(module, dtype, count: int, splits, taps: int, device: str = "cpu") -> None:
-    """A chain's convolution gives the same bits in any two parts."""
-    operands = conv_operands(dtype, count, taps, device)
-    once = copied(operands)
-    expected = module.causal_conv(**once)
-    for first in splits:
-        parts = copied(operands)
-        outputs = [module.causal_conv(**part_of(parts, *piece)) for piece in ((0, first), (first, count))]
-        assert torch.equal(torch.cat(outputs, dim=1), expected)
-        assert torch.equal(parts["window"], once["window"])
-
-
-def check_left_alone(module, device: str = "cpu") -> None:
-    """What accepted = -1 says, though the sequence's rows hold NaN."""
+@BOTH
+def test_a_sequence_is_left_alone(device, module):
+    """accepted = -1, though the sequence's rows hold NaN."""
     operands = commit_operands(device=device)
     operands["states"][0, 3, 0, 0, 0] = torch.nan
     before = copied(operands)
@@ -456,10 +480,6 @@ def check_left_alone(module, device: str = "cpu") -> None:
         after = operands[name]
         assert torch.equal(after[:, 3].nan_to_num(nan=7.0), before[name][:, 3].nan_to_num(nan=7.0))
         assert not after[:, :3].isnan().any() and (after[:, :3] != before[name][:, :3]).any()
-
-
-def test_a_sequence_is_left_alone():
-    check_left_alone(reference)
 
 
 BAD = {
@@ -529,8 +549,10 @@ BAD["delta_tree"] |= BAD["delta_recurrent"]
 REFUSED = [(name, label) for name, changes in BAD.items() for label in changes]
 
 
-def check_refused(module, name: str, label: str) -> None:
-    operands = OPERANDS[name]()
+@BOTH
+@pytest.mark.parametrize(("name", "label"), REFUSED)
+def test_bad_operands_are_refused(device, module, name, label):
+    operands = OPERANDS[name](device=device)
     for argument, change in BAD[name][label].items():
         operands[argument] = change(operands.get(argument))
     before = {key: value.clone() for key, value in operands.items() if isinstance(value, Tensor)}
@@ -540,14 +562,258 @@ def check_refused(module, name: str, label: str) -> None:
         assert value.device.type == "meta" or torch.equal(operands[key].nan_to_num(nan=7), value.nan_to_num(nan=7))
 
 
-@pytest.mark.parametrize(("name", "label"), REFUSED)
-def test_bad_operands_are_refused(name, label):
-    check_refused(reference, name, label)
-
-
+@BOTH
 @pytest.mark.parametrize("name", ["causal_conv", "delta_tree"])
-def test_trees_of_more_nodes_than_bits_are_refused(name):
-    operands = conv_operands(count=65) if name == "causal_conv" else delta_operands(65)
-    more = dict(ancestors=torch.ones(2, 65, 1, dtype=torch.int64)) | (dict(depth=1) if name == "delta_tree" else {})
+def test_trees_of_more_nodes_than_bits_are_refused(device, module, name):
+    operands = conv_operands(count=65, device=device) if name == "causal_conv" else delta_operands(65, device=device)
+    more = dict(ancestors=torch.ones(2, 65, 1, dtype=torch.int64, device=device))
+    more |= dict(depth=1) if name == "delta_tree" else {}
     with pytest.raises(ValueError, match=f"{name}: at most 64 nodes, got 65"):
-        getattr(reference, name)(**operands, **more)
+        getattr(module, name)(**operands, **more)
+
+
+# ------------------------------------------------------------------------------------------------------- the kernels
+
+
+def assert_close(out: Tensor, same: Tensor, exact: Tensor) -> None:
+    """The error against fp32 is at most twice that of torch in the same dtype; zeros would fail."""
+    assert out.shape == exact.shape and out.dtype == same.dtype
+    bound = 2 * (same.float() - exact).abs().max() + 1e-5
+    assert (out.float() - exact).abs().max() <= bound
+    assert exact.abs().max() > bound
+
+
+def check_against_reference(name: str, operands: dict, written: tuple[str, ...]) -> None:
+    """The output and the operands that are written against the reference in the same dtype and in fp32."""
+    exactly = {
+        key: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in copied(operands).items()
+    }
+    same = copied(operands)
+    before = copied(operands)
+    results = [
+        getattr(module, name)(**given)
+        for module, given in ((kernels, operands), (reference, same), (reference, exactly))
+    ]
+    if results[0] is not None:
+        assert_close(*results)
+    for key, value in before.items():
+        if key in written:
+            assert_close(*(given[key].nan_to_num() for given in (operands, same, exactly)))
+        elif isinstance(value, Tensor):
+            assert torch.equal(operands[key].nan_to_num(), value.nan_to_num())
+
+
+WRITTEN = {
+    "causal_conv": ("window",),
+    "delta_tree": ("gates",),
+    "delta_chunk": ("state",),
+    "delta_recurrent": ("state",),
+    "gated_norm": (),
+    "commit_states": ("states", "windows"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPERANDS)
+def test_kernels_agree_with_references(device, name, dtype):
+    check_against_reference(name, OPERANDS[name](dtype=dtype, device=device), WRITTEN[name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 9, 64])
+def test_convolutions_of_trees(device, count, dtype):
+    operands = conv_operands(dtype, count, 4, device)
+    shape = 2, count, operands["weight"].shape[0]
+    raw, out = (torch.full(shape, torch.nan, device=device, dtype=dtype) for _ in range(2))
+    ancestors = torch.cat([tree(count, 8, seed, device).ancestors for seed in (3, 4)])
+    check_against_reference("causal_conv", dict(operands, ancestors=ancestors, raw=raw, out=out), ("raw", "out"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("count", "depth"), [(1, 0), (2, 1), (16, 5), (17, 16), (60, 8), (64, 15), (64, 63)])
+def test_trees(device, count, depth, dtype):
+    operands = tree_operands(count, depth, dtype=dtype, heads=1, device=device)
+    check_against_reference("delta_tree", operands, ("gates",))
+
+
+SHAPES = {
+    "one head": dict(heads=1, shared=1, key_dim=16),
+    "heads alone": dict(heads=3, shared=1, key_dim=32),
+    "three a key": dict(heads=2, shared=3, key_dim=16),
+    "K 24, V 40": dict(heads=1, shared=2, key_dim=24, value_dim=40),
+    "K 8, V 8": dict(heads=2, shared=2, key_dim=8),
+    "K 64, V 64": dict(heads=1, shared=2, key_dim=64),
+    "K 128, V 128": dict(heads=1, shared=1, key_dim=128),
+}
+
+
+@pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", ["delta_tree", "delta_chunk", "delta_recurrent", "commit_states"])
+def test_heads_of_any_shape(device, name, sizes):
+    check_against_reference(name, OPERANDS[name](count=9, device=device, **sizes), WRITTEN[name])
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 130])
+@pytest.mark.parametrize("alike", [0.0, 1.0])
+def test_chunks(device, count, alike):
+    """With keys that are alike, as in a text that repeats a token, powers of the system's matrix would overflow."""
+    operands = delta_operands(count, heads=1, alike=alike, device=device)
+    expected = copied(operands)
+    assert_near(kernels.delta_chunk(**operands), reference.delta_recurrent(**expected), 4e-6)
+    assert_near(operands["state"], expected["state"], 4e-6)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # whose inverse is 0
+@pytest.mark.parametrize("seed", range(40 if CUDA else 6))
+def test_kernels_of_trees_are_their_paths(device, seed):
+    choose = random.Random(seed)
+    sizes = dict(heads=1, shared=choose.choice([1, 2]), key_dim=16, alike=choose.choice([0.0, 0.5, 0.9]))
+    count = choose.choice([1, 2, 63, 64, choose.randint(1, 64)])
+    leaves = 64 if CUDA else 4
+    check_tree_against_paths(kernels, seed, count, choose.randint(1, 15), 4e-6, seed % 3 == 0, device, leaves, **sizes)
+
+
+def test_kernels_of_a_models_trees_are_their_paths(device):
+    sizes = dict(heads=16, shared=2) if CUDA else dict(heads=1, shared=1)
+    check_tree_against_paths(kernels, 7, 60, 8, 3e-6, False, device, 64 if CUDA else 2, key_dim=128, **sizes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [dict(key_dim=32), dict(heads=1, shared=1, key_dim=128)], ids=str)
+def test_a_state_has_the_same_bits_by_whatever_way_tokens_came(device, sizes, dtype):
+    """Fed as a chain at once or in parts, committed at once or one by one, or decoded plainly."""
+    operands = delta_operands(5, dtype, device, **sizes)
+    once, parts = copied(operands), copied(operands)
+    expected = kernels.delta_recurrent(**once)
+    outputs = [kernels.delta_recurrent(**part_of(parts, *piece)) for piece in ((0, 1), (1, 3), (3, 5))]
+    assert torch.equal(torch.cat(outputs, dim=1), expected) and torch.equal(parts["state"], once["state"])
+
+    plain = copied(operands)
+    batch, count, channels = plain["mixed"].shape
+    windows = torch.zeros(1, batch, 3, channels, dtype=dtype, device=device)
+    root = torch.zeros(batch, 1, dtype=torch.int32, device=device)
+    gates = torch.empty(batch, count, 2, plain["state"].shape[1], device=device)
+    word = torch.ones(batch, 1, 1, dtype=torch.int64, device=device)
+    for token in range(count):
+        one = part_of(plain, token, token + 1)
+        output = kernels.delta_tree(**one, ancestors=word, depth=0, gates=gates[:, token : token + 1])
+        assert torch.equal(output, expected[:, token : token + 1])
+        row = one["mixed"][None]
+        kernels.commit_states(plain["state"][None], windows, row, row, gates[None, :, token, None], root, root[:, 0])
+    assert torch.equal(plain["state"], once["state"])
+
+    state, rows = operands["state"].clone(), operands["mixed"][None].contiguous()
+    path = torch.arange(count, dtype=torch.int32, device=device).expand(batch, -1).contiguous()
+    kernels.commit_states(state[None], windows, rows, rows, gates[None], path, path[:, -1])
+    assert torch.equal(state, once["state"])
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_a_sequence_depends_on_no_other(device, name):
+    operands = OPERANDS[name](device=device)
+    alone = copied(operands)
+    together = getattr(kernels, name)(**operands)
+    batch_of = {
+        key: 1 if name == "commit_states" and key not in ("path", "accepted") else 0
+        for key, value in alone.items()
+        if isinstance(value, Tensor) and key not in ("weight", "A_log", "dt_bias")
+    }
+    for index in range(2):
+        one = {key: value.narrow(batch_of[key], index, 1) if key in batch_of else value for key, value in alone.items()}
+        output = getattr(kernels, name)(**one)
+        assert output is None or torch.equal(output[0], together[index])
+    for key in WRITTEN[name]:
+        both = (x.narrow(batch_of[key], 0, 2) for x in (alone[key], operands[key]))
+        assert torch.equal(*both)
+
+
+class Strided(NamedTuple):
+    """An operand in a layout that kernels do not read."""
+
+    name: str
+    argument: str
+
+
+@pytest.mark.parametrize(
+    "operand",
+    [
+        *(Strided("causal_conv", argument) for argument in ("q", "k", "v", "window")),
+        *(Strided("delta_tree", argument) for argument in ("mixed", "state", "gates", "A_log")),
+        *(Strided(name, argument) for name in ("delta_chunk", "delta_recurrent") for argument in ("mixed", "state")),
+        *(Strided("gated_norm", argument) for argument in ("x", "z", "weight")),
+        *(Strided("commit_states", argument) for argument in ("states", "windows", "raw", "mixed", "gates", "path")),
+    ],
+    ids="-".join,
+)
+def test_rows_with_gaps_are_refused(device, operand):
+    operands = OPERANDS[operand.name](device=device)
+    value = operands[operand.argument]
+    operands[operand.argument] = torch.stack((value, value), dim=-1)[..., 0]
+    before = copied(operands)
+    with pytest.raises(ValueError, match=f"{operand.name}: {operand.argument} must"):
+        getattr(kernels, operand.name)(**operands)
+    for key, value in before.items():
+        assert not isinstance(value, Tensor) or torch.equal(operands[key].nan_to_num(), value.nan_to_num())
+
+
+def test_keys_of_too_many_dimensions_are_refused(device):
+    with pytest.raises(ValueError, match="delta_chunk: K must be at most 256, got 264"):
+        kernels.delta_chunk(**delta_operands(1, heads=1, shared=1, key_dim=264, value_dim=8, device=device))
+
+
+@pytest.fixture
+def bf16_parts(monkeypatch):
+    """fp32 is multiplied as on GPUs; the interpreter's product of bf16, which takes bits for numbers, is mended."""
+    if CUDA:
+        return
+    import numpy
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype(numpy.uint32) << 16).view(numpy.float32), tl.float32)
+
+    def create_dot(self, a, b, *rest):
+        return dot(self, widened(a), widened(b), *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    for module in (tree_kernels, chunk):
+        monkeypatch.setattr(module, "bf16_parts", lambda x: True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("alike", [0.0, 1.0])
+def test_bf16_parts_are_as_accurate_as_fp32(device, bf16_parts, alike, dtype):
+    for name in ("delta_tree", "delta_chunk"):
+        operands = OPERANDS[name](count=60, heads=1, alike=alike, device=device)
+        for key in ("mixed", "a", "b"):
+            operands[key] = operands[key].to(dtype)
+        check_against_reference(name, operands, WRITTEN[name])
+        if dtype == torch.float32:
+            expected = copied(operands)
+            assert_near(getattr(kernels, name)(**operands), getattr(reference, name)(**expected), 3e-6)
+
+
+def test_products_of_bf16_rows_are_as_accurate_as_fp32(device, bf16_parts):
+    """By the state, which is not rounded. beta is 1/2, which the interpreter too rounds as it should."""
+    operands = delta_operands(70, torch.bfloat16, heads=1, device=device)
+    operands["b"].fill_(0)
+    expected = copied(operands)
+    kernels.delta_chunk(**operands)
+    reference.delta_chunk(**expected)
+    assert_near(operands["state"], expected["state"], 3e-6)
+
+
+@pytest.mark.slow
+def test_kernels_sum_over_a_state_in_one_order():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).with_name("state_layouts.py"))]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    kernels, layouts = zip(*(line.split(": ", 1) for line in result.stdout.splitlines()), strict=True)
+    assert len(kernels) == 6 and len(set(layouts)) == 1 and "128x32xf32" in layouts[0], result.stdout

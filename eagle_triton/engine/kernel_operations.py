@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from eagle_triton import attention as _attention
 from eagle_triton import draft_inputs as _draft_inputs
+from eagle_triton import gated_delta as _gated_delta
 from eagle_triton import gather as _gather
 from eagle_triton import grafting as _grafting
 from eagle_triton import kv_cache as _kv_cache
@@ -33,6 +34,11 @@ class KernelOperations(Operations):
     rotary_append = staticmethod(_layers.rotary_append)
     tree_attention = staticmethod(_attention.tree_attention)
     gate_heads = staticmethod(_layers.gate_heads)
+    causal_conv = staticmethod(_gated_delta.causal_conv)
+    delta_tree = staticmethod(_gated_delta.delta_tree)
+    delta_chunk = staticmethod(_gated_delta.delta_chunk)
+    delta_recurrent = staticmethod(_gated_delta.delta_recurrent)
+    gated_norm = staticmethod(_gated_delta.gated_norm)
     process_logits = staticmethod(_logit_processing.process_logits)
     verify_greedy = staticmethod(_verification.verify_greedy)
     verify_sampling = staticmethod(_verification.verify_sampling)
@@ -41,6 +47,7 @@ class KernelOperations(Operations):
     first_path = staticmethod(_verification.first_path)
     update_sequence = staticmethod(_verification.update_sequence)
     commit = staticmethod(_kv_cache.commit)
+    commit_states = staticmethod(_gated_delta.commit_states)
     gather_rows = staticmethod(_gather.gather_rows)
     sequence_rows = staticmethod(_gather.sequence_rows)
     draft_inputs = staticmethod(_draft_inputs.draft_inputs)

@@ -1,0 +1,235 @@
+"""The gated delta rule by chunks of 64 tokens: within a chunk a chain is a tree, behind it the state moves on."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.gated_delta.checks import check_heads_contiguous, check_rows_contiguous
+from eagle_triton.gated_delta.dots import bf16_parts, model_dot, substitute, wide_dot
+from eagle_triton.gated_delta.recurrent import state_offsets
+from eagle_triton.gated_delta.tree import load_gates, load_rows, node_matrices
+from eagle_triton.reference.gated_delta import check_delta
+from eagle_triton.runtime.overlap import await_inputs, overlapped
+
+BLOCK_V = 32  # columns of the state that a program moves on
+WARPS = 4
+_CHUNK = tl.constexpr(64)
+_PART = tl.constexpr(16)  # rows of a chunk that are solved one after another
+
+
+@triton.jit
+def part_inverses(system):
+    """The inverse of I + system [64, 64] within each part of 16 rows, 0 between parts. By forward substitution: row by
+    row, all four parts at once."""
+    count: tl.constexpr = _CHUNK // _PART
+    part, row, column = tl.arange(0, count), tl.arange(0, _PART), tl.arange(0, _PART)
+    same = part[:, None, None, None] == part[None, None, :, None]
+    blocks = tl.reshape(system, (count, _PART, count, _PART))
+    blocks = tl.sum(tl.where(same, blocks, 0.0), 2)
+    row, column = row[None, :, None], column[None, None, :]
+    inverse = tl.where((row == column) & (part >= 0)[:, None, None], 1.0, 0.0)
+    for step in range(_PART - 1):
+        below = tl.sum(tl.where(column == step, blocks, 0.0), 2)
+        solved = tl.sum(tl.where(row == step, inverse, 0.0), 1)
+        inverse = tl.fma(-below[:, :, None], solved[:, None, :], inverse)
+    return tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), (_CHUNK, _CHUNK))
+
+
+@triton.jit
+def _chunk_matrices_kernel(
+    mixed_ptr,
+    a_ptr,
+    b_ptr,
+    A_log_ptr,
+    dt_bias_ptr,
+    matrices_ptr,
+    factors_ptr,
+    stride_mb,
+    stride_mn,
+    stride_ab,
+    stride_an,
+    stride_ah,
+    stride_ar,
+    stride_bb,
+    stride_bn,
+    stride_bh,
+    stride_br,
+    count,
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (chunks, HV, B): a program makes what one head of one chunk needs and the state does not touch.
+
+    matrices [B, HV, chunks, 2, 64, 64]: the inverse of the updates' system, and from updates to answers; factors
+    [B, HV, chunks, 5, 64]: of values, of what keys read, of what queries read, of updates, and how much is left.
+    """
+    await_inputs(PDL)
+    chunk, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    place = tl.arange(0, _CHUNK)
+    row = chunk * _CHUNK + place
+    row_ok, rows, head = row < count, row.to(tl.int64), value_head // (HV // H)
+    mixed_ptr += batch * stride_mb
+    q = load_rows(mixed_ptr, rows, row_ok, stride_mn, head * K, K, BLOCK_K)
+    k = load_rows(mixed_ptr, rows, row_ok, stride_mn, (H + head) * K, K, BLOCK_K)
+    g, beta = load_gates(
+        rows,
+        row_ok,
+        value_head,
+        a_ptr + batch * stride_ab,
+        b_ptr + batch * stride_bb,
+        A_log_ptr,
+        dt_bias_ptr,
+        stride_an,
+        stride_ah,
+        stride_ar,
+        stride_bn,
+        stride_bh,
+        stride_br,
+        HV // H,
+    )
+    seen, behind = place[:, None] >= place[None, :], place[:, None] > place[None, :]
+    system, reading, left, q_factor, k_factor = node_matrices(q, k, g, beta, seen, behind, behind, scale, PARTS)
+    item = (batch * HV + value_head) * tl.num_programs(0) + chunk
+    tile = matrices_ptr + item * (2 * _CHUNK * _CHUNK) + place[:, None] * _CHUNK + place[None, :]
+    tl.store(tile + _CHUNK * _CHUNK, reading)
+    factor = factors_ptr + item * (5 * _CHUNK) + place
+    tl.store(factor, beta)
+    tl.store(factor + _CHUNK, beta * left * k_factor)
+    tl.store(factor + 2 * _CHUNK, left * q_factor)
+    tl.store(factor + 3 * _CHUNK, k_factor * tl.exp(tl.sum(tl.where(behind, g[:, None], 0.0), 0)))
+    tl.store(factor + 4 * _CHUNK, left)
+    inverse = part_inverses(system)
+    within = (place // _PART)[:, None] == (place // _PART)[None, :]
+    between = wide_dot(inverse, tl.where(within, 0.0, system), PARTS)
+    inverse = substitute(between, inverse, _CHUNK // _PART - 1, PARTS)
+    tl.store(tile, inverse)
+
+
+@triton.jit
+def _delta_chunk_kernel(
+    mixed_ptr,
+    matrices_ptr,
+    factors_ptr,
+    state_ptr,
+    out_ptr,
+    stride_mb,
+    stride_mn,
+    stride_sb,
+    count,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (blocks of V, HV, B): a program takes all chunks into BLOCK_V columns of a head's state."""
+    await_inputs(PDL)
+    block, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    first, head = block * BLOCK_V, value_head // (HV // H)
+    mixed_ptr += batch * stride_mb
+    offsets, inside = state_offsets(value_head, first, K, V, BLOCK_K, BLOCK_V)
+    state_ptr += batch * stride_sb
+    state = tl.load(state_ptr + offsets, mask=inside, other=0.0)
+    place, column = tl.arange(0, _CHUNK), first + tl.arange(0, BLOCK_V)
+    chunks = tl.cdiv(count, _CHUNK)
+    item = (batch * HV + value_head) * chunks
+    tile = matrices_ptr + item * (2 * _CHUNK * _CHUNK) + place[:, None] * _CHUNK + place[None, :]
+    factor = factors_ptr + item * (5 * _CHUNK)
+    out_ptr += (batch * count * HV + value_head) * V
+    for start in range(0, count, _CHUNK):
+        row = start + place
+        row_ok, rows = row < count, row.to(tl.int64)
+        q = load_rows(mixed_ptr, rows, row_ok, stride_mn, head * K, K, BLOCK_K)
+        k = load_rows(mixed_ptr, rows, row_ok, stride_mn, (H + head) * K, K, BLOCK_K)
+        v = load_rows(mixed_ptr, rows, row_ok, stride_mn, 2 * H * K + value_head * V + first, V - first, BLOCK_V)
+        of_values, of_keys = tl.load(factor + place), tl.load(factor + _CHUNK + place)
+        of_queries, of_updates = tl.load(factor + 2 * _CHUNK + place), tl.load(factor + 3 * _CHUNK + place)
+        right = of_values[:, None] * v.to(tl.float32) - of_keys[:, None] * model_dot(k, state, PARTS)
+        answers = of_queries[:, None] * model_dot(q, state, PARTS)
+        update = wide_dot(tl.load(tile), right, PARTS)
+        answers += wide_dot(tl.load(tile + _CHUNK * _CHUNK), update, PARTS)
+        out = out_ptr + rows[:, None] * (HV * V) + column[None, :]
+        tl.store(out, answers.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & (column < V)[None, :])
+        left = tl.load(factor + 5 * _CHUNK - 1)
+        state = state * left + model_dot(tl.trans(k), of_updates[:, None] * update, PARTS)
+        tile += 2 * _CHUNK * _CHUNK
+        factor += 5 * _CHUNK
+    tl.store(state_ptr + offsets, state, mask=inside)
+
+
+@functools.cache
+def stages(device: torch.device) -> int:
+    """Chunks on their way at once: two take 125 KiB of shared memory at K = 128."""
+    roomy = device.type == "cuda" and torch.version.hip is None
+    return 2 if roomy and torch.cuda.get_device_capability(device)[0] in (9, 10) else 1
+
+
+def delta_chunk(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor) -> Tensor:
+    """`delta_recurrent` by chunks of 64 tokens: within a chunk a chain is a tree, behind it the state moves on.
+
+    Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
+    """
+    check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state)
+    check_rows_contiguous("delta_chunk", mixed=mixed, A_log=A_log, dt_bias=dt_bias)
+    check_heads_contiguous("delta_chunk", "state", state)
+    batch, count, _ = mixed.shape
+    _, value_heads, key_dim, value_dim = state.shape
+    out = mixed.new_empty(batch, count, value_heads, value_dim)
+    if not out.numel():
+        return out
+    chunks = triton.cdiv(count, 64)
+    matrices = state.new_empty(batch, value_heads, chunks, 2, 64, 64)
+    factors = state.new_empty(batch, value_heads, chunks, 5, 64)
+    shared = {
+        "H": a.shape[2],
+        "HV": value_heads,
+        "K": key_dim,
+        "PARTS": bf16_parts(mixed),
+        "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
+        "num_warps": WARPS,
+    }
+    overlapped(_chunk_matrices_kernel, (chunks, value_heads, batch), mixed.device)(
+        mixed,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        matrices,
+        factors,
+        *mixed.stride()[:2],
+        *a.stride(),
+        *b.stride(),
+        count,
+        key_dim**-0.5,
+        num_stages=1,
+        **shared,
+    )
+    block_v = min(BLOCK_V, max(16, triton.next_power_of_2(value_dim)))
+    overlapped(_delta_chunk_kernel, (triton.cdiv(value_dim, block_v), value_heads, batch), mixed.device)(
+        mixed,
+        matrices,
+        factors,
+        state,
+        out,
+        *mixed.stride()[:2],
+        state.stride(0),
+        count,
+        V=value_dim,
+        BLOCK_V=block_v,
+        num_stages=stages(mixed.device),
+        **shared,
+    )
+    return out
