@@ -40,6 +40,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         type=arguments.model, metavar="PATH_OR_ID", help="its head: directory or hub id (default: the demo's)"
     ),
     "--shape": dict(choices=tuple(arguments.SHAPES), help="random weights of this shape instead of a checkpoint"),
+    "--hybrid": dict(
+        choices=arguments.HYBRIDS, default="qwen3.5-9b", help="random weights of this shape (default: qwen3.5-9b)"
+    ),
     "--eagle1": dict(action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3"),
     "--prompt": dict(
         type=arguments.some_text, metavar="TEXT", help="one prompt, repeated (default: the demo's held-out ones)"
@@ -125,6 +128,12 @@ MODES = {
         (*MODEL, "--max-length", "--num-runs"),
         {"max_length": 128, "num_runs": 3},
         on_cpu={"max_length": 32, "num_runs": 1},
+    ),
+    "mtp": Mode(
+        "steps and first tokens of a Qwen3.5 with random weights and multi-token prediction (default: a batch of 1; on "
+        "a CPU give --hybrid tiny)",
+        ("--hybrid", "--context", "--batch", "--num-runs"),
+        {"batch": [1]},
     ),
     "operations": Mode("every operation of a step against the best of torch", ("--only",), {}),
 }
@@ -230,7 +239,7 @@ def _readers(option: str) -> str:
 
 def _check(parser: Parser, args: argparse.Namespace) -> None:
     """What no option alone can tell."""
-    if args.mode != "operations":
+    if "--model" in MODES[args.mode].options:
         _check_model(parser, args)
     check_outputs(parser, output=args.output, csv=args.csv, plot=args.plot)
 
@@ -254,7 +263,7 @@ def _settle(args: argparse.Namespace) -> None:
     for name, small in mode.on_cpu.items():
         if getattr(args, name) is None:
             setattr(args, name, small if args.device == "cpu" else mode.defaults[name])
-    shape = getattr(args, "shape", None)
+    shape = getattr(args, "shape", None) or getattr(args, "hybrid", None)
     if args.dtype is None:
         wide = args.device == "cpu" or (shape is None and args.mode != "operations")
         args.dtype = "float32" if wide else "bfloat16"

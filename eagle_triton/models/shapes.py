@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from .ea_model import EaModel
 from .heads import DraftConfig, Eagle1Head, Eagle3Head
+from .mtp import MTPHead, new_unit
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": dict(
@@ -40,6 +41,85 @@ SHAPES: dict[str, dict[str, int]] = {
         draft_vocab_size=32000,
     ),
 }
+
+
+HYBRIDS: dict[str, dict[str, int]] = {
+    "tiny": dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        vocab_size=512,
+    ),
+    "qwen3.5-4b": dict(
+        hidden_size=2560,
+        intermediate_size=9216,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=256,
+        linear_num_value_heads=32,
+        vocab_size=248320,
+    ),
+    "qwen3.5-9b": dict(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=256,
+        linear_num_value_heads=32,
+        vocab_size=248320,
+    ),
+    "qwen3.5-27b": dict(
+        hidden_size=5120,
+        intermediate_size=17408,
+        num_hidden_layers=64,
+        num_attention_heads=24,
+        num_key_value_heads=4,
+        head_dim=256,
+        linear_num_value_heads=48,
+        vocab_size=248320,
+    ),
+}
+"""Of Qwen3.5; what is not said is as its configuration class has it."""
+
+
+def random_hybrid(
+    shape: str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    std: float = 0.02,
+    seed: int = 0,
+) -> tuple[nn.Module, MTPHead]:
+    """A Qwen3.5 of a shape in HYBRIDS and a multi-token-prediction layer for it, with random weights.
+
+    Raises ValueError for an unknown shape, ImportError where transformers has no Qwen3.5.
+    """
+    if shape not in HYBRIDS:
+        raise ValueError(f"shape must be one of {', '.join(HYBRIDS)}, got {shape!r}")
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    config = Qwen3_5TextConfig(
+        **HYBRIDS[shape], rope_parameters=rope, bos_token_id=None, eos_token_id=None, pad_token_id=None
+    )
+    torch.manual_seed(seed)
+    with torch.device("meta"):
+        model = Qwen3_5ForCausalLM(config)
+    rotary = type(model.model.rotary_emb)(config=config)
+    model = model.to(dtype).to_empty(device=device)
+    model.model.rotary_emb = rotary.to(device)
+    head = MTPHead([new_unit(model)]).to(dtype).to_empty(device=device)
+    for module in (model, head):
+        _randomise(module, std)
+    return model.eval(), head.eval()
 
 
 def random_model(

@@ -1,0 +1,108 @@
+"""A target of gated delta nets with multi-token prediction: plain steps, chains, trees, and the first token."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from benchmarks.models import weight_bytes
+from benchmarks.record import table
+from benchmarks.step import STEPS, optimised_step
+from benchmarks.timing import copy_bandwidth, noise, synchronise
+from eagle_triton.adapters.causal_lm import read_causal_lm
+from eagle_triton.adapters.mtp import read_mtp
+from eagle_triton.engine.drafts.beams import with_vocabulary
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.slots import bytes_of
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.models.shapes import HYBRIDS, random_hybrid
+
+SPECS = {
+    "plain": PLAIN,
+    "chain of 4": TreeSpec.chain(4),
+    "tree of 32": TreeSpec.dynamic(32, 3, 10),
+    "tree of 60": TreeSpec.dynamic(60, 7, 10),
+}
+DRAFT_VOCABULARY = 32768  # of 248,320: the projection is read once for each pass
+
+
+def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
+    """Add a row for each tree, batch and context, and one for transformers' own first token of each context."""
+    dtype = getattr(torch, args.dtype)
+    model, head = random_hybrid(args.hybrid, args.device, dtype)
+    view = read_causal_lm(model)
+    vocabulary = min(DRAFT_VOCABULARY, HYBRIDS[args.hybrid]["vocab_size"] // 8)
+    draft = with_vocabulary(read_mtp(head, view, lambda: PLAIN), vocabulary)
+    cuda = view.device.type == "cuda"
+    engine = Engine(view, draft, make_operations(cuda), cuda_graph=cuda)
+    bandwidth = copy_bandwidth(view.device)
+    notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s; {vocabulary} tokens are drafted from")
+    contexts = args.context or ([512] if cuda else [32])
+    cases = list(itertools.product(SPECS, args.batch, contexts))
+    with torch.no_grad(), tqdm(cases, desc="decode steps", disable=args.json or None, leave=False) as bar:
+        for name, batch, context in bar:
+            bar.set_postfix_str(f"{name}, batch {batch}, context {context}")
+            engine.clear()
+            spec, prompts = SPECS[name], random_prompts(view.vocab_size, batch, context)
+            target = model if batch == 1 else None
+            figures = optimised_step(
+                engine, [prompt.to(view.device) for prompt in prompts], spec, SamplingParams(), args.num_runs, target
+            )
+            floor = weight_bytes(view, draft, spec) / bandwidth * 1e3
+            case = {"variant": name, "batch": batch, "context": context}
+            rows.append({**case, **figures, "floor_ms": floor, "floor_share": floor / figures["ms_per_step"]})
+        engine.clear()
+        for context in contexts:
+            (prompt,) = random_prompts(view.vocab_size, 1, context)
+            ms = _prefill_ms(model, prompt[None].to(view.device), args.num_runs)
+            rows.append({"variant": "transformers", "batch": 1, "context": context, "first_token_ms": ms})
+    beside = sum(bytes_of(cache) for cache in view.new_caches(1, 512, torch.device("meta")).caches[:1])
+    notes.append(f"states and windows: {beside / 2**20:.1f} MiB a slot")
+    notes += [f"{path}: {reason}" for path, reason in engine.notes.items()]
+    notes += noise(STEPS[view.device.type] * args.num_runs, "take more of --num-runs")
+
+
+def random_prompts(vocabulary: int, count: int, length: int) -> list[Tensor]:
+    """Token ids [length] each, the same in every run."""
+    generator = torch.Generator().manual_seed(length)
+    return list(torch.randint(1, vocabulary, (count, length), generator=generator))
+
+
+def _prefill_ms(model: nn.Module, prompt: Tensor, repeats: int) -> float:
+    """The median time of transformers' own forward over a prompt, behind one that warms up."""
+    times = []
+    for repeat in range(repeats + 1):
+        synchronise(prompt.device)
+        start = time.perf_counter()
+        model(prompt, use_cache=True, logits_to_keep=1)
+        synchronise(prompt.device)
+        if repeat:
+            times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    columns: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "": lambda row: row["variant"],
+        "batch": lambda row: row["batch"],
+        "context": lambda row: row["context"],
+        "ms/step": lambda row: row.get("ms_per_step"),
+        "device ms": lambda row: row.get("device_ms"),
+        "floor ms": lambda row: row.get("floor_ms"),
+        "of floor": lambda row: None if row.get("floor_share") is None else f"{row['floor_share']:.1%}",
+        "tau": lambda row: row.get("tau"),
+        "first token ms": lambda row: row["first_token_ms"],
+        "peak GiB": lambda row: row.get("memory_gib"),
+    }
+    return table(list(columns), [[column(row) for column in columns.values()] for row in rows])
