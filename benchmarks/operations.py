@@ -26,7 +26,16 @@ from benchmarks.record import table
 from benchmarks.timing import Quantiles, interleaved
 from eagle_triton.engine.operations import Operations, make_operations
 from eagle_triton.engine.state import capacity_bucket
-from eagle_triton.reference import attention, kv_cache, layers, sampling, suffix_match, tree_decoding, verification
+from eagle_triton.reference import (
+    attention,
+    gated_delta,
+    kv_cache,
+    layers,
+    sampling,
+    suffix_match,
+    tree_decoding,
+    verification,
+)
 
 CACHE_BYTES = 2**28  # all buffers of one operation together: several times the L2 of any GPU
 MOST_SETS = 32  # layers of the 8b shape: as many distinct caches as a decode step goes through
@@ -54,6 +63,24 @@ class Sizes(NamedTuple):
 
 LLAMA_8B = Sizes(32, 4096, 14336, 32, 8, 128, 128256, 32000, (512, 2048, 32768))
 TOY = Sizes(2, 64, 128, 4, 2, 16, 512, 128, (64, 128))
+
+
+class LinearSizes(NamedTuple):
+    """The linear layers of a hybrid model whose operations are timed."""
+
+    layers: int
+    heads: int
+    value_heads: int
+    width: int
+    prompt: int
+
+    @property
+    def channels(self) -> int:
+        return (2 * self.heads + self.value_heads) * self.width
+
+
+QWEN3_5_9B, QWEN3_5_27B = LinearSizes(24, 16, 32, 128, 512), LinearSizes(48, 16, 48, 128, 512)
+LINEAR_TOY = LinearSizes(2, 2, 4, 16, 70)
 RINGS = [(10_000, 1, None), (1_000_000, 1, 25), (1_000_000, 8, 32), (1_000_000, 64, 80), (10_000_000, 1, 35)]
 NODES, DEPTH, TOP_K = 60, 8, 10  # the tree of 60 nodes: eight passes of the head, ten candidates per node
 
@@ -225,6 +252,12 @@ def all_cases(ops: Operations, sizes: Sizes, device: torch.device, dtype: torch.
     yield commit_case(ops, sizes, random)
     yield topk_case(ops, sizes, random)
     yield from layer_cases(ops, sizes, random)
+    for linear in (QWEN3_5_9B, QWEN3_5_27B) if device.type == "cuda" else (LINEAR_TOY,):
+        for batch, nodes in ((1, NODES), (8, NODES), (1, 1), (8, 1)):
+            yield from linear_cases(ops, linear, random, batch, nodes)
+        yield prompt_case(ops, linear, random)
+    for batch in (1, 8):
+        yield states_case(ops, QWEN3_5_9B if device.type == "cuda" else LINEAR_TOY, random, batch)
     for ring, batch, target in RINGS if device.type == "cuda" else [(2000, 2, None)]:
         yield suffix_case(ops, sizes, random, ring, batch, target)
 
@@ -640,6 +673,150 @@ def layer_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterator[Case]
         layers.gate_heads,
         [Provider("sigmoid, mul", lambda x, gate: x * torch.sigmoid(gate)), _ours(ops, ops.gate_heads)],
         3 * NODES * sizes.heads * width * element,
+    )
+
+
+def linear_inputs(
+    sizes: LinearSizes, random: Random, generator: torch.Generator, batch: int, count: int
+) -> tuple[Tensor, ...]:
+    """Operands of delta_tree up to the state. beta is 1/2, so that it is the same in 16 bits and in fp32."""
+    shared, wide = sizes.value_heads // sizes.heads, random._replace(dtype=torch.float32)
+    return (
+        random.normal(generator, batch, count, sizes.channels),
+        random.normal(generator, batch, count, sizes.heads, shared),
+        torch.zeros(batch, count, sizes.heads, shared, device=random.device, dtype=random.dtype),
+        wide.normal(generator, sizes.value_heads),
+        wide.normal(generator, sizes.value_heads),
+        wide.normal(generator, batch, sizes.value_heads, sizes.width, sizes.width, std=0.1),
+    )
+
+
+def linear_cases(ops: Operations, sizes: LinearSizes, random: Random, batch: int, nodes: int) -> Iterator[Case]:
+    """A linear layer between its products, over the nodes of a tree or only its root: convolution, delta rule, norm."""
+    heads, value_heads, width, element = sizes.heads, sizes.value_heads, sizes.width, random.dtype.itemsize
+    name = f"{nodes} nodes, HV {value_heads}, batch {batch}"
+    parents = torch.arange(-1, nodes - 1, device=random.device) * 5 // 7  # of 60 nodes the deepest lie at DEPTH
+    matrix = tree_decoding._ancestor_closure(parents[None].int())
+    ancestors, depth = attention.pack_ancestors(matrix).repeat(batch, 1, 1), int(matrix.sum(-1).max()) - 1
+    values, rows = value_heads * width, batch * nodes
+
+    def conv_inputs(generator: torch.Generator) -> tuple:
+        q, k = (random.normal(generator, batch, nodes, heads, width) for _ in range(2))
+        v = random.normal(generator, batch, nodes, heads, values // heads)
+        weight, window = (
+            random.normal(generator, *shape) for shape in ((sizes.channels, 4), (batch, 3, sizes.channels))
+        )
+        return q, k, v, weight, window, torch.empty(batch, nodes, sizes.channels, dtype=q.dtype, device=q.device)
+
+    def convolve(conv: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        return conv(*inputs[:5], ancestors, raw=inputs[5])
+
+    def with_rows(mixed: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return mixed, inputs[5]
+
+    yield Case(
+        "gated delta",
+        f"causal_conv, {name}",
+        conv_inputs,
+        lambda *inputs: with_rows(convolve(gated_delta.causal_conv, *inputs), *inputs),
+        [
+            Provider("torch", partial(convolve, gated_delta.causal_conv), with_rows),
+            _ours(ops, partial(convolve, ops.causal_conv), with_rows),
+        ],
+        (3 * rows + 3 * batch + 4) * sizes.channels * element,
+    )
+
+    def tree_inputs(generator: torch.Generator) -> tuple:
+        gates = torch.empty(batch, nodes, 2, value_heads, device=random.device)
+        return *linear_inputs(sizes, random, generator, batch, nodes), gates
+
+    def answer(tree: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        return tree(*inputs[:6], ancestors, depth, gates=inputs[6])
+
+    def with_gates(answers: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return answers, inputs[6]
+
+    yield Case(
+        "gated delta",
+        f"delta_tree, {name}",
+        tree_inputs,
+        lambda *inputs: with_gates(answer(gated_delta.delta_tree, *inputs), *inputs),
+        [
+            Provider("torch", partial(answer, gated_delta.delta_tree), with_gates),
+            _ours(ops, partial(answer, ops.delta_tree), with_gates),
+        ],
+        batch * values * width * 4 + rows * ((sizes.channels + values) * element + 2 * value_heads * 4),
+        15 if (batch, nodes, value_heads) == (1, NODES, 32) else None,
+    )
+
+    def norm_inputs(generator: torch.Generator) -> tuple:
+        x, z = random.normal(generator, batch, nodes, value_heads, width), random.normal(generator, *x_shape)
+        return x, z, random.normal(generator, width)
+
+    x_shape = batch, nodes, heads, values // heads
+    yield Case(
+        "gated delta",
+        f"gated_norm, {name}",
+        norm_inputs,
+        lambda *inputs: gated_delta.gated_norm(*inputs, 1e-6),
+        [
+            Provider("torch", lambda *inputs: gated_delta.gated_norm(*inputs, 1e-6)),
+            _ours(ops, lambda *inputs: ops.gated_norm(*inputs, 1e-6)),
+        ],
+        3 * rows * values * element,
+    )
+
+
+def prompt_case(ops: Operations, sizes: LinearSizes, random: Random) -> Case:
+    """A part of a prompt. The state moves on in place."""
+    values = sizes.value_heads * sizes.width
+
+    def with_state(answers: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return answers, inputs[5]
+
+    return Case(
+        "gated delta",
+        f"delta_chunk, {sizes.prompt} tokens, HV {sizes.value_heads}",
+        lambda generator: linear_inputs(sizes, random, generator, 1, sizes.prompt),
+        lambda *inputs: with_state(gated_delta.delta_chunk(*inputs), *inputs),
+        [Provider("torch", gated_delta.delta_chunk, with_state), _ours(ops, ops.delta_chunk, with_state)],
+        2 * values * sizes.width * 4 + sizes.prompt * (sizes.channels + values) * random.dtype.itemsize,
+    )
+
+
+def states_case(ops: Operations, sizes: LinearSizes, random: Random, batch: int) -> Case:
+    """The accepted path of a tree is taken into the states and windows of all linear layers, in place."""
+    path = random.int32(0, 1, 4, 9, 15, 22, 31, 44, 59).repeat(batch, 1)
+    accepted = random.int32(*[path.shape[1] - 1] * batch)
+    shape, values = (sizes.layers, batch), sizes.value_heads * sizes.width
+
+    def make(generator: torch.Generator) -> tuple:
+        wide = random._replace(dtype=torch.float32)
+        gates = wide.normal(generator, *shape, NODES, 2, sizes.value_heads).sigmoid()
+        gates[:, :, :, 0].log_()
+        return (
+            wide.normal(generator, *shape, sizes.value_heads, sizes.width, sizes.width, std=0.1),
+            *(random.normal(generator, *shape, count, sizes.channels) for count in (3, NODES, NODES)),
+            gates,
+        )
+
+    def call(commit: Callable[..., None], *inputs: Tensor) -> None:
+        commit(*inputs, path, accepted)
+
+    def kept(_: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs[:2]
+
+    return Case(
+        "gated delta",
+        f"commit_states, {path.shape[1]} tokens over {sizes.layers} layers, batch {batch}",
+        make,
+        lambda *inputs: kept(call(gated_delta.commit_states, *inputs), *inputs),
+        [
+            Provider("torch", partial(call, gated_delta.commit_states), kept),
+            _ours(ops, partial(call, ops.commit_states), kept),
+        ],
+        sizes.layers * batch * (2 * values * sizes.width * 4 + path.numel() // batch * sizes.channels * 2),
+        50 if batch == 1 else None,
     )
 
 
