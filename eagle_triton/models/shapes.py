@@ -119,6 +119,11 @@ def random_hybrid(
     head = MTPHead([new_unit(model)]).to(dtype).to_empty(device=device)
     for module in (model, head):
         _randomise(module, std)
+        for name, parameter in module.named_parameters():
+            if "norm" in name and "linear_attn" not in name:
+                nn.init.zeros_(parameter)  # zero-centred
+            elif name.endswith("A_log"):
+                nn.init.uniform_(parameter, -4.0, 2.0)
     return model.eval(), head.eval()
 
 
