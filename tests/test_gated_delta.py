@@ -443,7 +443,7 @@ def test_a_chain_may_be_split_anywhere(device, module, taps):
     operands = conv_operands(taps=taps, count=9, device=device)
     once = copied(operands)
     expected = module.causal_conv(**once)
-    for first in (0, 1, 2, 3, 8, 9):
+    for first in (0, 1, 3, 9):
         parts = copied(operands)
         outputs = [module.causal_conv(**part_of(parts, *piece)) for piece in ((0, first), (first, 9))]
         assert torch.equal(torch.cat(outputs, dim=1), expected)
@@ -451,7 +451,7 @@ def test_a_chain_may_be_split_anywhere(device, module, taps):
 
 
 @BOTH
-@pytest.mark.parametrize("first", [1, 63, 64, 65, 100])
+@pytest.mark.parametrize("first", [1, 64, 65])
 def test_prefill_may_be_split_anywhere(device, module, first):
     operands = delta_operands(130, heads=1, device=device)
     once, parts = copied(operands), copied(operands)
@@ -620,8 +620,9 @@ def test_kernels_agree_with_references(device, name, dtype):
     check_against_reference(name, OPERANDS[name](dtype=dtype, device=device), WRITTEN[name])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [1, 9, 64])
+@pytest.mark.parametrize(
+    ("count", "dtype"), [(1, torch.float16), (64, torch.float32), *((9, x) for x in DTYPES)], ids=str
+)
 def test_convolutions_of_trees(device, count, dtype):
     operands = conv_operands(dtype, count, 4, device)
     shape = 2, count, operands["weight"].shape[0]

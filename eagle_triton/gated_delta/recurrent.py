@@ -117,8 +117,8 @@ def _delta_recurrent_kernel(
     offsets, inside = state_offsets(value_head, first, K, V, BLOCK_K, BLOCK_V)
     state_ptr += batch * stride_sb
     state = tl.load(state_ptr + offsets, mask=inside, other=0.0)
-    for token in range(count):
-        token = tl.full((), 0, tl.int64) + token
+    for step in range(count):
+        token = tl.full((), 0, tl.int64) + step
         tokens = mixed_ptr + token * stride_mn
         a = tl.load(a_ptr + token * stride_an).to(tl.float32)
         b = tl.load(b_ptr + token * stride_bn).to(tl.float32)

@@ -46,12 +46,13 @@ def load_gates(
     They are one line of a tile with an element for each of 256 threads: of a smaller one the compiler would make copies
     in each layout in which it is read, with all their exponentials.
     """
-    line = tl.arange(0, 256 // rows.shape[0])[:, None]
-    ok = row_ok[None, :] & (line == 0)
+    lines: tl.constexpr = 256 // rows.shape[0]
+    line = tl.arange(0, lines)[:, None]
+    ok, rows = row_ok[None, :] & (line == 0), rows[None, :] + 0 * line
     a_ptr += value_head // SHARED * stride_ah + value_head % SHARED * stride_ar
     b_ptr += value_head // SHARED * stride_bh + value_head % SHARED * stride_br
-    a = tl.load(a_ptr + rows[None, :] * stride_an, mask=ok, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + rows[None, :] * stride_bn, mask=ok, other=0.0).to(tl.float32)
+    a = tl.load(a_ptr + rows * stride_an, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + rows * stride_bn, mask=ok, other=0.0).to(tl.float32)
     A_log = tl.load(A_log_ptr + value_head).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + value_head).to(tl.float32)
     g, beta = gating(a, b, A_log, dt_bias, b_ptr.dtype.element_ty)
