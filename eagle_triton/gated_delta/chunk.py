@@ -40,7 +40,7 @@ def part_inverses(system):
     return tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), (_CHUNK, _CHUNK))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["count"])
 def _chunk_matrices_kernel(
     mixed_ptr,
     a_ptr,
@@ -115,7 +115,7 @@ def _chunk_matrices_kernel(
     tl.store(tile, inverse)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["count"])
 def _delta_chunk_kernel(
     mixed_ptr,
     matrices_ptr,
