@@ -18,7 +18,8 @@ from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 BLOCK_V = 32  # columns of the state that a program moves on
 WARPS = 4
-_CHUNK = tl.constexpr(64)
+CHUNK = 64
+_CHUNK = tl.constexpr(CHUNK)
 _PART = tl.constexpr(16)  # rows of a chunk that are solved one after another
 
 
@@ -40,7 +41,7 @@ def part_inverses(system):
     return tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), (_CHUNK, _CHUNK))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["count"])
 def _chunk_matrices_kernel(
     mixed_ptr,
     a_ptr,
@@ -115,7 +116,7 @@ def _chunk_matrices_kernel(
     tl.store(tile, inverse)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["count"])
 def _delta_chunk_kernel(
     mixed_ptr,
     matrices_ptr,
@@ -190,9 +191,9 @@ def delta_chunk(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Ten
     out = mixed.new_empty(batch, count, value_heads, value_dim)
     if not out.numel():
         return out
-    chunks = triton.cdiv(count, 64)
-    matrices = state.new_empty(batch, value_heads, chunks, 2, 64, 64)
-    factors = state.new_empty(batch, value_heads, chunks, 5, 64)
+    chunks = triton.cdiv(count, CHUNK)
+    matrices = state.new_empty(batch, value_heads, chunks, 2, CHUNK, CHUNK)
+    factors = state.new_empty(batch, value_heads, chunks, 5, CHUNK)
     shared = {
         "H": a.shape[2],
         "HV": value_heads,

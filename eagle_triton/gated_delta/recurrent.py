@@ -63,9 +63,7 @@ def take_in(
     return tl.fma(k, update[None, :], state)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["gates_ptr", "stride_gb", "stride_gn", "stride_gg", "count"],
-)
+@triton.jit(do_not_specialize_on_alignment=["gates_ptr", "stride_gb", "stride_gn", "stride_gg", "count"])
 def _delta_recurrent_kernel(
     mixed_ptr,
     a_ptr,
