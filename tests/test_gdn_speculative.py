@@ -783,6 +783,7 @@ class TestGDNDraftWorker:
             ("lies on cpu", lambda: gdn.GDNDraftWorker(lm, device="meta")),
             ("last token of each", lambda: worker.generate_draft_tree(tokens, (tokens[:, -1] + 1) % 64)),
             ("lie in 1..4", lambda: worker.generate_draft_tree(tokens, tokens[:, -1], torch.tensor([4, 5]))),
+            ("lie in 0..63", lambda: worker.generate_draft_tree(tokens + 60, tokens[:, -1] + 60)),
             ("int64", lambda: worker.generate_draft_tree(tokens.float(), tokens[:, -1])),
             ("stand before it", lambda: gdn.build_tree_mask_from_parents(torch.tensor([-1, 0, 2]))),
             ("needs topk", lambda: gdn.build_tree_mask_from_parents(tokens, tokens)),

@@ -8,7 +8,7 @@ from torch import Tensor
 from eagle_triton.engine.gated_delta import GatedDeltaCache
 from eagle_triton.gdn.model import SimpleLMWithGDN
 from eagle_triton.gdn.operations import operations_for
-from eagle_triton.gdn.prefix_states import PrefixStates, check_device, prefix_lengths
+from eagle_triton.gdn.prefix_states import PrefixStates, check_device, check_vocabulary, prefix_lengths
 from eagle_triton.gdn.tree import MOST_NODES, ancestor_mask
 
 EXPANSIONS = ("simplified", "full")
@@ -93,6 +93,7 @@ class GDNDraftWorker:
         arguments do not fit.
         """
         lengths = prefix_lengths("generate_draft_tree", input_ids, verified_id, seq_lens)
+        check_vocabulary(verified_id.tolist(), self.draft_model)
         if past_state is None:
             past_state = PrefixStates(self.draft_model).follow(input_ids, lengths)
         tokens, scores, parent_list = self._candidates(verified_id.long(), past_state)
@@ -105,19 +106,20 @@ class GDNDraftWorker:
         ops, k, batch = operations_for(verified_id), self.topk, len(verified_id)
         nodes, parents = verified_id[:, None], verified_id.new_full((batch, 1), -1)
         scores = torch.zeros(batch, 1, device=nodes.device)
-        seen = nodes.new_zeros(batch, 1, 1)  # by expand_beam, which keeps ancestors too
-        tokens, all_scores, expanded, first, newest = [], [], [parents], 0, 0
+        seen = nodes.new_zeros(batch, 1, 1)  # expand_beam keeps ancestors too
+        tokens, all_scores, expanded = [], [], [parents]
+        newest = candidates = 0  # the level's first node; candidates of the levels above
         for level, width in enumerate((*self.widths, 0)):
             hidden, _ = self.draft_model.read_tree(nodes, ancestor_mask(parents), level, state)
             logits = self.draft_model.logits(hidden[:, newest:])
             log_probs, children = (x.view(batch, -1, k) for x in ops.topk(logits.flatten(0, 1), k))
             everything = torch.arange(width, device=nodes.device) if self.expansion == "full" else None
-            grown = ops.expand_beam(scores, log_probs, children.flatten(1), seen, newest, width, everything)
+            grown = ops.expand_beam(scores, log_probs, children.flatten(1), seen, nodes.shape[1] - 1, width, everything)
             tokens.append(children.flatten(1))
             all_scores.append(grown.child_scores)
-            expanded.append(grown.chosen + first)
+            expanded.append(grown.chosen + candidates)
             parents = torch.cat((parents, grown.parents + newest), dim=1)
-            first, newest = first + tokens[-1].shape[1], nodes.shape[1]
+            newest, candidates = nodes.shape[1], candidates + tokens[-1].shape[1]
             nodes = torch.cat((nodes, grown.tokens), dim=1)
             scores, seen = grown.scores, grown.ancestors
         return torch.cat(tokens, dim=1), torch.cat(all_scores, dim=1), torch.cat(expanded, dim=1)

@@ -23,12 +23,15 @@ class PrefixStates:
     def follow(self, input_ids: Tensor, lengths: list[int]) -> GatedDeltaCache:
         """The states of the first lengths[b] tokens of each row of input_ids [B, T].
 
-        A sequence that goes on from what is known is read from there, another one from its begin.
+        A sequence that goes on from what is known is read from there, another one from its begin. Raises ValueError for
+        tokens outside the vocabulary, before anything is read.
         """
         tokens = [row[:length] for row, length in zip(input_ids.tolist(), lengths, strict=True)]
         mine, model = self.state.windows, self.model
         if len(self.known) != len(tokens) or mine.device != model.device or mine.dtype != model.dtype:
             self.state, self.known = model.new_state(len(tokens)), [[] for _ in tokens]
+        for row in tokens:
+            check_vocabulary(row, model)
         for slot, (known, wanted) in enumerate(zip(self.known, tokens, strict=True)):
             if wanted[: len(known)] != known:
                 self.state.part(slice(slot, slot + 1)).clear()
@@ -37,7 +40,7 @@ class PrefixStates:
         for slot, row in enumerate(new):
             if len(row) > MOST_NODES:  # alone, so that its result does not depend on its neighbours
                 self.model.read(input_ids.new_tensor([row]), self.state.part(slice(slot, slot + 1)))
-                new[slot] = []
+                self.known[slot], new[slot] = tokens[slot], []
         self._take_in(new)
         self.known = tokens
         return self.state
@@ -59,6 +62,12 @@ class PrefixStates:
         count = torch.tensor([len(row) for row in rows], dtype=torch.int32, device=device)
         before = torch.tensor([len(known) for known in self.known], dtype=torch.int32, device=device)
         self.state.commit(operations_for(tokens), pending, AcceptedPath(before, path, count - 1))
+
+
+def check_vocabulary(tokens: list[int], model: SimpleLMWithGDN) -> None:
+    """Raise ValueError for tokens that the model does not know."""
+    if tokens and not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
+        raise ValueError(f"tokens must lie in 0..{model.vocab_size - 1}, got {min(tokens)} and {max(tokens)}")
 
 
 def prefix_lengths(name: str, input_ids: Tensor, verified_id: Tensor, seq_lens: Tensor | None) -> list[int]:

@@ -102,7 +102,7 @@ class GDNVerifyWorker:
             tree_of(tokens, parents, mask),
             depth,
             before,
-            sampling_tensors(params, tokens),
+            sampling_tensors(params, before),
             Mode(sampled=not params.greedy, filtered=False, verification=self.verification),
             nan,
         )
@@ -135,8 +135,9 @@ class GDNVerifyWorker:
             if tuple(value.shape) != shape:
                 raise ValueError(f"GDNVerifyWorker: {label} must be {list(shape)}, got {list(value.shape)}")
         most = self.target_model.vocab_size
-        if bool(((draft_tokens < 0) | (draft_tokens >= most)).any()):
-            raise ValueError(f"GDNVerifyWorker: draft_tokens must lie in 0..{most - 1}, got {draft_tokens.tolist()}")
+        for label, value in (("verified_id", verified_id), ("draft_tokens", draft_tokens)):
+            if bool(((value < 0) | (value >= most)).any()):
+                raise ValueError(f"GDNVerifyWorker: {label} must lie in 0..{most - 1}, got {value.tolist()}")
         parents = candidate_parents(parent_list, top_scores_index, self.topk)
         deepest = int(ancestor_mask(parents).sum(-1).max()) - 1
         if deepest > self.num_steps:
@@ -144,17 +145,14 @@ class GDNVerifyWorker:
         return parents
 
 
-def sampling_tensors(params: SamplingParams, tokens: Tensor) -> SamplingTensors:
-    """The options of each of B sequences on the device of tokens [B, *], and its seed."""
-    batch, new = len(tokens), tokens.new_zeros
-    tensors = SamplingTensors(
-        temperature=new(batch, dtype=torch.float32),
-        top_k=new(batch, dtype=torch.int32),
-        top_p=new(batch, dtype=torch.float32),
-        min_p=new(batch, dtype=torch.float32),
-        seed=new(batch, dtype=torch.int64),
-        step=new(batch, dtype=torch.int64),
+def sampling_tensors(params: SamplingParams, before: Tensor) -> SamplingTensors:
+    """The options of each of B sequences, and its random numbers: a seed, and `before` [B] int32, where it stands."""
+    batch, device = len(before), before.device
+    return SamplingTensors(
+        temperature=torch.full((batch,), params.temperature, dtype=torch.float32, device=device),
+        top_k=torch.zeros(batch, dtype=torch.int32, device=device),
+        top_p=torch.ones(batch, dtype=torch.float32, device=device),
+        min_p=torch.zeros(batch, dtype=torch.float32, device=device),
+        seed=torch.tensor(params.seeds(batch), dtype=torch.int64, device=device),
+        step=before.long(),
     )
-    params.fill(tensors)
-    tensors.seed.copy_(torch.tensor(params.seeds(batch)))
-    return tensors
