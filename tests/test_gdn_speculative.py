@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script
+
 from eagle_triton import gdn
 from eagle_triton.engine.mixers import AcceptedPath
 from eagle_triton.gdn.tree import ancestor_mask, candidate_parents, link_parents
