@@ -1,0 +1,125 @@
+"""Drafting a tree of tokens with a gated delta net."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.gated_delta import GatedDeltaCache
+from eagle_triton.gdn.model import SimpleLMWithGDN
+from eagle_triton.gdn.operations import operations_for
+from eagle_triton.gdn.prefix_states import PrefixStates, check_device, check_vocabulary, prefix_lengths
+from eagle_triton.gdn.tree import MOST_NODES, ancestor_mask
+
+EXPANSIONS = ("simplified", "full")
+
+
+class GDNDraftWorker:
+    """Drafts trees of `num_draft_tokens` nodes, the root counted, `num_steps` levels deep.
+
+    expansion "simplified": EAGLE-2's tree (arXiv 2406.16858): the topk best of a level are expanded, and of all
+    candidates the topk * num_steps - 1 best are kept; "full": every candidate is expanded, and all topk + ... +
+    topk^num_steps are kept. num_draft_tokens: of a simplified tree another number of nodes, None: topk * num_steps.
+    device: where the model must lie, None: wherever it does. Raises ValueError for trees that cannot be.
+
+    Each level is one forward over all nodes drafted so far from the root's state: no branch has a state of its own.
+    """
+
+    def __init__(
+        self,
+        draft_model: SimpleLMWithGDN,
+        topk: int = 4,
+        num_steps: int = 2,
+        device: torch.device | str | None = None,
+        *,
+        expansion: str = "simplified",
+        num_draft_tokens: int | None = None,
+    ) -> None:
+        if topk < 1 or num_steps < 1:
+            raise ValueError(f"GDNDraftWorker: topk and num_steps must be at least 1, got {topk} and {num_steps}")
+        if topk > draft_model.vocab_size:
+            raise ValueError(f"GDNDraftWorker: topk {topk} of a vocabulary of {draft_model.vocab_size} tokens")
+        if expansion not in EXPANSIONS:
+            raise ValueError(f"GDNDraftWorker: expansion must be one of {', '.join(EXPANSIONS)}, got {expansion!r}")
+        full = expansion == "full"
+        if full and num_draft_tokens is not None:
+            raise ValueError(f"GDNDraftWorker: a full tree keeps all candidates, num_draft_tokens={num_draft_tokens}")
+        self.draft_model, self.topk, self.num_steps, self.expansion = draft_model, topk, num_steps, expansion
+        self.device = check_device("GDNDraftWorker", draft_model, device)
+        self.widths = [
+            topk ** (level + 1) if full else topk for level in range(num_steps - 1)
+        ]  # expanded of each level
+        candidates = topk * (1 + sum(self.widths))
+        self.num_draft_tokens = 1 + candidates if full else num_draft_tokens or topk * num_steps
+        if not 2 <= self.num_draft_tokens <= 1 + candidates:
+            raise ValueError(
+                f"GDNDraftWorker: num_draft_tokens counts the root and must be in 2..{1 + candidates} for topk {topk} "
+                f"and num_steps {num_steps}, got {self.num_draft_tokens}"
+            )
+        if sum(self.widths) >= MOST_NODES:
+            raise ValueError(
+                f"GDNDraftWorker: at most {MOST_NODES - 1} nodes can be expanded, got {sum(self.widths)} for topk "
+                f"{topk} and num_steps {num_steps}; lower one of them"
+            )
+
+    def draft_step(
+        self, input_ids: Tensor, hidden_states: Tensor | None = None, past_state: GatedDeltaCache | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, GatedDeltaCache]:
+        """The likeliest followers of sequences: (scores, token_ids [B, k], hidden [B, k, hidden], past_state).
+
+        input_ids [B, T] int64 stand behind what past_state remembers, which is not written. scores are softmax
+        probabilities, float32, best first; hidden is the last token's, once for each follower. hidden_states is not
+        read, past_state holds what a draft remembers; it is taken so that loops can hand everything back.
+        """
+        out = self.draft_model(input_ids, past_state=past_state, use_cache=True, return_hidden=True)
+        scores, tokens = operations_for(input_ids).topk(out.logits[:, -1], self.topk)
+        return scores.exp(), tokens, out.hidden_states[:, -1:].expand(-1, self.topk, -1), out.past_state
+
+    def generate_draft_tree(
+        self,
+        input_ids: Tensor,
+        verified_id: Tensor,
+        seq_lens: Tensor | None = None,
+        *,
+        past_state: GatedDeltaCache | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(draft_tokens [B, N - 1], parent_list [B, P], top_scores_index [B, N - 1]), all int64.
+
+        input_ids [B, T] int64: the sequences, each of seq_lens [B] tokens (None: T), whose last is its root,
+        verified_id [B]. past_state: what the draft remembers of the tokens before the roots, which are then not read;
+        None: they are. The results are what `build_tree_efficient_triton` takes: P = k (D - 1) + 1, parent_list begins
+        with -1, drafts are in flat order, and score descending, then flat index decides which are kept. (Full trees of
+        D > 2 levels have a P of 1 + k + ... + k^(D-1), which that kernel does not take.) Raises ValueError if
+        arguments do not fit.
+        """
+        lengths = prefix_lengths("generate_draft_tree", input_ids, verified_id, seq_lens)
+        check_vocabulary(verified_id.tolist(), self.draft_model)
+        if past_state is None:
+            past_state = PrefixStates(self.draft_model).follow(input_ids, lengths)
+        tokens, scores, parent_list = self._candidates(verified_id.long(), past_state)
+        best = scores.masked_fill(scores.isnan(), -torch.inf).sort(dim=1, descending=True, stable=True).indices
+        chosen = best[:, : self.num_draft_tokens - 1].sort(dim=1).values
+        return tokens.gather(1, chosen), parent_list, chosen
+
+    def _candidates(self, verified_id: Tensor, state: GatedDeltaCache) -> tuple[Tensor, Tensor, Tensor]:
+        """All candidates in flat order: tokens and cumulative log-probabilities [B, C]; and parent_list."""
+        ops, k, batch = operations_for(verified_id), self.topk, len(verified_id)
+        nodes, parents = verified_id[:, None], verified_id.new_full((batch, 1), -1)
+        scores = torch.zeros(batch, 1, device=nodes.device)
+        seen = nodes.new_zeros(batch, 1, 1)  # expand_beam keeps ancestors too
+        tokens, all_scores, expanded = [], [], [parents]
+        newest = candidates = 0  # the level's first node; candidates of the levels above
+        for level, width in enumerate((*self.widths, 0)):
+            hidden, _ = self.draft_model.read_tree(nodes, ancestor_mask(parents), level, state)
+            logits = self.draft_model.logits(hidden[:, newest:])
+            log_probs, children = (x.view(batch, -1, k) for x in ops.topk(logits.flatten(0, 1), k))
+            everything = torch.arange(width, device=nodes.device) if self.expansion == "full" else None
+            grown = ops.expand_beam(scores, log_probs, children.flatten(1), seen, nodes.shape[1] - 1, width, everything)
+            tokens.append(children.flatten(1))
+            all_scores.append(grown.child_scores)
+            expanded.append(grown.chosen + candidates)
+            parents = torch.cat((parents, grown.parents + newest), dim=1)
+            newest, candidates = nodes.shape[1], candidates + tokens[-1].shape[1]
+            nodes = torch.cat((nodes, grown.tokens), dim=1)
+            scores, seen = grown.scores, grown.ancestors
+        return torch.cat(tokens, dim=1), torch.cat(all_scores, dim=1), torch.cat(expanded, dim=1)

@@ -1,0 +1,42 @@
+"""Sequences of several lengths that stand one behind the other in one row, as cu_seqlens says."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+def sequence_lengths(name: str, cu_seqlens: Tensor | None, x: Tensor) -> list[int] | None:
+    """The lengths that cu_seqlens [N + 1] gives the sequences in x [1, T, ...]; None: each row of x is a sequence.
+
+    Raises ValueError unless they begin at 0, never fall and end at T.
+    """
+    if cu_seqlens is None:
+        return None
+    ends = cu_seqlens.tolist()
+    lengths = [last - first for first, last in pairwise(ends)]
+    if len(x) != 1 or not lengths or ends[0] != 0 or ends[-1] != x.shape[1] or min(lengths) < 0:
+        raise ValueError(
+            f"{name}: with cu_seqlens one row of T tokens, and ends that rise from 0 to T = {x.shape[1]}, expected, "
+            f"got {len(x)} rows and {ends}"
+        )
+    return lengths
+
+
+def padded(x: Tensor, lengths: list[int] | None, value: float = 0.0) -> Tensor:
+    """x [1, T, ...] as [N, longest, ...], `value` behind each sequence. Without lengths x as it is."""
+    if lengths is None:
+        return x
+    if len(set(lengths)) == 1:
+        return x.unflatten(1, (len(lengths), -1))[0]
+    return pad_sequence(list(x[0].split(lengths)), batch_first=True, padding_value=value)
+
+
+def packed(x: Tensor, lengths: list[int] | None) -> Tensor:
+    """What `padded` was given, without what it added."""
+    if lengths is None:
+        return x
+    return torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])[None]

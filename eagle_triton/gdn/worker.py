@@ -1,0 +1,88 @@
+"""Speculative decoding with a draft and a target that are gated delta nets: draft, verify, commit, count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_triton.gdn.draft import GDNDraftWorker
+from eagle_triton.gdn.model import SimpleLMWithGDN
+from eagle_triton.gdn.prefix_states import PrefixStates, prefix_lengths
+from eagle_triton.gdn.statistics import GDNStatistics
+from eagle_triton.gdn.verify import GDNVerifyWorker
+
+
+class GDNSpeculativeWorker:
+    """Speculative decoding, step by step: greedy output is the target's own, sampled output follows its distribution.
+
+    What draft and target remember is kept from step to step, a slot for each sequence. expansion, num_draft_tokens: see
+    `GDNDraftWorker`; verify_strategy, seed: see `GDNVerifyWorker`. Both models need one vocabulary and one device. Make
+    a new worker after changing a model's weights. Raises ValueError for what cannot be.
+    """
+
+    def __init__(
+        self,
+        draft_model: SimpleLMWithGDN,
+        target_model: SimpleLMWithGDN,
+        topk: int = 4,
+        num_steps: int = 2,
+        device: torch.device | str | None = None,
+        *,
+        expansion: str = "simplified",
+        num_draft_tokens: int | None = None,
+        verify_strategy: str = "target_match",
+        seed: int | None = None,
+    ) -> None:
+        if draft_model.vocab_size != target_model.vocab_size or draft_model.device != target_model.device:
+            raise ValueError(
+                f"GDNSpeculativeWorker: one vocabulary and one device expected, got {draft_model.vocab_size} tokens on "
+                f"{draft_model.device} for the draft and {target_model.vocab_size} on {target_model.device}"
+            )
+        self.draft_worker = GDNDraftWorker(
+            draft_model, topk, num_steps, device, expansion=expansion, num_draft_tokens=num_draft_tokens
+        )
+        self.verify_worker = GDNVerifyWorker(
+            target_model, topk, num_steps, self.num_draft_tokens, device, verify_strategy=verify_strategy, seed=seed
+        )
+        self.device = self.draft_worker.device
+        self.draft_states, self.target_states = PrefixStates(draft_model), PrefixStates(target_model)
+        self.reset_stats()
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Nodes of a tree, the root counted."""
+        return self.draft_worker.num_draft_tokens
+
+    def generate_step(
+        self, input_ids: Tensor, verified_id: Tensor, seq_lens: Tensor, temperature: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """One step of each sequence: (accepted_tokens [B, m], accept_length [B]), int64, see `GDNVerifyWorker.verify`.
+
+        input_ids [B, T] int64: the sequences so far, padded behind; seq_lens [B]: their lengths; verified_id [B]: their
+        last tokens. Append accepted_tokens[b, 1 : 1 + accept_length[b]] to sequence b and call again; only new tokens
+        are read then. A batch of other sequences is read from its begin. Raises ValueError before anything is
+        committed if arguments do not fit.
+        """
+        lengths = prefix_lengths("generate_step", input_ids, verified_id, seq_lens)
+        before = input_ids.new_tensor(lengths)
+        drafts, parent_list, chosen = self.draft_worker.generate_draft_tree(
+            input_ids, verified_id, seq_lens, past_state=self.draft_states.follow(input_ids, lengths)
+        )
+        accepted_tokens, accept_length = self.verify_worker.verify(
+            verified_id, drafts, parent_list, before, temperature,
+            top_scores_index=chosen, past_state=self.target_states.follow(input_ids, lengths),
+        )  # fmt: skip
+        for slot, (row, count) in enumerate(zip(accepted_tokens.tolist(), accept_length.tolist(), strict=True)):
+            self.target_states.took_in(slot, row[:count])
+        self.statistics.count(accept_length.tolist())
+        return accepted_tokens, accept_length
+
+    def reset_stats(self) -> None:
+        """Forget all counts; what is remembered of sequences stays."""
+        self.statistics = GDNStatistics(self.num_draft_tokens)
+
+    def get_statistics(self) -> dict[str, Any]:
+        """What was achieved since the last reset, by name: see `GDNStatistics.report`."""
+        return self.statistics.report()
