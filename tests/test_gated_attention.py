@@ -118,7 +118,7 @@ def test_attention_is_the_modules(kernels, dtype):
         same, true = (
             (
                 module.model.layers[0].self_attn(
-                    inputs, module.model.rotary_emb(inputs, positions), additive(seen, inputs.dtype)
+                    inputs, module.model.rotary_emb(inputs, positions.expand(3, 1, -1)), additive(seen, inputs.dtype)
                 )[0][0]
             )
             for module, inputs in ((model, x), (exact, x.float()))
@@ -177,7 +177,7 @@ def test_code_that_drives_the_modules_gets_the_operations(monkeypatch):
 
 def test_a_product_that_is_neither_queries_nor_gated_queries_is_refused():
     model = tiny_qwen3_5()
-    model.model.layers[1].self_attn.q_proj = nn.Linear(64, 3 * 128, bias=False)
+    model.model.layers[1].self_attn.q_proj = nn.Linear(64, 3 * 128, bias=False, device=DEVICE)
     where, asked = r"model\.model\.layers\.1\.self_attn\.q_proj", "128 rows, or 256 with a gate for each head, got 384"
     with pytest.raises(UnsupportedModelError, match=f"{where} must have {asked}"):
         view_of(model)

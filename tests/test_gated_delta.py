@@ -118,6 +118,7 @@ def test_references_agree_with_transformers(qwen, count, dim, shared):
     operands = layer(count, 2, count, 2, shared, dim)
     q, k, v = split_heads(operands.mixed, 2, dim, dim)
     g = -operands.A_log.exp() * functional.softplus(operands.a.flatten(2) + operands.dt_bias)
+    q, k = (x.repeat_interleave(shared, dim=2) for x in (q, k))  # which newer versions do themselves
     inputs = q, k, v, g, operands.b.flatten(2).sigmoid()
     for theirs in (qwen.torch_recurrent_gated_delta_rule, qwen.torch_chunk_gated_delta_rule):
         expected, after = theirs(
@@ -135,7 +136,8 @@ def test_references_round_as_transformers_do(qwen, dtype):
     q, k, v = split_heads(operands.mixed, 2, 32, 32)
     weight, window = torch.randn(operands.mixed.shape[-1], 4).to(dtype), torch.randn(2, 3, q.shape[-1] * 8).to(dtype)
     kept = window.mT.contiguous()
-    expected = qwen.causal_conv1d_update(operands.mixed.mT, kept, weight, None, "silu").mT
+    update = getattr(qwen, "causal_conv1d_update", None) or qwen.torch_causal_conv1d_update
+    expected = update(operands.mixed.mT, kept, weight, None, "silu").mT
     raw = torch.empty_like(operands.mixed)
     mixed = reference.causal_conv(q, k, v.unflatten(2, (2, 2)).flatten(3), weight, window, raw=raw)
     assert_near(mixed, expected, 1e-6 if dtype == torch.float32 else 8e-3)
@@ -148,6 +150,7 @@ def test_references_round_as_transformers_do(qwen, dtype):
     expected = theirs(x, z.reshape(x.shape)).flatten(2)
     assert torch.equal(reference.gated_norm(x, z, theirs.weight.data, 1e-6), expected)
 
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
     expected, _ = qwen.torch_recurrent_gated_delta_rule(
         q, k, v, *reference.gating(*operands[1:5]), operands.state, use_qk_l2norm_in_kernel=True
     )

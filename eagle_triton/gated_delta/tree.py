@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,6 +15,9 @@ from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 BLOCK_V = 32  # columns of the state that a program answers from
 WARPS = 4
+FEW_NODES = 16
+"""Beyond which fp32 models are answered without tensor cores: there the products of bf16 parts were wrong on an H200
+with Triton 3.6, though not those of chunk.py. It is slow, and exact."""
 
 
 @triton.jit
@@ -209,7 +213,8 @@ def delta_tree(
     out = mixed.new_empty(batch, count, value_heads, value_dim)
     if not out.numel():
         return out
-    block_v = min(BLOCK_V, max(16, triton.next_power_of_2(value_dim)))
+    on_cores = mixed.dtype != torch.float32 or count <= FEW_NODES
+    block_v = min(BLOCK_V if on_cores else 16, max(16, triton.next_power_of_2(value_dim)))
     overlapped(_delta_tree_kernel, (triton.cdiv(value_dim, block_v), value_heads, batch), mixed.device)(
         mixed,
         a,
@@ -233,11 +238,11 @@ def delta_tree(
         HV=value_heads,
         K=key_dim,
         V=value_dim,
-        PARTS=bf16_parts(mixed),
-        BLOCK_N=16 if count <= 16 else 64,
+        PARTS=on_cores and bf16_parts(mixed),
+        BLOCK_N=FEW_NODES if count <= FEW_NODES else 64,
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)),
         BLOCK_V=block_v,
-        num_warps=WARPS,
+        num_warps=WARPS if on_cores else 8,
         num_stages=1,
     )
     return out
