@@ -309,6 +309,8 @@ class Batch:
             self.lengths[row.slot] += len(row.tokens)
             if row.finished:
                 self._empty(row.slot)
+            if row.finished == REASONS[ERROR]:
+                self.sequences.part(slice(row.slot, row.slot + 1)).wipe()
         return progress
 
     def _next_step(self) -> Callable[[], None]:

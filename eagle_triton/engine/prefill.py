@@ -55,6 +55,7 @@ def prefill(
     logits = project(ops, view.head, torch.cat(hidden))
     broken = logits.isnan().flatten(1).any(1).nonzero().flatten().tolist()
     if broken:
+        sequences.wipe()
         raise NaNLogitsError(f"the target's logits are NaN after the prompts of sequences {broken}")
     root = _choose(ops, state, logits, mode)
     if mode.logprobs:

@@ -130,6 +130,11 @@ class Sequences:
         self.caches.clear()
         by_slot.clear(self.draft_tensors)
 
+    def wipe(self) -> None:
+        """Leave nothing of what target and draft remembered: a NaN that nobody sees spoils what is weighed with 0."""
+        for tensor in tensors_of((self.caches, self.draft_tensors)):
+            tensor.zero_()
+
     def copy(self, source: int, target: int) -> None:
         """Let slot `target` hold the prompt that slot `source` holds, as target and draft remember it."""
         length = int(self.lengths[source])
