@@ -1,0 +1,208 @@
+"""Multi-token prediction: checkpoints of three families, the pass against its formula, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eagle_triton import EAGLEConfig, EAGLEInference, UnsupportedModelError, load_mtp, optimize_with_triton
+from eagle_triton.adapters.causal_lm import read_causal_lm
+from eagle_triton.adapters.mtp import read_mtp
+from eagle_triton.engine.drafts.beams import with_vocabulary
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.models.mtp import MTPHead, has_mtp
+from eagle_triton.speculative import SpeculativeConfig
+from eagle_triton.speculative.stages import Prefix
+from tests.test_causal_lm import causal_lm
+from tests.tiny import random_prompt
+from tests.tiny_hybrids import DEEPSEEK, MIMO, QWEN, mtp_tensors, save_with_mtp, tiny_hybrid
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCAB = 24
+PROMPT = 1 + random_prompt(20, vocab=VOCAB - 1)
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """fp32 means fp32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return causal_lm("llama", vocab=VOCAB, layers=2).cpu()
+
+
+def engine_of(model, head: MTPHead, spec: TreeSpec) -> Engine:
+    view = read_causal_lm(model)
+    return Engine(view, read_mtp(head, view, lambda: spec), make_operations(DEVICE == "cuda"))
+
+
+def written_out(model, head: MTPHead, tokens: Tensor, hidden: Tensor, unit: int = 0) -> Tensor:
+    """y [B, n, H] of the formula: row p has the hidden state of token p and the embedding of token p + 1."""
+    mtp, body = head.units[unit], model.model
+    embeddings = body.embed_tokens(tokens[:, 1:])
+    x = torch.cat((mtp.token_norm(embeddings), mtp.hidden_norm(hidden)), dim=-1) @ mtp.fc.weight.T
+    positions = torch.arange(x.shape[1], device=x.device)
+    positions = positions.expand(3, 1, -1) if "Qwen3_5" in type(model).__name__ else positions[None]
+    mask = torch.full((x.shape[1], x.shape[1]), float("-inf"), device=x.device).triu(1)[None, None]
+    out = mtp.layer(x, position_embeddings=body.rotary_emb(x, positions), attention_mask=mask)
+    return mtp.norm(out[0] if isinstance(out, tuple) else out)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "qwen3_next"])
+@torch.no_grad()
+def test_a_pass_is_the_formula(tmp_path, llama, kind):
+    """The first drafts from the hidden states behind the final norm, the next from the layer's own normed output."""
+    if kind != "llama":
+        pytest.importorskip("transformers.models.qwen3_5")
+    model = llama if kind == "llama" else tiny_hybrid(kind, VOCAB)
+    head = load_mtp(model, save_with_mtp(model, tmp_path, mtp_tensors(model, QWEN)))
+    model, head = model.to(DEVICE), head.to(DEVICE)
+    spec, tokens = TreeSpec.chain(2), PROMPT.to(DEVICE)
+    found = Prefix(engine_of(model, head, spec), spec, tokens).candidates()
+
+    hidden = model.model(tokens, use_cache=False).last_hidden_state[:, :-1]
+    first = written_out(model, head, tokens, hidden)
+    scores = [model.lm_head(first[:, -1]).log_softmax(-1)]
+    drafted = torch.cat((tokens, scores[0].argmax(-1, keepdim=True)), dim=1)
+    second = written_out(model, head, drafted, torch.cat((hidden, first[:, -1:]), dim=1))
+    scores.append(scores[0].max() + model.lm_head(second[:, -1]).log_softmax(-1))
+    expected = torch.stack([score.amax(-1) for score in scores], dim=1)
+    torch.testing.assert_close(found.scores, expected, atol=1e-4, rtol=1e-4)
+    assert found.tokens.tolist() == [[int(score.argmax()) for score in scores]]
+
+
+@pytest.mark.parametrize(("names", "first"), [(QWEN, 0), (DEEPSEEK, 2), (MIMO, 0)], ids=["qwen", "deepseek", "mimo"])
+@torch.no_grad()
+def test_each_family_of_names_is_the_same_layer(tmp_path, llama, names, first):
+    tensors = mtp_tensors(llama, names, first)
+    folder = save_with_mtp(llama, tmp_path, tensors)
+    assert has_mtp(folder)
+    (unit,) = load_mtp(llama, folder).units
+    fc = tensors[f"{names['fc'].format(first)}.weight"]
+    halves = fc.chunk(2, dim=1)
+    assert torch.equal(unit.fc.weight, torch.cat(halves[::-1], dim=1) if names is MIMO else fc)
+    assert torch.equal(unit.token_norm.weight, tensors[f"{names['token_norm'].format(first)}.weight"])
+    assert torch.equal(unit.layer.mlp.up_proj.weight, tensors[f"{names['layer'].format(first)}.mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize(("names", "first"), [(QWEN, 0), (DEEPSEEK, 2)], ids=["qwen", "deepseek"])
+def test_several_layers_take_turns(tmp_path, llama, names, first):
+    """Pass i runs unit i mod n; each keeps rows of its own. The output is the target's."""
+    folder = save_with_mtp(llama, tmp_path, mtp_tensors(llama, names, first, layers=2))
+    model, head = llama.to(DEVICE), load_mtp(llama, folder).to(DEVICE)
+    assert len(head.units) == 2 and (head.units[0].fc is head.units[1].fc) == (names is QWEN)
+    assert not torch.equal(*(unit.layer.mlp.up_proj.weight for unit in head.units))
+    expected = model.generate(PROMPT.to(DEVICE), max_new_tokens=24, do_sample=False, eos_token_id=None)
+    for tree in (dict(topk=3, num_steps=3, num_draft_tokens=10), dict(topk=1, num_steps=4, num_draft_tokens=5)):
+        eagle = EAGLEInference(head, model, EAGLEConfig(fallback=False, **tree))
+        assert torch.equal(eagle.generate(PROMPT, 24, stop_token_ids=())[0], expected)
+    spec = TreeSpec.chain(3)
+    draft = read_mtp(head, read_causal_lm(model), lambda: spec)
+    both = Prefix(Engine(eagle.engine.view, draft, make_operations()), spec, PROMPT.to(DEVICE)).candidates()
+    alone = replace(draft, units=draft.units[:1], layers=draft.layers[:1])
+    one = Prefix(Engine(eagle.engine.view, alone, make_operations()), spec, PROMPT.to(DEVICE)).candidates()
+    assert torch.equal(both.scores[:, 0], one.scores[:, 0]) and not torch.equal(both.scores[:, 1], one.scores[:, 1])
+
+
+def test_the_serving_methods_and_both_doors(tmp_path, llama):
+    from transformers import AutoModelForCausalLM
+
+    folder = save_with_mtp(llama.cpu(), tmp_path, mtp_tensors(llama, QWEN))
+    model = AutoModelForCausalLM.from_pretrained(folder).to(DEVICE).eval()  # which remembers where it came from
+    expected = model.generate(PROMPT.to(DEVICE), max_new_tokens=24, do_sample=False)
+    chain = SpeculativeConfig(method="mtp", num_model_steps=3, num_speculative_tokens=3)
+    hybrid = SpeculativeConfig(method="hybrid", num_model_steps=2, num_speculative_tokens=5)
+    elsewhere = SpeculativeConfig(method="mtp", model=str(folder))
+    for config, drafts in ((chain, 3), (hybrid, 5), (elsewhere, 1)):
+        eagle = EAGLEInference(None, model, config)
+        assert torch.equal(eagle.generate(PROMPT, 24)[0], expected)
+        assert eagle.config.tree().drafts == drafts
+    tree = EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=10)
+    assert torch.equal(EAGLEInference("mtp", model, tree).generate(PROMPT, 24)[0], expected)
+    assert torch.equal(EAGLEInference.from_pretrained(folder, None, tree, DEVICE).generate(PROMPT, 24)[0], expected)
+    with optimize_with_triton(model, "mtp", topk=3, num_steps=3) as (patched, _):
+        assert torch.equal(patched.generate(PROMPT.to(DEVICE), max_new_tokens=24, do_sample=False), expected)
+
+
+def test_a_trimmed_projection_scores_its_tokens_alone(tmp_path, llama):
+    model = llama.to(DEVICE)
+    head = load_mtp(model, save_with_mtp(llama, tmp_path, mtp_tensors(llama, QWEN)))
+    spec = TreeSpec.dynamic(6, 1, 3)
+    whole = engine_of(model, head, spec)
+
+    def candidates(tokens):
+        engine = replace(whole, draft=with_vocabulary(whole.draft, tokens))
+        return Prefix(engine, spec, PROMPT.to(DEVICE)).candidates(), engine.draft
+
+    full = Prefix(whole, spec, PROMPT.to(DEVICE)).candidates()
+    same, _ = candidates(range(VOCAB))
+    assert torch.equal(same.tokens, full.tokens)
+    torch.testing.assert_close(same.scores, full.scores)
+    some, draft = candidates([20, 3, 3, 7, 11])
+    assert set(some.tokens.flatten().tolist()) <= {3, 7, 11, 20} and draft.vocabulary == 4
+    assert set(candidates(5)[0].tokens.flatten().tolist()) <= set(range(5))
+    for tokens, error, message in (
+        (0, ValueError, "at least 1 token, got 0"),
+        (VOCAB + 1, ValueError, f"must lie in 0..{VOCAB - 1}, got {VOCAB}"),
+        ([1, VOCAB], ValueError, f"must lie in 0..{VOCAB - 1}, got {VOCAB}"),
+        ([-1], ValueError, "none of them negative"),
+        ([], ValueError, "must hold token ids"),
+        ("abc", TypeError, "a number of tokens or their ids"),
+        (True, TypeError, "a number of tokens or their ids"),
+    ):
+        with pytest.raises(error, match=message):
+            with_vocabulary(whole.draft, tokens)
+    with pytest.raises(ValueError, match="has a vocabulary of its own already, of 4 tokens"):
+        with_vocabulary(draft, 3)
+    with pytest.raises(ValueError, match="draft_vocabulary needs a draft that scores candidates"):
+        EAGLEInference(None, model, EAGLEConfig(suffix_drafts=4, draft_vocabulary=8))
+
+
+def test_checkpoints_that_are_not_whole_are_refused_by_name(tmp_path, llama):
+    model, tensors = llama.cpu(), mtp_tensors(llama, QWEN)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has no multi-token-prediction layers: neither mtp\.\*"):
+        load_mtp(model, tmp_path)
+    assert not has_mtp(tmp_path) and not has_mtp(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="was made in memory: path must say"):
+        load_mtp(model)
+    with pytest.raises(FileNotFoundError, match="is no directory, and no hub id to be had"):
+        load_mtp(model, tmp_path / "nowhere")
+    broken = {
+        "lacks layer.mlp.up_proj.weight": {k: v for k, v in tensors.items() if "up_proj" not in k},
+        "lacks norm.weight": {k: v for k, v in tensors.items() if k != "mtp.norm.weight"},
+        "has mtp.other.weight": {**tensors, "mtp.other.weight": torch.ones(3)},
+        r"fc.weight must be \[64, 128\], got \[64, 64\]": {**tensors, "mtp.fc.weight": torch.ones(64, 64)},
+        r"must be float32, float16 or bfloat16, got torch.float8_e4m3fn \(quantised": {
+            k: v.to(torch.float8_e4m3fn) for k, v in tensors.items()
+        },
+        "multi-head latent attention": {**tensors, "mtp.layers.0.self_attn.kv_b_proj.weight": torch.ones(3)},
+        r"numbered from 0 on, got \[1\]": {k.replace("layers.0", "layers.1"): v for k, v in tensors.items()},
+    }
+    for message, given in broken.items():
+        save_file({name: value.contiguous() for name, value in given.items()}, tmp_path / "mtp.safetensors")
+        with pytest.raises(ValueError, match=message):
+            load_mtp(model, tmp_path)
+    (tmp_path / "mtp.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ValueError, match="cannot be read, truncated or not weights"):
+        load_mtp(model, tmp_path)
+
+
+def test_a_head_that_does_not_fit_is_refused(tmp_path, llama):
+    model = llama.to(DEVICE)
+    head = load_mtp(model, save_with_mtp(llama, tmp_path, mtp_tensors(llama, QWEN)))
+    with pytest.raises(UnsupportedModelError, match="do not fit: dtype torch.float64"):
+        read_mtp(head.double(), read_causal_lm(model), lambda: TreeSpec.chain(1))
+    with pytest.raises(UnsupportedModelError, match="last hidden states alone"):
+        read_mtp(head.float(), read_causal_lm(model, (0, 1)), lambda: TreeSpec.chain(1))
+    head.units[0].layer.register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="has a forward hook, which would not run"):
+        read_mtp(head, read_causal_lm(model), lambda: TreeSpec.chain(1))
