@@ -197,8 +197,8 @@ MUTATIONS = [
     Mutation(
         "layers share the cache of layer 0",
         "engine/layer_caches.py",
-        "return self.caches[kind].layer(place)",
-        "return self.caches[0].layer(0)",
+        "return self.caches[kind].layer(place, ",
+        "return self.caches[0].layer(0, ",
         "tests/test_mixers.py -k other_shapes",
     ),
     Mutation(

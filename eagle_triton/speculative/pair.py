@@ -71,6 +71,8 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     check_readable(target, "target_model")
     family = _family(target)
     base = target if family is None else target.base_model
+    if draft_model == MTP and not _is_asked_for(config) and hasattr(target, "ea_layer"):
+        draft_model = target.ea_layer
     if draft_model == MTP:
         draft_model = load_mtp(base, None if config.speculative is None else config.speculative.model)
     elif isinstance(draft_model, (str, Path)) or draft_model is None:
@@ -128,6 +130,12 @@ def _configured_head(draft_model: Any, config: EAGLEConfig) -> Any:
     if options.method in (SpecMethod.MTP, SpecMethod.HYBRID):
         return MTP if draft_model is None else draft_model
     return draft_model if options.model is None or options.method is SpecMethod.DRAFT_MODEL else options.model
+
+
+def _is_asked_for(config: EAGLEConfig) -> bool:
+    """Whether MTP layers are; method hybrid takes the head of a target that has one instead."""
+    options = config.speculative
+    return options is None or options.method is not SpecMethod.HYBRID or options.model is not None
 
 
 def _configured_model(draft_model: Any, target: nn.Module, config: EAGLEConfig) -> Any:
