@@ -125,6 +125,7 @@ def test_the_serving_methods_and_both_doors(tmp_path, llama):
         eagle = EAGLEInference(None, model, config)
         assert torch.equal(eagle.generate(PROMPT, 24)[0], expected)
         assert eagle.config.tree().drafts == drafts
+    assert torch.equal(EAGLEInference(None, str(folder), hybrid, DEVICE).generate(PROMPT, 24)[0], expected)
     tree = EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=10)
     assert torch.equal(EAGLEInference("mtp", model, tree).generate(PROMPT, 24)[0], expected)
     assert torch.equal(EAGLEInference.from_pretrained(folder, None, tree, DEVICE).generate(PROMPT, 24)[0], expected)

@@ -85,8 +85,8 @@ def load_mtp(target: nn.Module, path: str | Path | None = None) -> MTPHead:
     where = str(path or getattr(getattr(target, "config", None), "_name_or_path", "") or "")
     if not where:
         raise ValueError(
-            "load_mtp: the target was made in memory, and multi-token-prediction layers lie beside weights: path must say "
-            "where"
+            "load_mtp: the target was made in memory, and multi-token-prediction layers lie beside weights: path must "
+            "say where"
         )
     checkpoint = _Checkpoint(where)
     body = _body(target)

@@ -23,7 +23,7 @@ from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.loading import load_target, load_tokenizer, locate, read_target_config
-from eagle_triton.models.mtp import MTP, MTPHead, load_mtp
+from eagle_triton.models.mtp import MTP, MTPHead, has_mtp, load_mtp
 from eagle_triton.speculative.config import EAGLEConfig
 from eagle_triton.speculative.proposers import needs_model, propose_with
 from eagle_triton.speculative.speculative_config import SpecMethod
@@ -71,8 +71,8 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     check_readable(target, "target_model")
     family = _family(target)
     base = target if family is None else target.base_model
-    if draft_model == MTP and not _is_asked_for(config) and hasattr(target, "ea_layer"):
-        draft_model = target.ea_layer
+    if draft_model is None and _is_hybrid(config) and not hasattr(target, "ea_layer"):
+        draft_model = MTP
     if draft_model == MTP:
         draft_model = load_mtp(base, None if config.speculative is None else config.speculative.model)
     elif isinstance(draft_model, (str, Path)) or draft_model is None:
@@ -127,15 +127,16 @@ def _configured_head(draft_model: Any, config: EAGLEConfig) -> Any:
         )
     if draft_model is not None and options.model is not None:
         raise ValueError(f"draft_model was given, and model={options.model!r} in the configuration too")
-    if options.method in (SpecMethod.MTP, SpecMethod.HYBRID):
+    if options.method is SpecMethod.MTP or (options.method is SpecMethod.HYBRID and options.model is not None):
         return MTP if draft_model is None else draft_model
+    if options.method is SpecMethod.HYBRID:
+        return draft_model
     return draft_model if options.model is None or options.method is SpecMethod.DRAFT_MODEL else options.model
 
 
-def _is_asked_for(config: EAGLEConfig) -> bool:
-    """Whether MTP layers are; method hybrid takes the head of a target that has one instead."""
-    options = config.speculative
-    return options is None or options.method is not SpecMethod.HYBRID or options.model is not None
+def _is_hybrid(config: EAGLEConfig) -> bool:
+    """Whether n-grams follow a model's drafts: those of a head, where the target has one, else of its MTP layers."""
+    return config.speculative is not None and config.speculative.method is SpecMethod.HYBRID
 
 
 def _configured_model(draft_model: Any, target: nn.Module, config: EAGLEConfig) -> Any:
@@ -162,7 +163,9 @@ def _load_target(
     path = str(demo_directory("gdn")) if str(target_model) == HYBRID else str(target_model)
     where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = config.dtype or (torch.float32 if where.type == "cpu" else _stored_dtype(path, draft_model))
-    if (isinstance(draft_model, (str, Path)) and draft_model != MTP) or (draft_model is None and _of_head(config)):
+    if (isinstance(draft_model, (str, Path)) and draft_model != MTP) or (
+        draft_model is None and _of_head(config) and not (_is_hybrid(config) and has_mtp(path))
+    ):
         model = EaModel.from_pretrained(path, None if draft_model is None else str(draft_model), dtype=dtype)
         return model.to(where), model.tokenizer
     if path == "demo":
