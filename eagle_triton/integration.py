@@ -23,9 +23,9 @@ from eagle_triton.drop_in import upstream as upstream_methods
 from eagle_triton.drop_in.generate import generate_seam
 from eagle_triton.drop_in.methods import check_tree
 from eagle_triton.drop_in.patching import Originals, PatchError
-from eagle_triton.engine.drafts.beams import checked_vocabulary, with_vocabulary
+from eagle_triton.engine.drafts.beams import checked_vocabulary, vocabulary_note, with_vocabulary
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.drafts.hybrid import scoring, with_suffix_drafts
+from eagle_triton.engine.drafts.hybrid import beams_of, scoring, with_suffix_drafts
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model import ModelView
@@ -253,6 +253,8 @@ def optimize_with_triton(
     if isinstance(draft, nn.Module) and draft is not model:
         roots["draft"] = draft
     engine = _engine(view, drafted, config, roots)
+    if config.draft_vocabulary is not None and drafted is not None:
+        engine.notes["draft_vocabulary"] = vocabulary_note(beams_of(drafted))
     if config.strict and (skipped := _no_megakernel(config, drafted)):
         raise UnsupportedModelError(f"megakernel: {skipped['megakernel']}")
 

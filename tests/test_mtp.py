@@ -150,6 +150,11 @@ def test_a_trimmed_projection_scores_its_tokens_alone(tmp_path, llama):
     some, draft = candidates([20, 3, 3, 7, 11])
     assert set(some.tokens.flatten().tolist()) <= {3, 7, 11, 20} and draft.vocabulary == 4
     assert set(candidates(5)[0].tokens.flatten().tolist()) <= set(range(5))
+    with optimize_with_triton(model, head, draft_vocabulary=8, suffix_drafts=4) as (_, originals):
+        notes = {row.path: row.reason for row in originals.report()}
+        assert notes["draft_vocabulary"].startswith(f"8 of {VOCAB} tokens are drafted; their rows are copies, 0.0 MiB")
+    eagle = EAGLEInference(head, model, EAGLEConfig(draft_vocabulary=[3, 5, 8, 9]))
+    assert f"draft_vocabulary: 4 of {VOCAB} tokens" in eagle.report()
     for tokens, error, message in (
         (0, ValueError, "at least 1 token, got 0"),
         (VOCAB + 1, ValueError, f"must lie in 0..{VOCAB - 1}, got {VOCAB}"),

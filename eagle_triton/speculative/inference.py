@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from eagle_triton.demo import HYBRID
-from eagle_triton.engine.drafts.hybrid import HybridDraft
+from eagle_triton.engine.drafts.beams import vocabulary_note
+from eagle_triton.engine.drafts.hybrid import HybridDraft, beams_of
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model_watch import ModelWatch
 from eagle_triton.engine.operations import choose_operations
@@ -94,6 +95,8 @@ class EAGLEInference:
         self.engine = Engine(
             view, draft, operations, graph, watch=ModelWatch(self.pair.models), verification=self.config.verification
         )
+        if self.config.draft_vocabulary is not None and draft is not None:
+            self.engine.notes["draft_vocabulary"] = vocabulary_note(beams_of(draft))
         self._table = CostTable.find(CostTable.read() if costs is None else costs, view)
         self._policies: dict[int, TreePolicy] = {}
         self.reset_statistics()

@@ -68,6 +68,12 @@ def with_vocabulary(draft: BeamDraft, tokens: int | Collection[int]) -> BeamDraf
     return replace(draft, head=head, d2t=ids - torch.arange(len(ids), device=device))
 
 
+def vocabulary_note(draft: BeamDraft) -> str:
+    """What a report says of a draft `with_vocabulary`."""
+    size = sum(tensor.nbytes for tensor in draft.head.tensors) / 2**20
+    return f"{draft.vocabulary} of {draft.embedding.shape[0]} tokens are drafted; their rows are copies, {size:.1f} MiB"
+
+
 class BeamPlan:
     """What is known of the passes of one shape of tree beforehand."""
 

@@ -156,6 +156,11 @@ def with_suffix_drafts(model: Draft | None, places: int, device: torch.device, r
     return RepeatDraft(source) if model is None else HybridDraft(scoring(model, "suffix_drafts"), source)
 
 
+def beams_of(draft: Draft) -> BeamDraft:
+    """The draft with layers that a draft is, or wraps."""
+    return scoring(draft.beams if isinstance(draft, WrappedDraft) else draft, "this")
+
+
 def scoring(model: Draft | None, option: str) -> BeamDraft:
     """The same draft. Raises ValueError, naming the option that needs it, unless it scores candidates."""
     if not isinstance(model, BeamDraft):
