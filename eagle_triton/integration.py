@@ -262,7 +262,7 @@ def optimize_with_triton(
         if drafted is None:
             return PLAIN
         tree = config.tree.with_grafts(config.suffix_drafts) if config.has_tree else drafted.read_tree()
-        view.check_tree(tree)
+        view.check_tree(tree, "num_draft_tokens")
         return check_tree(tree, drafted)
 
     read_tree()

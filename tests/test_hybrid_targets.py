@@ -196,7 +196,9 @@ def test_what_cannot_be_is_refused_by_name(pairs):
         Batch(engine_of(model, head), 1, TreeSpec.dynamic(70, 3, 8), 90),
     ):
         pass
-    with pytest.raises(ValueError, match="at most 64 nodes"):
+    with pytest.raises(ValueError, match="num_draft_tokens: over recurrent layers a tree must have at most 64 nodes"):
+        EAGLEInference(head, model, EAGLEConfig(topk=8, num_steps=4, num_draft_tokens=70))
+    with pytest.raises(ValueError, match="num_draft_tokens: .* at most 64 nodes"):
         optimize_with_triton(model, head, topk=8, num_steps=4, num_draft_tokens=70)
     net = model.model.layers[1].linear_attn
     for name, value, message in (

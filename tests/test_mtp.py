@@ -13,6 +13,7 @@ from eagle_triton import EAGLEConfig, EAGLEInference, UnsupportedModelError, loa
 from eagle_triton.adapters.causal_lm import read_causal_lm
 from eagle_triton.adapters.mtp import read_mtp
 from eagle_triton.engine.drafts.beams import with_vocabulary
+from eagle_triton.engine.drafts.mtp import MTPDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -106,7 +107,13 @@ def test_several_layers_take_turns(tmp_path, llama, names, first):
         assert torch.equal(eagle.generate(PROMPT, 24, stop_token_ids=())[0], expected)
     spec = TreeSpec.chain(3)
     draft = read_mtp(head, read_causal_lm(model), lambda: spec)
-    both = Prefix(Engine(eagle.engine.view, draft, make_operations()), spec, PROMPT.to(DEVICE)).candidates()
+    prefix = Prefix(Engine(eagle.engine.view, draft, make_operations()), spec, PROMPT.to(DEVICE))
+    both = prefix.candidates()
+    for (
+        cache
+    ) in prefix.state.sequences.draft_tensors.caches.caches:  # what stood behind the committed rows does not count
+        cache.data[..., PROMPT.shape[1] - 1 :, :] = 7.0
+    assert torch.equal(prefix.candidates().scores, both.scores)
     alone = replace(draft, units=draft.units[:1], layers=draft.layers[:1])
     one = Prefix(Engine(eagle.engine.view, alone, make_operations()), spec, PROMPT.to(DEVICE)).candidates()
     assert torch.equal(both.scores[:, 0], one.scores[:, 0]) and not torch.equal(both.scores[:, 1], one.scores[:, 1])
@@ -128,7 +135,10 @@ def test_the_serving_methods_and_both_doors(tmp_path, llama):
     assert torch.equal(EAGLEInference(None, str(folder), hybrid, DEVICE).generate(PROMPT, 24)[0], expected)
     tree = EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=10)
     assert torch.equal(EAGLEInference("mtp", model, tree).generate(PROMPT, 24)[0], expected)
-    assert torch.equal(EAGLEInference.from_pretrained(folder, None, tree, DEVICE).generate(PROMPT, 24)[0], expected)
+    for config in (tree, chain, hybrid, SpeculativeConfig(method="ngram"), elsewhere):
+        eagle = EAGLEInference.from_pretrained(folder, config=config, device=DEVICE)
+        assert torch.equal(eagle.generate(PROMPT, 24)[0], expected)
+    assert isinstance(EAGLEInference(None, str(folder), tree, DEVICE).pair.draft, MTPDraft)
     with optimize_with_triton(model, "mtp", topk=3, num_steps=3) as (patched, _):
         assert torch.equal(patched.generate(PROMPT.to(DEVICE), max_new_tokens=24, do_sample=False), expected)
 
@@ -185,6 +195,9 @@ def test_checkpoints_that_are_not_whole_are_refused_by_name(tmp_path, llama):
     broken = {
         "lacks layer.mlp.up_proj.weight": {k: v for k, v in tensors.items() if "up_proj" not in k},
         "lacks norm.weight": {k: v for k, v in tensors.items() if k != "mtp.norm.weight"},
+        "lacks fc.weight": {k: v for k, v in tensors.items() if k != "mtp.fc.weight"},
+        "has norm.old.weight": {**tensors, "mtp.norm.old.weight": torch.ones(64)},
+        "mtp.lm_head.weight is not the target's own": {**tensors, "mtp.lm_head.weight": torch.ones(VOCAB, 64)},
         "has mtp.other.weight": {**tensors, "mtp.other.weight": torch.ones(3)},
         r"fc.weight must be \[64, 128\], got \[64, 64\]": {**tensors, "mtp.fc.weight": torch.ones(64, 64)},
         r"must be float32, float16 or bfloat16, got torch.float8_e4m3fn \(quantised": {
@@ -197,6 +210,17 @@ def test_checkpoints_that_are_not_whole_are_refused_by_name(tmp_path, llama):
         save_file({name: value.contiguous() for name, value in given.items()}, tmp_path / "mtp.safetensors")
         with pytest.raises(ValueError, match=message):
             load_mtp(model, tmp_path)
+    own = {"mtp.embed_tokens.weight": model.model.embed_tokens.weight, "mtp.lm_head.weight": model.lm_head.weight}
+    save_file(
+        {**tensors, **{name: value.detach().clone() for name, value in own.items()}}, tmp_path / "mtp.safetensors"
+    )
+    assert len(load_mtp(model, tmp_path).units) == 1
+    with pytest.raises(ValueError, match="expected a directory or a hub id, .* is a file"):
+        load_mtp(model, tmp_path / "mtp.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"index.json' is no index of weights: KeyError\('weight_map'\)"):
+        load_mtp(model, tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
     (tmp_path / "mtp.safetensors").write_bytes(b"not weights")
     with pytest.raises(ValueError, match="cannot be read, truncated or not weights"):
         load_mtp(model, tmp_path)

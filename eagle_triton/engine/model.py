@@ -76,12 +76,12 @@ class ModelView:
         layers = (tensor for layer in self.layers for tensor in layer.tensors)
         return sum(tensor.nbytes for tensor in (*layers, self.norm.weight, *self.head.tensors))
 
-    def check_tree(self, spec: TreeSpec) -> None:
-        """Raise ValueError for a tree with more nodes than a layer can see at once."""
+    def check_tree(self, spec: TreeSpec, option: str = "spec") -> None:
+        """Raise ValueError, naming the option that asks for it, for more nodes than a layer can see at once."""
         limits = [layer.mixer.most_nodes for layer in self.layers if layer.mixer.most_nodes is not None]
         if limits and spec.nodes > min(limits):
             raise ValueError(
-                f"spec: over recurrent layers a tree must have at most {min(limits)} nodes, got {spec.nodes}"
+                f"{option}: over recurrent layers a tree must have at most {min(limits)} nodes, got {spec.nodes}"
             )
 
     def new_caches(self, slots: int, capacity: int, device: torch.device | None = None) -> LayerCaches:

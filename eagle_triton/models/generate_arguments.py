@@ -76,7 +76,8 @@ def check_sampling_is_meant(do_sample: bool, temperature: float, top_p: float, t
 
 def max_positions(base_model: Any) -> int | None:
     """The most tokens of a sequence that a target was made for, None where its configuration does not say."""
-    return getattr(getattr(base_model, "config", None), "max_position_embeddings", None)
+    config = getattr(base_model, "config", None)
+    return getattr(getattr(config, "text_config", config), "max_position_embeddings", None)  # of a model that sees
 
 
 def stop_ids(model: Any, eos_token_id: int | list[int] | None = None) -> frozenset[int]:

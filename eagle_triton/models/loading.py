@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from .head_fields import check_head_fields
 from .heads import DraftConfig, DraftHead, Eagle1Head, Eagle3Head
-from .mtp import is_mtp
+from .mtp import mtp_names
 from .target import SUPPORTED, check_architecture, default_feature_layers
 
 DEMO = Path(__file__).parent.parent / "demo"
@@ -165,8 +165,8 @@ def load_target(path: str, hybrids: bool = False, **kwargs: Any) -> nn.Module:
     except OSError as error:
         raise FileNotFoundError(f"target {path!r}: {error}") from error
     check_architecture(model.config, hybrids)
-    drafting = [name for name in info["unexpected_keys"] if is_mtp(name, model.config)]
-    check_keys(f"target {path!r}", info["missing_keys"], set(info["unexpected_keys"]) - set(drafting))
+    unexpected = set(info["unexpected_keys"])
+    check_keys(f"target {path!r}", info["missing_keys"], unexpected - mtp_names(unexpected))
     return model.eval()
 
 

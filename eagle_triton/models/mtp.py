@@ -7,7 +7,7 @@ what follows its names; `model.mtp_layers.*` of MiMo. What the layer itself is, 
 import copy
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class MTPHead(nn.Module):
 class _Names:
     """Where one family of checkpoints has what. `prefix` and `layer` hold {} for the layer's number."""
 
-    found_by: str  # a tensor that every checkpoint of the family with MTP has
+    found_by: str  # how the name of some tensor of every checkpoint of the family with MTP begins
     outside: str
     layer: str
     token_norm: str
@@ -60,40 +60,43 @@ class _Names:
 
 FAMILIES = (
     _Names(
-        "mtp.fc.weight", "mtp.", "mtp.layers.{}.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm",
+        "mtp.", "mtp.", "mtp.layers.{}.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm",
         beside=("mtp.embed_tokens.", "mtp.lm_head."),
     ),
     _Names(
-        "model.mtp_layers.0.input_proj.weight", "model.mtp_layers.{}.", "model.mtp_layers.{}.", "token_layernorm",
+        "model.mtp_layers.", "model.mtp_layers.{}.", "model.mtp_layers.{}.", "token_layernorm",
         "hidden_layernorm", "input_proj", "final_layernorm", hidden_first=True,
     ),
     _Names(
-        "model.layers.{}.eh_proj.weight", "model.layers.{}.", "model.layers.{}.", "enorm", "hnorm", "eh_proj",
+        "model.layers.{}.eh_proj.", "model.layers.{}.", "model.layers.{}.", "enorm", "hnorm", "eh_proj",
         "shared_head.norm", beside=("model.layers.{}.embed_tokens.", "model.layers.{}.shared_head.head."),
     ),
 )  # fmt: skip
 LATENT = ("kv_a_proj_with_mqa", "q_a_proj", "kv_b_proj")
 
 
-def load_mtp(target: nn.Module, path: str | Path | None = None) -> MTPHead:
+def load_mtp(target: nn.Module, path: str | Path | None = None, **hub: Any) -> MTPHead:
     """The MTP layers that lie beside `target`'s weights, on its device and of its dtype.
 
-    target: a Hugging Face causal language model. path: a directory or hub id, None: where the target came from. Raises
-    FileNotFoundError for missing files, ValueError for a checkpoint that has no such layers, lacks a part of one, or
-    has them of another kind than the target's layers.
+    target: a Hugging Face causal language model. path: a directory or hub id, None: where the target came from, of a
+    hub id the commit that its configuration names, if it does. hub: `revision`, `token` and others of
+    `snapshot_download`. Raises FileNotFoundError for missing files, ValueError for a checkpoint that has no such
+    layers, lacks a part of one, or has them of another kind than the target's layers.
     """
+    if path is None and (commit := getattr(getattr(target, "config", None), "_commit_hash", None)):
+        hub.setdefault("revision", commit)
     where = str(path or getattr(getattr(target, "config", None), "_name_or_path", "") or "")
     if not where:
         raise ValueError(
             "load_mtp: the target was made in memory, and multi-token-prediction layers lie beside weights: path must "
             "say where"
         )
-    checkpoint = _Checkpoint(where)
+    checkpoint = _Checkpoint(where, hub)
     body = _body(target)
     count = len(body.layers)
     for names in FAMILIES:
         first = count if names.found_by.startswith("model.layers") else 0
-        if names.found_by.format(first) in checkpoint.files:
+        if any(name.startswith(names.found_by.format(first)) for name in checkpoint.files):
             return _read(checkpoint, names, first, target, body)
     raise ValueError(
         f"{where!r} has no multi-token-prediction layers: neither mtp.*, model.mtp_layers.* nor model.layers.{count}.*"
@@ -101,49 +104,60 @@ def load_mtp(target: nn.Module, path: str | Path | None = None) -> MTPHead:
 
 
 def has_mtp(path: str | Path) -> bool:
-    """Whether a directory holds MTP layers by one of the names that are known; False for what is no directory."""
-    if not Path(path).expanduser().is_dir() or not list(Path(path).expanduser().glob("*.safetensors")):
+    """Whether a directory or hub id holds MTP layers by one of the names that are known; False for what is neither."""
+    folder = Path(path).expanduser()
+    if folder.is_dir() and not list(folder.glob("*.safetensors")):
         return False
-    files = _Checkpoint(str(path)).files
-    return any(name.startswith(("mtp.", "model.mtp_layers.")) or name.endswith(".eh_proj.weight") for name in files)
+    try:
+        return bool(mtp_names(_Checkpoint(str(path), {}).files))
+    except FileNotFoundError:
+        return False
 
 
-def is_mtp(name: str, config: Any) -> bool:
-    """Whether a tensor of a checkpoint belongs to its MTP layers."""
-    layers = getattr(getattr(config, "text_config", config), "num_hidden_layers", 0)
-    behind = re.match(r"model\.layers\.(\d+)\.", name)
-    return name.startswith(("mtp.", "model.mtp_layers.")) or (behind is not None and int(behind[1]) >= layers)
+def mtp_names(names: Iterable[str]) -> set[str]:
+    """Those tensors of a checkpoint that belong to its MTP layers."""
+    names = set(names)
+    places = {match[1] for name in names if (match := re.match(r"(model\.layers\.\d+\.)eh_proj\.", name))}
+    return {name for name in names if name.startswith(("mtp.", "model.mtp_layers.", *places))}
 
 
 class _Checkpoint:
     """Tensors by name, read when they are asked for. `files`: which file has each."""
 
-    def __init__(self, path: str):
-        self.path = path
+    def __init__(self, path: str, hub: dict[str, Any]):
+        self.path, self.hub = path, hub
         self.folder = Path(path).expanduser()
-        if not self.folder.is_dir():
-            self.folder = self._fetch([INDEX, "*.json"])
-        if (self.folder / INDEX).is_file():
-            index = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
-            self.files: dict[str, str] = index["weight_map"]
-        else:
-            if not Path(path).expanduser().is_dir():
-                self.folder = self._fetch(["*.safetensors"])
-            self.files = {name: file.name for file in self.folder.glob("*.safetensors") for name in _names(file)}
+        self.local = self.folder.is_dir()
+        if self.folder.is_file():
+            raise ValueError(f"load_mtp: expected a directory or a hub id, {path!r} is a file")
+        if not self.local:
+            self.folder = self._fetch([INDEX, "config.json"])
+        self.files: dict[str, str] = self._index() if (self.folder / INDEX).is_file() else {}
+        if not self.local and not self.files:
+            self.folder = self._fetch(["*.safetensors"])
+        if self.local or not self.files:  # in a directory files may lie beside those that the index names
+            beside = [file for file in self.folder.glob("*.safetensors") if file.name not in self.files.values()]
+            self.files |= {name: file.name for file in beside for name in _names(file)}
         if not self.files:
             raise FileNotFoundError(f"no weights (*.safetensors) in {path!r}")
 
     def _fetch(self, patterns: list[str]) -> Path:
         try:
-            return Path(snapshot_download(self.path, allow_patterns=patterns))
+            return Path(snapshot_download(self.path, allow_patterns=patterns, **self.hub))
         except (OSError, ValueError) as error:
             raise FileNotFoundError(f"{self.path!r} is no directory, and no hub id to be had: {error}") from error
+
+    def _index(self) -> dict[str, str]:
+        try:
+            return dict(json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{str(self.folder / INDEX)!r} is no index of weights: {error!r}") from error
 
     def read(self, prefix: str) -> dict[str, Tensor]:
         """All tensors whose names begin so, without that beginning."""
         wanted = [name for name in self.files if name.startswith(prefix)]
         if missing := {self.files[name] for name in wanted if not (self.folder / self.files[name]).is_file()}:
-            if Path(self.path).expanduser().is_dir():
+            if self.local:
                 raise FileNotFoundError(f"{self.path!r} lacks {', '.join(sorted(missing))}")
             self.folder = self._fetch(sorted(missing))
         tensors = {}
@@ -175,10 +189,23 @@ def _read(checkpoint: _Checkpoint, names: _Names, first: int, target: nn.Module,
     for number in numbers:
         shared = bool(units) and "{}" not in names.outside
         unit = new_unit(target, units[0] if shared else None)
+        _check_copies(checkpoint, names, number, target, body)
         tensors = _unit_tensors(checkpoint, names, number, unit)
         _load(unit, tensors, f"{checkpoint.path!r}, MTP layer {number}", shared)
         units.append(unit)
     return MTPHead(units).to(like.device, like.dtype).eval()
+
+
+def _check_copies(checkpoint: _Checkpoint, names: _Names, number: int, target: Any, body: Any) -> None:
+    """ValueError for an embedding or a vocabulary projection that is not the target's: it would not be read."""
+    for prefix, own in zip(names.beside, (body.embed_tokens, target.lm_head), strict=False):
+        for name, copied in checkpoint.read(prefix.format(number)).items():
+            mine = getattr(own, name, None)
+            if mine is None or mine.shape != copied.shape or not torch.equal(mine.cpu(), copied.to(mine.dtype)):
+                raise ValueError(
+                    f"{checkpoint.path!r}: {prefix.format(number)}{name} is not the target's own, and MTP layers with "
+                    "tables of their own are not supported"
+                )
 
 
 def _unit_tensors(checkpoint: _Checkpoint, names: _Names, number: int, unit: MTPUnit) -> dict[str, Tensor]:
@@ -200,11 +227,11 @@ def _placed(checkpoint: _Checkpoint, names: _Names, number: int) -> Iterator[tup
     beside = tuple(name.format(number) for name in names.beside)
     tensors = {outside + name: value for name, value in checkpoint.read(outside).items()}
     for name, value in tensors.items():
-        place = next((mine for theirs, mine in own.items() if name.startswith(outside + theirs)), None)
+        place = next((theirs for theirs in own if name.startswith(outside + theirs)), None)
         if name.startswith(beside):
             continue
         if place is not None:
-            yield place + name.rpartition(".")[2], value
+            yield own[place] + name.removeprefix(outside + place), value
         elif name.startswith(layer):
             yield "layer." + name.removeprefix(layer), value
         elif layer != outside and re.match(re.escape(names.layer).replace(r"\{\}", r"\d+"), name):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from eagle_triton.demo import HYBRID
 from eagle_triton.engine.drafts.beams import vocabulary_note
 from eagle_triton.engine.drafts.hybrid import HybridDraft, beams_of
 from eagle_triton.engine.engine import Engine
@@ -20,7 +19,6 @@ from eagle_triton.engine.model_watch import ModelWatch
 from eagle_triton.engine.operations import choose_operations
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.checks import check_positions, check_prompt, check_token_ids
-from eagle_triton.models.mtp import MTP, has_mtp
 from eagle_triton.speculative import stages
 from eagle_triton.speculative.arguments import (
     ArgumentReader,
@@ -114,11 +112,9 @@ class EAGLEInference:
 
         target: a target alone, with multi-token-prediction layers beside its weights, or with a head in a folder
         beside it, as `EaModel.save_pretrained` leaves them; "demo" and "demo-gdn" are the checkpoints of this package.
-        draft: of an EAGLE head, "mtp", or None for the one that the target's directory holds. config, device and
+        draft: of an EAGLE head, "mtp", or None for what lies beside the target, or what config says. config, device and
         options as for the constructor. Raises as the constructor does, and FileNotFoundError for missing files.
         """
-        if draft is None and (str(target) == HYBRID or has_mtp(target)):
-            draft = MTP
         return cls(draft, str(target), config, device, **options)
 
     def __repr__(self) -> str:

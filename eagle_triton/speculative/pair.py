@@ -66,6 +66,9 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     for a draft that does not fit or models that lie elsewhere.
     """
     draft_model = _configured_head(draft_model, config)
+    if draft_model is None and isinstance(target_model, (str, Path)) and _takes_mtp(config):
+        path = _target_path(target_model)
+        draft_model = MTP if path != "demo" and has_mtp(path) else None
     target, tokenizer = _load_target(draft_model, target_model, config, device)
     draft_model = _configured_model(draft_model, target, config)
     check_readable(target, "target_model")
@@ -104,6 +107,8 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     else:
         view = read_causal_lm(base, root="target_model")
         draft = draft_from_causal_lm(draft_model, view, config.tree, root="draft_model")
+    if draft is not None and config.speculative is None:
+        view.check_tree(config.tree(), "num_draft_tokens")
     _check_places(view, draft, device)
     if config.draft_vocabulary is not None:
         draft = with_vocabulary(scoring(draft, "draft_vocabulary"), config.draft_vocabulary)
@@ -134,6 +139,15 @@ def _configured_head(draft_model: Any, config: EAGLEConfig) -> Any:
     return draft_model if options.model is None or options.method is SpecMethod.DRAFT_MODEL else options.model
 
 
+def _target_path(target: str | Path) -> str:
+    return str(demo_directory("gdn")) if str(target) == HYBRID else str(target)
+
+
+def _takes_mtp(config: EAGLEConfig) -> bool:
+    """Whether drafts come of MTP layers where they lie beside the target, and nobody says from where."""
+    return config.speculative is None or _is_hybrid(config)
+
+
 def _is_hybrid(config: EAGLEConfig) -> bool:
     """Whether n-grams follow a model's drafts: those of a head, where the target has one, else of its MTP layers."""
     return config.speculative is not None and config.speculative.method is SpecMethod.HYBRID
@@ -160,12 +174,10 @@ def _load_target(
                 f"target_model must be an EaModel, a causal language model or a path, got {type(target_model).__name__}"
             )
         return target_model, getattr(target_model, "tokenizer", None)
-    path = str(demo_directory("gdn")) if str(target_model) == HYBRID else str(target_model)
+    path = _target_path(target_model)
     where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = config.dtype or (torch.float32 if where.type == "cpu" else _stored_dtype(path, draft_model))
-    if (isinstance(draft_model, (str, Path)) and draft_model != MTP) or (
-        draft_model is None and _of_head(config) and not (_is_hybrid(config) and has_mtp(path))
-    ):
+    if (isinstance(draft_model, (str, Path)) and draft_model != MTP) or (draft_model is None and _of_head(config)):
         model = EaModel.from_pretrained(path, None if draft_model is None else str(draft_model), dtype=dtype)
         return model.to(where), model.tokenizer
     if path == "demo":
@@ -185,7 +197,9 @@ def _stored_dtype(path: str, draft_model: Any) -> torch.dtype:
     if draft_model is None and not (Path(path) / "config.json").is_file():
         path, _, _ = locate(path, None, True)
     config = read_target_config(path, hybrids=True)
-    return getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
+    parts = (config, getattr(config, "text_config", None))  # of a model that sees
+    named = [getattr(part, name, None) for part in parts for name in ("dtype", "torch_dtype")]
+    return next((dtype for dtype in named if isinstance(dtype, torch.dtype)), torch.float32)
 
 
 def _family(model: Any) -> Any | None:

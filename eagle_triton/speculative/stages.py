@@ -184,8 +184,10 @@ def memory_bytes(engine: Engine, spec: TreeSpec, slots: int, rows: int) -> dict[
     """See `EAGLEInference.memory_bytes`."""
     view, nowhere = engine.view, torch.device("meta")
     capacity, size = capacity_bucket(rows + scratch_rows(spec)), torch.empty((), dtype=view.dtype).element_size()
+    caches = view.new_caches(slots, capacity, nowhere)
     return {
-        "target_cache": bytes_of(view.new_caches(slots, capacity, nowhere)),
+        "target_cache": bytes_of(caches),
+        "target_pending": sum(bytes_of(pending) for pending in caches.new_pending(spec.nodes)),
         "draft_cache": 0 if engine.draft is None else bytes_of(engine.draft.new_slot_tensors(slots, capacity, nowhere)),
         "logits": slots * spec.nodes * view.vocab_size * size,
     }

@@ -42,7 +42,7 @@ def checked_vocabulary(tokens: int | Collection[int]) -> int | tuple[int, ...]:
         return int(tokens)
     if isinstance(tokens, (str, bytes, bool)) or not isinstance(tokens, (Collection, Tensor)):
         raise TypeError(f"draft_vocabulary must be a number of tokens or their ids, got {tokens!r:.60}")
-    ids = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+    ids = tokens.flatten().tolist() if isinstance(tokens, Tensor) else list(tokens)
     if not ids or any(isinstance(token, bool) or not isinstance(token, Integral) or token < 0 for token in ids):
         raise ValueError(f"draft_vocabulary must hold token ids, none of them negative, got {ids!r:.60}")
     return tuple(sorted({int(token) for token in ids}))

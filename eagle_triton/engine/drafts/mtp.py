@@ -44,7 +44,7 @@ class MTPDraft(BeamDraft):
     """Drafts with n units, pass i with unit i mod n. A unit's normed output is what the head reads and what the nodes
     below take as features; those of the first pass are the target's hidden states behind its final norm.
 
-    Each unit keeps keys and values of all rows, from the target's features.
+    Each unit keeps keys and values of all rows, so all of them run in every pass.
     """
 
     units: tuple[MTPUnit, ...]
@@ -56,8 +56,8 @@ class MTPDraft(BeamDraft):
             raise ValueError(f"the layers must be those of the units, of which there must be one, got {self.units}")
 
     def weight_bytes(self, spec: TreeSpec) -> int:
-        units = [sum(tensor.nbytes for tensor in (*unit.tensors, *self.head.tensors)) for unit in self.units]
-        return sum(units[level % len(units)] for level in range(spec.beam_levels))
+        read = [*self.head.tensors, *(tensor for unit in self.units for tensor in unit.tensors)]
+        return spec.beam_levels * sum(tensor.nbytes for tensor in read)
 
     def forward(
         self,
@@ -69,7 +69,23 @@ class MTPDraft(BeamDraft):
         rows: Rows,
         level: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        index = level % len(self.units)
+        chosen = level % len(self.units)
+        for other in range(len(self.units)):  # what these give is never asked for, but their keys and values are
+            if other != chosen:
+                self._run(ops, other, features, parents, tokens, caches, rows)
+        return self._run(ops, chosen, features, parents, tokens, caches, rows)
+
+    def _run(
+        self,
+        ops: Operations,
+        index: int,
+        features: Tensor | SplitSums,
+        parents: Tensor | None,
+        tokens: Tensor,
+        caches: LayerCaches,
+        rows: Rows,
+    ) -> tuple[Tensor, Tensor]:
+        """One unit's pass."""
         unit = self.units[index]
         inputs, _ = ops.draft_inputs(
             features,
@@ -87,18 +103,3 @@ class MTPDraft(BeamDraft):
         x, update = decoder_layer(ops, unit.layer, normed, x, caches.layer(index), rows)
         normed, _ = add_norm(ops, unit.norm, x, update, rows.in_draft_pass)
         return normed, normed
-
-    def take_in(
-        self,
-        ops: Operations,
-        features: Tensor,
-        tokens: Tensor,
-        caches: LayerCaches,
-        lengths: Tensor,
-        ancestors: Tensor | None = None,
-        launch_nodes: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        rows = self.consecutive(lengths, tokens.shape[1], ancestors, launch_nodes)
-        for later in range(1, len(self.units)):  # what these give is never asked for, but their keys and values are
-            self.forward(ops, features, None, tokens, caches, rows, later)
-        return self.forward(ops, features, None, tokens, caches, rows)
