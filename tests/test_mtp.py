@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from eagle_triton.engine.drafts.mtp import MTPDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.models.loading import load_target
 from eagle_triton.models.mtp import MTPHead, has_mtp
 from eagle_triton.speculative import SpeculativeConfig
 from eagle_triton.speculative.stages import Prefix
@@ -224,6 +226,14 @@ def test_checkpoints_that_are_not_whole_are_refused_by_name(tmp_path, llama):
     (tmp_path / "mtp.safetensors").write_bytes(b"not weights")
     with pytest.raises(ValueError, match="cannot be read, truncated or not weights"):
         load_mtp(model, tmp_path)
+
+
+def test_a_target_that_lost_layers_is_refused(tmp_path, llama):
+    llama.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    with pytest.raises(ValueError, match="the checkpoint has unexpected model.layers.1"):
+        load_target(str(tmp_path))
 
 
 def test_a_head_that_does_not_fit_is_refused(tmp_path, llama):
