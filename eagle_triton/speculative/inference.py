@@ -382,9 +382,11 @@ class EAGLEInference:
         return self._policies[slots]
 
     def memory_bytes(self, slots: int | None = None, rows: int | None = None) -> dict[str, int]:
-        """Bytes on the device that a batch needs beside the weights: {"target_cache", "draft_cache", "logits"}.
+        """Bytes on the device that a batch needs beside the weights: {"target_cache", "target_pending", "draft_cache",
+        "logits"}.
 
-        What a node more costs shows in the logits, [slots, N, V], and in a few cache rows.
+        What a node more costs shows in the logits, [slots, N, V], in a few cache rows, and over recurrent layers in
+        what a tree's rows would add to them ("target_pending").
         """
         slots = self.config.slots if slots is None else integer("slots", slots)
         rows = self.config.max_length or 2048 if rows is None else integer("rows", rows)
