@@ -293,7 +293,7 @@ def test_a_head_drafts_its_own_tree_or_the_one_that_is_asked_for(engines, eagle3
 
 def test_drafts_and_trees_that_do_not_go_are_refused(model):
     for draft, options, error, message in (
-        ("other", {}, ValueError, "draft must be suffix, ngram, a draft or a model, got 'other'"),
+        ("other", {}, ValueError, "draft must be suffix, ngram, mtp, a draft or a model, got 'other'"),
         ("suffix", dict(topk=2), ValueError, "shape a model's trees, and draft is 'suffix'"),
         ("ngram", dict(suffix_drafts=3), ValueError, "drafts by n-grams alone"),
         (None, dict(suffix_drafts=64), ValueError, "suffix_drafts must lie in 0..63, got 64"),
