@@ -89,7 +89,10 @@ INTEGRATION_TEST = [
 ]
 BENCHMARK = [
     *PATHS,
-    ("nothing", "mode must be one of generate, step, batches, megakernel, drafters, plain, mtp, operations, got 'nothing'"),
+    (
+        "nothing",
+        "mode must be one of generate, step, batches, megakernel, drafters, plain, mtp, operations, got 'nothing'",
+    ),
     ("--num=3", f"'--num=3' {UNKNOWN}"),
     ("--num-runs 3 step", "step is a mode and must come first"),
     ("--num-runs 0", f"--num-runs {NUMBER} 10000, got '0'"),
