@@ -21,6 +21,7 @@ from eagle_triton.adapters.causal_lm import read_causal_lm
 from eagle_triton.adapters.mtp import read_mtp
 from eagle_triton.engine.drafts.beams import with_vocabulary
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.gated_delta import GatedDeltaCache
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.slots import bytes_of
@@ -66,7 +67,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             (prompt,) = random_prompts(view.vocab_size, 1, context)
             ms = _prefill_ms(model, prompt[None].to(view.device), args.num_runs)
             rows.append({"variant": "transformers", "batch": 1, "context": context, "first_token_ms": ms})
-    beside = sum(bytes_of(cache) for cache in view.new_caches(1, 512, torch.device("meta")).caches[:1])
+    caches = view.new_caches(1, 512, torch.device("meta")).caches
+    beside = sum(bytes_of(cache) for cache in caches if isinstance(cache, GatedDeltaCache))
     notes.append(f"states and windows: {beside / 2**20:.1f} MiB a slot")
     notes += [f"{path}: {reason}" for path, reason in engine.notes.items()]
     notes += noise(STEPS[view.device.type] * args.num_runs, "take more of --num-runs")

@@ -194,6 +194,8 @@ def test_checkpoints_that_are_not_whole_are_refused_by_name(tmp_path, llama):
         load_mtp(model)
     with pytest.raises(FileNotFoundError, match="is no directory, and no hub id to be had"):
         load_mtp(model, tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="is a local directory, which revision says nothing of"):
+        load_mtp(model, tmp_path, revision="main")
     broken = {
         "lacks layer.mlp.up_proj.weight": {k: v for k, v in tensors.items() if "up_proj" not in k},
         "lacks norm.weight": {k: v for k, v in tensors.items() if k != "mtp.norm.weight"},

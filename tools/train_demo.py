@@ -18,7 +18,7 @@ mixed with the files. Every stage has fixed seeds, a number of steps and a time 
 whichever ends first ends the stage, and the learning rate follows the nearer of the two.
 What was reached goes to `results/demo_checkpoint.json`.
 
-    python tools/train_demo.py                                   # about five minutes on one H200
+    python tools/train_demo.py                                   # about twelve minutes on one H200
     OMP_NUM_THREADS=1 python tools/train_demo.py --stages evaluate --device cpu
 """
 

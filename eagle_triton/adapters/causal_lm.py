@@ -30,7 +30,7 @@ from eagle_triton.engine.model import Layer, ModelView
 from eagle_triton.engine.model_watch import is_mixture
 from eagle_triton.engine.modules import MLP, Experts, Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.models.target import HYBRIDS, SUPPORTED
+from eagle_triton.models.target import HYBRIDS, SUPPORTED, text_config
 
 ROPE_TYPES = ("default", "linear", "llama3")  # frequencies that do not depend on the length
 
@@ -43,11 +43,6 @@ def check_causal_lm(model: Any, root: str) -> None:
             f"{root} must be a causal language model of {', '.join(known)}, got {type(model).__name__} "
             f"(model_type {kind!r})"
         )
-
-
-def text_config(model: Any) -> Any:
-    """The configuration of a model's language model, which is a part of that of a model that sees."""
-    return getattr(model.config, "text_config", model.config)
 
 
 def body_path(model: Any) -> str:
@@ -86,7 +81,7 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         head=read_projection(model, "lm_head", root=root),
         feature_layers=tuple(feature_layers),
         eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
-        pad_token_id=getattr(text_config(model), "pad_token_id", None),
+        pad_token_id=getattr(text_config(model.config), "pad_token_id", None),
     )
     _check_dtypes(view, root, path)
     return view
@@ -121,7 +116,7 @@ def _layer(model: Any, body: str, index: int, rotary: Rotary, root: str) -> Laye
         check_silu(attribute_at(mlp, "act_fn", root=f"{where}.mlp"), f"{where}.mlp.act_fn")
     return Layer(
         input_norm=read_norm(layer, "input_layernorm", root=where),
-        mixer=_mixer(layer, text_config(model), index, rotary, where),
+        mixer=_mixer(layer, text_config(model.config), index, rotary, where),
         post_norm=read_norm(layer, "post_attention_layernorm", root=where),
         mlp=Experts(mlp) if is_mixture(mlp) else read_mlp(layer, root=where),
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_attention_mask, check_max_length, check_positions, check_prompt
+from .target import text_config
 
 DEFAULT_NEW_TOKENS = 512
 
@@ -77,7 +78,7 @@ def check_sampling_is_meant(do_sample: bool, temperature: float, top_p: float, t
 def max_positions(base_model: Any) -> int | None:
     """The most tokens of a sequence that a target was made for, None where its configuration does not say."""
     config = getattr(base_model, "config", None)
-    return getattr(getattr(config, "text_config", config), "max_position_embeddings", None)  # of a model that sees
+    return getattr(text_config(config), "max_position_embeddings", None)
 
 
 def stop_ids(model: Any, eos_token_id: int | list[int] | None = None) -> frozenset[int]:

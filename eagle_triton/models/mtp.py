@@ -83,9 +83,10 @@ def load_mtp(target: nn.Module, path: str | Path | None = None, **hub: Any) -> M
     `snapshot_download`. Raises FileNotFoundError for missing files, ValueError for a checkpoint that has no such
     layers, lacks a part of one, or has them of another kind than the target's layers.
     """
-    if path is None and (commit := getattr(getattr(target, "config", None), "_commit_hash", None)):
-        hub.setdefault("revision", commit)
     where = str(path or getattr(getattr(target, "config", None), "_name_or_path", "") or "")
+    commit = getattr(getattr(target, "config", None), "_commit_hash", None)
+    if path is None and commit and not Path(where).is_dir():
+        hub.setdefault("revision", commit)
     if not where:
         raise ValueError(
             "load_mtp: the target was made in memory, and multi-token-prediction layers lie beside weights: path must "
@@ -130,6 +131,8 @@ class _Checkpoint:
         self.local = self.folder.is_dir()
         if self.folder.is_file():
             raise ValueError(f"load_mtp: expected a directory or a hub id, {path!r} is a file")
+        if self.local and hub:
+            raise ValueError(f"load_mtp: {path!r} is a local directory, which {', '.join(hub)} says nothing of")
         if not self.local:
             self.folder = self._fetch([INDEX, "config.json"])
         self.files: dict[str, str] = self._index() if (self.folder / INDEX).is_file() else {}

@@ -19,6 +19,11 @@ HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5
 last two, which also see, the language model."""
 
 
+def text_config(config: Any) -> Any:
+    """What a configuration says of the language model: a part of it, for a model that sees."""
+    return getattr(config, "text_config", config)
+
+
 def check_architecture(config: Any, hybrids: bool = False) -> None:
     """ValueError unless `config` is of a target that EaModel can run, with an attention that takes our masks.
 

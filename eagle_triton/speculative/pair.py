@@ -24,6 +24,7 @@ from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.loading import load_target, load_tokenizer, locate, read_target_config
 from eagle_triton.models.mtp import MTP, MTPHead, has_mtp, load_mtp
+from eagle_triton.models.target import text_config
 from eagle_triton.speculative.config import EAGLEConfig
 from eagle_triton.speculative.proposers import needs_model, propose_with
 from eagle_triton.speculative.speculative_config import SpecMethod
@@ -197,7 +198,7 @@ def _stored_dtype(path: str, draft_model: Any) -> torch.dtype:
     if draft_model is None and not (Path(path) / "config.json").is_file():
         path, _, _ = locate(path, None, True)
     config = read_target_config(path, hybrids=True)
-    parts = (config, getattr(config, "text_config", None))  # of a model that sees
+    parts = (config, text_config(config))
     named = [getattr(part, name, None) for part in parts for name in ("dtype", "torch_dtype")]
     return next((dtype for dtype in named if isinstance(dtype, torch.dtype)), torch.float32)
 
