@@ -43,6 +43,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--hybrid": dict(
         choices=arguments.HYBRIDS, default="qwen3.5-9b", help="random weights of this shape (default: qwen3.5-9b)"
     ),
+    "--tree": dict(
+        nargs="+", choices=arguments.TREES, metavar="NAME", help=f"of {', '.join(arguments.TREES)} (default: all)"
+    ),
     "--eagle1": dict(action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3"),
     "--prompt": dict(
         type=arguments.some_text, metavar="TEXT", help="one prompt, repeated (default: the demo's held-out ones)"
@@ -132,7 +135,7 @@ MODES = {
     "mtp": Mode(
         "steps and first tokens of a Qwen3.5 with random weights and multi-token prediction (default: a batch of 1; on "
         "a CPU give --hybrid tiny)",
-        ("--hybrid", "--context", "--batch", "--num-runs"),
+        ("--hybrid", "--tree", "--context", "--batch", "--num-runs"),
         {"batch": [1]},
     ),
     "operations": Mode("every operation of a step against the best of torch", ("--only",), {}),

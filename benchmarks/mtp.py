@@ -30,10 +30,10 @@ from eagle_triton.models.shapes import HYBRIDS, random_hybrid
 
 SPECS = {
     "plain": PLAIN,
-    "chain of 4": TreeSpec.chain(4),
-    "tree of 32": TreeSpec.dynamic(32, 3, 10),
-    "tree of 60": TreeSpec.dynamic(60, 7, 10),
-}
+    "chain-4": TreeSpec.chain(4),
+    "tree-32": TreeSpec.dynamic(32, 3, 10),
+    "tree-60": TreeSpec.dynamic(60, 7, 10),
+}  # arguments.TREES
 DRAFT_VOCABULARY = 32768  # of 248,320: the projection is read once for each pass
 
 
@@ -49,7 +49,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     bandwidth = copy_bandwidth(view.device)
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s; {vocabulary} tokens are drafted from")
     contexts = args.context or ([512] if cuda else [32])
-    cases = list(itertools.product(SPECS, args.batch, contexts))
+    cases = list(itertools.product(args.tree or SPECS, args.batch, contexts))
     with torch.no_grad(), tqdm(cases, desc="decode steps", disable=args.json or None, leave=False) as bar:
         for name, batch, context in bar:
             bar.set_postfix_str(f"{name}, batch {batch}, context {context}")

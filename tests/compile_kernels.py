@@ -4,10 +4,10 @@
 
 Reads CASES from tests/compile_cases/<stem>.py: tuples (name, kernel, signature, constexprs, options) as
 triton.compiler.ASTSource takes them; `options` may hold "targets", the architectures to which a case is limited,
-"aligned", the names of integer arguments that are multiples of 16 (pointers always are), and "local", the bytes of
-local memory it may use on sm_90. Prints one line per case and target; the exit status is 1 if a case fails to compile
-or uses more local memory there, which is none unless a case says so. Runs in a process of its own
-because the interpreter, once chosen, stays.
+"aligned", the names of integer arguments that are multiples of 16 (pointers always are), "without", words that must
+not stand in its PTX, and "local", the bytes of local memory it may use on sm_90. Prints one line per case and target;
+the exit status is 1 if a case fails to compile or uses more local memory there, which is none unless a case says so.
+Runs in a process of its own because the interpreter, once chosen, stays.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _compile(job: tuple[str, int, str]) -> Usage | str:
     options = dict(options)
     options.pop("targets", None)
     options.pop("local", None)
-    aligned = set(options.pop("aligned", ()))
+    aligned, unwanted = set(options.pop("aligned", ())), options.pop("without", ())
     if signature.get("PDL", "constexpr") != "constexpr":  # launched early where that can be
         signature, constexprs = {**signature, "PDL": "constexpr"}, {**constexprs, "PDL": arch in ("sm_90", "sm_100")}
     missing = set(kernel.arg_names) ^ set(signature)
@@ -117,7 +117,8 @@ def _compile(job: tuple[str, int, str]) -> Usage | str:
     except Exception as error:  # whatever the compiler raises is this case's result
         return f"{type(error).__name__}: {error}"
     if target.backend == "cuda":
-        return _cuda_usage(compiled)
+        found = [word for word in unwanted if word in compiled.asm["ptx"]]
+        return f"its PTX has {', '.join(found)}" if found else _cuda_usage(compiled)
     return _amd_usage(compiled)
 
 

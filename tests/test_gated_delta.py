@@ -787,7 +787,7 @@ def bf16_parts(monkeypatch):
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
     for module in (tree_kernels, chunk):
-        monkeypatch.setattr(module, "bf16_parts", lambda x: True)
+        monkeypatch.setattr(module, "bf16_parts", lambda x, in_turn=False: "portable")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -80,9 +80,9 @@ def test_settings(device, settings, depth):
     )
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
 def test_stack_of_any_size_with_some_biases(device, count):
-    x, weights, biases, _ = operands(device, torch.float32, (3,), 48, (40, 24, 8, 16)[:count])
+    x, weights, biases, _ = operands(device, torch.float32, (3,), 48, (40, 24, 8, 16, 72)[:count])
     biases[0] = None
     outs = kernels.linear_stack(x, weights, biases, settings=SETTINGS["plain"])
     for out, exact in zip(outs, reference.linear_stack(x, weights, biases), strict=True):

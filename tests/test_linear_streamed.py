@@ -174,14 +174,14 @@ def test_production_settings_give_the_bits_of_linear(key):
 @pytest.mark.parametrize("rows", [1, 9, 16, 17, 30, 40, 60, 64])
 @pytest.mark.parametrize("depth", [64, 200, 1000, 4096])
 def test_bits_of_linear(rows, depth, dtype):
-    x, weights = matrices(rows, depth, 520, 200, 136, dtype=dtype)
+    x, weights = matrices(rows, depth, 520, 200, 136, 32, dtype=dtype)
     biases = [torch.randn(len(weight), device="cuda", dtype=dtype) for weight in weights]
     swap = rows <= 16
     for splits in (1, 2, 4):
         plain = Settings(64, 64, splits, 4, 3, swap)
         stream = streamed.settings_for(rows, (520, 200, 136), depth, 64, 64, splits, swap)
-        for count in (1, 2, 3):
-            for use_biases in (biases, [None] * 3):
+        for count in (1, 2, 3, 4):
+            for use_biases in (biases, [None] * 4):
                 results = [
                     kernels.linear_stack(x, weights[:count], use_biases[:count], keep_splits=splits > 1, settings=use)
                     for use in (plain, stream)

@@ -1,12 +1,12 @@
-"""Sweep launch settings of the products in eagle_triton/linear.py on this GPU, against cuBLAS.
+"""Sweep launch settings of the products in eagle_triton/linear/ on this GPU, against cuBLAS.
 
-    python -m tools.tune_linear --rows 16 64 --products o down
+    python tools/tune_linear.py --shape llama-3.1-8b --rows 16 64 --products o down
 
-Prints, for each product and row count, cuBLAS's time, the fastest settings and their times: the rows for the table in
-linear.py. Times are those of CUDA-graph replays over distinct weights, together far larger than L2. Settings are
-compiled first, in parallel, and checked against fp32 before they are timed. With --keep_splits, splits of K are left to
-the reader, as in the engine. With --streamed, settings are those of linear/streamed.py, and every product is timed
-behind a small kernel, which is part of the time: that is where they differ.
+Prints, for each product and row count, cuBLAS's time, the fastest settings and their times: the rows for the tables of
+settings.py and streamed.py. Times are those of CUDA-graph replays over distinct weights, together far larger than L2.
+Settings are compiled first, in parallel, and checked against fp32 before they are timed. With --keep_splits, splits of
+K are left to the reader, as in the engine. With --streamed, settings are those of linear/streamed.py, and every product
+is timed behind a small kernel, which is part of the time: that is where they differ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.arguments import Parser, check_device, output_file, whole
 
-PRODUCTS = ("qkv", "o", "gate_up", "down", "head", "draft_qkv", "draft_head")
+SHAPES = ("llama-3.1-8b", "llama-3.2-1b", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b")
+PRODUCTS = (
+    *("qkv", "o", "gate_up", "down", "head", "draft_qkv", "draft_fc", "draft_head"),
+    *("delta_in", "delta_out"),  # of gated delta nets
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,7 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser("tune_linear.py", __doc__)
     add = parser.add_argument
     add("--rows", type=whole(most=4096), nargs="+", default=[16, 64], metavar="N", help="default: 16 64")
-    add("--products", nargs="+", choices=PRODUCTS, default=list(PRODUCTS), help="default: all")
+    add("--shape", choices=SHAPES, default=SHAPES[0], help=f"a model and its draft (default: {SHAPES[0]})")
+    add("--products", nargs="+", choices=PRODUCTS, default=list(PRODUCTS), help="default: all that the shape has")
     add("--workers", type=whole(most=256), default=workers, metavar="N", help=f"compilers (default: {workers})")
     add("--keep_splits", action="store_true", help="leave sums over splits of K to the reader")
     add("--streamed", action="store_true", help="linear/streamed.py, behind a small kernel")

@@ -29,11 +29,11 @@ the g of a path. reference/gated_delta.py has it in full.
 Inputs have any strides but a contiguous last dimension, a and b any at all. On GPUs a tree takes 16 or 64 rows.
 
 Numerics: fp32 throughout, rounded where the references round. Products on tensor cores are of bf16 parts that together
-are fp32 (`dots.py`). Trees and chunks are solved by forward substitution, in levels or in parts of 16 rows, so that
-keys that are alike cost no accuracy. What decays between two nodes is summed over the nodes between them.
-`take_in` (`recurrent.py`) alone moves a state on token by token, in one order of sums: a state has the same bits
-whether its tokens came as a chain, by plain decoding, or as paths of trees. `delta_chunk`, for prompts, gives it up to
-rounding. No program depends on the batch, none adds to what another wrote: the same bits every run.
+are fp32, and none of them is wgmma's (`dots.py`). Trees and chunks are solved by forward substitution, in levels or in
+parts of 16 rows, so that keys that are alike cost no accuracy. What decays between two nodes is summed over the nodes
+between them. `take_in` (`recurrent.py`) alone moves a state on token by token, in one order of sums: a state has the
+same bits whether its tokens came as a chain, by plain decoding, or as paths of trees. `delta_chunk`, for prompts, gives
+it up to rounding. No program depends on the batch, none adds to what another wrote: the same bits every run.
 """
 
 from eagle_triton.gated_delta.chunk import delta_chunk

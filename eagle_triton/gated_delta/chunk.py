@@ -10,14 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.gated_delta.checks import check_heads_contiguous, check_rows_contiguous
-from eagle_triton.gated_delta.dots import bf16_parts, model_dot, substitute, wide_dot
-from eagle_triton.gated_delta.recurrent import state_offsets
-from eagle_triton.gated_delta.tree import load_gates, load_rows, node_matrices
+from eagle_triton.gated_delta.dots import bf16_parts, model_dot, on_top, square_dot, wide_dot
+from eagle_triton.gated_delta.recurrent import inverse_length, state_offsets
+from eagle_triton.gated_delta.tree import load_gates, load_rows, node_rows
 from eagle_triton.reference.gated_delta import check_delta
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
-BLOCK_V = 32  # columns of the state that a program moves on
+BLOCK_V = 16  # columns of the state that a program moves on
 WARPS = 4
+MATRICES_WARPS = 8
 CHUNK = 64
 _CHUNK = tl.constexpr(CHUNK)
 _PART = tl.constexpr(16)  # rows of a chunk that are solved one after another
@@ -25,8 +26,8 @@ _PART = tl.constexpr(16)  # rows of a chunk that are solved one after another
 
 @triton.jit
 def part_inverses(system):
-    """The inverse of I + system [64, 64] within each part of 16 rows, 0 between parts. By forward substitution: row by
-    row, all four parts at once."""
+    """The inverse of I + system [64, 64] within each part of 16 rows, 0 between parts. By substitution from the last
+    row up, all four parts at once."""
     count: tl.constexpr = _CHUNK // _PART
     part, row, column = tl.arange(0, count), tl.arange(0, _PART), tl.arange(0, _PART)
     same = part[:, None, None, None] == part[None, None, :, None]
@@ -34,11 +35,31 @@ def part_inverses(system):
     blocks = tl.sum(tl.where(same, blocks, 0.0), 2)
     row, column = row[None, :, None], column[None, None, :]
     inverse = tl.where((row == column) & (part >= 0)[:, None, None], 1.0, 0.0)
-    for step in range(_PART - 1):
-        below = tl.sum(tl.where(column == step, blocks, 0.0), 2)
+    for step in range(_PART - 1, 0, -1):
+        above = tl.sum(tl.where(column == step, blocks, 0.0), 2)
         solved = tl.sum(tl.where(row == step, inverse, 0.0), 1)
-        inverse = tl.fma(-below[:, :, None], solved[:, None, :], inverse)
+        inverse = tl.fma(-above[:, :, None], solved[:, None, :], inverse)
     return tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), (_CHUNK, _CHUNK))
+
+
+@triton.jit
+def one_if_positive(x):
+    """1.0 for each int32 above 0, else 0.0; see `bits`."""
+    return tl.minimum(tl.maximum(x, 0), 1).to(tl.float32)
+
+
+@triton.jit
+def rows_of_chunk(
+    first, q, k, g, beta, q_factor, k_factor, sees, mixed_ptr, stride_mn, chunk, k_first, count,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """node_rows of the 32 tokens from `first` on of a chunk."""
+    row, place = first + tl.arange(0, 32), tl.arange(0, _CHUNK)
+    token = chunk * _CHUNK + row
+    k_rows = load_rows(mixed_ptr, token.to(tl.int64), token < count, stride_mn, k_first, K, BLOCK_K)
+    behind = place[None, :] - row[:, None]
+    seen, later = one_if_positive(behind + 1), one_if_positive(behind)
+    return node_rows(k_rows, q, k, g, beta, q_factor, k_factor, sees, seen, later, later, PARTS)
 
 
 @triton.jit(do_not_specialize_on_alignment=["count"])
@@ -71,8 +92,9 @@ def _chunk_matrices_kernel(
 ):
     """Grid (chunks, HV, B): a program makes what one head of one chunk needs and the state does not touch.
 
-    matrices [B, HV, chunks, 2, 64, 64]: the inverse of the updates' system, and from updates to answers; factors
-    [B, HV, chunks, 5, 64]: of values, of what keys read, of what queries read, of updates, and how much is left.
+    matrices [B, HV, chunks, 2, 64, 64], transposed: the inverse of the updates' system, and from updates to answers;
+    factors [B, HV, chunks, 5, 64]: of values, of what keys read, of what queries read, of updates, and how much is
+    left.
     """
     await_inputs(PDL)
     chunk, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -80,8 +102,9 @@ def _chunk_matrices_kernel(
     row = chunk * _CHUNK + place
     row_ok, rows, head = row < count, row.to(tl.int64), value_head // (HV // H)
     mixed_ptr += batch * stride_mb
+    k_first = (H + head) * K
     q = load_rows(mixed_ptr, rows, row_ok, stride_mn, head * K, K, BLOCK_K)
-    k = load_rows(mixed_ptr, rows, row_ok, stride_mn, (H + head) * K, K, BLOCK_K)
+    k = load_rows(mixed_ptr, rows, row_ok, stride_mn, k_first, K, BLOCK_K)
     g, beta = load_gates(
         rows,
         row_ok,
@@ -98,8 +121,16 @@ def _chunk_matrices_kernel(
         stride_br,
         HV // H,
     )
-    seen, behind = place[:, None] >= place[None, :], place[:, None] > place[None, :]
-    system, reading, left, q_factor, k_factor = node_matrices(q, k, g, beta, seen, behind, behind, scale, PARTS)
+    sees = one_if_positive(place[None, :] - place[:, None] + 1)
+    left = tl.exp(tl.sum(sees * g[:, None], 0))
+    q_factor, k_factor = inverse_length(q.to(tl.float32), 1) * scale, inverse_length(k.to(tl.float32), 1)
+    upper_system, upper_reading = rows_of_chunk(
+        0, q, k, g, beta, q_factor, k_factor, sees, mixed_ptr, stride_mn, chunk, k_first, count, K, BLOCK_K, PARTS
+    )
+    lower_system, lower_reading = rows_of_chunk(
+        32, q, k, g, beta, q_factor, k_factor, sees, mixed_ptr, stride_mn, chunk, k_first, count, K, BLOCK_K, PARTS
+    )
+    system, reading = on_top(upper_system, lower_system, PARTS), on_top(upper_reading, lower_reading, PARTS)
     item = (batch * HV + value_head) * tl.num_programs(0) + chunk
     tile = matrices_ptr + item * (2 * _CHUNK * _CHUNK) + place[:, None] * _CHUNK + place[None, :]
     tl.store(tile + _CHUNK * _CHUNK, reading)
@@ -107,13 +138,16 @@ def _chunk_matrices_kernel(
     tl.store(factor, beta)
     tl.store(factor + _CHUNK, beta * left * k_factor)
     tl.store(factor + 2 * _CHUNK, left * q_factor)
+    behind = place[:, None] > place[None, :]
     tl.store(factor + 3 * _CHUNK, k_factor * tl.exp(tl.sum(tl.where(behind, g[:, None], 0.0), 0)))
     tl.store(factor + 4 * _CHUNK, left)
     inverse = part_inverses(system)
     within = (place // _PART)[:, None] == (place // _PART)[None, :]
-    between = wide_dot(inverse, tl.where(within, 0.0, system), PARTS)
-    inverse = substitute(between, inverse, _CHUNK // _PART - 1, PARTS)
-    tl.store(tile, inverse)
+    between = square_dot(inverse, tl.where(within, 0.0, system), PARTS)
+    solved = inverse
+    for _ in range(_CHUNK // _PART - 1):  # as substitute, from the left
+        solved = inverse - square_dot(between, solved, PARTS)
+    tl.store(tile, solved)
 
 
 @triton.jit(do_not_specialize_on_alignment=["count"])
@@ -143,6 +177,7 @@ def _delta_chunk_kernel(
     mixed_ptr += batch * stride_mb
     offsets, inside = state_offsets(value_head, first, K, V, BLOCK_K, BLOCK_V)
     state_ptr += batch * stride_sb
+    offsets, inside = tl.trans(offsets), tl.trans(inside)
     state = tl.load(state_ptr + offsets, mask=inside, other=0.0)
     place, column = tl.arange(0, _CHUNK), first + tl.arange(0, BLOCK_V)
     chunks = tl.cdiv(count, _CHUNK)
@@ -155,17 +190,18 @@ def _delta_chunk_kernel(
         row_ok, rows = row < count, row.to(tl.int64)
         q = load_rows(mixed_ptr, rows, row_ok, stride_mn, head * K, K, BLOCK_K)
         k = load_rows(mixed_ptr, rows, row_ok, stride_mn, (H + head) * K, K, BLOCK_K)
-        v = load_rows(mixed_ptr, rows, row_ok, stride_mn, 2 * H * K + value_head * V + first, V - first, BLOCK_V)
+        v_first = 2 * H * K + value_head * V + first
+        v = tl.trans(load_rows(mixed_ptr, rows, row_ok, stride_mn, v_first, V - first, BLOCK_V))
         of_values, of_keys = tl.load(factor + place), tl.load(factor + _CHUNK + place)
         of_queries, of_updates = tl.load(factor + 2 * _CHUNK + place), tl.load(factor + 3 * _CHUNK + place)
-        right = of_values[:, None] * v.to(tl.float32) - of_keys[:, None] * model_dot(k, state, PARTS)
-        answers = of_queries[:, None] * model_dot(q, state, PARTS)
-        update = wide_dot(tl.load(tile), right, PARTS)
-        answers += wide_dot(tl.load(tile + _CHUNK * _CHUNK), update, PARTS)
-        out = out_ptr + rows[:, None] * (HV * V) + column[None, :]
-        tl.store(out, answers.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & (column < V)[None, :])
+        right = of_values[None, :] * v.to(tl.float32) - of_keys[None, :] * model_dot(state, tl.trans(k), PARTS)
+        answers = of_queries[None, :] * model_dot(state, tl.trans(q), PARTS)
+        update = wide_dot(right, tl.load(tile), PARTS)
+        answers += wide_dot(update, tl.load(tile + _CHUNK * _CHUNK), PARTS)
+        out = out_ptr + rows[None, :] * (HV * V) + column[:, None]
+        tl.store(out, answers.to(out_ptr.dtype.element_ty), mask=row_ok[None, :] & (column < V)[:, None])
         left = tl.load(factor + 5 * _CHUNK - 1)
-        state = state * left + model_dot(tl.trans(k), of_updates[:, None] * update, PARTS)
+        state = state * left + model_dot(of_updates[None, :] * update, k, PARTS)
         tile += 2 * _CHUNK * _CHUNK
         factor += 5 * _CHUNK
     tl.store(state_ptr + offsets, state, mask=inside)
@@ -173,7 +209,7 @@ def _delta_chunk_kernel(
 
 @functools.cache
 def stages(device: torch.device) -> int:
-    """Chunks on their way at once: two take 125 KiB of shared memory at K = 128."""
+    """Chunks on their way at once: two take 95 KiB of shared memory at K = 128."""
     roomy = device.type == "cuda" and torch.version.hip is None
     return 2 if roomy and torch.cuda.get_device_capability(device)[0] in (9, 10) else 1
 
@@ -200,7 +236,6 @@ def delta_chunk(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Ten
         "K": key_dim,
         "PARTS": bf16_parts(mixed),
         "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
-        "num_warps": WARPS,
     }
     overlapped(_chunk_matrices_kernel, (chunks, value_heads, batch), mixed.device)(
         mixed,
@@ -215,6 +250,7 @@ def delta_chunk(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Ten
         *b.stride(),
         count,
         key_dim**-0.5,
+        num_warps=MATRICES_WARPS,
         num_stages=1,
         **shared,
     )
@@ -230,6 +266,7 @@ def delta_chunk(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Ten
         count,
         V=value_dim,
         BLOCK_V=block_v,
+        num_warps=WARPS,
         num_stages=stages(mixed.device),
         **shared,
     )

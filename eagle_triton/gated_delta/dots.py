@@ -1,20 +1,57 @@
 """Products on tensor cores that are as accurate as fp32, and the triangular systems solved with them.
 
+The kernels' PARTS says how fp32 is multiplied (`bf16_parts`).
+
 An fp32 number is the sum of three bf16 numbers. Where a product's one side is bf16, three products of 16 bits are exact
 but for the sum; where both are fp32, six leave out what is below 2^-24. Beside three products in tf32, which cost as
 much, that is closer, fits in fewer registers, and keeps the tiles in the layouts they have.
+
+No product has a left side of 64 rows. Triton makes those with Hopper's wgmma, and of kernels with several of them its
+versions 3.4 to 3.7 have made some that read shared memory where it is not theirs (triton-lang/triton 10486 and 11366,
+fla-org/flash-linear-attention 984): on an H200 ours gave wrong numbers or faults, by their shapes. So nodes are columns
+here, beside few columns of a state as rows, and matrices of nodes by nodes are made in two halves.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 
-def bf16_parts(x: Tensor) -> bool:
-    """Whether fp32 is multiplied in bf16 parts: on GPUs; in Triton's interpreter it is multiplied as it is."""
-    return x.is_cuda
+def bf16_parts(x: Tensor, in_turn: bool = False) -> str | None:
+    """How fp32 numbers are taken apart for products in bf16, the kernels' PARTS: "ptx" on NVIDIA's GPUs, "portable" on
+    others; None in Triton's interpreter, where they are multiplied as they are.
+
+    in_turn: where it is written ("ptx in turn"), not merged or moved, so that fewer registers are in use at a time.
+    """
+    if not x.is_cuda:
+        return None
+    if torch.version.hip is not None:
+        return "portable"
+    return "ptx in turn" if in_turn else "ptx"
+
+
+_PARTS_OF_TWO = tl.constexpr("""
+    {
+    .reg .b32 first, second;
+    cvt.rn.bf16x2.f32 $0, $4, $3;
+    shl.b32 first, $0, 16;
+    and.b32 second, $0, 0xffff0000;
+    sub.f32 first, $3, first;
+    sub.f32 second, $4, second;
+    cvt.rn.bf16x2.f32 $1, second, first;
+    {
+    .reg .b32 high_first, high_second;
+    shl.b32 high_first, $1, 16;
+    and.b32 high_second, $1, 0xffff0000;
+    sub.f32 first, first, high_first;
+    sub.f32 second, second, high_second;
+    }
+    cvt.rn.bf16x2.f32 $2, second, first;
+    }
+""")
 
 
 @triton.jit
@@ -30,8 +67,17 @@ def as_bf16(x):
 
 
 @triton.jit
-def parts(x):
+def parts(x, PARTS: tl.constexpr):
     """Three bf16 tiles whose sum is fp32 x."""
+    if PARTS != "portable":  # two numbers at a time: Triton's own code takes twice the instructions
+        return tl.inline_asm_elementwise(
+            _PARTS_OF_TWO,
+            "=&r,=&r,=r,r,r",
+            [x],
+            (tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=PARTS == "ptx",
+            pack=2,
+        )
     high = leading(x)
     rest = x - high
     middle = leading(rest)
@@ -39,44 +85,84 @@ def parts(x):
 
 
 @triton.jit
+def opaque(x, PARTS: tl.constexpr):
+    """fp32 x, but Triton does not see how it came about."""
+    if PARTS is not None and PARTS != "portable":
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.float32, is_pure=False, pack=1)
+    return x
+
+
+@triton.jit
+def on_top(upper, lower, PARTS: tl.constexpr):
+    """[2 M, N]: one fp32 tile [M, N] above another."""
+    M: tl.constexpr = upper.shape[0]
+    N: tl.constexpr = upper.shape[1]
+    both = tl.reshape(tl.permute(tl.join(upper, lower), (2, 0, 1)), (2 * M, N))
+    return opaque(both, PARTS)  # Triton lays products behind a tl.join out as of 4-bit numbers
+
+
+@triton.jit
+def square_dot(x, y, PARTS: tl.constexpr):
+    """fp32 x [64, K] times fp32 y [K, N], in two halves."""
+    K: tl.constexpr = x.shape[1]
+    upper, lower = tl.split(tl.permute(tl.reshape(x, (2, 32, K)), (1, 2, 0)))
+    return on_top(wide_dot(upper, y, PARTS), wide_dot(lower, y, PARTS), PARTS)
+
+
+@triton.jit
+def dot_of_parts(x, y_high, y_middle, y_low, PARTS: tl.constexpr):
+    """wide_dot, of the parts of y. Each product has a sum of its own: one behind another would wait for it."""
+    x_high, x_middle, x_low = parts(x, PARTS)
+    small = tl.dot(x_middle, y_middle) + (tl.dot(x_low, y_high) + tl.dot(x_high, y_low))
+    return tl.dot(x_high, y_high) + ((tl.dot(x_middle, y_high) + tl.dot(x_high, y_middle)) + small)
+
+
+@triton.jit
 def wide_dot(x, y, PARTS: tl.constexpr):
-    """fp32 x [M, K] times fp32 y [K, N]; small products are summed first."""
-    if PARTS:
-        x_high, x_middle, x_low = parts(x)
-        y_high, y_middle, y_low = parts(y)
-        total = tl.dot(x_middle, y_middle, tl.dot(x_low, y_high, tl.dot(x_high, y_low)))
-        return tl.dot(x_high, y_high, tl.dot(x_middle, y_high, tl.dot(x_high, y_middle, total)))
+    """fp32 x [M, K] times fp32 y [K, N]; small products are summed first. M is at most 32."""
+    tl.static_assert(x.shape[0] <= 32, "64 rows would be a product of wgmma")
+    if PARTS is not None:
+        y_high, y_middle, y_low = parts(y, PARTS)
+        return dot_of_parts(x, y_high, y_middle, y_low, PARTS)
     else:
         return tl.dot(x, y, input_precision="ieee")
 
 
 @triton.jit
 def model_dot(x, y, PARTS: tl.constexpr):
-    """x [M, K] of the model's dtype times fp32 y [K, N]."""
-    if PARTS and x.dtype == tl.bfloat16:
-        high, middle, low = parts(y)
-        return tl.dot(x, high, tl.dot(x, middle, tl.dot(x, low)))
+    """fp32 x [M, K] times y [K, N] of the model's dtype. M is at most 32."""
+    if PARTS is not None and y.dtype == tl.bfloat16:
+        tl.static_assert(x.shape[0] <= 32, "64 rows would be a product of wgmma")
+        high, middle, low = parts(x, PARTS)
+        return tl.dot(high, y) + (tl.dot(middle, y) + tl.dot(low, y))
     else:
-        return wide_dot(x.to(tl.float32), y, PARTS)
+        return wide_dot(x, y.to(tl.float32), PARTS)
 
 
 @triton.jit
 def pair_dot(x, y, PARTS: tl.constexpr):
-    """x [M, K] times the transpose of y [N, K], both of the model's dtype: in 16 bits every product is exact."""
+    """x [M, K] times y [K, N], both of the model's dtype: in 16 bits every product is exact. M is at most 32."""
     if x.dtype == tl.float32:
-        return wide_dot(x, tl.trans(y), PARTS)
+        return wide_dot(x, y, PARTS)
     else:
-        return tl.dot(x, tl.trans(y))
+        tl.static_assert(x.shape[0] <= 32, "64 rows would be a product of wgmma")
+        return tl.dot(x, y)
 
 
 @triton.jit
 def substitute(system, right, steps, PARTS: tl.constexpr):
-    """d [N, V] with (I + system) d = right, where system^(steps + 1) = 0.
+    """d [V, N] with d (I + system) = right, where system^(steps + 1) = 0. V is at most 32.
 
-    After step i the rows that depend on a chain of i others are those of forward substitution, and stay. So no power of
-    `system` is formed: its entries grow like binomial coefficients where keys are alike, and cancel.
+    After step i the columns that depend on a chain of i others are those of forward substitution, and stay. So no power
+    of `system` is formed: its entries grow like binomial coefficients where keys are alike, and cancel.
     """
     update = right
-    for _ in range(steps):
-        update = right - wide_dot(system, update, PARTS)
+    if PARTS is not None:
+        tl.static_assert(right.shape[0] <= 32, "64 rows would be a product of wgmma")
+        high, middle, low = parts(system, PARTS)
+        for _ in range(steps):
+            update = right - dot_of_parts(update, high, middle, low, PARTS)
+    else:
+        for _ in range(steps):
+            update = right - wide_dot(update, system, PARTS)
     return update

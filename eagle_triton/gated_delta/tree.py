@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.gated_delta.checks import check_heads_contiguous, check_rows_contiguous
-from eagle_triton.gated_delta.dots import bf16_parts, model_dot, pair_dot, parts, substitute, wide_dot
+from eagle_triton.gated_delta.dots import bf16_parts, model_dot, on_top, pair_dot, parts, substitute, wide_dot
 from eagle_triton.gated_delta.recurrent import gating, inverse_length, launch_recurrent, state_offsets
 from eagle_triton.reference.gated_delta import check_delta, check_tree
-from eagle_triton.runtime.overlap import await_inputs, overlapped
+from eagle_triton.runtime.launch import EXACT, launch
 
 BLOCK_V = 32  # columns of the state that a program answers from
-WARPS = 4
-FEW_NODES = 16
-"""Beyond which fp32 models are answered without tensor cores: there the products of bf16 parts were wrong on an H200
-with Triton 3.6, though not those of chunk.py. It is slow, and exact."""
+WARPS = 8
+FEW_NODES = 16  # the least that the tensor cores take; more are 64
 
 
 @triton.jit
@@ -64,35 +61,52 @@ def load_gates(
 
 
 @triton.jit
-def sums_between(seen, unseen, g, PARTS: tl.constexpr):
-    """[N, N]: the sum of g over the nodes that node i sees and node j does not."""
-    if PARTS:
-        x = seen.to(tl.float32).to(tl.bfloat16)
-        high, middle, low = parts(g)
-        total = tl.dot(x, tl.where(unseen, low[:, None], 0.0))
-        total = tl.dot(x, tl.where(unseen, middle[:, None], 0.0), total)
-        return tl.dot(x, tl.where(unseen, high[:, None], 0.0), total)
-    else:
-        return tl.dot(seen.to(tl.float32), tl.where(unseen, g[:, None], 0.0), input_precision="ieee")
+def bits(words, places):
+    """Bits of int64 `words` at `places`, as 0.0 and 1.0.
+
+    What goes into a product is multiplied with them: behind a tl.where or a comparison, Triton would keep the product's
+    sides in shared memory as if they had 8 bits, and read them number by number.
+    """
+    return ((words >> places.to(tl.int64)) & 1).to(tl.int32).to(tl.float32)
 
 
 @triton.jit
-def node_matrices(q, k, g, beta, seen, strict, unseen, scale, PARTS: tl.constexpr):
-    """The matrix of the updates' system and the one from updates to answers, [N, N] each, and by node how much of the
-    state is left, exp of g's sum, and the factors that make its query and its key unit vectors: [N] each.
+def sums_between(unseen, sees, g, PARTS: tl.constexpr):
+    """[R, N]: the sum of g over the nodes that node i (a column) sees and node j (a row) does not."""
+    missed = unseen * g[None, :]
+    if PARTS is not None:
+        y = sees.to(tl.bfloat16)
+        high, middle, low = parts(missed, PARTS)
+        return tl.dot(high, y) + (tl.dot(middle, y) + tl.dot(low, y))
+    else:
+        return tl.dot(missed, sees, input_precision="ieee")
 
-    seen [N, N]: node j is i or an ancestor of i; strict: an ancestor; unseen: node i is neither j nor an ancestor of j.
-    What decays between two nodes is summed over the nodes between them: as the difference of two sums from the root it
-    would drown in their rounding. q and k are as the model gives them, so that their products are exact in 16 bits;
-    lengths come in afterwards.
+
+@triton.jit
+def node_rows(k_rows, q, k, g, beta, q_factor, k_factor, sees, seen, strict, unseen, PARTS: tl.constexpr):
+    """What R nodes, rows j, are to all N, columns i: rows of the transposed matrices of the updates' system and from
+    updates to answers, [R, N] each.
+
+    k_rows [R, K], q and k [N, K] are as the model gives them, so that their products are exact in 16 bits; the factors
+    [N] make unit vectors of keys, and of queries with their scale. The rest is 0.0 or 1.0. sees [N, N]: node i is or
+    has as an ancestor the node of the row; seen [R, N]: the same of these rows; strict: as an ancestor; unseen [R, N]:
+    node j neither is nor has the node of the column. What decays between two nodes is summed over the nodes between
+    them: as the difference of two sums from the root it would drown in their rounding.
     """
-    q_factor = inverse_length(q.to(tl.float32), 1) * scale
-    k_factor = inverse_length(k.to(tl.float32), 1)
-    left = tl.exp(tl.sum(tl.where(unseen, 0.0, g[:, None]), 0))
-    between = tl.where(seen, tl.exp(sums_between(seen, unseen, g, PARTS)), 0.0)
-    system = pair_dot(k, k, PARTS) * between * (beta * k_factor)[:, None] * k_factor[None, :]
-    reading = pair_dot(q, k, PARTS) * between * q_factor[:, None] * k_factor[None, :]
-    return tl.where(strict, system, 0.0), reading, left, q_factor, k_factor
+    between = tl.exp(sums_between(unseen, sees, g, PARTS)) * inverse_length(k_rows.to(tl.float32), 1)[:, None]
+    system = pair_dot(k_rows, tl.trans(k), PARTS) * between * (beta * k_factor)[None, :] * strict
+    reading = pair_dot(k_rows, tl.trans(q), PARTS) * between * q_factor[None, :] * seen
+    return system, reading
+
+
+@triton.jit
+def rows_of_tree(mine, word, first, k_rows, q, k, g, beta, q_factor, k_factor, sees, PARTS: tl.constexpr):
+    """node_rows of the R nodes from `first` on of a tree, with ancestors `mine` [R]; those of all are `word` [N]."""
+    row, node = first + tl.arange(0, mine.shape[0]), tl.arange(0, word.shape[0])
+    itself = tl.full((1,), 1, tl.int64) << node.to(tl.int64)
+    seen, strict = bits(word[None, :], row[:, None]), bits((word & ~itself)[None, :], row[:, None])
+    unseen = bits(~mine[:, None], node[None, :])
+    return node_rows(k_rows, q, k, g, beta, q_factor, k_factor, sees, seen, strict, unseen, PARTS)
 
 
 @triton.jit(
@@ -137,23 +151,30 @@ def _delta_tree_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """Grid (blocks of V, HV, B): a program answers all nodes from BLOCK_V columns of a head's state."""
-    await_inputs(PDL)
+    """Grid (blocks of V, HV, B): a program answers all nodes from BLOCK_V columns of a head's state.
+
+    A program takes all registers of a multiprocessor. So it is not started early: it would find none that is empty.
+    """
     block, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first = block * BLOCK_V
     node, column = tl.arange(0, BLOCK_N), first + tl.arange(0, BLOCK_V)
     node_ok = node < count
-    offsets, inside = state_offsets(value_head, first, K, V, BLOCK_K, BLOCK_V)
-    state = tl.load(state_ptr + batch * stride_sb + offsets, mask=inside, other=0.0)
-    word = tl.load(ancestors_ptr + batch * stride_tb + node * stride_tn, mask=node_ok, other=0)
-    seen = ((word[:, None] >> node[None, :].to(tl.int64)) & 1) != 0
     rows, head = node.to(tl.int64), value_head // (HV // H)
+    ancestors_ptr += batch * stride_tb
     mixed_ptr += batch * stride_mb
-    q = load_rows(mixed_ptr, rows, node_ok, stride_mn, head * K, K, BLOCK_K)
-    k = load_rows(mixed_ptr, rows, node_ok, stride_mn, (H + head) * K, K, BLOCK_K)
-    v = load_rows(mixed_ptr, rows, node_ok, stride_mn, 2 * H * K + value_head * V + first, V - first, BLOCK_V)
+    # Loads come first, so that they are waited for together; what is loaded again below is near by then.
+    HALF: tl.constexpr = min(BLOCK_N, 32)
+    upper, lower = tl.arange(0, HALF), BLOCK_N - HALF + tl.arange(0, HALF)
+    word = tl.load(ancestors_ptr + node * stride_tn, mask=node_ok, other=0)
+    upper_word = tl.load(ancestors_ptr + upper * stride_tn, mask=upper < count, other=0)
+    lower_word = tl.load(ancestors_ptr + lower * stride_tn, mask=lower < count, other=0)
+    q_first, k_first, v_first = head * K, (H + head) * K, 2 * H * K + value_head * V + first
+    q = load_rows(mixed_ptr, rows, node_ok, stride_mn, q_first, K, BLOCK_K)
+    k = load_rows(mixed_ptr, rows, node_ok, stride_mn, k_first, K, BLOCK_K)
+    offsets, inside = state_offsets(value_head, first, K, V, BLOCK_K, BLOCK_V)
+    state = tl.load(state_ptr + batch * stride_sb + tl.trans(offsets), mask=tl.trans(inside), other=0.0)
+    v = tl.trans(load_rows(mixed_ptr, rows, node_ok, stride_mn, v_first, V - first, BLOCK_V))
     g, beta = load_gates(
         rows,
         node_ok,
@@ -174,15 +195,24 @@ def _delta_tree_kernel(
         gate = gates_ptr + batch * stride_gb + node * stride_gn + value_head
         tl.store(gate, g, mask=node_ok & (block == 0))
         tl.store(gate + stride_gg, beta, mask=node_ok & (block == 0))
-    strict = seen & (node[:, None] != node[None, :])
-    unseen = ((word[None, :] >> node[:, None].to(tl.int64)) & 1) == 0
-    right, answers = model_dot(k, state, PARTS), model_dot(q, state, PARTS)
-    system, reading, left, q_factor, k_factor = node_matrices(q, k, g, beta, seen, strict, unseen, scale, PARTS)
-    right = beta[:, None] * (v.to(tl.float32) - (left * k_factor)[:, None] * right)
+    sees = bits(word[None, :], node[:, None])
+    left = tl.exp(tl.sum(sees * g[:, None], 0))
+
+    q_factor, k_factor = inverse_length(q.to(tl.float32), 1) * scale, inverse_length(k.to(tl.float32), 1)
+    upper_k = load_rows(mixed_ptr, upper.to(tl.int64), upper < count, stride_mn, k_first, K, BLOCK_K)
+    system, reading = rows_of_tree(upper_word, word, 0, upper_k, q, k, g, beta, q_factor, k_factor, sees, PARTS)
+    if BLOCK_N > HALF:
+        lower_k = load_rows(mixed_ptr, lower.to(tl.int64), lower < count, stride_mn, k_first, K, BLOCK_K)
+        lower_system, lower_reading = rows_of_tree(
+            lower_word, word, HALF, lower_k, q, k, g, beta, q_factor, k_factor, sees, PARTS
+        )
+        system, reading = on_top(system, lower_system, PARTS), on_top(reading, lower_reading, PARTS)
+    right, answers = model_dot(state, tl.trans(k), PARTS), model_dot(state, tl.trans(q), PARTS)
+    right = beta[None, :] * (v.to(tl.float32) - (left * k_factor)[None, :] * right)
     update = substitute(system, right, depth, PARTS)
-    answers = (left * q_factor)[:, None] * answers + wide_dot(reading, update, PARTS)
-    out = out_ptr + ((batch * count + node)[:, None] * HV + value_head) * V + column[None, :]
-    tl.store(out, answers.to(out_ptr.dtype.element_ty), mask=node_ok[:, None] & (column < V)[None, :])
+    answers = (left * q_factor)[None, :] * answers + wide_dot(update, reading, PARTS)
+    out = out_ptr + ((batch * count + node)[None, :] * HV + value_head) * V + column[:, None]
+    tl.store(out, answers.to(out_ptr.dtype.element_ty), mask=node_ok[None, :] & (column < V)[:, None])
 
 
 def delta_tree(
@@ -213,9 +243,8 @@ def delta_tree(
     out = mixed.new_empty(batch, count, value_heads, value_dim)
     if not out.numel():
         return out
-    on_cores = mixed.dtype != torch.float32 or count <= FEW_NODES
-    block_v = min(BLOCK_V if on_cores else 16, max(16, triton.next_power_of_2(value_dim)))
-    overlapped(_delta_tree_kernel, (triton.cdiv(value_dim, block_v), value_heads, batch), mixed.device)(
+    block_v = min(BLOCK_V, max(16, triton.next_power_of_2(value_dim)))
+    launch(_delta_tree_kernel, (triton.cdiv(value_dim, block_v), value_heads, batch))(
         mixed,
         a,
         b,
@@ -238,11 +267,12 @@ def delta_tree(
         HV=value_heads,
         K=key_dim,
         V=value_dim,
-        PARTS=on_cores and bf16_parts(mixed),
+        PARTS=bf16_parts(mixed, in_turn=True),
         BLOCK_N=FEW_NODES if count <= FEW_NODES else 64,
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)),
         BLOCK_V=block_v,
-        num_warps=WARPS if on_cores else 8,
+        num_warps=WARPS,
         num_stages=1,
+        **EXACT,
     )
     return out

@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # Gluon's
 
 log = logging.getLogger(__name__)
 
+_STACKED = 4  # weights to a launch
+
 
 def linear(
     x: Tensor,
@@ -59,7 +61,7 @@ def linear_stack(
     launch_rows: int | None = None,
     settings: Settings | Streaming | None = None,
 ) -> tuple[Tensor | SplitSums, ...]:
-    """Several products of the same rows, e.g. q, k and v, three to a launch. x [..., K], weights [Ni, K].
+    """Several products of the same rows, e.g. q, k and v, four to a launch. x [..., K], weights [Ni, K].
 
     Returns one [..., Ni] each: views of one tensor, side by side in its last dimension. Options as for `linear`.
     """
@@ -68,10 +70,17 @@ def linear_stack(
     if settings is None:
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     outs: list[Tensor | SplitSums] = []
-    for i in range(0, len(weights), 3):
-        some = list(weights[i : i + 3])
+    for i in range(0, len(weights), _STACKED):
+        some = list(weights[i : i + _STACKED])
         out = _multiply(
-            "linear_stack", x, some, list(biases[i : i + 3]), None, keep_splits, launch_rows is not None, settings
+            "linear_stack",
+            x,
+            some,
+            list(biases[i : i + _STACKED]),
+            None,
+            keep_splits,
+            launch_rows is not None,
+            settings,
         )
         cols = [weight.shape[0] for weight in some]
         if isinstance(out, SplitSums):
@@ -116,7 +125,7 @@ def _multiply(
     in_draft_pass: bool,
     settings: Settings | Streaming,
 ) -> Tensor | SplitSums:
-    """One launch for up to three weights: [..., N of all weights]."""
+    """One launch for up to _STACKED weights: [..., N of all weights]."""
     matrix = _matrix(name, x, weights)
     rows = len(matrix)
     cols = [weight.shape[0] for weight in weights]
@@ -129,7 +138,7 @@ def _multiply(
     if residual is not None:
         residual = residual.reshape(out.shape)
         residual = residual if residual.stride(1) == 1 else residual.contiguous()
-    if len(weights) == 2:  # the kernels know one weight or three
+    if len(weights) == 2:  # the kernels know one, three or four
         weights, biases, cols = [*weights, weights[1]], [*biases, biases[1]], [*cols, 0]
     if any(bias is not None for bias in biases):
         biases = [x.new_zeros(n) if b is None else b.contiguous() for n, b in zip(cols, biases, strict=True)]

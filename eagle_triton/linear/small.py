@@ -211,13 +211,16 @@ def _linear_kernel(
     w0_ptr,
     w1_ptr,
     w2_ptr,
+    w3_ptr,
     x_desc,
     w0_desc,
     w1_desc,
     w2_desc,
+    w3_desc,
     bias0_ptr,
     bias1_ptr,
     bias2_ptr,
+    bias3_ptr,
     residual_ptr,
     out_ptr,
     partials_ptr,
@@ -226,11 +229,13 @@ def _linear_kernel(
     cols0,
     cols1,
     cols2,
+    cols3,
     depth,
     stride_xm,
     stride_w0,
     stride_w1,
     stride_w2,
+    stride_w3,
     stride_rm,
     stride_om,
     BLOCK_M: tl.constexpr,
@@ -243,13 +248,13 @@ def _linear_kernel(
 ):
     """Grid (column tiles of all weights, splits, row tiles); a program makes one split of one tile of one product.
 
-    The products' columns stand side by side in `out`: cols0, then cols1, then cols2. All weights, or only the first.
+    The products' columns stand side by side in `out`: cols0, then cols1 and so on. One weight, three or four.
     """
     tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = row_tile * tl.num_programs(0) + tile
     w_ptr, w_desc, bias_ptr, cols, stride_w = w0_ptr, w0_desc, bias0_ptr, cols0, stride_w0
     if w1_ptr is not None:
-        tiles0, tiles1 = tl.cdiv(cols0, BLOCK_N), tl.cdiv(cols1, BLOCK_N)
+        tiles0, tiles1, tiles2 = tl.cdiv(cols0, BLOCK_N), tl.cdiv(cols1, BLOCK_N), tl.cdiv(cols2, BLOCK_N)
         if tile >= tiles0 + tiles1:
             tile -= tiles0 + tiles1
             out_ptr += cols0 + cols1
@@ -258,6 +263,15 @@ def _linear_kernel(
                 w_desc = w2_desc
             if bias_ptr is not None:
                 bias_ptr = bias2_ptr
+            if w3_ptr is not None:  # noqa: SIM102 (known before tile is)
+                if tile >= tiles2:
+                    tile -= tiles2
+                    out_ptr += cols2
+                    w_ptr, cols, stride_w = w3_ptr, cols3, stride_w3
+                    if w_desc is not None:
+                        w_desc = w3_desc
+                    if bias_ptr is not None:
+                        bias_ptr = bias3_ptr
         elif tile >= tiles0:
             tile -= tiles0
             out_ptr += cols0
@@ -392,14 +406,14 @@ def linear(
     settings: Settings,
     keep_splits: bool,
 ) -> None:
-    """x @ weight.T + bias for one weight or three, side by side in `out`. products.py has checked all.
+    """x @ weight.T + bias for one, three or four weights, side by side in `out`. products.py has checked all.
 
     x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; residual [rows, N] or None; out
     [rows, sum of cols], or with `keep_splits` fp32 [splits, rows, sum of cols].
     """
     rows, depth = x.shape
     block_m = block_m_of(rows)
-    absent = [None] * (3 - len(weights))
+    absent = [None] * (4 - len(weights))
     grid = (tiles_of(cols, settings.block_n), settings.splits, triton.cdiv(rows, block_m))
     partials = arrivals = None
     if settings.splits > 1 and not keep_splits:

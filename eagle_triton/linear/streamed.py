@@ -1,6 +1,6 @@
 """Products of few rows on Hopper whose weights are under way before their input is.
 
-    linear_kernel:  out = x @ weight.T (+ bias), up to three weights side by side; split sums of K, or the product
+    linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; split sums of K, or the product
     swiglu_kernel:  out = silu(x @ gate.T) * (x @ up.T)
 
 The kernels of small.py with their memory in their own hands (Gluon): tiles of the weights and of x come through TMA
@@ -67,7 +67,7 @@ _HOPPER = {
     (16, (4096, 1024, 1024), 8192): (64, 128, 3, 3),  # draft qkv 26.9; 29.2
     (16, (32000,), 4096): (128, 128, 4, 4),  # draft head 63.1; 65.1
     (64, (4096, 1024, 1024), 4096): (64, 128, 4, 3),  # qkv 17.5; 19.0
-    (64, (4096,), 4096): (32, 128, 4, 4),  # o 12.8; 14.3
+    (64, (4096,), 4096): (64, 128, 4, 4),  # o 12.4; 14.1
     (64, (14336, 14336), 4096): (64, 128, 2, 2),  # gate and up 61.6
     (64, (4096,), 14336): (64, 128, 4, 4),  # down 33.3; 35.1
     (64, (128256,), 4096): (128, 128, 4, 4),  # head
@@ -77,10 +77,12 @@ _WIDE = {
     ((4096, 1024, 1024), 8192): Streaming(128, 64, 4, False, 4, 4),  # draft qkv, 80 rows 39.1; 45.5
     ((4096,), 14336): Streaming(128, 64, 4, False, 4, 4),  # down, 80 rows 35.2; 36.9
 }
-_SHARED_MEMORY = 100 * 1024  # aim of an unmeasured shape: two programs share a multiprocessor
+# Aims of unmeasured shapes: what a program takes that has a multiprocessor to itself, one of two, and SwiGLU's.
+_ALONE, _SHARED, _SWIGLU = 176 * 1024, 113 * 1024, 100 * 1024
 _PREFETCH_BYTES = 32 * 1024  # in flight before the input is there: more would slow the kernel that makes the input
 _MULTIPROCESSOR = 228 * 1024  # bytes of shared memory, of which each program takes 1024 more than it asks for
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_MULTIPROCESSORS = 132  # of the chip that was measured
 _WARPS = 4  # one warpgroup of the tensor cores
 
 
@@ -167,14 +169,17 @@ def linear_kernel(
     w0_desc,
     w1_desc,
     w2_desc,
+    w3_desc,
     bias0_ptr,
     bias1_ptr,
     bias2_ptr,
+    bias3_ptr,
     out_ptr,
     rows,
     cols0,
     cols1,
     cols2,
+    cols3,
     depth,
     stride_om,
     BLOCK_M: gl.constexpr,
@@ -194,13 +199,20 @@ def linear_kernel(
     tile, split = gl.program_id(0), gl.program_id(1)
     w_desc, bias_ptr, cols = w0_desc, bias0_ptr, cols0
     if w1_desc is not None:
-        tiles0, tiles1 = gl.cdiv(cols0, BLOCK_N), gl.cdiv(cols1, BLOCK_N)
+        tiles0, tiles1, tiles2 = gl.cdiv(cols0, BLOCK_N), gl.cdiv(cols1, BLOCK_N), gl.cdiv(cols2, BLOCK_N)
         if tile >= tiles0 + tiles1:
             tile -= tiles0 + tiles1
             out_ptr += cols0 + cols1
             w_desc, cols = w2_desc, cols2
             if bias_ptr is not None:
                 bias_ptr = bias2_ptr
+            if w3_desc is not None:  # noqa: SIM102 (known before tile is)
+                if tile >= tiles2:
+                    tile -= tiles2
+                    out_ptr += cols2
+                    w_desc, cols = w3_desc, cols3
+                    if bias_ptr is not None:
+                        bias_ptr = bias3_ptr
         elif tile >= tiles0:
             tile -= tiles0
             out_ptr += cols0
@@ -332,8 +344,13 @@ def settings_for(
     if measured is not None:
         block_n, block_k, w_stages, x_stages = measured
     else:
-        stage = (block_n * (2 if fused else 1) + _block_m(swap, rows)) * block_k * 2
-        w_stages = x_stages = max(2, min(4, _SHARED_MEMORY // stage))
+        w_stage, x_stage = block_n * (2 if fused else 1) * block_k * 2, _block_m(swap, rows) * block_k * 2
+        programs = sum(triton.cdiv(n, block_n) for n in cols) * splits
+        room = _SWIGLU if fused else _ALONE if programs <= _MULTIPROCESSORS else _SHARED
+        w_stages = 2
+        while w_stages < (4 if fused else 6) and (w_stages + 1) * w_stage + min(w_stages + 1, 4) * x_stage <= room:
+            w_stages += 1
+        x_stages = min(w_stages, 4)
     if block_k < 64 or (swap and block_n < 64):
         return None
     return Streaming(block_n, block_k, splits, swap, w_stages, x_stages)
@@ -352,14 +369,14 @@ def linear(
     out: Tensor,
     settings: Streaming,
 ) -> None:
-    """x @ weight.T + bias for one weight or three, side by side in `out`; see linear_kernel. products.py has checked
-    all.
+    """x @ weight.T + bias for one, three or four weights, side by side in `out`; see linear_kernel. products.py has
+    checked all.
 
     x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; out [rows, sum of cols], or fp32
     [splits, rows, sum of cols].
     """
     tiles = sum(triton.cdiv(n, settings.block_n) for n in cols)
-    absent = [None] * (3 - len(weights))
+    absent = [None] * (4 - len(weights))
     compiled = launch(linear_kernel, (tiles, settings.splits))(
         _descriptor(x, _block_m(settings.swap, len(x)), settings),
         *(_descriptor(weight, settings.block_n, settings) for weight in weights),

@@ -1,5 +1,7 @@
 """Production settings of the gated delta rule: Qwen3.5 and Qwen3-Next, H 16, HV 32 and 48, K = V = 128, bf16."""
 
+from itertools import product
+
 from eagle_triton.gated_delta import chunk, commit, conv, norm, recurrent, tree
 from eagle_triton.runtime.launch import EXACT
 
@@ -27,24 +29,34 @@ def _case(name, kernel, constexprs, warps, absent=(), stages=1, **more):
     return name, kernel, signature, constexprs, options
 
 
+PARTS = {"ptx": ("sm_80", "sm_90", "sm_100"), "portable": ("gfx942",)}
+MMA = {"without": ("wgmma",)}  # see dots.py
+
 CASES = []
 for _heads in (32, 48):
     _shape = {"H": 16, "HV": _heads, "K": 128, "V": 128, "BLOCK_K": 128}
-    for _nodes in (16, 64):
-        _values = {**_shape, "PARTS": True, "BLOCK_N": _nodes, "BLOCK_V": tree.BLOCK_V}
-        CASES.append(_case(f"delta_tree {_nodes} nodes HV {_heads}", tree._delta_tree_kernel, _values, tree.WARPS))
+    for _nodes, (_parts, _targets) in product((16, 64), PARTS.items()):
+        _parts = _parts.replace("ptx", "ptx in turn")
+        _values = {**_shape, "PARTS": _parts, "BLOCK_N": _nodes, "BLOCK_V": tree.BLOCK_V}
+        _name, _options = f"delta_tree {_nodes} nodes HV {_heads}", {"targets": _targets, **MMA}
+        CASES.append(_case(_name, tree._delta_tree_kernel, _values, tree.WARPS, **_options))
     for _keep in (True, False):
         _values = {**_shape, "KEEP": _keep, "BLOCK_V": recurrent.BLOCK_V}
         _absent = ("gates_ptr",) if _keep else ()
         _name = f"delta_{'recurrent' if _keep else 'tree 1 node'} HV {_heads}"
         CASES.append(_case(_name, recurrent._delta_recurrent_kernel, _values, recurrent.WARPS, _absent))
-    _values = {**_shape, "PARTS": True, "BLOCK_V": chunk.BLOCK_V}
-    for _stages, _targets in ((2, ("sm_90", "sm_100")), (1, ("sm_80", "gfx942"))):
-        _name = f"delta_chunk HV {_heads}"
-        CASES.append(_case(_name, chunk._delta_chunk_kernel, _values, chunk.WARPS, stages=_stages, targets=_targets))
-    _values = {name: value for name, value in _values.items() if name not in ("V", "BLOCK_V")}
-    _name = f"delta_chunk's matrices HV {_heads}"
-    CASES.append(_case(_name, chunk._chunk_matrices_kernel, _values, chunk.WARPS))
+    for _stages, _parts, _targets in (
+        (2, "ptx", ("sm_90", "sm_100")),
+        (1, "ptx", ("sm_80",)),
+        (1, "portable", ("gfx942",)),
+    ):
+        _name, _options = f"delta_chunk HV {_heads}", {"targets": _targets, "stages": _stages, **MMA}
+        _values = {**_shape, "PARTS": _parts, "BLOCK_V": chunk.BLOCK_V}
+        CASES.append(_case(_name, chunk._delta_chunk_kernel, _values, chunk.WARPS, **_options))
+    for _parts, _targets in PARTS.items():
+        _values = {**{name: value for name, value in _shape.items() if name != "V"}, "PARTS": _parts}
+        _name, _options = f"delta_chunk's matrices HV {_heads}", {"targets": _targets, **MMA}
+        CASES.append(_case(_name, chunk._chunk_matrices_kernel, _values, chunk.MATRICES_WARPS, **_options))
     _values = {**_shape, "KEPT": 3, "BLOCK_W": 4, "BLOCK_C": commit.BLOCK_C, "BLOCK_V": recurrent.BLOCK_V}
     CASES.append(_case(f"commit_states HV {_heads}", commit._commit_states_kernel, _values, recurrent.WARPS))
     _values = {"R": _heads // 16, "HV": _heads, "V": 128, "HEADS": norm.TILE // 128, "BLOCK_V": 128}

@@ -8,8 +8,8 @@ from eagle_triton.linear.small import _linear_kernel, _linear_swiglu_kernel
 from eagle_triton.runtime.launch import EXACT
 
 _ALIGNED = (
-    "depth", "cols0", "cols1", "cols2", "cols", "stride_xm", "stride_w0", "stride_w1", "stride_w2", "stride_rm",
-    "stride_om", "stride_gate", "stride_up",
+    "depth", "cols0", "cols1", "cols2", "cols3", "cols", "stride_xm", "stride_w0", "stride_w1", "stride_w2",
+    "stride_w3", "stride_rm", "stride_om", "stride_gate", "stride_up",
 )  # fmt: skip
 
 
@@ -63,6 +63,7 @@ _SHAPES = {
     "8b gate_up": ((14336, 14336), 4096),
     "8b down": ((4096,), 14336),
     "8b head": ((128256,), 4096),
+    "9b gated delta": ((8192, 4096, 32, 32), 4096),
     "1b qkv": ((2048, 512, 512), 2048),
     "1b gate_up": ((8192, 8192), 2048),
 }
@@ -84,7 +85,7 @@ CASES += [
     _case("8b o 32 rows residual bias fp16", _O64, 32, 1, "fp16", residual=True, bias=True, targets=_HOPPER_ON),
     _case("8b o 64 rows plain loads", _O64._replace(tma=False), 64, 1, residual=True, targets=("sm_90",)),
 ]
-for _name in ("8b qkv", "8b o", "8b gate_up"):
+for _name in ("8b qkv", "9b gated delta", "8b o", "8b gate_up"):
     _portable = _settings((8, 0), 64, *_SHAPES[_name])._replace(tma=False)
     _weights = 0 if _name == "8b gate_up" else len(_SHAPES[_name][0])
     CASES += [_case(f"{_name} 64 rows portable", _portable, 64, _weights, bias=_weights > 0)]

@@ -14,7 +14,7 @@ from eagle_triton.linear.streamed import (
 )
 from eagle_triton.runtime.launch import EXACT
 
-_ALIGNED = ("depth", "cols0", "cols1", "cols2", "cols", "stride_om")
+_ALIGNED = ("depth", "cols0", "cols1", "cols2", "cols3", "cols", "stride_om")
 
 
 def _case(
@@ -35,7 +35,7 @@ def _case(
         "X_STAGES": settings.x_stages,
         "PREFETCH": _prefetch_stages(settings, 1 if weights else 2, rows, programs, 132),
     }
-    absent = {f"w{i}_desc" for i in range(weights, 3)} | {f"bias{i}_ptr" for i in range(weights if bias else 0, 3)}
+    absent = {f"w{i}_desc" for i in range(weights, 4)} | {f"bias{i}_ptr" for i in range(weights if bias else 0, 4)}
     signature, given = {}, {}
     for argument in kernel.arg_names:
         if argument in constexprs or argument in absent:

@@ -21,6 +21,7 @@ from torch import Tensor
 from eagle_triton import linear as products
 from eagle_triton.linear import settings as table
 from eagle_triton.linear.settings import Settings
+from eagle_triton.models.shapes import HYBRIDS, SHAPES
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.runtime.split_sums import SplitSums
 
@@ -45,15 +46,31 @@ class Product(NamedTuple):
         return F.silu(out[0]) * out[1] if self.fused else torch.cat(out, dim=-1)
 
 
-PRODUCTS = {  # by their names in tools/tune_linear.py: Llama-3.1-8B and its EAGLE-3 head
-    "qkv": Product((4096, 1024, 1024), 4096),
-    "o": Product((4096,), 4096),
-    "gate_up": Product((14336, 14336), 4096, fused=True),
-    "down": Product((4096,), 14336),
-    "head": Product((128256,), 4096),
-    "draft_qkv": Product((4096, 1024, 1024), 8192),
-    "draft_head": Product((32000,), 4096),
-}
+def products_of(shape: str) -> dict[str, Product]:
+    """By their names in tools/tune_linear.py: those of a Llama with an EAGLE-3 head, or of a Qwen3.5 with MTP."""
+    sizes = (HYBRIDS if shape in HYBRIDS else SHAPES)[shape]
+    hidden, heads, kv_heads = (sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    size = sizes.get("head_dim", hidden // heads)
+    of_queries = heads * size * (2 if shape in HYBRIDS else 1)  # a gate beside each
+    qkv = (of_queries, kv_heads * size, kv_heads * size)
+    found = {
+        "qkv": Product(qkv, hidden),
+        "o": Product((hidden,), heads * size),
+        "gate_up": Product((sizes["intermediate_size"],) * 2, hidden, fused=True),
+        "down": Product((hidden,), sizes["intermediate_size"]),
+        "head": Product((sizes["vocab_size"],), hidden),
+        "draft_head": Product((sizes.get("draft_vocab_size", sizes["vocab_size"] // 8),), hidden),
+    }
+    if shape not in HYBRIDS:
+        return {**found, "draft_qkv": Product(qkv, 2 * hidden)}
+    value_heads = sizes["linear_num_value_heads"]
+    keys, values = _KEY_HEADS * _DELTA_DIM, value_heads * _DELTA_DIM
+    found["delta_in"] = Product((2 * keys + values, values, value_heads, value_heads), hidden)
+    found["delta_out"] = Product((hidden,), values)
+    return {**found, "draft_fc": Product((hidden,), 2 * hidden)}
+
+
+_KEY_HEADS, _DELTA_DIM = 16, 128  # of every Qwen3.5
 _SHARED_MEMORY = 225 * 1024
 _PAUSES = 60  # programs of the small kernel
 
@@ -71,7 +88,7 @@ def candidates(product: Product, rows: int) -> Iterator[Settings]:
         in_flight = resident * block_n * per_program * block_k * 2 * stages
         if shared > _SHARED_MEMORY or steps < 2 * stages or in_flight < 48 * 1024:
             continue  # does not fit, ends before the pipeline is full, or cannot hide the memory's latency
-        if not 112 <= tiles * splits <= (1100 if splits == 1 else 400):
+        if not 112 <= tiles * splits <= (2000 if splits == 1 else 400):
             continue  # an idle chip, or many small programs
         if splits > 1 and (product.fused or tiles >= 300):
             continue
@@ -93,7 +110,7 @@ def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
     ):
         shared = (block_n * per_program * w_stages + block_m * x_stages) * block_k * 2
         programs = sum(-(-n // block_n) for n in product.cols) // per_program * splits
-        if shared > _SHARED_MEMORY or not 112 <= programs <= (1100 if splits == 1 else 400):
+        if shared > _SHARED_MEMORY or not 112 <= programs <= (2000 if splits == 1 else 400):
             continue
         if splits > 1 and (product.fused or max(product.cols) > 8192):
             continue
@@ -200,21 +217,29 @@ def tune(
     return min(blas_times), sorted(found, key=lambda row: row[0])
 
 
+def settings_now(product: Product, rows: int, streamed: bool) -> list[Settings | Streaming]:
+    """What is to be beaten: how the product is launched today by small.py, and by streamed.py."""
+    cols, depth, fused = product
+    plain = table.launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, fused)
+    if plain is None or not streamed:
+        return [] if plain is None else [plain]
+    from eagle_triton.linear.streamed import settings_for
+
+    stream = settings_for(rows, cols, depth, plain.block_n, plain.block_k, plain.splits, plain.swap, fused)
+    return [plain] if stream is None else [plain, stream]
+
+
 def sweep(args: argparse.Namespace) -> None:
     """Compile, check and time what the options ask for, and print it."""
     args.keep_splits |= args.streamed  # they leave split sums to the reader
     started = time.monotonic()
-    plan = []
-    for rows, name in itertools.product(args.rows, args.products):
-        some = list((streamed_candidates if args.streamed else candidates)(PRODUCTS[name], rows))
-        if args.streamed:  # what is to be beaten
-            cols, depth, fused = PRODUCTS[name]
-            plain = table.launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, fused)
-            some += [] if plain is None else [plain]
-        plan.append((rows, name, some))
+    known, plan = products_of(args.shape), []
+    for rows, name in itertools.product(args.rows, [name for name in args.products if name in known]):
+        some = (streamed_candidates if args.streamed else candidates)(known[name], rows)
+        plan.append((rows, name, list(dict.fromkeys((*some, *settings_now(known[name], rows, args.streamed))))))
 
     def task(rows: int, name: str, settings: Settings | Streaming) -> tuple[int, bool, int, Settings | Streaming, bool]:
-        return len(PRODUCTS[name].cols), PRODUCTS[name].fused, rows, settings, args.keep_splits
+        return len(known[name].cols), known[name].fused, rows, settings, args.keep_splits
 
     tasks = list(dict.fromkeys(task(rows, name, settings) for rows, name, some in plan for settings in some))
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
@@ -222,7 +247,7 @@ def sweep(args: argparse.Namespace) -> None:
     print(f"{len(tasks)} kernels compiled after {time.monotonic() - started:.0f} s", flush=True)
     records, sums = [], {}
     for rows, name, some in plan:
-        product = PRODUCTS[name]
+        product = known[name]
         good = []
         for settings in some:
             error = errors[task(rows, name, settings)]
@@ -242,6 +267,10 @@ def sweep(args: argparse.Namespace) -> None:
         )
         for us, settings, error in found[: args.top]:
             print(f"    {us:7.2f}  {tuple(settings)}  {error:.1e}", flush=True)
+        now = settings_now(product, rows, args.streamed)
+        for us, settings, error in found:
+            if settings in now:
+                print(f"    {us:7.2f}  {tuple(settings)}  {error:.1e}  now", flush=True)
         records += [(rows, name, "cublas", f"{blas:.2f}")]
         records += [(rows, name, " ".join(map(str, settings)), f"{us:.2f}") for us, settings, _ in found]
     for rows, (blas, best) in sums.items():
