@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import benchmark
-from benchmarks import generate, operations, timing
+from benchmarks import generate, mtp, operations, timing
 from benchmarks.acceptance import deepest_path, fix_acceptance
-from benchmarks.arguments import PLOTS, SHAPES, stored_positions
+from benchmarks.arguments import PLOTS, SHAPES, TREES, stored_positions
 from benchmarks.comparison import Run, accepted_histogram
 from benchmarks.operations import Case, Provider, measure_case
 from benchmarks.parity import check_parity
@@ -232,7 +232,7 @@ def test_a_model_that_does_not_load_is_one_sentence(monkeypatch, capsys):
 
 
 def test_positions_are_those_of_the_shapes_and_the_demo():
-    assert set(SHAPES) == set(shapes.SHAPES)
+    assert set(SHAPES) == set(shapes.SHAPES) and TREES == tuple(mtp.SPECS)
     assert SHAPES["tiny"] == shapes.random_model("tiny").config.max_position_embeddings
     assert stored_positions("demo") == EaModel.from_pretrained("demo").config.max_position_embeddings == 2048
 

@@ -88,7 +88,7 @@ def test_each_family_of_names_is_the_same_layer(tmp_path, llama, names, first):
     tensors = mtp_tensors(llama, names, first)
     folder = save_with_mtp(llama, tmp_path, tensors)
     assert has_mtp(folder)
-    (unit,) = load_mtp(llama, folder).units
+    (unit,) = load_mtp(llama, folder).cpu().units
     fc = tensors[f"{names['fc'].format(first)}.weight"]
     halves = fc.chunk(2, dim=1)
     assert torch.equal(unit.fc.weight, torch.cat(halves[::-1], dim=1) if names is MIMO else fc)
