@@ -232,7 +232,7 @@ def test_a_model_that_does_not_load_is_one_sentence(monkeypatch, capsys):
 
 
 def test_positions_are_those_of_the_shapes_and_the_demo():
-    assert set(SHAPES) == set(shapes.SHAPES) and TREES == tuple(mtp.SPECS)
+    assert set(SHAPES) == set(shapes.SHAPES) and tuple(mtp.SPECS) == TREES
     assert SHAPES["tiny"] == shapes.random_model("tiny").config.max_position_embeddings
     assert stored_positions("demo") == EaModel.from_pretrained("demo").config.max_position_embeddings == 2048
 

@@ -6,25 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import nn
 
 from eagle_triton.models.mtp import new_unit
 
-KINDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
+CLASSES = {
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
+}
+KINDS = tuple(kind for kind, names in CLASSES.items() if hasattr(transformers, names[1]))  # from 4.57 and 5.2 on
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
 
 
 def tiny_hybrid(kind: str, vocab: int = 24, layers: int = 4, seed: int = 2) -> Any:
-    """In fp32 on the CPU: every fourth layer is attention. Raises ImportError where transformers has no such model."""
-    import transformers
-
-    names = {
-        "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
-        "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
-        "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
-    }
-    config_class, model_class = (getattr(transformers, name) for name in names[kind])
+    """In fp32 on the CPU: every fourth layer is attention. Raises AttributeError where transformers has no such one."""
+    config_class, model_class = (getattr(transformers, name) for name in CLASSES[kind])
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
     options: dict[str, Any] = dict(
         vocab_size=vocab,
@@ -44,6 +43,9 @@ def tiny_hybrid(kind: str, vocab: int = 24, layers: int = 4, seed: int = 2) -> A
         eos_token_id=None,
         rope_parameters=rope if kind == "qwen3_next" else rope | {"mrope_section": [2, 1, 1]},
     )
+    if transformers.__version__.startswith("4."):
+        del options["rope_parameters"], rope["rope_type"]
+        options |= rope
     if kind != "qwen3_5_moe":
         options["intermediate_size"] = 96
     torch.manual_seed(seed)
