@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from eagle_triton.engine.drafts.mtp import MTPDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.models import mtp
 from eagle_triton.models.loading import load_target
 from eagle_triton.models.mtp import MTPHead, has_mtp
 from eagle_triton.speculative import SpeculativeConfig
@@ -180,6 +182,30 @@ def test_a_trimmed_projection_scores_its_tokens_alone(tmp_path, llama):
         with_vocabulary(draft, 3)
     with pytest.raises(ValueError, match="draft_vocabulary needs a draft that scores candidates"):
         EAGLEInference(None, model, EAGLEConfig(suffix_drafts=4, draft_vocabulary=8))
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_whether_a_hub_id_has_layers_is_asked_without_its_weights(monkeypatch, found):
+    names = ["model.norm.weight", *(["mtp.fc.weight"] if found else [])]
+
+    def metadata(repo_id):
+        assert repo_id == "some/model"
+        return SimpleNamespace(weight_map=dict.fromkeys(names, "model.safetensors"))
+
+    monkeypatch.setattr(mtp, "get_safetensors_metadata", metadata)
+    monkeypatch.setattr(mtp, "snapshot_download", None)
+    assert has_mtp("some/model") is found
+
+
+def test_a_hub_that_cannot_be_reached_leaves_it_to_the_cache(monkeypatch, tmp_path, llama):
+    folder = save_with_mtp(llama, tmp_path, mtp_tensors(llama, QWEN))
+
+    def unreachable(repo_id):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(mtp, "get_safetensors_metadata", unreachable)
+    monkeypatch.setattr(mtp, "snapshot_download", lambda repo_id, allow_patterns: str(folder))
+    assert has_mtp("some/model")
 
 
 def test_checkpoints_that_are_not_whole_are_refused_by_name(tmp_path, llama):

@@ -6,6 +6,7 @@ what follows its names; `model.mtp_layers.*` of MiMo. What the layer itself is, 
 
 import copy
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import get_safetensors_metadata, snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 MTP = "mtp"  # in the place of a draft: the layers that lie beside the target's weights
@@ -110,9 +113,19 @@ def has_mtp(path: str | Path) -> bool:
     if folder.is_dir() and not list(folder.glob("*.safetensors")):
         return False
     try:
-        return bool(mtp_names(_Checkpoint(str(path), {}).files))
+        names = None if folder.exists() else _names_on_hub(str(path))
+        return bool(mtp_names(_Checkpoint(str(path), {}).files if names is None else names))
     except FileNotFoundError:
         return False
+
+
+def _names_on_hub(path: str) -> set[str] | None:
+    """Names of the tensors of a hub id, of which only headers are read; None if the hub does not tell."""
+    try:
+        return set(get_safetensors_metadata(path).weight_map)
+    except Exception as error:  # no hub, no such id, no weights: what is in the cache decides, and says what is wrong
+        log.info("the hub does not tell the tensors of %s: %s", path, error)
+        return None
 
 
 def mtp_names(names: Iterable[str]) -> set[str]:
