@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.layers import norm_row
+from eagle_triton.layers.norms import norm_row
 from eagle_triton.reference.draft_inputs import check_draft_inputs
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.runtime.overlap import await_inputs, overlapped

@@ -1,4 +1,4 @@
-"""layers.py against its reference: shapes, strides, capacity edges, and what must be refused."""
+"""layers/ against its reference: shapes, strides, capacity edges, and what must be refused."""
 
 from __future__ import annotations
 

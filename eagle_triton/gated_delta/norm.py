@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.gated_delta.checks import check_rows_contiguous
-from eagle_triton.layers import normalise, rounded
+from eagle_triton.layers.norms import normalise
+from eagle_triton.layers.values import rounded
 from eagle_triton.reference.gated_delta import check_gated_norm
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.gated_delta.checks import check_heads_contiguous, check_rows_contiguous
-from eagle_triton.layers import rounded
+from eagle_triton.layers.values import rounded
 from eagle_triton.reference.gated_delta import check_delta
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 

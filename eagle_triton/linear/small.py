@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.layers import rounded
+from eagle_triton.layers.values import rounded
 from eagle_triton.linear.settings import Settings, block_m_of, descriptors, tiles_of
 from eagle_triton.runtime.launch import EXACT, launch
 

@@ -34,7 +34,8 @@ import triton.language as tl
 
 from eagle_triton.attention import attend_split, merge_rows
 from eagle_triton.kv_cache import commit_plane, plane_of
-from eagle_triton.layers import norm_row, rotary_append_head
+from eagle_triton.layers.norms import norm_row
+from eagle_triton.layers.rotary import rotary_append_head
 from eagle_triton.linear.small import add_bias, product_steps, store_tile, swiglu_tile
 from eagle_triton.reference.verification import FAULT, REASON
 from eagle_triton.runtime.grid_barrier import grid_barrier

@@ -1,13 +1,9 @@
 """Production settings of rms_norm, rotary_append, swiglu and gate_heads: 8b and 1b shapes, whole and partial products;
 those of Qwen3.5 and Qwen3-Next, zero-centred norms and a quarter of each head rotated."""
 
-from eagle_triton.layers import (
-    _gate_heads_kernel,
-    _rms_norm_kernel,
-    _rotary_append_kernel,
-    _swiglu_kernel,
-    norm_warps,
-)
+from eagle_triton.layers.gates import _gate_heads_kernel, _swiglu_kernel
+from eagle_triton.layers.norms import _rms_norm_kernel, norm_warps
+from eagle_triton.layers.rotary import _rotary_append_kernel
 from eagle_triton.runtime.launch import EXACT
 
 _ALIGNED = (

@@ -1,0 +1,36 @@
+"""The small operations between the products: RMSNorm, rotary embedding with the cache append, SwiGLU, gated heads.
+
+    rms_norm:       out = weight * x / sqrt(mean(x^2) + eps);  zero-centred: (1 + weight) * ...
+    add_rms_norm:   total = x + residual;  out = rms_norm(total)
+    add:            out = x (+ residual)
+    rotary_append:  q, k = rotate(norm(q), angle), rotate(norm(k), angle);  cache rows first_row.. = k, v
+                    rotate((a, b, c), angle) = (a cos - b sin, b cos + a sin, c), a and b the halves of a head's first
+                    r elements, c the rest of it, which is empty where r = d
+    swiglu:         out = silu(gate) * up
+    gate_heads:     out = x * sigmoid(gate)
+
+| name                 | shape               | dtype, layout                                                    |
+|----------------------|---------------------|------------------------------------------------------------------|
+| x, residual, out     | [..., H]            | fp16, bf16 or fp32; rows may be strided                          |
+| q; k, v              | [B, N, Hq | Hkv, d] | as x; any strides but a contiguous d                             |
+| x, gate of heads     | [B, n, Hq, d]       | as x; any strides but a contiguous d                             |
+| cache                | [2, B, Hkv, T, d]   | fp16, bf16 or fp32; any strides but a contiguous d               |
+| first_row, positions | [B], [B, N]         | int32                                                            |
+| inv_freq             | [r / 2]             | fp32; angle = position * inv_freq                                |
+
+x, or q, k and v together, may be `SplitSums`: products whose partial sums are added here, in their order.
+
+Numerics: computed in fp32 and rounded to the output's dtype wherever Hugging Face's models round: a product before a
+residual is added to it or before it is rotated, a normalised value before its weight (but not before a zero-centred
+one), sine and cosine, both terms of a rotation, silu(gate) and sigmoid(gate). That costs nothing and keeps 16-bit
+outputs closest to the original's. An angle is the fp32 product, as in the models; it is reduced to a quarter turn in
+fp64, so sine and cosine are good to fp32 at any position and need no local memory.
+
+`norms.py`, `rotary.py` and `gates.py` hold them, `values.py` what they share.
+"""
+
+from eagle_triton.layers.gates import gate_heads, swiglu
+from eagle_triton.layers.norms import add, add_rms_norm, rms_norm
+from eagle_triton.layers.rotary import rotary_append
+
+__all__ = ["add", "add_rms_norm", "gate_heads", "rms_norm", "rotary_append", "swiglu"]

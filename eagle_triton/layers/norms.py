@@ -1,0 +1,194 @@
+"""RMSNorm, alone or behind a sum."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.layers.values import contiguous_rows, load_sum, rounded
+from eagle_triton.reference.layers import check_add, check_rms_norm
+from eagle_triton.runtime.launch import DRAFT_WARPS
+from eagle_triton.runtime.overlap import await_inputs, overlapped
+from eagle_triton.runtime.split_sums import SplitSums
+
+
+@triton.jit
+def normalise(x, eps, size: tl.constexpr):
+    """x / sqrt(mean(x^2) + eps) over the last of two axes, whose padding beyond `size` is 0."""
+    return x * tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)[:, None]
+
+
+@triton.jit
+def before_weight(normed, KIND: tl.constexpr, ZERO_CENTRED: tl.constexpr):
+    """Normalised fp32 values as a norm's weight finds them: rounded to KIND, unless it is zero-centred."""
+    if not ZERO_CENTRED:
+        normed = rounded(normed, KIND)
+    return normed
+
+
+@triton.jit
+def load_weight(ptrs, mask, ZERO_CENTRED: tl.constexpr):
+    """A norm's weight in fp32, or 1 + weight."""
+    weight = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    if ZERO_CENTRED:
+        weight = 1.0 + weight
+    return weight
+
+
+@triton.jit
+def norm_row(
+    x_ptr,
+    weight_ptr,
+    residual_ptr,
+    out_ptr,
+    total_ptr,
+    stride_split,
+    eps,
+    size: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+):
+    """RMSNorm of one row, whose pointers are given. Without `weight_ptr` the row is only summed and rounded."""
+    offs = tl.arange(0, BLOCK)[None, :]
+    mask = offs < size
+    kind = out_ptr.dtype.element_ty
+    x = rounded(load_sum(x_ptr + offs, stride_split, mask, SPLITS), kind)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if total_ptr is not None:
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + offs, total, mask=mask)
+        x = total.to(tl.float32)
+    if weight_ptr is not None:
+        normed = before_weight(normalise(x, eps, size), kind, ZERO_CENTRED)
+        x = normed * load_weight(weight_ptr + offs, mask, ZERO_CENTRED)
+    tl.store(out_ptr + offs, x.to(kind), mask=mask)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    residual_ptr,
+    out_ptr,
+    total_ptr,
+    stride_xs,
+    stride_xm,
+    stride_rm,
+    eps,
+    size: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (rows,): one program per row."""
+    await_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    if residual_ptr is not None:
+        residual_ptr += row * stride_rm
+    if total_ptr is not None:
+        total_ptr += row * size
+    norm_row(
+        x_ptr + row * stride_xm,
+        weight_ptr,
+        residual_ptr,
+        out_ptr + row * size,
+        total_ptr,
+        stride_xs,
+        eps,
+        size,
+        BLOCK,
+        SPLITS,
+        ZERO_CENTRED,
+    )
+
+
+def norm_warps(block: int, in_draft_pass: bool = False) -> int:
+    """Warps for a row of `block` elements; in a draft pass the megakernel's, whose sums have the same order then."""
+    return DRAFT_WARPS if in_draft_pass else min(max(block // 512, 1), 16)
+
+
+def rms_norm(
+    x: Tensor | SplitSums, weight: Tensor, eps: float, *, zero_centred: bool = False, in_draft_pass: bool = False
+) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension. x [..., H], weight [H].
+
+    `zero_centred`: 1 + weight stands for the weight. With `in_draft_pass` the bits are the megakernel's.
+    """
+    check_rms_norm("rms_norm", x, weight)
+    out = weight.new_empty(x.shape)
+    _launch_norm(x, weight.contiguous(), eps, None, out, None, zero_centred, in_draft_pass)
+    return out
+
+
+def add_rms_norm(
+    x: Tensor | SplitSums,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centred: bool = False,
+    in_draft_pass: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), [..., H] each, in one pass. x, residual [..., H], weight [H].
+
+    `zero_centred`: 1 + weight stands for the weight. With `in_draft_pass` the bits are the megakernel's.
+    """
+    check_rms_norm("add_rms_norm", x, weight, residual)
+    out, total = weight.new_empty(x.shape), weight.new_empty(x.shape)
+    _launch_norm(x, weight.contiguous(), eps, residual, out, total, zero_centred, in_draft_pass)
+    return out, total
+
+
+def add(x: Tensor | SplitSums, residual: Tensor | None = None) -> Tensor:
+    """x + residual, or the sum of SplitSums alone, rounded once: [..., H]."""
+    check_add(x, residual)
+    if residual is None and isinstance(x, Tensor):
+        return x
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, None, 0.0, residual, out, None)
+    return out
+
+
+def _launch_norm(
+    x: Tensor | SplitSums,
+    weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    out: Tensor,
+    total: Tensor | None,
+    zero_centred: bool = False,
+    in_draft_pass: bool = False,
+) -> None:
+    """One program for each row of `out`, which is contiguous."""
+    if not out.numel():
+        return
+    size, count = x.shape[-1], x.shape[:-1].numel()
+    residual = None if residual is None else contiguous_rows(residual)
+    if isinstance(x, SplitSums):
+        rows = x.sums.reshape(-1, count, size)
+        rows = rows if rows.stride(2) == 1 else rows.contiguous()
+        splits, stride_split = rows.shape[0], rows.stride(0)
+    else:
+        rows, splits, stride_split = contiguous_rows(x), 1, 0
+    block = triton.next_power_of_2(size)
+    overlapped(_rms_norm_kernel, (count,), out.device)(
+        rows,
+        weight,
+        residual,
+        out,
+        total,
+        stride_split,
+        rows.stride(-2),
+        0 if residual is None else residual.stride(0),
+        eps,
+        size,
+        block,
+        splits,
+        zero_centred,
+        num_warps=norm_warps(block, in_draft_pass),
+    )

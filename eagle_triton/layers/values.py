@@ -1,0 +1,28 @@
+"""What several of these kernels and launchers do to their operands."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def load_sum(ptrs, stride_split, mask, SPLITS: tl.constexpr):
+    """fp32 values, or the sum of SPLITS partial values in their order."""
+    total = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(ptrs + split * stride_split, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def rounded(x, KIND: tl.constexpr):
+    """fp32 values as they are after rounding to KIND."""
+    return x.to(KIND).to(tl.float32)
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """x as [rows, H], each row contiguous."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
