@@ -35,7 +35,7 @@ is chosen by is rounded to 2^-18. No sum depends on an order of programs: the sa
 `ngram_drafts` needs no counts: its first kernel finds the longest match of each 1024 positions, its second the best of
 them. At most 64 tokens match.
 
-`suffixes.py` and `ngrams.py` are the two.
+`suffixes.py` and `ngrams.py` are the two; `matches.py` finds what the first drafts from.
 """
 
 from eagle_triton.suffix_match.ngrams import ngram_drafts

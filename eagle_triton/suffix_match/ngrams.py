@@ -9,7 +9,8 @@ from torch import Tensor
 
 from eagle_triton.reference.suffix_match import DEEPEST, Match, RepeatDrafts, check_ngram_drafts
 from eagle_triton.runtime.overlap import await_inputs, overlapped
-from eagle_triton.suffix_match.suffixes import BY_SLOT, CHUNK, NO_TOKEN, new_drafts
+from eagle_triton.suffix_match.matches import BY_SLOT, CHUNK, NO_TOKEN
+from eagle_triton.suffix_match.suffixes import new_drafts
 
 _TIME = tl.constexpr(2**23 - 1)
 

@@ -1,4 +1,4 @@
-"""Drafts from all occurrences of a sequence's end: matches, how far they go, and what follows most often."""
+"""Drafts from all occurrences of a sequence's end: what follows the matches of `matches.py` most often."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from eagle_triton.reference.suffix_match import (
     DEEPEST,
-    END,
     MOST_BANNED,
     MOST_KEPT,
     MOST_TIMES,
@@ -20,289 +19,27 @@ from eagle_triton.reference.suffix_match import (
     check_suffix_drafts,
 )
 from eagle_triton.runtime.overlap import await_inputs, overlapped
+from eagle_triton.suffix_match.matches import (
+    BY_SLOT,
+    CHUNK,
+    LISTED,
+    TIME_BITS,
+    continues,
+    head_of,
+    match_kernel,
+    stored,
+    walk_kernel,
+)
 
-_END = tl.constexpr(END)
 _SLACK = tl.constexpr(SLACK)
-CHUNK = tl.constexpr(1024)  # positions that a program of `match` compares
-_LISTED = tl.constexpr(32)  # hits that a chunk of the ring lists, and chunks of a segment
 _DEEPEST = tl.constexpr(DEEPEST)
 _RUNS = tl.constexpr(8)  # distinct lengths that are tried
-_TIME_BITS = tl.constexpr(MOST_TIMES.bit_length() - 1)
 _TIME = tl.constexpr(MOST_TIMES - 1)
 _BLOCK = tl.constexpr(32)  # segments whose counts are loaded at once
 _UNROLL = tl.constexpr(2)
 _FEW = tl.constexpr(32)  # so many occurrences are followed in a smaller tile
-NO_TOKEN = tl.constexpr(-2)
-_MOST_KEPT = tl.constexpr(MOST_KEPT)
 _MOST_PLACES = 64
 _GROUP = 8  # sequences that a program of `match` compares with a chunk of the ring
-BY_SLOT = ["tokens_ptr", "lengths_ptr"]
-"""Arguments whose alignment moves with a batch's slot: no kernel is compiled anew for it."""
-
-
-@triton.jit
-def _continues(token, BANNED: tl.constexpr):
-    """Whether a continuation may hold the token."""
-    allowed = token >= 0
-    for index in tl.static_range(len(BANNED)):
-        allowed &= token != BANNED[index]
-    return allowed
-
-
-@triton.jit
-def _ring_place(time, head, ring):
-    place = time + head
-    return tl.where(place >= ring, place - ring, place)
-
-
-@triton.jit
-def _stored(row_ptr, ring_ptr, head, ring, from_ring, time, inside):
-    """The tokens at `time` in the ring or in a sequence's row, END where not `inside`."""
-    if ring_ptr is None:
-        token = tl.load(row_ptr + time, mask=inside, other=_END).to(tl.int32)
-    else:
-        former = tl.load(ring_ptr + _ring_place(time, head, ring), mask=inside & from_ring, other=_END)
-        own = tl.load(row_ptr + time, mask=inside & (from_ring == 0), other=_END).to(tl.int32)
-        token = tl.where(from_ring, former, own)
-    return token
-
-
-@triton.jit
-def _head(ring_ptr, head_ptr, ring):
-    if ring_ptr is None:
-        head = 0
-    else:
-        head = tl.load(head_ptr) % ring
-    return head
-
-
-# ---------------------------------------------------------------------------------------------------------- matches
-
-
-@triton.jit
-def _list_own(row_ptr, length, chunk, hits_ptr, counts_ptr, BANNED: tl.constexpr):
-    """List where a row's last two tokens stand among the positions of one chunk. Pointers are the segment's."""
-    time = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = (time >= 2) & (time <= length)
-    last, before = tl.load(row_ptr + length), tl.load(row_ptr + tl.maximum(length - 1, 0))
-    hit = (tl.load(row_ptr + time - 1, mask=inside, other=NO_TOKEN) == last) & (last >= 0)
-    hit &= (tl.load(row_ptr + time - 2, mask=inside, other=NO_TOKEN) == before) & (before >= 0)
-    hit &= _continues(tl.load(row_ptr + time, mask=hit, other=_END), BANNED)
-    place = tl.cumsum(hit.to(tl.int32), 0) - 1
-    tl.store(hits_ptr + place, time, mask=hit)
-    part = tl.arange(0, _LISTED)
-    count = tl.sum(hit.to(tl.int32), 0) - part * _LISTED
-    tl.store(counts_ptr + part, tl.minimum(tl.maximum(count, 0), _LISTED))
-
-
-@triton.jit
-def _list_former(
-    row_ptr, length, ring_ptr, head, ring, time, hit, hits_ptr, count_ptr, DEPTH: tl.constexpr, BANNED: tl.constexpr
-):
-    """List a chunk of the ring for one sequence. hit [CHUNK]: two tokens match. Pointers are the chunk's."""
-    hit &= _continues(tl.load(ring_ptr + _ring_place(time, head, ring), mask=hit, other=_END), BANNED)
-    count = tl.sum(hit.to(tl.int32), 0)
-    place = tl.cumsum(hit.to(tl.int32), 0) - 1
-    if count > _LISTED:
-        agreeing = hit.to(tl.int32) * 2
-        for back in tl.static_range(3, min(DEPTH, 4) + 1):
-            at = _ring_place(time - back, head, ring)
-            token = tl.load(ring_ptr + at, mask=(agreeing == back - 1) & (time >= back), other=NO_TOKEN)
-            wanted = tl.load(row_ptr + length + 1 - back, mask=length + 1 >= back, other=_END)
-            agreeing += ((token == wanted) & (token >= 0)).to(tl.int32)
-        before = 0
-        for less in tl.static_range(3):  # those of 4 tokens first, and later ones of as many
-            alike = (agreeing == 4 - less).to(tl.int32)
-            total = tl.sum(alike, 0)
-            place = tl.where(agreeing == 4 - less, before + total - tl.cumsum(alike, 0), place)
-            before += total
-    tl.store(hits_ptr + place, time, mask=hit & (place < _LISTED))
-    tl.store(count_ptr, tl.minimum(count, _LISTED))
-
-
-@triton.jit
-def _compare_group(
-    tokens_ptr,
-    lengths_ptr,
-    ring_ptr,
-    head_ptr,
-    hits_ptr,
-    counts_ptr,
-    chunk,
-    first,
-    batch,
-    ring,
-    own_segments,
-    segments,
-    stride_tb,
-    stride_l,
-    DEPTH: tl.constexpr,
-    BANNED: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """List where the last two tokens of GROUP sequences stand in one chunk of the ring: most of them nowhere."""
-    head = tl.load(head_ptr) % ring
-    time = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = (time >= 2) & (time < ring)
-    last = tl.load(ring_ptr + _ring_place(time - 1, head, ring), mask=inside, other=_END)
-    before = tl.load(ring_ptr + _ring_place(time - 2, head, ring), mask=inside, other=_END)
-    lane = tl.arange(0, GROUP)
-    slots = first + lane
-    lengths = tl.load(lengths_ptr + slots * stride_l, mask=slots < batch, other=0)
-    ends = tokens_ptr + slots.to(tl.int64) * stride_tb + lengths
-    wanted = tl.load(ends, mask=lengths > 0, other=NO_TOKEN).to(tl.int32)
-    wanted_before = tl.load(ends - 1, mask=lengths > 0, other=NO_TOKEN).to(tl.int32)
-    wanted = tl.where((wanted >= 0) & (wanted_before >= 0), wanted, NO_TOKEN)
-    hits = (wanted[:, None] == last[None, :]) & (wanted_before[:, None] == before[None, :])
-    counts = tl.sum(hits.to(tl.int32), 1)
-    place = own_segments * _LISTED + chunk
-    tl.store(counts_ptr + slots * segments * _LISTED + place, 0, mask=(slots < batch) & (counts == 0))
-    some = tl.sum(tl.where(counts > 0, 1 << lane, 0), 0)
-    slot = first
-    while some > 0:
-        if some & 1:
-            length = tl.load(lengths_ptr + slot * stride_l)
-            row = tokens_ptr + slot.to(tl.int64) * stride_tb
-            hit = inside & (last == tl.load(row + length)) & (before == tl.load(row + length - 1))
-            at = slot * segments * _LISTED + place
-            _list_former(
-                row, length, ring_ptr, head, ring, time, hit, hits_ptr + at * _LISTED, counts_ptr + at, DEPTH, BANNED
-            )
-        some >>= 1
-        slot += 1
-
-
-@triton.jit(do_not_specialize_on_alignment=BY_SLOT)
-def _match_kernel(
-    tokens_ptr,
-    lengths_ptr,
-    ring_ptr,
-    head_ptr,
-    hits_ptr,
-    counts_ptr,
-    batch,
-    ring,
-    own_segments,
-    segments,
-    stride_tb,
-    stride_l,
-    DEPTH: tl.constexpr,
-    BANNED: tl.constexpr,
-    GROUP: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Grid (B * own segments + chunks of the ring * groups of GROUP sequences,): a program compares one chunk."""
-    await_inputs(PDL)
-    program, own = tl.program_id(0), batch * own_segments
-    if program < own:
-        slot, chunk = program // own_segments, program % own_segments
-        length = tl.load(lengths_ptr + slot * stride_l)
-        if chunk * CHUNK <= length:
-            segment = slot * segments + chunk
-            row = tokens_ptr + slot.to(tl.int64) * stride_tb
-            _list_own(row, length, chunk, hits_ptr + segment * CHUNK, counts_ptr + segment * _LISTED, BANNED)
-    elif ring_ptr is not None:
-        groups = (batch + GROUP - 1) // GROUP
-        _compare_group(
-            tokens_ptr,
-            lengths_ptr,
-            ring_ptr,
-            head_ptr,
-            hits_ptr,
-            counts_ptr,
-            (program - own) // groups,
-            (program - own) % groups * GROUP,
-            batch,
-            ring,
-            own_segments,
-            segments,
-            stride_tb,
-            stride_l,
-            DEPTH,
-            BANNED,
-            GROUP,
-        )
-
-
-@triton.jit(do_not_specialize_on_alignment=BY_SLOT)
-def _walk_kernel(
-    tokens_ptr,
-    lengths_ptr,
-    ring_ptr,
-    head_ptr,
-    hits_ptr,
-    counts_ptr,
-    best_ptr,
-    reach_ptr,
-    ring,
-    own_segments,
-    ring_chunks,
-    keep,
-    min_match,
-    stride_tb,
-    stride_l,
-    DEPTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Grid (B, segments): a program measures the matches of one segment and sorts the best of them.
-
-    best: keys, length << 24 | time, the largest first. reach[m - 1]: how many of them have at least m tokens.
-    """
-    await_inputs(PDL)
-    slot, segment = tl.program_id(0), tl.program_id(1)
-    length = tl.load(lengths_ptr + slot * stride_l)
-    row = tokens_ptr + slot.to(tl.int64) * stride_tb
-    from_ring = segment >= own_segments
-    part = tl.arange(0, _LISTED)
-    listed = tl.where(from_ring, (segment - own_segments) * _LISTED + part < ring_chunks, segment * CHUNK <= length)
-    record = slot * tl.num_programs(1) + segment
-    hits, best = hits_ptr + record * CHUNK, best_ptr + record * WIDTH
-    counts = counts_ptr + record * _LISTED
-    total = tl.sum(tl.load(counts + part, mask=listed, other=0), 0)
-    m = tl.arange(0, _DEEPEST) + 1
-    reach = tl.zeros((_DEEPEST,), tl.int32)
-    if total > 0:
-        head = _head(ring_ptr, head_ptr, ring)
-        index = tl.arange(0, CHUNK)
-        chunk = index // _LISTED
-        known = (from_ring == 0) | ((segment - own_segments) * _LISTED + chunk < ring_chunks)
-        real = index % _LISTED < tl.load(counts + chunk, mask=known, other=0)
-        hit = tl.load(hits + index, mask=real, other=0)
-        tl.debug_barrier()  # every hit is read before any is moved
-        tl.store(hits + tl.cumsum(real.to(tl.int32), 0) - 1, hit, mask=real)
-        tl.debug_barrier()
-        back = tl.arange(0, _DEEPEST)
-        context = tl.load(row + length - back, mask=(back <= length) & (back < DEPTH), other=NO_TOKEN).to(tl.int32)
-        context = tl.where(context >= 0, context, NO_TOKEN)
-        for first in range(0, total, TILE):
-            place = first + tl.arange(0, TILE)
-            time = tl.load(hits + place, mask=place < total, other=0)
-            at = time[:, None] - 1 - back[None, :]
-            token = _stored(row, ring_ptr, head, ring, from_ring, at, at >= 0)
-            agreeing = tl.min(tl.where(token != context[None, :], back[None, :], _DEEPEST), 1)
-            key = tl.where(agreeing >= min_match, (agreeing << _TIME_BITS) | time, -1)
-            tl.store(hits + place, key, mask=place < total)
-        tl.debug_barrier()
-        if total <= _MOST_KEPT:
-            few = tl.arange(0, _MOST_KEPT)
-            found = tl.load(hits + few, mask=few < total, other=-1)
-            rank = tl.sum((found[:, None] > found[None, :]).to(tl.int32), 0)
-            tl.store(best + rank, found, mask=(found >= 0) & (rank < keep))
-            matches = tl.sum((found >= 0).to(tl.int32), 0)
-        else:
-            keys = tl.sort(tl.load(hits + index, mask=index < total, other=-1), descending=True)
-            tl.store(best + index, keys, mask=(keys >= 0) & (index < keep))
-            matches = tl.sum((keys >= 0).to(tl.int32), 0)
-        tl.debug_barrier()
-        kept = tl.arange(0, WIDTH)
-        match = tl.load(best + kept, mask=kept < tl.minimum(matches, keep), other=0) >> _TIME_BITS
-        reach = tl.sum((match[:, None] >= m[None, :]).to(tl.int32), 0)
-    tl.store(reach_ptr + record * _DEEPEST + m - 1, reach)
-
-
-# ------------------------------------------------------------------------------------------------------------ drafts
 
 
 @triton.jit
@@ -348,8 +85,8 @@ def _ends(
     step = tl.arange(0, J)
     at = time[:, None] + step[None, :]
     inside = real[:, None] & (at < end) & (step[None, :] < places)
-    token = _stored(row, ring_ptr, head, ring, from_ring, at, inside)
-    return tl.min(tl.where(_continues(token, BANNED), J, step[None, :]), 1)
+    token = stored(row, ring_ptr, head, ring, from_ring, at, inside)
+    return tl.min(tl.where(continues(token, BANNED), J, step[None, :]), 1)
 
 
 @triton.jit
@@ -372,7 +109,7 @@ def _path(row, ring_ptr, head, ring, from_ring, time, ends, most, LEAST: tl.cons
     going = most > 0
     while going:
         goes_on = alive & (ends > count)
-        token = _stored(row, ring_ptr, head, ring, from_ring, time + count, goes_on)
+        token = stored(row, ring_ptr, head, ring, from_ring, time + count, goes_on)
         same = (token[:, None] == token[None, :]) & goes_on[:, None]
         often = tl.sum(same.to(tl.int32), 0).to(tl.int64)
         key = (often << 55) | (time.to(tl.int64) << 31) | token.to(tl.int64)
@@ -405,7 +142,7 @@ def _grown(
     going = levels > 0
     while going:
         goes_on = (latest >= 0) & (ends > level)
-        token = _stored(row, ring_ptr, head, ring, from_ring, time + level, goes_on)
+        token = stored(row, ring_ptr, head, ring, from_ring, time + level, goes_on)
         whole = (latest[:, None] == latest[None, :]) & goes_on[:, None]
         same = whole & (token[:, None] == token[None, :])
         counts = tl.sum(whole.to(tl.int32) + (same.to(tl.int32) << 8), 0)
@@ -413,7 +150,7 @@ def _grown(
         prob *= (counts >> 8).to(tl.float64) * _reciprocal(counts & 255)
         latest = tl.where(goes_on & (prob - LEAST + _SLACK >= 0), latest, -1)
         bits = prob.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
-        key = tl.where(latest == time, (bits << 30) | ((63 - level) << _TIME_BITS) | time, -1)
+        key = tl.where(latest == time, (bits << 30) | ((63 - level) << TIME_BITS) | time, -1)
         keys = tl.where(step[None, :] == level, key[:, None], keys)
         level += 1
         going = (level < levels) & (tl.max(latest, 0) >= 0)
@@ -440,7 +177,7 @@ def _best_nodes(keys, budget, levels, J: tl.constexpr):
 
 @triton.jit
 def _level_of(keys):
-    return 63 - ((keys >> _TIME_BITS) & 63).to(tl.int32)
+    return 63 - ((keys >> TIME_BITS) & 63).to(tl.int32)
 
 
 @triton.jit
@@ -458,7 +195,7 @@ def _linked(row, ring_ptr, head, ring, from_ring, keys, J: tl.constexpr):
     above = real[:, None] & (level[:, None] + 1 == level[None, :])
     tokens = tl.full((J,), -1, tl.int32)
     for depth in range(tl.max(level, 0) + 1):
-        token = _stored(row, ring_ptr, head, ring, from_ring, time + depth, level >= depth)
+        token = stored(row, ring_ptr, head, ring, from_ring, time + depth, level >= depth)
         above &= (level[:, None] < depth) | (token[:, None] == token[None, :])
         tokens = tl.where(level == depth, token, tokens)
     return tokens, tl.max(tl.where(above, place[:, None], -1), 0)
@@ -602,7 +339,7 @@ def _draft_kernel(
         longer = tl.sum(tl.where(m == longest, beyond, 0), 0)
         whole = tl.sum(tl.where(m == longest, reach - beyond, 0), 0)
         row = tokens_ptr + slot.to(tl.int64) * stride_tb
-        head = _head(ring_ptr, head_ptr, ring)
+        head = head_of(ring_ptr, head_ptr, ring)
         end = tl.where(from_ring, ring, length + 1)
         if longer + whole <= _FEW:
             _draft_run(
@@ -729,7 +466,7 @@ def suffix_drafts(
     size = 0 if ring is None else len(ring.tokens)
     stored = (None, None) if ring is None else (ring.tokens, ring.head)
     own_segments, ring_chunks = triton.cdiv(columns, CHUNK.value), triton.cdiv(size, CHUNK.value)
-    segments = own_segments + triton.cdiv(ring_chunks, _LISTED.value)
+    segments = own_segments + triton.cdiv(ring_chunks, LISTED.value)
     group = min(_GROUP, triton.next_power_of_2(batch))
     records = _RUNS.value * (1 if ring is None else 2)
     depth, banned = int(rules.max_tree_depth), tuple(int(token) for token in rules.banned)
@@ -738,12 +475,12 @@ def suffix_drafts(
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    hits, counts = integers(batch, segments, CHUNK.value), integers(batch, segments, _LISTED.value)
+    hits, counts = integers(batch, segments, CHUNK.value), integers(batch, segments, LISTED.value)
     best, reach = integers(batch, segments, width), integers(batch, segments, DEEPEST)
     nodes, found = integers(batch, records, 2, places), integers(batch, records, 2)
     probs = torch.empty(batch, records, places, dtype=torch.float32, device=device)
     scores = torch.empty(batch, records, dtype=torch.float32, device=device)
-    overlapped(_match_kernel, (batch * own_segments + ring_chunks * triton.cdiv(batch, group),), device)(
+    overlapped(match_kernel, (batch * own_segments + ring_chunks * triton.cdiv(batch, group),), device)(
         tokens,
         lengths,
         *stored,
@@ -760,7 +497,7 @@ def suffix_drafts(
         GROUP=group,
         num_warps=4,
     )
-    overlapped(_walk_kernel, (batch, segments), device)(
+    overlapped(walk_kernel, (batch, segments), device)(
         tokens,
         lengths,
         *stored,

@@ -1,14 +1,9 @@
 """Production settings of the drafts from repetition: 16 places, 128 matches of at most 64 tokens, eight sequences."""
 
 from eagle_triton.runtime.launch import EXACT
+from eagle_triton.suffix_match.matches import match_kernel, walk_kernel
 from eagle_triton.suffix_match.ngrams import _ngram_draft_kernel, _ngram_match_kernel
-from eagle_triton.suffix_match.suffixes import (
-    _choose_kernel,
-    _draft_kernel,
-    _match_kernel,
-    _walk_kernel,
-    draft_warps,
-)
+from eagle_triton.suffix_match.suffixes import _choose_kernel, _draft_kernel, draft_warps
 
 _TYPES = {"tokens_ptr": "*i64", "tokens_out_ptr": "*i64", "from_ring_ptr": "*i1"}
 _TYPES |= dict.fromkeys(("probs_ptr", "probs_out_ptr", "scores_ptr"), "*fp32")
@@ -30,11 +25,11 @@ def _case(name: str, kernel, warps: int, local: int = 0, **changes) -> tuple:
 _OWN = {"ring_ptr": None, "head_ptr": None}
 _BANNED = {"BANNED": (2, 128001)}
 CASES = [
-    _case("match", _match_kernel, 4, local=8),
-    _case("match, one sequence, banned", _match_kernel, 4, local=8, GROUP=1, **_BANNED),
-    _case("match without a ring", _match_kernel, 4, **_OWN),
-    _case("walk", _walk_kernel, 4),
-    _case("walk without a ring", _walk_kernel, 4, **_OWN),
+    _case("match", match_kernel, 4, local=8),
+    _case("match, one sequence, banned", match_kernel, 4, local=8, GROUP=1, **_BANNED),
+    _case("match without a ring", match_kernel, 4, **_OWN),
+    _case("walk", walk_kernel, 4),
+    _case("walk without a ring", walk_kernel, 4, **_OWN),
     _case("draft", _draft_kernel, draft_warps(False, 16)),
     _case("draft without a ring, banned", _draft_kernel, draft_warps(False, 16), **_OWN, **_BANNED),
     _case("draft a tree", _draft_kernel, draft_warps(True, 16), TREE=True),
