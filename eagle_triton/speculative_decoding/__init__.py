@@ -1,0 +1,92 @@
+"""Speculative decoding as functions over any model of transformers: a drafter, n-grams, and how many tokens to draft.
+
+`speculative_generate` drafts with a smaller model, by a fixed number of tokens or by EGAG, the entropy of the drafter;
+`ngram_assisted_speculative_generate` with counted n-grams; `autoregressive_generate` and `beam_search_generate` without
+drafts. The `_encoder_decoder` functions do it for T5 and its like. Logits processors, n-gram storages, `prune_cache`
+and lines for a terminal stand beside them.
+
+The models run by their own forward here, on whatever device they lie, and nothing of them is changed: these functions
+are for reading, for experiments, and for models that the engine does not know. To decode fast use
+`eagle_triton.EAGLEInference` or `optimize_with_triton`, which never call a model's forward.
+docs/speculative-decoding.md shows how to use them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eagle_triton.speculative_decoding.base_decoding import autoregressive_generate as autoregressive_generate
+    from eagle_triton.speculative_decoding.base_decoding import beam_search_generate as beam_search_generate
+    from eagle_triton.speculative_decoding.caching import prune_cache as prune_cache
+    from eagle_triton.speculative_decoding.codec_base_decoding import (
+        autoregressive_generate_encoder_decoder as autoregressive_generate_encoder_decoder,
+    )
+    from eagle_triton.speculative_decoding.codec_speculative_decoding import (
+        speculative_generate_encoder_decoder as speculative_generate_encoder_decoder,
+    )
+    from eagle_triton.speculative_decoding.egag import EGAGConfig as EGAGConfig
+    from eagle_triton.speculative_decoding.egag import adaptive_gamma as adaptive_gamma
+    from eagle_triton.speculative_decoding.egag import normalized_entropy as normalized_entropy
+    from eagle_triton.speculative_decoding.logits_processor import GreedyProcessor as GreedyProcessor
+    from eagle_triton.speculative_decoding.logits_processor import LogitsProcessor as LogitsProcessor
+    from eagle_triton.speculative_decoding.logits_processor import MultinomialProcessor as MultinomialProcessor
+    from eagle_triton.speculative_decoding.logits_processor import NucleusProcessor as NucleusProcessor
+    from eagle_triton.speculative_decoding.logits_processor import TopKNucleusProcessor as TopKNucleusProcessor
+    from eagle_triton.speculative_decoding.logits_processor import TopKProcessor as TopKProcessor
+    from eagle_triton.speculative_decoding.ngram_assisted import (
+        ngram_assisted_speculative_generate as ngram_assisted_speculative_generate,
+    )
+    from eagle_triton.speculative_decoding.ngram_storage import INgramStorage as INgramStorage
+    from eagle_triton.speculative_decoding.ngram_storage import NGramStorage as NGramStorage
+    from eagle_triton.speculative_decoding.ngram_storage import OneLevelNGramStorage as OneLevelNGramStorage
+    from eagle_triton.speculative_decoding.printing import beam_search_step as beam_search_step
+    from eagle_triton.speculative_decoding.printing import end_token_found as end_token_found
+    from eagle_triton.speculative_decoding.printing import initial_step as initial_step
+    from eagle_triton.speculative_decoding.printing import speculative_step as speculative_step
+    from eagle_triton.speculative_decoding.printing import token_ids_to_string as token_ids_to_string
+    from eagle_triton.speculative_decoding.speculative_decoding import max_fn as max_fn
+    from eagle_triton.speculative_decoding.speculative_decoding import speculative_generate as speculative_generate
+    from eagle_triton.speculative_decoding.steps import StepRecord as StepRecord
+
+_HOMES = {
+    "EGAGConfig": "eagle_triton.speculative_decoding.egag",
+    "GreedyProcessor": "eagle_triton.speculative_decoding.logits_processor",
+    "INgramStorage": "eagle_triton.speculative_decoding.ngram_storage",
+    "LogitsProcessor": "eagle_triton.speculative_decoding.logits_processor",
+    "MultinomialProcessor": "eagle_triton.speculative_decoding.logits_processor",
+    "NGramStorage": "eagle_triton.speculative_decoding.ngram_storage",
+    "NucleusProcessor": "eagle_triton.speculative_decoding.logits_processor",
+    "OneLevelNGramStorage": "eagle_triton.speculative_decoding.ngram_storage",
+    "StepRecord": "eagle_triton.speculative_decoding.steps",
+    "TopKNucleusProcessor": "eagle_triton.speculative_decoding.logits_processor",
+    "TopKProcessor": "eagle_triton.speculative_decoding.logits_processor",
+    "adaptive_gamma": "eagle_triton.speculative_decoding.egag",
+    "autoregressive_generate": "eagle_triton.speculative_decoding.base_decoding",
+    "autoregressive_generate_encoder_decoder": "eagle_triton.speculative_decoding.codec_base_decoding",
+    "beam_search_generate": "eagle_triton.speculative_decoding.base_decoding",
+    "beam_search_step": "eagle_triton.speculative_decoding.printing",
+    "end_token_found": "eagle_triton.speculative_decoding.printing",
+    "initial_step": "eagle_triton.speculative_decoding.printing",
+    "max_fn": "eagle_triton.speculative_decoding.speculative_decoding",
+    "ngram_assisted_speculative_generate": "eagle_triton.speculative_decoding.ngram_assisted",
+    "normalized_entropy": "eagle_triton.speculative_decoding.egag",
+    "prune_cache": "eagle_triton.speculative_decoding.caching",
+    "speculative_generate": "eagle_triton.speculative_decoding.speculative_decoding",
+    "speculative_generate_encoder_decoder": "eagle_triton.speculative_decoding.codec_speculative_decoding",
+    "speculative_step": "eagle_triton.speculative_decoding.printing",
+    "token_ids_to_string": "eagle_triton.speculative_decoding.printing",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

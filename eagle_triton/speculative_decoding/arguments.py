@@ -1,0 +1,67 @@
+"""What a call was given, checked before a model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from eagle_triton.speculative_decoding.readers import CausalReader
+
+
+def checked_prompt(inputs: Iterable[int], *readers: CausalReader) -> list[int]:
+    """The prompt's token ids. Raises ValueError if there are none, or a reader cannot read them."""
+    try:
+        prompt = [int(token) for token in inputs]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"inputs must be a list of token ids, got {type(inputs).__name__}") from error
+    if not prompt:
+        raise ValueError("inputs must hold at least one token")
+    for reader in readers:
+        if not 0 <= min(prompt) <= max(prompt) < reader.vocabulary:
+            raise ValueError(
+                f"inputs: tokens must lie in 0..{reader.vocabulary - 1}, the {reader.role}'s vocabulary, got "
+                f"{min(prompt)}..{max(prompt)}"
+            )
+        if reader.max_positions is not None and len(prompt) > reader.max_positions:
+            raise ValueError(
+                f"inputs has {len(prompt)} tokens, more than the {reader.max_positions} positions of the {reader.role}"
+            )
+    return prompt
+
+
+def checked_end_tokens(eos_tokens_id: int | Iterable[int]) -> frozenset[int]:
+    """The tokens that end a sequence."""
+    return frozenset([eos_tokens_id] if isinstance(eos_tokens_id, int) else (int(token) for token in eos_tokens_id))
+
+
+def longest(prompt: list[int], max_gen_len: int, reader: CausalReader) -> int:
+    """How long the prompt and what follows may become together. Raises ValueError for a max_gen_len below 0."""
+    if max_gen_len < 0:
+        raise ValueError(f"max_gen_len must be at least 0, got {max_gen_len}")
+    total = len(prompt) + max_gen_len
+    return total if reader.max_positions is None else min(total, reader.max_positions)
+
+
+def check_gamma(gamma: int) -> None:
+    """Raise ValueError for a gamma below 1."""
+    if gamma < 1:
+        raise ValueError(f"gamma must be at least 1, got {gamma}")
+
+
+def check_same_vocabulary(drafter: CausalReader, target: CausalReader, tokenizer: Any) -> None:
+    """Raise ValueError if drafter and target name tokens otherwise.
+
+    Logits of other sizes are padding if both have room for the tokenizer's tokens or, without a tokenizer, if they
+    differ by at most one in a hundred.
+    """
+    sizes = drafter.vocabulary, target.vocabulary
+    if tokenizer is None:
+        padded = 100 * abs(sizes[0] - sizes[1]) <= max(sizes)
+    else:
+        padded = sizes[0] == sizes[1] or len(tokenizer) <= min(sizes)
+    if not padded:
+        raise ValueError(
+            f"the drafter's vocabulary has {sizes[0]} tokens, the target's {sizes[1]}: they must be the same but for "
+            "padding (pass the tokenizer if that is all); for another tokenizer there is universal assisted generation "
+            "in transformers: generate(assistant_model=..., tokenizer=..., assistant_tokenizer=...)"
+        )

@@ -1,0 +1,126 @@
+"""Decoding without drafts: a token for each forward, and beams."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from eagle_triton.speculative_decoding import printing
+from eagle_triton.speculative_decoding.arguments import checked_end_tokens, checked_prompt, longest
+from eagle_triton.speculative_decoding.logits_processor import GreedyProcessor, LogitsProcessor, draw
+from eagle_triton.speculative_decoding.readers import CausalReader
+from eagle_triton.speculative_decoding.steps import Text
+
+GREEDY = GreedyProcessor()
+
+
+@torch.inference_mode()
+def autoregressive_generate(
+    inputs: list[int],
+    model: Any,
+    max_gen_len: int = 40,
+    logits_processor: LogitsProcessor = GREEDY,
+    eos_tokens_id: int | list[int] = 1,
+    pad_token_id: int = 0,
+    use_cache: bool = False,
+    debug: bool = False,
+    *,
+    generator: torch.Generator | None = None,
+) -> list[int]:
+    """The tokens that follow `inputs`, up to max_gen_len, the model's positions, or an end token, which is kept.
+
+    model: a causal language model of transformers. use_cache: give it only new tokens; the tokens are the same.
+    generator: of random numbers, None: torch's. pad_token_id: taken as the other calls take it; nothing is padded.
+    debug: print each token. Raises ValueError for an empty prompt, one that the model cannot read, or a max_gen_len
+    below 0.
+    """
+    reader = CausalReader(model, use_cache)
+    prompt = checked_prompt(inputs, reader)
+    text = Text(prompt, longest(prompt, max_gen_len, reader), checked_end_tokens(eos_tokens_id))
+    continue_text(text, reader, logits_processor, generator, debug)
+    return text.output
+
+
+def continue_text(
+    text: Text,
+    reader: CausalReader,
+    processor: LogitsProcessor,
+    generator: torch.Generator | None,
+    debug: bool,
+    most: int | None = None,
+    tokenizer: Any = None,
+) -> None:
+    """Append tokens of the model's own until the text is finished, or `most` of them."""
+    while not text.finished and most != 0:
+        (token,) = draw(processor, processor(reader.logits(text.tokens)), generator)
+        if debug:
+            printing.initial_step(token, tokenizer)
+        text.extend([token], debug)
+        most = None if most is None else most - 1
+
+
+class Beam(NamedTuple):
+    """A hypothesis: its new tokens, the sum of their log-probabilities, and whether nothing follows."""
+
+    tokens: tuple[int, ...]
+    log_prob: float
+    finished: bool
+
+
+@torch.inference_mode()
+def beam_search_generate(
+    inputs: list[int],
+    model: Any,
+    max_gen_len: int = 40,
+    num_beams: int = 4,
+    top_k: int = 3,
+    min_length: float = 5.0,
+    alpha: float = 1.2,
+    eos_tokens_id: int | list[int] = 1,
+    pad_token_id: int = 0,
+    debug: bool = False,
+    tokenizer: Any = None,
+) -> list[int]:
+    """The new tokens of the best of `num_beams` hypotheses, each of which tries its top_k next tokens.
+
+    A hypothesis of n new tokens scores the sum of their log-probabilities over
+    ((min_length + n) / (min_length + 1)) ** alpha (Wu et al., arXiv 1609.08144, where min_length is 5); alpha 0: the
+    sum alone. One that ends with an end token or pad_token_id is kept as it is; pad_token_id is not returned. A
+    hypothesis is counted once. debug: print the beams of each step, as `tokenizer`'s tokens.
+
+    Raises ValueError for numbers that cannot be, and as `autoregressive_generate`.
+    """
+    reader = CausalReader(model)
+    prompt = checked_prompt(inputs, reader)
+    most = longest(prompt, max_gen_len, reader) - len(prompt)
+    end_tokens = checked_end_tokens(eos_tokens_id)
+    if num_beams < 1:
+        raise ValueError(f"num_beams must be at least 1, got {num_beams}")
+    if not 1 <= top_k <= reader.vocabulary:
+        raise ValueError(f"top_k must lie in 1..{reader.vocabulary}, got {top_k}")
+    if min_length < 0 or not math.isfinite(min_length) or not math.isfinite(alpha):
+        raise ValueError(f"min_length must be at least 0, it and alpha finite, got {min_length} and {alpha}")
+
+    def score(beam: Beam) -> float:
+        return beam.log_prob / ((min_length + len(beam.tokens)) / (min_length + 1)) ** alpha
+
+    beams = [Beam((), 0.0, False)]
+    for _ in range(most):
+        candidates = {beam.tokens: beam for beam in beams if beam.finished}
+        for beam in beams:
+            if not beam.finished:
+                log_probs = reader.logits([*prompt, *beam.tokens])[0].log_softmax(dim=-1)
+                order = log_probs.argsort(descending=True, stable=True)[:top_k].tolist()
+                for token in order:
+                    tokens = (*beam.tokens, token)
+                    ends = token in end_tokens or token == pad_token_id
+                    candidates.setdefault(tokens, Beam(tokens, beam.log_prob + float(log_probs[token]), ends))
+        beams = sorted(candidates.values(), key=score, reverse=True)[:num_beams]
+        if debug:
+            printing.beam_search_step([(score(beam), beam.tokens) for beam in beams], tokenizer)
+        if all(beam.finished for beam in beams):
+            break
+    best = list(beams[0].tokens)
+    return best[:-1] if best and best[-1] == pad_token_id and pad_token_id not in end_tokens else best

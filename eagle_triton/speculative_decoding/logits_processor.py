@@ -1,0 +1,139 @@
+"""From logits to the distribution that tokens are drawn from: temperature first, then top-k, then top-p."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class LogitsProcessor(ABC):
+    """Probabilities of logits [..., V], as float32 on their device. The logits are never changed.
+
+    temperature: the logits are divided by it before anything else. Raises ValueError unless it is above 0 and finite.
+    A processor of one's own says in `process` which of the tempered logits stay.
+    """
+
+    def __init__(self, temperature: float) -> None:
+        if not (temperature > 0 and math.isfinite(temperature)):
+            raise ValueError(f"{type(self).__name__}: temperature must be above 0 and finite, got {temperature}")
+        self.temperature = temperature
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Probabilities [..., V] of logits [..., V]."""
+        return self.process(logits.float() / self.temperature).softmax(dim=-1)
+
+    @abstractmethod
+    def process(self, logits: Tensor) -> Tensor:
+        """Tempered logits [..., V] with -inf for the tokens that are left out."""
+
+    @abstractmethod
+    def sample(self, probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A token of each row: probabilities [..., V] -> int64 [..., 1]."""
+
+
+class GreedyProcessor(LogitsProcessor):
+    """All probability on the largest logit, the first of equal ones, at any temperature."""
+
+    def __init__(self, temperature: float = 1) -> None:
+        super().__init__(temperature)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Zeros [..., V] with a one at the largest logit."""
+        return torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
+
+    def process(self, logits: Tensor) -> Tensor:
+        """-inf for all but the largest."""
+        return logits.masked_fill(self(logits) == 0, -math.inf)
+
+    def sample(self, probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """The most probable token; nothing is drawn from the generator."""
+        return probs.argmax(dim=-1, keepdim=True)
+
+
+class MultinomialProcessor(LogitsProcessor):
+    """The whole distribution at a temperature."""
+
+    def process(self, logits: Tensor) -> Tensor:
+        """The logits themselves."""
+        return logits
+
+    def sample(self, probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A draw of each row, from the generator or torch's default one; where the generator lies, then moved back."""
+        rows = probs.reshape(-1, probs.shape[-1])
+        if generator is not None:
+            rows = rows.to(generator.device)
+        return torch.multinomial(rows, 1, generator=generator).to(probs.device).view(*probs.shape[:-1], 1)
+
+
+class TopKProcessor(MultinomialProcessor):
+    """The top_k most probable tokens, of equal ones the first. Raises ValueError for a top_k below 1."""
+
+    def __init__(self, temperature: float, top_k: int) -> None:
+        super().__init__(temperature)
+        self.top_k = _checked_top_k(self, top_k)
+
+    def process(self, logits: Tensor) -> Tensor:
+        """-inf for all others."""
+        return _top_k(logits, self.top_k)
+
+
+class NucleusProcessor(MultinomialProcessor):
+    """The fewest most probable tokens that have at least top_p together (Holtzman et al., arXiv 1904.09751).
+
+    Raises ValueError unless 0 < top_p <= 1.
+    """
+
+    def __init__(self, temperature: float, top_p: float) -> None:
+        super().__init__(temperature)
+        self.top_p = _checked_top_p(self, top_p)
+
+    def process(self, logits: Tensor) -> Tensor:
+        """-inf for all others."""
+        return _top_p(logits, self.top_p)
+
+
+class TopKNucleusProcessor(MultinomialProcessor):
+    """First top-k, then top-p of what it leaves. Raises ValueError as either does."""
+
+    def __init__(self, temperature: float, top_k: int, top_p: float) -> None:
+        super().__init__(temperature)
+        self.top_k, self.top_p = _checked_top_k(self, top_k), _checked_top_p(self, top_p)
+
+    def process(self, logits: Tensor) -> Tensor:
+        """-inf for all others."""
+        return _top_p(_top_k(logits, self.top_k), self.top_p)
+
+
+def draw(processor: LogitsProcessor, probs: Tensor, generator: torch.Generator | None) -> list[int]:
+    """A token of each row of probs [rows, V], by the processor."""
+    tokens = processor.sample(probs) if generator is None else processor.sample(probs, generator=generator)
+    return tokens.reshape(-1).tolist()
+
+
+def _top_k(logits: Tensor, top_k: int) -> Tensor:
+    order = logits.argsort(dim=-1, descending=True, stable=True)
+    return logits.scatter(-1, order[..., top_k:], -math.inf)
+
+
+def _top_p(logits: Tensor, top_p: float) -> Tensor:
+    values, order = logits.sort(dim=-1, descending=True, stable=True)
+    probs = values.softmax(dim=-1)
+    before = probs.cumsum(dim=-1) - probs
+    dropped = before >= top_p
+    dropped[..., 0] = False
+    return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -math.inf)
+
+
+def _checked_top_k(processor: LogitsProcessor, top_k: int) -> int:
+    if top_k < 1:
+        raise ValueError(f"{type(processor).__name__}: top_k must be at least 1, got {top_k}")
+    return int(top_k)
+
+
+def _checked_top_p(processor: LogitsProcessor, top_p: float) -> float:
+    if not 0 < top_p <= 1:
+        raise ValueError(f"{type(processor).__name__}: top_p must be above 0 and at most 1, got {top_p}")
+    return top_p

@@ -1,0 +1,118 @@
+"""NASD: speculative decoding whose drafts are n-grams counted in the prompt and the output so far.
+
+Without the filler it is adaptive n-gram parallel decoding (Ou et al., arXiv 2404.08698).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_triton.speculative_decoding import printing
+from eagle_triton.speculative_decoding.arguments import check_gamma, checked_end_tokens, checked_prompt, longest
+from eagle_triton.speculative_decoding.base_decoding import GREEDY, continue_text
+from eagle_triton.speculative_decoding.logits_processor import LogitsProcessor, draw
+from eagle_triton.speculative_decoding.ngram_storage import INgramStorage
+from eagle_triton.speculative_decoding.readers import CausalReader
+from eagle_triton.speculative_decoding.steps import StepRecord, Text
+
+
+@torch.inference_mode()
+def ngram_assisted_speculative_generate(
+    inputs: list[int],
+    ngramstorage: INgramStorage,
+    target: Any,
+    tokenizer: Any = None,
+    gamma: int = 5,
+    filler_top_k: int = 3,
+    logits_processor: LogitsProcessor = GREEDY,
+    max_gen_len: int = 40,
+    eos_tokens_id: int | list[int] = 1,
+    pad_token_id: int = 0,
+    use_cache: bool = False,
+    first_target: bool = True,
+    stop_if_unknown: bool = False,
+    debug: bool = False,
+    *,
+    filler_weight: float = 1,
+    generator: torch.Generator | None = None,
+    trace: list[StepRecord] | None = None,
+) -> tuple[list[int], float]:
+    """(the tokens that follow `inputs`, accepted drafts by proposed ones), as the target alone would draw them.
+
+    ngramstorage takes in the prompt, then each committed token; what it holds from before stays, `reset()` forgets it.
+    filler_top_k: behind each of these tokens' contexts the target's so many largest logits are counted too,
+    `filler_weight` times each; 1: none. Each position's token is the target's own draw, and drafts are accepted as long
+    as they are that token.
+
+    stop_if_unknown: propose nothing behind an unknown context; otherwise a random token is proposed, which is seldom
+    right. A step without drafts gives one token and counts no proposal. The rest as in `speculative_generate`.
+
+    Raises ValueError for an empty prompt, one that the target cannot read, a storage of a larger vocabulary, and
+    numbers that cannot be.
+    """
+    check_gamma(gamma)
+    reader = CausalReader(target, use_cache, "target")
+    if not 1 <= filler_top_k <= reader.vocabulary:
+        raise ValueError(f"filler_top_k must lie in 1..{reader.vocabulary}, got {filler_top_k}")
+    if not (filler_weight >= 0 and math.isfinite(filler_weight)):
+        raise ValueError(f"filler_weight must be at least 0 and finite, got {filler_weight}")
+    if ngramstorage.vocab_size > reader.vocabulary:
+        raise ValueError(
+            f"the storage's vocabulary has {ngramstorage.vocab_size} tokens, the target's only {reader.vocabulary}"
+        )
+    prompt = checked_prompt(inputs, reader)
+    text = Text(prompt, longest(prompt, max_gen_len, reader), checked_end_tokens(eos_tokens_id))
+    ngramstorage.initialize(_row(prompt))
+    if first_target:
+        continue_text(text, reader, logits_processor, generator, debug, 1, tokenizer)
+        if text.output:
+            ngramstorage.update(_row(prompt), _row(text.output))
+    while not text.finished:
+        before = len(text.tokens)
+        drafts = propose(ngramstorage, text, min(gamma, text.room), stop_if_unknown)
+        logits = reader.logits(text.tokens + drafts, len(drafts) + 1)
+        own = draw(logits_processor, logits_processor(logits), generator)
+        accepted = next((place for place, token in enumerate(drafts) if token != own[place]), len(drafts))
+        grown = text.extend(own[: accepted + 1])
+        if debug:
+            printing.speculative_step(drafts, accepted, own[accepted] if grown > accepted else None, tokenizer)
+            if text.ended:
+                printing.end_token_found(len(text.tokens) - 1)
+        learn(ngramstorage, text.tokens, before, logits, filler_top_k, filler_weight)
+        text.count_drafts(len(drafts), accepted)
+        if trace is not None:
+            trace.append(StepRecord(None, None, gamma, len(drafts), accepted, grown))
+    return text.output, text.acceptance_rate
+
+
+def propose(storage: INgramStorage, text: Text, most: int, stop_if_unknown: bool) -> list[int]:
+    """Up to `most` drafts behind the text, none behind an end token."""
+    drafts: list[int] = []
+    while len(drafts) < most and not (drafts and drafts[-1] in text.end_tokens):
+        token, known = storage.next_token(_row(text.tokens + drafts))
+        if stop_if_unknown and not bool(known):
+            break
+        drafts.append(int(token))
+    return drafts
+
+
+def learn(
+    storage: INgramStorage, tokens: list[int], before: int, logits: Tensor, filler_top_k: int, filler_weight: float
+) -> None:
+    """Count tokens[before:], and the largest of the logits [m, V] that each of them was drawn from."""
+    fillers = logits.topk(filler_top_k).indices.cpu()
+    for place in range(before, len(tokens)):
+        context = _row(tokens[:place])
+        storage.update(context, _row(tokens[place : place + 1]))
+        if filler_top_k > 1 and filler_weight == 1:
+            storage.update(context, fillers[place - before, None])
+        elif filler_top_k > 1 and filler_weight > 0:
+            storage.update(context, fillers[place - before, None], weight=filler_weight)
+
+
+def _row(tokens: list[int]) -> Tensor:
+    return torch.tensor([tokens])

@@ -1,0 +1,161 @@
+"""Counts of which token followed which tokens: drafts without a drafter.
+
+A context of c tokens and the token behind it are a (c + 1)-gram. Each context remembers the token with the largest
+count; another takes its place only with a larger count, so of equal ones the first stays.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Context = tuple[int, ...]
+
+
+class INgramStorage(ABC):
+    """What n-gram assisted decoding asks for drafts. B is the number of sequences, T of tokens in each.
+
+    n: the longest gram, its last token counted; at least 2. vocab_size: how many tokens there are. seed, generator: of
+    the tokens that are drawn for unknown contexts; a generator of one's own takes the seed's place. Raises ValueError
+    for a smaller n, or a vocabulary without tokens.
+    """
+
+    def __init__(self, n: int, vocab_size: int, *, seed: int = 0, generator: torch.Generator | None = None) -> None:
+        if n < 2:
+            raise ValueError(f"{type(self).__name__}: n must be at least 2, a token and one before it, got {n}")
+        if vocab_size < 1:
+            raise ValueError(f"{type(self).__name__}: vocab_size must be at least 1, got {vocab_size}")
+        self.n, self.vocab_size, self.seed = n, vocab_size, seed
+        self.generator = torch.Generator().manual_seed(seed) if generator is None else generator
+
+    @abstractmethod
+    def next_token(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What should follow ids [B, T], int64 [B], and bool [B] whether that is known; if not, it is random."""
+
+    @abstractmethod
+    def has_gram(self, ngram: Tensor | Sequence[int]) -> bool:
+        """Whether the last tokens of ngram [T] are a stored gram."""
+
+    @abstractmethod
+    def update(self, ids: Tensor, next_tokens: Tensor, weight: float = 1) -> None:
+        """Count each of next_tokens [B, m] behind ids [B, T], `weight` times."""
+
+    @abstractmethod
+    def initialize(self, ids: Tensor) -> None:
+        """Count every token of ids [B, T] behind those before it."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything."""
+
+
+class CountingStorage(INgramStorage):
+    """Counts by contexts of some lengths, in dictionaries on the host."""
+
+    def __init__(self, n: int, vocab_size: int, *, seed: int = 0, generator: torch.Generator | None = None) -> None:
+        super().__init__(n, vocab_size, seed=seed, generator=generator)
+        self._own_generator = generator is None
+        self._counts: dict[Context, dict[int, float]] = {}
+        self._best: dict[Context, int] = {}
+
+    @property
+    @abstractmethod
+    def context_lengths(self) -> range:
+        """The lengths of the contexts that are counted, from the shortest."""
+
+    def next_token(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The token with the largest count behind the longest known context of ids [B, T], and whether there is one.
+
+        Returns int64 [B] and bool [B] on the device of ids. Raises ValueError for another shape.
+        """
+        found = [self._known(row) for row in _rows("ids", ids)]
+        tokens = [self._random() if token is None else token for token in found]
+        known = [token is not None for token in found]
+        return torch.tensor(tokens, device=ids.device), torch.tensor(known, device=ids.device)
+
+    def has_gram(self, ngram: Tensor | Sequence[int]) -> bool:
+        """Whether the last token of ngram [T] was counted behind those before it, at most n - 1 of them.
+
+        A gram shorter than those that are counted is never known.
+        """
+        tokens = [int(token) for token in (ngram.reshape(-1) if isinstance(ngram, Tensor) else ngram)]
+        length = min(self.n, len(tokens)) - 1
+        if length not in self.context_lengths:
+            return False
+        return tokens[-1] in self._counts.get(tuple(tokens[-length - 1 : -1]), {})
+
+    def update(self, ids: Tensor, next_tokens: Tensor, weight: float = 1) -> None:
+        """Count each of next_tokens [B, m] behind ids [B, T], `weight` times, for every length of context.
+
+        Raises ValueError for other shapes.
+        """
+        before, after = _rows("ids", ids), _rows("next_tokens", next_tokens)
+        if len(before) != len(after):
+            raise ValueError(f"update: next_tokens of {len(before)} sequences expected, got {len(after)}")
+        for row, tokens in zip(before, after, strict=True):
+            for token in tokens:
+                self._count(row, len(row), token, weight)
+
+    def initialize(self, ids: Tensor) -> None:
+        """Count every token of ids [B, T] behind those before it. What was counted before stays.
+
+        Raises ValueError for another shape.
+        """
+        for row in _rows("ids", ids):
+            for place, token in enumerate(row):
+                self._count(row, place, token, 1)
+
+    def reset(self) -> None:
+        """Forget everything; a generator made from the seed begins anew."""
+        self._counts.clear()
+        self._best.clear()
+        if self._own_generator:
+            self.generator.manual_seed(self.seed)
+
+    def _count(self, row: list[int], end: int, token: int, weight: float) -> None:
+        """Count a token behind row[:end]."""
+        for length in self.context_lengths:
+            if length > end:
+                break
+            context = tuple(row[end - length : end])
+            counts = self._counts.setdefault(context, {})
+            counts[token] = counts.get(token, 0) + weight
+            best = self._best.setdefault(context, token)
+            if counts[token] > counts[best]:
+                self._best[context] = token
+
+    def _known(self, row: list[int]) -> int | None:
+        for length in reversed(self.context_lengths):
+            if length <= len(row) and (token := self._best.get(tuple(row[-length:]))) is not None:
+                return token
+        return None
+
+    def _random(self) -> int:
+        return int(torch.randint(self.vocab_size, (1,), generator=self.generator, device=self.generator.device))
+
+
+class NGramStorage(CountingStorage):
+    """Grams of 2 to n tokens; the longest known context decides."""
+
+    @property
+    def context_lengths(self) -> range:
+        """1 to n - 1."""
+        return range(1, self.n)
+
+
+class OneLevelNGramStorage(CountingStorage):
+    """Grams of n tokens alone."""
+
+    @property
+    def context_lengths(self) -> range:
+        """n - 1."""
+        return range(self.n - 1, self.n)
+
+
+def _rows(name: str, ids: Tensor) -> list[list[int]]:
+    if ids.dim() != 2:
+        raise ValueError(f"{name} must be [B, T], got {list(ids.shape)}")
+    return ids.tolist()

@@ -1,0 +1,185 @@
+"""Speculative decoding: a drafter proposes tokens, the target judges them in one forward and keeps its distribution.
+
+Leviathan et al., Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192); Chen et al.,
+Accelerating Large Language Model Decoding with Speculative Sampling (arXiv 2302.01318).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle_triton.speculative_decoding import printing
+from eagle_triton.speculative_decoding.arguments import (
+    check_gamma,
+    check_same_vocabulary,
+    checked_end_tokens,
+    checked_prompt,
+    longest,
+)
+from eagle_triton.speculative_decoding.base_decoding import GREEDY, continue_text
+from eagle_triton.speculative_decoding.egag import EGAGConfig, EntropyGuide
+from eagle_triton.speculative_decoding.logits_processor import LogitsProcessor, draw
+from eagle_triton.speculative_decoding.readers import CausalReader
+from eagle_triton.speculative_decoding.steps import StepRecord, Text
+
+
+@torch.inference_mode()
+def speculative_generate(
+    inputs: list[int],
+    drafter: Any,
+    target: Any,
+    tokenizer: Any = None,
+    gamma: int = 5,
+    use_egag: bool = False,
+    gamma_min: int = 1,
+    gamma_max: int | None = None,
+    egag_ema_beta: float = 0.0,
+    logits_processor: LogitsProcessor = GREEDY,
+    max_gen_len: int = 40,
+    eos_tokens_id: int | list[int] = 1,
+    pad_token_id: int = 0,
+    use_cache: bool = False,
+    skip_sample_adjustment: bool = False,
+    first_target: bool = True,
+    debug: bool = False,
+    *,
+    egag_scale: float | None = None,
+    egag_mode: str = "gamma",
+    egag_stop_threshold: float = 0.3,
+    egag_stop_lambda: float = 0.2,
+    generator: torch.Generator | None = None,
+    trace: list[StepRecord] | None = None,
+) -> tuple[list[int], float]:
+    """(the tokens that follow `inputs`, accepted drafts by proposed ones), as the target alone would draw them.
+
+    drafter, target: causal language models of transformers with one vocabulary; logits may be padded to other sizes.
+    tokenizer: tells padding from another vocabulary, and makes text of tokens for debug. gamma: drafts a step; a step
+    proposes fewer where max_gen_len or the positions of a model leave no room, and none behind an end token.
+
+    use_egag: choose the number by the entropy of the drafter's logits, between gamma_min and gamma_max (None: gamma);
+    this and the other egag options are those of `EGAGConfig`.
+
+    logits_processor makes the distributions of both models. max_gen_len, eos_tokens_id, pad_token_id and use_cache as
+    in `autoregressive_generate`. skip_sample_adjustment: after a rejection draw from the target's distribution instead
+    of the residual; the output then follows another distribution. first_target: the target gives the first token
+    itself. debug: print each step. generator: of random numbers, None: torch's. trace: gets a record of each step.
+
+    Raises ValueError for an empty prompt, one that a model cannot read, vocabularies that differ, and numbers that
+    cannot be.
+    """
+    check_gamma(gamma)
+    egag = EGAGConfig(
+        gamma_min, gamma if gamma_max is None else gamma_max, egag_ema_beta, egag_scale, egag_mode,
+        egag_stop_threshold, egag_stop_lambda,
+    )  # fmt: skip
+    readers = CausalReader(drafter, use_cache, "drafter"), CausalReader(target, use_cache, "target")
+    check_same_vocabulary(*readers, tokenizer)
+    prompt = checked_prompt(inputs, *readers)
+    text = Text(prompt, longest(prompt, max_gen_len, readers[1]), checked_end_tokens(eos_tokens_id))
+    decoding = SpeculativeDecoding(
+        *readers, logits_processor, gamma, EntropyGuide(egag) if use_egag else None, skip_sample_adjustment, generator
+    )
+    decoding.run(text, first_target, trace, debug, tokenizer)
+    return text.output, text.acceptance_rate
+
+
+class Drafts(NamedTuple):
+    """Proposed tokens, and the distribution that each was drawn from, rows of q [V]."""
+
+    tokens: list[int]
+    q: list[Tensor]
+
+
+class SpeculativeDecoding:
+    """The loop, for any two readers. guide: EGAG's, None: always gamma drafts."""
+
+    def __init__(
+        self,
+        drafter: CausalReader,
+        target: CausalReader,
+        processor: LogitsProcessor,
+        gamma: int,
+        guide: EntropyGuide | None,
+        skip_sample_adjustment: bool,
+        generator: torch.Generator | None,
+    ) -> None:
+        self.drafter, self.target, self.processor = drafter, target, processor
+        self.gamma, self.guide = gamma, guide
+        self.skip_sample_adjustment, self.generator = skip_sample_adjustment, generator
+
+    def run(self, text: Text, first_target: bool, trace: list[StepRecord] | None, debug: bool, tokenizer: Any) -> None:
+        """Extend the text until it is finished."""
+        if first_target:
+            continue_text(text, self.target, self.processor, self.generator, debug, 1, tokenizer)
+        while not text.finished:
+            record = self.step(text, debug, tokenizer)
+            if trace is not None:
+                trace.append(record)
+
+    def step(self, text: Text, debug: bool, tokenizer: Any) -> StepRecord:
+        """Draft, judge, and extend the text."""
+        drafts, gamma = self.draft(text)
+        p = self.processor(self.target.logits(text.tokens + drafts.tokens, len(drafts.tokens) + 1))
+        accepted = self.judge(drafts, p)
+        kept = drafts.tokens[:accepted]
+        emitted = None if kept and kept[-1] in text.end_tokens else self.own_token(drafts, p, accepted)
+        if debug:
+            printing.speculative_step(drafts.tokens, accepted, emitted, tokenizer)
+        grown = text.extend(kept if emitted is None else [*kept, emitted], debug)
+        text.count_drafts(len(drafts.tokens), accepted)
+        entropies = (self.guide.h_norm, self.guide.h_ema) if self.guide and gamma is not None else (None, None)
+        return StepRecord(*entropies, gamma, len(drafts.tokens), accepted, grown)
+
+    def draft(self, text: Text) -> tuple[Drafts, int | None]:
+        """The drafts of a step, and how many were asked for; None if EGAG was not asked, as there was no room."""
+        drafts = Drafts([], [])
+        gamma = None if self.guide else self.gamma
+        most = text.room if gamma is None else min(gamma, text.room)
+        while len(drafts.tokens) < most and self.drafter.can_read(ids := text.tokens + drafts.tokens):
+            logits = self.drafter.logits(ids)
+            if self.guide and not drafts.tokens:
+                gamma = self.guide.gamma(logits[0])
+                most = min(gamma, text.room)
+            elif self.guide and self.guide.stops(logits[0], len(drafts.tokens)):
+                gamma = len(drafts.tokens)
+                break
+            q = self.processor(resized(logits, self.target.vocabulary))
+            drafts.tokens.extend(draw(self.processor, q, self.generator))
+            drafts.q.append(q[0].to(self.target.device))
+            if drafts.tokens[-1] in text.end_tokens:
+                break
+        return drafts, gamma
+
+    def judge(self, drafts: Drafts, p: Tensor) -> int:
+        """How many drafts are accepted: each with probability min(1, p / q), up to the first that is not."""
+        if not drafts.tokens:
+            return 0
+        token = torch.tensor(drafts.tokens, device=p.device)[:, None]
+        q_token = torch.stack(drafts.q).gather(1, token)[:, 0]
+        p_token = p[:-1].gather(1, token)[:, 0]
+        place = p.device if self.generator is None else self.generator.device
+        coins = torch.rand(len(token), generator=self.generator, device=place, dtype=torch.float64).to(p.device)
+        return int((coins * q_token < p_token).cumprod(dim=0).sum())
+
+    def own_token(self, drafts: Drafts, p: Tensor, accepted: int) -> int:
+        """The target's token behind the accepted drafts, p [drafts + 1, V]: of the residual after a rejection."""
+        law = p[accepted]
+        if accepted < len(drafts.tokens) and not self.skip_sample_adjustment:
+            residual = max_fn(law - drafts.q[accepted])
+            law = residual if bool(residual.any()) else law  # nothing is left of p = q, but for rounding
+        return draw(self.processor, law[None], self.generator)[0]
+
+
+def max_fn(x: Tensor) -> Tensor:
+    """The positive part, scaled to a sum of 1 along the last dimension; zeros where nothing is positive."""
+    positive = x.relu()
+    total = positive.sum(dim=-1, keepdim=True)
+    return torch.where(total > 0, positive / total, positive)
+
+
+def resized(logits: Tensor, vocabulary: int) -> Tensor:
+    """Logits [..., V'] of `vocabulary` tokens: cut, or padded with -inf."""
+    return torch.nn.functional.pad(logits, (0, vocabulary - logits.shape[-1]), value=float("-inf"))

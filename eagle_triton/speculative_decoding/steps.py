@@ -1,0 +1,73 @@
+"""What speculative decoding and n-gram drafts have in common: the growing text, and the record of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from eagle_triton.speculative_decoding import printing
+
+
+class StepRecord(NamedTuple):
+    """A step: drafts, and one forward of the target.
+
+    h_norm, h_ema: EGAG's normalised entropy and its moving average, None without EGAG and where there was no room for
+    a draft. gamma: how many drafts were asked for, None with EGAG where there was no room. proposed: how many there
+    were. accepted: how many of them the target agreed with. emitted: how many tokens the text grew by.
+    """
+
+    h_norm: float | None
+    h_ema: float | None
+    gamma: int | None
+    proposed: int
+    accepted: int
+    emitted: int
+
+
+class Text:
+    """Prompt and output of one generation, which ends with a token of `end_tokens` or when it is `total` long."""
+
+    def __init__(self, prompt: list[int], total: int, end_tokens: frozenset[int]) -> None:
+        self.tokens = list(prompt)
+        self.total, self.end_tokens = total, end_tokens
+        self.ended = False
+        self.proposed = self.accepted = 0
+        self._prompt_length = len(prompt)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing may follow."""
+        return self.ended or len(self.tokens) >= self.total
+
+    @property
+    def room(self) -> int:
+        """How many drafts a step may propose: one token fewer than may follow, as the target adds its own."""
+        return self.total - len(self.tokens) - 1
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens behind the prompt."""
+        return self.tokens[self._prompt_length :]
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts by proposed ones, 0.0 if there were none."""
+        return self.accepted / self.proposed if self.proposed else 0.0
+
+    def extend(self, tokens: Iterable[int], debug: bool = False) -> int:
+        """Append tokens up to one that ends the text, which is kept; returns how many."""
+        count = 0
+        for token in tokens:
+            self.tokens.append(token)
+            count += 1
+            if token in self.end_tokens:
+                self.ended = True
+                if debug:
+                    printing.end_token_found(len(self.tokens) - 1)
+                break
+        return count
+
+    def count_drafts(self, proposed: int, accepted: int) -> None:
+        """Take a step's drafts into the acceptance rate."""
+        self.proposed += proposed
+        self.accepted += accepted
