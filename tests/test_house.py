@@ -63,7 +63,9 @@ def test_no_kind_is_asked_for():
         assert ".kind" not in path.read_text(encoding="utf-8"), path
 
 
-@pytest.mark.parametrize("package", [eagle_triton, gdn, speculative, speculative_decoding], ids=lambda package: package.__name__)
+@pytest.mark.parametrize(
+    "package", [eagle_triton, gdn, speculative, speculative_decoding], ids=lambda package: package.__name__
+)
 def test_public_names_are_found_and_known_to_type_checkers(package):
     assert package.__all__ == sorted(package.__all__) and set(package.__all__) <= set(dir(package))
     for name in package.__all__:

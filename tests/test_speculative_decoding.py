@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import itertools
 import math
@@ -17,6 +18,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from eagle_triton import speculative_decoding as library
 from eagle_triton.speculative_decoding import egag, printing
+from eagle_triton.speculative_decoding.readers import CausalReader
 from eagle_triton.speculative_decoding.steps import Text
 
 VOCABULARY = 32
@@ -124,8 +126,6 @@ def test_names_and_defaults():
     assert library.__all__ == sorted(library.__all__)
     for name in library.__all__:
         assert getattr(library, name).__name__ == name and getattr(library, name).__doc__
-    import inspect
-
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(library.speculative_generate).parameters.items()
@@ -523,6 +523,11 @@ class TestCache:
         with pytest.raises(ValueError, match=r"target has layers of the kind linear_attention.*use_cache=False"):
             library.speculative_generate([3], pair[0], model, use_cache=True)
         assert len(library.speculative_generate([3], model, model, max_gen_len=3, eos_tokens_id=NEVER)[0]) == 3
+
+    def test_what_differs_from_the_text_before_is_pruned(self, pair):
+        cached, plain = CausalReader(pair[1], use_cache=True), CausalReader(pair[1])
+        for ids, rows in (([3, 4, 5, 6], 1), ([3, 9, 5, 6, 7], 2), ([3, 9, 5], 1), ([8, 9, 5], 3)):
+            assert torch.allclose(cached.logits(ids, rows), plain.logits(ids, rows), atol=1e-4)
 
     def test_a_model_without_a_cache_is_refused(self):
         with pytest.raises(ValueError, match="no past_key_values"):
