@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import itertools
 import math
@@ -125,8 +126,6 @@ def test_names_and_defaults():
     assert library.__all__ == sorted(library.__all__)
     for name in library.__all__:
         assert getattr(library, name).__name__ == name and getattr(library, name).__doc__
-    import inspect
-
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(library.speculative_generate).parameters.items()
