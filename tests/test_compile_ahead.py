@@ -250,17 +250,24 @@ def test_a_dry_pass_that_fails_is_said_and_leaves_the_engine_usable(error, devic
 
 
 @pytest.mark.parametrize(("message", "attempts"), [("AST constructor recursion depth mismatch", 3), ("other", 1)])
-def test_a_parser_that_trips_over_threads_is_asked_again(message, attempts):
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_parser_that_trips_over_threads_is_asked_again(message, attempts, wrapped):
+    """Triton wraps what fails in a function that a kernel calls."""
     calls = []
 
     def build() -> str:
         calls.append(None)
-        if len(calls) < 3:
+        if len(calls) == 3:
+            return "kernel"
+        try:
             raise SystemError(message)
-        return "kernel"
+        except SystemError as error:
+            if wrapped:
+                raise ValueError("at 18:4") from error
+            raise
 
     if attempts == 1:
-        with pytest.raises(SystemError, match=message):
+        with pytest.raises(ValueError if wrapped else SystemError):
             compile_ahead._built(build)
     else:
         assert compile_ahead._built(build) == "kernel"

@@ -112,15 +112,24 @@ def _built(build: Callable[[], Any]) -> Any:
     """A kernel, compiled: again if CPython fails at it.
 
     Triton has every thread parse Python, whose count of nested nodes (3.11) is one for all threads: SystemError, "AST
-    constructor recursion depth mismatch", when they take turns at the wrong moment.
+    constructor recursion depth mismatch", when they take turns at the wrong moment. Of a function that a kernel calls,
+    it is the cause of a CompilationError.
     """
     for _ in range(_ATTEMPTS - 1):
         try:
             return build()
-        except SystemError as error:
-            if "recursion depth" not in str(error):
+        except Exception as error:
+            if not _is_of_the_parser(error):
                 raise
     return build()
+
+
+def _is_of_the_parser(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, SystemError) and "recursion depth" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _workers() -> int:
