@@ -154,7 +154,7 @@ def _delta_tree_kernel(
 ):
     """Grid (blocks of V, HV, B): a program answers all nodes from BLOCK_V columns of a head's state.
 
-    A program takes all registers of a multiprocessor. So it is not started early: it would find none that is empty.
+    Not started early: with Triton 3.6 a program takes all registers of a multiprocessor, and would find none empty.
     """
     block, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first = block * BLOCK_V
