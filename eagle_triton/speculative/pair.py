@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,8 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     _check_places(view, draft, device)
     if config.draft_vocabulary is not None:
         draft = with_vocabulary(scoring(draft, "draft_vocabulary"), config.draft_vocabulary)
+    if config.egag is not None:
+        draft = replace(scoring(draft, "egag"), egag=config.egag)
     vocabulary = None if draft is None else draft.vocabulary
     if config.speculative is None and vocabulary is not None and config.topk > vocabulary:
         raise ValueError(f"topk must not pass the draft's vocabulary ({vocabulary}), got {config.topk}")

@@ -12,6 +12,7 @@ from eagle_triton.engine.mixers import AcceptedPath
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.reference.adaptive_length import GuideTensors
 
 
 class Draft(ABC):
@@ -44,6 +45,14 @@ class Draft(ABC):
 
     def new_slot_tensors(self, slots: int, capacity: int, device: torch.device) -> Any:
         """What it keeps for each of `slots` sequences of up to `capacity` tokens, see slots.py; None: nothing."""
+        return None
+
+    def guide(self, sequences: Sequences) -> GuideTensors | None:
+        """What says how deep the next trees may be, where they are adaptive; None: nothing does."""
+        return None
+
+    def levels_for(self, spec: TreeSpec, gamma: float) -> int | None:
+        """How many levels to score for trees of this shape that may be `gamma` deep; None: all."""
         return None
 
     def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> Any:

@@ -24,6 +24,7 @@ from eagle_triton.engine.mixers import AcceptedPath
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.reference.adaptive_length import GuideTensors
 from eagle_triton.reference.grafting import BUCKETS
 
 if TYPE_CHECKING:
@@ -62,6 +63,12 @@ class WrappedDraft(Draft):
 
     def new_slot_tensors(self, slots: int, capacity: int, device: torch.device) -> Any:
         return self.beams.new_slot_tensors(slots, capacity, device)
+
+    def guide(self, sequences: Sequences) -> GuideTensors | None:
+        return self.beams.guide(sequences)
+
+    def levels_for(self, spec: TreeSpec, gamma: float) -> int | None:
+        return self.beams.levels_for(spec, gamma)
 
     def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> BeamPlan:
         return self.beams.new_tree_tensors(spec, slots, device)
