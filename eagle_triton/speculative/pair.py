@@ -67,6 +67,9 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     for a draft that does not fit or models that lie elsewhere.
     """
     draft_model = _configured_head(draft_model, config)
+    if isinstance(draft_model, (str, Path)) and str(draft_model) == DRAFT:
+        options = f'SpeculativeConfig(method="draft_model", model="{DRAFT}")'
+        raise ValueError(f'draft_model: "{DRAFT}" is a causal language model, no head: it drafts with {options}')
     if draft_model is None and isinstance(target_model, (str, Path)) and _takes_mtp(config):
         path = _model_path(target_model)
         draft_model = MTP if path != "demo" and has_mtp(path) else None
