@@ -385,7 +385,9 @@ def log(message: str) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    from benchmarks import arguments  # here, because an older Python cannot read it and must reach the message above
+    from eagle_triton.benchmarks import (
+        arguments,  # here: an older Python cannot read it and must reach the message above
+    )
 
     parser = arguments.Parser("setup_env.py", __doc__)
     add = parser.add_argument
@@ -441,7 +443,7 @@ def check_installation(parser: argparse.ArgumentParser, options: argparse.Namesp
 
 def unfit_directory(directory: Path, installs: bool) -> str | None:
     """Why an environment cannot be in a directory, None if it can; whether it can be made is tried if it is to be."""
-    from benchmarks.arguments import try_to_write_into
+    from eagle_triton.benchmarks.arguments import try_to_write_into
 
     existing = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not existing.is_dir():
