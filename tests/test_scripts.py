@@ -189,8 +189,8 @@ def test_a_wrong_argument_is_one_sentence_before_anything_is_loaded(
 
 @cases((setup_env, SETUP_ENV))
 def test_setup_env_refuses_before_anything_is_made(script, command, sentence, folder, capsys, monkeypatch):
-    for name in ("install", "report", "run"):
-        monkeypatch.setattr(setup_env, name, lambda *_: pytest.fail("nothing runs"))
+    for owner, name in ((setup_env, "install"), (setup_env, "run"), (setup_env.environment, "report")):
+        monkeypatch.setattr(owner, name, lambda *_: pytest.fail("nothing runs"))
     line = refuse(script, command, capsys)
     assert sentence in line and line.startswith("setup_env.py: ")
 
