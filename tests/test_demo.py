@@ -10,6 +10,7 @@ from eagle_triton import EAGLEConfig, EAGLEInference, EaModel, optimize_eagle_wi
 from eagle_triton.benchmarks.comparison import compare, decode
 from eagle_triton.demo import PARTS, demo_directory, demo_prompts
 from eagle_triton.models.tree import MC_SIM_7B_63
+from eagle_triton.speculative import SpeculativeConfig
 
 LENGTHS = (1, 2, 63, 64, 65, 500)  # prompts cut to these, beside natural ones
 TREES = {
@@ -70,6 +71,42 @@ def test_the_hybrid_demo_decodes_as_transformers_does_and_trees_pay():
             assert torch.equal(eagle.generate(prompt, 48)[0], want)
         taus.append(eagle.statistics.tau)
     assert taus[0] > 4 and 2.2 < taus[1] < taus[0]
+
+
+def with_draft_model() -> EAGLEInference:
+    """The demo's target with chains of four of the small Llama, which is named as a path is."""
+    options = SpeculativeConfig(method="draft_model", model="demo-draft", num_speculative_tokens=4)
+    config = EAGLEConfig(speculative=options, fallback=False)
+    return EAGLEInference.from_pretrained("demo", config=config, device="cpu")
+
+
+def test_the_draft_model_changes_no_token():
+    eagle = with_draft_model()
+    assert len(eagle.pair.draft.layers) == 2 and eagle.pair.draft_model is not eagle.pair.target_model
+    for text in demo_prompts(3):
+        prompt = eagle.tokenizer(text, return_tensors="pt").input_ids
+        want = eagle.pair.target_model.generate(prompt, max_new_tokens=48, do_sample=False)
+        assert torch.equal(eagle.generate(prompt, 48)[0], want)
+    assert eagle.statistics.tau > 1.1
+
+
+@pytest.mark.xfail(reason="these weights were trained for minutes on a CPU", strict=True)
+def test_chains_of_the_draft_model_pay():
+    """Tokens per step, greedy, with chains of four: more than 1.5."""
+    eagle = with_draft_model()
+    eagle.generate(demo_prompts(6), max_new_tokens=48)
+    assert eagle.statistics.tau > 1.5
+
+
+def test_the_draft_model_is_small_and_shares_the_tokenizer():
+    directory, target = demo_directory("draft"), demo_directory("target")
+    assert sum(path.stat().st_size for path in directory.iterdir()) < 4e6
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+        assert (directory / name).read_bytes() == (target / name).read_bytes()
+    draft, config = (json.loads((place / "config.json").read_text()) for place in (directory, target))
+    assert draft["architectures"] == config["architectures"] and draft["tie_word_embeddings"]
+    for name in ("vocab_size", "max_position_embeddings", "eos_token_id"):
+        assert draft[name] == config[name]
 
 
 def test_sampling_with_the_same_seed_is_the_same_and_speculation_does_not_bend_it():

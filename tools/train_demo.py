@@ -12,10 +12,13 @@ earlier ones wrote to the output directory):
     hybrid      a small Qwen3.5 with the same tokenizer, three of four layers gated delta nets
     mtp         its multi-token-prediction layer (arXiv 2412.19437), unrolled like the EAGLE-3 head
     evaluate_mtp  tau of its trees and chains on the held-out prompts, greedy
+    draft       a Llama of two layers that drafts for the target, distilled from its distribution
+    evaluate_draft  tau of its chains on the held-out prompts, greedy
 
-The heads learn from text that the target itself wrote, continuing prefixes of the training files,
-mixed with the files. Every stage has fixed seeds, a number of steps and a time budget in minutes;
-whichever ends first ends the stage, and the learning rate follows the nearer of the two.
+The heads and the draft model learn from text that the target itself wrote, continuing prefixes of
+the training files, mixed with the files. Every stage has fixed seeds, a number of steps and a time
+budget in minutes; whichever ends first ends the stage, and the learning rate follows the nearer of
+the two.
 What was reached goes to `results/demo_checkpoint.json`.
 
     python tools/train_demo.py                                   # about twelve minutes on one H200
@@ -59,8 +62,8 @@ def parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace, Recipe]:
     add("--stages", type=stages, default=list(STAGES), metavar="NAME[,NAME...]", help="default: all")
     add("--device", type=device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--seed", type=whole(0), default=recipe.seed, metavar="N", help=f"default: {recipe.seed}")
-    add("--steps", type=whole(), metavar="N", help="steps of the target and of each head")
-    add("--minutes", type=number(0, 1e6), metavar="X", help="time budget of the target and of each head")
+    add("--steps", type=whole(), metavar="N", help="steps of the target, each head and the draft model")
+    add("--minutes", type=number(0, 1e6), metavar="X", help="time budget of each of these")
     add("--set", nargs="*", default=[], metavar="NAME=VALUE", help="other fields of the recipe")
     add("--eval-prompts", type=whole(most=100), default=40, metavar="N", help="default: 40")
     arguments = parser.parse_args(argv)
@@ -68,9 +71,9 @@ def parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace, Recipe]:
         parser.error(f"--output must be a directory, and {arguments.output} is a file")
     changes: dict[str, object] = {"seed": arguments.seed}
     if arguments.steps is not None:
-        changes |= dict.fromkeys(("target_steps", "head_steps"), arguments.steps)
+        changes |= dict.fromkeys(("target_steps", "head_steps", "draft_steps"), arguments.steps)
     if arguments.minutes is not None:
-        changes |= dict.fromkeys(("target_minutes", "head_minutes"), arguments.minutes)
+        changes |= dict.fromkeys(("target_minutes", "head_minutes", "draft_minutes"), arguments.minutes)
     for item in arguments.set:
         name, _, value = item.partition("=")
         fields = {field.name: type(getattr(recipe, field.name)) for field in dataclasses.fields(recipe)}

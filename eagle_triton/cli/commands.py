@@ -342,9 +342,7 @@ COMMANDS = _listed(
             "prompts continue the conversation",
             lambda state: state.chat,
             lambda state, on: replace(state, chat=on),
-            meaning=lambda state: (
-                "the conversation is context" if state.chat else "prompts stand alone, as plain text"
-            ),
+            meaning=lambda state: "the conversation is context" if state.chat else "prompts stand alone, as plain text",
         ),
         _action("clear", "forget the conversation"),
         _action("stats", "figures of all answers so far"),

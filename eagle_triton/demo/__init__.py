@@ -1,20 +1,21 @@
 """The embedded checkpoints: small models trained on the standard library of Python 3.12, and drafts for them.
 
 "demo" is a Llama (`target/`) and two draft heads (`eagle3/`, `eagle1/`); "demo-gdn" a Qwen3.5 (`gdn/`), three of four
-layers of which are gated delta nets, with a multi-token-prediction layer beside its weights. All are ordinary
-checkpoint directories. `tools/train_demo.py` makes them; `results/demo_checkpoint.json` says what they reach.
+layers of which are gated delta nets, with a multi-token-prediction layer beside its weights; "demo-draft" a Llama
+of two layers (`draft/`) that drafts for "demo". All are ordinary checkpoint directories. `tools/train_demo.py` makes
+them; `results/demo_checkpoint.json` says what they reach.
 """
 
 import json
 from itertools import cycle, islice
 from pathlib import Path
 
-PARTS = ("target", "eagle3", "eagle1", "gdn")
-HYBRID = "demo-gdn"  # as the path of a target
+PARTS = ("target", "eagle3", "eagle1", "gdn", "draft")
+HYBRID, DRAFT = "demo-gdn", "demo-draft"  # as paths of models
 
 
 def demo_directory(name: str) -> Path:
-    """The directory of "target", "eagle3", "eagle1" or "gdn". Raises ValueError for another name."""
+    """The directory of "target", "eagle3", "eagle1", "gdn" or "draft". Raises ValueError for another name."""
     if name not in PARTS:
         raise ValueError(f"demo_directory: name must be one of {', '.join(PARTS)}, got {name!r}")
     return Path(__file__).parent / name

@@ -13,7 +13,7 @@ from eagle_triton.adapters import native
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.adapters.module_reader import UnsupportedModelError, check_readable
 from eagle_triton.adapters.mtp import read_mtp
-from eagle_triton.demo import HYBRID, demo_directory
+from eagle_triton.demo import DRAFT, HYBRID, demo_directory
 from eagle_triton.engine.drafts.beams import BeamDraft, with_vocabulary
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import scoring
@@ -68,7 +68,7 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     """
     draft_model = _configured_head(draft_model, config)
     if draft_model is None and isinstance(target_model, (str, Path)) and _takes_mtp(config):
-        path = _target_path(target_model)
+        path = _model_path(target_model)
         draft_model = MTP if path != "demo" and has_mtp(path) else None
     target, tokenizer = _load_target(draft_model, target_model, config, device)
     draft_model = _configured_model(draft_model, target, config)
@@ -140,8 +140,10 @@ def _configured_head(draft_model: Any, config: EAGLEConfig) -> Any:
     return draft_model if options.model is None or options.method is SpecMethod.DRAFT_MODEL else options.model
 
 
-def _target_path(target: str | Path) -> str:
-    return str(demo_directory("gdn")) if str(target) == HYBRID else str(target)
+def _model_path(path: str | Path) -> str:
+    """The path, also of a model of this package that goes by a name."""
+    part = {HYBRID: "gdn", DRAFT: "draft"}.get(str(path))
+    return str(path) if part is None else str(demo_directory(part))
 
 
 def _takes_mtp(config: EAGLEConfig) -> bool:
@@ -160,7 +162,7 @@ def _configured_model(draft_model: Any, target: nn.Module, config: EAGLEConfig) 
     if options is None or options.model is None or options.method is not SpecMethod.DRAFT_MODEL:
         return draft_model
     beside = next(target.parameters())
-    return load_target(options.model, dtype=beside.dtype).to(beside.device)
+    return load_target(_model_path(options.model), dtype=beside.dtype).to(beside.device)
 
 
 def _load_target(
@@ -175,7 +177,7 @@ def _load_target(
                 f"target_model must be an EaModel, a causal language model or a path, got {type(target_model).__name__}"
             )
         return target_model, getattr(target_model, "tokenizer", None)
-    path = _target_path(target_model)
+    path = _model_path(target_model)
     where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = config.dtype or (torch.float32 if where.type == "cpu" else _stored_dtype(path, draft_model))
     if (isinstance(draft_model, (str, Path)) and draft_model != MTP) or (draft_model is None and _of_head(config)):

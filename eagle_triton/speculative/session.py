@@ -57,6 +57,7 @@ class Piece:
     """What one step gave a request: new tokens, and the text that is certain now.
 
     It is no string: `piece.text` is its text, as is `str(piece)`; `"".join` takes those, or `stream_text`'s.
+    accepted, proposed: drafts of the step, also those that a stop cut off. draft_forwards: passes of the draft for it.
     """
 
     index: int
@@ -64,6 +65,9 @@ class Piece:
     text: str = ""
     logprobs: list[float] | None = None
     completion: Completion | None = None  # with the last piece of a request
+    accepted: int = 0
+    proposed: int = 0
+    draft_forwards: int = 0
 
     def __str__(self) -> str:
         return self.text
@@ -355,16 +359,17 @@ class Session:
         job.text.append(text)
         if row.logprobs is not None:
             job.logprobs = (job.logprobs or []) + list(row.logprobs)
+        before = job.statistics.draft_forwards
         if row.error is None:
             job.statistics.add_step(row.accepted, row.proposed, row.depth, len(tokens), row.tree.beam_levels)
-        piece = Piece(job.index, tokens, text, row.logprobs)
-        if finished is not None:
-            del self._running[row.slot]
-            if row.finished is None:
-                self._batch.release(row.slot)
-            last = self._end(job, finished, row.error)
-            piece = Piece(job.index, tokens, text + last.text, row.logprobs, last.completion)
-        return piece
+        drafts = (row.accepted, row.proposed, job.statistics.draft_forwards - before)
+        if finished is None:
+            return Piece(job.index, tokens, text, row.logprobs, None, *drafts)
+        del self._running[row.slot]
+        if row.finished is None:
+            self._batch.release(row.slot)
+        last = self._end(job, finished, row.error)
+        return Piece(job.index, tokens, text + last.text, row.logprobs, last.completion, *drafts)
 
     def _end(self, job: _Job, finished: str, error: str | None = None) -> Piece:
         """The last piece of a request: text that waited, and its completion."""

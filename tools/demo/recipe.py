@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-STAGES = ("tokenizer", "target", "prompts", "eagle3", "eagle1", "evaluate", "hybrid", "mtp", "evaluate_mtp")
+STAGES = (
+    *("tokenizer", "target", "prompts", "eagle3", "eagle1", "evaluate", "hybrid", "mtp", "evaluate_mtp"),
+    *("draft", "evaluate_draft"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Recipe:
     num_heads: int = 4
     num_kv_heads: int = 2
     max_positions: int = 2048
-    draft_vocab_size: int = 2048
+    draft_vocab_size: int = 2048  # of the EAGLE-3 head
 
     target_steps: int = 1800
     target_minutes: float = 4.0
@@ -45,6 +48,17 @@ class Recipe:
     key_heads: int = 2  # of the hybrid's gated delta nets
     value_heads: int = 4
     delta_head_dim: int = 64
+
+    draft_hidden_size: int = 192  # from here on of the draft model
+    draft_intermediate_size: int = 512
+    draft_num_layers: int = 2
+    draft_num_heads: int = 3
+    draft_steps: int = 4000
+    draft_minutes: float = 1.5
+    draft_lr: float = 2e-3
+    draft_weight_decay: float = 0.01
+    draft_tokens_per_step: int = 16384
+    draft_token_loss: float = 0.1  # what the next token's cross entropy weighs
 
     @property
     def dtype(self) -> torch.dtype:

@@ -392,6 +392,10 @@ class Run:
     def hybrid_directory(self) -> Path:
         return self.output / "gdn"
 
+    @property
+    def draft_directory(self) -> Path:
+        return self.output / "draft"
+
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
@@ -518,8 +522,19 @@ class Pipeline:
 
         return hybrid.evaluate(self.run, demo_prompts(self.run.output)[: self.eval_prompts])
 
+    def draft(self) -> dict:
+        from tools.demo import draft
+
+        self.tokenizer_for(self.run.draft_directory)
+        return draft.train_draft(self.run, *self.lessons)
+
+    def evaluate_draft(self) -> dict:
+        from tools.demo import draft
+
+        return draft.evaluate(self.run, demo_prompts(self.run.output)[: self.eval_prompts])
+
     def tokenizer_for(self, directory: Path) -> None:
-        """The target's tokenizer beside another target."""
+        """The target's tokenizer beside another model."""
         for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
             if (source := self.run.target_directory / name).exists():
                 shutil.copyfile(source, directory / name)
@@ -535,7 +550,7 @@ def demo_prompts(directory: Path) -> list[str]:
 def train(arguments: argparse.Namespace, recipe: Recipe) -> None:
     """Run the stages that were asked for, and write what they reach."""
     run = Run(recipe, arguments.output, torch.device(arguments.device))
-    for name in ("target", "eagle3", "eagle1", "gdn"):
+    for name in ("target", "eagle3", "eagle1", "gdn", "draft"):
         (run.output / name).mkdir(parents=True, exist_ok=True)
     results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
     pipeline = Pipeline(run, arguments.library, arguments.with_tests, arguments.eval_prompts)

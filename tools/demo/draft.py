@@ -1,0 +1,117 @@
+"""The draft model of the demo: a Llama of two layers with the target's vocabulary, distilled from the target."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tools.demo.corpus import END_OF_TEXT_ID, write_json
+from tools.demo.training import Run, Teacher, optimise, shape_config
+
+if TYPE_CHECKING:
+    from tools.demo.recipe import Recipe
+
+
+def draft_config(recipe: Recipe) -> dict:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        **shape_config(recipe),
+        "hidden_size": recipe.draft_hidden_size,
+        "intermediate_size": recipe.draft_intermediate_size,
+        "num_attention_heads": recipe.draft_num_heads,
+        "num_key_value_heads": recipe.draft_num_heads,
+        "num_hidden_layers": recipe.draft_num_layers,
+        "tie_word_embeddings": True,
+        "pad_token_id": END_OF_TEXT_ID,
+    }
+
+
+def new_draft(recipe: Recipe, teacher: Teacher) -> LlamaForCausalLM:
+    """A fresh draft model. Its embedding, which is its head too, begins as what lies along the main directions of the
+    target's head."""
+    torch.manual_seed(recipe.seed)
+    config = {k: v for k, v in draft_config(recipe).items() if k not in ("torch_dtype", "architectures")}
+    draft = LlamaForCausalLM(LlamaConfig(**config))
+    left, sizes, _ = torch.linalg.svd(teacher.model.lm_head.weight.cpu(), full_matrices=False)
+    with torch.no_grad():
+        draft.lm_head.weight.copy_((left * sizes)[:, : recipe.draft_hidden_size])
+    return draft.to(teacher.run.device)
+
+
+def draft_losses(draft: LlamaForCausalLM, teacher: Teacher, tokens: torch.Tensor) -> tuple[torch.Tensor, dict]:
+    """tokens [B, S] -> the loss, and the shares of rows whose top-1 / top-10 holds the target's choice [scalars].
+
+    The loss is the cross entropy with the target's distribution, plus a little of that with the next token.
+    """
+    run = teacher.run
+    with torch.no_grad(), run.autocast():
+        goal = teacher.model(input_ids=tokens, use_cache=False).logits.float().softmax(-1)
+    with run.autocast():
+        logits = draft(input_ids=tokens, use_cache=False).logits.float()
+    row_loss = F.cross_entropy(logits.flatten(0, 1), goal.flatten(0, 1))
+    token_loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    hits = logits.detach().topk(10, dim=-1).indices == goal.argmax(-1, keepdim=True)
+    shares = {"top1": hits[..., 0].float().mean(), "top10": hits.any(-1).float().mean()}
+    return row_loss + run.recipe.draft_token_loss * token_loss, shares
+
+
+def train_draft(run: Run, teacher: Teacher, corpus: dict, held_out: dict) -> dict:
+    """Train the draft model against the frozen target and save it."""
+    recipe = run.recipe
+    draft = new_draft(recipe, teacher)
+    generator, lengths = torch.Generator().manual_seed(recipe.seed), sorted(corpus)
+    steps = optimise(
+        draft.parameters(), recipe.draft_steps, recipe.draft_minutes, recipe.draft_lr, recipe.draft_weight_decay
+    )
+    for step, apply in steps:
+        length = lengths[-1] if step % 4 == 3 else lengths[0]
+        count = min(max(1, recipe.draft_tokens_per_step // length), len(corpus[length]))
+        rows = torch.randint(len(corpus[length]), (count,), generator=generator)
+        loss, shares = draft_losses(draft, teacher, corpus[length][rows].to(run.device))
+        apply(loss)
+        if step % 250 == 249:
+            print(f"  step {step + 1:5d}  loss {loss.item():.4f}  top-1 {shares['top1'].item():.3f}", flush=True)
+    with torch.no_grad():
+        _, shares = draft_losses(draft, teacher, held_out[lengths[0]][:64].to(run.device))
+    reached = {name: round(share.item(), 4) for name, share in shares.items()}
+    print(f"  held-out: {reached}", flush=True)
+    parameters = sum(parameter.numel() for parameter in draft.parameters())
+    _save(draft, run)
+    return {
+        "parameters": parameters, "steps": step + 1, "train_loss": round(loss.item(), 4), "held_out": reached
+    }  # fmt: skip
+
+
+def _save(draft: LlamaForCausalLM, run: Run) -> None:
+    directory = run.draft_directory
+    draft.cpu().to(run.recipe.dtype).save_pretrained(directory)
+    write_json(directory / "config.json", draft_config(run.recipe))
+    write_json(
+        directory / "generation_config.json",
+        {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": END_OF_TEXT_ID},
+    )
+
+
+def evaluate(run: Run, prompts: list[str], new_tokens: int = 64) -> dict:
+    """tau of chains, greedy, fp32, and how many outputs are those of transformers' own generate."""
+    from eagle_triton import EAGLEConfig, EAGLEInference
+    from eagle_triton.speculative import SpeculativeConfig
+
+    outcome, expected = {}, {}
+    for drafts in (2, 4, 6):
+        options = SpeculativeConfig(method="draft_model", model=str(run.draft_directory), num_speculative_tokens=drafts)
+        config = EAGLEConfig(speculative=options, fallback=False, dtype=torch.float32)
+        engine = EAGLEInference(None, str(run.target_directory), config, run.device)
+        equal = 0
+        for prompt in prompts:
+            ids = engine.tokenizer(prompt, return_tensors="pt").input_ids.to(run.device)
+            if prompt not in expected:
+                expected[prompt] = engine.pair.target_model.generate(ids, max_new_tokens=new_tokens, do_sample=False)
+            equal += torch.equal(engine.generate(ids, new_tokens)[0], expected[prompt])
+        tau = round(engine.statistics.tau, 3)
+        outcome[f"chain of {drafts}"] = {"tau": tau, "prompts": len(prompts), "prompts_with_equal_tokens": equal}
+        print(f"  chain of {drafts}: {outcome[f'chain of {drafts}']}", flush=True)
+    return outcome
