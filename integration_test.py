@@ -17,13 +17,13 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import arguments
-from benchmarks.arguments import Parser
+from eagle_triton.benchmarks import arguments
+from eagle_triton.benchmarks.arguments import Parser
 from eagle_triton.demo import demo_prompts
 
 if TYPE_CHECKING:  # they import torch, for which --help does not wait
-    from benchmarks.comparison import Comparison, Run
     from eagle_triton import EaModel
+    from eagle_triton.benchmarks.comparison import Comparison, Run
 
 PAIRS = (  # what is compared with what; attributes of a Comparison
     ("optimised", "original_plain"),
@@ -57,9 +57,9 @@ def main(argv: list[str] | None = None) -> int:
         import torch
         from tqdm import tqdm
 
-        from benchmarks.comparison import compare, decode
-        from benchmarks.models import encoded, find_device, load_pair
-        from benchmarks.parity import MARGIN_BOUND
+        from eagle_triton.benchmarks.comparison import compare, decode
+        from eagle_triton.benchmarks.models import encoded, find_device, load_pair
+        from eagle_triton.benchmarks.parity import MARGIN_BOUND
 
         args.device = find_device(args.device)
         dtype = getattr(torch, args.dtype)
@@ -111,8 +111,8 @@ def _publish(
     """Print what was found, then write it to the file that was asked for."""
     import torch
 
-    from benchmarks.record import Record, machine, table
-    from benchmarks.timing import noise
+    from eagle_triton.benchmarks.record import Record, machine, table
+    from eagle_triton.benchmarks.timing import noise
 
     keys = ("identical", "of", "share", "median_margin", "largest_margin", "over_bound")
     headers = ("", "identical", "of", "share", "median margin", "largest", f"over {bound:g}")
@@ -145,8 +145,8 @@ def _publish(
 
 def _acceptance(trees: dict[str, list[Run]]) -> str:
     """Tokens per step over all prompts, and the steps by how many drafts they accepted."""
-    from benchmarks.comparison import accepted_histogram
-    from benchmarks.record import histogram_table
+    from eagle_triton.benchmarks.comparison import accepted_histogram
+    from eagle_triton.benchmarks.record import histogram_table
 
     names = {name: f"{NAMES[name]}, tau {_tau(runs):.2f}" for name, runs in trees.items()}
     return histogram_table({names[name]: accepted_histogram(runs) for name, runs in trees.items()})
@@ -192,7 +192,7 @@ def _parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace]:
 
 def _differences(model: EaModel, comparisons: list[Comparison], pair: tuple[str, str]) -> list[Difference]:
     """The prompts whose outputs differ, with the margin that the original model gives the place."""
-    from benchmarks.comparison import first_difference, top2_margin
+    from eagle_triton.benchmarks.comparison import first_difference, top2_margin
 
     found = []
     for number, result in enumerate(comparisons):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.arguments import Parser
+from eagle_triton.benchmarks.arguments import Parser
 
 ROOT = Path(__file__).resolve().parent
 CPUS = os.cpu_count() or 1

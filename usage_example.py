@@ -12,11 +12,11 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from benchmarks import arguments
-from benchmarks.arguments import Parser
+from eagle_triton.benchmarks import arguments
+from eagle_triton.benchmarks.arguments import Parser
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
-    from benchmarks.comparison import Run
+    from eagle_triton.benchmarks.comparison import Run
 
 PROMPT = "def read_lines(path, encoding='utf-8'):\n    "
 FEW = 50  # new tokens, below which the figures are noise
@@ -32,9 +32,9 @@ def main(argv: list[str] | None = None) -> int:
     with parser.explains():
         import torch
 
-        from benchmarks.comparison import decode
-        from benchmarks.models import encoded, load_pair
         from eagle_triton import optimize_eagle_with_triton
+        from eagle_triton.benchmarks.comparison import decode
+        from eagle_triton.benchmarks.models import encoded, load_pair
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = load_pair("demo", None, False, torch.float32, device)

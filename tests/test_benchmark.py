@@ -8,16 +8,16 @@ from functools import partial
 import pytest
 import torch
 
-import benchmark
-from benchmarks import generate, mtp, operations, timing
-from benchmarks.acceptance import deepest_path, fix_acceptance
-from benchmarks.arguments import PLOTS, SHAPES, TREES, stored_positions
-from benchmarks.comparison import Run, accepted_histogram
-from benchmarks.operations import Case, Provider, measure_case
-from benchmarks.parity import check_parity
-from benchmarks.plot import plot
-from benchmarks.record import Record, histogram_table
 from eagle_triton import EaModel
+from eagle_triton.benchmarks import generate, mtp, operations, timing
+from eagle_triton.benchmarks import main as benchmark
+from eagle_triton.benchmarks.acceptance import deepest_path, fix_acceptance
+from eagle_triton.benchmarks.arguments import PLOTS, SHAPES, TREES, stored_positions
+from eagle_triton.benchmarks.comparison import Run, accepted_histogram
+from eagle_triton.benchmarks.operations import Case, Provider, measure_case
+from eagle_triton.benchmarks.parity import check_parity
+from eagle_triton.benchmarks.plot import plot
+from eagle_triton.benchmarks.record import Record, histogram_table
 from eagle_triton.engine.operations import Operations, make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.models import shapes

@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from benchmarks.comparison import compare, decode
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel, optimize_eagle_with_triton
+from eagle_triton.benchmarks.comparison import compare, decode
 from eagle_triton.demo import PARTS, demo_directory, demo_prompts
 from eagle_triton.models.tree import MC_SIM_7B_63
 from eagle_triton.speculative import SpeculativeConfig

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.drafting_work import EDITED, KINDS, work
+from eagle_triton.benchmarks.drafting_work import EDITED, KINDS, work
 from eagle_triton.demo import demo_directory
 
 

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from benchmarks.comparison import compare, decode, top2_margin
 from eagle_triton import EaModel, optimize_eagle_with_triton
 from eagle_triton.adapters import native
+from eagle_triton.benchmarks.comparison import compare, decode, top2_margin
 from eagle_triton.demo import demo_prompts
 from eagle_triton.engine.batch import Batch, Request
 from eagle_triton.engine.engine import Engine

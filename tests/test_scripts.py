@@ -15,10 +15,11 @@ import integration_test
 import run_tests
 import setup_env
 import usage_example
-from benchmarks import arguments, comparison
-from benchmarks.arguments import Parser
-from benchmarks.comparison import Run
 from eagle_triton import EaModel
+from eagle_triton.benchmarks import arguments, comparison
+from eagle_triton.benchmarks import main as modes
+from eagle_triton.benchmarks.arguments import Parser
+from eagle_triton.benchmarks.comparison import Run
 from tools import first_call, mutate, train_demo, tune_linear
 from tools.tuning import sweep
 
@@ -188,8 +189,8 @@ def test_a_wrong_argument_is_one_sentence_before_anything_is_loaded(
 
 @cases((setup_env, SETUP_ENV))
 def test_setup_env_refuses_before_anything_is_made(script, command, sentence, folder, capsys, monkeypatch):
-    for name in ("install", "report", "run"):
-        monkeypatch.setattr(setup_env, name, lambda *_: pytest.fail("nothing runs"))
+    for owner, name in ((setup_env, "install"), (setup_env, "run"), (setup_env.environment, "report")):
+        monkeypatch.setattr(owner, name, lambda *_: pytest.fail("nothing runs"))
     line = refuse(script, command, capsys)
     assert sentence in line and line.startswith("setup_env.py: ")
 
@@ -307,21 +308,21 @@ def test_without_torch_the_sentence_says_what_installs_it(tmp_path):
     )
 
 
-@pytest.mark.parametrize("mode", benchmark.MODES)
+@pytest.mark.parametrize("mode", modes.MODES)
 def test_each_mode_has_help_of_its_own(mode, capsys):
     with pytest.raises(SystemExit) as stopped:
         benchmark.main([mode, "--help"])
     told = capsys.readouterr().out
-    assert not stopped.value.code and benchmark.MODES[mode].summary in told
-    for option in benchmark.OPTIONS:
-        read = option in (*benchmark.MODES[mode].options, *benchmark.EVERYWHERE)
+    assert not stopped.value.code and modes.MODES[mode].summary in told
+    for option in modes.OPTIONS:
+        read = option in (*modes.MODES[mode].options, *modes.EVERYWHERE)
         assert (f"\n  {option}" in told) == read, option
 
 
 def documented():
     """The command lines of README and docs for benchmark.py and integration_test.py."""
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
-    texts += [benchmark.__doc__, integration_test.__doc__]
+    texts += [modes.__doc__, integration_test.__doc__]
     lines = re.findall(r"^ *python3? (benchmark|integration_test)\.py(.*?)(?:   .*|\s#.*)?$", "\n".join(texts), re.M)
     return list(dict.fromkeys((script, rest.strip()) for script, rest in lines))
 
@@ -332,7 +333,7 @@ def test_documented_command_lines_are_right(script, command, folder):
     stand_ins, words = {"--model": head, "--draft": head, "--upstream": "folder"}, shlex.split(command)
     words = [stand_ins.get(before, word) for before, word in zip(["", *words], words, strict=False)]
     if words[-1:] != ["--help"]:
-        {"benchmark": benchmark, "integration_test": integration_test}[script]._parse(words)
+        {"benchmark": modes, "integration_test": integration_test}[script]._parse(words)
 
 
 def test_there_are_documented_command_lines():

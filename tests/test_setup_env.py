@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import setup_env
-from setup_env import INSTALL, STAMP, TRITON, UNFINISHED
+from setup_env import STAMP, UNFINISHED, environment
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU = {"name": "NVIDIA H200", "capability": "9.0", "memory_gib": 139.8}
@@ -23,7 +23,7 @@ def machine(**changes):
         "executable": ".venv/bin/python",
         "packages": {
             "torch": "2.13.0+cpu",
-            TRITON: "3.7.1",
+            environment.TRITON: "3.7.1",
             "transformers": "5.23.0",
             "accelerate": "1.15.0",
             "safetensors": "0.8.0",
@@ -39,14 +39,14 @@ def machine(**changes):
 
 
 def row(facts, name):
-    return next(row for row in setup_env.check(facts) if row.name == name)
+    return next(row for row in environment.check(facts) if row.name == name)
 
 
 # --- The report.
 
 
 def test_a_machine_without_a_gpu_is_usable():
-    rows = setup_env.check(machine())
+    rows = environment.check(machine())
     assert {row.status for row in rows} == {"ok"}
     assert row(machine(), "GPU").comment == "runs on the CPU"
 
@@ -65,7 +65,7 @@ def test_a_machine_without_a_gpu_is_usable():
 )
 def test_missing_and_wrong_versions_are_faults(name, version):
     found = row(machine(packages={name: version}), name)
-    assert (found.status, found.mend) == ("fault", INSTALL)
+    assert (found.status, found.mend) == ("fault", environment.INSTALL)
 
 
 @pytest.mark.parametrize("version", ["4.53.0", "4.53.3", "5.0.0rc1", "5.23.0"])
@@ -89,7 +89,7 @@ def test_torch_that_does_not_import():
 def test_missing_triton_is_a_fault_where_it_is_published(monkeypatch, system, status):
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    assert row(machine(packages={TRITON: None}), TRITON).status == status
+    assert row(machine(packages={environment.TRITON: None}), environment.TRITON).status == status
 
 
 def test_gpu_that_torch_sees():
@@ -125,7 +125,7 @@ def test_eagle_package(path, error, transformers, status, comment):
 
 def test_bounds_are_those_of_pyproject():
     project = (ROOT / "pyproject.toml").read_text()
-    for name, (low, below) in setup_env.REQUIRED.items():
+    for name, (low, below) in environment.REQUIRED.items():
         assert f"{name}>={low}{f',<{below}' if below else ''}" in project
 
 
@@ -155,7 +155,7 @@ def fake_tool(directory: Path, name: str, script: str) -> None:
 def test_nvidia_smi(tmp_path, monkeypatch, script, expected):
     fake_tool(tmp_path, "nvidia-smi", script)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert setup_env.inspect_driver() == expected
+    assert environment.inspect_driver() == expected
 
 
 # --- The installation, with pip and venv replaced by a record of the calls.
@@ -291,27 +291,31 @@ def test_report_is_json_and_changes_nothing(tmp_path):
 
 def test_table_names_each_fault_and_what_mends_it(monkeypatch, capsys, tmp_path):
     facts = machine(packages={"accelerate": None, "safetensors": None})
-    monkeypatch.setattr(setup_env, "inspect_python", lambda python: facts)
+    monkeypatch.setattr(environment, "inspect_python", lambda python: facts)
     assert setup_env.main(["--venv", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert f"not ready yet; `{INSTALL}` mends all of it" in out
+    assert f"not ready yet; `{environment.INSTALL}` mends all of it" in out
     assert out.count("missing") == 2 and "fault" not in out and "to mend" not in out
 
 
 def test_table_names_what_an_installation_does_not_mend(monkeypatch, capsys, tmp_path):
     facts = machine(python="3.14.0", packages={"accelerate": None})
-    monkeypatch.setattr(setup_env, "inspect_python", lambda python: facts)
+    monkeypatch.setattr(environment, "inspect_python", lambda python: facts)
     assert setup_env.main(["--venv", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "not ready yet\n" in out and f"to mend accelerate: {INSTALL}" in out and "to mend Python: python3.13" in out
+    assert (
+        "not ready yet\n" in out
+        and f"to mend accelerate: {environment.INSTALL}" in out
+        and "to mend Python: python3.13" in out
+    )
 
 
 def test_after_an_installation_nothing_is_promised(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(setup_env, "install", lambda *_: None)
-    monkeypatch.setattr(setup_env, "inspect_python", lambda python: machine(packages={"accelerate": None}))
+    monkeypatch.setattr(environment, "inspect_python", lambda python: machine(packages={"accelerate": None}))
     assert setup_env.main(["--venv", str(tmp_path), "--install"]) == 1
     out = capsys.readouterr().out
-    assert "not usable" in out and f"to mend accelerate: {INSTALL}" in out and "not ready" not in out
+    assert "not usable" in out and f"to mend accelerate: {environment.INSTALL}" in out and "not ready" not in out
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied", "/x"), subprocess.TimeoutExpired("pip", 3)])
@@ -326,7 +330,7 @@ def test_a_failure_of_the_system_is_a_sentence(error, monkeypatch, capsys, tmp_p
 
 def test_an_environment_without_a_python_that_runs_is_a_sentence(tmp_path):
     with pytest.raises(setup_env.SetupError, match="(?s)cannot be inspected: .*Remove its environment"):
-        setup_env.inspect_python(tmp_path)
+        environment.inspect_python(tmp_path)
 
 
 def test_a_torch_spec_that_cannot_be_read_is_named(tmp_path, calls, constraints, monkeypatch):
@@ -339,7 +343,7 @@ def test_run_installs_reports_and_returns_the_exit_code(monkeypatch, capsys, tmp
     installed = []
     monkeypatch.setattr(setup_env, "install", lambda *arguments: installed.append(arguments))
     monkeypatch.setattr(setup_env, "environment_python", lambda directory: Path(sys.executable))
-    monkeypatch.setattr(setup_env, "inspect_python", lambda python: machine())
+    monkeypatch.setattr(environment, "inspect_python", lambda python: machine())
     script = tmp_path / "script.py"
     script.write_text("import sys; sys.exit(int(sys.argv[2]))")
     assert setup_env.main(["--venv", str(tmp_path), "--run", str(script), "--code", "7"]) == 7

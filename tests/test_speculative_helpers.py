@@ -10,8 +10,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.record import ROOT
 from eagle_triton import speculative
+from eagle_triton.benchmarks.record import ROOT
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.reference import integrators as reference
 from eagle_triton.reference import tree_decoding

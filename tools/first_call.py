@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.arguments import SHAPES, Parser, check_device, output_file, some_text
+from eagle_triton.benchmarks.arguments import SHAPES, Parser, check_device, output_file, some_text
 
 WAYS = ("ahead", "one after another")
 COLUMNS = ("way", "first call s", "kernels", "compiling s, all kernels", "second call s")
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     with parser.explains():
         import torch
 
-        from benchmarks.record import Record, machine, table
+        from eagle_triton.benchmarks.record import Record, machine, table
     if not torch.cuda.is_available():
         parser.stop("kernels are compiled for a GPU, and torch sees none")
     if args.way:
@@ -72,8 +72,8 @@ def measure(shape: str | None, way: str) -> dict[str, Any]:
     import torch
     import triton
 
-    from benchmarks import models
     from eagle_triton import optimize_eagle_with_triton
+    from eagle_triton.benchmarks import models
     from eagle_triton.engine.engine import Engine
 
     compiled: list[float] = []

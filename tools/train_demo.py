@@ -35,7 +35,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.arguments import Parser, check_device, device, existing_directory, number, output_file, whole
+from eagle_triton.benchmarks.arguments import (
+    Parser,
+    check_device,
+    device,
+    existing_directory,
+    number,
+    output_file,
+    whole,
+)
 from tools.demo.recipe import STAGES, Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     parser, arguments, recipe = parse(argv)
     check_device(parser, arguments.device)
     with parser.explains():
-        from benchmarks.models import find_device
+        from eagle_triton.benchmarks.models import find_device
         from tools.demo.training import train
 
         arguments.device = find_device(arguments.device)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.arguments import Parser, check_device, output_file, whole
+from eagle_triton.benchmarks.arguments import Parser, check_device, output_file, whole
 
 SHAPES = ("llama-3.1-8b", "llama-3.2-1b", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b")
 PRODUCTS = (

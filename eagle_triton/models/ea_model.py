@@ -24,6 +24,7 @@ from .loading import (
     TARGET_FOLDER,
     HubArguments,
     check_fit,
+    fit_head,
     load_head,
     load_target,
     load_tokenizer,
@@ -121,10 +122,7 @@ class EaModel(nn.Module):
         base_model: Any = load_target(target_path, **kwargs)
         tokenizer = load_tokenizer(target_path, **hub.target)
 
-        if head.embed_tokens.weight.is_meta:
-            head.embed_tokens.weight = nn.Parameter(base_model.get_input_embeddings().weight.detach().clone())
-        head.to(device=base_model.lm_head.weight.device, dtype=base_model.dtype)
-        model = cls(base_model, head, tokenizer, str(base_model_path)).eval()
+        model = cls(base_model, fit_head(head, base_model), tokenizer, str(base_model_path)).eval()
         if measure:
             model.ea_layer.total_tokens = model._fastest_tree_size() - 1
         return model

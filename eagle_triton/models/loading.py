@@ -279,6 +279,14 @@ def load_head(path: str, use_eagle3: bool, target_config: Any, tree: Mapping[str
     return head
 
 
+def fit_head(head: DraftHead, target: Any) -> DraftHead:
+    """A head of `load_head` in eval mode, where its target lies and of its dtype. An embedding that the checkpoint left
+    to the target is copied."""
+    if head.embed_tokens.weight.is_meta:
+        head.embed_tokens.weight = nn.Parameter(target.get_input_embeddings().weight.detach().clone())
+    return head.to(device=target.lm_head.weight.device, dtype=target.dtype).eval()
+
+
 def resolve_tree(asked: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
     """Tree arguments: what was asked for, else what was stored, else left to `DraftHead`'s defaults.
 

@@ -57,8 +57,9 @@ class Piece:
     """What one step gave a request: new tokens, and the text that is certain now.
 
     It is no string: `piece.text` is its text, as is `str(piece)`; `"".join` takes those, or `stream_text`'s. accepted,
-    proposed: drafts that the step verified; drafts: these, if asked for, the root's children first. egag: by what EGAG
-    bounded them. The first token of a request, which follows its prompt without a step, comes with the first piece.
+    proposed: drafts of the step, also those that a stop cut off. drafts: these, if asked for, the root's children
+    first. egag: by what EGAG bounded them. draft_forwards: passes of the draft for it. The first token of a request,
+    which follows its prompt without a step, comes with the first piece.
     """
 
     index: int
@@ -70,6 +71,7 @@ class Piece:
     proposed: int = 0
     drafts: list[int] | None = None
     egag: GuideReading | None = None
+    draft_forwards: int = 0
 
     def __str__(self) -> str:
         return self.text
@@ -364,9 +366,13 @@ class Session:
         job.text.append(text)
         if row.logprobs is not None:
             job.logprobs = (job.logprobs or []) + list(row.logprobs)
+        before = job.statistics.draft_forwards
         if row.error is None:
             job.statistics.add_step(row.accepted, row.proposed, row.depth, len(tokens), row.passes)
-        piece = Piece(job.index, tokens, text, row.logprobs, None, row.accepted, row.proposed, row.drafts, row.egag)
+        passes = job.statistics.draft_forwards - before
+        piece = Piece(
+            job.index, tokens, text, row.logprobs, None, row.accepted, row.proposed, row.drafts, row.egag, passes
+        )
         if finished is not None:
             del self._running[row.slot]
             if row.finished is None:

@@ -56,37 +56,71 @@ def ngram_assisted_speculative_generate(
     """
     check_gamma(gamma)
     reader = CausalReader(target, use_cache, "target")
-    if not 1 <= filler_top_k <= reader.vocabulary:
-        raise ValueError(f"filler_top_k must lie in 1..{reader.vocabulary}, got {filler_top_k}")
-    if not (filler_weight >= 0 and math.isfinite(filler_weight)):
-        raise ValueError(f"filler_weight must be at least 0 and finite, got {filler_weight}")
-    if ngramstorage.vocab_size > reader.vocabulary:
-        raise ValueError(
-            f"the storage's vocabulary has {ngramstorage.vocab_size} tokens, the target's only {reader.vocabulary}"
-        )
     prompt = checked_prompt(inputs, reader)
     text = Text(prompt, longest(prompt, max_gen_len, reader), checked_end_tokens(eos_tokens_id))
-    ngramstorage.initialize(_row(prompt))
-    if first_target:
-        continue_text(text, reader, logits_processor, generator, debug, 1, tokenizer)
-        if text.output:
-            ngramstorage.update(_row(prompt), _row(text.output))
+    decoding = NgramDecoding(
+        reader, ngramstorage, logits_processor, gamma, filler_top_k, filler_weight, stop_if_unknown, generator
+    )
+    decoding.begin(text, first_target, debug, tokenizer)
     while not text.finished:
+        record = decoding.step(text, debug, tokenizer)
+        if trace is not None:
+            trace.append(record)
+    return text.output, text.acceptance_rate
+
+
+class NgramDecoding:
+    """The loop, for a target and a storage. drafts: those of the latest step."""
+
+    def __init__(
+        self,
+        target: CausalReader,
+        storage: INgramStorage,
+        processor: LogitsProcessor,
+        gamma: int,
+        filler_top_k: int,
+        filler_weight: float,
+        stop_if_unknown: bool,
+        generator: torch.Generator | None,
+    ) -> None:
+        """Raises ValueError for a storage of a larger vocabulary, and numbers that cannot be."""
+        if not 1 <= filler_top_k <= target.vocabulary:
+            raise ValueError(f"filler_top_k must lie in 1..{target.vocabulary}, got {filler_top_k}")
+        if not (filler_weight >= 0 and math.isfinite(filler_weight)):
+            raise ValueError(f"filler_weight must be at least 0 and finite, got {filler_weight}")
+        if storage.vocab_size > target.vocabulary:
+            raise ValueError(
+                f"the storage's vocabulary has {storage.vocab_size} tokens, the target's only {target.vocabulary}"
+            )
+        self.target, self.storage, self.processor, self.gamma = target, storage, processor, gamma
+        self.filler_top_k, self.filler_weight = filler_top_k, filler_weight
+        self.stop_if_unknown, self.generator = stop_if_unknown, generator
+        self.drafts: list[int] = []
+
+    def begin(self, text: Text, first_target: bool, debug: bool, tokenizer: Any) -> None:
+        """Count the prompt and, with first_target, let the target give the first token."""
+        prompt = list(text.tokens)
+        self.storage.initialize(_row(prompt))
+        if first_target:
+            continue_text(text, self.target, self.processor, self.generator, debug, 1, tokenizer)
+            if text.output:
+                self.storage.update(_row(prompt), _row(text.output))
+
+    def step(self, text: Text, debug: bool, tokenizer: Any) -> StepRecord:
+        """Draft, judge, extend the text, and count what came."""
         before = len(text.tokens)
-        drafts = propose(ngramstorage, text, min(gamma, text.room), stop_if_unknown)
-        logits = reader.logits(text.tokens + drafts, len(drafts) + 1)
-        own = draw(logits_processor, logits_processor(logits), generator)
+        drafts = self.drafts = propose(self.storage, text, min(self.gamma, text.room), self.stop_if_unknown)
+        logits = self.target.logits(text.tokens + drafts, len(drafts) + 1)
+        own = draw(self.processor, self.processor(logits), self.generator)
         accepted = next((place for place, token in enumerate(drafts) if token != own[place]), len(drafts))
         grown = text.extend(own[: accepted + 1])
         if debug:
             printing.speculative_step(drafts, accepted, own[accepted] if grown > accepted else None, tokenizer)
             if text.ended:
                 printing.end_token_found(len(text.tokens) - 1)
-        learn(ngramstorage, text.tokens, before, logits, filler_top_k, filler_weight)
+        learn(self.storage, text.tokens, before, logits, self.filler_top_k, self.filler_weight)
         text.count_drafts(len(drafts), accepted)
-        if trace is not None:
-            trace.append(StepRecord(None, None, gamma, len(drafts), accepted, grown))
-    return text.output, text.acceptance_rate
+        return StepRecord(None, None, self.gamma, len(drafts), accepted, grown)
 
 
 def propose(storage: INgramStorage, text: Text, most: int, stop_if_unknown: bool) -> list[int]:

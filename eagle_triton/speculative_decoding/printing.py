@@ -32,9 +32,18 @@ def initial_step(token: int, tokenizer: Any = None, *, file: TextIO | None = Non
 
 
 def speculative_step(
-    drafts: Sequence[int], accepted: int, emitted: int | None, tokenizer: Any = None, *, file: TextIO | None = None
+    drafts: Sequence[int],
+    accepted: int,
+    emitted: int | None,
+    tokenizer: Any = None,
+    *,
+    proposed: int | None = None,
+    file: TextIO | None = None,
 ) -> None:
-    """Show a step: its drafts, how many of them were accepted, and the target's own token, None if there is none."""
+    """Show a step: its drafts, how many of them were accepted, and the target's own token, None if there is none.
+
+    proposed: how many drafts there were, None: those that are given. Of a tree only the accepted ones are.
+    """
     shown = [
         _coloured(token_ids_to_string(tokens, tokenizer), colour, file)
         for tokens, colour in (
@@ -44,7 +53,7 @@ def speculative_step(
         )
         if tokens
     ]
-    _write(f"{accepted} of {len(drafts)} accepted: {' '.join(shown)}", file)
+    _write(f"{accepted} of {len(drafts) if proposed is None else proposed} accepted: {' '.join(shown)}", file)
 
 
 def beam_search_step(

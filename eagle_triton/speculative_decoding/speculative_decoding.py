@@ -94,7 +94,7 @@ class Drafts(NamedTuple):
 
 
 class SpeculativeDecoding:
-    """The loop, for any two readers. guide: EGAG's, None: always gamma drafts."""
+    """The loop, for any two readers. guide: EGAG's, None: always gamma drafts. drafts: those of the latest step."""
 
     def __init__(
         self,
@@ -109,6 +109,7 @@ class SpeculativeDecoding:
         self.drafter, self.target, self.processor = drafter, target, processor
         self.gamma, self.guide = gamma, guide
         self.skip_sample_adjustment, self.generator = skip_sample_adjustment, generator
+        self.drafts: list[int] = []
 
     def run(self, text: Text, first_target: bool, trace: list[StepRecord] | None, debug: bool, tokenizer: Any) -> None:
         """Extend the text until it is finished."""
@@ -122,6 +123,7 @@ class SpeculativeDecoding:
     def step(self, text: Text, debug: bool, tokenizer: Any) -> StepRecord:
         """Draft, judge, and extend the text."""
         drafts, gamma = self.draft(text)
+        self.drafts = drafts.tokens
         p = self.processor(self.target.logits(text.tokens + drafts.tokens, len(drafts.tokens) + 1))
         accepted = self.judge(drafts, p)
         kept = drafts.tokens[:accepted]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import Record
+from eagle_triton.benchmarks.record import Record
 
 
 def plot(record: Record, path: Path) -> None:

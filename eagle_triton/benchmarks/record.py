@@ -18,7 +18,7 @@ import transformers
 
 from eagle_triton import __version__
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,9 @@ def machine(device: torch.device, commit: str | None = None) -> dict[str, str]:
 
 
 def _commit() -> str:
+    """The commit of the checkout that this package lies in; nothing where it is installed."""
+    if not (ROOT / ".git").exists():
+        return ""
     changed = "+changes" if _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no") else ""
     commit = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
     return commit and commit + changed

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from benchmarks import models
-from benchmarks.acceptance import WARNING, fix_acceptance, fixed_acceptance
-from benchmarks.comparison import decode
-from benchmarks.parity import check_parity
-from benchmarks.record import table
-from benchmarks.timing import Quantiles, copy_bandwidth, noise, synchronise
 from eagle_triton.adapters import native
+from eagle_triton.benchmarks import models
+from eagle_triton.benchmarks.acceptance import WARNING, fix_acceptance, fixed_acceptance
+from eagle_triton.benchmarks.comparison import decode
+from eagle_triton.benchmarks.parity import check_parity
+from eagle_triton.benchmarks.record import table
+from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth, noise, synchronise
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
@@ -74,7 +74,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             figures = optimised_step(engine, prompts, spec, sampling, args.num_runs, target)
             add("optimised", decoding, batch, context, figures)
         engine.clear()
-        originals = {"original": model}
+        originals: dict[str, Any] = {"original": model}
         if module is not None:
             originals["SafeAILab"] = models.safeailab_model(module, model)
         room = max(contexts) + 1024
@@ -161,7 +161,7 @@ def original_step(model: Any, prompt: Tensor, decoding: str, room: int) -> dict[
     """Figures of a model that decodes by itself, one sequence in a cache of `room` rows."""
     sampling, steps = DECODINGS[decoding], STEPS[model.base_model.lm_head.weight.device.type]
     top_p = 0.0 if sampling.greedy else sampling.top_p
-    options = dict(temperature=sampling.temperature, plain=decoding == "plain", top_p=top_p, room=room)
+    options: dict[str, Any] = dict(temperature=sampling.temperature, plain=decoding == "plain", top_p=top_p, room=room)
     decode(model, prompt, room, **options, steps=WARM_UPS)
     run = decode(model, prompt, room, **options, steps=steps + 1)
     return {

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks import models
-from benchmarks.drafting_work import KINDS, work
-from benchmarks.record import table
-from benchmarks.timing import noise
 from eagle_triton import EaModel
 from eagle_triton.adapters import native
+from eagle_triton.benchmarks import models
+from eagle_triton.benchmarks.drafting_work import KINDS, work
+from eagle_triton.benchmarks.record import table
+from eagle_triton.benchmarks.timing import noise
 from eagle_triton.engine.batch import Batch, Request
 from eagle_triton.engine.drafts.beams import BeamDraft
 from eagle_triton.engine.drafts.draft import Draft

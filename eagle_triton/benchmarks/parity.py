@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from eagle_triton.engine.sampling_params import SamplingParams
 
@@ -14,7 +15,7 @@ MASS_BOUND = 0.02  # of the probability that rounding may move across the edge o
 
 
 @torch.no_grad()
-def check_parity(target: nn.Module, sequence: Tensor, prompt_length: int, sampling: SamplingParams) -> None:
+def check_parity(target: PreTrainedModel, sequence: Tensor, prompt_length: int, sampling: SamplingParams) -> None:
     """Raise ValueError unless every new token is one that the target gives after those before it, up to rounding.
 
     target: a Hugging Face causal language model, run once over the sequence, int64 [L]. Greedy tokens must have the

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks import models
-from benchmarks.acceptance import WARNING, fix_acceptance
-from benchmarks.parity import check_parity
-from benchmarks.record import table
-from benchmarks.timing import noise
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
+from eagle_triton.benchmarks import models
+from eagle_triton.benchmarks.acceptance import WARNING, fix_acceptance
+from eagle_triton.benchmarks.parity import check_parity
+from eagle_triton.benchmarks.record import table
+from eagle_triton.benchmarks.timing import noise
 from eagle_triton.engine.batch import Batch, Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN
@@ -96,7 +96,7 @@ def _check(eagle: EAGLEInference, model: EaModel, batch: int, context: int) -> N
 
 def _decode(eagle: EAGLEInference, policy: TreePolicy | None, prompts: list[Tensor], new: int) -> dict[str, Any]:
     """One generation of `new` tokens for each prompt, timed behind the step that holds the prefills."""
-    rows, nodes = len(prompts[0]) + new, Counter()
+    rows, nodes = len(prompts[0]) + new, Counter[int]()
     with Session(eagle.engine, policy, len(prompts), rows) as session, torch.no_grad():
         for prompt in prompts:
             session.submit(prompt, new, SamplingParams(), stop_token_ids=())

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from benchmarks.record import table
-from benchmarks.timing import Quantiles, interleaved
+from eagle_triton.benchmarks.record import table
+from eagle_triton.benchmarks.timing import Quantiles, interleaved
 from eagle_triton.engine.operations import Operations, make_operations
 from eagle_triton.engine.state import capacity_bucket
 from eagle_triton.reference import (
@@ -185,7 +185,8 @@ def _sums(rows: list[dict[str, Any]]) -> list[str]:
     """The products together, for each number of rows: ours as a decode step uses them against the best of torch."""
     notes = []
     for group in dict.fromkeys(row["group"] for row in rows if row["group"].startswith("products")):
-        ours, others = {}, {}
+        ours: dict[str, float] = {}
+        others: dict[str, float] = {}
         for row in (row for row in rows if row["group"] == group):
             if row["ours"]:
                 ours[row["case"]] = row["us_median"]
@@ -219,9 +220,9 @@ def _disagreement(case: Case, provider: Provider, device: torch.device) -> str |
             if not torch.equal(a, b):
                 return f"output {index} differs in {int((a != b).sum())} of {a.numel()} places"
             continue
-        error = float((a.float() - b).norm() / b.norm())
-        if not error <= TOLERANCE[a.dtype]:
-            return f"output {index} is off by {error:.1e}"
+        distance = float((a.float() - b).norm() / b.norm())
+        if not distance <= TOLERANCE[a.dtype]:
+            return f"output {index} is off by {distance:.1e}"
     return None
 
 
@@ -243,8 +244,8 @@ def _tensors(value: Any) -> list[Tensor]:
 def all_cases(ops: Operations, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """What is timed. 16 rows stand for a beam, 64 for a tree."""
     random = Random(device, dtype)
-    for keys, target in zip(sizes.keys, (8, 12, 50), strict=False):
-        yield attention_case(ops, sizes, random, keys, target)
+    for keys, target_us in zip(sizes.keys, (8, 12, 50), strict=False):
+        yield attention_case(ops, sizes, random, keys, target_us)
     for rows in (16, 64):
         yield from product_cases(ops, sizes, random, rows)
     yield from verification_cases(ops, sizes, random)
@@ -337,7 +338,7 @@ def attention_case(ops: Operations, sizes: Sizes, random: Random, keys: int, tar
     )
 
 
-def _flex(visible: Tensor, rows: int, scale: float, query_block: int, options: dict) -> Callable[..., Tensor]:
+def _flex(visible: Tensor, rows: int, scale: float, query_block: int, options: Any) -> Callable[..., Tensor]:
     """flex_attention as compiled by torch for this mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -383,7 +384,7 @@ def product_case(ops: Operations, random: Random, rows: int, name: str, cols: tu
         gate, up = out.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def ours(x: Tensor, joined: Tensor, weights: tuple[Tensor, ...], **keep_splits: bool) -> Any:
+    def ours(x: Tensor, joined: Tensor, weights: tuple[Tensor, ...], **keep_splits: Any) -> Any:
         if len(weights) == 1:
             return ops.linear(x, weights[0], **keep_splits)
         return ops.linear_stack(x, weights, [None] * len(weights), **keep_splits)
@@ -556,7 +557,8 @@ def commit_case(ops: Operations, sizes: Sizes, random: Random) -> Case:
         commit(cache, lengths, path, accepted)
 
     def expected(cache: Tensor) -> Tensor:
-        return kept(call(kv_cache.commit, cache), cache)
+        call(kv_cache.commit, cache)
+        return kept(None, cache)
 
     def index_copy(cache: Tensor) -> None:
         cache.index_copy_(4, target, cache.index_select(4, source))
@@ -758,10 +760,10 @@ def linear_cases(ops: Operations, sizes: LinearSizes, random: Random, batch: int
         "gated delta",
         f"gated_norm, {name}",
         norm_inputs,
-        lambda *inputs: gated_delta.gated_norm(*inputs, 1e-6),
+        partial(gated_delta.gated_norm, eps=1e-6),
         [
-            Provider("torch", lambda *inputs: gated_delta.gated_norm(*inputs, 1e-6)),
-            _ours(ops, lambda *inputs: ops.gated_norm(*inputs, 1e-6)),
+            Provider("torch", partial(gated_delta.gated_norm, eps=1e-6)),
+            _ours(ops, partial(ops.gated_norm, eps=1e-6)),
         ],
         3 * rows * values * element,
     )
@@ -803,14 +805,18 @@ def states_case(ops: Operations, sizes: LinearSizes, random: Random, batch: int)
     def call(commit: Callable[..., None], *inputs: Tensor) -> None:
         commit(*inputs, path, accepted)
 
-    def kept(_: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def kept(_: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
         return inputs[:2]
+
+    def expected(*inputs: Tensor) -> tuple[Tensor, ...]:
+        call(gated_delta.commit_states, *inputs)
+        return kept(None, *inputs)
 
     return Case(
         "gated delta",
         f"commit_states, {path.shape[1]} tokens over {sizes.layers} layers, batch {batch}",
         make,
-        lambda *inputs: kept(call(gated_delta.commit_states, *inputs), *inputs),
+        expected,
         [
             Provider("torch", partial(call, gated_delta.commit_states), kept),
             _ours(ops, partial(call, ops.commit_states), kept),

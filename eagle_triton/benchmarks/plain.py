@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks import models
-from benchmarks.record import table
 from eagle_triton import optimize_with_triton
+from eagle_triton.benchmarks import models
+from eagle_triton.benchmarks.record import table
 
 STATIC = {"cache_implementation": "static"}
 

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
 
-from benchmarks.arguments import context_too_long, sentence, too_long
 from eagle_triton import EaModel
+from eagle_triton.benchmarks.arguments import context_too_long, sentence, too_long
 from eagle_triton.demo import demo_prompts
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model import ModelView
@@ -49,7 +49,8 @@ def load(args: argparse.Namespace) -> EaModel:
         model = random_model(args.shape, not args.eagle1, args.device, dtype)
         if getattr(args, "accept_length", None) is not None:  # a random head is sure of nothing: make it sure
             with torch.no_grad():
-                (model.ea_layer.lm_head if model.use_eagle3 else model.base_model.lm_head).weight.mul_(20)
+                head: Any = model.ea_layer if model.use_eagle3 else model.base_model
+                head.lm_head.weight.mul_(20)
     if problem := context_too_long(args, positions(model)):
         raise ValueError(problem)
     return model

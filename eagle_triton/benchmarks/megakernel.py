@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from benchmarks import models
-from benchmarks.record import table
-from benchmarks.timing import Quantiles, copy_bandwidth
 from eagle_triton.adapters import native
+from eagle_triton.benchmarks import models
+from eagle_triton.benchmarks.record import table
+from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import StepGraph
@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
                 state.spec.depth,
             )
             logits = project(ops, view.head, hidden)
-            step = partial(verify_and_draft, ops, draft, state, logits, features, pending, Mode())
+            step: Callable[..., Any] = partial(verify_and_draft, ops, draft, state, logits, features, pending, Mode())
             _same(step, state, megakernel)
             with state.unchanged():
                 pool = torch.cuda.graph_pool_handle()

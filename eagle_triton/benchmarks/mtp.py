@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from benchmarks.models import weight_bytes
-from benchmarks.record import table
-from benchmarks.step import STEPS, optimised_step
-from benchmarks.timing import copy_bandwidth, noise, synchronise
 from eagle_triton.adapters.causal_lm import read_causal_lm
 from eagle_triton.adapters.mtp import read_mtp
+from eagle_triton.benchmarks.models import weight_bytes
+from eagle_triton.benchmarks.record import table
+from eagle_triton.benchmarks.step import STEPS, optimised_step
+from eagle_triton.benchmarks.timing import copy_bandwidth, noise, synchronise
 from eagle_triton.engine.drafts.beams import with_vocabulary
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.gated_delta import GatedDeltaCache

@@ -1,0 +1,275 @@
+"""Time EAGLE decoding: the model as it is against the same model optimised, a decode step, or its single operations.
+
+python benchmark.py                                      whole generations, on the embedded checkpoint
+python benchmark.py --model PATH --draft PATH --prompt "..." --max-length 200 --num-runs 5
+python benchmark.py step --shape llama-3.1-8b --context 512,2048 --batch 1,4,8 --output FILE.json --plot FILE.png
+python benchmark.py batches --shape llama-3.1-8b         trees as they pay against plain decoding, 1 to 32 sequences
+python benchmark.py megakernel --shape llama-3.2-1b      all behind the target's logits as one launch and as many
+python benchmark.py drafters                             with and without a model, over three kinds of work
+python benchmark.py plain --shape llama-3.1-8b           generate of a plain Hugging Face model
+python benchmark.py operations                           every kernel against the best of torch
+
+Each mode has options of its own: python benchmark.py step --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from eagle_triton.benchmarks import arguments
+from eagle_triton.benchmarks.arguments import Parser, check_outputs, sentence
+
+if TYPE_CHECKING:  # it imports torch, for which --help does not wait
+    from eagle_triton.benchmarks.record import Record
+
+UNRECORDED = ("mode", "json", "commit", "output", "csv", "plot")  # options that change no figure
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--model": dict(
+        type=arguments.model,
+        default="demo",
+        metavar="PATH_OR_ID",
+        help="target: directory or hub id (default: demo, the embedded checkpoint)",
+    ),
+    "--draft": dict(
+        type=arguments.model, metavar="PATH_OR_ID", help="its head: directory or hub id (default: the demo's)"
+    ),
+    "--shape": dict(choices=tuple(arguments.SHAPES), help="random weights of this shape instead of a checkpoint"),
+    "--hybrid": dict(
+        choices=arguments.HYBRIDS, default="qwen3.5-9b", help="random weights of this shape (default: qwen3.5-9b)"
+    ),
+    "--tree": dict(
+        nargs="+", choices=arguments.TREES, metavar="NAME", help=f"of {', '.join(arguments.TREES)} (default: all)"
+    ),
+    "--eagle1": dict(action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3"),
+    "--prompt": dict(
+        type=arguments.some_text, metavar="TEXT", help="one prompt, repeated (default: the demo's held-out ones)"
+    ),
+    "--context": dict(
+        type=arguments.sizes(), default=[], metavar="N[,N...]", help="random prompts of N tokens, within its positions"
+    ),
+    "--batch": dict(type=arguments.sizes(arguments.MOST_SEQUENCES), metavar="B[,B...]", help="sequences at a time"),
+    "--only": dict(type=arguments.some_text, metavar="TEXT", help="operations whose name contains TEXT (default: all)"),
+    "--max-length": dict(type=arguments.whole(), default=100, metavar="N", help="new tokens per prompt (default: 100)"),
+    "--num-runs": dict(
+        type=arguments.whole(most=arguments.MOST_RUNS),
+        default=5,
+        metavar="N",
+        help="prompts, or repetitions (default: 5)",
+    ),
+    "--temperature": dict(type=arguments.number(0, 100), default=0.0, metavar="T", help="default: 0, greedy"),
+    "--accept-length": dict(
+        type=arguments.number(0, 999),
+        metavar="X",
+        help="for timing only: accept X drafts per step, right or wrong",
+    ),
+    "--upstream": dict(
+        type=arguments.existing_directory, metavar="DIR", help="checkout of SafeAILab/EAGLE, timed as well"
+    ),
+    "--dtype": dict(
+        choices=arguments.DTYPES, help="default: float32; bfloat16 on a GPU for random weights and operations"
+    ),
+    "--device": dict(
+        type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)"
+    ),
+    "--json": dict(action="store_true", help="print JSON instead of the table"),
+    "--output": dict(type=arguments.output_file(), metavar="FILE.json", help="write the same JSON to a file"),
+    "--csv": dict(type=arguments.output_file(), metavar="FILE.csv", help="write the rows as CSV"),
+    "--plot": dict(type=arguments.output_file(*arguments.PLOTS), metavar="FILE.png", help="draw the figures"),
+    "--commit": dict(type=arguments.some_text, help="what to record as the commit instead of what git says"),
+}
+MODEL = ("--model", "--draft", "--shape", "--eagle1", "--context")
+EVERYWHERE = ("--dtype", "--device", "--json", "--output", "--csv", "--plot", "--commit")
+
+
+class Mode(NamedTuple):
+    """What NAME.py beside this file measures, the options that it reads, its defaults, and which others a CPU has."""
+
+    summary: str
+    options: tuple[str, ...]
+    defaults: dict[str, Any]
+    on_cpu: Mapping[str, Any] = MappingProxyType({})
+
+
+MODES = {
+    "generate": Mode(
+        "whole generations of the model as it is and optimised",
+        (*MODEL, "--prompt", "--max-length", "--num-runs", "--temperature", "--accept-length", "--upstream"),
+        {},
+    ),
+    "step": Mode(
+        "one decode step, greedy, sampled and plain, over contexts and batches (default: a batch of 1)",
+        (*MODEL, "--batch", "--num-runs", "--accept-length", "--upstream"),
+        {"batch": [1]},
+    ),
+    "batches": Mode(
+        "trees as they pay against plain decoding (default: batches of 1 to 32, 3 drafts accepted; on a CPU batches of "
+        "1 and 4, 32 tokens, one run, which take less than a minute)",
+        (*MODEL, "--batch", "--max-length", "--num-runs", "--accept-length"),
+        {"batch": [1, 2, 4, 8, 16, 32], "accept_length": 3.0, "max_length": 100, "num_runs": 5},
+        on_cpu={"batch": [1, 4], "max_length": 32, "num_runs": 1},
+    ),
+    "megakernel": Mode(
+        "all behind the target's logits as one launch and as many, on a GPU (default: a batch of 1)",
+        (*MODEL, "--batch"),
+        {"batch": [1]},
+    ),
+    "drafters": Mode(
+        "drafts of the head, of repetition, and of both in one tree, over three kinds of work (default: 10 prompts of "
+        "each, 128 tokens; on a CPU 2 of 48)",
+        (*MODEL, "--max-length", "--num-runs"),
+        {"max_length": 128, "num_runs": 10},
+        on_cpu={"max_length": 48, "num_runs": 2},
+    ),
+    "plain": Mode(
+        "generate of the target as a plain Hugging Face model (default: 3 runs of 128 tokens; on a CPU 1 of 32)",
+        (*MODEL, "--max-length", "--num-runs"),
+        {"max_length": 128, "num_runs": 3},
+        on_cpu={"max_length": 32, "num_runs": 1},
+    ),
+    "mtp": Mode(
+        "steps and first tokens of a Qwen3.5 with random weights and multi-token prediction (default: a batch of 1; on "
+        "a CPU give --hybrid tiny)",
+        ("--hybrid", "--tree", "--context", "--batch", "--num-runs"),
+        {"batch": [1]},
+    ),
+    "operations": Mode("every operation of a step against the best of torch", ("--only",), {}),
+}
+
+
+def main(argv: list[str] | None = None, program: str = "benchmark.py") -> int:
+    """Run a mode; `program` is what it is called in its help and its errors. Returns the exit code."""
+    parser, args = _parse(sys.argv[1:] if argv is None else argv, program)
+    arguments.check_device(parser, args.device, only_gpu=args.mode == "megakernel")
+    with parser.explains():
+        from torch import OutOfMemoryError
+
+        from eagle_triton.benchmarks.models import find_device
+
+        mode: Any = importlib.import_module(f"eagle_triton.benchmarks.{args.mode}")
+        args.device = find_device(args.device)
+    if args.mode == "megakernel" and args.device == "cpu":
+        parser.stop("this mode needs a GPU, and torch sees none")
+    _settle(args)
+    rows: list[dict[str, Any]] = []
+    notes: list[str] = []
+    try:
+        mode.measure(args, rows, notes)
+    except KeyboardInterrupt:
+        notes.insert(0, "FAIL: INTERRUPTED, FIGURES ARE MISSING")
+    except Exception as error:  # what has been measured by then is not lost
+        expected = isinstance(error, ValueError | OutOfMemoryError)  # of the model, the checkout, the options
+        if expected and not rows:
+            parser.stop(sentence(error))
+        notes.insert(0, f"FAIL: STOPPED, FIGURES ARE MISSING: {sentence(error)}")
+        _publish(parser, mode, args, rows, notes)
+        if not expected:
+            raise
+        return 1
+    return _publish(parser, mode, args, rows, notes)
+
+
+def _publish(parser: Parser, mode: Any, args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> int:
+    """Print the figures, then write them to files: a file that cannot be written costs no figure."""
+    import torch
+
+    from eagle_triton.benchmarks.record import Record, machine
+
+    options = {name: value for name, value in vars(args).items() if name not in UNRECORDED}
+    if "upstream" in options:
+        options["upstream"] = args.upstream is not None  # where it lies is nobody's business
+    record = Record(args.mode, machine(torch.device(args.device), args.commit), options, rows, notes)
+    if args.json:
+        print(record.json(), flush=True)
+    else:
+        facts = ", ".join(f"{name} {value}" for name, value in record.machine.items() if value)
+        print("\n".join([mode.text(rows), "", *notes, facts]), flush=True)
+    unwritten = _write(record, args)
+    for problem in unwritten:
+        print(f"{parser.prog}: {problem}", file=sys.stderr)
+    return 1 if unwritten or any(note.startswith("FAIL") for note in notes) else 0
+
+
+def _write(record: Record, args: argparse.Namespace) -> list[str]:
+    """Write the files that were asked for; a sentence for each that cannot be written."""
+    from eagle_triton.benchmarks.plot import plot
+
+    writers = {"output": record.write_json, "csv": record.write_csv, "plot": lambda path: plot(record, path)}
+    unwritten = []
+    for name, write in writers.items():
+        path = getattr(args, name)
+        try:
+            if path:
+                write(path)
+        except (OSError, ValueError) as error:
+            unwritten.append(f"--{name} {path} was not written: {sentence(error)}")
+    return unwritten
+
+
+def _parse(argv: list[str], program: str = "benchmark.py") -> tuple[Parser, argparse.Namespace]:
+    named = bool(argv) and not argv[0].startswith("-")
+    name = argv[0] if named else "generate"
+    if name not in MODES:
+        Parser(program, "").error(f"mode must be one of {', '.join(MODES)}, got {name!r}")
+    parser = _parser(name, named, program)
+    args = parser.parse_args(argv[named:])
+    args.mode = name
+    _check(parser, args)
+    return parser, args
+
+
+def _parser(name: str, named: bool, program: str) -> Parser:
+    """The parser of a mode. It knows the options of the others, to say where they belong."""
+    mode = MODES[name]
+    elsewhere = {option: f"is not read here, but by {_readers(option)}" for option in OPTIONS}
+    elsewhere |= dict.fromkeys(MODES, "is a mode and must come first")
+    parser = Parser(f"{program} {name}" if named else program, f"{mode.summary}.", elsewhere)
+    if not named:
+        command = f"python {program}" if program.endswith(".py") else program
+        parser.description = (__doc__ or "").replace("python benchmark.py", command)
+    for option in (*mode.options, *EVERYWHERE):
+        parser.add_argument(option, **OPTIONS[option])
+    parser.set_defaults(**{**mode.defaults, **dict.fromkeys(mode.on_cpu)})
+    return parser
+
+
+def _readers(option: str) -> str:
+    return ", ".join(name for name, mode in MODES.items() if option in mode.options)
+
+
+def _check(parser: Parser, args: argparse.Namespace) -> None:
+    """What no option alone can tell."""
+    if "--model" in MODES[args.mode].options:
+        _check_model(parser, args)
+    check_outputs(parser, output=args.output, csv=args.csv, plot=args.plot)
+
+
+def _check_model(parser: Parser, args: argparse.Namespace) -> None:
+    prompt = getattr(args, "prompt", None)
+    if args.shape and (args.model != "demo" or args.draft or prompt):
+        parser.error("--shape builds the model and random prompts: no --model, --draft or --prompt with it")
+    if args.context and prompt:
+        parser.error("--context makes random prompts: no --prompt with it")
+    if not args.shape:
+        arguments.check_model(parser, args.model, args.draft)
+    positions = arguments.SHAPES[args.shape] if args.shape else arguments.stored_positions(args.model)
+    if problem := arguments.context_too_long(args, positions):
+        parser.error(problem)
+
+
+def _settle(args: argparse.Namespace) -> None:
+    """The defaults that depend on the device."""
+    mode = MODES[args.mode]
+    for name, small in mode.on_cpu.items():
+        if getattr(args, name) is None:
+            setattr(args, name, small if args.device == "cpu" else mode.defaults[name])
+    shape = getattr(args, "shape", None) or getattr(args, "hybrid", None)
+    if args.dtype is None:
+        wide = args.device == "cpu" or (shape is None and args.mode != "operations")
+        args.dtype = "float32" if wide else "bfloat16"
+    if args.mode == "generate" and shape and not args.context:
+        args.context = [512 if args.device != "cpu" else 64]

@@ -1,0 +1,263 @@
+"""`eagle-triton chat`: prompts answered by every mode that is on, each with its figures, and commands between them.
+
+    eagle-triton chat                       the embedded checkpoint and its small draft model
+    eagle-triton chat --target PATH --drafter PATH --head PATH
+    eagle-triton chat --commands FILE       lines from a file instead of the terminal; piped lines are read as well
+
+/help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves. Exit code 0: left; 2: a wrong argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, TextIO
+
+from eagle_triton.benchmarks import arguments
+from eagle_triton.benchmarks.arguments import Parser, sentence
+from eagle_triton.cli.commands import State, answer_to
+from eagle_triton.cli.figures import Totals, figures
+from eagle_triton.cli.readers import Reader, choose_reader, dispatched
+
+if TYPE_CHECKING:  # they import torch, for which --help does not wait
+    from eagle_triton.cli.decoding import Answer, Decoder, Step
+
+DEMO_DRAFT = "demo-draft"
+CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
+    code: 0xFFFD for code in range(0x7F, 0xA0)
+}
+
+
+def main(argv: list[str] | None = None, program: str = "eagle-triton chat") -> int:
+    """Run the chat until it is left; `program` is what it is called in its help and its errors."""
+    parser, args = _parse(argv, program)
+    arguments.check_device(parser, args.device)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    with parser.explains():
+        import torch
+
+        from eagle_triton.benchmarks.models import find_device
+        from eagle_triton.cli.decoding import Decoder
+
+        dtype = args.dtype and getattr(torch, args.dtype)
+        decoder = Decoder(args.target, args.drafter, args.head, find_device(args.device), dtype)
+        decoder.tokenizer  # noqa: B018  what cannot be loaded is said now
+    chat = Chat(decoder, sys.stdout)
+    return run(chat, choose_reader(args.commands, sys.stdin, sys.stdout))
+
+
+def run(chat: Chat, reader: Reader) -> int:
+    """Take what the reader reads until it ends or "/quit" comes; Ctrl-C where nobody types ends it too."""
+    while True:
+        try:
+            text = reader.read(chat.state)
+        except EOFError:
+            return 0
+        except KeyboardInterrupt:
+            if reader.typed:
+                continue  # the line is given up
+            return 130
+        for line in dispatched(text):
+            if not chat.take(line):
+                return 0
+
+
+@dataclass
+class Chat:
+    """A conversation with a model. What is printed goes to `out`."""
+
+    decoder: Decoder
+    out: TextIO
+    state: State = field(default_factory=State)
+    turns: list[tuple[str, str]] = field(default_factory=list)  # prompts with their answers
+    totals: dict[str, Totals] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)  # notes that have been printed
+
+    def take(self, line: str) -> bool:
+        """Do what a line asks for; False when it is to leave."""
+        reply = answer_to(line, self.state)
+        self.state = reply.state
+        for said in reply.lines:
+            self._say(said)
+        for action in reply.actions:
+            if action == "quit":
+                return False
+            if action == "clear":
+                self._say(f"{len(self.turns)} prompts with their answers are forgotten")
+                self.turns.clear()
+            elif action == "stats":
+                self._say("\n".join(Totals.table(self.totals)) if self.totals else "nothing has been answered yet")
+            else:
+                self.answer(reply.prompt)
+        return True
+
+    def answer(self, prompt: str) -> None:
+        """Answer a prompt with every mode that is on, and print figures of each."""
+        if not self.state.modes:
+            self._say("no mode is on: /target, /drafter, /speculative, /ngram and /method switch one on")
+            return
+        text = self.context(prompt)
+        answers: dict[str, Answer] = {}
+        for method in self.state.answering:
+            self._say(f"[{method}]")
+            try:
+                answer = self._decode(method, text)
+            except KeyboardInterrupt:
+                self._say("interrupted")
+                break
+            except _refusals() as error:
+                forget = "; /clear forgets the conversation" if self.state.chat and self.turns else ""
+                self._say(f"{method} did not answer: {sentence(error)}{forget}")
+                continue
+            answers[method] = answer
+            self.totals.setdefault(method, Totals()).add(answer)
+            self._say(f"[{figures(answer, answers.get('target'), self.state.settings)}]")
+            for note in answer.notes:
+                if note not in self.told:
+                    self.told.add(note)
+                    self._say(f"[{method}: {note}]")
+            if answer.finished == "interrupted":
+                break
+        if self.state.chat and answers:
+            self.turns.append((prompt, next(iter(answers.values())).text))
+
+    def context(self, prompt: str) -> str:
+        """The text that is answered: the conversation by the model's chat template, or joined where it has none."""
+        if not self.state.chat:
+            return prompt
+        tokenizer = self.decoder.tokenizer
+        if getattr(tokenizer, "chat_template", None):
+            messages = [
+                {"role": role, "content": text}
+                for turn in self.turns
+                for role, text in zip(("user", "assistant"), turn, strict=True)
+            ]
+            messages.append({"role": "user", "content": prompt})
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return "".join(text if text.endswith("\n") else f"{text}\n" for text in map("".join, self.turns)) + prompt
+
+    def _decode(self, method: str, text: str) -> Answer:
+        tokenizer = self.decoder.tokenizer
+        template = self.state.chat and getattr(tokenizer, "chat_template", None)
+        prompt_ids = tokenizer(text, add_special_tokens=not template, verbose=False).input_ids
+        shown = ""
+        with stopped_by_interrupt() as stop:
+
+            def on_step(step: Step, new_text: str) -> None:
+                nonlocal shown
+                if self.state.debug:
+                    self._show(step)
+                else:
+                    self._write(new_text)
+                shown += new_text
+                stop()
+
+            debug = self.state.debug
+            answer = self.decoder.decode(method, prompt_ids, self.state.settings, on_step, show_drafts=debug)
+        if self.state.debug:
+            self._write(answer.text)
+            shown = answer.text
+        if not shown.endswith("\n"):
+            self._write("\n")
+        return answer
+
+    def _show(self, step: Step) -> None:
+        """A step of an answer, in colours where the output is a terminal."""
+        from eagle_triton.speculative_decoding import printing
+
+        tokenizer = self.decoder.tokenizer
+        own = step.tokens[step.accepted] if len(step.tokens) > step.accepted else None
+        if not step.proposed:
+            for token in step.tokens:
+                printing.initial_step(token, tokenizer, file=self.out)
+        else:
+            drafts = step.tokens[: step.accepted] if step.drafts is None else step.drafts
+            printing.speculative_step(drafts, step.accepted, own, tokenizer, proposed=step.proposed, file=self.out)
+        if step.h_norm is not None:
+            mean = "" if step.h_ema is None else f", mean {step.h_ema:.3f}"
+            self._say(f"  entropy {step.h_norm:.3f}{mean}, gamma {step.gamma}")
+        self.out.flush()
+
+    def _say(self, line: str) -> None:
+        self._write(f"{line}\n")
+
+    def _write(self, text: str) -> None:
+        """Write and flush; a terminal gets no control characters that a model made."""
+        self.out.write(text.translate(CONTROLS) if self.out.isatty() else text)
+        self.out.flush()
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What a model, a setting or the memory refuses; everything else is a defect and is shown whole."""
+    from torch import OutOfMemoryError
+
+    return ValueError, TypeError, OSError, OutOfMemoryError
+
+
+@contextmanager
+def stopped_by_interrupt() -> Iterator[Callable[[], None]]:
+    """Ctrl-C is kept until the function that is given is called, which raises KeyboardInterrupt then.
+
+    So that it comes between two steps. A second one does not wait.
+    """
+    asked = False
+
+    def remember(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    def stop() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Namespace]:
+    parser = Parser(program, (__doc__ or "").replace("eagle-triton chat", program))
+    add = parser.add_argument
+    add("--target", type=arguments.model, default="demo", metavar="PATH_OR_ID", help="default: demo, the embedded one")
+    add(
+        "--drafter",
+        type=arguments.model,
+        metavar="PATH_OR_ID",
+        help="a smaller model with the same vocabulary (default: the demo's)",
+    )
+    add(
+        "--head",
+        type=arguments.model,
+        metavar="PATH_OR_ID",
+        help="an EAGLE-3 head (default: the target's)",
+    )
+    add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--dtype", choices=arguments.DTYPES, help="default: float32 on a CPU, else the checkpoint's")
+    add("--commands", type=_lines, metavar="FILE", help="read lines from a file, and leave at its end")
+    args = parser.parse_args(argv)
+    if args.drafter is None and args.target == "demo":
+        args.drafter = DEMO_DRAFT
+    return parser, args
+
+
+def _lines(path: str) -> list[str]:
+    """The lines of a file."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not in UTF-8"
+        raise argparse.ArgumentTypeError(
+            f"must be a file that can be read, and {path or 'an empty path'} is not: {reason}"
+        ) from None

@@ -1,0 +1,91 @@
+"""What an answer took, in a line, and what all answers of a method took together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # it imports torch
+    from eagle_triton.cli.decoding import Answer
+    from eagle_triton.cli.settings import Settings
+
+
+def figures(answer: Answer, target: Answer | None, settings: Settings) -> str:
+    """Tokens, time, tokens per verification and acceptance; beside the target's answer where that is given."""
+    parts = [
+        f"{len(answer.tokens)} tokens in {answer.seconds:.2f} s",
+        f"first after {answer.first_token_seconds * 1e3:.0f} ms",
+        f"{answer.tokens_per_second:.1f} tokens/s",
+        f"tau {answer.tau:.2f}",
+    ]
+    if answer.proposed:
+        parts.append(f"{answer.accepted} of {answer.proposed} drafts accepted, {answer.acceptance_rate:.1%}")
+    if answer.finished == "interrupted":
+        parts.append("interrupted")
+    elif target is not None and target is not answer:
+        parts += _beside(answer, target, settings)
+    return ", ".join(parts)
+
+
+def _beside(answer: Answer, target: Answer, settings: Settings) -> list[str]:
+    """The speed over the target's, and with greedy tokens whether they are the same."""
+    parts = []
+    if target.tokens_per_second:
+        parts.append(f"{answer.tokens_per_second / target.tokens_per_second:.2f} x target")
+    if settings.greedy and answer.method != "drafter":
+        pairs = enumerate(zip(answer.tokens, target.tokens, strict=False))
+        place = next((number for number, (a, b) in pairs if a != b), None)
+        if place is None and len(answer.tokens) != len(target.tokens):
+            place = min(len(answer.tokens), len(target.tokens))
+        parts.append("same tokens" if place is None else f"differs from target at token {place + 1}")
+    return parts
+
+
+@dataclass
+class Totals:
+    """The answers of one method together."""
+
+    answers: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    verifications: int = 0
+    verified: int = 0
+    proposed: int = 0
+    accepted: int = 0
+
+    def add(self, answer: Answer) -> None:
+        """Take in an answer."""
+        verifications = max(len(answer.steps) - 1, 0)
+        self.answers += 1
+        self.tokens += len(answer.tokens)
+        self.seconds += answer.seconds
+        self.verifications += verifications
+        self.verified += round(answer.tau * verifications)
+        self.proposed += answer.proposed
+        self.accepted += answer.accepted
+
+    @staticmethod
+    def table(totals: Mapping[str, Totals]) -> list[str]:
+        """A line for each method."""
+        rows = [("", "answers", "tokens", "seconds", "tokens/s", "tau", "accepted", "of")]
+        for method, total in totals.items():
+            speed = total.tokens / total.seconds if total.seconds else 0.0
+            tau = total.verified / total.verifications if total.verifications else 0.0
+            rows.append(
+                (
+                    method,
+                    str(total.answers),
+                    str(total.tokens),
+                    f"{total.seconds:.2f}",
+                    f"{speed:.1f}",
+                    f"{tau:.2f}",
+                    str(total.accepted),
+                    str(total.proposed),
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return [
+            "  ".join(cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(pairs))
+            for pairs in (list(zip(row, widths, strict=True)) for row in rows)
+        ]
