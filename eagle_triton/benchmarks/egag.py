@@ -40,8 +40,8 @@ RULES = {
     "egag, 3 nats, average 0.5": EGAGConfig(1, MOST, 0.5, scale=3.0),
     "egag, 3 nats, exact": EGAGConfig(1, MOST, scale=3.0, exact=True),
     "egag, stop": EGAGConfig(1, MOST, mode="stop"),
-    "egag, always sure": EGAGConfig(1, MOST, scale=1e9),
-    "egag, never sure": EGAGConfig(1, MOST, scale=1e-9),
+    "egag, always sure": EGAGConfig(1, MOST, scale=1e15),
+    "egag, never sure": EGAGConfig(1, MOST, scale=1e-15),
 }
 COMPARED = {"egag, always sure": MOST, "egag, never sure": 1}  # with chains of so many
 SEED = 7
