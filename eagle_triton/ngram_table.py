@@ -12,7 +12,7 @@
 
 A slot's counts are changed in the order of its tokens, because ties go to the token that came first: one program of one
 warp goes through them for each slot and length, and compares 32 places of a table at once. Prompts are counted this way
-too, a few microseconds for each token.
+too.
 
 Numerics: counts are fp64 sums in that order, so they equal those of Python's floats for every weight.
 """

@@ -68,7 +68,7 @@ def test_output_is_the_targets_own(model, device, options, sampling):
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize(
-    ("n", "gamma", "fillers", "weight"), [(2, 4, 3, 1.0), (3, 5, 3, 0.5), (3, 15, 1, 1.0), (5, 3, 5, 0.1)]
+    ("n", "gamma", "fillers", "weight"), [(2, 4, 3, 1.0), (3, 5, 3, 4.0), (3, 15, 1, 1.0), (5, 3, 5, 0.1)]
 )
 def test_each_step_proposes_and_accepts_what_the_function_does(model, storage, n, gamma, fillers, weight):
     """ngram_assisted_speculative_generate with its dictionaries, on the same model."""
