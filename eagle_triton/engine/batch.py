@@ -141,6 +141,7 @@ class Batch:
             self.verification = engine.verification if verification is None else verification
             self._drafts = engine.draft is not None if drafts is None else drafts
             self._catches_up = self._drafts and engine.draft is not None and engine.draft.must_catch_up
+            self._learns = self._drafts and engine.draft is not None and engine.draft.learns
             room = scratch_rows(spec)
             if self._drafts:
                 room = max(room, MIN_SCRATCH_ROWS, skipped_features.ROWS + 1)
@@ -429,6 +430,7 @@ class Batch:
             sampled=bool(sampled),
             top_p_first=True in orders,
             keep_features=self._catches_up and not self._spec.drafts,
+            learns=self._learns and not self._spec.drafts,
             processed=any(request.sampling.processed for request in requests),
             logprobs=self._logprobs,
             drafts=self._report_drafts,

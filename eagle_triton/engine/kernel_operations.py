@@ -14,6 +14,7 @@ from eagle_triton import kv_cache as _kv_cache
 from eagle_triton import layers as _layers
 from eagle_triton import linear as _linear
 from eagle_triton import logit_processing as _logit_processing
+from eagle_triton import ngram_table as _ngram_table
 from eagle_triton import suffix_match as _suffix_match
 from eagle_triton import tree_decoding as _tree_decoding
 from eagle_triton import verification as _verification
@@ -54,6 +55,8 @@ class KernelOperations(Operations):
     draft_inputs = staticmethod(_draft_inputs.draft_inputs)
     suffix_drafts = staticmethod(_suffix_match.suffix_drafts)
     ngram_drafts = staticmethod(_suffix_match.ngram_drafts)
+    count_ngrams = staticmethod(_ngram_table.count_ngrams)
+    counted_drafts = staticmethod(_ngram_table.counted_drafts)
     row_entropy = staticmethod(_adaptive_length.row_entropy)
     choose_gamma = staticmethod(_adaptive_length.choose_gamma)
     topk = staticmethod(_tree_decoding.topk)

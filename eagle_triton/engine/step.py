@@ -1,6 +1,6 @@
 """One decode step: target forward over the tree, verify, commit, and the next draft tree.
 
-    tree -> target_forward -> verify -> update_sequence, commit -> draft.extend -> draft.grow -> tree
+    tree -> target_forward -> verify -> update_sequence, commit -> draft.learn, draft.extend -> draft.grow -> tree
 
 Nothing here asks how long a sequence is: shapes are fixed by the state, lengths are read by the operations.
 """
@@ -31,6 +31,7 @@ class Mode(NamedTuple):
     sampled: bool = False  # verify by the strategy of `verification`, else by argmax
     top_p_first: bool = False  # when sampling: top-p before top-k
     keep_features: bool = False  # when nothing is drafted: for a draft that catches up later
+    learns: bool = False  # when nothing is drafted: the draft learns from the logits all the same
     processed: bool = False  # repetition penalties and logit biases
     logprobs: bool = False  # report log-probabilities
     drafts: bool = False  # report the drafts
@@ -124,6 +125,8 @@ def verify_and_draft(
     committed = AcceptedPath(before, path, accepted)
     sequences.caches.commit(ops, pending, committed)
     state.sampling.step.add_(1)
+    if draft is not None and (depth or mode.learns):
+        draft.learn(ops, state, committed, logits)
     if draft is not None and depth:
         draft.extend(ops, state, committed, features)
         draft.grow(ops, state)

@@ -139,7 +139,8 @@ class EAGLEInference:
         self.statistics = Statistics()
 
     def forget_outputs(self) -> None:
-        """Draft no more from the outputs of former requests, which `suffix_drafts` and method suffix keep."""
+        """Draft no more from the outputs of former requests, which `suffix_drafts` and method suffix keep, and method
+        nasd with reset_in_between=False."""
         if self.pair.draft is not None:
             with self.engine.running():
                 self.pair.draft.forget()

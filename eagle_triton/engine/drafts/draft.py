@@ -20,8 +20,8 @@ class Draft(ABC):
 
     One object serves every sequence: what it knows of each lies in tensors by slot (`Sequences.draft_tensors`) and by
     shape of tree (`DecodeState.draft_tree_tensors`), which it makes once. For a prompt the engine calls `read_prompt`
-    for each part of it, then `begin`, then `grow`; in a step `extend`, then `grow`. Those of a step run inside a CUDA
-    graph on a GPU: fixed shapes, nothing read by the host. A wrong draft costs speed, never output.
+    for each part of it, then `begin`, then `grow`; in a step `learn`, `extend`, then `grow`. Those of a step run inside
+    a CUDA graph on a GPU: fixed shapes, nothing read by the host. A wrong draft costs speed, never output.
     """
 
     must_catch_up: ClassVar[bool] = False
@@ -33,6 +33,11 @@ class Draft(ABC):
     @abstractmethod
     def read_tree(self) -> TreeSpec:
         """The tree to draft in the next generation; it may be another one each time."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether it learns from what the target says: then plain steps call `learn` too."""
+        return False
 
     @property
     def vocabulary(self) -> int | None:
@@ -67,6 +72,13 @@ class Draft(ABC):
 
     def begin(self, ops: Operations, sequences: Sequences, features: Tensor) -> None:
         """The prompts are read and their roots chosen. features [B, 1, F]: the target's at their last tokens."""
+
+    def learn(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, logits: Tensor) -> None:
+        """Learn from a verification, whose tokens are committed already: nothing by default.
+
+        logits [B, N, V]: the target's at the verified tree's nodes, by which they were judged: penalties and biases are
+        in them, temperature and filters are not. Of a plain step the tree is the root alone.
+        """
 
     def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
         """Take in what verification accepted. features [B, N, F]: the target's at the verified tree's nodes."""

@@ -55,6 +55,10 @@ class WrappedDraft(Draft):
     must_catch_up: ClassVar[bool] = True
 
     @property
+    def learns(self) -> bool:
+        return self.beams.learns
+
+    @property
     def vocabulary(self) -> int | None:
         return self.beams.vocabulary
 
@@ -78,6 +82,9 @@ class WrappedDraft(Draft):
 
     def begin(self, ops: Operations, sequences: Sequences, features: Tensor) -> None:
         self.beams.begin(ops, sequences, features)
+
+    def learn(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, logits: Tensor) -> None:
+        self.beams.learn(ops, state, accepted, logits)
 
     def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
         self.beams.extend(ops, state, accepted, features)
