@@ -30,7 +30,7 @@ from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.operations import choose_operations
-from eagle_triton.engine.tree_spec import PLAIN
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.speculative.timing import Stopwatch
 
 SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5
@@ -106,9 +106,12 @@ def _decode_all(view: ModelView, draft: Draft | None, prompts: list[Tensor], new
     return [decode(engine, draft, prompt, new, rows) for prompt in prompts]
 
 
-def decode(engine: Engine, draft: Draft | None, prompt: Tensor, new: int, rows: int) -> Run:
-    """One prompt [L] and `new` tokens behind it, in a batch of `rows` rows."""
-    spec = PLAIN if draft is None else draft.read_tree()
+def decode(
+    engine: Engine, draft: Draft | None, prompt: Tensor, new: int, rows: int, spec: TreeSpec | None = None
+) -> Run:
+    """One prompt [L] and `new` tokens behind it, in a batch of `rows` rows; spec None: with the draft's own tree."""
+    if spec is None:
+        spec = PLAIN if draft is None else draft.read_tree()
     prompt = prompt.to(engine.device)
     with Batch(engine, 1, spec, rows) as batch:
         batch.admit(Request(prompt, new))
