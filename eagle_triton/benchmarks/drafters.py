@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             for name, make in drafters.items():
                 found[name] = _decode_all(view, make(), prompts, args.max_length)
                 if name != "plain":
-                    notes += _differences(kind, name, found[name], found["plain"], view.dtype)
+                    notes += differences(kind, name, found[name], found["plain"], view.dtype)
                 bar.update()
             second = args.num_runs if kind == "warm" else 0  # the first half of "warm" is "prose" once more
             rows += _figures(kind, {name: runs[second:] for name, runs in found.items()})
@@ -122,7 +122,7 @@ def decode(
         return Run(batch.tokens(0).cpu(), steps, emitted, watch.seconds(), passes)
 
 
-def _differences(kind: str, name: str, runs: list[Run], plain: list[Run], dtype: torch.dtype) -> list[str]:
+def differences(kind: str, name: str, runs: list[Run], plain: list[Run], dtype: torch.dtype) -> list[str]:
     """A note if outputs are not plain decoding's: an error in fp32, rounding in 16 bits."""
     differ = sum(not torch.equal(run.tokens, other.tokens) for run, other in zip(runs, plain, strict=True))
     verdict = "FAIL: " if dtype == torch.float32 else ""
