@@ -19,7 +19,7 @@ from eagle_triton.benchmarks import arguments
 from eagle_triton.benchmarks.arguments import Parser, sentence
 from eagle_triton.cli.commands import State, answer_to, state_line
 from eagle_triton.cli.conversation import Conversation, plain_ids
-from eagle_triton.cli.figures import Totals, figures
+from eagle_triton.cli.figures import Totals, figures, totals_table
 from eagle_triton.cli.interrupts import kept_interrupts
 from eagle_triton.cli.readers import Reader, choose_reader, dispatched
 
@@ -59,16 +59,14 @@ def run(chat: Chat, reader: Reader) -> int:
     """Take what the reader reads until it ends or "/quit" comes; Ctrl-C where nobody types ends it too."""
     while True:
         try:
-            text = reader.read(chat.state)
+            for line in dispatched(reader.read(chat.state)):
+                if not chat.take(line):
+                    return 0
         except EOFError:
             return 0
-        except KeyboardInterrupt:
-            if reader.typed:
-                continue  # the line is given up
-            return 130
-        for line in dispatched(text):
-            if not chat.take(line):
-                return 0
+        except KeyboardInterrupt:  # between answers: what was typed is given up
+            if not reader.typed:
+                return 130
 
 
 @dataclass
@@ -100,7 +98,7 @@ class Chat:
                 self._say(f"{len(self.conversation.turns)} prompts with their answers are forgotten")
                 self.conversation.turns.clear()
             elif action == "stats":
-                self._say("\n".join(Totals.table(self.totals)) if self.totals else "nothing has been answered yet")
+                self._say(totals_table(self.totals) if self.totals else "nothing has been answered yet")
             else:
                 self.answer(reply.prompt)
         return True
@@ -121,7 +119,8 @@ class Chat:
                 self._say("interrupted")
                 break
             except REFUSALS as error:
-                forget = "; /clear forgets the conversation" if self.state.chat and self.conversation.turns else ""
+                long = self.state.chat and self.conversation.turns and str(error).startswith("prompt")
+                forget = "; /clear forgets the conversation" if long else ""
                 self._say(f"{method} did not answer: {sentence(error)}{forget}")
                 continue
             answers[method] = answer

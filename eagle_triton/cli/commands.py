@@ -304,7 +304,7 @@ COMMANDS = _listed(
         Command(
             "processor",
             "<name> [values...]",
-            f"how a token is chosen: {', '.join(PROCESSORS)}",
+            f"one of {', '.join(PROCESSORS)}",
             _set_processor,
             _processor,
             values=tuple(PROCESSORS),
@@ -332,7 +332,7 @@ COMMANDS = _listed(
         Command(
             "method",
             "<name> [on|off]",
-            "a switch for any method, also eagle, suffix and hybrid",
+            "switch any method, also eagle, suffix and hybrid",
             _set_method,
             _answering,
             values=METHODS,
