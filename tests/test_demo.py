@@ -90,6 +90,14 @@ def test_the_draft_model_changes_no_token():
     assert eagle.statistics.tau > 1.1
 
 
+def test_the_draft_model_is_no_head():
+    message = 'draft_model: "demo-draft" is a causal language model, no head: it drafts with SpeculativeConfig'
+    eagle = SpeculativeConfig(method="eagle", model="demo-draft", num_speculative_tokens=4)
+    for draft, config in (("demo-draft", None), (None, eagle)):
+        with pytest.raises(ValueError, match=message):
+            EAGLEInference.from_pretrained("demo", draft, config, "cpu")
+
+
 @pytest.mark.xfail(reason="these weights were trained for minutes on a CPU", strict=True)
 def test_chains_of_the_draft_model_pay():
     """Tokens per step, greedy, with chains of four: more than 1.5."""

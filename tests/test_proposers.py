@@ -18,6 +18,7 @@ METHODS = {
     "naive": {},
     "ngram": {"num_speculative_tokens": 4},
     "suffix": {"num_speculative_tokens": 7},
+    "nasd": {"num_speculative_tokens": 4, "ngram_n": 4},
     "hybrid": {"num_speculative_tokens": 4, "num_model_steps": 2},
     "eagle": {"num_speculative_tokens": 3},
 }

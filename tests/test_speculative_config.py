@@ -37,6 +37,11 @@ OTHER = {  # a valid value of each option that is not the default
     "suffix_decoding_max_spec_factor": 2.0,
     "suffix_decoding_min_token_prob": 0.5,
     "ban_tokens": (3,),
+    "ngram_storage": "onelevel",
+    "ngram_n": 4,
+    "filler_top_k": 10,
+    "filler_weight": 0.5,
+    "reset_in_between": False,
     "model": "folder",
     "verify_strategy": "greedy",
     "accept_policy": "accept_all",
@@ -68,9 +73,9 @@ def test_methods_by_name(name, method):
     assert SpecMethod.from_string(name) is method and SpeculativeConfig(method=name).method is method
 
 
-@pytest.mark.parametrize("method", CHAINS + TREES)
+@pytest.mark.parametrize("method", (*CHAINS, *TREES, "nasd"))
 def test_drafts_lie_within_the_methods_limit(method):
-    most = 5 if method in CHAINS else 63
+    most = {"nasd": 15}.get(method, 5 if method in CHAINS else 63)
     for drafts in (1, most):
         assert SpeculativeConfig(method=method, num_speculative_tokens=drafts).num_speculative_tokens == drafts
     for drafts in (-1, 0, most + 1):
@@ -214,6 +219,14 @@ def test_what_is_not_offered_says_what_is(name, value):
         (dict(method="suffix", suffix_decoding_max_spec_factor=float("inf")), "spec_factor must be a finite number"),
         (dict(method="suffix", suffix_decoding_min_token_prob=1.1), r"min_token_prob must lie in 0..1, got 1.1"),
         (dict(method="suffix", suffix_decoding_min_token_prob=float("nan")), "min_token_prob must lie in 0..1"),
+        (dict(method="nasd", ngram_n=1), r"ngram_n must lie in 2..5, got 1"),
+        (dict(method="nasd", ngram_n=6), r"ngram_n must lie in 2..5, got 6"),
+        (dict(method="nasd", ngram_storage="two"), "ngram_storage must be one of basic, onelevel, got 'two'"),
+        (dict(method="nasd", filler_top_k=0), r"filler_top_k must lie in 1..64, got 0"),
+        (dict(method="nasd", filler_top_k=65), r"filler_top_k must lie in 1..64, got 65"),
+        (dict(method="nasd", filler_weight=-0.5), "filler_weight must be a finite number, not below 0, got -0.5"),
+        (dict(method="nasd", filler_weight=float("nan")), "filler_weight must be a finite number, not below 0"),
+        (dict(method="nasd", filler_top_k=1, filler_weight=0.5), "filler_weight=0.5 weighs fillers, of which filler_t"),
         (dict(method="suffix", ban_tokens=[3, -1]), r"ban_tokens must not be negative, got \[-1\]"),
         (dict(method="mtp", model=""), "model must be a path or None"),
         (dict(method="ngram", verify_strategy="topp", max_candidate_len=0), "max_candidate_len must be at least 1"),
@@ -337,6 +350,11 @@ VALUES = {
     "suffix_decoding_max_spec_factor": st.floats(0.0, 1e300, exclude_min=True),
     "suffix_decoding_min_token_prob": st.floats(0, 1),
     "ban_tokens": st.sets(st.integers(0, 2**31), max_size=3),
+    "ngram_storage": st.sampled_from(["basic", "onelevel"]),
+    "ngram_n": st.integers(2, 5),
+    "filler_top_k": st.integers(2, 64),
+    "filler_weight": st.floats(0, 1e9),
+    "reset_in_between": st.booleans(),
     "model": st.none() | TEXT.filter(bool),
     "verify_strategy": st.sampled_from(VerifyStrategy) | st.integers(0, 2),
     "accept_policy": st.sampled_from([AcceptPolicy.NORMAL, AcceptPolicy.REJECT_ALL]),

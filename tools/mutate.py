@@ -286,6 +286,20 @@ MUTATIONS = [
         "tests/test_suffix.py -k parity_counts",
     ),
     Mutation(
+        "an n-gram that reaches another's count takes its place",
+        "reference/ngram_table.py",
+        "if count > float(",
+        "if count >= float(",
+        "tests/test_ngram_table.py -k numbers_by_hand",
+    ),
+    Mutation(
+        "a sequence that has ended teaches the token behind it",
+        "engine/drafts/counted.py",
+        "state.lengths + state.active",
+        "state.lengths + 1",
+        "tests/test_counted_drafts.py -k has_ended",
+    ),
+    Mutation(
         "the suffix cache forgets its newest request",
         "speculative/suffix.py",
         "del self._outputs[next(iter(self._outputs))]",

@@ -45,6 +45,7 @@ class Run(NamedTuple):
     steps: int
     emitted: int
     seconds: float
+    passes: int  # of the draft
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -99,22 +100,23 @@ def _decode_all(view: ModelView, draft: Draft | None, prompts: list[Tensor], new
     operations, graph = choose_operations(view.device, None, None)
     engine = Engine(view, draft, operations, graph)
     rows = max(len(prompt) for prompt in prompts) + new
-    _decode(engine, draft, prompts[0], min(new, 8), rows)
+    decode(engine, draft, prompts[0], min(new, 8), rows)
     if draft is not None:
         draft.forget()
-    return [_decode(engine, draft, prompt, new, rows) for prompt in prompts]
+    return [decode(engine, draft, prompt, new, rows) for prompt in prompts]
 
 
-def _decode(engine: Engine, draft: Draft | None, prompt: Tensor, new: int, rows: int) -> Run:
+def decode(engine: Engine, draft: Draft | None, prompt: Tensor, new: int, rows: int) -> Run:
+    """One prompt [L] and `new` tokens behind it, in a batch of `rows` rows."""
     spec = PLAIN if draft is None else draft.read_tree()
     prompt = prompt.to(engine.device)
     with Batch(engine, 1, spec, rows) as batch:
         batch.admit(Request(prompt, new))
-        watch, steps, emitted = Stopwatch(engine.device), 0, 0
+        watch, steps, emitted, passes = Stopwatch(engine.device), 0, 0, 0
         while batch.running:
             (progress,) = batch.step()
-            steps, emitted = steps + 1, emitted + progress.accepted + 1
-        return Run(batch.tokens(0).cpu(), steps, emitted, watch.seconds())
+            steps, emitted, passes = steps + 1, emitted + progress.accepted + 1, passes + progress.passes
+        return Run(batch.tokens(0).cpu(), steps, emitted, watch.seconds(), passes)
 
 
 def _differences(kind: str, name: str, runs: list[Run], plain: list[Run], dtype: torch.dtype) -> list[str]:

@@ -6,6 +6,7 @@ python benchmark.py step --shape llama-3.1-8b --context 512,2048 --batch 1,4,8 -
 python benchmark.py batches --shape llama-3.1-8b         trees as they pay against plain decoding, 1 to 32 sequences
 python benchmark.py megakernel --shape llama-3.2-1b      all behind the target's logits as one launch and as many
 python benchmark.py drafters                             with and without a model, over three kinds of work
+python benchmark.py egag                                 chains of a draft model, as long as its entropy lets them be
 python benchmark.py plain --shape llama-3.1-8b           generate of a plain Hugging Face model
 python benchmark.py operations                           every kernel against the best of torch
 
@@ -124,6 +125,13 @@ MODES = {
         (*MODEL, "--max-length", "--num-runs"),
         {"max_length": 128, "num_runs": 10},
         on_cpu={"max_length": 48, "num_runs": 2},
+    ),
+    "egag": Mode(
+        "chains of a draft model, of fixed lengths and by EGAG, over easy and hard work (default: 10 prompts of each, "
+        "128 tokens; on a CPU 2 of 32)",
+        ("--shape", "--max-length", "--num-runs"),
+        {"max_length": 128, "num_runs": 10},
+        on_cpu={"max_length": 32, "num_runs": 2},
     ),
     "plain": Mode(
         "generate of the target as a plain Hugging Face model (default: 3 runs of 128 tokens; on a CPU 1 of 32)",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,13 +46,23 @@ class Request:
     exact: bool = True
 
 
+class GuideReading(NamedTuple):
+    """By what EGAG bounded a tree: the entropy h_norm, its moving average, and how deep drafts might be."""
+
+    h_norm: float
+    h_ema: float
+    gamma: int
+
+
 @dataclass(frozen=True)
 class Progress:
     """What one step did for one request.
 
     tokens: committed by it, none if its logits were NaN. tree: the shape that was verified, depth: how deep
     its drafts went. accepted, proposed: drafts, also those that a stop cut off.
+    passes: of the draft, behind the one that takes in what was accepted, which the tree took.
     finished: None while it goes on, then "stop", "length" or "error", with the reason in `error`.
+    drafts: if asked for, what was drafted, in the order of the tree's nodes. egag: of a tree that is adaptive.
     """
 
     slot: int
@@ -60,16 +72,31 @@ class Progress:
     depth: int
     accepted: int
     proposed: int
+    passes: int
     finished: str | None = None
     error: str | None = None
     logprobs: list[float] | None = None
+    drafts: list[int] | None = None
+    egag: GuideReading | None = None
 
 
 class _SlotEntry:
-    """A request in its slot; only its identity tells it from one that comes later."""
+    """A request in its slot; only its identity tells it from one that comes later.
+
+    gamma: how deep its next trees may be, as far as reports tell: it rises at once, and falls by one a step.
+    """
 
     def __init__(self, request: Request):
         self.request = request
+        self.gamma = math.inf
+
+
+class _InFlight(NamedTuple):
+    """A step that was launched: for whom, on what, and how many levels were scored for the tree that it verifies."""
+
+    entries: list[_SlotEntry | None]
+    state: DecodeState
+    levels: int
 
 
 class Batch:
@@ -90,6 +117,7 @@ class Batch:
         rows: int,
         *,
         logprobs: bool = False,
+        report_drafts: bool = False,
         drafts: bool | None = None,
         verification: Verification | None = None,
     ):
@@ -97,6 +125,7 @@ class Batch:
 
         logprobs: report the log-probability of each token, the log-softmax of the target's own logits there: before
         penalties, biases, temperature and filters.
+        report_drafts: report what was drafted.
         drafts: False if nothing will ever be drafted, which makes plain decoding a little cheaper; None: it may be,
         if the engine has a draft.
         verification: how drafts are judged, None: as the engine has it.
@@ -108,10 +137,11 @@ class Batch:
         self._failure: BaseException | None = None
         try:
             self.engine, self.rows = engine, rows
-            self._logprobs = logprobs
+            self._logprobs, self._report_drafts = logprobs, report_drafts
             self.verification = engine.verification if verification is None else verification
             self._drafts = engine.draft is not None if drafts is None else drafts
             self._catches_up = self._drafts and engine.draft is not None and engine.draft.must_catch_up
+            self._learns = self._drafts and engine.draft is not None and engine.draft.learns
             room = scratch_rows(spec)
             if self._drafts:
                 room = max(room, MIN_SCRATCH_ROWS, skipped_features.ROWS + 1)
@@ -127,7 +157,8 @@ class Batch:
             self.lengths = [0] * slots  # committed tokens, as the host knows them
             self._entries: list[_SlotEntry | None] = [None] * slots
             self._reports = ReportQueue(engine.view.device, places=2)
-            self._in_flight: deque[tuple[list[_SlotEntry | None], DecodeState]] = deque()
+            self._in_flight: deque[_InFlight] = deque()
+            self._levels = spec.beam_levels  # that were scored for the trees to be verified next
             self._plain_steps: int | None = None  # since the draft knew all; None while it does
         except BaseException:
             hold.release()
@@ -275,18 +306,20 @@ class Batch:
     def launch(self) -> None:
         """Launch the next step without reading what it does: for timing, at the end of a batch."""
         with self._in_use():
-            step = self._next_step()
+            step, levels = self._next_step()
             with self._must_finish():
                 step()
+                self._levels = levels
 
     def _step(self) -> list[Progress]:
         while self.running:
             while len(self._in_flight) < self.max_in_flight:
-                step = self._next_step()
+                step, levels = self._next_step()
                 with self._must_finish():
                     step()
                     self._reports.send(self.state.report)
-                    self._in_flight.append((list(self._entries), self.state))
+                    self._in_flight.append(_InFlight(list(self._entries), self.state, self._levels))
+                    self._levels = levels
             with self._must_finish():
                 progress = self._read_report()
             if progress:  # else it was launched for requests that had ended
@@ -295,16 +328,21 @@ class Batch:
 
     def _read_report(self) -> list[Progress]:
         """What the oldest step in flight did for the requests that are still there."""
-        entries, state = self._in_flight.popleft()
+        entries, state, levels = self._in_flight.popleft()
         report = self._reports.receive()
         rows, values = report.tolist(), state.logprobs_of(report).tolist()
+        guided = state.guide_of(report).tolist() if state.spec.adaptive else None
         if any(row[REASON] == FAULT for row in rows):
             raise self.engine.disable_megakernel()
-        progress = [
-            self._progress(slot, entry.request, state.spec, rows[slot], values[slot])
-            for slot, entry in enumerate(entries)
-            if entry is not None and entry is self._entries[slot]
-        ]
+        progress = []
+        for slot, entry in enumerate(entries):
+            if entry is not None and entry is self._entries[slot]:
+                row = self._progress(slot, entry.request, state.spec, levels, rows[slot], values[slot])
+                if guided is not None:
+                    *reading, gamma = guided[slot]
+                    row = replace(row, egag=_reading(*reading))
+                    entry.gamma = gamma if math.isinf(entry.gamma) else max(gamma, entry.gamma - 1)
+                progress.append(row)
         for row in progress:
             self.lengths[row.slot] += len(row.tokens)
             if row.finished:
@@ -313,8 +351,9 @@ class Batch:
                 self.sequences.part(slice(row.slot, row.slot + 1)).wipe()
         return progress
 
-    def _next_step(self) -> Callable[[], None]:
-        """The step to launch now, compiled and captured if it is new, for the tree that is wanted.
+    def _next_step(self) -> tuple[Callable[[], None], int]:
+        """The step to launch now, compiled and captured if it is new, for the tree that is wanted, and how many levels
+        it scores for the one after it.
 
         An exception on the way leaves all as it was, but that some of it may be done already.
         """
@@ -325,7 +364,7 @@ class Batch:
         step = self.engine.step(self.state, mode)
         if self._plain_steps is not None:
             self._plain_steps += 1
-        return step
+        return step, self._spec.beam_levels if mode.levels is None else mode.levels
 
     def _change_tree(self, mode: Mode) -> None:
         """Go over to `spec` if that is not the tree that was drafted."""
@@ -340,7 +379,7 @@ class Batch:
             grow = functools.partial(grow_first_tree, self.engine.ops, self.engine.draft, state)
             self.engine.compile_ahead(state, mode, grow)
             grow()
-            self.state = state
+            self.state, self._levels = state, self._spec.beam_levels
         if starts_skipping:
             self._plain_steps = 0
 
@@ -391,11 +430,21 @@ class Batch:
             sampled=bool(sampled),
             top_p_first=True in orders,
             keep_features=self._catches_up and not self._spec.drafts,
+            learns=self._learns and not self._spec.drafts,
             processed=any(request.sampling.processed for request in requests),
             logprobs=self._logprobs,
+            drafts=self._report_drafts,
+            levels=self._wanted_levels(),
             filtered=any(sampling.filtered for sampling in sampled),
             verification=self.verification,
         )
+
+    def _wanted_levels(self) -> int | None:
+        """How many levels the next step scores: enough for every running sequence, as far as is known."""
+        gammas = [entry.gamma for entry in self._entries if entry is not None]
+        if not self._spec.adaptive or self.engine.draft is None or not gammas:
+            return None
+        return self.engine.draft.levels_for(self._spec, max(gammas))
 
     def _check(self, request: Request) -> None:
         prompt, view = request.prompt, self.engine.view
@@ -421,8 +470,11 @@ class Batch:
         if self.sequences.widen_stops(len(request.stop_ids)):
             self.engine.forget_steps(self.sequences)
 
-    def _progress(self, slot: int, request: Request, spec: TreeSpec, row: list[int], logprobs: list[float]) -> Progress:
+    def _progress(
+        self, slot: int, request: Request, spec: TreeSpec, levels: int, row: list[int], logprobs: list[float]
+    ) -> Progress:
         accepted, count, reason, *tokens, depth, proposed = row
+        drafts = row[len(row) - 2 - spec.drafts : -2]
         return Progress(
             slot,
             request,
@@ -431,10 +483,16 @@ class Batch:
             depth,
             max(accepted, 0),
             proposed,
+            levels,
             REASONS.get(reason),
             NAN if reason == ERROR else None,
             logprobs[:count] if self._logprobs else None,
+            [token for token in drafts if token >= 0] if self._report_drafts else None,
         )
+
+
+def _reading(h_norm: float, h_ema: float, gamma: float) -> GuideReading:
+    return GuideReading(h_norm, h_ema, int(gamma) if gamma == gamma else 0)
 
 
 def _set_rules(rules: LogitRules, requests: Sequence[Request], prompts: Sequence[Tensor]) -> None:

@@ -124,6 +124,8 @@ def unsupported(draft: Draft | None, state: DecodeState) -> str | None:
     reason = unsupported_draft(draft)
     if reason is not None:
         return reason
+    if spec.adaptive:
+        return "trees end where the draft's entropy says"
     caches = state.sequences.caches.caches
     if len(caches) != 1 or not isinstance(caches[0], KeyValueCache):
         return "the target's layers are not all attention of one shape"

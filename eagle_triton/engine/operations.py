@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from eagle_triton.reference import adaptive_length as _adaptive_length
 from eagle_triton.reference import attention as _attention
 from eagle_triton.reference import draft_inputs as _draft_inputs
 from eagle_triton.reference import gated_delta as _gated_delta
@@ -24,6 +25,7 @@ from eagle_triton.reference import kv_cache as _kv_cache
 from eagle_triton.reference import layers as _layers
 from eagle_triton.reference import linear as _linear
 from eagle_triton.reference import logit_processing as _logit_processing
+from eagle_triton.reference import ngram_table as _ngram_table
 from eagle_triton.reference import suffix_match as _suffix_match
 from eagle_triton.reference import tree_decoding as _tree_decoding
 from eagle_triton.reference import verification as _verification
@@ -63,8 +65,13 @@ class Operations:
     draft_inputs = staticmethod(_draft_inputs.draft_inputs)
     suffix_drafts = staticmethod(_suffix_match.suffix_drafts)
     ngram_drafts = staticmethod(_suffix_match.ngram_drafts)
+    count_ngrams = staticmethod(_ngram_table.count_ngrams)
+    counted_drafts = staticmethod(_ngram_table.counted_drafts)
+    row_entropy = staticmethod(_adaptive_length.row_entropy)
+    choose_gamma = staticmethod(_adaptive_length.choose_gamma)
     topk = staticmethod(_tree_decoding.topk)
     expand_beam = staticmethod(_tree_decoding.expand_beam)
+    clip_depth = staticmethod(_adaptive_length.clip_depth)
     estimate_scores = staticmethod(_grafting.estimate_scores)
     graft = staticmethod(_grafting.graft)
     build_tree = staticmethod(_tree_decoding.build_tree)

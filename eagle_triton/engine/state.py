@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from eagle_triton.engine.skipped_features import SkippedFeatures
 
 STOP_IDS = 16  # stop tokens of one sequence, unless one asks for more
+_GUIDE = 4  # columns of a report
 
 
 class Tree(NamedTuple):
@@ -163,13 +164,20 @@ class DecodeState:
         )
         self.tree.parents[:, 0] = -1
         self.tree.ancestors[:, 0, 0] = 1
-        # what the host reads of a step, see update_sequence; behind the tokens their log-probabilities, float64, and
-        # how deep the tree was and how many drafts it had
-        self.report = zeros(REPORT_TOKENS + 2 * (spec.depth + 1) + 2, dtype=torch.int64)
+        self.levels = spec.beam_levels  # that the draft scores for the next tree, at most
+        # what the host reads of a step, see update_sequence; behind the tokens their log-probabilities, what EGAG says
+        # of this tree and the next, the drafts, and how deep the tree was and how many of them it had
+        self.report = zeros(REPORT_TOKENS + 2 * (spec.depth + 1) + _GUIDE + spec.drafts + 2, dtype=torch.int64)
         self.report[:, -2], self.report[:, -1] = spec.depth, spec.drafts
         self.draft_tree_tensors: Any = (
             None if draft is None or not spec.drafts else draft.new_tree_tensors(spec, batch, device)
         )
+
+    def limited(self, levels: int | None) -> DecodeState:
+        """The same tensors, the next tree being scored no deeper than so many levels; None: as deep as the tree is."""
+        limited = copy.copy(self)
+        limited.levels = self.spec.beam_levels if levels is None else levels
+        return limited
 
     def part(self, slots: slice) -> DecodeState:
         """The state of some of the sequences: views of the same tensors."""
@@ -215,7 +223,18 @@ class DecodeState:
 
     def logprobs_of(self, report: Tensor) -> Tensor:
         """Their log-probabilities in a report of this state: float64 [B, D + 1]."""
-        return report.view(torch.float64)[:, REPORT_TOKENS + self.spec.depth + 1 : -2]
+        first = REPORT_TOKENS + self.spec.depth + 1
+        return report.view(torch.float64)[:, first : first + self.spec.depth + 1]
+
+    def guide_of(self, report: Tensor) -> Tensor:
+        """What EGAG says in a report: float64 [B, 4], of the tree its normalised entropy, the average, and gamma, then
+        gamma of the next tree."""
+        first = REPORT_TOKENS + 2 * (self.spec.depth + 1)
+        return report.view(torch.float64)[:, first : first + _GUIDE]
+
+    def drafts_of(self, report: Tensor) -> Tensor:
+        """The drafts that were verified, where a report has them: int64 [B, N - 1], -1 in empty places."""
+        return report[:, report.shape[1] - 2 - self.spec.drafts : -2]
 
     @property
     def stops(self) -> Stops:

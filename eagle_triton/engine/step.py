@@ -1,6 +1,6 @@
 """One decode step: target forward over the tree, verify, commit, and the next draft tree.
 
-    tree -> target_forward -> verify -> update_sequence, commit -> draft.extend -> draft.grow -> tree
+    tree -> target_forward -> verify -> update_sequence, commit -> draft.learn, draft.extend -> draft.grow -> tree
 
 Nothing here asks how long a sequence is: shapes are fixed by the state, lengths are read by the operations.
 """
@@ -31,8 +31,11 @@ class Mode(NamedTuple):
     sampled: bool = False  # verify by the strategy of `verification`, else by argmax
     top_p_first: bool = False  # when sampling: top-p before top-k
     keep_features: bool = False  # when nothing is drafted: for a draft that catches up later
+    learns: bool = False  # when nothing is drafted: the draft learns from the logits all the same
     processed: bool = False  # repetition penalties and logit biases
     logprobs: bool = False  # report log-probabilities
+    drafts: bool = False  # report the drafts
+    levels: int | None = None  # that are scored for the next tree, None: all
     filtered: bool = True  # when sampling: some sequence has top-k, top-p or min-p
     verification: Verification = TARGET_MATCH
 
@@ -50,9 +53,15 @@ def decode_step(
     `megakernel`: bound to this state, to do all behind the target forward in one launch.
     """
     tree, sequences = state.tree, state.sequences
+    state = state.limited(mode.levels)
+    guide = draft.guide(sequences) if draft is not None and state.spec.adaptive else None
+    if guide is not None:
+        state.guide_of(state.report)[:, :3] = guide.values[:, :3]
+    if mode.drafts:
+        state.drafts_of(state.report).copy_(tree.tokens[:, 1:])
     positions = state.lengths[:, None] + tree.depths
     tokens = tree.tokens
-    if state.spec.grafts:  # some places may be empty, with tokens of -1
+    if state.spec.has_empty_places:  # with tokens of -1
         real = tokens >= 0
         state.report[:, -2], state.report[:, -1] = (tree.depths * real).amax(1), real.sum(1) - 1
         tokens = torch.where(real, tokens, tokens[:, :1])  # the root once more
@@ -68,6 +77,8 @@ def decode_step(
         rules.seen.scatter_(1, torch.where(state.emitted < 0, tree.tokens[:, :1], state.emitted), 1)
     if before is not None:
         _report_logprobs(ops, state, logits, path, before)
+    if guide is not None:
+        state.guide_of(state.report)[:, 3] = guide.gamma
 
 
 def verify_and_draft(
@@ -89,7 +100,7 @@ def verify_and_draft(
     tree, depth, sequences = state.tree, state.spec.depth, state.sequences
     walk = None
     if megakernel is None or mode.sampled or mode.verification.accept_policy != "normal":
-        judged = tree.without_empty_places() if state.spec.grafts else tree
+        judged = tree.without_empty_places() if state.spec.has_empty_places else tree
         walk = verify(ops, logits, judged, depth, state.lengths, state.sampling, mode, state.nan)
     if megakernel is not None:
         ops.calls["draft_verify_update"] += 1
@@ -114,6 +125,8 @@ def verify_and_draft(
     committed = AcceptedPath(before, path, accepted)
     sequences.caches.commit(ops, pending, committed)
     state.sampling.step.add_(1)
+    if draft is not None and (depth or mode.learns):
+        draft.learn(ops, state, committed, logits)
     if draft is not None and depth:
         draft.extend(ops, state, committed, features)
         draft.grow(ops, state)

@@ -30,6 +30,7 @@ class TreeSpec:
     beam_candidates: tuple[int, ...] | None = None
     selected: tuple[int, ...] | None = None
     grafts: int = 0
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
@@ -90,6 +91,11 @@ class TreeSpec:
     def with_grafts(self, grafts: int) -> TreeSpec:
         """The same tree, in which so many drafts from text that occurred before may take the places of others."""
         return replace(self, grafts=grafts)
+
+    @property
+    def has_empty_places(self) -> bool:
+        """Whether nodes may be no drafts, with tokens of -1."""
+        return self.grafts > 0 or self.adaptive
 
     @property
     def drafts(self) -> int:

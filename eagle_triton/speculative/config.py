@@ -12,6 +12,7 @@ import torch
 from eagle_triton.engine.drafts.beams import checked_vocabulary
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import MOST_NODES, TreeSpec
+from eagle_triton.reference.adaptive_length import EGAGConfig
 from eagle_triton.reference.integrators import TreeMaskMode
 from eagle_triton.reference.suffix_match import MOST_TIMES
 from eagle_triton.reference.verification import MAX_CANDIDATE_LEN, Verification
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "seed")
 FILTERS = {"top_p": 1, "top_k": 0, "min_p": 0}  # off at these values; only sampled tokens are filtered
 TREE = ("topk", "num_steps", "num_draft_tokens")
+GUIDED = ("eagle", "draft_model", "mtp")  # methods whose drafts are all of a model
 VERIFICATION = ("verify_strategy", "accept_policy", "verify_window", "max_candidate_len")
 
 
@@ -47,6 +49,7 @@ class EAGLEConfig:
     draft_vocabulary: the only tokens that a draft's vocabulary projection scores, by their ids, or the first so many,
     which in byte-pair vocabularies are the most frequent; the rows are copied. A draft that reads a large projection
     for each pass becomes faster for a few guesses less. None: all.
+    egag: end drafts early, by their entropy, see `EGAGConfig`; None: they are as deep as the tree.
     speculative: a method with options of its own, in place of the shape of the tree, suffix_drafts and how drafts are
     judged.
     """
@@ -74,6 +77,7 @@ class EAGLEConfig:
     suffix_drafts: int = 0
     suffix_ring: int = 1 << 20
     draft_vocabulary: int | Collection[int] | None = None
+    egag: EGAGConfig | None = None
     speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
@@ -112,6 +116,7 @@ class EAGLEConfig:
             raise ValueError(f"suffix_ring must be 0, or 2 to {MOST_TIMES} tokens, got {self.suffix_ring}")
         if self.draft_vocabulary is not None:
             object.__setattr__(self, "draft_vocabulary", checked_vocabulary(self.draft_vocabulary))
+        self._check_egag()
         reads_ring = self.suffix_drafts or (self.speculative is not None and self.speculative.method == "suffix")
         if self.suffix_ring != type(self).suffix_ring and not reads_ring:
             raise ValueError(f"suffix_ring={self.suffix_ring} is read with suffix_drafts or method suffix alone")
@@ -138,6 +143,9 @@ class EAGLEConfig:
 
     def tree(self, nodes: int | None = None) -> TreeSpec:
         """The tree with `nodes` nodes (default: the configured one), no deeper nor wider than so many nodes can be."""
+        return dataclasses.replace(self._tree(nodes), adaptive=self.egag is not None)
+
+    def _tree(self, nodes: int | None) -> TreeSpec:
         if (options := self.speculative) is not None:
             drafts = options.num_model_steps if options.method == "mtp" else options.num_speculative_tokens
             return TreeSpec.chain(max(drafts, 1))
@@ -158,6 +166,19 @@ class EAGLEConfig:
         for name in (*TREE, *VERIFICATION, "suffix_drafts"):
             if getattr(self, name) != defaults[name]:
                 raise ValueError(f"{name}={getattr(self, name)!r} is the matter of speculative, which was given too")
+
+    def _check_egag(self) -> None:
+        if self.egag is None:
+            return
+        if not isinstance(self.egag, EGAGConfig):
+            raise TypeError(f"egag must be an EGAGConfig or None, got {self.egag!r:.60}")
+        options = self.speculative
+        if options is not None and (options.method not in GUIDED):
+            raise ValueError(f"egag goes by the entropy of a draft model, and method {options.method} drafts otherwise")
+        drafts = self._tree(None).beam_levels
+        for name in ("gamma_min", "gamma_max"):
+            if (getattr(self.egag, name) or 0) > drafts:
+                raise ValueError(f"egag: {name}={getattr(self.egag, name)} is deeper than the {drafts} levels drafted")
 
     def sampling(self, **changes: Any) -> SamplingParams:
         """How to choose tokens, with some options changed (None: as configured).

@@ -139,7 +139,8 @@ class EAGLEInference:
         self.statistics = Statistics()
 
     def forget_outputs(self) -> None:
-        """Draft no more from the outputs of former requests, which `suffix_drafts` and method suffix keep."""
+        """Draft no more from the outputs of former requests, which `suffix_drafts` and method suffix keep, and method
+        nasd with reset_in_between=False."""
         if self.pair.draft is not None:
             with self.engine.running():
                 self.pair.draft.forget()
@@ -218,21 +219,22 @@ class EAGLEInference:
         stop_token_ids: StopIds = None,
         stop_strings: StopStrings = (),
         logprobs: bool = False,
+        report_drafts: bool = False,
         seed: int | Sequence[int] | None = None,
         **sampling: Any,
     ) -> Iterator[Piece]:
         """Decode as `generate` does and hand out every piece when it is there.
 
         `piece.index` names the prompt, `piece.tokens` are its new tokens, `piece.text` (or `str(piece)`) is text that
-        never splits a character nor begins a stop string, and the last piece of a prompt has its `completion`. For
-        strings, as `"".join` takes them, see `stream_text`. Closing the iterator ends the generation. Raises as
-        `generate`, arguments at once.
+        never splits a character nor begins a stop string, and the last piece of a prompt has its `completion`.
+        report_drafts: `piece.drafts` is what was drafted. For strings, as `"".join` takes them, see `stream_text`.
+        Closing the iterator ends the generation. Raises as `generate`, arguments at once.
         """
         check_options("stream", sampling, self.stream)
-        check_switches(logprobs=logprobs)
+        check_switches(logprobs=logprobs, report_drafts=report_drafts)
         prompts = self._reader.prompts(input_ids)
         calls = self._reader.calls(prompts, max_new_tokens, stop_token_ids, stop_strings, seed, **sampling)
-        return self._stream(calls, self.policy(min(self.config.slots, len(calls))), logprobs)
+        return self._stream(calls, self.policy(min(self.config.slots, len(calls))), logprobs, report_drafts)
 
     def stream_text(self, prompt: Prompt, max_new_tokens: int = 100, **options: Any) -> Iterator[str]:
         """The text of one prompt's new tokens, in pieces as they come; options as for `stream`.
@@ -448,8 +450,10 @@ class EAGLEInference:
         results.completions = [completions[index] for index in range(len(calls))]
         return results
 
-    def _stream(self, calls: Sequence[Call], policy: TreePolicy | None, logprobs: bool) -> Iterator[Piece]:
-        with self._open(calls, policy, logprobs) as session:
+    def _stream(
+        self, calls: Sequence[Call], policy: TreePolicy | None, logprobs: bool, report_drafts: bool = False
+    ) -> Iterator[Piece]:
+        with self._open(calls, policy, logprobs, report_drafts=report_drafts) as session:
             for call in calls:
                 session.enqueue(call)
             try:
@@ -465,9 +469,10 @@ class EAGLEInference:
         logprobs: bool,
         text: bool = True,
         rows: int | None = None,
+        report_drafts: bool = False,
     ) -> Session:
         slots = min(self.config.slots, len(calls))
-        return self._session(policy, slots, rows or self._rows(calls), logprobs, text)
+        return self._session(policy, slots, rows or self._rows(calls), logprobs, text, report_drafts)
 
     def _rows(self, calls: Sequence[Call]) -> int:
         """The most tokens of a sequence."""
@@ -475,11 +480,19 @@ class EAGLEInference:
         limits = (self.config.max_length, self.pair.max_positions)
         return min([rows, *(limit for limit in limits if limit is not None)])
 
-    def _session(self, policy: TreePolicy | None, slots: int, rows: int, logprobs: bool, text: bool = True) -> Session:
+    def _session(
+        self,
+        policy: TreePolicy | None,
+        slots: int,
+        rows: int,
+        logprobs: bool,
+        text: bool = True,
+        report_drafts: bool = False,
+    ) -> Session:
         return Session(
             self.engine, policy, slots, rows,
             tokenizer=self.tokenizer, stop_ids=self.pair.stop_ids, logprobs=logprobs, text=text, config=self.config,
-            max_positions=self.pair.max_positions,
+            report_drafts=report_drafts, max_positions=self.pair.max_positions,
         )  # fmt: skip
 
     def _trees(self) -> list[TreeSpec]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,9 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     for a draft that does not fit or models that lie elsewhere.
     """
     draft_model = _configured_head(draft_model, config)
+    if isinstance(draft_model, (str, Path)) and str(draft_model) == DRAFT:
+        options = f'SpeculativeConfig(method="draft_model", model="{DRAFT}")'
+        raise ValueError(f'draft_model: "{DRAFT}" is a causal language model, no head: it drafts with {options}')
     if draft_model is None and isinstance(target_model, (str, Path)) and _takes_mtp(config):
         path = _model_path(target_model)
         draft_model = MTP if path != "demo" and has_mtp(path) else None
@@ -113,6 +116,8 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     _check_places(view, draft, device)
     if config.draft_vocabulary is not None:
         draft = with_vocabulary(scoring(draft, "draft_vocabulary"), config.draft_vocabulary)
+    if config.egag is not None:
+        draft = replace(scoring(draft, "egag"), egag=config.egag)
     vocabulary = None if draft is None else draft.vocabulary
     if config.speculative is None and vocabulary is not None and config.topk > vocabulary:
         raise ValueError(f"topk must not pass the draft's vocabulary ({vocabulary}), got {config.topk}")

@@ -8,6 +8,7 @@ import torch
 
 from eagle_triton.engine.drafts.beams import BeamDraft
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
+from eagle_triton.engine.drafts.counted import CountedDraft
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.eagle import EagleDraft
 from eagle_triton.engine.drafts.hybrid import ContinuedDraft, WrappedDraft, scoring, with_suffix_drafts
@@ -20,7 +21,7 @@ from eagle_triton.speculative.speculative_config import SpecMethod, SpeculativeC
 if TYPE_CHECKING:
     from eagle_triton.engine.model import ModelView
 
-WITHOUT_MODEL = (None, SpecMethod.NAIVE, SpecMethod.NGRAM, SpecMethod.SUFFIX)
+WITHOUT_MODEL = (None, SpecMethod.NAIVE, SpecMethod.NGRAM, SpecMethod.SUFFIX, SpecMethod.NASD)
 
 
 def create_proposer(
@@ -62,7 +63,7 @@ def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> D
         if model is None and (given := [name for name in TREE if getattr(config, name) != getattr(EAGLEConfig, name)]):
             raise ValueError(f"{', '.join(given)}: there is no draft model whose trees that could shape")
         return with_suffix_drafts(model, config.suffix_drafts, view.device, config.suffix_ring)
-    if isinstance(model, (RepeatDraft, WrappedDraft)):  # of create_proposer
+    if isinstance(model, (RepeatDraft, CountedDraft, WrappedDraft)):  # of create_proposer
         return model
     kinds = ((SpecMethod.EAGLE, EagleDraft), (SpecMethod.DRAFT_MODEL, CausalLMDraft), (SpecMethod.MTP, MTPDraft))
     for method, kind in kinds:
@@ -76,6 +77,8 @@ def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> D
         return RepeatDraft(_suffix_source(options, config.suffix_ring, view.device))
     if options.method is SpecMethod.NGRAM:
         return RepeatDraft(_ngram_source(options, options.num_speculative_tokens, 1))
+    if options.method is SpecMethod.NASD:
+        return _counted(options, view)
     if options.method is SpecMethod.HYBRID:
         return _continued(options, scoring(model, "method hybrid"))
     return None
@@ -99,6 +102,19 @@ def _suffix_source(options: SpeculativeConfig, ring_tokens: int, device: torch.d
 
 def _ngram_source(options: SpeculativeConfig, places: int, least: int) -> NgramSource:
     return NgramSource(places, options.max_ngram_size, least, options.match, options.joined)  # type: ignore[arg-type]
+
+
+def _counted(options: SpeculativeConfig, view: ModelView) -> CountedDraft:
+    if options.filler_top_k > view.vocab_size:
+        raise ValueError(f"filler_top_k must lie in 1..{view.vocab_size}, got {options.filler_top_k}")
+    return CountedDraft(
+        options.num_speculative_tokens,
+        options.ngram_n,
+        options.ngram_storage,  # type: ignore[arg-type]
+        options.filler_top_k,
+        options.filler_weight,
+        options.reset_in_between,
+    )
 
 
 def _continued(options: SpeculativeConfig, model: BeamDraft) -> Draft:

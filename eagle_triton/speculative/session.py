@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.batch import Batch, Progress, Request
+from eagle_triton.engine.batch import Batch, GuideReading, Progress, Request
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.prefill import NaNLogitsError
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -56,8 +56,10 @@ class Completion:
 class Piece:
     """What one step gave a request: new tokens, and the text that is certain now.
 
-    It is no string: `piece.text` is its text, as is `str(piece)`; `"".join` takes those, or `stream_text`'s.
-    accepted, proposed: drafts of the step, also those that a stop cut off. draft_forwards: passes of the draft for it.
+    It is no string: `piece.text` is its text, as is `str(piece)`; `"".join` takes those, or `stream_text`'s. accepted,
+    proposed: drafts of the step, also those that a stop cut off. drafts: these, if asked for, the root's children
+    first. egag: by what EGAG bounded them. draft_forwards: passes of the draft for it. The first token of a request,
+    which follows its prompt without a step, comes with the first piece.
     """
 
     index: int
@@ -67,6 +69,8 @@ class Piece:
     completion: Completion | None = None  # with the last piece of a request
     accepted: int = 0
     proposed: int = 0
+    drafts: list[int] | None = None
+    egag: GuideReading | None = None
     draft_forwards: int = 0
 
     def __str__(self) -> str:
@@ -134,6 +138,7 @@ class Session:
         tokenizer: Any | None = None,
         stop_ids: Iterable[int] = (),
         logprobs: bool = False,
+        report_drafts: bool = False,
         text: bool = True,
         config: EAGLEConfig | None = None,
         max_positions: int | None = None,
@@ -141,9 +146,9 @@ class Session:
         """policy: None decodes plainly. rows: the most tokens of a sequence, prompt included: it ends there, and a
         longer prompt fails. max_positions: the same, by what the target was made for; None: not limited.
 
-        stop_ids: where requests end that name no stop tokens. text: give pieces their text, with a tokenizer; False
-        leaves it to completions, where stop strings do not ask for it. config: how requests are sampled that do not
-        say. Raises RuntimeError if the engine is busy.
+        report_drafts: let pieces say what was drafted. stop_ids: where requests end that name no stop tokens. text:
+        give pieces their text, with a tokenizer; False leaves it to completions, where stop strings do not ask for it.
+        config: how requests are sampled that do not say. Raises RuntimeError if the engine is busy.
         """
         self.policy, self.tokenizer, self.rows = policy, tokenizer, rows
         self.statistics = Statistics()  # of the requests that have ended
@@ -158,7 +163,9 @@ class Session:
         self._running: dict[int, _Job] = {}
         self._submitted = 0
         largest = max(policy.trees, key=scratch_rows) if policy else PLAIN  # the cache must have room for any of them
-        self._batch = Batch(engine, slots, largest, rows, logprobs=logprobs, drafts=policy is not None)
+        self._batch = Batch(
+            engine, slots, largest, rows, logprobs=logprobs, report_drafts=report_drafts, drafts=policy is not None
+        )
 
     def __enter__(self) -> Session:
         self._check_open()
@@ -361,15 +368,18 @@ class Session:
             job.logprobs = (job.logprobs or []) + list(row.logprobs)
         before = job.statistics.draft_forwards
         if row.error is None:
-            job.statistics.add_step(row.accepted, row.proposed, row.depth, len(tokens), row.tree.beam_levels)
-        drafts = (row.accepted, row.proposed, job.statistics.draft_forwards - before)
-        if finished is None:
-            return Piece(job.index, tokens, text, row.logprobs, None, *drafts)
-        del self._running[row.slot]
-        if row.finished is None:
-            self._batch.release(row.slot)
-        last = self._end(job, finished, row.error)
-        return Piece(job.index, tokens, text + last.text, row.logprobs, last.completion, *drafts)
+            job.statistics.add_step(row.accepted, row.proposed, row.depth, len(tokens), row.passes)
+        passes = job.statistics.draft_forwards - before
+        piece = Piece(
+            job.index, tokens, text, row.logprobs, None, row.accepted, row.proposed, row.drafts, row.egag, passes
+        )
+        if finished is not None:
+            del self._running[row.slot]
+            if row.finished is None:
+                self._batch.release(row.slot)
+            last = self._end(job, finished, row.error)
+            piece = replace(piece, text=text + last.text, completion=last.completion)
+        return piece
 
     def _end(self, job: _Job, finished: str, error: str | None = None) -> Piece:
         """The last piece of a request: text that waited, and its completion."""

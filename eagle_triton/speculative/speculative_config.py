@@ -13,6 +13,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any, NoReturn, get_args
 
+from eagle_triton.engine.drafts.counted import MOST_FILLERS, MOST_N, NgramStorageKind
 from eagle_triton.engine.tree_spec import MOST_NODES
 from eagle_triton.reference.suffix_match import Match
 from eagle_triton.speculative.arguments import check_switches, integer
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 MAX_SLOTS = 256  # sequences decoded at a time
 MOST_TREE_DRAFTS = MOST_NODES - 1
 MOST_CHAIN_DRAFTS = 5
+MOST_COUNTED_DRAFTS = 15
 MOST_STEPS = 5
 
 
@@ -51,6 +53,7 @@ class SpecMethod(_Name):
     NAIVE = "naive"
     NGRAM = "ngram"
     SUFFIX = "suffix"
+    NASD = "nasd"
     MTP = "mtp"
     HYBRID = "hybrid"
     EAGLE = "eagle"
@@ -67,6 +70,8 @@ class SpecMethod(_Name):
         """The largest num_speculative_tokens."""
         if self is SpecMethod.NAIVE:
             return 0
+        if self is SpecMethod.NASD:
+            return MOST_COUNTED_DRAFTS
         chain = self in (SpecMethod.NGRAM, SpecMethod.MTP, SpecMethod.HYBRID)
         return MOST_CHAIN_DRAFTS if chain else MOST_TREE_DRAFTS
 
@@ -147,6 +152,11 @@ READERS: dict[str, tuple[SpecMethod, ...]] = {  # the methods that each option m
     "suffix_decoding_max_spec_factor": (SpecMethod.SUFFIX,),
     "suffix_decoding_min_token_prob": (SpecMethod.SUFFIX,),
     "ban_tokens": (SpecMethod.SUFFIX,),
+    "ngram_storage": (SpecMethod.NASD,),
+    "ngram_n": (SpecMethod.NASD,),
+    "filler_top_k": (SpecMethod.NASD,),
+    "filler_weight": (SpecMethod.NASD,),
+    "reset_in_between": (SpecMethod.NASD,),
     "model": (*_MTP, SpecMethod.EAGLE, SpecMethod.DRAFT_MODEL),
     "verify_strategy": _ANY,
     "accept_policy": _DRAFTING,
@@ -167,16 +177,23 @@ class SpeculativeConfig:
 
     method: None drafts nothing and takes no other option; "naive" drafts nothing on the path of those that do; "ngram"
     ("ngram_match"): what followed the last tokens before; "suffix": what most often followed them, in this request and
-    others; "mtp": a multi-token-prediction layer; "hybrid": that, and n-grams behind its drafts, which is what "mtp"
-    with mtp_strategy="with_ngram" becomes; "eagle": an EAGLE head; "draft_model": a causal language model.
-    num_speculative_tokens: most drafts a step, 1..5 for ngram, mtp and hybrid, 1..63 for suffix, eagle and draft_model;
-    naive makes it 0. num_model_steps: passes of MTP a step, 1..5, which raises num_speculative_tokens to as many.
+    others; "nasd": the same by n-grams that are counted while decoding, the target's guesses among them; "mtp": a
+    multi-token-prediction layer; "hybrid": that, and n-grams behind its drafts, which is what "mtp" with
+    mtp_strategy="with_ngram" becomes; "eagle": an EAGLE head; "draft_model": a causal language model.
+    num_speculative_tokens: most drafts a step, 1..5 for ngram, mtp and hybrid, 1..15 for nasd, 1..63 for suffix, eagle
+    and draft_model; naive makes it 0. num_model_steps: passes of MTP a step, 1..5, which raises num_speculative_tokens
+    to as many.
 
     max_ngram_size, min_ngram_size: longest and shortest match; ngram goes down to 1, hybrid to min_ngram_size. match:
     which of several counts, "leftmost" or "latest". joined: look through prompt and output as one text.
     suffix_decoding_max_tree_depth: of match and draft together; suffix_decoding_max_cached_requests: -1 no limit, 0 no
     other requests; suffix_decoding_max_spec_factor: drafts per token of the match; suffix_decoding_min_token_prob:
     drafts end before less likely tokens; ban_tokens: and before these.
+
+    ngram_n: the longest n-gram that is counted, 2..5, its last token included; ngram_storage: "basic" counts those of 2
+    to ngram_n tokens, "onelevel" those of ngram_n alone. filler_top_k: behind each context so many largest logits of
+    the target are counted too, filler_weight times each; 1: none. reset_in_between: a slot's counts begin anew with
+    each request. A draft ends before an unknown context.
 
     model: path of the draft, None: the one that the engine is given. verify_strategy: also 0 (topp), 1 (greedy), 2
     (target_match). Of topp, which is lossy: max_candidate_len, the most candidates; verify_window: a second-best draft
@@ -203,6 +220,11 @@ class SpeculativeConfig:
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
     ban_tokens: Collection[int] = ()
+    ngram_storage: str = "basic"
+    ngram_n: int = 3
+    filler_top_k: int = 3
+    filler_weight: float = 1.0
+    reset_in_between: bool = True
     model: str | None = None
     quantization: str | None = None
     verify_strategy: VerifyStrategy | str | int = "target_match"
@@ -266,9 +288,10 @@ class SpeculativeConfig:
         self._set("mtp_strategy", MTPStrategy.from_string(self.mtp_strategy))
         self._set("verify_strategy", VerifyStrategy.of(self.verify_strategy))
         self._set("accept_policy", AcceptPolicy.from_string(self.accept_policy))
-        if not isinstance(self.match, str):
-            raise TypeError(f"match must be a string, got {self.match!r}")
-        self._set("match", self.match.lower())
+        for name in ("match", "ngram_storage"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} must be a string, got {getattr(self, name)!r}")
+            self._set(name, getattr(self, name).lower())
 
     def _check_types(self) -> None:
         for field in dataclasses.fields(self):
@@ -323,15 +346,23 @@ class SpeculativeConfig:
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if not 1 <= self.num_model_steps <= MOST_STEPS:
-            raise ValueError(f"num_model_steps must lie in 1..{MOST_STEPS}, got {self.num_model_steps}")
-        if self.match not in get_args(Match):
-            raise ValueError(f"match must be one of {', '.join(get_args(Match))}, got {self.match!r:.60}")
+        for name, least, most in (
+            ("num_model_steps", 1, MOST_STEPS),
+            ("ngram_n", 2, MOST_N),
+            ("filler_top_k", 1, MOST_FILLERS),
+        ):
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must lie in {least}..{most}, got {getattr(self, name)}")
+        for name, kind in (("match", Match), ("ngram_storage", NgramStorageKind)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r:.60}")
         factor, prob = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
         if not (math.isfinite(factor) and factor > 0):
             raise ValueError(f"suffix_decoding_max_spec_factor must be a finite number above 0, got {factor}")
         if not 0 <= prob <= 1:
             raise ValueError(f"suffix_decoding_min_token_prob must lie in 0..1, got {prob}")
+        if not (math.isfinite(self.filler_weight) and self.filler_weight >= 0):
+            raise ValueError(f"filler_weight must be a finite number, not below 0, got {self.filler_weight}")
         if negative := [token for token in self.ban_tokens if token < 0]:
             raise ValueError(f"ban_tokens must not be negative, got {negative}")
         if self.model == "":
@@ -363,6 +394,8 @@ class SpeculativeConfig:
             log.warning("num_speculative_tokens=%d leaves n-grams no room behind num_model_steps=%d", drafts, steps)
 
     def _check_pairs(self) -> None:
+        if self.filler_top_k == 1 and self.filler_weight != 1:
+            raise ValueError(f"filler_weight={self.filler_weight} weighs fillers, of which filler_top_k=1 has none")
         if self.method is SpecMethod.HYBRID and self.min_ngram_size > self.max_ngram_size:
             self._contradict("min_ngram_size", "max_ngram_size", "be at most")
         if self.verify_window and self.max_candidate_len < 2:

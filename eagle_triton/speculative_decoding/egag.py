@@ -9,10 +9,12 @@ the target says in the same step: output keeps the target's distribution.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from eagle_triton.reference.adaptive_length import EGAGConfig as EGAGConfig
+from eagle_triton.reference.adaptive_length import adaptive_gamma as adaptive_gamma
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -31,51 +33,6 @@ def moving_average(before: float | None, value: float, beta: float) -> float:
     return value if before is None else beta * before + (1 - beta) * value
 
 
-def adaptive_gamma(h: float, gamma_min: int, gamma_max: int) -> int:
-    """floor((1 - h) gamma_max), but no less than gamma_min and no more than gamma_max; h: a normalised entropy."""
-    return min(max(math.floor((1 - h) * gamma_max + 1e-9), gamma_min), gamma_max)
-
-
-@dataclass(frozen=True)
-class EGAGConfig:
-    """How the number of drafts follows the entropy. Raises ValueError for values that cannot be.
-
-    gamma_min, gamma_max: its bounds. ema_beta: the weight of former steps in a moving average of the normalised
-    entropy, 0: none. scale: the nats that count as 1; None: ln V. Drafters are seldom above 3 nats, far below ln V, so
-    a scale of 3.0 lets the number move more.
-
-    mode: "gamma" fixes the number before drafting. "stop" asks before each draft after gamma_min, and stops where
-    1 - sqrt(stop_lambda * entropy), a lower bound on the probability of acceptance, is below stop_threshold (Agrawal
-    et al., AdaEDL, arXiv 2410.18351); it takes neither ema_beta nor scale.
-    """
-
-    gamma_min: int = 1
-    gamma_max: int = 5
-    ema_beta: float = 0.0
-    scale: float | None = None
-    mode: str = "gamma"
-    stop_threshold: float = 0.3
-    stop_lambda: float = 0.2
-
-    def __post_init__(self) -> None:
-        if self.gamma_min < 1:
-            raise ValueError(f"gamma_min must be at least 1, got {self.gamma_min}")
-        if self.gamma_max < self.gamma_min:
-            raise ValueError(f"gamma_max must be at least gamma_min ({self.gamma_min}), got {self.gamma_max}")
-        if not 0 <= self.ema_beta < 1:
-            raise ValueError(f"egag_ema_beta must be at least 0 and below 1, got {self.ema_beta}")
-        if self.scale is not None and not (self.scale > 0 and math.isfinite(self.scale)):
-            raise ValueError(f"egag_scale must be above 0 and finite, in nats, or None for ln V, got {self.scale}")
-        if self.mode not in ("gamma", "stop"):
-            raise ValueError(f'egag_mode must be "gamma" or "stop", got {self.mode!r}')
-        if self.mode == "stop" and (self.ema_beta or self.scale is not None):
-            raise ValueError('egag_mode "stop" looks at each entropy by itself: no egag_ema_beta and no egag_scale')
-        if not 0 <= self.stop_threshold <= 1:
-            raise ValueError(f"egag_stop_threshold must lie in 0..1, got {self.stop_threshold}")
-        if not (self.stop_lambda > 0 and math.isfinite(self.stop_lambda)):
-            raise ValueError(f"egag_stop_lambda must be above 0 and finite, got {self.stop_lambda}")
-
-
 class EntropyGuide:
     """The rule of an `EGAGConfig` along one generation.
 
@@ -83,7 +40,9 @@ class EntropyGuide:
     """
 
     def __init__(self, config: EGAGConfig) -> None:
-        self.config = config
+        if config.gamma_max is None:
+            raise ValueError("gamma_max: the rule of a generation needs a number")
+        self.config, self.gamma_max = config, config.gamma_max
         self.h_norm: float | None = None
         self.h_ema: float | None = None
 
@@ -92,8 +51,8 @@ class EntropyGuide:
         self.h_norm = float(normalized_entropy(logits, self.config.scale))
         self.h_ema = moving_average(self.h_ema, self.h_norm, self.config.ema_beta)
         if self.config.mode == "stop":
-            return self.config.gamma_max
-        return adaptive_gamma(self.h_ema, self.config.gamma_min, self.config.gamma_max)
+            return self.gamma_max
+        return adaptive_gamma(self.h_ema, self.config.gamma_min, self.gamma_max)
 
     def stops(self, logits: Tensor, drafted: int) -> bool:
         """Whether no more than the `drafted` tokens should be proposed, by the logits [V] of the next draft."""

@@ -44,7 +44,8 @@ def windows(stream: torch.Tensor, rows: int, length: int, generator: torch.Gener
 
 def held_out_prompts(files: list[tuple[str, str]], count: int = 100) -> list[str]:
     """Prefixes of top-level blocks of held-out files, of 1 to about 60 lines, ends of lines cut clean."""
-    prompts, lengths = [], (3, 8, 1, 16, 5, 30, 2, 12, 20, 60)
+    prompts: list[str] = []
+    lengths = (3, 8, 1, 16, 5, 30, 2, 12, 20, 60)
     starts = [
         (lines, number)
         for path, text in files

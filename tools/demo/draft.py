@@ -41,8 +41,10 @@ def new_draft(recipe: Recipe, teacher: Teacher) -> LlamaForCausalLM:
     return draft.to(teacher.run.device)
 
 
-def draft_losses(draft: LlamaForCausalLM, teacher: Teacher, tokens: torch.Tensor) -> tuple[torch.Tensor, dict]:
-    """tokens [B, S] -> the loss, and the shares of rows whose top-1 / top-10 holds the target's choice [scalars].
+def draft_loss(
+    draft: LlamaForCausalLM, teacher: Teacher, tokens: torch.Tensor, measure: bool
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """tokens [B, S] -> the loss, and if `measure` the shares of rows whose top-1 / top-10 holds the target's choice.
 
     The loss is the cross entropy with the target's distribution, plus a little of that with the next token.
     """
@@ -53,8 +55,10 @@ def draft_losses(draft: LlamaForCausalLM, teacher: Teacher, tokens: torch.Tensor
         logits = draft(input_ids=tokens, use_cache=False).logits.float()
     row_loss = F.cross_entropy(logits.flatten(0, 1), goal.flatten(0, 1))
     token_loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    hits = logits.detach().topk(10, dim=-1).indices == goal.argmax(-1, keepdim=True)
-    shares = {"top1": hits[..., 0].float().mean(), "top10": hits.any(-1).float().mean()}
+    shares = {}
+    if measure:
+        hits = logits.topk(10, dim=-1).indices == goal.argmax(-1, keepdim=True)
+        shares = {"top1": hits[..., 0].float().mean().item(), "top10": hits.any(-1).float().mean().item()}
     return row_loss + run.recipe.draft_token_loss * token_loss, shares
 
 
@@ -70,19 +74,19 @@ def train_draft(run: Run, teacher: Teacher, corpus: dict, held_out: dict) -> dic
         length = lengths[-1] if step % 4 == 3 else lengths[0]
         count = min(max(1, recipe.draft_tokens_per_step // length), len(corpus[length]))
         rows = torch.randint(len(corpus[length]), (count,), generator=generator)
-        loss, shares = draft_losses(draft, teacher, corpus[length][rows].to(run.device))
+        measure = step % 250 == 249
+        loss, shares = draft_loss(draft, teacher, corpus[length][rows].to(run.device), measure)
         apply(loss)
-        if step % 250 == 249:
-            print(f"  step {step + 1:5d}  loss {loss.item():.4f}  top-1 {shares['top1'].item():.3f}", flush=True)
+        if measure:
+            print(f"  step {step + 1:5d}  loss {loss.item():.4f}  top-1 {shares['top1']:.3f}", flush=True)
     with torch.no_grad():
-        _, shares = draft_losses(draft, teacher, held_out[lengths[0]][:64].to(run.device))
-    reached = {name: round(share.item(), 4) for name, share in shares.items()}
+        _, shares = draft_loss(draft, teacher, held_out[lengths[0]][:64].to(run.device), measure=True)
+    reached = {name: round(share, 4) for name, share in shares.items()}
     print(f"  held-out: {reached}", flush=True)
-    parameters = sum(parameter.numel() for parameter in draft.parameters())
+    parameters = sum(p.numel() for p in draft.parameters())
     _save(draft, run)
-    return {
-        "parameters": parameters, "steps": step + 1, "train_loss": round(loss.item(), 4), "held_out": reached
-    }  # fmt: skip
+    train_loss = round(loss.item(), 4)
+    return {"parameters": parameters, "steps": step + 1, "train_loss": train_loss, "held_out": reached}
 
 
 def _save(draft: LlamaForCausalLM, run: Run) -> None:

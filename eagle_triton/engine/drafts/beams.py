@@ -19,11 +19,15 @@ from eagle_triton.engine.modules import Norm, Projection, add_norm, project
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.reference.adaptive_length import EGAGConfig, GuideTensors
 from eagle_triton.reference.attention import pack_ancestors
 from eagle_triton.runtime.split_sums import SplitSums
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+LEVELS = (1, 2, 3, 4, 6, 8, 12, 16)  # that a step is captured for where trees are adaptive, and all
 
 
 class BeamSlots(NamedTuple):
@@ -32,6 +36,7 @@ class BeamSlots(NamedTuple):
     caches: LayerCaches  # its layers'
     hidden: Tensor  # [B, 1, H]: its output for the root, from which a tree of any shape grows
     normed: Tensor  # [B, 1, H]: the same as its vocabulary projection reads it
+    guide: GuideTensors | None = None  # what EGAG keeps
 
 
 def checked_vocabulary(tokens: int | Collection[int]) -> int | tuple[int, ...]:
@@ -89,6 +94,9 @@ class BeamPlan:
         self.root_score = torch.zeros(slots, 1, dtype=torch.float32, device=device)
         self.root_ancestors = torch.zeros(slots, 1, self.chain.shape[-1], dtype=torch.int64, device=device)
         self.launch_nodes = max(spec.depth + 1, *spec.beam_widths, 1)  # rows of a pass that launches are chosen for
+        per_level = [spec.top_k * width for width in (1, *spec.beam_widths)] if spec.top_k else []
+        depths = [level + 1 for level, count in enumerate(per_level) for _ in range(count)]
+        self.candidate_depths = constant(depths, torch.int32)  # [C], 1 for the root's children
         # of each beam slot its level, and the flat index of its level's first candidate
         starts = [
             start for start, width in zip(spec.level_starts, spec.beam_widths, strict=False) for _ in range(width)
@@ -131,6 +139,7 @@ class BeamDraft(Draft):
     tree_reader: Callable[[], TreeSpec]  # the model's tree parameters may change between generations
     norm: Norm | None = None
     d2t: Tensor | None = None  # [Vd] int64
+    egag: EGAGConfig | None = None  # of trees that are adaptive
 
     must_catch_up: ClassVar[bool] = True
     any_tree: ClassVar[bool] = True
@@ -179,7 +188,17 @@ class BeamDraft(Draft):
         dtype = self.embedding.dtype
         caches = LayerCaches([layer.mixer for layer in self.layers], slots, capacity, dtype, device)
         hidden, normed = (torch.zeros(slots, 1, self.hidden_size, dtype=dtype, device=device) for _ in range(2))
-        return BeamSlots(caches, hidden, normed)
+        return BeamSlots(caches, hidden, normed, None if self.egag is None else GuideTensors.new(slots, device))
+
+    def guide(self, sequences: Sequences) -> GuideTensors | None:
+        slots: BeamSlots = sequences.draft_tensors
+        return slots.guide
+
+    def levels_for(self, spec: TreeSpec, gamma: float) -> int | None:
+        if self.egag is None or self.egag.exact or not spec.adaptive:
+            return None
+        levels = next((levels for levels in LEVELS if levels >= gamma), spec.beam_levels)
+        return levels if levels < spec.beam_levels else None
 
     def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> BeamPlan:
         return BeamPlan(spec, slots, device)
@@ -196,6 +215,8 @@ class BeamDraft(Draft):
 
     def begin(self, ops: Operations, sequences: Sequences, features: Tensor) -> None:
         mine: BeamSlots = sequences.draft_tensors
+        if mine.guide is not None:
+            mine.guide.begin()
         root = ops.sequence_rows(sequences.tokens, sequences.lengths, 1)
         outputs = self.take_in(ops, features, root, mine.caches, self.rows(sequences.lengths - 1))
         for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
@@ -265,17 +286,24 @@ class BeamDraft(Draft):
         """Score the followers of the root and of the best nodes below it, level by level.
 
         The root's children come from what is kept of the root; each beam pass runs the layers over the chosen nodes of
-        one level and scores their children.
+        one level and scores their children. Behind `state.levels` levels, and where EGAG ends a draft, candidates have
+        tokens of -1 and scores of -inf.
         """
         mine: BeamSlots = state.sequences.draft_tensors
         plan: BeamPlan = state.draft_tree_tensors
         spec, lengths, hidden, normed = state.spec, self.rows(state.lengths), mine.hidden, mine.normed
         batch, scores, ancestors = len(hidden), plan.root_score, plan.root_ancestors
         slot_positions, first_rows = lengths[:, None] + plan.slot_levels, lengths[:, None] + plan.level_slots
+        guide, rule = (mine.guide, self._rule(spec)) if spec.adaptive else (None, None)
         all_tokens, all_scores, all_chosen, first_slot = [], [], [], 0
         for level, beam in enumerate((*spec.beam_widths, 0)):
             logits = project(ops, self.head, normed, batch * plan.launch_nodes).flatten(0, 1)
+            if guide is not None and rule is not None and not level:
+                ops.choose_gamma(ops.row_entropy(logits), state.lengths, guide, rule, logits.shape[1])
             log_probs, tokens = ops.topk(logits, spec.top_k, offsets=self.d2t)
+            if rule is not None and rule.mode == "stop" and level >= rule.gamma_min:
+                sure = 1 - (rule.stop_lambda * ops.row_entropy(logits)).sqrt() >= rule.stop_threshold
+                log_probs.masked_fill_(~sure[:, None], float("-inf"))
             children = tokens.view(batch, -1)
             slots = slice(first_slot, first_slot + beam)
             fixed = None if plan.beam_children is None else plan.beam_children[slots]
@@ -284,15 +312,28 @@ class BeamDraft(Draft):
             )
             all_tokens.append(children)
             all_scores.append(grown.child_scores)
-            if not beam:
+            if not beam or level + 1 == state.levels:
                 break
             all_chosen.append(grown.chosen)
             scores, ancestors = grown.scores, grown.ancestors
             rows = Rows(lengths, first_rows[:, level], slot_positions[:, slots], ancestors, plan.launch_nodes)
             hidden, normed = self.forward(ops, hidden, grown.parents, grown.tokens, mine.caches, rows, level + 1)
             first_slot += beam
+        missing = spec.candidates - spec.level_starts[level] - children.shape[1]
+        if missing:  # of levels that were not run
+            all_tokens.append(children.new_full((batch, missing), -1))
+            all_scores.append(grown.child_scores.new_full((batch, missing), float("-inf")))
+            all_chosen.append(children.new_zeros((batch, spec.beam_slots - first_slot)))
         expanded = torch.cat(all_chosen, dim=1) + plan.slot_starts if all_chosen else children[:, :0]
-        return Candidates(torch.cat(all_tokens, 1), torch.cat(all_scores, 1), expanded)
+        found = Candidates(torch.cat(all_tokens, 1), torch.cat(all_scores, 1), expanded)
+        if guide is not None and rule is not None:
+            levels = level + 1 if rule.mode == "stop" else None
+            depths, limits = plan.candidate_depths, state.stops.limit
+            ops.clip_depth(found.tokens, found.scores, depths, guide, state.lengths, limits, rule, levels)
+        return found
+
+    def _rule(self, spec: TreeSpec) -> EGAGConfig | None:
+        return None if self.egag is None else self.egag.within(spec.beam_levels)
 
     def grow(self, ops: Operations, state: DecodeState) -> None:
         spec, root = state.spec, ops.sequence_rows(state.tokens, state.lengths, 1)[:, 0]

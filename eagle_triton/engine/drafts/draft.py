@@ -12,6 +12,7 @@ from eagle_triton.engine.mixers import AcceptedPath
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.reference.adaptive_length import GuideTensors
 
 
 class Draft(ABC):
@@ -19,8 +20,8 @@ class Draft(ABC):
 
     One object serves every sequence: what it knows of each lies in tensors by slot (`Sequences.draft_tensors`) and by
     shape of tree (`DecodeState.draft_tree_tensors`), which it makes once. For a prompt the engine calls `read_prompt`
-    for each part of it, then `begin`, then `grow`; in a step `extend`, then `grow`. Those of a step run inside a CUDA
-    graph on a GPU: fixed shapes, nothing read by the host. A wrong draft costs speed, never output.
+    for each part of it, then `begin`, then `grow`; in a step `learn`, `extend`, then `grow`. Those of a step run inside
+    a CUDA graph on a GPU: fixed shapes, nothing read by the host. A wrong draft costs speed, never output.
     """
 
     must_catch_up: ClassVar[bool] = False
@@ -32,6 +33,11 @@ class Draft(ABC):
     @abstractmethod
     def read_tree(self) -> TreeSpec:
         """The tree to draft in the next generation; it may be another one each time."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether it learns from what the target says: then plain steps call `learn` too."""
+        return False
 
     @property
     def vocabulary(self) -> int | None:
@@ -46,6 +52,14 @@ class Draft(ABC):
         """What it keeps for each of `slots` sequences of up to `capacity` tokens, see slots.py; None: nothing."""
         return None
 
+    def guide(self, sequences: Sequences) -> GuideTensors | None:
+        """What says how deep the next trees may be, where they are adaptive; None: nothing does."""
+        return None
+
+    def levels_for(self, spec: TreeSpec, gamma: float) -> int | None:
+        """How many levels to score for trees of this shape that may be `gamma` deep; None: all."""
+        return None
+
     def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> Any:
         """What drafting trees of one shape takes beside the tree itself, see slots.py; None: nothing."""
         return None
@@ -58,6 +72,13 @@ class Draft(ABC):
 
     def begin(self, ops: Operations, sequences: Sequences, features: Tensor) -> None:
         """The prompts are read and their roots chosen. features [B, 1, F]: the target's at their last tokens."""
+
+    def learn(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, logits: Tensor) -> None:
+        """Learn from a verification, whose tokens are committed already: nothing by default.
+
+        logits [B, N, V]: the target's at the verified tree's nodes, by which they were judged: penalties and biases are
+        in them, temperature and filters are not. Of a plain step the tree is the root alone.
+        """
 
     def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
         """Take in what verification accepted. features [B, N, F]: the target's at the verified tree's nodes."""

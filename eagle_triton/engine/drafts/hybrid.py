@@ -24,6 +24,7 @@ from eagle_triton.engine.mixers import AcceptedPath
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.reference.adaptive_length import GuideTensors
 from eagle_triton.reference.grafting import BUCKETS
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ class WrappedDraft(Draft):
     must_catch_up: ClassVar[bool] = True
 
     @property
+    def learns(self) -> bool:
+        return self.beams.learns
+
+    @property
     def vocabulary(self) -> int | None:
         return self.beams.vocabulary
 
@@ -63,6 +68,12 @@ class WrappedDraft(Draft):
     def new_slot_tensors(self, slots: int, capacity: int, device: torch.device) -> Any:
         return self.beams.new_slot_tensors(slots, capacity, device)
 
+    def guide(self, sequences: Sequences) -> GuideTensors | None:
+        return self.beams.guide(sequences)
+
+    def levels_for(self, spec: TreeSpec, gamma: float) -> int | None:
+        return self.beams.levels_for(spec, gamma)
+
     def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> BeamPlan:
         return self.beams.new_tree_tensors(spec, slots, device)
 
@@ -71,6 +82,9 @@ class WrappedDraft(Draft):
 
     def begin(self, ops: Operations, sequences: Sequences, features: Tensor) -> None:
         self.beams.begin(ops, sequences, features)
+
+    def learn(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, logits: Tensor) -> None:
+        self.beams.learn(ops, state, accepted, logits)
 
     def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
         self.beams.extend(ops, state, accepted, features)

@@ -1,0 +1,144 @@
+"""Drafts from n-grams that are counted while decoding (NASD), without a model.
+
+Without fillers this is adaptive n-gram parallel decoding (Ou et al., arXiv 2404.08698).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.mixers import AcceptedPath
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.slots import part_of
+from eagle_triton.engine.state import DecodeState, Sequences
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.reference.ngram_table import LONGEST, NgramTable, new_ngram_table
+
+MOST_N = LONGEST + 1
+MOST_FILLERS = 64
+KEPT_SEQUENCES = 4  # for how many full sequences a table has room that is not emptied between them
+
+NgramStorageKind = Literal["basic", "onelevel"]
+
+
+class CountedNgrams:
+    """What each slot has counted. With `reset` a slot begins anew with each sequence, else it goes on counting."""
+
+    def __init__(self, table: NgramTable, reset: bool):
+        self.table, self.reset = table, reset
+
+    def part(self, slots: slice) -> CountedNgrams:
+        """The same of some of the slots: views of the same tensors."""
+        return CountedNgrams(part_of(self.table, slots), self.reset)
+
+    def clear(self) -> None:
+        """Begin sequences in all slots."""
+        if self.reset:
+            self.forget()
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Nothing yet: prompts are counted by `CountedDraft.begin`, each in its own slot."""
+
+    def forget(self) -> None:
+        """Empty the tables of all slots."""
+        for tensor in self.tensors:
+            tensor.zero_()
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is kept on the device."""
+        yield from self.table
+
+
+class CountedDraft(Draft):
+    """Drafts the token with the largest count behind the longest known context, and so on up to an unknown one.
+
+    Prompts are counted, each committed token, and behind its context the target's largest logits, the fillers. Their
+    places in the tree stay empty behind an unknown context, with tokens of -1, which are never accepted.
+    """
+
+    any_tree: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        places: int,
+        n: int = 3,
+        storage: NgramStorageKind = "basic",
+        filler_top_k: int = 3,
+        filler_weight: float = 1.0,
+        reset_in_between: bool = True,
+    ):
+        """places: the most tokens of a draft. n: the longest gram, its last token counted, 2..5. storage: "basic"
+        counts grams of 2 to n tokens, "onelevel" those of n alone.
+
+        filler_top_k: so many largest logits are counted for each token, `filler_weight` times each; 1: none.
+        reset_in_between: empty a slot's counts when a sequence enters it; otherwise it keeps what it has learnt, until
+        `forget`, or until the engine needs room for longer sequences or for more of them. Raises ValueError for numbers
+        out of range.
+        """
+        if places < 1:
+            raise ValueError(f"places must be at least 1, got {places}")
+        if not 2 <= n <= MOST_N:
+            raise ValueError(f"n must lie in 2..{MOST_N}, got {n}")
+        if storage not in get_args(NgramStorageKind):
+            raise ValueError(f"storage must be one of {', '.join(get_args(NgramStorageKind))}, got {storage!r}")
+        if not 1 <= filler_top_k <= MOST_FILLERS:
+            raise ValueError(f"filler_top_k must lie in 1..{MOST_FILLERS}, got {filler_top_k}")
+        if not (filler_weight >= 0 and math.isfinite(filler_weight)):
+            raise ValueError(f"filler_weight must be at least 0 and finite, got {filler_weight}")
+        self.places, self.n, self.storage = places, n, storage
+        self.filler_top_k, self.filler_weight, self.reset_in_between = filler_top_k, filler_weight, reset_in_between
+        self.shortest = 1 if storage == "basic" else n - 1
+        self._made: weakref.WeakSet[CountedNgrams] = weakref.WeakSet()
+
+    @property
+    def learns(self) -> bool:
+        return True
+
+    @property
+    def fillers(self) -> int:
+        """Logits that are counted for each token."""
+        return self.filler_top_k if self.filler_top_k > 1 and self.filler_weight > 0 else 0
+
+    def read_tree(self) -> TreeSpec:
+        return TreeSpec.repeats(self.places)
+
+    def new_slot_tensors(self, slots: int, capacity: int, device: torch.device) -> CountedNgrams:
+        contexts = capacity * (1 if self.reset_in_between else KEPT_SEQUENCES)
+        table = new_ngram_table(slots, self.n - self.shortest, contexts, contexts * (1 + self.fillers), device)
+        made = CountedNgrams(table, self.reset_in_between)
+        self._made.add(made)
+        return made
+
+    def begin(self, ops: Operations, sequences: Sequences, features: Tensor) -> None:
+        first = torch.zeros_like(sequences.lengths)
+        ops.count_ngrams(self._table(sequences), self.shortest, sequences.tokens, first, sequences.lengths + 1)
+
+    def learn(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, logits: Tensor) -> None:
+        batch, nodes, _ = logits.shape
+        fillers = None
+        if self.fillers:  # the tree is a chain: the row of node i is that of the token i + 1 behind the former root
+            fillers = ops.topk(logits.flatten(0, 1), self.fillers)[1].view(batch, nodes, self.fillers)
+        end = state.lengths + state.active  # the root behind a sequence that has ended is none of its tokens
+        table, first = self._table(state.sequences), accepted.before + 1
+        ops.count_ngrams(table, self.shortest, state.tokens, first, end, fillers, self.filler_weight)
+
+    def grow(self, ops: Operations, state: DecodeState) -> None:
+        table = self._table(state.sequences)
+        drafts = ops.counted_drafts(table, self.shortest, state.tokens, state.lengths, state.spec.drafts)
+        root = ops.sequence_rows(state.tokens, state.lengths, 1)
+        state.tree.write_chain(torch.cat((root, drafts), dim=1))
+
+    def forget(self) -> None:
+        for counted in self._made:
+            counted.forget()
+
+    def _table(self, sequences: Sequences) -> NgramTable:
+        return sequences.draft_tensors.table
