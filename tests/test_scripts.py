@@ -26,6 +26,7 @@ from tools.tuning import sweep
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = (
     "usage_example.py",
+    "infer.py",
     "integration_test.py",
     "benchmark.py",
     "setup_env.py",

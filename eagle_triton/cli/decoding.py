@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle_triton.cli.settings import METHODS, Settings
+from eagle_triton.cli.settings import ENGINE, METHODS, OWN_FORWARD, Settings
 from eagle_triton.demo import HYBRID, demo_directory
 from eagle_triton.models.loading import TARGET_FOLDER, fit_head, load_head, locate
 from eagle_triton.models.mtp import MTP, has_mtp
@@ -39,8 +39,6 @@ from eagle_triton.speculative_decoding.steps import Text
 
 NEEDS_DRAFTER = ("drafter", "speculative")
 NEEDS_HEAD = ("eagle", "hybrid")
-ENGINE = "engine"
-OWN_FORWARD = "models' own forward"
 SUFFIX_DRAFTS = 8  # tokens a step that suffix and hybrid may draft from what occurred before
 LEAST_ROWS = 256  # of a sequence: one graph serves all shorter ones
 
@@ -153,16 +151,16 @@ class Decoder:
     """Loads what a method needs when it is first asked for, and keeps it.
 
     target: a directory, a hub id, "demo" or "demo-gdn", or a causal language model. drafter: a directory, a hub id,
-    "demo-draft", or a model with the target's vocabulary; read by the methods of `NEEDS_DRAFTER`. head: a directory or
-    hub id of an EAGLE-3 head, None: what lies beside the target, a head or layers for multi-token prediction; read by
-    those of `NEEDS_HEAD`. device: None takes a GPU if there is one. dtype: None takes float32 on a CPU, else what the
-    checkpoint says. Raises ValueError and FileNotFoundError when something is loaded.
+    "demo-draft", or a model with the target's vocabulary; read by the methods of `NEEDS_DRAFTER`, None: there is none.
+    head: a directory or hub id of an EAGLE-3 head, None: what lies beside the target, a head or layers for multi-token
+    prediction; read by those of `NEEDS_HEAD`. device: None takes a GPU if there is one. dtype: None takes float32 on a
+    CPU, else what the checkpoint says. Raises ValueError and FileNotFoundError when something is loaded.
     """
 
     def __init__(
         self,
         target: str | nn.Module = "demo",
-        drafter: str | nn.Module = "demo-draft",
+        drafter: str | nn.Module | None = "demo-draft",
         head: str | None = None,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -215,7 +213,11 @@ class Decoder:
 
     @cached_property
     def drafter(self) -> Any:
-        """The drafter, a causal language model where the target lies."""
+        """The drafter, a causal language model where the target lies. Raises ValueError if there is none."""
+        if self._drafter_given is None:
+            raise ValueError(
+                "drafter: none was given; drafter and speculative need a model with the target's vocabulary"
+            )
         if isinstance(self._drafter_given, nn.Module):
             return self._drafter_given
         options = SpeculativeConfig(method="draft_model", model=self._drafter_given)
@@ -265,7 +267,7 @@ class Decoder:
         counts, prompt = _Counts(), [int(token) for token in prompt_ids]
         stream = TextStream(self.tokenizer, prompt[-16:])
         self.load(method, settings)
-        self._check_room(method, prompt)
+        self.check_prompt(method, prompt)
         steps: list[Step] = []
         texts: list[str] = []
         first = 0.0
@@ -299,8 +301,10 @@ class Decoder:
             notes=() if reason is None else (f"decoded by the {OWN_FORWARD}: {reason}",),
         )
 
-    def _check_room(self, method: str, prompt: list[int]) -> None:
-        """ValueError for a prompt behind which the model has no position left."""
+    def check_prompt(self, method: str, prompt: Sequence[int]) -> None:
+        """ValueError for a prompt without tokens, or behind which the model has no position left."""
+        if not prompt:
+            raise ValueError("prompt: it is empty, at least one token expected")
         positions = max_positions(self.drafter if method == "drafter" else self.target)
         if positions is not None and len(prompt) >= positions:
             raise ValueError(

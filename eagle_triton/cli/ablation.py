@@ -1,0 +1,378 @@
+"""Compare the drafting methods over prompts: a CSV row for each group, prompt, seed and repeat.
+
+    eagle-triton ablation                                    every group over five prompts, into ablation_results.csv
+    eagle-triton ablation --prompt "import os" --groups target_ar,speculative,egag --out FILE.csv
+    eagle-triton ablation --prompts 20 --trace FILE.csv --plot FILE.png
+    eagle-triton ablation --runner "uv run infer.py --device cpu"
+
+Groups: target_ar decodes with the target alone; speculative with a drafter and gamma 4; egag with 1 to 6 drafts, by the
+drafter's entropy; nasd with counted n-grams (basic 3, filler 3); eagle with a head's trees; suffix with what occurred
+before; hybrid with both. Rows are written one by one: the same command again goes on where the last one ended.
+
+Exit code 0: done; 1: a row failed, or greedy text is not the target's; 2: a wrong argument; 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from eagle_triton.benchmarks import arguments
+from eagle_triton.benchmarks.arguments import Parser, sentence
+from eagle_triton.cli.ablation_rows import BASELINE, GROUPS, Conditions, Job, Results
+from eagle_triton.cli.settings import MOST_SEED, PROCESSORS, Settings
+from eagle_triton.demo import demo_prompts
+
+if TYPE_CHECKING:  # it imports torch, for which --help does not wait
+    from eagle_triton.cli.decoding import Decoder
+
+PROGRAM = "eagle-triton ablation"
+MODULE = ("-m", "eagle_triton.cli.main", "ablation")
+OF_THE_RUNNER = ("--target", "--drafter", "--head", "--device", "--dtype")  # the arguments of infer.py that matter here
+MOST_PROMPTS = 100  # of the demo
+WARM_UP = 8  # tokens, on a CPU
+
+
+def main(argv: list[str] | None = None, program: str = PROGRAM) -> int:
+    """Run the ablation; `program` is what it is called in its help and its errors. Returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = _parser(program)
+    args = parser.parse_args(argv)
+    if args.runner is not None:
+        return _run_by(parser, args.runner, argv)
+    _settle(parser, args)
+    jobs = _jobs(args)
+    with parser.explains():
+        import torch
+
+        from eagle_triton.benchmarks.models import find_device
+
+        args.device = find_device(args.device)
+        gpu = f" {torch.cuda.get_device_name(args.device)}" if args.device != "cpu" else ""
+        conditions = Conditions(
+            args.device + gpu, args.dtype, args.target, args.drafter, args.head or f"{args.target} (head)", args.options
+        )
+        results = Results(args.out, args.trace, conditions)
+        if not args.overwrite:
+            results.read(args.groups)
+    try:
+        failures = _run(parser, args, jobs, results)
+    except KeyboardInterrupt:
+        print(f"\n{parser.prog}: interrupted: {_count(jobs, results)}; {_again(args)}", file=sys.stderr)
+        return 130
+    except OSError as error:
+        print(f"\n{parser.prog}: {sentence(error)}; {_count(jobs, results)}; {_again(args)}", file=sys.stderr)
+        return 1
+    return _report(args, jobs, results, failures)
+
+
+def _run(parser: Parser, args: argparse.Namespace, jobs: Sequence[Job], results: Results) -> list[str]:
+    """Decode what is not in the file yet. Returns why rows failed."""
+    from tqdm import tqdm
+
+    wanted = [job for job in jobs if results.find(job) is None]
+    failures: list[str] = []
+    if wanted:
+        decoder, prompts = _loaded(parser, args, wanted)
+    results.begin()
+    warm: set[tuple[str, str]] = set()
+    told: set[str] = set()
+    with tqdm(total=len(jobs), initial=len(jobs) - len(wanted), unit="row", desc="ablation") as bar:
+        for job in wanted:
+            bar.set_postfix_str(f"{job.group}, {job.prompt_id}", refresh=False)
+            settings, method = results.conditions.of(job.group, job.seed), GROUPS[job.group].method
+            try:
+                _warm_up(decoder, job, settings, prompts[job.prompt], warm)
+                answer = decoder.decode(method, prompts[job.prompt], settings)
+            except (ValueError, RuntimeError) as error:  # no memory is a RuntimeError too
+                failures.append(f"{job.group}, {job.prompt_id}, seed {job.seed}: {sentence(error)}")
+                results.add_failure(job, sentence(error))
+            else:
+                if answer.finished == "interrupted":
+                    raise KeyboardInterrupt
+                results.add(job, answer, len(prompts[job.prompt]))
+                for note in answer.notes:
+                    if (line := f"{job.group}: {note}") not in told:
+                        told.add(line)
+                        bar.write(line, file=sys.stderr)
+            bar.update()
+    return failures
+
+
+def _loaded(parser: Parser, args: argparse.Namespace, jobs: Sequence[Job]) -> tuple[Decoder, dict[str, list[int]]]:
+    """The models that the jobs need, and the tokens of each prompt. What cannot be loaded or read ends the run."""
+    with parser.explains():
+        import torch
+
+        from eagle_triton.cli.decoding import Decoder
+
+        dtype = getattr(torch, args.dtype)
+        decoder = Decoder(args.target, args.drafter, args.head, args.device, dtype)
+        prompts = {job.prompt: decoder.tokenizer(job.prompt, verbose=False).input_ids for job in jobs}
+    for group in dict.fromkeys(job.group for job in jobs):
+        with parser.explains(f"group {group}"):
+            settings = Settings(**{**args.options, **GROUPS[group].settings})
+            decoder.load(GROUPS[group].method, settings)
+    for job in jobs:
+        with parser.explains(f"{job.prompt_id}, {job.group}"):
+            decoder.check_prompt(GROUPS[job.group].method, prompts[job.prompt])
+    return decoder, prompts
+
+
+def _warm_up(decoder: Decoder, job: Job, settings: Settings, prompt: list[int], warm: set[tuple[str, str]]) -> None:
+    """Decode what is not timed: on a GPU each group and prompt once, for kernels and graphs, on a CPU each group."""
+    on_gpu = decoder.device.type == "cuda"
+    place = (job.group, job.prompt if on_gpu else "")
+    if place in warm:
+        return
+    if not on_gpu:
+        settings = Settings(**{**vars(settings), "length": min(settings.length, WARM_UP)})
+    if decoder.decode(GROUPS[job.group].method, prompt, settings).finished == "interrupted":
+        raise KeyboardInterrupt
+    warm.add(place)
+
+
+def _report(args: argparse.Namespace, jobs: Sequence[Job], results: Results, failures: Sequence[str]) -> int:
+    """Print the table and write the picture. Returns the exit code."""
+    from eagle_triton.cli import ablation_summary
+
+    rows = [row for job in jobs if (row := results.find(job)) is not None]
+    print(ablation_summary.table(rows, args.groups))
+    greedy = args.options["processor"] == "greedy"
+    different = [row for row in rows if row["matches_target_ar"] == "False"]
+    problems = [f"failed: {failure}" for failure in failures]
+    problems += [f"NOT the target's text: {row['group']}, {row['prompt_id']}, row {row['run_id']}" for row in different]
+    for line in problems:
+        print(line)
+    if BASELINE not in args.groups and not any(row["matches_target_ar"] for row in rows):
+        print(f"{BASELINE} is not among the groups: speedup, matches and distance stay empty")
+    if not greedy:
+        print(ablation_summary.SAMPLED_MEANS)
+    print(f"{_count(jobs, results)}{f', their steps in {args.trace}' if args.trace else ''}")
+    if args.plot is not None:
+        try:
+            ablation_summary.plot(rows, args.groups, args.plot)
+        except OSError as error:
+            print(f"{PROGRAM}: --plot {args.plot} cannot be written: {sentence(error)}", file=sys.stderr)
+            return 1
+    return 1 if problems else 0
+
+
+def _count(jobs: Sequence[Job], results: Results) -> str:
+    done = sum(results.find(job) is not None for job in jobs)
+    return f"{done} of {len(jobs)} rows are in {results.path}"
+
+
+def _again(args: argparse.Namespace) -> str:
+    return f"the same command{' without --overwrite' if args.overwrite else ''} goes on from there"
+
+
+# --- arguments ---
+
+
+def _jobs(args: argparse.Namespace) -> list[Job]:
+    """The rows that are wanted, in the order of decoding: for each prompt and seed the target alone, which the others
+    are compared with, then the others by turns, so that what slows the machine for a while slows all of them."""
+    jobs: list[Job] = []
+    repeats = range(1, args.repeats + 1)
+    others = [group for group in args.groups if group != BASELINE]
+    for prompt_id, prompt in args.prompts_by_id.items():
+        for seed in args.seeds:
+            if BASELINE in args.groups:
+                jobs += [Job(BASELINE, prompt_id, prompt, seed, repeat) for repeat in repeats]
+            jobs += [Job(group, prompt_id, prompt, seed, repeat) for repeat in repeats for group in others]
+    return jobs
+
+
+def _settle(parser: Parser, args: argparse.Namespace) -> None:
+    """Check what argparse cannot, and replace options by what they mean."""
+    arguments.check_device(parser, args.device)
+    arguments.check_outputs(parser, out=args.out, trace=args.trace, plot=args.plot)
+    for path in filter(None, (args.out, args.trace)):
+        try:
+            arguments.try_to_write_into(path.resolve().parent)
+        except OSError as error:
+            parser.error(
+                f"--out and --trace need a directory that can be written, and {path} has none: {error.strerror}"
+            )
+    args.groups = _words(parser, "--groups", args.groups or list(GROUPS), GROUPS)
+    args.options = {"length": args.length, **_processor(parser, args.processor)}
+    if args.prompt and args.prompts is not None:
+        parser.error("--prompts counts the demo's prompts: no --prompt with it")
+    if args.prompt:
+        if len(set(args.prompt)) < len(args.prompt):
+            parser.error("--prompt: a text is given twice")
+        args.prompts_by_id = {f"text-{hashlib.sha256(text.encode()).hexdigest()[:8]}": text for text in args.prompt}
+    else:
+        args.prompts_by_id = {f"demo-{n}": text for n, text in enumerate(demo_prompts(args.prompts or 5), 1)}
+    if args.drafter is None and args.target == "demo":
+        args.drafter = "demo-draft"
+    drafting = [group for group in args.groups if GROUPS[group].method == "speculative"]
+    if args.drafter is None and drafting:
+        parser.error(f"--drafter must be given for {', '.join(drafting)} with --target {args.target}")
+
+
+def _words(parser: Parser, option: str, given: list[str], known: Any) -> list[str]:
+    """Names separated by blanks or commas."""
+    names = [name for words in given for name in words.split(",")]
+    for number, name in enumerate(names):
+        if name not in known:
+            parser.error(f"{option} must be of {', '.join(known)}, got {name!r}")
+        if name in names[:number]:
+            parser.error(f"{option}: {name} is given twice")
+    return names
+
+
+def _processor(parser: Parser, given: list[str]) -> dict[str, Any]:
+    """The settings of a processor and its arguments."""
+    name, *values = given
+    names = PROCESSORS.get(name)
+    if names is None:
+        parser.error(f"--processor must be one of {', '.join(PROCESSORS)}, got {name!r}")
+    if name == "greedy" and not values:
+        return {"processor": name}
+    if len(values) != len(names):
+        parser.error(f"--processor {name} must be followed by {' and '.join(names)}, got {' '.join(values) or 'none'}")
+    found: dict[str, Any] = {"processor": name}
+    for argument, value in zip(names, values, strict=True):
+        try:
+            found[argument] = int(value) if argument == "top_k" else float(value)
+        except ValueError:
+            kind = "a whole number" if argument == "top_k" else "a number"
+            parser.error(f"--processor: {argument} must be {kind}, got {value!r}")
+    try:
+        _ = Settings(**found)  # checks them
+    except ValueError as error:
+        parser.error(f"--processor: {error}")
+    return found
+
+
+def _seeds(text: str) -> list[int]:
+    """Whole numbers from 0, separated by commas."""
+    read = arguments.whole(0, MOST_SEED)
+    seeds = [read(part) for part in text.split(",")]
+    if len(set(seeds)) < len(seeds):
+        raise argparse.ArgumentTypeError(f"must not name a seed twice, got {text!r}")
+    return seeds
+
+
+def _text(text: str) -> str:
+    """A text that is not empty, and that a file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("must be text in UTF-8") from None
+    if "\0" in text:
+        raise argparse.ArgumentTypeError("must be text without NUL")
+    return arguments.some_text(text)
+
+
+def _parser(program: str) -> Parser:
+    parser = Parser(program, (__doc__ or "").replace(PROGRAM, program))
+    add: Callable[..., Any] = parser.add_argument
+    whole = arguments.whole
+    add("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(GROUPS)} (default: all)")
+    add("--prompts", type=whole(most=MOST_PROMPTS), metavar="N", help="the demo's first N prompts (default: 5)")
+    add("--prompt", type=_text, action="append", metavar="TEXT", help="a prompt of one's own, may be given repeatedly")
+    add("--seeds", type=_seeds, default=[42], metavar="S[,S...]", help="default: 42; greedy text does not depend on it")
+    add("--repeats", type=whole(most=arguments.MOST_RUNS), default=3, metavar="N", help="of each row (default: 3)")
+    add("--length", type=whole(), default=Settings.length, metavar="N", help=f"new tokens (default: {Settings.length})")
+    add(
+        "--processor",
+        nargs="+",
+        default=["greedy"],
+        metavar=("NAME", "ARG"),
+        help="greedy, multinomial T, topk T K, nucleus T P or topknucleus T K P (default: greedy)",
+    )
+    add(
+        "--out",
+        type=arguments.output_file(),
+        default=Path("ablation_results.csv"),
+        metavar="FILE",
+        help="the CSV (default: ablation_results.csv)",
+    )
+    add("--trace", type=arguments.output_file(), metavar="FILE", help="write each step of each row as CSV")
+    add("--plot", type=arguments.output_file(*arguments.PLOTS), metavar="FILE.png", help="draw the groups' figures")
+    add("--overwrite", action="store_true", help="begin anew, whatever --out and --trace hold")
+    model = dict(type=arguments.model, metavar="PATH_OR_ID")
+    add("--target", **model, default="demo", help="default: demo, the embedded checkpoint")
+    add("--drafter", **model, help="a smaller model with the same vocabulary (default: the demo's)")
+    add("--head", **model, help="an EAGLE-3 head (default: the target's)")
+    add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add(
+        "--dtype",
+        choices=arguments.DTYPES,
+        default="float32",
+        help="default: float32, in which greedy text is the target's exactly",
+    )
+    add(
+        "--runner",
+        type=arguments.some_text,
+        metavar="COMMAND",
+        help=f"how infer.py is started: the ablation is started so too, with its {', '.join(OF_THE_RUNNER)}",
+    )
+    return parser
+
+
+# --- by a runner ---
+
+
+def _run_by(parser: Parser, runner: str, argv: Sequence[str]) -> int:
+    """Start the ablation as `runner` starts infer.py, with what follows infer.py there and all other arguments."""
+    try:
+        words = shlex.split(runner, posix=os.name == "posix")
+    except ValueError as error:
+        parser.error(f"--runner: {error}, got {runner!r}")
+    place = next((number for number, word in enumerate(words) if PurePath(word).name == "infer.py"), None)
+    if place is None:
+        parser.error(f"--runner must start infer.py, as in 'uv run infer.py --device cpu', got {runner!r}")
+    start, given = words[:place] or [sys.executable], words[place + 1 :]
+    rest = _without_runner(argv)
+    here = {word.partition("=")[0] for word in rest}
+    for name in (word.partition("=")[0] for word in given if word.startswith("-")):
+        if name not in OF_THE_RUNNER:
+            parser.error(f"--runner: of infer.py's arguments an ablation takes {', '.join(OF_THE_RUNNER)}, got {name}")
+        if name in here:
+            parser.error(f"{name} is given twice: to the ablation and in --runner")
+    command = [*start, *MODULE, *given, *rest]
+    folder = str(PurePath(words[place]).parent)
+    environment = dict(os.environ)
+    if folder != ".":
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, environment.get("PYTHONPATH"))))
+    try:
+        _become(command, environment)
+    except OSError as error:
+        parser.error(f"--runner: {command[0]} cannot be started: {error.strerror}")
+
+
+def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
+    """Run a command in the place of this process, or where there is no such thing, wait for it."""
+    sys.stdout.flush()
+    if os.name == "posix":
+        os.execvpe(command[0], command, environment)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command gets it too
+    sys.exit(subprocess.run(command, env=environment).returncode)
+
+
+def _without_runner(argv: Sequence[str]) -> list[str]:
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word == "--runner":
+            next(words)
+        elif not word.startswith("--runner="):
+            rest.append(word)
+    return rest
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends a run as Ctrl-C does
+    sys.exit(main())
