@@ -26,6 +26,7 @@ from tools.tuning import sweep
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = (
     "usage_example.py",
+    "infer.py",
     "integration_test.py",
     "benchmark.py",
     "setup_env.py",
@@ -92,7 +93,8 @@ BENCHMARK = [
     *PATHS,
     (
         "nothing",
-        "mode must be one of generate, step, batches, megakernel, drafters, plain, mtp, operations, got 'nothing'",
+        "mode must be one of generate, step, batches, megakernel, drafters, egag, plain, mtp, operations, "
+        "got 'nothing'",
     ),
     ("--num=3", f"'--num=3' {UNKNOWN}"),
     ("--num-runs 3 step", "step is a mode and must come first"),

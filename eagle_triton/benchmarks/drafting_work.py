@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from tools.demo.corpus import is_held_out, library_paths
+from eagle_triton.demo.library import is_held_out, library_paths
 
 KINDS = ("prose", "edit", "warm")
 EDITED = (100, 200)  # tokens of what is given and begun again

@@ -10,25 +10,24 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 from eagle_triton.benchmarks import arguments
 from eagle_triton.benchmarks.arguments import Parser, sentence
-from eagle_triton.cli.commands import State, answer_to
-from eagle_triton.cli.figures import Totals, figures
+from eagle_triton.cli.commands import State, answer_to, state_line
+from eagle_triton.cli.conversation import Conversation, plain_ids
+from eagle_triton.cli.figures import Totals, figures, totals_table
+from eagle_triton.cli.interrupts import kept_interrupts
 from eagle_triton.cli.readers import Reader, choose_reader, dispatched
 
 if TYPE_CHECKING:  # they import torch, for which --help does not wait
     from eagle_triton.cli.decoding import Answer, Decoder, Step
 
 DEMO_DRAFT = "demo-draft"
+REFUSALS = (ValueError, TypeError, OSError, RuntimeError)  # of a model, a setting, the disk, the memory
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
     code: 0xFFFD for code in range(0x7F, 0xA0)
 }
@@ -50,7 +49,9 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton chat") -> i
         dtype = args.dtype and getattr(torch, args.dtype)
         decoder = Decoder(args.target, args.drafter, args.head, find_device(args.device), dtype)
         decoder.tokenizer  # noqa: B018  what cannot be loaded is said now
-    chat = Chat(decoder, sys.stdout)
+    state = State() if args.drafter else State(modes=frozenset({"target", "ngram"}))
+    chat = Chat(decoder, sys.stdout, state)
+    chat.begin(f"target {args.target}", f"drafter {args.drafter or 'none'}")
     return run(chat, choose_reader(args.commands, sys.stdin, sys.stdout))
 
 
@@ -58,16 +59,14 @@ def run(chat: Chat, reader: Reader) -> int:
     """Take what the reader reads until it ends or "/quit" comes; Ctrl-C where nobody types ends it too."""
     while True:
         try:
-            text = reader.read(chat.state)
+            for line in dispatched(reader.read(chat.state)):
+                if not chat.take(line):
+                    return 0
         except EOFError:
             return 0
-        except KeyboardInterrupt:
-            if reader.typed:
-                continue  # the line is given up
-            return 130
-        for line in dispatched(text):
-            if not chat.take(line):
-                return 0
+        except KeyboardInterrupt:  # between answers: what was typed is given up
+            if not reader.typed:
+                return 130
 
 
 @dataclass
@@ -77,9 +76,14 @@ class Chat:
     decoder: Decoder
     out: TextIO
     state: State = field(default_factory=State)
-    turns: list[tuple[str, str]] = field(default_factory=list)  # prompts with their answers
+    conversation: Conversation = field(default_factory=Conversation)
     totals: dict[str, Totals] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)  # notes that have been printed
+
+    def begin(self, *models: str) -> None:
+        """Say what answers, where, and how."""
+        self._say(", ".join((*models, f"{str(self.decoder.dtype).removeprefix('torch.')} on {self.decoder.device}")))
+        self._say(f"{state_line(self.state)}; /help lists the commands")
 
     def take(self, line: str) -> bool:
         """Do what a line asks for; False when it is to leave."""
@@ -91,10 +95,10 @@ class Chat:
             if action == "quit":
                 return False
             if action == "clear":
-                self._say(f"{len(self.turns)} prompts with their answers are forgotten")
-                self.turns.clear()
+                self._say(f"{len(self.conversation.turns)} prompts with their answers are forgotten")
+                self.conversation.turns.clear()
             elif action == "stats":
-                self._say("\n".join(Totals.table(self.totals)) if self.totals else "nothing has been answered yet")
+                self._say(totals_table(self.totals) if self.totals else "nothing has been answered yet")
             else:
                 self.answer(reply.prompt)
         return True
@@ -104,17 +108,19 @@ class Chat:
         if not self.state.modes:
             self._say("no mode is on: /target, /drafter, /speculative, /ngram and /method switch one on")
             return
-        text = self.context(prompt)
+        tokenizer = self.decoder.tokenizer
+        ids = self.conversation.ids(prompt, tokenizer) if self.state.chat else plain_ids(prompt, tokenizer)
         answers: dict[str, Answer] = {}
         for method in self.state.answering:
             self._say(f"[{method}]")
             try:
-                answer = self._decode(method, text)
+                answer = self._decode(method, ids)
             except KeyboardInterrupt:
                 self._say("interrupted")
                 break
-            except _refusals() as error:
-                forget = "; /clear forgets the conversation" if self.state.chat and self.turns else ""
+            except REFUSALS as error:
+                long = self.state.chat and self.conversation.turns and str(error).startswith("prompt")
+                forget = "; /clear forgets the conversation" if long else ""
                 self._say(f"{method} did not answer: {sentence(error)}{forget}")
                 continue
             answers[method] = answer
@@ -127,29 +133,11 @@ class Chat:
             if answer.finished == "interrupted":
                 break
         if self.state.chat and answers:
-            self.turns.append((prompt, next(iter(answers.values())).text))
+            self.conversation.turns.append((prompt, next(iter(answers.values())).text))
 
-    def context(self, prompt: str) -> str:
-        """The text that is answered: the conversation by the model's chat template, or joined where it has none."""
-        if not self.state.chat:
-            return prompt
-        tokenizer = self.decoder.tokenizer
-        if getattr(tokenizer, "chat_template", None):
-            messages = [
-                {"role": role, "content": text}
-                for turn in self.turns
-                for role, text in zip(("user", "assistant"), turn, strict=True)
-            ]
-            messages.append({"role": "user", "content": prompt})
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return "".join(text if text.endswith("\n") else f"{text}\n" for text in map("".join, self.turns)) + prompt
-
-    def _decode(self, method: str, text: str) -> Answer:
-        tokenizer = self.decoder.tokenizer
-        template = self.state.chat and getattr(tokenizer, "chat_template", None)
-        prompt_ids = tokenizer(text, add_special_tokens=not template, verbose=False).input_ids
+    def _decode(self, method: str, prompt_ids: list[int]) -> Answer:
         shown = ""
-        with stopped_by_interrupt() as stop:
+        with kept_interrupts() as check:
 
             def on_step(step: Step, new_text: str) -> None:
                 nonlocal shown
@@ -158,7 +146,7 @@ class Chat:
                 else:
                     self._write(new_text)
                 shown += new_text
-                stop()
+                check()
 
             debug = self.state.debug
             answer = self.decoder.decode(method, prompt_ids, self.state.settings, on_step, show_drafts=debug)
@@ -193,38 +181,6 @@ class Chat:
         """Write and flush; a terminal gets no control characters that a model made."""
         self.out.write(text.translate(CONTROLS) if self.out.isatty() else text)
         self.out.flush()
-
-
-def _refusals() -> tuple[type[Exception], ...]:
-    """What a model, a setting or the memory refuses; everything else is a defect and is shown whole."""
-    from torch import OutOfMemoryError
-
-    return ValueError, TypeError, OSError, OutOfMemoryError
-
-
-@contextmanager
-def stopped_by_interrupt() -> Iterator[Callable[[], None]]:
-    """Ctrl-C is kept until the function that is given is called, which raises KeyboardInterrupt then.
-
-    So that it comes between two steps. A second one does not wait.
-    """
-    asked = False
-
-    def remember(signum: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-
-    def stop() -> None:
-        if asked:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, remember)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Namespace]:

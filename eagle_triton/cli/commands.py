@@ -240,7 +240,8 @@ def _set_method(state: State, arguments: list[str]) -> State:
 def _set_processor(state: State, arguments: list[str]) -> State:
     if not arguments or arguments[0].lower() not in PROCESSORS:
         got = repr(arguments[0]) if arguments else "none"
-        raise ValueError(f"processor must be one of {', '.join(PROCESSORS)}, got {got}")
+        kinds = ", ".join(" ".join((name, *taken)) for name, taken in PROCESSORS.items())
+        raise ValueError(f"takes one of {kinds}; got {got}")
     name, *given = arguments
     taken = PROCESSORS[name.lower()]
     if len(given) > len(taken):
@@ -302,8 +303,8 @@ COMMANDS = _listed(
         _value("egag_mode", "once a step, or before each draft", _word, values=EGAG_MODES),
         Command(
             "processor",
-            f"<{'/'.join(PROCESSORS)}> [temperature] [top_k] [top_p]",
-            "how a token is chosen",
+            "<name> [values...]",
+            f"one of {', '.join(PROCESSORS)}",
             _set_processor,
             _processor,
             values=tuple(PROCESSORS),
@@ -330,8 +331,8 @@ COMMANDS = _listed(
         _setting_switch("reset_in_between", "forget former answers before each", _reset_meaning),
         Command(
             "method",
-            f"<{'/'.join(METHODS)}> [on|off]",
-            "answer by a method: also eagle, suffix, hybrid",
+            "<name> [on|off]",
+            "switch any method, also eagle, suffix and hybrid",
             _set_method,
             _answering,
             values=METHODS,

@@ -65,27 +65,22 @@ class Totals:
         self.proposed += answer.proposed
         self.accepted += answer.accepted
 
-    @staticmethod
-    def table(totals: Mapping[str, Totals]) -> list[str]:
-        """A line for each method."""
-        rows = [("", "answers", "tokens", "seconds", "tokens/s", "tau", "accepted", "of")]
-        for method, total in totals.items():
-            speed = total.tokens / total.seconds if total.seconds else 0.0
-            tau = total.verified / total.verifications if total.verifications else 0.0
-            rows.append(
-                (
-                    method,
-                    str(total.answers),
-                    str(total.tokens),
-                    f"{total.seconds:.2f}",
-                    f"{speed:.1f}",
-                    f"{tau:.2f}",
-                    str(total.accepted),
-                    str(total.proposed),
-                )
-            )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return [
-            "  ".join(cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(pairs))
-            for pairs in (list(zip(row, widths, strict=True)) for row in rows)
-        ]
+
+def totals_table(totals: Mapping[str, Totals]) -> str:
+    """A line for each method."""
+    from eagle_triton.benchmarks.record import table  # here: it imports torch, for which --help does not wait
+
+    rows = [
+        (
+            method,
+            total.answers,
+            total.tokens,
+            total.seconds,
+            total.tokens / total.seconds if total.seconds else None,
+            total.verified / total.verifications if total.verifications else None,
+            total.accepted,
+            total.proposed,
+        )
+        for method, total in totals.items()
+    ]
+    return table(("", "answers", "tokens", "seconds", "tokens/s", "tau", "accepted", "of"), rows)

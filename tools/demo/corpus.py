@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from pathlib import Path
 
 import tokenizers
 import torch
 
+from eagle_triton.demo.library import is_held_out, library_paths
+
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
-
-# The last three are tables or other people's packages.
-EXCLUDED_DIRECTORIES = frozenset(
-    ["site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "_bundled"]
-)
-TEST_DIRECTORIES = frozenset(["test", "tests", "idle_test"])
-EXCLUDED_PREFIXES = ("_sysconfigdata", "sitecustomize")
-HELD_OUT_ONE_IN = 20
-
-
-def library_paths(library: Path, with_tests: bool) -> list[Path]:
-    """Every library file, relative to the library, sorted."""
-    excluded = EXCLUDED_DIRECTORIES if with_tests else EXCLUDED_DIRECTORIES | TEST_DIRECTORIES
-    found = []
-    for directory, below, files in os.walk(library):
-        below[:] = [name for name in below if name not in excluded]
-        wanted = [name for name in files if name.endswith(".py") and not name.startswith(EXCLUDED_PREFIXES)]
-        found += [Path(directory, name).relative_to(library) for name in wanted]
-    return sorted(found)
 
 
 def library_files(library: Path, with_tests: bool) -> list[tuple[str, str]]:
@@ -46,13 +27,6 @@ def library_files(library: Path, with_tests: bool) -> list[tuple[str, str]]:
     if not files:
         raise SystemExit(f"no Python sources under {library}")
     return files
-
-
-def is_held_out(relative_path: str) -> bool:
-    """The fixed rule that splits the library: by a hash of the path, one file in HELD_OUT_ONE_IN, none of the tests."""
-    if TEST_DIRECTORIES.intersection(relative_path.split("/")):
-        return False
-    return int.from_bytes(hashlib.sha256(relative_path.encode()).digest()[:4], "big") % HELD_OUT_ONE_IN == 0
 
 
 def token_stream(tokenizer, texts: list[str], seed: int) -> torch.Tensor:

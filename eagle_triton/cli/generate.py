@@ -1,0 +1,154 @@
+"""`eagle-triton generate`: one answer to one prompt, its text on stdout, figures on stderr.
+
+    eagle-triton generate 'def main():'
+    echo 'import os' | eagle-triton generate --method eagle --max-new-tokens 100
+    eagle-triton generate --model PATH --draft PATH --temperature 0.8 --top-p 0.95 'Once upon a time'
+
+Without --method the draft model drafts where there is one (the demo has one), else the --head that is given; without
+either the target decodes alone. A chat model gets the prompt by its chat template unless --plain is given.
+Exit code 0: answered; 2: a wrong argument, or a prompt that cannot be answered; 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
+
+from eagle_triton.benchmarks import arguments
+from eagle_triton.benchmarks.arguments import Parser
+from eagle_triton.cli.conversation import Conversation, plain_ids
+from eagle_triton.cli.figures import figures
+from eagle_triton.cli.interrupts import kept_interrupts
+from eagle_triton.cli.settings import EGAG_MODES, METHODS, MOST_DRAFTS, STORAGES, Settings
+
+if TYPE_CHECKING:  # it imports torch, for which --help does not wait
+    from eagle_triton.cli.decoding import Step
+
+DEMO_DRAFT = "demo-draft"
+SPECULATIVE, NGRAM = ("speculative",), ("ngram",)
+OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # those of Settings, and the methods that read them
+    "gamma": (dict(type=arguments.whole(most=MOST_DRAFTS), help="drafts a step"), SPECULATIVE + NGRAM),
+    "egag": (dict(action="store_true", help="as many drafts as the drafter is sure"), SPECULATIVE),
+    "egag_gamma_min": (dict(type=arguments.whole(most=MOST_DRAFTS), help="least drafts with --egag"), SPECULATIVE),
+    "egag_gamma_max": (dict(type=arguments.whole(most=MOST_DRAFTS), help="most of them"), SPECULATIVE),
+    "egag_ema": (dict(type=arguments.number(0, 1), help="weight of former entropies"), SPECULATIVE),
+    "egag_scale": (dict(type=arguments.number(0, 1e6), help="entropy that counts as 1, in nats"), SPECULATIVE),
+    "egag_mode": (dict(choices=EGAG_MODES, help="once a step, or before each draft"), SPECULATIVE),
+    "ngram_storage": (dict(choices=STORAGES, help="what contexts are counted"), NGRAM),
+    "ngram_n": (dict(type=arguments.whole(2), help="most tokens of an n-gram"), NGRAM),
+    "top_k_filler": (dict(type=arguments.whole(), help="likeliest tokens that are counted too"), NGRAM),
+    "filler_weight": (dict(type=arguments.number(0, 1e6), help="how often each of them counts"), NGRAM),
+    "seed": (dict(type=arguments.whole(0, 10**18 - 1), help="of the random numbers"), METHODS),
+}
+
+
+def main(argv: list[str] | None = None, program: str = "eagle-triton generate") -> int:
+    """Answer a prompt; `program` is what it is called in its help and its errors."""
+    parser, args, settings = _parse(argv, program)
+    arguments.check_device(parser, args.device)
+    prompt = _prompt(parser, args.prompt)
+    with parser.explains():
+        import torch
+
+        from eagle_triton.benchmarks.models import find_device
+        from eagle_triton.cli.decoding import Decoder
+
+        dtype = args.dtype and getattr(torch, args.dtype)
+        decoder = Decoder(args.model, args.draft, args.head, find_device(args.device), dtype)
+        decoder.load(args.method, settings)
+        ids = plain_ids(prompt, decoder.tokenizer) if args.plain else Conversation().ids(prompt, decoder.tokenizer)
+        with kept_interrupts() as check:
+
+            def on_step(step: Step, text: str) -> None:
+                print(text, end="", flush=True)
+                check()
+
+            answer = decoder.decode(args.method, ids, settings, on_step)
+    print(flush=True)
+    print(f"{args.method}: {figures(answer, None, settings)}", *answer.notes, sep="\n", file=sys.stderr)
+    return 130 if answer.finished == "interrupted" else 0
+
+
+def _prompt(parser: Parser, given: str | None) -> str:
+    """The argument, or what is piped in."""
+    if given is None and sys.stdin.isatty():
+        parser.error("PROMPT must be given, or piped in")
+    try:
+        prompt = sys.stdin.read() if given is None else given
+    except UnicodeDecodeError:
+        parser.error("PROMPT must be text in UTF-8, and what is piped in is not")
+    if not prompt:
+        parser.error("PROMPT must be a text that is not empty")
+    return prompt
+
+
+def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Namespace, Settings]:
+    parser = Parser(program, (__doc__ or "").replace("eagle-triton generate", program))
+    add = parser.add_argument
+    add("prompt", nargs="?", metavar="PROMPT", help="default: what is piped in")
+    add("--model", type=arguments.model, default="demo", metavar="PATH_OR_ID", help="the target (default: demo)")
+    add("--draft", type=arguments.model, metavar="PATH_OR_ID", help="a smaller model (default: the demo's)")
+    add("--head", type=arguments.model, metavar="PATH_OR_ID", help="an EAGLE-3 head (default: the target's)")
+    add("--method", choices=METHODS, help="how to decode")
+    add("--max-new-tokens", type=arguments.whole(), default=100, metavar="N", help="default: 100")
+    add("--temperature", type=arguments.number(0, 100), default=0.0, metavar="T", help="default: 0, greedy")
+    add("--top-k", type=arguments.whole(), metavar="K", help="of the likeliest tokens, with a temperature")
+    add("--top-p", type=arguments.number(0, 1), metavar="P", help="of the likeliest tokens, with a temperature")
+    add("--no-cache", action="store_true", help="read the whole text for each token, by the models' own forward")
+    add("--plain", action="store_true", help="the prompt as it stands, without a chat template")
+    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
+    for name, (how, readers) in OPTIONS.items():
+        more = {} if "action" in how or "choices" in how else {"metavar": "N" if name != "egag_ema" else "B"}
+        shown = "" if defaults[name] in (None, False) else f" (default: {defaults[name]})"
+        text = f"{how['help']}{shown}" + ("" if readers == METHODS else f"; read by {', '.join(readers)}")
+        add(_option(name), **{**how, **more, "help": text}, default=None)
+    add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--dtype", choices=arguments.DTYPES, help="default: float32 on a CPU, else the checkpoint's")
+    args = parser.parse_args(argv)
+    _choose_method(parser, args)
+    return parser, args, _settings(parser, args)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _choose_method(parser: Parser, args: argparse.Namespace) -> None:
+    """Settle the method, and refuse models that it does not read."""
+    if args.method is None:
+        drafted = args.draft or (args.model == "demo" and not args.head)
+        args.method = "speculative" if drafted else "eagle" if args.head else "target"
+    for name, readers in (("draft", ("drafter", "speculative")), ("head", ("eagle", "hybrid"))):
+        if getattr(args, name) is not None and args.method not in readers:
+            parser.error(f"--{name} is not read by --method {args.method}, but by {', '.join(readers)}")
+    if args.draft is None and args.method in ("drafter", "speculative"):
+        if args.model != "demo":
+            parser.error(f"--draft must name a smaller model for --method {args.method}")
+        args.draft = DEMO_DRAFT
+
+
+def _settings(parser: Parser, args: argparse.Namespace) -> Settings:
+    """What was asked for, as settings; an option that the method does not read is refused."""
+    options: dict[str, Any] = {"length": args.max_new_tokens, "cache": not args.no_cache}
+    for name, (_, readers) in OPTIONS.items():
+        value = getattr(args, name)
+        if value is None:
+            continue
+        if args.method not in readers:
+            parser.error(f"{_option(name)} is not read by --method {args.method}, but by {', '.join(readers)}")
+        if name.startswith("egag_") and not args.egag:
+            parser.error(f"{_option(name)} must come with --egag")
+        options[name] = value
+    if args.temperature:
+        options["temperature"] = args.temperature
+        kinds = {(False, False): "multinomial", (True, False): "topk", (False, True): "nucleus"}
+        options["processor"] = kinds.get((args.top_k is not None, args.top_p is not None), "topknucleus")
+        options |= {name: getattr(args, name) for name in ("top_k", "top_p") if getattr(args, name) is not None}
+    elif args.top_k is not None or args.top_p is not None:
+        parser.error(f"--top-{'k' if args.top_k is not None else 'p'} must come with a --temperature above 0")
+    try:
+        return Settings(**options)
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))

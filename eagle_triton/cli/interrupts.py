@@ -1,0 +1,33 @@
+"""Ctrl-C in the middle of an answer."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def kept_interrupts() -> Iterator[Callable[[], None]]:
+    """Keep the first Ctrl-C until the function that is given is called, which raises KeyboardInterrupt then.
+
+    So it comes between two steps and no step is left half done. A second one does not wait.
+    """
+    asked = False
+
+    def keep(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    def check() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, keep)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
