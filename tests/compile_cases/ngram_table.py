@@ -19,5 +19,9 @@ def _case(name: str, kernel, **constexprs) -> tuple:
 CASES = [
     _case("count", _count_ngrams_kernel, WEIGHT=1.0, fillers_ptr=None),
     _case("count with fillers", _count_ngrams_kernel, WEIGHT=0.5),
+    _case(
+        "count with fillers, one column", _count_ngrams_kernel, WEIGHT=0.5, filled_columns=1, shortest=1, stride_fk=1
+    ),
     _case("draft", _counted_drafts_kernel),
+    _case("draft one token by one length", _counted_drafts_kernel, levels=1, drafts=1, shortest=1, stride_l=1),
 ]
