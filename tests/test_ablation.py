@@ -19,7 +19,7 @@ import pytest
 
 from eagle_triton.cli import ablation, ablation_rows, result_file
 from eagle_triton.cli.ablation import main
-from eagle_triton.cli.ablation_rows import BASELINE, COLUMNS, GROUPS, SAMPLED, TRACE_COLUMNS, edit_distance
+from eagle_triton.cli.ablation_rows import BASELINE, COLUMNS, GROUPS, TRACE_COLUMNS, edit_distance
 from eagle_triton.cli.decoding import Decoder
 from eagle_triton.demo import demo_prompts
 
@@ -150,16 +150,13 @@ class TestRows:
                 assert [min(gammas), max(gammas)] == numbers(row, "min_gamma", "max_gamma")
             assert any(step["h_norm"] for step in own) == any(step["h_ema"] for step in own) == (row["egag"] == "True")
 
-    def test_a_seed_gives_the_targets_own_sample_where_it_can(self, capsys):
-        options = ["--groups", "target_ar", "speculative", "nasd", "--processor", "topk", "2", "500", "--seeds", "0,7"]
+    def test_a_seed_gives_the_targets_own_sample(self):
+        options = ["--processor", "topk", "2", "500", "--seeds", "0,7"]
         assert main([*SHORT, *options]) == 0
         found = rows(Path("ablation_results.csv"))
-        matches = {row["group"]: row["matches_target_ar"] for row in found}
-        assert matches == {"target_ar": "True", "speculative": "True", "nasd": SAMPLED}
+        assert len(found) == 14 and {row["matches_target_ar"] for row in found} == {"True"}
         assert {(row["processor"], row["processor_args"]) for row in found} == {("topk", "temperature=2.0 top_k=500")}
         assert len({row["output_text"] for row in found if row["group"] == BASELINE}) == 2
-        assert all(int(row["edit_distance_to_target_ar"]) > 0 for row in found if row["group"] == "nasd")
-        assert "only the distribution is the target's" in capsys.readouterr().out
 
     def test_without_target_ar_nothing_is_compared(self, capsys):
         assert main([*SHORT, "--groups", "nasd"]) == 0

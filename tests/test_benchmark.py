@@ -31,7 +31,9 @@ MODES = {
     "batches": ["batches", *TINY, "--context", "9", "--batch", "1,2", "--max-length", "24"],
     "operations": ["operations", "--device", "cpu"],
     "drafters": ["drafters", *TINY, "--max-length", "12"],
+    "egag": ["egag", *TINY, "--max-length", "4"],
     "plain": ["plain", *TINY, "--max-length", "6", "--context", "9"],
+    "mtp": ["mtp", "--hybrid", "demo-gdn", "--tree", "chain-4", "--max-length", "8", "--num-runs", "1"],
 }
 LENGTHS = {"generate": ["--max-length", "20"], "step": []}
 FACTS = {"device", "driver", "torch", "triton", "transformers", "python", "commit", "date"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 
 import pytest
@@ -21,21 +20,10 @@ from eagle_triton.speculative_decoding import (
 SAMPLED = Settings(length=16, processor="topknucleus", temperature=0.8, top_k=20, top_p=0.9)
 
 
-def noisy(model, noise: float = 0.1):
-    """Almost the same model: a drafter that is right now and then."""
-    twin = copy.deepcopy(model)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter += noise * parameter.std() * torch.randn_like(parameter) if parameter.dim() > 1 else 0
-    return twin
-
-
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = Decoder(device=device, dtype=torch.float32).target
-    return Decoder(drafter=noisy(target), device=device, dtype=torch.float32)
+    return Decoder(device=device, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +87,7 @@ class TestSettings:
             (dict(ngram_n=1), "ngram_n must be a whole number from 2"),
             (dict(top_k_filler=0), "top_k_filler must be a whole number from 1"),
             (dict(filler_weight=-1), "filler_weight must be a finite number at least 0, got -1"),
+            (dict(filler_weight=2, top_k_filler=1), "filler_weight must be 1 with top_k_filler 1"),
             (dict(seed=-1), "seed must be a whole number from 0"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
@@ -113,6 +102,7 @@ VARIANTS = [
     pytest.param("speculative", dict(egag=True, egag_gamma_max=6, egag_ema=0.9), id="egag"),
     pytest.param("speculative", dict(egag=True, egag_mode="stop"), id="egag-stop"),
     pytest.param("ngram", dict(ngram_storage="onelevel", ngram_n=2, top_k_filler=1), id="onelevel"),
+    pytest.param("speculative", dict(egag=True, cache=False), id="egag-no-cache"),
     pytest.param("target", dict(cache=False), id="target-no-cache"),
     pytest.param("speculative", dict(cache=False), id="speculative-no-cache"),
     pytest.param("ngram", dict(cache=False), id="ngram-no-cache"),
@@ -148,13 +138,31 @@ class TestAnswers:
         assert list(answer.tokens) == autoregressive_generate(prompt, decoder.drafter, 8, eos_tokens_id=end)
         assert list(answer.tokens) != alone[:8] and answer.engine == ENGINE
 
-    def test_the_engines_steps_are_those_of_the_models_own_forward(self, decoder, prompt):
-        ours = decoder.decode("speculative", prompt, Settings())
-        theirs = decoder.decode("speculative", prompt, Settings(), show_drafts=True)
-        assert (ours.engine, theirs.engine) == (ENGINE, OWN_FORWARD) and "rejected drafts" in theirs.notes[0]
-        without = [dataclasses.replace(step, drafts=None) for step in theirs.steps]
-        assert list(ours.steps[1:-1]) == without[1:-1] and len({step.accepted for step in without}) > 2
-        assert all(step.drafts[: step.accepted] == step.tokens[: step.accepted] for step in theirs.steps)
+    @pytest.mark.parametrize("method", ["speculative", "ngram"])
+    def test_the_engines_steps_are_those_of_the_models_own_forward(self, decoder, prompt, method):
+        ours = decoder.decode(method, prompt, Settings(), show_drafts=True)
+        theirs = decoder.decode(method, prompt, Settings(cache=False))
+        assert (ours.engine, theirs.engine) == (ENGINE, OWN_FORWARD) and "keeps a cache" in theirs.notes[0]
+        assert ours.steps[1:-1] == theirs.steps[1:-1] and len({step.accepted for step in ours.steps}) > 2
+        assert all(step.drafts[: step.accepted] == step.tokens[: step.accepted] for step in ours.steps[1:-1])
+
+    @pytest.mark.parametrize(("method", "chain"), [("suffix", True), ("eagle", False), ("hybrid", False)])
+    def test_drafts_are_shown_where_they_are_a_chain(self, decoder, prompt, method, chain):
+        answer = decoder.decode(method, prompt, Settings(), show_drafts=True)
+        for step in answer.steps[1:-1]:
+            assert (step.drafts is None) == (not chain)
+            assert not chain or (len(step.drafts) == step.proposed and step.drafts[: step.accepted] == step.tokens[:-1])
+
+    def test_egag_asks_for_as_many_drafts_as_its_entropy_allows(self, decoder, prompt):
+        settings = Settings(egag=True, egag_gamma_min=2, egag_gamma_max=6, egag_ema=0.5, egag_scale=3.0)
+        ours = decoder.decode("speculative", prompt, settings, show_drafts=True)
+        theirs = decoder.decode("speculative", prompt, dataclasses.replace(settings, cache=False))
+        assert (ours.engine, theirs.engine) == (ENGINE, OWN_FORWARD) and ours.tokens == theirs.tokens
+        for step in ours.steps[1:]:
+            assert step.gamma == min(max(int((1 - step.h_ema) * 6 + 1e-9), 2), 6) and step.proposed <= step.gamma
+        assert len({step.gamma for step in ours.steps[1:]}) > 1
+        for name in ("h_norm", "h_ema", "gamma"):
+            assert getattr(ours.steps[1], name) == pytest.approx(getattr(theirs.steps[1], name), abs=1e-4)
 
     def test_speculative_as_functions_counts_the_same(self, decoder, prompt):
         trace: list = []
@@ -162,7 +170,8 @@ class TestAnswers:
         tokens, rate = speculative_generate(
             prompt, decoder.drafter, decoder.target, use_egag=True, gamma_max=6, egag_ema_beta=0.9, **options
         )
-        answer = decoder.decode("speculative", prompt, Settings(egag=True, egag_gamma_max=6, egag_ema=0.9))
+        settings = Settings(egag=True, egag_gamma_max=6, egag_ema=0.9, cache=False)
+        answer = decoder.decode("speculative", prompt, settings)
         assert list(answer.tokens) == tokens and answer.acceptance_rate == rate
         assert [step.gamma for step in answer.steps[1:]] == [step.gamma for step in trace]
         h_norms = [step.h_norm for step in trace]
@@ -175,13 +184,13 @@ class TestAnswers:
             prompt, NGramStorage(3, decoder.target.config.vocab_size), decoder.target, gamma=4, max_gen_len=35,
             eos_tokens_id=decoder.tokenizer.eos_token_id, stop_if_unknown=True, trace=trace,
         )  # fmt: skip
-        answer = decoder.decode("ngram", prompt, Settings())
+        answer = decoder.decode("ngram", prompt, Settings(cache=False))
         assert list(answer.tokens) == tokens and answer.acceptance_rate == rate
         assert [step.accepted for step in answer.steps[1:]] == [step.accepted for step in trace]
 
     def test_a_seed_gives_the_targets_own_sample_on_the_engine(self, decoder, prompt):
-        answers = {method: decoder.decode(method, prompt, SAMPLED) for method in METHODS if method != "drafter"}
-        kept = {answer.tokens for answer in answers.values() if answer.engine == ENGINE}
+        kept = {decoder.decode(method, prompt, SAMPLED).tokens for method in METHODS if method != "drafter"}
+        kept.add(decoder.decode("speculative", prompt, dataclasses.replace(SAMPLED, egag=True)).tokens)
         assert len(kept) == 1
         other = decoder.decode("target", prompt, dataclasses.replace(SAMPLED, seed=7))
         assert other.tokens not in kept
@@ -192,6 +201,14 @@ class TestAnswers:
         first, again = (decoder.decode(method, prompt[:20], settings).tokens for _ in range(2))
         other = decoder.decode(method, prompt[:20], dataclasses.replace(settings, seed=3)).tokens
         assert first == again != other
+
+    @pytest.mark.parametrize(
+        "options", [dict(ngram_n=6), dict(gamma=16), dict(top_k_filler=65)], ids=lambda options: next(iter(options))
+    )
+    def test_what_the_engine_cannot_count_is_decoded_without_it(self, decoder, prompt, alone, options):
+        answer = decoder.decode("ngram", prompt, Settings(**options))
+        assert list(answer.tokens) == alone and answer.engine == OWN_FORWARD
+        assert f"{next(iter(options))} is {next(iter(options.values()))}, and the engine" in answer.notes[0]
 
     @pytest.mark.parametrize("method", ["ngram", "suffix"])
     def test_what_former_answers_taught_is_forgotten_in_between(self, decoder, prompt, method):

@@ -98,7 +98,6 @@ def test_the_draft_model_is_no_head():
             EAGLEInference.from_pretrained("demo", draft, config, "cpu")
 
 
-@pytest.mark.xfail(reason="these weights were trained for minutes on a CPU", strict=True)
 def test_chains_of_the_draft_model_pay():
     """Tokens per step, greedy, with chains of four: more than 1.5."""
     eagle = with_draft_model()

@@ -93,7 +93,8 @@ BENCHMARK = [
     *PATHS,
     (
         "nothing",
-        "mode must be one of generate, step, batches, megakernel, drafters, plain, mtp, operations, got 'nothing'",
+        "mode must be one of generate, step, batches, megakernel, drafters, egag, plain, mtp, operations, "
+        "got 'nothing'",
     ),
     ("--num=3", f"'--num=3' {UNKNOWN}"),
     ("--num-runs 3 step", "step is a mode and must come first"),

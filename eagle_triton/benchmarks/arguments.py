@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 DEMO = Path(__file__).resolve().parents[1] / "demo"
 SHAPES = {"tiny": 131072, "llama-3.2-1b": 131072, "llama-3.1-8b": 131072}  # positions of eagle_triton.models.shapes
-HYBRIDS = ("tiny", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b")  # shapes of the same module with gated delta nets
+HYBRIDS = ("tiny", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", "demo-gdn")  # shapes of the same module, and the demo
 TREES = ("plain", "chain-4", "tree-32", "tree-60")  # of benchmarks/mtp.py
 DTYPES = ("float32", "bfloat16", "float16")
 PLOTS = (".png", ".svg", ".pdf")

@@ -30,7 +30,7 @@ from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.operations import choose_operations
-from eagle_triton.engine.tree_spec import PLAIN
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.speculative.timing import Stopwatch
 
 SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5
@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             for name, make in drafters.items():
                 found[name] = _decode_all(view, make(), prompts, args.max_length)
                 if name != "plain":
-                    notes += _differences(kind, name, found[name], found["plain"], view.dtype)
+                    notes += differences(kind, name, found[name], found["plain"], view.dtype)
                 bar.update()
             second = args.num_runs if kind == "warm" else 0  # the first half of "warm" is "prose" once more
             rows += _figures(kind, {name: runs[second:] for name, runs in found.items()})
@@ -106,9 +106,12 @@ def _decode_all(view: ModelView, draft: Draft | None, prompts: list[Tensor], new
     return [decode(engine, draft, prompt, new, rows) for prompt in prompts]
 
 
-def decode(engine: Engine, draft: Draft | None, prompt: Tensor, new: int, rows: int) -> Run:
-    """One prompt [L] and `new` tokens behind it, in a batch of `rows` rows."""
-    spec = PLAIN if draft is None else draft.read_tree()
+def decode(
+    engine: Engine, draft: Draft | None, prompt: Tensor, new: int, rows: int, spec: TreeSpec | None = None
+) -> Run:
+    """One prompt [L] and `new` tokens behind it, in a batch of `rows` rows; spec None: with the draft's own tree."""
+    if spec is None:
+        spec = PLAIN if draft is None else draft.read_tree()
     prompt = prompt.to(engine.device)
     with Batch(engine, 1, spec, rows) as batch:
         batch.admit(Request(prompt, new))
@@ -119,7 +122,7 @@ def decode(engine: Engine, draft: Draft | None, prompt: Tensor, new: int, rows: 
         return Run(batch.tokens(0).cpu(), steps, emitted, watch.seconds(), passes)
 
 
-def _differences(kind: str, name: str, runs: list[Run], plain: list[Run], dtype: torch.dtype) -> list[str]:
+def differences(kind: str, name: str, runs: list[Run], plain: list[Run], dtype: torch.dtype) -> list[str]:
     """A note if outputs are not plain decoding's: an error in fp32, rounding in 16 bits."""
     differ = sum(not torch.equal(run.tokens, other.tokens) for run, other in zip(runs, plain, strict=True))
     verdict = "FAIL: " if dtype == torch.float32 else ""

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.drafters import Run, decode
+from eagle_triton.benchmarks.drafters import Run, decode, differences
 from eagle_triton.benchmarks.drafting_work import work
 from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import noise
@@ -52,18 +52,15 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     target, drafter, works = _shape(args) if args.shape else _demo(args)
     view = read_causal_lm(target)
     variants: dict[str, Any] = {"plain": None, **{f"{count} drafts": count for count in FIXED}, **RULES}
+    found: dict[str, dict[str, list[Run]]] = {kind: {} for kind in works}
     with torch.no_grad(), tqdm(variants, desc="lengths", disable=args.json or None, leave=False) as bar:
-        found = {name: _decode_all(view, drafter, variants[name], works, args.max_length) for name in bar}
-    for kind, prompts in works.items():
-        first = sum(len(others) for others in list(works.values())[: list(works).index(kind)])
-        rows += _figures(kind, {name: runs[first : first + len(prompts)] for name, runs in found.items()})
-    if len(works) > 1:
-        rows += _figures("mix", found)
-    if view.dtype == torch.float32:
-        for name, runs in found.items():
-            same = [torch.equal(run.tokens, other.tokens) for run, other in zip(runs, found["plain"], strict=True)]
-            if not all(same):
-                notes.append(f"FAIL: {name}: {same.count(False)} of {len(same)} outputs are not plain decoding's")
+        for name in bar:
+            for kind, runs in _decode_all(view, drafter, variants[name], works, args.max_length).items():
+                found[kind][name] = runs
+            rows[:] = _all_figures(found)  # of what has been measured, should it end here
+    for kind, of in found.items():
+        for name, runs in of.items():
+            notes += differences(kind, name, runs, of["plain"], view.dtype)
     notes += _judge(rows)
     notes += noise(min(row["steps"] for row in rows), "take more of --num-runs or --max-length")
 
@@ -89,7 +86,7 @@ def _shape(args: argparse.Namespace) -> tuple[Any, Any, dict[str, list[Tensor]]]
 
 def _decode_all(
     view: ModelView, drafter: Any, how: int | EGAGConfig | None, works: dict[str, list[Tensor]], new: int
-) -> list[Run]:
+) -> dict[str, list[Run]]:
     """All prompts one after another, behind as much again, in which every length that occurs is captured."""
     rule = how if isinstance(how, EGAGConfig) else None
     length = how if isinstance(how, int) else MOST
@@ -102,7 +99,15 @@ def _decode_all(
     rows = max(map(len, prompts)) + new
     for prompt in prompts:
         decode(engine, draft, prompt, new, rows)
-    return [decode(engine, draft, prompt, new, rows) for prompt in prompts]
+    return {kind: [decode(engine, draft, prompt, new, rows) for prompt in prompts] for kind, prompts in works.items()}
+
+
+def _all_figures(found: dict[str, dict[str, list[Run]]]) -> list[dict[str, Any]]:
+    rows = [row for kind, of in found.items() for row in _figures(kind, of)]
+    if len(found) == 1:
+        return rows
+    names = next(iter(found.values()))
+    return rows + _figures("mix", {name: [run for of in found.values() for run in of[name]] for name in names})
 
 
 def _figures(kind: str, found: dict[str, list[Run]]) -> list[dict[str, Any]]:

@@ -41,7 +41,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "--shape": dict(choices=tuple(arguments.SHAPES), help="random weights of this shape instead of a checkpoint"),
     "--hybrid": dict(
-        choices=arguments.HYBRIDS, default="qwen3.5-9b", help="random weights of this shape (default: qwen3.5-9b)"
+        choices=arguments.HYBRIDS,
+        default="qwen3.5-9b",
+        help="random weights of this shape (default: qwen3.5-9b), or the embedded demo-gdn over its held-out prompts",
     ),
     "--tree": dict(
         nargs="+", choices=arguments.TREES, metavar="NAME", help=f"of {', '.join(arguments.TREES)} (default: all)"
@@ -141,9 +143,9 @@ MODES = {
     ),
     "mtp": Mode(
         "steps and first tokens of a Qwen3.5 with random weights and multi-token prediction (default: a batch of 1; on "
-        "a CPU give --hybrid tiny)",
-        ("--hybrid", "--tree", "--context", "--batch", "--num-runs"),
-        {"batch": [1]},
+        "a CPU give --hybrid tiny or demo-gdn)",
+        ("--hybrid", "--tree", "--context", "--batch", "--max-length", "--num-runs"),
+        {"batch": None, "max_length": None},
     ),
     "operations": Mode("every operation of a step against the best of torch", ("--only",), {}),
 }

@@ -15,17 +15,22 @@ from tqdm import tqdm
 
 from eagle_triton.adapters.causal_lm import read_causal_lm
 from eagle_triton.adapters.mtp import read_mtp
+from eagle_triton.benchmarks.drafters import Run, decode
 from eagle_triton.benchmarks.models import weight_bytes
+from eagle_triton.benchmarks.parity import MARGIN_BOUND
 from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.step import STEPS, optimised_step
 from eagle_triton.benchmarks.timing import copy_bandwidth, noise, synchronise
+from eagle_triton.demo import HYBRID, demo_directory, demo_prompts
 from eagle_triton.engine.drafts.beams import with_vocabulary
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.gated_delta import GatedDeltaCache
-from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.operations import choose_operations, make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.slots import bytes_of
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.models.loading import load_target, load_tokenizer
+from eagle_triton.models.mtp import load_mtp
 from eagle_triton.models.shapes import HYBRIDS, random_hybrid
 
 SPECS = {
@@ -38,8 +43,16 @@ DRAFT_VOCABULARY = 32768  # of 248,320: the projection is read once for each pas
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    """Add a row for each tree, batch and context, and one for transformers' own first token of each context."""
+    """Add a row for each tree, batch and context, and one for transformers' own first token of each context; with the
+    demo a row for each tree."""
     dtype = getattr(torch, args.dtype)
+    if args.hybrid == HYBRID:
+        _measure_demo(args, dtype, rows, notes)
+        return
+    if args.max_length is not None:
+        raise ValueError(
+            "--max-length is read with --hybrid demo-gdn: steps of random weights are timed by their number"
+        )
     model, head = random_hybrid(args.hybrid, args.device, dtype)
     view = read_causal_lm(model)
     vocabulary = min(DRAFT_VOCABULARY, HYBRIDS[args.hybrid]["vocab_size"] // 8)
@@ -49,7 +62,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     bandwidth = copy_bandwidth(view.device)
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s; {vocabulary} tokens are drafted from")
     contexts = args.context or ([512] if cuda else [32])
-    cases = list(itertools.product(args.tree or SPECS, args.batch, contexts))
+    cases = list(itertools.product(args.tree or SPECS, args.batch or [1], contexts))
     with torch.no_grad(), tqdm(cases, desc="decode steps", disable=args.json or None, leave=False) as bar:
         for name, batch, context in bar:
             bar.set_postfix_str(f"{name}, batch {batch}, context {context}")
@@ -72,6 +85,56 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     notes.append(f"states and windows: {beside / 2**20:.1f} MiB a slot")
     notes += [f"{path}: {reason}" for path, reason in engine.notes.items()]
     notes += noise(STEPS[view.device.type] * args.num_runs, "take more of --num-runs")
+
+
+def _measure_demo(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[str, Any]], notes: list[str]) -> None:
+    """Held-out prompts one after another: how many tokens a step gives, and whether they are plain decoding's."""
+    if args.context or args.batch:
+        raise ValueError("--context and --batch are of random weights: demo-gdn decodes its own prompts one by one")
+    path, new = str(demo_directory("gdn")), args.max_length or 64
+    model: Any = load_target(path, hybrids=True, dtype=dtype).to(args.device)
+    tokenizer, view = load_tokenizer(path), read_causal_lm(model)
+    assert tokenizer is not None, "the demo has a tokenizer"
+    draft = read_mtp(load_mtp(model), view, lambda: PLAIN)
+    engine = Engine(view, draft, *choose_operations(view.device, None, None))
+    prompts = [tokenizer(text, return_tensors="pt").input_ids[0] for text in demo_prompts(args.num_runs)]
+    room = max(map(len, prompts)) + new
+    names = ["plain", *(name for name in args.tree or SPECS if name != "plain")]
+    plain: list[Run] = []
+    with torch.no_grad(), tqdm(names, desc="demo-gdn", disable=args.json or None, leave=False) as bar:
+        for name in bar:
+            decode(engine, draft, prompts[0], min(new, 8), room, SPECS[name])
+            runs = [decode(engine, draft, prompt, new, room, SPECS[name]) for prompt in prompts]
+            plain = plain or runs
+            margins = [_margin(model, a.tokens, b.tokens) for a, b in zip(runs, plain, strict=True)]
+            differing = [margin for margin in margins if margin is not None]
+            steps = sum(run.steps for run in runs)
+            rows.append(
+                {
+                    "variant": name,
+                    "tau": sum(run.emitted for run in runs) / steps,
+                    "ms_per_step": sum(run.seconds for run in runs) / steps * 1e3,
+                    "as_plain": len(runs) - len(differing),
+                    "prompts": len(runs),
+                    "largest_margin": max(differing, default=None),
+                }
+            )
+    worst = max((row["largest_margin"] or 0.0 for row in rows), default=0.0)
+    verdict = "FAIL: " if worst >= MARGIN_BOUND[dtype] else ""
+    notes.append(
+        f"{verdict}where outputs differ from plain decoding's the two best logits are {worst:.3g} apart at most"
+    )
+
+
+def _margin(model: Any, tokens: Tensor, plain: Tensor) -> float | None:
+    """How far the two best logits lie apart where two outputs first differ; None if they do not."""
+    count = min(len(tokens), len(plain))
+    (places,) = (tokens[:count] != plain[:count]).nonzero(as_tuple=True)
+    if not len(places):
+        return None
+    logits = model(plain[None, : int(places[0])].to(model.device), logits_to_keep=1).logits[0, -1].float()
+    best, second = logits.topk(2).values.tolist()
+    return best - second
 
 
 def random_prompts(vocabulary: int, count: int, length: int) -> list[Tensor]:
@@ -97,14 +160,16 @@ def text(rows: list[dict[str, Any]]) -> str:
     """The rows as a table."""
     columns: dict[str, Callable[[dict[str, Any]], Any]] = {
         "": lambda row: row["variant"],
-        "batch": lambda row: row["batch"],
-        "context": lambda row: row["context"],
+        "batch": lambda row: row.get("batch"),
+        "context": lambda row: row.get("context"),
         "ms/step": lambda row: row.get("ms_per_step"),
         "device ms": lambda row: row.get("device_ms"),
         "floor ms": lambda row: row.get("floor_ms"),
         "of floor": lambda row: None if row.get("floor_share") is None else f"{row['floor_share']:.1%}",
         "tau": lambda row: row.get("tau"),
-        "first token ms": lambda row: row["first_token_ms"],
+        "first token ms": lambda row: row.get("first_token_ms"),
+        "as plain": lambda row: f"{row['as_plain']} of {row['prompts']}" if "as_plain" in row else None,
+        "margin": lambda row: row.get("largest_margin"),
         "peak GiB": lambda row: row.get("memory_gib"),
     }
     return table(list(columns), [[column(row) for column in columns.values()] for row in rows])

@@ -20,7 +20,9 @@ def plot(record: Record, path: Path) -> None:
         "step": _step,
         "batches": _batches,
         "drafters": _drafters,
+        "egag": _drafters,
         "plain": _plain,
+        "mtp": _mtp,
         "megakernel": _megakernel,
         "operations": _operations,
     }
@@ -102,6 +104,13 @@ def _drafters(figure: Any, rows: list[dict[str, Any]]) -> None:
 
 def _plain(figure: Any, rows: list[dict[str, Any]]) -> None:
     _bars(figure.subplots(), [(row["variant"], row["ms_per_token"]) for row in rows], "ms per token, prefill and all")
+
+
+def _mtp(figure: Any, rows: list[dict[str, Any]]) -> None:
+    steps = [row for row in rows if "ms_per_step" in row]
+    several = len({(row.get("batch"), row.get("context")) for row in steps}) > 1
+    names = [f"{row['variant']}\n{row['batch']} x {row['context']}" if several else row["variant"] for row in steps]
+    _bars(figure.subplots(), list(zip(names, (row["ms_per_step"] for row in steps), strict=True)), "ms per step")
 
 
 def _megakernel(figure: Any, rows: list[dict[str, Any]]) -> None:

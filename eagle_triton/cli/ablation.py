@@ -9,7 +9,7 @@ Groups: target_ar decodes with the target alone; speculative with a drafter and 
 drafter's entropy; nasd with counted n-grams (basic 3, filler 3); eagle with a head's trees; suffix with what occurred
 before; hybrid with both. Rows are written one by one: the same command again goes on where the last one ended.
 
-Exit code 0: done; 1: a row failed, or greedy text is not the target's; 2: a wrong argument; 130: interrupted.
+Exit code 0: done; 1: a row failed, or a text is not the target's; 2: a wrong argument; 130: interrupted.
 """
 
 from __future__ import annotations
@@ -84,7 +84,6 @@ def _run(parser: Parser, args: argparse.Namespace, jobs: Sequence[Job], results:
         decoder, prompts = _loaded(parser, args, wanted)
     results.begin()
     warm: set[tuple[str, str]] = set()
-    told: set[str] = set()
     with tqdm(total=len(jobs), initial=len(jobs) - len(wanted), unit="row", desc="ablation") as bar:
         for job in wanted:
             bar.set_postfix_str(f"{job.group}, {job.prompt_id}", refresh=False)
@@ -99,10 +98,6 @@ def _run(parser: Parser, args: argparse.Namespace, jobs: Sequence[Job], results:
                 if answer.finished == "interrupted":
                     raise KeyboardInterrupt
                 results.add(job, answer, len(prompts[job.prompt]))
-                for note in answer.notes:
-                    if (line := f"{job.group}: {note}") not in told:
-                        told.add(line)
-                        bar.write(line, file=sys.stderr)
             bar.update()
     return failures
 
@@ -146,7 +141,6 @@ def _report(args: argparse.Namespace, jobs: Sequence[Job], results: Results, fai
 
     rows = [row for job in jobs if (row := results.find(job)) is not None]
     print(ablation_summary.table(rows, args.groups))
-    greedy = args.options["processor"] == "greedy"
     different = [row for row in rows if row["matches_target_ar"] == "False"]
     problems = [f"failed: {failure}" for failure in failures]
     problems += [f"NOT the target's text: {row['group']}, {row['prompt_id']}, row {row['run_id']}" for row in different]
@@ -154,8 +148,6 @@ def _report(args: argparse.Namespace, jobs: Sequence[Job], results: Results, fai
         print(line)
     if BASELINE not in args.groups and not any(row["matches_target_ar"] for row in rows):
         print(f"{BASELINE} is not among the groups: speedup, matches and distance stay empty")
-    if not greedy:
-        print(ablation_summary.SAMPLED_MEANS)
     print(f"{_count(jobs, results)}{f', their steps in {args.trace}' if args.trace else ''}")
     if args.plot is not None:
         try:

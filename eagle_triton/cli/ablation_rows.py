@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle_triton.cli.result_file import append_rows, read_rows, write_rows
-from eagle_triton.cli.settings import ENGINE, Settings
+from eagle_triton.cli.settings import Settings
 
 if TYPE_CHECKING:  # it imports torch
     from eagle_triton.cli.decoding import Answer
@@ -33,7 +33,6 @@ TRACE_COLUMNS = ("run_id", "step", "h_norm", "h_ema", "gamma", "proposed", "acce
 BESIDE = ("speedup_vs_target_ar", "matches_target_ar", "edit_distance_to_target_ar")
 SETTINGS = COLUMNS[COLUMNS.index("device") : COLUMNS.index("prompt_tokens")]
 OK = "ok"
-SAMPLED = "sampled"  # in matches_target_ar: drawn with other random numbers than the target's
 BASELINE = "target_ar"
 
 Row = dict[str, str]
@@ -157,9 +156,7 @@ class Results:
 
     def add(self, job: Job, answer: Answer, prompt_tokens: int) -> Row:
         """Write the row of an answer and its steps. Raises OSError if they cannot be."""
-        row = self._begun(job) | _figures(
-            job, answer, prompt_tokens, self.alone(job), self.conditions.of(job.group, 0).greedy
-        )
+        row = self._begun(job) | _figures(job, answer, prompt_tokens, self.alone(job))
         if self.trace is not None:
             append_rows(self.trace, TRACE_COLUMNS, _steps(row["run_id"], answer))
         append_rows(self.path, COLUMNS, [row])
@@ -200,7 +197,7 @@ class Results:
         ]
 
 
-def _figures(job: Job, answer: Answer, prompt_tokens: int, alone: Sequence[Row], greedy: bool) -> Row:
+def _figures(job: Job, answer: Answer, prompt_tokens: int, alone: Sequence[Row]) -> Row:
     text = answer.text.replace("\0", "\ufffd")  # the csv module of Python 3.10 reads no NUL
     gammas = [step.gamma for step in answer.steps if step.gamma is not None]
     entropies = [step.h_norm for step in answer.steps if step.h_norm is not None]
@@ -224,14 +221,14 @@ def _figures(job: Job, answer: Answer, prompt_tokens: int, alone: Sequence[Row],
         "output_text": text,
         "status": OK,
     }
-    beside: tuple[float | None, bool | str | None, int | None] = (None, None, None) if drafts else (1.0, True, 0)
+    beside: tuple[float | None, bool | None, int | None] = (None, None, None) if drafts else (1.0, True, 0)
     if alone:
         speed = statistics.median(float(row["tokens_per_s"]) for row in alone)
         first = alone[0]["output_text"]
         same = text == first and str(len(answer.tokens)) == alone[0]["output_tokens"]
         beside = (
             answer.tokens_per_second / speed if drafts else 1.0,
-            same if greedy or answer.engine == ENGINE else SAMPLED,
+            same,
             edit_distance(text, first),
         )
     values |= dict(zip(BESIDE, beside, strict=True))

@@ -7,12 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle_triton.benchmarks import record
-from eagle_triton.cli.ablation_rows import SAMPLED, Row
-
-SAMPLED_MEANS = (
-    "Sampled text: on the engine a seed gives the target's own text, which matches says. The models' own forward draws "
-    f"with other random numbers: its rows say {SAMPLED!r}, and only the distribution is the target's."
-)
+from eagle_triton.cli.ablation_rows import Row
 
 
 def table(rows: Sequence[Row], groups: Sequence[str]) -> str:
@@ -33,7 +28,7 @@ def table(rows: Sequence[Row], groups: Sequence[str]) -> str:
                 _mean(own, "mean_accept_length"),
                 sum(_numbers(own, "drafts_accepted")) / proposed if proposed else None,
                 _mean(own, "mean_gamma"),
-                SAMPLED if SAMPLED in matches else f"{matches.count('True')}/{len(own)}" if any(matches) else None,
+                f"{matches.count('True')}/{len(own)}" if any(matches) else None,
             )
         )
     return record.table(("group", "rows", "tokens/s", "speedup", "tau", "acceptance", "gamma", "matches"), lines)

@@ -6,6 +6,7 @@ The engine decodes wherever it offers a method; what it does not is decoded by t
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -19,12 +20,13 @@ from torch import nn
 
 from eagle_triton.cli.settings import ENGINE, METHODS, OWN_FORWARD, Settings
 from eagle_triton.demo import HYBRID, demo_directory
+from eagle_triton.engine.drafts.counted import MOST_FILLERS, MOST_N
 from eagle_triton.models.loading import TARGET_FOLDER, fit_head, load_head, locate
 from eagle_triton.models.mtp import MTP, has_mtp
 from eagle_triton.speculative.config import EAGLEConfig
 from eagle_triton.speculative.inference import EAGLEInference
 from eagle_triton.speculative.session import Session
-from eagle_triton.speculative.speculative_config import SpeculativeConfig
+from eagle_triton.speculative.speculative_config import SpecMethod, SpeculativeConfig
 from eagle_triton.speculative.text import TextStream
 from eagle_triton.speculative_decoding import logits_processor as processors
 from eagle_triton.speculative_decoding.arguments import check_same_vocabulary, checked_prompt, longest
@@ -39,6 +41,7 @@ from eagle_triton.speculative_decoding.steps import Text
 
 NEEDS_DRAFTER = ("drafter", "speculative")
 NEEDS_HEAD = ("eagle", "hybrid")
+MOST_NASD_DRAFTS = SpecMethod.NASD.most_drafts
 SUFFIX_DRAFTS = 8  # tokens a step that suffix and hybrid may draft from what occurred before
 LEAST_ROWS = 256  # of a sequence: one graph serves all shorter ones
 
@@ -48,9 +51,9 @@ class Step:
     """One forward of the target behind the prompt, or its first token.
 
     tokens: what it gave: accepted drafts, then the target's own token, unless the text ended before. accepted,
-    proposed: drafts, also those that an end cut off. drafts: the proposed chain, None where it is not known. h_norm,
-    h_ema, gamma: EGAG's normalised entropy, its moving average and the drafts it asked for; gamma is that of the
-    settings without EGAG, and None where nothing could be drafted or gamma is not what decides.
+    proposed: drafts, also those that an end cut off. drafts: the proposed chain, None where it was not asked for, or is
+    none. h_norm, h_ema, gamma: EGAG's normalised entropy, its moving average and the drafts it asked for; without EGAG
+    gamma is that of the settings, and None where it decides nothing.
     """
 
     tokens: tuple[int, ...]
@@ -241,7 +244,7 @@ class Decoder:
     def load(self, method: str, settings: Settings) -> None:
         """Load what a method needs, so that its first answer does not wait for it. Raises as `decode`."""
         _check_method(method, settings)
-        if _why_own_forward(method, settings, False) is None:
+        if _why_own_forward(method, settings) is None:
             self._engine(method, settings)
         else:
             _ = self.target, method in NEEDS_DRAFTER and self.drafter
@@ -257,13 +260,13 @@ class Decoder:
     ) -> Answer:
         """Answer a prompt. on_step(step, text) is called for each step with the text that it made certain.
 
-        show_drafts: decode chains by the models' own forward, by which each step's drafts are known. A
-        KeyboardInterrupt ends the answer, with finished "interrupted". Raises ValueError for an unknown method,
+        show_drafts: let steps say what was drafted, where that is a chain. A KeyboardInterrupt ends the answer, with
+        finished "interrupted". Raises ValueError for an unknown method,
         settings that it cannot honour, a prompt without tokens or beyond the models' positions, and models that do
         not fit; RuntimeError if the target's logits are NaN.
         """
         _check_method(method, settings)
-        reason = _why_own_forward(method, settings, show_drafts)
+        reason = _why_own_forward(method, settings)
         counts, prompt = _Counts(), [int(token) for token in prompt_ids]
         stream = TextStream(self.tokenizer, prompt[-16:])
         self.load(method, settings)
@@ -273,7 +276,7 @@ class Decoder:
         first = 0.0
         began = time.perf_counter()
         if reason is None:
-            source = self._on_engine(method, prompt, settings, counts)
+            source = self._on_engine(method, prompt, settings, counts, show_drafts)
         else:
             source = self._by_own_forward(method, prompt, settings, counts)
         try:
@@ -328,17 +331,20 @@ class Decoder:
             kept = self._engines[method] = _Engine(config, EAGLEInference(draft, model, config))
         return kept.inference
 
-    def _on_engine(self, method: str, prompt: list[int], settings: Settings, counts: _Counts) -> Steps:
+    def _on_engine(
+        self, method: str, prompt: list[int], settings: Settings, counts: _Counts, show_drafts: bool
+    ) -> Steps:
         inference = self._engine(method, settings)
         positions = inference.pair.max_positions
         if settings.reset_in_between:
             inference.forget_outputs()
         rows = max(LEAST_ROWS, 1 << (len(prompt) + settings.length - 1).bit_length())
-        with inference.session(rows=rows if positions is None else min(rows, positions), slots=1) as session:
-            session.submit(
-                prompt, settings.length, stop_token_ids=self._plain.pair.stop_ids, **_sampling_options(settings)
-            )
-            yield from _steps_of_session(session, settings.gamma if method == "speculative" else None, counts)
+        rows = rows if positions is None else min(rows, positions)
+        with inference.session(rows, slots=1, report_drafts=show_drafts and method not in NEEDS_HEAD) as session:
+            stop_ids = self._plain.pair.stop_ids
+            session.submit(prompt, settings.length, stop_token_ids=stop_ids, **_sampling_options(settings))
+            fixed_gamma = method == "ngram" or (method == "speculative" and not settings.egag)
+            yield from _steps_of_session(session, settings.gamma if fixed_gamma else None, counts)
 
     # --- by the models' own forward ---
 
@@ -421,16 +427,14 @@ def _check_method(method: str, settings: Settings) -> None:
         raise ValueError(f"cache must be on for method {method}: only the engine has it, which always keeps a cache")
 
 
-def _why_own_forward(method: str, settings: Settings, show_drafts: bool) -> str | None:
+def _why_own_forward(method: str, settings: Settings) -> str | None:
     """Why the engine does not decode this, None if it does."""
     if not settings.cache:
         return "the engine always keeps a cache"
     if method == "ngram":
-        return "the engine does not count n-grams"
-    if method == "speculative" and settings.egag:
-        return "the engine drafts a fixed number of tokens"
-    if method == "speculative" and show_drafts:
-        return "the engine keeps rejected drafts on the device"
+        for name, most in (("ngram_n", MOST_N), ("gamma", MOST_NASD_DRAFTS), ("top_k_filler", MOST_FILLERS)):
+            if getattr(settings, name) > most:
+                return f"{name} is {getattr(settings, name)}, and the engine counts n-grams with at most {most}"
     return None
 
 
@@ -439,7 +443,20 @@ def _engine_config(method: str, settings: Settings) -> EAGLEConfig:
     if method in ("target", "drafter"):
         return EAGLEConfig(speculative=SpeculativeConfig(method="naive"))
     if method == "speculative":
-        options = SpeculativeConfig(method="draft_model", num_speculative_tokens=settings.gamma)
+        egag = _egag_config(settings) if settings.egag else None
+        drafts = settings.gamma_max if settings.egag else settings.gamma
+        options = SpeculativeConfig(method="draft_model", num_speculative_tokens=drafts)
+        return EAGLEConfig(speculative=options, egag=egag, fallback=False)
+    if method == "ngram":
+        options = SpeculativeConfig(
+            method="nasd",
+            num_speculative_tokens=settings.gamma,
+            ngram_storage=settings.ngram_storage,
+            ngram_n=settings.ngram_n,
+            filler_top_k=settings.top_k_filler,
+            filler_weight=settings.filler_weight,
+            reset_in_between=settings.reset_in_between,
+        )
         return EAGLEConfig(speculative=options, fallback=False)
     if method == "suffix":
         return EAGLEConfig(
@@ -496,6 +513,10 @@ def _steps_of_session(session: Session, gamma: int | None, counts: _Counts) -> S
             yield Step((*kept, piece.tokens[0]), **verified), ended and len(piece.tokens) == 1
             kept = piece.tokens[1:]
             verified = dict(accepted=piece.accepted, proposed=piece.proposed, gamma=gamma)
+            if piece.drafts is not None:
+                verified["drafts"] = tuple(piece.drafts)
+            if piece.egag is not None and not math.isnan(piece.egag.h_norm):
+                verified |= piece.egag._asdict()
             if ended and kept:
                 yield Step(tuple(kept), **verified), True
 

@@ -65,6 +65,8 @@ class Settings:
         self._check_whole("top_k_filler", 1, MOST_TOKENS)
         self._check_whole("seed", 0, MOST_SEED)
         self._check_number("filler_weight", "at least 0", lambda weight: weight >= 0)
+        if self.top_k_filler == 1 and self.filler_weight != 1:
+            raise ValueError(f"filler_weight must be 1 with top_k_filler 1, no filler, got {self.filler_weight}")
         self._check_name("ngram_storage", STORAGES)
         self._check_egag()
         self._check_processor()

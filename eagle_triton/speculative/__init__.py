@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eagle_triton.engine.sampling_params import SamplingParams as SamplingParams
+    from eagle_triton.reference.adaptive_length import EGAGConfig as EGAGConfig
     from eagle_triton.speculative.config import EAGLEConfig as EAGLEConfig
     from eagle_triton.speculative.costs import CostTable as CostTable
     from eagle_triton.speculative.inference import EAGLEInference as EAGLEInference
@@ -49,6 +50,7 @@ _HOMES = {
     "CostTable": "eagle_triton.speculative.costs",
     "EAGLEConfig": "eagle_triton.speculative.config",
     "EAGLEInference": "eagle_triton.speculative.inference",
+    "EGAGConfig": "eagle_triton.reference.adaptive_length",
     "MTPStrategy": "eagle_triton.speculative.speculative_config",
     "RequestMetrics": "eagle_triton.speculative.statistics",
     "SamplingParams": "eagle_triton.engine.sampling_params",

@@ -249,13 +249,19 @@ class EAGLEInference:
             raise ValueError(f"stream_text takes one prompt, got {len(prompts)}; stream() tells them apart")
         return _texts(self.stream(prompts, max_new_tokens, **options))
 
-    def session(self, rows: int | None = None, slots: int | None = None, logprobs: bool = False) -> Session:
+    def session(
+        self,
+        rows: int | None = None,
+        slots: int | None = None,
+        logprobs: bool = False,
+        report_drafts: bool = False,
+    ) -> Session:
         """A batch that stays open: submit requests at any time, `step()` for their pieces. Use as a context manager.
 
         rows: the most tokens of a sequence, prompt included (default config.max_length, which must then be set); slots:
-        default config.slots. Raises ValueError if no rows are known.
+        default config.slots. report_drafts: as for `stream`. Raises ValueError if no rows are known.
         """
-        check_switches(logprobs=logprobs)
+        check_switches(logprobs=logprobs, report_drafts=report_drafts)
         rows = self.config.max_length if rows is None else integer("rows", rows)
         slots = self.config.slots if slots is None else integer("slots", slots)
         if self.config.speculative is not None:
@@ -264,7 +270,7 @@ class EAGLEInference:
             raise ValueError(
                 "session: give rows, the most tokens of a sequence, or set max_length in the configuration"
             )
-        return self._session(self.policy(slots), slots, rows, logprobs)
+        return self._session(self.policy(slots), slots, rows, logprobs, report_drafts=report_drafts)
 
     def benchmark(
         self,

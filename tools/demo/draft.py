@@ -53,13 +53,13 @@ def draft_loss(
         goal = teacher.model(input_ids=tokens, use_cache=False).logits.float().softmax(-1)
     with run.autocast():
         logits = draft(input_ids=tokens, use_cache=False).logits.float()
-    row_loss = F.cross_entropy(logits.flatten(0, 1), goal.flatten(0, 1))
+    distribution_loss = F.cross_entropy(logits.flatten(0, 1), goal.flatten(0, 1))
     token_loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     shares = {}
     if measure:
         hits = logits.topk(10, dim=-1).indices == goal.argmax(-1, keepdim=True)
         shares = {"top1": hits[..., 0].float().mean().item(), "top10": hits.any(-1).float().mean().item()}
-    return row_loss + run.recipe.draft_token_loss * token_loss, shares
+    return distribution_loss + run.recipe.draft_token_loss * token_loss, shares
 
 
 def train_draft(run: Run, teacher: Teacher, corpus: dict, held_out: dict) -> dict:

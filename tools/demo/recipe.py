@@ -54,7 +54,7 @@ class Recipe:
     draft_num_layers: int = 2
     draft_num_heads: int = 3
     draft_steps: int = 4000
-    draft_minutes: float = 1.5
+    draft_minutes: float = 1.25
     draft_lr: float = 2e-3
     draft_weight_decay: float = 0.01
     draft_tokens_per_step: int = 16384
