@@ -735,6 +735,18 @@ def test_every_command_has_its_line_in_the_help_and_a_row_on_its_page():
     assert not {name for name in COMMANDS if not re.search(rf"`/{name}\b", table)}
 
 
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 1)])
+def test_what_ends_a_command_from_outside_shows_no_trace(error, code, monkeypatch, capsys):
+    def end(*_):
+        raise error
+
+    given_up = []
+    monkeypatch.setattr(generate, "main", end)
+    monkeypatch.setattr(os, "dup2", lambda *places: given_up.append(places))
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=lambda: 1))
+    assert main.main(["generate", "x"]) == code and len(given_up) == (error is BrokenPipeError)
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as stopped:
         main.main(["--version"])

@@ -37,9 +37,6 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton chat") -> i
     """Run the chat until it is left; `program` is what it is called in its help and its errors."""
     parser, args = _parse(argv, program)
     arguments.check_device(parser, args.device)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
     with parser.explains():
         import torch
 
