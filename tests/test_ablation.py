@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import os
 import random
+import re
 import shlex
 import signal
 import subprocess
@@ -380,14 +381,12 @@ class TestFilesOfOthers:
         assert "new.csv lacks the steps of 28 of the 28 rows" in capsys.readouterr().err
         assert not Path("new.csv").exists()
 
-    def test_a_file_that_cannot_be_written(self, capsys, no_model):
-        Path("closed").mkdir()
-        os.chmod("closed", 0o500)
-        if os.access("closed", os.W_OK):  # root may write everywhere
-            pytest.skip("this user can write into every directory")
+    @pytest.mark.skipif(not Path("/proc").is_dir(), reason="a directory that nobody may write into")
+    @pytest.mark.parametrize("option", ["--out", "--trace"])
+    def test_a_file_that_cannot_be_written(self, option, capsys, no_model):
         with pytest.raises(SystemExit, match="2"):
-            main([*TWO, "--out", "closed/a.csv"])
-        assert "--out must be a file that can be written" in capsys.readouterr().err
+            main([*TWO, option, "/proc/a.csv"])
+        assert f"{option} must be a file that can be written, and /proc/a.csv cannot" in capsys.readouterr().err
 
 
 ARGUMENTS = [
@@ -549,3 +548,17 @@ def test_rows_are_decoded_by_turns():
     assert [(job.group, job.repeat) for job in ablation._jobs(options)] == [
         ("target_ar", 1), ("target_ar", 2), ("nasd", 1), ("egag", 1), ("nasd", 2), ("egag", 2),
     ]  # fmt: skip
+
+
+def test_commands_of_the_page_parse(no_model):
+    text = (ROOT / "docs" / "ablation.md").read_text(encoding="utf-8")
+    block = re.search(r"^```sh\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    lines = [shlex.split(line) for line in block[1].splitlines()]
+    parser = ablation._parser("ablation")
+    for words in lines:
+        assert words[0] == "./scripts/run_ablation.sh" or words[:2] == ["eagle-triton", "ablation"]
+        args = parser.parse_args(words[1 if words[0].endswith(".sh") else 2 :])
+        if args.runner is None and args.target == "demo":
+            ablation._settle(parser, args)
+            assert len(ablation._jobs(args)) == len(args.groups) * len(args.prompts_by_id) * len(args.seeds) * 3
+    assert len(lines) > 4
