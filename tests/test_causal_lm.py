@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import nn
 
+from eagle_triton import EAGLEConfig, EAGLEInference, optimize_with_triton, restore
 from eagle_triton.adapters import native
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.adapters.module_reader import UnsupportedModelError
@@ -20,6 +21,7 @@ from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.heads import DraftConfig, Eagle1Head, Eagle3Head
 from eagle_triton.reference.sampling import SamplingTensors, probabilities
+from eagle_triton.speculative import SpeculativeConfig
 from tests.tiny import FAMILIES, random_prompt, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -328,6 +330,34 @@ REFUSED = {
         r"draft_model\.model\.rotary_emb must be one of .*'dynamic'",
     ),
 }
+
+
+@pytest.mark.parametrize("rows", [-1, 1])
+def test_a_draft_of_another_padding(rows):
+    """Its embedding has a row more or less than the target's: the same tokenizer, padded to another size."""
+    vocab = 128
+    target, twin = causal_lm(vocab=vocab), causal_lm(vocab=vocab + rows)
+    with torch.no_grad():  # the same model, but for the padding
+        for mine, others in zip(twin.parameters(), target.parameters(), strict=True):
+            common = min(len(mine), len(others))
+            mine[:common] = others[:common]
+        if rows > 0:
+            twin.lm_head.weight[vocab:] = 50.0  # its padding is what it would say most often
+    config = EAGLEConfig(
+        speculative=SpeculativeConfig(method="draft_model", num_speculative_tokens=3), fallback=False, slots=2
+    )
+    inference = EAGLEInference(twin, target, config)
+    for last in (9, vocab - 1):  # the draft may not know the last token of the vocabulary
+        prompt = torch.tensor([[1, 5, last, 3]], device=DEVICE)
+        expected = target.generate(prompt, max_new_tokens=24, do_sample=False)[0]
+        (found,), stats = inference.generate(prompt, max_new_tokens=24)
+        assert torch.equal(found, expected)
+        assert stats["mean_accept_length"] > 3.5 or (rows < 0 and last == vocab - 1)  # of four
+    optimize_with_triton(target, twin)
+    try:
+        assert torch.equal(target.generate(prompt, max_new_tokens=24, do_sample=False)[0], expected)
+    finally:
+        restore(target)
 
 
 @pytest.mark.parametrize("make, message", REFUSED.values(), ids=REFUSED)

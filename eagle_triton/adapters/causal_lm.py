@@ -28,7 +28,7 @@ from eagle_triton.engine.gated_delta import GatedDelta
 from eagle_triton.engine.mixers import Attention, Mixer
 from eagle_triton.engine.model import Layer, ModelView
 from eagle_triton.engine.model_watch import is_mixture
-from eagle_triton.engine.modules import MLP, Experts, Rotary
+from eagle_triton.engine.modules import MLP, Experts, Projection, Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.target import HYBRIDS, SUPPORTED, text_config
 
@@ -92,8 +92,8 @@ def draft_from_causal_lm(
 ) -> CausalLMDraft:
     """A causal language model as the draft of `target`; `read_tree` gives the tree to draft in the next generation.
 
-    Only the vocabulary, the dtype and the device must be the target's. Raises UnsupportedModelError otherwise, and
-    for what `read_causal_lm` refuses.
+    Only the vocabulary, but for padding of a hundredth at most, the dtype and the device must be the target's. Raises
+    UnsupportedModelError otherwise, and for what `read_causal_lm` refuses.
     """
     view = read_causal_lm(model, root=root)
     if recurrent := [index for index, layer in enumerate(view.layers) if not isinstance(layer.mixer, Attention)]:
@@ -102,9 +102,32 @@ def draft_from_causal_lm(
             "of its tree would need states of its own",
             "heads",
         )
-    check_fits_target(root, target, view.vocab_size, view.embedding)
+    mine, others = view.vocab_size, target.vocab_size
+    if 100 * abs(mine - others) > max(mine, others):
+        raise UnsupportedModelError(
+            f"{root} and the target do not fit: vocabulary {mine}, the target's is {others}; for another tokenizer "
+            "there is universal assisted generation in transformers: generate(assistant_model=..., tokenizer=..., "
+            "assistant_tokenizer=...)",
+            "heads",
+        )
+    check_fits_target(root, target, others, view.embedding)
+    embedding, head = view.embedding, view.head
+    if mine > others:  # its padding names no token of the target's
+        if head.weight is None:
+            raise UnsupportedModelError(
+                f"{root} and the target do not fit: vocabulary {mine}, the target's is {others}, and the rows that are "
+                "too many cannot be left out of a vocabulary projection that is no plain matrix",
+                "heads",
+            )
+        embedding = embedding[:others]
+        head = Projection(head.weight[:others], None if head.bias is None else head.bias[:others])
     return CausalLMDraft(
-        embedding=view.embedding, layers=view.layers, head=view.head, tree_reader=read_tree, norm=view.norm
+        embedding=embedding,
+        layers=view.layers,
+        head=head,
+        tree_reader=read_tree,
+        norm=view.norm,
+        padding=max(others - mine, 0),
     )
 
 

@@ -15,6 +15,7 @@ from eagle_triton.adapters.module_reader import UnsupportedModelError, check_rea
 from eagle_triton.adapters.mtp import read_mtp
 from eagle_triton.demo import DRAFT, HYBRID, demo_directory
 from eagle_triton.engine.drafts.beams import BeamDraft, with_vocabulary
+from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import scoring
 from eagle_triton.engine.model import ModelView
@@ -220,7 +221,8 @@ def _check_places(view: ModelView, draft: Draft | None, device: torch.device | N
         raise ValueError(f"draft_model lies on {draft.embedding.device}, target_model on {view.device}")
     if device is not None and (device.type != view.device.type or device.index not in (None, view.device.index)):
         raise ValueError(f"device={str(device)!r}, but the models lie on {view.device}: move them with .to({device})")
-    if isinstance(draft, BeamDraft) and draft.embedding.shape[0] != view.vocab_size:
+    padding = draft.padding if isinstance(draft, CausalLMDraft) else 0
+    if isinstance(draft, BeamDraft) and draft.embedding.shape[0] + padding != view.vocab_size:
         raise ValueError(
             f"draft and target do not fit: the draft's vocabulary has {draft.embedding.shape[0]} tokens, the target's "
             f"{view.vocab_size}"

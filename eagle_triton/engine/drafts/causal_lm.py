@@ -20,6 +20,9 @@ class CausalLMDraft(BeamDraft):
 
     first_token: ClassVar[int] = 0
 
+    padding: int = 0
+    """Tokens at the end of the target's vocabulary that it lacks: they are read as its last one, and never drafted."""
+
     def forward(
         self,
         ops: Operations,
@@ -30,4 +33,6 @@ class CausalLMDraft(BeamDraft):
         rows: Rows,
         level: int = 0,
     ) -> tuple[Tensor, Tensor]:
+        if self.padding:
+            tokens = tokens.clamp(max=len(self.embedding) - 1)
         return self.run_layers(ops, self.embedding[tokens], caches, rows)
