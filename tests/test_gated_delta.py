@@ -821,3 +821,22 @@ def test_kernels_sum_over_a_state_in_one_order():
     assert result.returncode == 0, result.stderr
     kernels, layouts = zip(*(line.split(": ", 1) for line in result.stdout.splitlines()), strict=True)
     assert len(kernels) == 6 and len(set(layouts)) == 1 and "128x32xf32" in layouts[0], result.stdout
+
+
+@pytest.mark.skipif(not CUDA, reason="times a GPU")
+def test_time_grows_with_the_length_alone():
+    """Eight times as many tokens take at most ten times as long: no product is of all pairs of tokens."""
+
+    def milliseconds(count):
+        operands = delta_operands(count, dtype=torch.bfloat16, device="cuda", heads=16, shared=2)
+        times = []
+        for _ in range(12):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            kernels.delta_chunk(**operands)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        return sorted(times[2:])[5]
+
+    assert milliseconds(8192) <= 10 * milliseconds(1024)

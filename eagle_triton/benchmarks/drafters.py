@@ -24,6 +24,7 @@ from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import noise
 from eagle_triton.engine.batch import Batch, Request
 from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.drafts.counted import CountedDraft
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import with_suffix_drafts
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
@@ -90,6 +91,7 @@ def _drafters(head: BeamDraft, device: torch.device) -> dict[str, Callable[[], D
         "plain": lambda: None,
         "head": lambda: head,
         "ngram": lambda: RepeatDraft(NgramSource(NGRAM_DRAFTS)),
+        "nasd": lambda: CountedDraft(NGRAM_DRAFTS),
         "suffix": partial(with_suffix_drafts, None, SUFFIX_DRAFTS, device),
         "both": partial(with_suffix_drafts, head, SUFFIX_DRAFTS, device),
     }
