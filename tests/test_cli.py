@@ -10,6 +10,7 @@ import io
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from eagle_triton.benchmarks.arguments import Parser
 from eagle_triton.cli import chat as chat_module
 from eagle_triton.cli import environment, generate, main, readers
 from eagle_triton.cli.chat import Chat, run
@@ -290,7 +292,7 @@ class Scripted:
         if method == "hybrid":
             raise RuntimeError("CUDA out of memory.\nTried")
         steps = [Step((97,), drafts=()), Step((98, 99), 1, 2, (98, 120), h_norm=0.5, h_ema=0.25, gamma=2)]
-        done, finished = [], "length"
+        done, finished = [], "stop"
         for step in steps:
             try:
                 self.before_step()
@@ -334,6 +336,12 @@ def test_tokens_that_differ_are_named_unless_they_are_drawn():
     )
     assert figures(other, one, Settings()).endswith("differs from target at token 3")
     assert figures(other, one, Settings(processor="multinomial")).endswith("x target")
+
+
+def test_fewer_tokens_than_asked_for_are_said():
+    answer = Answer("target", (1, 2), "", (), 1.0, 0.1, 1, 0, "length", "engine")
+    assert figures(answer, None, Settings()).endswith("no position is left for 35")
+    assert "position" not in figures(answer, None, Settings(length=2))
 
 
 def test_chat_on_keeps_the_conversation_and_clear_forgets_it():
@@ -678,13 +686,65 @@ def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch, capsys
     assert stopped.value.code == 2 and line.startswith("eagle-triton chat: ")
 
 
-@pytest.mark.parametrize("words", [[], ["check"], ["generate"], ["chat"], ["bench"], ["bench", "step"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [[], ["check"], ["generate"], ["chat"], ["bench"], ["bench", "step"], ["ablation"]], ids=" ".join
+)
 def test_help(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         main.main([*words, "--help"])
     printed = capsys.readouterr().out
     assert not stopped.value.code and printed.startswith(f"usage: {' '.join(['eagle-triton', *words])} ")
     assert "benchmark.py" not in printed
+
+
+def documented_calls() -> list[list[str]]:
+    """Calls of the program in blocks for a shell."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    blocks = [block for page in pages for block in re.findall(r"```sh\n(.*?)```", page.read_text("utf-8"), re.DOTALL)]
+    lines = [line.rpartition("| ")[2] for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    found = [shlex.split(line, comments=True) for line in lines]
+    return [words[1:] for words in found if words[:1] == ["eagle-triton"]]
+
+
+class Parsed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("words", documented_calls(), ids=" ".join)
+def test_documented_calls_are_right(words, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text("")
+    words = words[: words.index(">")] if ">" in words else words
+    parse = Parser.parse_args
+
+    def parse_only(self, *arguments):
+        parse(self, *arguments)
+        raise Parsed
+
+    monkeypatch.setattr(Parser, "parse_args", parse_only)
+    with pytest.raises(Parsed):
+        main.main(words)
+
+
+def test_every_command_has_its_line_in_the_help_and_a_row_on_its_page():
+    page = (ROOT / "docs" / "program.md").read_text(encoding="utf-8")
+    assert all(
+        f"    eagle-triton {name} " in main.__doc__ and f"| `eagle-triton {name}" in page for name in main.COMMANDS
+    )
+    table = page.partition("\n## Commands")[2].partition("\n## ")[0]
+    assert not {name for name in COMMANDS if not re.search(rf"`/{name}\b", table)}
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 1)])
+def test_what_ends_a_command_from_outside_shows_no_trace(error, code, monkeypatch, capsys):
+    def end(*_):
+        raise error
+
+    given_up = []
+    monkeypatch.setattr(generate, "main", end)
+    monkeypatch.setattr(os, "dup2", lambda *places: given_up.append(places))
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=lambda: 1))
+    assert main.main(["generate", "x"]) == code and len(given_up) == (error is BrokenPipeError)
 
 
 def test_version(capsys):

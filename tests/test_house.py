@@ -57,6 +57,15 @@ def test_every_kernel_is_compiled_by_a_case():
     assert len(kernels) > 25 and not missing
 
 
+def test_the_package_imports_nothing_that_lies_beside_it():
+    """Else an installed package would not find it."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.partition(".")[0] for name in names} & {"tools", "tests", "benchmarks", "setup_env"}, path
+
+
 def test_no_kind_is_asked_for():
     """A draft or a layer is asked what it does, never what it is called."""
     for path in (PACKAGE / "engine").rglob("*.py"):

@@ -113,8 +113,8 @@ MUTATIONS = [
     Mutation(
         "every step has the same coins",
         "engine/step.py",
-        "    state.sampling.step.add_(1)\n    if draft is not None and depth",
-        "    if draft is not None and depth",
+        "    state.sampling.step.add_(1)\n    if draft is not None and (depth",
+        "    if draft is not None and (depth",
         "tests/test_batch.py -k coins_of_its_own",
     ),
     Mutation(

@@ -37,9 +37,6 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton chat") -> i
     """Run the chat until it is left; `program` is what it is called in its help and its errors."""
     parser, args = _parse(argv, program)
     arguments.check_device(parser, args.device)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
     with parser.explains():
         import torch
 
@@ -79,6 +76,7 @@ class Chat:
     conversation: Conversation = field(default_factory=Conversation)
     totals: dict[str, Totals] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)  # notes that have been printed
+    at_line_start: bool = True
 
     def begin(self, *models: str) -> None:
         """Say what answers, where, and how."""
@@ -136,25 +134,19 @@ class Chat:
             self.conversation.turns.append((prompt, next(iter(answers.values())).text))
 
     def _decode(self, method: str, prompt_ids: list[int]) -> Answer:
-        shown = ""
+        debug = self.state.debug
         with kept_interrupts() as check:
 
-            def on_step(step: Step, new_text: str) -> None:
-                nonlocal shown
-                if self.state.debug:
+            def on_step(step: Step, text: str) -> None:
+                if debug:
                     self._show(step)
                 else:
-                    self._write(new_text)
-                shown += new_text
+                    self._write(text)
                 check()
 
-            debug = self.state.debug
             answer = self.decoder.decode(method, prompt_ids, self.state.settings, on_step, show_drafts=debug)
-        if self.state.debug:
+        if debug:
             self._write(answer.text)
-            shown = answer.text
-        if not shown.endswith("\n"):
-            self._write("\n")
         return answer
 
     def _show(self, step: Step) -> None:
@@ -175,10 +167,12 @@ class Chat:
         self.out.flush()
 
     def _say(self, line: str) -> None:
-        self._write(f"{line}\n")
+        """Write a line of its own."""
+        self._write(f"{line}\n" if self.at_line_start else f"\n{line}\n")
 
     def _write(self, text: str) -> None:
         """Write and flush; a terminal gets no control characters that a model made."""
+        self.at_line_start = text.endswith("\n") if text else self.at_line_start
         self.out.write(text.translate(CONTROLS) if self.out.isatty() else text)
         self.out.flush()
 

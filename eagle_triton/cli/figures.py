@@ -21,6 +21,8 @@ def figures(answer: Answer, target: Answer | None, settings: Settings) -> str:
     ]
     if answer.proposed:
         parts.append(f"{answer.accepted} of {answer.proposed} drafts accepted, {answer.acceptance_rate:.1%}")
+    if answer.finished == "length" and len(answer.tokens) < settings.length:
+        parts.append(f"no position is left for {settings.length}")
     if answer.finished == "interrupted":
         parts.append("interrupted")
     elif target is not None and target is not answer:

@@ -66,11 +66,15 @@ _HOPPER = {
     (16, (4096,), 14336): (64, 128, 6, 4),  # down
     (16, (4096, 1024, 1024), 8192): (64, 128, 3, 3),  # draft qkv 26.9; 29.2
     (16, (32000,), 4096): (128, 128, 4, 4),  # draft head 63.1; 65.1
+    (16, (17408, 17408), 5120): (128, 64, 3, 4),  # gate and up of Qwen3.5-27B 88.9; 105.2
+    (16, (10240, 6144, 48, 48), 5120): (64, 128, 6, 4),  # its stack in front of a delta rule 43.1; 46.5
     (64, (4096, 1024, 1024), 4096): (64, 128, 4, 3),  # qkv 17.5; 19.0
     (64, (4096,), 4096): (64, 128, 4, 4),  # o 12.4; 14.1
     (64, (14336, 14336), 4096): (64, 128, 2, 2),  # gate and up 61.6
     (64, (4096,), 14336): (64, 128, 4, 4),  # down 33.3; 35.1
     (64, (128256,), 4096): (128, 128, 4, 4),  # head
+    (64, (17408, 17408), 5120): (64, 128, 4, 4),  # gate and up of Qwen3.5-27B 98.1; 112.4
+    (64, (10240, 6144, 48, 48), 5120): (128, 128, 4, 4),  # its stack in front of a delta rule 44.7; 48.3
 }
 # The same for up to 128 rows with kept splits: us alone; of cuBLAS. Other products of so many rows are cuBLAS's.
 _WIDE = {
@@ -344,6 +348,8 @@ def settings_for(
     if measured is not None:
         block_n, block_k, w_stages, x_stages = measured
     else:
+        if fused and 2 * (2 * block_n + _block_m(swap, rows)) * block_k * 2 > _SWIGLU:
+            block_k = 64  # two stages of the larger tiles would leave no room for a second program
         w_stage, x_stage = block_n * (2 if fused else 1) * block_k * 2, _block_m(swap, rows) * block_k * 2
         programs = sum(triton.cdiv(n, block_n) for n in cols) * splits
         room = _SWIGLU if fused else _ALONE if programs <= _MULTIPROCESSORS else _SHARED

@@ -60,8 +60,8 @@ class CountedNgrams:
 class CountedDraft(Draft):
     """Drafts the token with the largest count behind the longest known context, and so on up to an unknown one.
 
-    Prompts are counted, each committed token, and behind its context the target's largest logits, the fillers. Their
-    places in the tree stay empty behind an unknown context, with tokens of -1, which are never accepted.
+    Prompts are counted, each committed token, and behind its context the target's largest logits, the fillers. Behind
+    an unknown context the places of the tree are empty, tokens of -1, which are never accepted.
     """
 
     any_tree: ClassVar[bool] = False
