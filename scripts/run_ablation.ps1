@@ -1,5 +1,6 @@
 # Compare the drafting methods: ./scripts/run_ablation.ps1 -Prompt "import os" -Runner "uv run infer.py --device cpu"
 # Writes scripts/ablation_results.csv, or -Out FILE. Further arguments are those of eagle-triton ablation.
+[CmdletBinding(PositionalBinding = $false)]
 param(
     [string[]]$Prompt = @(),
     [string]$Runner = "",

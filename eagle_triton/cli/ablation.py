@@ -366,5 +366,6 @@ def _without_runner(argv: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends a run as Ctrl-C does
-    sys.exit(main())
+    from eagle_triton.cli.main import main as run_program
+
+    sys.exit(run_program(["ablation", *sys.argv[1:]]))

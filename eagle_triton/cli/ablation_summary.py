@@ -53,7 +53,7 @@ def plot(rows: Sequence[Row], groups: Sequence[str], path: Path) -> None:
                 axes.bar(place, statistics.median(values), color=f"C{place}", alpha=0.6)
                 axes.plot([place] * len(values), values, ".", color="black", markersize=3)
         axes.set_xticks(range(len(shown)), shown, rotation=40, ha="right")
-        axes.set(ylabel=label, ylim=(0, None))
+        axes.set(ylabel=label, ylim=(0, None), xlim=(-0.6, len(shown) - 0.4))
     if rows:
         first = rows[0]
         names = ("device", "dtype", "target_model", "processor", "processor_args", "max_gen_len")
