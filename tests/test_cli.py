@@ -790,7 +790,7 @@ class AtTerminal:
         os.close(theirs)
         self.seen, self.place = "", 0
 
-    def expect(self, text: str, seconds: float = 60) -> str:
+    def expect(self, text: str, seconds: float = 240) -> str:
         """Read until a text comes; what came before it."""
         end = time.monotonic() + seconds
         while (found := self.seen.find(text, self.place)) < 0:
@@ -813,7 +813,7 @@ class AtTerminal:
     def type(self, text: str) -> None:
         os.write(self.ours, text.encode())
 
-    def leave(self, seconds: float = 60) -> int:
+    def leave(self, seconds: float = 240) -> int:
         """The exit code, when the program has ended."""
         end = time.monotonic() + seconds
         while self.more(end):
