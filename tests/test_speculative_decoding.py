@@ -139,7 +139,7 @@ def test_names_and_defaults():
     )  # fmt: skip
     assert expected.items() <= defaults.items()
     codec = inspect.signature(library.speculative_generate_encoder_decoder).parameters
-    assert list(codec) == list(inspect.signature(library.speculative_generate).parameters)
+    assert [*codec, "engine"] == list(inspect.signature(library.speculative_generate).parameters)
 
 
 class TestGreedyIsTheTargets:
