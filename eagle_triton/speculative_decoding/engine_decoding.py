@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NamedTuple
 
@@ -143,15 +143,15 @@ def _built(
     global _kept
     models = None if drafter is None else drafter.model, target.model
     try:
-        wanted = config()
-        if _kept is not None and _kept.serves(*models, wanted, target.max_positions):
-            return _kept.inference, None
-        _kept = None  # first, so that there is room for another
         for reader in (target, drafter):
             if reader is not None:
                 check_causal_lm(reader.model, reader.role)
                 if any(part.training and getattr(part, "attention_dropout", 0) for part in reader.model.modules()):
                     return None, f"the {reader.role} is in training mode with attention dropout"
+        wanted, kept = config(), _kept
+        if kept is not None and kept.serves(*models, wanted, target.max_positions):
+            return kept.inference, None
+        _kept = kept = None  # first, so that there is room for another
         with torch.inference_mode(False):
             inference = EAGLEInference(*models, wanted)
     except (TypeError, ValueError) as error:
@@ -251,8 +251,8 @@ class _Verified(NamedTuple):
             printing.speculative_step(self.drafts, self.accepted, own, tokenizer)
         grown = text.extend(kept if own is None else [*kept, own], debug)
         text.count_drafts(len(self.drafts), self.accepted)
-        entropies = (None, None) if self.reading is None else self.reading[:2]
-        return EngineStep(self.drafts, StepRecord(*entropies, self.gamma, len(self.drafts), self.accepted, grown))
+        h_norm, h_ema = (None, None) if self.reading is None else self.reading[:2]
+        return EngineStep(self.drafts, StepRecord(h_norm, h_ema, self.gamma, len(self.drafts), self.accepted, grown))
 
 
 def up_to_end(drafts: Sequence[int], end_tokens: frozenset[int]) -> list[int]:
@@ -261,7 +261,7 @@ def up_to_end(drafts: Sequence[int], end_tokens: frozenset[int]) -> list[int]:
     return list(drafts[: first + 1])
 
 
-def _pieces(inference: EAGLEInference, text: Text, report_drafts: bool = False) -> Iterator[Piece]:
+def _pieces(inference: EAGLEInference, text: Text, report_drafts: bool = False) -> Generator[Piece, None, None]:
     """What each step of the engine gives, of those that give tokens."""
     length, vocabulary = len(text.tokens), inference.pair.view.vocab_size
     ends = [token for token in text.end_tokens if 0 <= token < vocabulary]

@@ -25,7 +25,12 @@ from eagle_triton.speculative_decoding.engine_decoding import (
     why_not_greedy,
 )
 from eagle_triton.speculative_decoding.logits_processor import LogitsProcessor, draw
-from eagle_triton.speculative_decoding.ngram_storage import INgramStorage, NGramStorage, OneLevelNGramStorage
+from eagle_triton.speculative_decoding.ngram_storage import (
+    CountingStorage,
+    INgramStorage,
+    NGramStorage,
+    OneLevelNGramStorage,
+)
 from eagle_triton.speculative_decoding.readers import CausalReader
 from eagle_triton.speculative_decoding.steps import StepRecord, Text
 
@@ -174,7 +179,7 @@ def why_not_counted(
     storage: INgramStorage, stop_if_unknown: bool, filler_top_k: int, filler_weight: float
 ) -> str | None:
     """Why the engine cannot count as a storage does, None if it can."""
-    if type(storage) not in (NGramStorage, OneLevelNGramStorage):
+    if not isinstance(storage, CountingStorage) or type(storage) not in (NGramStorage, OneLevelNGramStorage):
         return f"the engine counts as NGramStorage and OneLevelNGramStorage do, got {type(storage).__name__}"
     if storage.n > MOST_N:
         return f"the engine counts n-grams of at most {MOST_N} tokens, got n={storage.n}"
