@@ -21,6 +21,11 @@ LOG = engine_decoding.__name__
 PROMPTS = [random_prompt(length)[0].tolist() for length in (1, 6, 19)]
 
 
+def tiny(**options):
+    """A target of two layers."""
+    return tiny_model(eagle3=False, layers=2, **options).base_model
+
+
 def noisy(model, noise: float = 0.3, seed: int = 1):
     """A drafter that is right now and then."""
     other = type(model)(model.config).eval()
@@ -35,7 +40,7 @@ def noisy(model, noise: float = 0.3, seed: int = 1):
 
 @pytest.fixture(scope="module")
 def pair():
-    target = tiny_model(layers=5).base_model
+    target = tiny()
     with torch.no_grad():
         target.lm_head.weight *= 2  # as sure as a trained one
     return noisy(target), target
@@ -112,7 +117,7 @@ class TestTheSameAsByTheOwnForward:
                 assert len(found[0][0][0]) == length
                 accepted += sum(step.accepted for step in trace)
                 rejected += sum(step.proposed - step.accepted for step in trace)
-        assert accepted > 5 and rejected
+        assert accepted >= 4 and rejected
 
     @pytest.mark.parametrize("options", EGAG[:6])
     def test_end_tokens(self, pair, both, options):
@@ -126,13 +131,11 @@ class TestTheSameAsByTheOwnForward:
             ways.add("first" if not trace else "draft" if trace[-1].emitted == trace[-1].accepted else "own")
         assert ways == {"first", "draft", "own"}
 
-    @pytest.mark.parametrize(
-        "options", [{"gamma": 6}, {"use_egag": True, "gamma_max": 6, "egag_mode": "stop"}], ids=str
-    )
+    @pytest.mark.parametrize("options", [EGAG[2], EGAG[5]])
     def test_an_end_token_that_is_drafted_wrongly(self, pair, both, options):
         """Nothing is proposed behind it, though the engine drafts on."""
         cut = 0
-        for end in range(0, VOCABULARY, 2):
+        for end in range(0, VOCABULARY, 3):
             found = both(library.speculative_generate, PROMPTS[2], *pair, max_gen_len=8, eos_tokens_id=end, **options)
             trace = assert_same(found)
             room = [8 - 2 - sum(step.emitted for step in trace[:place]) for place in range(len(trace))]
@@ -152,7 +155,7 @@ class TestTheSameAsByTheOwnForward:
 
     @pytest.mark.parametrize("options", EGAG[:5])
     def test_at_the_end_of_the_positions(self, both, options):
-        target = tiny_model(layers=5).base_model
+        target = tiny()
         target.config.max_position_embeddings = 24
         for length in (20, 22, 23, 24):
             prompt = random_prompt(length)[0].tolist()
@@ -162,7 +165,7 @@ class TestTheSameAsByTheOwnForward:
 
     @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
     def test_families(self, both, family):
-        target = tiny_model(family, layers=5).base_model
+        target = tiny(family=family)
         found = both(library.speculative_generate, PROMPTS[2], noisy(target), target, max_gen_len=30)
         assert_same(found)
         assert_same(both(library.autoregressive_generate, PROMPTS[2], target))
@@ -177,9 +180,7 @@ class TestTheSameAsByTheOwnForward:
     @pytest.mark.parametrize("fillers", [{"filler_top_k": 1}, {"filler_top_k": 3, "filler_weight": 0}], ids=str)
     @pytest.mark.parametrize(("n", "gamma"), [(2, 4), (3, 1), (3, 5), (5, 15)])
     def test_ngrams(self, both, storage, fillers, n, gamma):
-        model = tiny_model(
-            layers=5, vocab=8, seed=1, top_k=3, total_token=12, depth=3
-        ).base_model  # soon repeats itself
+        model = tiny(vocab=8, seed=1, top_k=3, total_token=12, depth=3)  # soon repeats itself
         accepted = 0
         for prompt in ([3], [1, 2, 1, 2, 5, 1], [4, 4, 4]):
             for length, end in ((40, NEVER), (3, NEVER), (2, NEVER), (1, NEVER), (0, NEVER), (40, [1, 6])):
@@ -195,7 +196,7 @@ class TestTheSameAsByTheOwnForward:
         """By its own forward only without one."""
         target = tiny_hybrid(kind, vocab=VOCABULARY)
         target.config.max_position_embeddings = 128
-        drafter = tiny_model(layers=5).base_model
+        drafter = tiny()
         for function, models in (
             (library.autoregressive_generate, [target]),
             (library.speculative_generate, [drafter, target]),
@@ -304,10 +305,10 @@ class TestChoice:
             call(name, pair, engine=False)
 
     def test_models_that_the_engine_does_not_read(self, pair):
-        strange = tiny_model(layers=5).base_model
+        strange = tiny()
         handle = strange.model.norm.register_forward_hook(lambda *_: None)
-        other = tiny_model(layers=5, vocab=VOCABULARY + 1).base_model
-        wide = tiny_model(layers=5).base_model.double()
+        other = tiny(vocab=VOCABULARY + 1)
+        wide = tiny().double()
         tokenizer = [None] * VOCABULARY
         for models, reason in (
             ((pair[0], strange), "forward hook"),
@@ -334,9 +335,10 @@ class TestChoice:
 
     def test_a_drafter_with_fewer_positions_than_the_text_may_have(self, pair, caplog):
         caplog.set_level(logging.INFO, LOG)
-        short = tiny_model(layers=5).base_model
+        short = tiny()
         short.config.max_position_embeddings = 12
         expected = library.autoregressive_generate([3, 4, 5], pair[1], 10, eos_tokens_id=NEVER)
+        said(caplog)
         for length, engine in ((9, True), (10, False)):
             tokens, _ = call("speculative_generate", (short, pair[1]), max_gen_len=length)
             assert tokens == expected[:length]
@@ -345,7 +347,7 @@ class TestChoice:
             call("speculative_generate", (short, pair[1]), max_gen_len=10, engine=True)
 
     def test_dropout_while_training(self, pair):
-        target = tiny_model(layers=5).base_model
+        target = tiny()
         call("autoregressive_generate", (None, target), engine=True)
         target.train()
         call("autoregressive_generate", (None, target), engine=True)
@@ -402,7 +404,7 @@ class TestTheKeptEngine:
         import gc
         import weakref
 
-        target = tiny_model(layers=5).base_model
+        target = tiny()
         call("autoregressive_generate", (None, target))
         model = weakref.ref(target)
         del target
@@ -416,7 +418,7 @@ class TestTheKeptEngine:
     @pytest.mark.parametrize("part", ["target", "drafter"])
     @pytest.mark.parametrize("how", ["in place", "replaced", "data", "half"])
     def test_changed_weights_are_honoured(self, both, part, how):
-        target = tiny_model(layers=5).base_model
+        target = tiny()
         drafter = noisy(target)
         before = both(library.speculative_generate, PROMPTS[2], drafter, target, max_gen_len=20, eos_tokens_id=NEVER)
         generator = torch.Generator().manual_seed(5)
@@ -438,7 +440,7 @@ class TestTheKeptEngine:
             assert before[0][1] != after[0][1], "nothing changed: the test shows nothing"
 
     def test_changed_positions_are_honoured(self):
-        target = tiny_model(layers=5).base_model
+        target = tiny()
         for positions in (12, 20, 9):
             target.config.max_position_embeddings = positions
             tokens = library.autoregressive_generate([3, 4], target, eos_tokens_id=NEVER, use_cache=True, engine=True)
@@ -460,7 +462,7 @@ class TestTheKeptEngine:
         assert said(caplog) == ["decoding on the engine"]
 
     def test_after_an_error_it_decodes_again(self, pair):
-        target = tiny_model(layers=5).base_model
+        target = tiny()
         expected = call("speculative_generate", (pair[0], target))
         row = target.lm_head.weight[3].detach().clone()
         with torch.no_grad():
