@@ -96,7 +96,7 @@ def codec_pair():
 def alone(pair):
     """What the target says to each prompt."""
     return {
-        tuple(prompt): library.autoregressive_generate(prompt, pair[1], max_gen_len=16, use_cache=True)
+        tuple(prompt): library.autoregressive_generate(prompt, pair[1], max_gen_len=16, use_cache=True, engine=False)
         for prompt in prompts()
     }
 
@@ -139,7 +139,7 @@ def test_names_and_defaults():
     )  # fmt: skip
     assert expected.items() <= defaults.items()
     codec = inspect.signature(library.speculative_generate_encoder_decoder).parameters
-    assert list(codec) == list(inspect.signature(library.speculative_generate).parameters)
+    assert [*codec, "engine"] == list(inspect.signature(library.speculative_generate).parameters)
 
 
 class TestGreedyIsTheTargets:
@@ -151,7 +151,7 @@ class TestGreedyIsTheTargets:
         rates = []
         for prompt in prompts(5 if use_cache else 20):
             tokens, rate = library.speculative_generate(
-                prompt, *pair, max_gen_len=16, gamma=4, use_cache=use_cache, **options
+                prompt, *pair, max_gen_len=16, gamma=4, use_cache=use_cache, engine=False, **options
             )
             assert tokens == alone[tuple(prompt)]
             rates.append(rate)
@@ -165,7 +165,7 @@ class TestGreedyIsTheTargets:
             trace: list[library.StepRecord] = []
             tokens, _ = library.ngram_assisted_speculative_generate(
                 prompt, storage(n, VOCABULARY), pair[1], max_gen_len=16, filler_top_k=filler, stop_if_unknown=stop,
-                use_cache=number % 2 == 0, trace=trace,
+                use_cache=number % 2 == 0, trace=trace, engine=False,
             )  # fmt: skip
             assert tokens == alone[tuple(prompt)]
             accepted += sum(step.accepted for step in trace)
@@ -474,7 +474,7 @@ class TestCache:
             trace: list[library.StepRecord] = []
             targets.clear()
             library.speculative_generate(
-                prompt, drafter, pair[1], gamma=3, use_cache=True, eos_tokens_id=NEVER, trace=trace
+                prompt, drafter, pair[1], gamma=3, use_cache=True, eos_tokens_id=NEVER, trace=trace, engine=False
             )
             assert targets == [len(prompt), *[step.proposed + 1 for step in trace]]
             new = [len(prompt) + 1, *[1 + (step.accepted == step.proposed) for step in trace]]  # 2: its last draft too
@@ -512,7 +512,7 @@ class TestCache:
         for prompt in prompts(4):
             expected = library.autoregressive_generate(prompt, target, max_gen_len=24, eos_tokens_id=NEVER)
             tokens, rate = library.speculative_generate(
-                prompt, drafter, target, max_gen_len=24, eos_tokens_id=NEVER, use_cache=True
+                prompt, drafter, target, max_gen_len=24, eos_tokens_id=NEVER, use_cache=True, engine=False
             )
             assert tokens == expected and rate > 0
 
@@ -1092,7 +1092,7 @@ def test_models_are_left_as_they_are(pair):
     states = [{name: value.clone() for name, value in model.state_dict().items()} for model in pair]
     pair[0].train()
     try:
-        library.speculative_generate([3, 4], *pair, use_cache=True)
+        library.speculative_generate([3, 4], *pair, use_cache=True, engine=False)
         assert pair[0].training and not pair[1].training
     finally:
         pair[0].eval()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -222,7 +222,7 @@ class EAGLEInference:
         report_drafts: bool = False,
         seed: int | Sequence[int] | None = None,
         **sampling: Any,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Decode as `generate` does and hand out every piece when it is there.
 
         `piece.index` names the prompt, `piece.tokens` are its new tokens, `piece.text` (or `str(piece)`) is text that
@@ -458,7 +458,7 @@ class EAGLEInference:
 
     def _stream(
         self, calls: Sequence[Call], policy: TreePolicy | None, logprobs: bool, report_drafts: bool = False
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         with self._open(calls, policy, logprobs, report_drafts=report_drafts) as session:
             for call in calls:
                 session.enqueue(call)

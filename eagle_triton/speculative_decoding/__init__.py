@@ -5,10 +5,10 @@
 drafts. The `_encoder_decoder` functions do it for T5 and its like. Logits processors, n-gram storages, `prune_cache`
 and lines for a terminal stand beside them.
 
-The models run by their own forward here, on whatever device they lie, and nothing of them is changed: these functions
-are for reading, for experiments, and for models that the engine does not know. To decode fast use
-`eagle_triton.EAGLEInference` or `optimize_with_triton`, which never call a model's forward.
-docs/speculative-decoding.md shows how to use them.
+Greedy decoding with use_cache=True runs on the engine where the engine knows the models and gives the same; everything
+else runs by the models' own forward, on whatever device they lie. The log says which, and why; `engine=True` and
+`engine=False` demand one. The engine that decoded last is kept until `release_engine()`. Nothing of the models is
+changed. docs/speculative-decoding.md shows how to use them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from eagle_triton.speculative_decoding.egag import EGAGConfig as EGAGConfig
     from eagle_triton.speculative_decoding.egag import adaptive_gamma as adaptive_gamma
     from eagle_triton.speculative_decoding.egag import normalized_entropy as normalized_entropy
+    from eagle_triton.speculative_decoding.engine_decoding import release_engine as release_engine
     from eagle_triton.speculative_decoding.logits_processor import GreedyProcessor as GreedyProcessor
     from eagle_triton.speculative_decoding.logits_processor import LogitsProcessor as LogitsProcessor
     from eagle_triton.speculative_decoding.logits_processor import MultinomialProcessor as MultinomialProcessor
@@ -73,6 +74,7 @@ _HOMES = {
     "ngram_assisted_speculative_generate": "eagle_triton.speculative_decoding.ngram_assisted",
     "normalized_entropy": "eagle_triton.speculative_decoding.egag",
     "prune_cache": "eagle_triton.speculative_decoding.caching",
+    "release_engine": "eagle_triton.speculative_decoding.engine_decoding",
     "speculative_generate": "eagle_triton.speculative_decoding.speculative_decoding",
     "speculative_generate_encoder_decoder": "eagle_triton.speculative_decoding.codec_speculative_decoding",
     "speculative_step": "eagle_triton.speculative_decoding.printing",

@@ -9,6 +9,12 @@ import torch
 
 from eagle_triton.speculative_decoding import printing
 from eagle_triton.speculative_decoding.arguments import checked_end_tokens, checked_prompt, longest
+from eagle_triton.speculative_decoding.engine_decoding import (
+    continue_on_engine,
+    engine_for,
+    naive_config,
+    why_not_greedy,
+)
 from eagle_triton.speculative_decoding.logits_processor import GreedyProcessor, LogitsProcessor, draw
 from eagle_triton.speculative_decoding.readers import CausalReader
 from eagle_triton.speculative_decoding.steps import Text
@@ -28,18 +34,29 @@ def autoregressive_generate(
     debug: bool = False,
     *,
     generator: torch.Generator | None = None,
+    engine: bool | None = None,
 ) -> list[int]:
     """The tokens that follow `inputs`, up to max_gen_len, the model's positions, or an end token, which is kept.
 
     model: a causal language model of transformers. use_cache: give it only new tokens; the tokens are the same.
     generator: of random numbers, None: torch's. pad_token_id: taken as the other calls take it; nothing is padded.
-    debug: print each token. Raises ValueError for an empty prompt, one that the model cannot read, or a max_gen_len
-    below 0.
+    debug: print each token.
+
+    engine: True decodes on the engine, False by the model's own forward. None takes the engine where it gives the same:
+    with use_cache, `GreedyProcessor`, no generator, and a model that it can read. The log says which, and why not.
+
+    Raises ValueError for an empty prompt, one that the model cannot read, a max_gen_len below 0, and what the engine
+    cannot decode with engine=True.
     """
-    reader = CausalReader(model, use_cache)
+    reader = CausalReader(model)
     prompt = checked_prompt(inputs, reader)
     text = Text(prompt, longest(prompt, max_gen_len, reader), checked_end_tokens(eos_tokens_id))
-    continue_text(text, reader, logits_processor, generator, debug)
+    reason = why_not_greedy(use_cache, logits_processor, generator)
+    with engine_for(engine, reason, reader, naive_config) as inference:
+        if inference is not None:
+            continue_on_engine(inference, text, debug)
+            return text.output
+    continue_text(text, CausalReader(model, use_cache), logits_processor, generator, debug)
     return text.output
 
 
@@ -88,7 +105,8 @@ def beam_search_generate(
     A hypothesis of n new tokens scores the sum of their log-probabilities over
     ((min_length + n) / (min_length + 1)) ** alpha (Wu et al., arXiv 1609.08144, where min_length is 5); alpha 0: the
     sum alone. One that ends with an end token or pad_token_id is kept as it is; pad_token_id is not returned. A
-    hypothesis is counted once. debug: print the beams of each step, as `tokenizer`'s tokens.
+    hypothesis is counted once. debug: print the beams of each step, as `tokenizer`'s tokens. The engine has no beams:
+    the model's own forward decodes.
 
     Raises ValueError for numbers that cannot be, and as `autoregressive_generate`.
     """

@@ -29,7 +29,8 @@ def autoregressive_generate_encoder_decoder(
     """The decoder's tokens for the encoder's `inputs`: its start token, then up to max_gen_len.
 
     model: an encoder-decoder model of transformers (T5, BART and their like). The start token is
-    config.decoder_start_token_id, or pad_token_id where that is not set. The rest as in `autoregressive_generate`.
+    config.decoder_start_token_id, or pad_token_id where that is not set. The engine has no encoders: the model's own
+    forward decodes. The rest as in `autoregressive_generate`.
     """
     prompt = checked_prompt(inputs, CausalReader(model))
     reader = EncoderDecoderReader(model, prompt, use_cache)

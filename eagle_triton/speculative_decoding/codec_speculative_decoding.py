@@ -52,8 +52,8 @@ def speculative_generate_encoder_decoder(
     """(the decoder's tokens for the encoder's `inputs`, accepted drafts by proposed ones).
 
     drafter, target: encoder-decoder models of transformers with one vocabulary; each encodes `inputs` by itself. The
-    tokens begin with the target's start token, see `autoregressive_generate_encoder_decoder`; everything else is as
-    in `speculative_generate`.
+    tokens begin with the target's start token, see `autoregressive_generate_encoder_decoder`. The models' own forward
+    decodes; everything else is as in `speculative_generate`.
     """
     check_gamma(gamma)
     egag = EGAGConfig(

@@ -11,11 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle_triton.engine.drafts.counted import MOST_N
+from eagle_triton.speculative.speculative_config import SpecMethod
 from eagle_triton.speculative_decoding import printing
 from eagle_triton.speculative_decoding.arguments import check_gamma, checked_end_tokens, checked_prompt, longest
 from eagle_triton.speculative_decoding.base_decoding import GREEDY, continue_text
+from eagle_triton.speculative_decoding.engine_decoding import (
+    EngineStep,
+    engine_for,
+    ngram_config,
+    steps_on_engine,
+    why_not_drafts,
+    why_not_greedy,
+)
 from eagle_triton.speculative_decoding.logits_processor import LogitsProcessor, draw
-from eagle_triton.speculative_decoding.ngram_storage import INgramStorage
+from eagle_triton.speculative_decoding.ngram_storage import (
+    CountingStorage,
+    INgramStorage,
+    NGramStorage,
+    OneLevelNGramStorage,
+)
 from eagle_triton.speculative_decoding.readers import CausalReader
 from eagle_triton.speculative_decoding.steps import StepRecord, Text
 
@@ -40,6 +55,7 @@ def ngram_assisted_speculative_generate(
     filler_weight: float = 1,
     generator: torch.Generator | None = None,
     trace: list[StepRecord] | None = None,
+    engine: bool | None = None,
 ) -> tuple[list[int], float]:
     """(the tokens that follow `inputs`, accepted drafts by proposed ones), as the target alone would draw them.
 
@@ -51,13 +67,33 @@ def ngram_assisted_speculative_generate(
     stop_if_unknown: propose nothing behind an unknown context; otherwise a random token is proposed, which is seldom
     right. A step without drafts gives one token and counts no proposal. The rest as in `speculative_generate`.
 
-    Raises ValueError for an empty prompt, one that the target cannot read, a storage of a larger vocabulary, and
-    numbers that cannot be.
+    engine: True decodes on the engine, False by the target's own forward. None takes the engine where it gives the
+    same: as in `autoregressive_generate`, with first_target, stop_if_unknown, no fillers, and an empty `NGramStorage`
+    or `OneLevelNGramStorage`, which then holds what it would hold otherwise.
+
+    Raises ValueError for an empty prompt, one that the target cannot read, a storage of a larger vocabulary, numbers
+    that cannot be, and what the engine cannot decode with engine=True.
     """
     check_gamma(gamma)
+    plain = CausalReader(target, False, "target")
+    prompt = checked_prompt(inputs, plain)
+    check_counting(ngramstorage, plain, filler_top_k, filler_weight)
+    text = Text(prompt, longest(prompt, max_gen_len, plain), checked_end_tokens(eos_tokens_id))
+    reason = (
+        why_not_greedy(use_cache, logits_processor, generator)
+        or why_not_drafts(first_target, gamma, SpecMethod.NASD)
+        or why_not_counted(ngramstorage, stop_if_unknown, filler_top_k, filler_weight)
+    )
+    kind = "basic" if type(ngramstorage) is NGramStorage else "onelevel"
+    with engine_for(engine, reason, plain, lambda: ngram_config(gamma, ngramstorage.n, kind)) as inference:
+        if inference is not None:
+            ngramstorage.initialize(_row(prompt))
+            for step in steps_on_engine(inference, text, gamma, None, debug, tokenizer):
+                learn_step(ngramstorage, text, step, gamma)
+                if trace is not None and step.record is not None:
+                    trace.append(step.record)
+            return text.output, text.acceptance_rate
     reader = CausalReader(target, use_cache, "target")
-    prompt = checked_prompt(inputs, reader)
-    text = Text(prompt, longest(prompt, max_gen_len, reader), checked_end_tokens(eos_tokens_id))
     decoding = NgramDecoding(
         reader, ngramstorage, logits_processor, gamma, filler_top_k, filler_weight, stop_if_unknown, generator
     )
@@ -84,14 +120,7 @@ class NgramDecoding:
         generator: torch.Generator | None,
     ) -> None:
         """Raises ValueError for a storage of a larger vocabulary, and numbers that cannot be."""
-        if not 1 <= filler_top_k <= target.vocabulary:
-            raise ValueError(f"filler_top_k must lie in 1..{target.vocabulary}, got {filler_top_k}")
-        if not (filler_weight >= 0 and math.isfinite(filler_weight)):
-            raise ValueError(f"filler_weight must be at least 0 and finite, got {filler_weight}")
-        if storage.vocab_size > target.vocabulary:
-            raise ValueError(
-                f"the storage's vocabulary has {storage.vocab_size} tokens, the target's only {target.vocabulary}"
-            )
+        check_counting(storage, target, filler_top_k, filler_weight)
         self.target, self.storage, self.processor, self.gamma = target, storage, processor, gamma
         self.filler_top_k, self.filler_weight = filler_top_k, filler_weight
         self.stop_if_unknown, self.generator = stop_if_unknown, generator
@@ -134,14 +163,61 @@ def propose(storage: INgramStorage, text: Text, most: int, stop_if_unknown: bool
     return drafts
 
 
+def check_counting(storage: INgramStorage, target: CausalReader, filler_top_k: int, filler_weight: float) -> None:
+    """Raise ValueError for a storage of a larger vocabulary, and fillers that cannot be."""
+    if not 1 <= filler_top_k <= target.vocabulary:
+        raise ValueError(f"filler_top_k must lie in 1..{target.vocabulary}, got {filler_top_k}")
+    if not (filler_weight >= 0 and math.isfinite(filler_weight)):
+        raise ValueError(f"filler_weight must be at least 0 and finite, got {filler_weight}")
+    if storage.vocab_size > target.vocabulary:
+        raise ValueError(
+            f"the storage's vocabulary has {storage.vocab_size} tokens, the target's only {target.vocabulary}"
+        )
+
+
+def why_not_counted(
+    storage: INgramStorage, stop_if_unknown: bool, filler_top_k: int, filler_weight: float
+) -> str | None:
+    """Why the engine cannot count as a storage does, None if it can."""
+    if not isinstance(storage, CountingStorage) or type(storage) not in (NGramStorage, OneLevelNGramStorage):
+        return f"the engine counts as NGramStorage and OneLevelNGramStorage do, got {type(storage).__name__}"
+    if storage.n > MOST_N:
+        return f"the engine counts n-grams of at most {MOST_N} tokens, got n={storage.n}"
+    if not stop_if_unknown:
+        return "stop_if_unknown=False drafts random tokens behind an unknown context"
+    if filler_top_k > 1 and filler_weight > 0:
+        return f"filler_top_k={filler_top_k} counts logits in the storage, and the engine keeps them on the device"
+    if not storage.empty:
+        return "the storage has counted already, and the engine begins with an empty table"
+    return None
+
+
+def learn_step(storage: INgramStorage, text: Text, step: EngineStep, gamma: int) -> None:
+    """Count what a step of the engine has added to the text, as one of `NgramDecoding` does."""
+    before = len(text.tokens) - (1 if step.record is None else step.record.emitted)
+    if step.record is not None:
+        most = min(gamma, text.total - before - 1)
+        ended = bool(step.drafts) and step.drafts[-1] in text.end_tokens
+        if len(step.drafts) < most and not ended:
+            storage.next_token(_row(text.tokens[:before] + step.drafts))  # unknown: takes a token from its generator
+    learn(storage, text.tokens, before, None, 1, 0)
+
+
 def learn(
-    storage: INgramStorage, tokens: list[int], before: int, logits: Tensor, filler_top_k: int, filler_weight: float
+    storage: INgramStorage,
+    tokens: list[int],
+    before: int,
+    logits: Tensor | None,
+    filler_top_k: int,
+    filler_weight: float,
 ) -> None:
     """Count tokens[before:], and the largest of the logits [m, V] that each of them was drawn from."""
-    fillers = logits.topk(filler_top_k).indices.cpu()
+    fillers = None if logits is None else logits.topk(filler_top_k).indices.cpu()
     for place in range(before, len(tokens)):
         context = _row(tokens[:place])
         storage.update(context, _row(tokens[place : place + 1]))
+        if fillers is None:
+            continue
         if filler_top_k > 1 and filler_weight == 1:
             storage.update(context, fillers[place - before, None])
         elif filler_top_k > 1 and filler_weight > 0:

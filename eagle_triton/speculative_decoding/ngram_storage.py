@@ -66,6 +66,11 @@ class CountingStorage(INgramStorage):
     def context_lengths(self) -> range:
         """The lengths of the contexts that are counted, from the shortest."""
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has been counted."""
+        return not self._counts
+
     def next_token(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The token with the largest count behind the longest known context of ids [B, T], and whether there is one.
 

@@ -6,11 +6,13 @@ Accelerating Large Language Model Decoding with Speculative Sampling (arXiv 2302
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from eagle_triton.speculative.speculative_config import SpecMethod
 from eagle_triton.speculative_decoding import printing
 from eagle_triton.speculative_decoding.arguments import (
     check_gamma,
@@ -21,6 +23,13 @@ from eagle_triton.speculative_decoding.arguments import (
 )
 from eagle_triton.speculative_decoding.base_decoding import GREEDY, continue_text
 from eagle_triton.speculative_decoding.egag import EGAGConfig, EntropyGuide
+from eagle_triton.speculative_decoding.engine_decoding import (
+    draft_model_config,
+    engine_for,
+    steps_on_engine,
+    why_not_drafts,
+    why_not_greedy,
+)
 from eagle_triton.speculative_decoding.logits_processor import LogitsProcessor, draw
 from eagle_triton.speculative_decoding.readers import CausalReader
 from eagle_triton.speculative_decoding.steps import StepRecord, Text
@@ -52,6 +61,7 @@ def speculative_generate(
     egag_stop_lambda: float = 0.2,
     generator: torch.Generator | None = None,
     trace: list[StepRecord] | None = None,
+    engine: bool | None = None,
 ) -> tuple[list[int], float]:
     """(the tokens that follow `inputs`, accepted drafts by proposed ones), as the target alone would draw them.
 
@@ -67,18 +77,38 @@ def speculative_generate(
     of the residual; the output then follows another distribution. first_target: the target gives the first token
     itself. debug: print each step. generator: of random numbers, None: torch's. trace: gets a record of each step.
 
-    Raises ValueError for an empty prompt, one that a model cannot read, vocabularies that differ, and numbers that
-    cannot be.
+    engine: True decodes on the engine, False by the models' own forward. None takes the engine where it gives the same:
+    as in `autoregressive_generate`, with first_target, without skip_sample_adjustment, and a drafter that has as many
+    positions as the text may have tokens, and the target's vocabulary size, dtype and device.
+
+    Raises ValueError for an empty prompt, one that a model cannot read, vocabularies that differ, numbers that cannot
+    be, and what the engine cannot decode with engine=True.
     """
     check_gamma(gamma)
     egag = EGAGConfig(
         gamma_min, gamma if gamma_max is None else gamma_max, egag_ema_beta, egag_scale, egag_mode,
         egag_stop_threshold, egag_stop_lambda,
     )  # fmt: skip
+    plain = CausalReader(drafter, False, "drafter"), CausalReader(target, False, "target")
+    check_same_vocabulary(*plain, tokenizer)
+    prompt = checked_prompt(inputs, *plain)
+    text = Text(prompt, longest(prompt, max_gen_len, plain[1]), checked_end_tokens(eos_tokens_id))
+    rule = replace(egag, exact=True) if use_egag else None
+    drafts = egag.gamma_max if use_egag and egag.gamma_max is not None else gamma
+    reason = why_not_greedy(use_cache, logits_processor, generator) or why_not_drafts(
+        first_target, drafts, SpecMethod.DRAFT_MODEL
+    )
+    if reason is None and skip_sample_adjustment:
+        reason = "skip_sample_adjustment=True is no rule of the engine"
+    if reason is None and plain[0].max_positions is not None and plain[0].max_positions < text.total:
+        reason = f"the drafter has {plain[0].max_positions} positions, and the text may have {text.total} tokens"
+    with engine_for(engine, reason, plain[1], lambda: draft_model_config(drafts, rule), plain[0]) as inference:
+        if inference is not None:
+            for step in steps_on_engine(inference, text, gamma, rule, debug, tokenizer):
+                if trace is not None and step.record is not None:
+                    trace.append(step.record)
+            return text.output, text.acceptance_rate
     readers = CausalReader(drafter, use_cache, "drafter"), CausalReader(target, use_cache, "target")
-    check_same_vocabulary(*readers, tokenizer)
-    prompt = checked_prompt(inputs, *readers)
-    text = Text(prompt, longest(prompt, max_gen_len, readers[1]), checked_end_tokens(eos_tokens_id))
     decoding = SpeculativeDecoding(
         *readers, logits_processor, gamma, EntropyGuide(egag) if use_egag else None, skip_sample_adjustment, generator
     )

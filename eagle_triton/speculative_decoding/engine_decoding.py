@@ -1,0 +1,274 @@
+"""Decoding on the engine what the functions of this package would give: the same tokens, rates and records.
+
+A function says what it wants of the engine and why not, if that is known; `engine_for` lends an engine or logs the
+reason, and the models' own forward decodes. The last engine is kept, because it has captured its graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from eagle_triton.adapters.causal_lm import check_causal_lm
+from eagle_triton.engine.batch import GuideReading
+from eagle_triton.reference.adaptive_length import EGAGConfig
+from eagle_triton.speculative.config import EAGLEConfig
+from eagle_triton.speculative.inference import EAGLEInference
+from eagle_triton.speculative.session import Piece
+from eagle_triton.speculative.speculative_config import SpecMethod, SpeculativeConfig
+from eagle_triton.speculative_decoding import printing
+from eagle_triton.speculative_decoding.logits_processor import GreedyProcessor, LogitsProcessor
+from eagle_triton.speculative_decoding.readers import CausalReader
+from eagle_triton.speculative_decoding.steps import StepRecord, Text
+
+log = logging.getLogger(__name__)
+
+
+class _Kept(NamedTuple):
+    """An engine, and what it was made of."""
+
+    drafter: Any
+    target: Any
+    config: EAGLEConfig
+    max_positions: int | None
+    inference: EAGLEInference
+
+    def serves(self, drafter: Any, target: Any, config: EAGLEConfig, max_positions: int | None) -> bool:
+        """Whether it is an engine of these very models, as they are now."""
+        same = self.drafter is drafter and self.target is target
+        return same and (self.config, self.max_positions) == (config, max_positions) and not _change(self.inference)
+
+
+_kept: _Kept | None = None
+_in_use = threading.Lock()
+
+
+def release_engine() -> None:
+    """Drop the engine that the functions decoded with last, its caches and graphs, and its hold on the models.
+
+    Without it they live until a call with other models or options needs an engine. The next call builds one anew.
+    """
+    global _kept
+    _kept = None
+
+
+@contextmanager
+def engine_for(
+    engine: bool | None,
+    reason: str | None,
+    target: CausalReader,
+    config: Callable[[], EAGLEConfig],
+    drafter: CausalReader | None = None,
+) -> Iterator[EAGLEInference | None]:
+    """An engine for these models, or None where their own forward is to decode, which the log tells with the reason.
+
+    engine: the functions' option. reason: why the engine cannot decode the call, None: nothing is known against it.
+    config: makes the engine's configuration, once nothing is. Raises ValueError with the reason for engine=True,
+    TypeError for what is neither True, False nor None.
+    """
+    if not (engine is None or isinstance(engine, bool)):
+        raise TypeError(f"engine must be True, False or None, got {engine!r}")
+    inference = None
+    with ExitStack() as stack:
+        if engine is False:
+            reason = "engine=False"
+        elif reason is None and not _in_use.acquire(blocking=False):
+            reason = "the engine is decoding another call"
+        elif reason is None:
+            stack.callback(_in_use.release)
+            inference, reason = _built(target, drafter, config)
+        if inference is not None:
+            log.info("decoding on the engine")
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        elif engine:
+            raise ValueError(f"engine=True: {reason}")
+        else:
+            log.info("decoding by the models' own forward: %s", reason)
+        yield inference
+
+
+def why_not_greedy(use_cache: bool, processor: LogitsProcessor, generator: torch.Generator | None) -> str | None:
+    """Why the engine cannot decode as any function would, None if it can."""
+    if not use_cache:
+        return "use_cache=False gives a model the whole text each time, and the engine always keeps a cache"
+    if type(processor) is not GreedyProcessor:
+        return (
+            f"{type(processor).__name__} is not GreedyProcessor, and the engine draws no drafts from the drafter's "
+            "distribution"
+        )
+    if generator is not None:
+        return "a generator was given, and the engine draws nothing from it"
+    return None
+
+
+def why_not_drafts(first_target: bool, gamma: int, method: SpecMethod) -> str | None:
+    """Why the engine cannot draft as a function would, None if it can."""
+    if not first_target:
+        return "first_target=False drafts before the target's first token"
+    if gamma > method.most_drafts:
+        return f"the engine drafts at most {method.most_drafts} tokens a step by method {method}, got {gamma}"
+    return None
+
+
+def naive_config() -> EAGLEConfig:
+    """The target alone."""
+    return EAGLEConfig(speculative=SpeculativeConfig(method="naive"))
+
+
+def draft_model_config(gamma: int, egag: EGAGConfig | None) -> EAGLEConfig:
+    """Chains of a drafter in every step."""
+    options = SpeculativeConfig(method="draft_model", num_speculative_tokens=gamma)
+    return EAGLEConfig(speculative=options, egag=egag, fallback=False)
+
+
+def ngram_config(gamma: int, n: int, storage: str) -> EAGLEConfig:
+    """Chains of counted n-grams in every step, of the text's own tokens alone."""
+    options = SpeculativeConfig(
+        method="nasd", num_speculative_tokens=gamma, ngram_n=n, ngram_storage=storage, filler_top_k=1
+    )
+    return EAGLEConfig(speculative=options, fallback=False)
+
+
+def _built(
+    target: CausalReader, drafter: CausalReader | None, config: Callable[[], EAGLEConfig]
+) -> tuple[EAGLEInference | None, str | None]:
+    """The kept engine if it is of these models as they are now, else a new one; or why there is none."""
+    global _kept
+    models = None if drafter is None else drafter.model, target.model
+    try:
+        for reader in (target, drafter):
+            if reader is not None:
+                check_causal_lm(reader.model, reader.role)
+                if any(part.training and getattr(part, "attention_dropout", 0) for part in reader.model.modules()):
+                    return None, f"the {reader.role} is in training mode with attention dropout"
+        wanted, kept = config(), _kept
+        if kept is not None and kept.serves(*models, wanted, target.max_positions):
+            return kept.inference, None
+        _kept = kept = None  # first, so that there is room for another
+        with torch.inference_mode(False):
+            inference = EAGLEInference(*models, wanted)
+    except (TypeError, ValueError) as error:
+        return None, str(error)
+    if change := _change(inference):
+        return None, change
+    _kept = _Kept(*models, wanted, target.max_positions, inference)
+    return inference, None
+
+
+def _change(inference: EAGLEInference) -> str | None:
+    """What has come between an engine and its models, None if nothing has."""
+    try:
+        inference.engine.check_model()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+class EngineStep(NamedTuple):
+    """Drafts that were verified, and the record of that; None for the target's first token."""
+
+    drafts: list[int]
+    record: StepRecord | None
+
+
+def continue_on_engine(inference: EAGLEInference, text: Text, debug: bool) -> None:
+    """Append the target's own tokens until the text is finished. Raises ValueError for NaN logits."""
+    with closing(_pieces(inference, text)) as pieces:
+        for token in (token for piece in pieces for token in piece.tokens):
+            if debug:
+                printing.initial_step(token)
+            text.extend([token], debug)
+
+
+def steps_on_engine(
+    inference: EAGLEInference, text: Text, gamma: int, egag: EGAGConfig | None, debug: bool, tokenizer: Any
+) -> Iterator[EngineStep]:
+    """Extend the text until it is finished, and tell of each step as the functions count it.
+
+    gamma: drafts a step without EGAG. Raises ValueError for NaN logits.
+
+    A piece of the engine begins with the token that the verification before it chose, and goes on with the drafts that
+    its own has accepted; a step of the functions holds these drafts and the token that the next piece begins with. The
+    engine drafts behind end tokens and, without EGAG, beyond the end of the text; the functions do not.
+    """
+    verified: _Verified | None = None
+    with closing(_pieces(inference, text, report_drafts=True)) as pieces:
+        for piece in pieces:
+            root, *rest = piece.tokens
+            if verified is None:
+                if debug:
+                    printing.initial_step(root, tokenizer)
+                text.extend([root], debug)
+                yield EngineStep([], None)
+            else:
+                yield verified.taken(text, root, debug, tokenizer)
+            if text.finished:
+                return
+            verified = _Verified.of(piece, text, gamma, egag)
+            own = rest[verified.accepted] if len(rest) > verified.accepted else None
+            if own is not None or verified.ends(text):
+                yield verified.taken(text, own, debug, tokenizer)
+                return
+
+
+class _Verified(NamedTuple):
+    """A step whose own token is not known yet."""
+
+    drafts: list[int]
+    accepted: int
+    reading: GuideReading | None
+    gamma: int | None
+
+    @classmethod
+    def of(cls, piece: Piece, text: Text, gamma: int, egag: EGAGConfig | None) -> _Verified:
+        """What a function would have drafted of what the engine has, and would have said of it."""
+        drafts = up_to_end((piece.drafts or [])[: text.room], text.end_tokens)
+        accepted = min(piece.accepted, len(drafts))
+        if egag is None or piece.egag is None:
+            return cls(drafts, accepted, None, gamma)
+        if not text.room:
+            return cls(drafts, accepted, None, None)
+        if math.isnan(piece.egag.h_norm):
+            raise ValueError(f"the drafter's logits are NaN behind {len(text.tokens)} tokens or more")
+        ended = egag.mode == "stop" and bool(drafts) and drafts[-1] in text.end_tokens
+        return cls(drafts, accepted, piece.egag, egag.gamma_max if ended else piece.egag.gamma)
+
+    def ends(self, text: Text) -> bool:
+        """Whether the text ends with an accepted draft."""
+        return self.accepted > 0 and self.drafts[self.accepted - 1] in text.end_tokens
+
+    def taken(self, text: Text, own: int | None, debug: bool, tokenizer: Any) -> EngineStep:
+        """Extend the text by the accepted drafts and the target's own token, if nothing ends it before."""
+        kept, own = self.drafts[: self.accepted], None if self.ends(text) else own
+        if debug:
+            printing.speculative_step(self.drafts, self.accepted, own, tokenizer)
+        grown = text.extend(kept if own is None else [*kept, own], debug)
+        text.count_drafts(len(self.drafts), self.accepted)
+        h_norm, h_ema = (None, None) if self.reading is None else self.reading[:2]
+        return EngineStep(self.drafts, StepRecord(h_norm, h_ema, self.gamma, len(self.drafts), self.accepted, grown))
+
+
+def up_to_end(drafts: Sequence[int], end_tokens: frozenset[int]) -> list[int]:
+    """Drafts up to the first end token, which is kept."""
+    first = next((place for place, token in enumerate(drafts) if token in end_tokens), len(drafts))
+    return list(drafts[: first + 1])
+
+
+def _pieces(inference: EAGLEInference, text: Text, report_drafts: bool = False) -> Generator[Piece, None, None]:
+    """What each step of the engine gives, of those that give tokens."""
+    length, vocabulary = len(text.tokens), inference.pair.view.vocab_size
+    ends = [token for token in text.end_tokens if 0 <= token < vocabulary]
+    stream = inference.stream([text.tokens], text.total - length, stop_token_ids=ends, report_drafts=report_drafts)
+    with closing(stream):
+        for piece in stream:
+            if piece.completion is not None and piece.completion.error is not None:
+                raise ValueError(piece.completion.error)
+            if piece.tokens:
+                yield piece
