@@ -301,7 +301,7 @@ class TestEngine:
     def test_levels_follow_the_largest_gamma(self, demo):
         config = EAGLEConfig(**TREES["chain"], fallback=False, egag=EGAGConfig(scale=3.0))
         draft, tree = EAGLEInference(None, demo, config).pair.draft, config.tree()
-        assert [draft.levels_for(tree, gamma) for gamma in (1, 2, 3, 4, 5, 6, INF)] == [1, 2, 3, 4, None, None, None]
+        assert [draft.levels_for(tree, gamma) for gamma in (1, 2, 3, 4, 5, 6, INF)] == [1, 2, 3, 4, 5, None, None]
         exact = EAGLEInference(None, demo, config.changed(egag=EGAGConfig(exact=True))).pair.draft
         assert exact.levels_for(tree, 1) is None and LEVELS[0] == 1
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from eagle_triton.cli.decoding import Decoder, Step
+from eagle_triton.cli.decoding import MOST_ENGINES, Decoder, Step
 from eagle_triton.cli.settings import ENGINE, METHODS, OWN_FORWARD, Settings
 from eagle_triton.demo import demo_prompts
 from eagle_triton.speculative_decoding import (
@@ -311,3 +311,15 @@ def test_a_recurrent_target_drafts_with_its_own_layers():
     prompt = decoder.tokenizer(demo_prompts(1)[0]).input_ids
     plain, eagle = (decoder.decode(method, prompt, Settings(length=12)) for method in ("target", "eagle"))
     assert eagle.tokens == plain.tokens and eagle.tau > 1
+
+
+def test_engines_are_kept_for_options_that_take_turns(decoder):
+    """Going to and fro between options captures nothing anew, and what is kept is bounded."""
+    plain, egag = Settings(length=4), Settings(length=4, egag=True)
+    first = decoder._engine("speculative", plain)
+    assert decoder._engine("speculative", egag) is not first
+    assert decoder._engine("speculative", plain) is first
+    for gamma in range(5, 5 + MOST_ENGINES):
+        decoder._engine("speculative", Settings(length=4, gamma=gamma))
+    assert len(decoder._engines) == MOST_ENGINES
+    assert decoder._engine("speculative", plain) is not first

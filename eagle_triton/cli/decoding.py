@@ -43,6 +43,7 @@ NEEDS_DRAFTER = ("drafter", "speculative")
 NEEDS_HEAD = ("eagle", "hybrid")
 MOST_NASD_DRAFTS = SpecMethod.NASD.most_drafts
 SUFFIX_DRAFTS = 8  # tokens a step that suffix and hybrid may draft from what occurred before
+MOST_ENGINES = 8  # every method, and speculative with EGAG and without
 LEAST_ROWS = 256  # of a sequence: one graph serves all shorter ones
 
 
@@ -136,8 +137,9 @@ class _Places:
 
 @dataclass(frozen=True)
 class _Engine:
-    """An EAGLEInference, and the options of it that cannot be changed."""
+    """An EAGLEInference, and the method and options of it that cannot be changed."""
 
+    method: str
     config: EAGLEConfig
     inference: EAGLEInference
 
@@ -170,7 +172,7 @@ class Decoder:
     ) -> None:
         self._target_given, self._drafter_given, self._head_given = target, drafter, head
         self._device, self._dtype = device, dtype
-        self._engines: dict[str, _Engine] = {}
+        self._engines: list[_Engine] = []  # the one that decoded last is the last
         self._storage: _Storage | None = None
 
     # --- what was loaded ---
@@ -318,17 +320,18 @@ class Decoder:
     # --- on the engine ---
 
     def _engine(self, method: str, settings: Settings) -> EAGLEInference:
-        """The EAGLEInference of a method. One for each is kept: that of its latest options."""
+        """The EAGLEInference of a method and its options. The last `MOST_ENGINES` are kept, with their graphs."""
         config = _engine_config(method, settings)
-        kept = self._engines.get(method)
-        if kept is None or kept.config != config:
+        kept = next((one for one in self._engines if (one.method, one.config) == (method, config)), None)
+        if kept is None:
             draft = None
             if method in NEEDS_HEAD:
                 draft = self.head
             elif method == "speculative":
                 draft = self.drafter
             model = self.drafter if method == "drafter" else self.target
-            kept = self._engines[method] = _Engine(config, EAGLEInference(draft, model, config))
+            kept = _Engine(method, config, EAGLEInference(draft, model, config))
+        self._engines = [*(one for one in self._engines if one is not kept), kept][-MOST_ENGINES:]
         return kept.inference
 
     def _on_engine(

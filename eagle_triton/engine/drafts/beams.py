@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-LEVELS = (1, 2, 3, 4, 6, 8, 12, 16)  # that a step is captured for where trees are adaptive, and all
+LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # that a step is captured for where trees are adaptive, and all
 
 
 class BeamSlots(NamedTuple):
