@@ -179,7 +179,7 @@ def _clip_depth_kernel(
     depth = tl.load(depths_ptr + index, mask=inside, other=0)
     gone = score == float("-inf")
     gamma = tl.load(values_ptr + batch * 4 + _GAMMA)
-    room = tl.load(limits_ptr + batch) - tl.load(lengths_ptr + batch) - 2
+    room = tl.load(limits_ptr + batch) - tl.load(lengths_ptr + batch) - 1
     if STOPPED:
         reached = tl.max(tl.where(gone, 0, depth), 0)
         gamma = tl.where(reached >= tl.minimum(levels, room), MOST, reached).to(tl.float64)
@@ -202,8 +202,8 @@ def clip_depth(
     """Take candidates away that lie deeper than gamma, and those of score -inf, in place: token -1, score -inf.
 
     tokens [B, C] int64, scores [B, C] float32, depths [C] int32, 1 for the root's children. Nor may a draft stand where
-    a sequence of at most `limits` [B] int32 tokens has no room for it and the target's own token behind it; lengths
-    [B] int32: committed tokens, without the root. levels: how many were scored, where drafting stopped by itself; gamma
+    a sequence of at most `limits` [B] int32 tokens has no room for it; lengths [B] int32: committed tokens, without the
+    root. levels: how many were scored, where drafting stopped by itself; gamma
     becomes the depth that was reached, gamma_max if that is all of them, or all that there is room for.
     Raises ValueError if shapes or dtypes do not fit.
     """

@@ -347,7 +347,8 @@ class Decoder:
             stop_ids = self._plain.pair.stop_ids
             session.submit(prompt, settings.length, stop_token_ids=stop_ids, **_sampling_options(settings))
             fixed_gamma = method == "ngram" or (method == "speculative" and not settings.egag)
-            yield from _steps_of_session(session, settings.gamma if fixed_gamma else None, counts)
+            chain_of = settings.length if method not in NEEDS_HEAD else None
+            yield from _steps_of_session(session, settings.gamma if fixed_gamma else None, chain_of, counts)
 
     # --- by the models' own forward ---
 
@@ -495,13 +496,13 @@ def _egag_config(settings: Settings) -> EGAGConfig:
 # --- steps ---
 
 
-def _steps_of_session(session: Session, gamma: int | None, counts: _Counts) -> Steps:
-    """The steps of the one request of a session.
+def _steps_of_session(session: Session, gamma: int | None, length: int | None, counts: _Counts) -> Steps:
+    """The steps of the one request of a session. length: of the answer where drafts are chains, None: they are trees.
 
     A piece begins with the token that the verification before it chose, and goes on with the drafts that its own has
     accepted; a step holds those drafts and the token that the next piece begins with.
     """
-    counts.target_forwards = 1
+    counts.target_forwards, emitted = 1, 1
     kept: list[int] = []
     verified: dict[str, Any] = {}
     while not session.idle:
@@ -516,8 +517,14 @@ def _steps_of_session(session: Session, gamma: int | None, counts: _Counts) -> S
             yield Step((*kept, piece.tokens[0]), **verified), ended and len(piece.tokens) == 1
             kept = piece.tokens[1:]
             verified = dict(accepted=piece.accepted, proposed=piece.proposed, gamma=gamma)
+            if ended:  # what an end cut off does not count
+                verified["accepted"] = min(piece.accepted, len(kept))
+                if length is not None:
+                    room = len(kept) if counts.finished == "stop" else length - emitted
+                    verified["proposed"] = min(piece.proposed, room)
+            emitted += len(piece.tokens)
             if piece.drafts is not None:
-                verified["drafts"] = tuple(piece.drafts)
+                verified["drafts"] = tuple(piece.drafts[: verified["proposed"]])
             if piece.egag is not None and not math.isnan(piece.egag.h_norm):
                 verified |= piece.egag._asdict()
             if ended and kept:

@@ -138,6 +138,7 @@ class Batch:
         try:
             self.engine, self.rows = engine, rows
             self._logprobs, self._report_drafts = logprobs, report_drafts
+            self.every_level = False  # score all levels of adaptive trees, whatever the neighbours' gammas are
             self.verification = engine.verification if verification is None else verification
             self._drafts = engine.draft is not None if drafts is None else drafts
             self._catches_up = self._drafts and engine.draft is not None and engine.draft.must_catch_up
@@ -442,7 +443,7 @@ class Batch:
     def _wanted_levels(self) -> int | None:
         """How many levels the next step scores: enough for every running sequence, as far as is known."""
         gammas = [entry.gamma for entry in self._entries if entry is not None]
-        if not self._spec.adaptive or self.engine.draft is None or not gammas:
+        if not self._spec.adaptive or self.engine.draft is None or not gammas or self.every_level:
             return None
         return self.engine.draft.levels_for(self._spec, max(gammas))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -41,22 +42,35 @@ class EGAGConfig:
     exact: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("gamma_min", "gamma_max"):
+            value = getattr(self, name)
+            if not (value is None and name == "gamma_max") and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name} must be an integer, got {value!r:.60}")
+        for name in ("ema_beta", "scale", "stop_threshold", "stop_lambda"):
+            value = getattr(self, name)
+            if not (value is None and name == "scale") and (isinstance(value, bool) or not isinstance(value, Real)):
+                raise TypeError(f"{name} must be a number, got {value!r:.60}")
+        if not isinstance(self.exact, bool):
+            raise TypeError(f"exact must be True or False, got {self.exact!r:.60}")
         if self.gamma_min < 1:
             raise ValueError(f"gamma_min must be at least 1, got {self.gamma_min}")
         if self.gamma_max is not None and self.gamma_max < self.gamma_min:
             raise ValueError(f"gamma_max must be at least gamma_min ({self.gamma_min}), got {self.gamma_max}")
         if not 0 <= self.ema_beta < 1:
-            raise ValueError(f"egag_ema_beta must be at least 0 and below 1, got {self.ema_beta}")
+            raise ValueError(f"ema_beta must be at least 0 and below 1, got {self.ema_beta}")
         if self.scale is not None and not (self.scale > 0 and math.isfinite(self.scale)):
-            raise ValueError(f"egag_scale must be above 0 and finite, in nats, or None for ln V, got {self.scale}")
+            raise ValueError(f"scale must be above 0 and finite, in nats, or None for ln V, got {self.scale}")
         if self.mode not in ("gamma", "stop"):
-            raise ValueError(f'egag_mode must be "gamma" or "stop", got {self.mode!r}')
+            raise ValueError(f'mode must be "gamma" or "stop", got {self.mode!r:.60}')
         if self.mode == "stop" and (self.ema_beta or self.scale is not None):
-            raise ValueError('egag_mode "stop" looks at each entropy by itself: no egag_ema_beta and no egag_scale')
+            raise ValueError('mode "stop" looks at each entropy by itself: no ema_beta and no scale')
         if not 0 <= self.stop_threshold <= 1:
-            raise ValueError(f"egag_stop_threshold must lie in 0..1, got {self.stop_threshold}")
+            raise ValueError(f"stop_threshold must lie in 0..1, got {self.stop_threshold}")
         if not (self.stop_lambda > 0 and math.isfinite(self.stop_lambda)):
-            raise ValueError(f"egag_stop_lambda must be above 0 and finite, got {self.stop_lambda}")
+            raise ValueError(f"stop_lambda must be above 0 and finite, got {self.stop_lambda}")
+        for name in ("stop_threshold", "stop_lambda"):
+            if self.mode == "gamma" and getattr(self, name) != getattr(EGAGConfig, name):
+                raise ValueError(f'{name}={getattr(self, name)} is read in mode "stop" alone')
 
     def within(self, levels: int) -> EGAGConfig:
         """The same for trees that are no deeper than so many levels, with a gamma_max."""
@@ -143,14 +157,14 @@ def clip_depth(
     """Take candidates away that lie deeper than gamma, and those of score -inf, in place: token -1, score -inf.
 
     tokens [B, C] int64, scores [B, C] float32, depths [C] int32, 1 for the root's children. Nor may a draft stand where
-    a sequence of at most `limits` [B] int32 tokens has no room for it and the target's own token behind it; lengths
-    [B] int32: committed tokens, without the root. levels: how many were scored, where drafting stopped by itself; gamma
+    a sequence of at most `limits` [B] int32 tokens has no room for it; lengths [B] int32: committed tokens, without the
+    root. levels: how many were scored, where drafting stopped by itself; gamma
     becomes the depth that was reached, gamma_max if that is all of them, or all that there is room for.
     Raises ValueError if shapes or dtypes do not fit.
     """
     check_clip_depth(tokens, scores, depths, guide, lengths, limits)
     gone = scores == float("-inf")
-    room = limits - lengths - 2
+    room = limits - lengths - 1
     if levels is not None and config.gamma_max is not None:
         reached = torch.where(gone, 0, depths).amax(1)
         guide.gamma.copy_(torch.where(reached >= room.clamp(max=levels), config.gamma_max, reached))

@@ -132,6 +132,7 @@ class Statistics(Mapping[str, Any]):
         self.tokens += tokens
         if not proposed:
             self.plain_steps += 1
+            self.draft_forwards += passes or 0  # of a draft that had no room, or found nothing
             return
         self.accepted += accepted
         self.proposed += proposed

@@ -15,7 +15,7 @@ from eagle_triton.speculative_decoding.arguments import (
 )
 from eagle_triton.speculative_decoding.base_decoding import GREEDY
 from eagle_triton.speculative_decoding.codec_base_decoding import start_token
-from eagle_triton.speculative_decoding.egag import EGAGConfig, EntropyGuide
+from eagle_triton.speculative_decoding.egag import EntropyGuide, egag_config
 from eagle_triton.speculative_decoding.logits_processor import LogitsProcessor
 from eagle_triton.speculative_decoding.readers import CausalReader, EncoderDecoderReader
 from eagle_triton.speculative_decoding.speculative_decoding import SpeculativeDecoding
@@ -56,7 +56,7 @@ def speculative_generate_encoder_decoder(
     decodes; everything else is as in `speculative_generate`.
     """
     check_gamma(gamma)
-    egag = EGAGConfig(
+    egag = egag_config(
         gamma_min, gamma if gamma_max is None else gamma_max, egag_ema_beta, egag_scale, egag_mode,
         egag_stop_threshold, egag_stop_lambda,
     )  # fmt: skip

@@ -9,6 +9,8 @@ the target says in the same step: output keeps the target's distribution.
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +33,15 @@ def normalized_entropy(logits: Tensor, scale: float | None = None) -> Tensor:
 def moving_average(before: float | None, value: float, beta: float) -> float:
     """beta * before + (1 - beta) * value; the value itself where nothing was before."""
     return value if before is None else beta * before + (1 - beta) * value
+
+
+def egag_config(*options: Any) -> EGAGConfig:
+    """An EGAGConfig of a function's options. Raises as it does, by the names that the functions have for them."""
+    try:
+        return EGAGConfig(*options)
+    except (TypeError, ValueError) as error:
+        names = r"\b(ema_beta|scale|mode|stop_threshold|stop_lambda)\b"
+        raise type(error)(re.sub(names, r"egag_\1", str(error))) from None
 
 
 class EntropyGuide:

@@ -237,8 +237,9 @@ class _Verified(NamedTuple):
             return cls(drafts, accepted, None, None)
         if math.isnan(piece.egag.h_norm):
             raise ValueError(f"the drafter's logits are NaN behind {len(text.tokens)} tokens or more")
-        ended = egag.mode == "stop" and bool(drafts) and drafts[-1] in text.end_tokens
-        return cls(drafts, accepted, piece.egag, egag.gamma_max if ended else piece.egag.gamma)
+        at_end = bool(drafts) and (drafts[-1] in text.end_tokens or len(drafts) == text.room)
+        unstopped = egag.mode == "stop" and at_end  # a function does not look further
+        return cls(drafts, accepted, piece.egag, egag.gamma_max if unstopped else piece.egag.gamma)
 
     def ends(self, text: Text) -> bool:
         """Whether the text ends with an accepted draft."""

@@ -22,7 +22,7 @@ from eagle_triton.speculative_decoding.arguments import (
     longest,
 )
 from eagle_triton.speculative_decoding.base_decoding import GREEDY, continue_text
-from eagle_triton.speculative_decoding.egag import EGAGConfig, EntropyGuide
+from eagle_triton.speculative_decoding.egag import EntropyGuide, egag_config
 from eagle_triton.speculative_decoding.engine_decoding import (
     draft_model_config,
     engine_for,
@@ -85,7 +85,7 @@ def speculative_generate(
     be, and what the engine cannot decode with engine=True.
     """
     check_gamma(gamma)
-    egag = EGAGConfig(
+    egag = egag_config(
         gamma_min, gamma if gamma_max is None else gamma_max, egag_ema_beta, egag_scale, egag_mode,
         egag_stop_threshold, egag_stop_lambda,
     )  # fmt: skip
