@@ -399,6 +399,7 @@ ARGUMENTS = [
     ("--prompt ''", "--prompt must be a text that is not empty, got ''"),
     ("--prompt a\udcff", "--prompt must be text in UTF-8"),
     ("--seeds 1,x", "--seeds must be a whole number from 0 to 9223372036854775807, got 'x'"),
+    ("--seeds 9223372036854775808", "--seeds must be a whole number from 0 to 9223372036854775807, got '92233"),
     ("--seeds 1,1", "--seeds must not name a seed twice, got '1,1'"),
     ("--repeats 0", "--repeats must be a whole number from 1 to 10000, got '0'"),
     ("--length 0", "--length must be a whole number from 1 to 10000000, got '0'"),
@@ -416,6 +417,8 @@ ARGUMENTS = [
     ("--device toaster", "--device must be cpu, cuda or cuda:N, got 'toaster'"),
     ("--dtype int8", "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
     ("--target ./nowhere", "--target must be a directory or a hub id, and ./nowhere does not exist"),
+    ("--groups nasd,suffix --drafter .", "--drafter is not read by --groups nasd,suffix, but by speculative, egag"),
+    ("--groups egag --drafter . --head .", "--head is not read by --groups egag, but by eagle, hybrid"),
     ("--target demo-gdn", "--drafter must be given for speculative, egag with --target demo-gdn"),
     ("--runner 'uv run other.py'", "--runner must start infer.py, as in 'uv run infer.py --device cpu', got"),
     ('--runner "\'"', "--runner: No closing quotation"),
@@ -439,6 +442,9 @@ class TestArguments:
         assert told.startswith("eagle-triton ablation: ") and told.count("\n") == 1
         assert told.startswith(f"eagle-triton ablation: {said}")
         assert not list(Path().iterdir())
+
+    def test_seeds_up_to_the_largest(self):
+        assert ablation._seeds("0,9223372036854775807") == [0, 2**63 - 1]
 
     def test_matplotlib_is_asked_for_before_anything_runs(self, monkeypatch, capsys, no_model):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

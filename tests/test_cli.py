@@ -30,7 +30,7 @@ from eagle_triton.cli.conversation import Conversation
 from eagle_triton.cli.decoding import Answer, Decoder, Step
 from eagle_triton.cli.figures import figures
 from eagle_triton.cli.interrupts import kept_interrupts
-from eagle_triton.cli.settings import Settings
+from eagle_triton.cli.settings import MOST_SEED, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = State()
@@ -94,6 +94,7 @@ def test_it_begins_as_the_original_does_but_for_the_cache():
         ("/method eagle on", "method target, speculative, ngram, eagle"),
         ("/method target off", "method speculative, ngram"),
         ("/seed 7", "seed 7"),
+        (f"/seed {MOST_SEED}", "seed 9223372036854775807"),
         ("/chat", "chat off: prompts stand alone, as plain text"),
         ("/chat on", "chat on: the conversation is context"),
     ],
@@ -148,6 +149,8 @@ def test_commands_print_the_state_that_they_made(line, printed):
         ("/method medusa", "got 'medusa'"),
         ("/method eagle perhaps", "must be followed by on, off or nothing, got 'perhaps'"),
         ("/seed -1", "seed must be a whole number from 0"),
+        (f"/seed {MOST_SEED + 1}", "seed must be a whole number from 0 to 9223372036854775807, got 92233"),
+        (f"/seed {'9' * 30}", "seed must be a whole number from 0 to 9223372036854775807, got 99999"),
         ("/clear all", "takes nothing, got 'all'"),
         ("/quit now", "takes nothing, got 'now'"),
         ("/help me", "takes nothing, got 'me'"),
@@ -195,6 +198,27 @@ def test_prompts_are_what_is_no_command():
     assert answer_to("//usr/bin", DEFAULT).prompt == "/usr/bin"
     assert answer_to("# a comment of the program", DEFAULT).actions == ("answer",)
     assert answer_to(" \t", DEFAULT) == Reply(DEFAULT) == answer_to("", DEFAULT)
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        ("//a\nb // c\n//d", "/a\nb // c\n//d"),
+        ("  //a\n//d", "  /a\n//d"),
+        ("\n//a", "\n//a"),
+        ("f {\n  // comment\n  return", "f {\n  // comment\n  return"),
+        ("x = (\n/gamma 5", "x = (\n/gamma 5"),
+        ("/* comment */", "/* comment */"),
+        ("/**\n * of C\n */\nint x;", "/**\n * of C\n */\nint x;"),
+    ],
+)
+def test_only_the_first_line_of_a_prompt_is_looked_at(text, prompt):
+    assert answer_to(text, DEFAULT) == Reply(DEFAULT, actions=("answer",), prompt=prompt)
+
+
+@pytest.mark.parametrize("line", ["b\udcff", "/gamma \udcff", "//\ud800"])
+def test_what_is_no_text_is_refused(line):
+    assert answer_to(line, DEFAULT) == Reply(DEFAULT, ("this line is not answered: it must be text in UTF-8",))
 
 
 def test_several_commands_in_a_line():
@@ -414,6 +438,31 @@ def test_an_interrupt_ends_the_answer_between_two_steps_and_not_the_chat():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_sigterm_ends_the_chat_in_the_middle_of_an_answer():
+    decoder, out = Scripted(), io.StringIO()
+    decoder.before_step = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        run(Chat(decoder, out), readers.Lines(["x", "y"], out))
+    assert ended.value.code == 130 and [asked[:2] for asked in decoder.asked] == [("target", "x")]
+    assert signal.getsignal(signal.SIGTERM) is before and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a process there cannot be asked to end")
+def test_sigterm_ends_the_program(tmp_path):
+    (tmp_path / "lines").write_text("/length 2000 /speculative off /ngram off\n" + "def main():\n" * 3)
+    process = subprocess.Popen(
+        [sys.executable, "infer.py", "--device", "cpu", "--commands", str(tmp_path / "lines")],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for line in process.stdout:
+        if line == "[target]\n":
+            break
+    process.terminate()
+    printed, told = process.communicate(timeout=60)
+    assert process.returncode == 130 and "[target]" not in printed and not told
+
+
 def test_a_second_interrupt_does_not_wait():
     with pytest.raises(KeyboardInterrupt), kept_interrupts():  # nobody asks whether there was one
         os.kill(os.getpid(), signal.SIGINT)
@@ -436,7 +485,7 @@ def read_all(reader) -> list[str]:
     found = []
     with contextlib.suppress(EOFError):
         while True:
-            found.append(reader.read(DEFAULT))
+            found += reader.read(DEFAULT)
     return found
 
 
@@ -449,15 +498,50 @@ def test_lines_are_shown_and_continued():
 
 
 @pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (["int main() {\\\n", "  // comment\\\n", "  return\n"], ["int main() {\n  // comment\n  return"]),
+        (["//a\\\n", "b\n"], ["//a\nb"]),
+        (["x = (\\\n", "/gamma 5\n"], ["x = (\n/gamma 5"]),
+        (["/gamma \\\n", "5\n"], ["/gamma \n5"]),
+        (["x\\\n"], ["x"]),
+        (["x\\\n", "y\\\\"], ["x\ny\\"]),
+        (["\\"], [""]),
+        (["a\u2028b\x0bc\x0cd\x85e\rf\n", "g"], ["a\u2028b\x0bc\x0cd\x85e\rf", "g"]),
+    ],
+)
+def test_lines_that_go_on(lines, found):
+    assert read_all(readers.Lines(lines, io.StringIO())) == found
+
+
+def test_lines_of_files_and_pipes_end_at_new_lines_alone(tmp_path):
+    data = "\ufeffa\u2028b\x85c\rd\r\n\n// e\x0c\n".encode()
+    (tmp_path / "lines").write_bytes(data)
+    assert chat_module._lines(str(tmp_path / "lines")) == ["a\u2028b\x85c\rd", "", "// e\x0c"]
+    (tmp_path / "lines").write_bytes(b"")
+    assert chat_module._lines(str(tmp_path / "lines")) == []
+    piped = io.TextIOWrapper(io.BytesIO(data[3:] + b"b\xff"), encoding="utf-8")
+    assert read_all(readers.choose_reader(None, piped, io.StringIO())) == [
+        "a\u2028b\x85c\rd", "", "// e\x0c", "b\udcff"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
     ("text", "lines"),
     [
         ("x", ["x"]),
         ("def f():\n    return", ["def f():\n    return"]),
         ("/speculative off\n\n  /ngram off\nimport os", ["/speculative off", "", "  /ngram off", "import os"]),
+        ("/gamma 5\r\nx\\\n/y z\\\n//\ny\\", ["/gamma 5", "x\n/y z\n//", "y\nmore"]),
+        ("//a\nb", ["//a\nb"]),
+        ("int f() {\n  // c\n  /* d */\n/usr/bin\n/>\n}", ["int f() {\n  // c\n  /* d */\n/usr/bin\n/>\n}"]),
+        ("#define A \\\n  1\nA\\", ["#define A \\\n  1\nA\nmore"]),
+        ("a\u2028/gamma 5\x0b/gamma 6\x0c/quit\x85/quit\r/quit", None),
     ],
 )
 def test_what_is_pasted_at_once(text, lines):
-    assert list(readers.dispatched(text)) == lines
+    typed = [text, "more"]
+    assert readers.chat_lines(lambda prompt: typed.pop(0)) == (lines or [text])
 
 
 @pytest.mark.parametrize(
@@ -511,7 +595,7 @@ def test_the_end_of_lines_and_quit_leave():
             answer = self.answers.pop(0)
             if isinstance(answer, type):
                 raise answer
-            return answer
+            return answer.split("\n")
 
     chat = Chat(Scripted(), io.StringIO())
     reader = Typed("/gamma 5", KeyboardInterrupt, "/gamma 6", EOFError, "/gamma 7")
@@ -571,6 +655,35 @@ def test_without_a_drafter_its_drafts_begin_switched_off(with_demo, monkeypatch,
     assert chat_module.main(["--device", "cpu", "--target", str(tmp_path)]) == 0
     assert with_demo == [(str(tmp_path), None, None, "cpu", None)]
     assert "drafter none" in (printed := capsys.readouterr().out) and "\ntarget, ngram | " in printed
+
+
+def test_bytes_that_are_no_text_are_refused_and_the_chat_goes_on(with_demo, monkeypatch, capsys):
+    lines = b"/length 3 /speculative off /ngram off\nb\xff\nimport os\\"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
+    assert main.main(["chat", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("this line is not answered: it must be text in UTF-8\n> import os\\\n[target]\n") == 1
+    assert printed.count("3 tokens in") == 1
+
+
+@pytest.mark.parametrize("how", ["strict", "surrogateescape", "argument"])
+def test_generate_refuses_bytes_that_are_no_text(how, monkeypatch, capsys):
+    words = ["b\udcff"] if how == "argument" else []
+    if not words:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"b\xff\n"), encoding="utf-8", errors=how))
+    with pytest.raises(SystemExit, match="2"):
+        generate.main([*words, "--device", "cpu"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"PROMPT must be text in UTF-8, and what is {'given' if words else 'piped in'} is not" in line
+
+
+def test_the_largest_seed_is_taken(with_demo, capsys):
+    words = ["--temperature", "1.5", "--max-new-tokens", "5", "--device", "cpu", "--seed"]
+    texts = []
+    for seed in (MOST_SEED, 0, MOST_SEED):
+        assert generate.main(["import os", *words, str(seed)]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[2] != texts[1]
 
 
 @pytest.mark.parametrize(
@@ -645,6 +758,7 @@ REFUSED = [
     ("generate x y", "'y' is no argument of this command"),
     ("generate x --method medusa", "--method must be one of target, drafter, speculative"),
     ("generate x --max-new-tokens 0", "--max-new-tokens must be a whole number from 1"),
+    (f"generate x --seed {MOST_SEED + 1}", "--seed must be a whole number from 0 to 9223372036854775807, got '9223"),
     ("generate x --top-p 0.9", "--top-p must come with a --temperature above 0"),
     ("generate x --top-k 9", "--top-k must come with a --temperature above 0"),
     ("generate x --temperature 1 --top-p 0", "top_p must be a finite number above 0"),

@@ -104,7 +104,7 @@ def whole(least: int = 1, most: int = MOST_TOKENS) -> Callable[[str], int]:
     """A whole number from `least` to `most`."""
 
     def read(text: str) -> int:
-        if not re.fullmatch(r"\s*[+-]?\d{1,18}\s*", text) or not least <= int(text) <= most:
+        if not re.fullmatch(r"\s*[+-]?\d{1,19}\s*", text) or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, got {text!r}")
         return int(text)
 

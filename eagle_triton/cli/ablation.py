@@ -205,6 +205,10 @@ def _settle(parser: Parser, args: argparse.Namespace) -> None:
         args.prompts_by_id = {f"text-{hashlib.sha256(text.encode()).hexdigest()[:8]}": text for text in args.prompt}
     else:
         args.prompts_by_id = {f"demo-{n}": text for n, text in enumerate(demo_prompts(args.prompts or 5), 1)}
+    for name, methods in (("drafter", ("speculative",)), ("head", ("eagle", "hybrid"))):
+        readers = [group for group in GROUPS if GROUPS[group].method in methods]
+        if getattr(args, name) is not None and not set(readers) & set(args.groups):
+            parser.error(f"--{name} is not read by --groups {','.join(args.groups)}, but by {', '.join(readers)}")
     if args.drafter is None and args.target == "demo":
         args.drafter = "demo-draft"
     drafting = [group for group in args.groups if GROUPS[group].method == "speculative"]

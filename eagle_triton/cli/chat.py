@@ -4,7 +4,8 @@
     eagle-triton chat --target PATH --drafter PATH --head PATH
     eagle-triton chat --commands FILE       lines from a file instead of the terminal; piped lines are read as well
 
-/help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves. Exit code 0: left; 2: a wrong argument.
+/help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves. Exit code 0: left; 2: a wrong argument; 130: ended by
+SIGTERM, or by Ctrl-C between answers where nobody types.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from eagle_triton.benchmarks.arguments import Parser, sentence
 from eagle_triton.cli.commands import State, answer_to, state_line
 from eagle_triton.cli.conversation import Conversation, plain_ids
 from eagle_triton.cli.figures import Totals, figures, totals_table
-from eagle_triton.cli.interrupts import kept_interrupts
-from eagle_triton.cli.readers import Reader, choose_reader, dispatched
+from eagle_triton.cli.interrupts import kept_interrupts, left_by_sigterm
+from eagle_triton.cli.readers import LINE_END, Reader, choose_reader
 
 if TYPE_CHECKING:  # they import torch, for which --help does not wait
     from eagle_triton.cli.decoding import Answer, Decoder, Step
@@ -53,17 +54,18 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton chat") -> i
 
 
 def run(chat: Chat, reader: Reader) -> int:
-    """Take what the reader reads until it ends or "/quit" comes; Ctrl-C where nobody types ends it too."""
-    while True:
-        try:
-            for line in dispatched(reader.read(chat.state)):
-                if not chat.take(line):
-                    return 0
-        except EOFError:
-            return 0
-        except KeyboardInterrupt:  # between answers: what was typed is given up
-            if not reader.typed:
-                return 130
+    """Take what the reader reads until it ends or "/quit" comes; SIGTERM, and Ctrl-C where nobody types, end it too."""
+    with left_by_sigterm():
+        while True:
+            try:
+                for line in reader.read(chat.state):
+                    if not chat.take(line):
+                        return 0
+            except EOFError:
+                return 0
+            except KeyboardInterrupt:  # between answers: what was typed is given up
+                if not reader.typed:
+                    return 130
 
 
 @dataclass
@@ -205,9 +207,10 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
 def _lines(path: str) -> list[str]:
     """The lines of a file."""
     try:
-        return Path(path).read_text(encoding="utf-8-sig").splitlines()
+        lines = LINE_END.split(Path(path).read_bytes().decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not in UTF-8"
         raise argparse.ArgumentTypeError(
             f"must be a file that can be read, and {path or 'an empty path'} is not: {reason}"
         ) from None
+    return lines if lines[-1] else lines[:-1]

@@ -1,6 +1,7 @@
 """What a line of the chat means: `answer_to(line, state)` is the new state, what to print, and what to do.
 
 Nothing is loaded, printed or decoded here. A line that does not begin with "/" is a prompt; "//" begins one that does.
+A prompt may have several lines, of which the first alone is looked at.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from eagle_triton.cli.settings import EGAG_MODES, METHODS, PROCESSORS, STORAGES, Settings
 
 SWITCH = ("on", "off")
+COMMAND = re.compile(r"\s*/[a-z]\w*(\s|$)", re.IGNORECASE)  # what makes pasted lines more than one prompt
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,11 @@ def answer_to(line: str, state: State) -> Reply:
     words = line.strip()
     if not words:
         return Reply(state)
-    if not words.startswith("/") or words.startswith("//"):
-        text = line.replace("//", "/", 1) if words.startswith("//") else line
+    if re.search("[\ud800-\udfff]", line):  # so Python reads bytes that are no text
+        return Reply(state, ("this line is not answered: it must be text in UTF-8",))
+    first = line.partition("\n")[0].lstrip()
+    if not first.startswith("/") or first.startswith(("//", "/*")):
+        text = line.replace("//", "/", 1) if first.startswith("//") else line
         return Reply(state, actions=("answer",), prompt=text)
     lines: list[str] = []
     actions: list[str] = []
@@ -207,7 +212,7 @@ def _with(state: State, **options: Any) -> State:
 
 
 def _whole(text: str, name: str) -> int:
-    if not re.fullmatch(r"[+-]?\d{1,18}", text, re.ASCII):
+    if not re.fullmatch(r"[+-]?\d{1,100}", text, re.ASCII):
         raise ValueError(f"{name} must be a whole number, got {text!r}")
     return int(text)
 

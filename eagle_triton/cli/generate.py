@@ -21,7 +21,7 @@ from eagle_triton.benchmarks.arguments import Parser
 from eagle_triton.cli.conversation import Conversation, plain_ids
 from eagle_triton.cli.figures import figures
 from eagle_triton.cli.interrupts import kept_interrupts
-from eagle_triton.cli.settings import EGAG_MODES, METHODS, MOST_DRAFTS, STORAGES, Settings
+from eagle_triton.cli.settings import EGAG_MODES, METHODS, MOST_DRAFTS, MOST_SEED, STORAGES, Settings
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.cli.decoding import Step
@@ -40,7 +40,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # those of Setti
     "ngram_n": (dict(type=arguments.whole(2), help="most tokens of an n-gram"), NGRAM),
     "top_k_filler": (dict(type=arguments.whole(), help="likeliest tokens that are counted too"), NGRAM),
     "filler_weight": (dict(type=arguments.number(0, 1e6), help="how often each of them counts"), NGRAM),
-    "seed": (dict(type=arguments.whole(0, 10**18 - 1), help="of the random numbers"), METHODS),
+    "seed": (dict(type=arguments.whole(0, MOST_SEED), help="of the random numbers"), METHODS),
 }
 
 
@@ -77,8 +77,9 @@ def _prompt(parser: Parser, given: str | None) -> str:
         parser.error("PROMPT must be given, or piped in")
     try:
         prompt = sys.stdin.read() if given is None else given
-    except UnicodeDecodeError:
-        parser.error("PROMPT must be text in UTF-8, and what is piped in is not")
+        prompt.encode()  # bytes that are no text may have become surrogates
+    except UnicodeError:
+        parser.error(f"PROMPT must be text in UTF-8, and what is {'piped in' if given is None else 'given'} is not")
     if not prompt:
         parser.error("PROMPT must be a text that is not empty")
     return prompt

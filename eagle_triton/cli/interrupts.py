@@ -1,8 +1,9 @@
-"""Ctrl-C in the middle of an answer."""
+"""Ctrl-C in the middle of an answer, and SIGTERM at any time."""
 
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -31,3 +32,17 @@ def kept_interrupts() -> Iterator[Callable[[], None]]:
         yield check
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def left_by_sigterm(code: int = 130) -> Iterator[None]:
+    """Let SIGTERM end the program with this exit code inside, where a KeyboardInterrupt would stop an answer alone."""
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        sys.exit(code)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -7,7 +7,7 @@
     eagle-triton ablation                   compare the methods over prompts, as CSV
 
 Each has options of its own: eagle-triton chat --help
-Exit code 0: done; 1: it failed, or figures are missing; 2: a wrong argument.
+Exit code 0: done; 1: it failed, or figures are missing; 2: a wrong argument; 130: ended by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations

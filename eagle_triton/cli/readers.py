@@ -3,49 +3,70 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from eagle_triton.cli.commands import COMMANDS, State, state_line
+from eagle_triton.cli.commands import COMMAND, COMMANDS, State, state_line
 
 PROMPT, MORE = "> ", "... "
+LINE_END = re.compile(r"\r?\n")  # str.splitlines() takes more, such as U+2028, for one
 
 
 class Reader(Protocol):
-    """Reads what comes next, perhaps several lines. Raises EOFError at the end, KeyboardInterrupt for Ctrl-C.
+    """Reads what comes next as lines of the chat. Raises EOFError at the end, KeyboardInterrupt for Ctrl-C.
 
     typed: whether somebody types it.
     """
 
     typed: bool
 
-    def read(self, state: State) -> str: ...
+    def read(self, state: State) -> list[str]: ...
 
 
 def choose_reader(lines: list[str] | None, stdin: TextIO, out: TextIO) -> Reader:
-    """The reader for lines of a file, for what is piped in, or for the terminal with what is installed."""
-    if lines is not None or not (stdin.isatty() and out.isatty()):
+    """The reader for lines of a file, for what is piped in, or for the terminal with what is installed.
+
+    Bytes that are no text become surrogates, which the chat refuses line by line.
+    """
+    piped = not (stdin.isatty() and out.isatty())
+    if isinstance(stdin, io.TextIOWrapper):
+        stdin.reconfigure(errors="surrogateescape", newline="\n" if piped else None)
+    if lines is not None or piped:
         return Lines(stdin if lines is None else lines, out)
     if importlib.util.find_spec("prompt_toolkit") is not None:
         return prompt_toolkit_reader(out)
     return Terminal(out)
 
 
-def dispatched(text: str) -> Iterator[str]:
-    """What was read at once as lines of the chat: each by itself if one is a command, else one prompt."""
-    lines = text.splitlines()
-    yield from lines if any(line.lstrip().startswith("/") for line in lines) else [text]
+def chat_lines(read: Callable[[str], str]) -> list[str]:
+    """What `read`, given a prompt, reads at once: lines of which one is a command each by itself, others as one prompt.
 
-
-def continued(read: Callable[[str], str]) -> str:
-    """What `read`, given a prompt, reads; a line that ends with a backslash goes on in the next one."""
+    A line that ends with a backslash goes on in the next one, whatever that is.
+    """
     text = read(PROMPT)
+    waiting = LINE_END.split(text)
+    if not any(map(COMMAND.match, waiting)):
+        return [_continued(text, read)]
+    found = []
+    while waiting:
+        found.append(_continued(waiting.pop(0), lambda prompt: waiting.pop(0) if waiting else read(prompt)))
+    return found
+
+
+def _continued(text: str, read: Callable[[str], str]) -> str:
+    """A text, and the lines in which it goes on; at the end of input it is what there is."""
     while text.endswith("\\"):
-        text = text[:-1] + "\n" + read(MORE)
+        text = text[:-1]
+        try:
+            text += "\n" + read(MORE)
+        except EOFError:
+            break
     return text
 
 
@@ -58,14 +79,14 @@ class Lines:
         self.lines = iter(lines)
         self.out = out
 
-    def read(self, state: State) -> str:
-        return continued(self._next)
+    def read(self, state: State) -> list[str]:
+        return chat_lines(self._next)
 
     def _next(self, prompt: str) -> str:
         line = next(self.lines, None)
         if line is None:
             raise EOFError
-        line = line.rstrip("\r\n")
+        line = line.removesuffix("\n").removesuffix("\r")
         self.out.write(f"{prompt}{line}\n")
         self.out.flush()
         return line
@@ -81,9 +102,12 @@ class Terminal:
         with suppress(ImportError):
             importlib.import_module("readline")  # arrow keys; input() takes it by itself
 
-    def read(self, state: State) -> str:
+    def read(self, state: State) -> list[str]:
+        return chat_lines(self._next)
+
+    def _next(self, prompt: str) -> str:
         try:
-            return continued(input)
+            return input(prompt)
         except (EOFError, KeyboardInterrupt):
             self.out.write("\n")
             raise
@@ -97,8 +121,8 @@ class PromptToolkit:
     def __init__(self, session: Any):
         self.session = session
 
-    def read(self, state: State) -> str:
-        return continued(lambda prompt: self.session.prompt(prompt, bottom_toolbar=state_line(state)))
+    def read(self, state: State) -> list[str]:
+        return chat_lines(lambda prompt: self.session.prompt(prompt, bottom_toolbar=state_line(state)))
 
 
 def prompt_toolkit_reader(out: TextIO) -> Reader:
