@@ -253,8 +253,9 @@ class TestEngine:
         for piece in pieces:
             assert rule.gamma_min <= piece.egag.gamma <= depth and piece.proposed == len(piece.drafts)
             assert piece.accepted <= piece.egag.gamma and 0 <= piece.egag.h_norm <= 1
+            assert piece.egag.levels == depth if rule.exact else 1 <= piece.egag.levels <= depth
             if tree == "chain":
-                assert piece.proposed <= piece.egag.gamma
+                assert piece.proposed <= min(piece.egag.gamma, piece.egag.levels)
         assert len({piece.egag.gamma for piece in pieces}) > 1
         if not rule.exact:  # passes were saved, and counted
             assert inference.statistics["total_draft_forward"] < len(pieces) * depth
@@ -308,6 +309,7 @@ class TestEngine:
             assert piece.egag[:2] == pytest.approx((step.h_norm, step.h_ema), abs=1e-4)
         assert total > 15
 
+    @pytest.mark.parametrize("count", [15, 16, 20, 22])
     def test_the_end_costs_no_step_more_than_without(self, demo, count):
         """A rule that is always sure drafts as a fixed chain does, up to the last token."""
         found = []

@@ -526,7 +526,7 @@ def _steps_of_session(session: Session, gamma: int | None, length: int | None, c
             if piece.drafts is not None:
                 verified["drafts"] = tuple(piece.drafts[: verified["proposed"]])
             if piece.egag is not None and not math.isnan(piece.egag.h_norm):
-                verified |= piece.egag._asdict()
+                verified |= dict(h_norm=piece.egag.h_norm, h_ema=piece.egag.h_ema, gamma=piece.egag.gamma)
             if ended and kept:
                 yield Step(tuple(kept), **verified), True
 

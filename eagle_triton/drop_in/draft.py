@@ -93,8 +93,8 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
         state.lengths.fill_(length)
         ea_layer.stable_kv = KeptRows.of(state, length)
         newest[state] = length
-        for kept_output, output in zip(state.sequences.draft_tensors[1:], (hidden, normed), strict=True):
-            kept_output.copy_(output[:, -1:])
+        state.sequences.draft_tensors.hidden.copy_(hidden[:, -1:])
+        state.sequences.draft_tensors.normed.copy_(normed[:, -1:])
         draft.grow(ops, state)
         if project(ops, draft.head, normed[:, -1:]).isnan().any():
             raise RuntimeError("the draft head's logits contain NaN: no tree can be drafted from them")

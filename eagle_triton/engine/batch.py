@@ -47,11 +47,13 @@ class Request:
 
 
 class GuideReading(NamedTuple):
-    """By what EGAG bounded a tree: the entropy h_norm, its moving average, and how deep drafts might be."""
+    """By what EGAG bounded a tree: the entropy, its moving average, and how deep drafts might be. levels: how many were
+    scored, which cuts off what might have been deeper."""
 
     h_norm: float
     h_ema: float
     gamma: int
+    levels: int
 
 
 @dataclass(frozen=True)
@@ -340,9 +342,9 @@ class Batch:
             if entry is not None and entry is self._entries[slot]:
                 row = self._progress(slot, entry.request, state.spec, levels, rows[slot], values[slot])
                 if guided is not None:
-                    *reading, gamma = guided[slot]
-                    row = replace(row, egag=_reading(*reading))
-                    entry.gamma = gamma if math.isinf(entry.gamma) else max(gamma, entry.gamma - 1)
+                    h_norm, h_ema, gamma, following = guided[slot]
+                    row = replace(row, egag=_reading(h_norm, h_ema, gamma, levels))
+                    entry.gamma = following if math.isinf(entry.gamma) else max(following, entry.gamma - 1)
                 progress.append(row)
         for row in progress:
             self.lengths[row.slot] += len(row.tokens)
@@ -492,8 +494,8 @@ class Batch:
         )
 
 
-def _reading(h_norm: float, h_ema: float, gamma: float) -> GuideReading:
-    return GuideReading(h_norm, h_ema, int(gamma) if gamma == gamma else 0)
+def _reading(h_norm: float, h_ema: float, gamma: float, levels: int) -> GuideReading:
+    return GuideReading(h_norm, h_ema, int(gamma) if gamma == gamma else 0, levels)
 
 
 def _set_rules(rules: LogitRules, requests: Sequence[Request], prompts: Sequence[Tensor]) -> None:

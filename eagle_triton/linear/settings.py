@@ -63,11 +63,24 @@ def launch_settings(
     tensor cores are used, and for many rows, time is no longer that of reading the weights: cuBLAS. Those of a
     draft pass stay here all the same, so that it has the megakernel's bits.
     """
+    return settings_on(compute_capability(device), dtype, rows, cols, depth, fused, in_draft_pass)
+
+
+def settings_on(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    rows: int,
+    cols: tuple[int, ...],
+    depth: int,
+    fused: bool = False,
+    in_draft_pass: bool = False,
+) -> Settings | None:
+    """launch_settings for a device of this compute capability."""
     if rows > _MAX_ROWS or (dtype.itemsize > 2 and not in_draft_pass):
         return None
     if dtype.itemsize > 2:
         settings = Settings(32, 32, stages=2, tma=False)
-    elif compute_capability(device) not in ((9, 0), (10, 0), (10, 3)):
+    elif capability not in ((9, 0), (10, 0), (10, 3)):
         settings = Settings(32 if fused else 64, 64, stages=3)  # small enough for any device; unmeasured
     else:
         few = rows <= 16

@@ -89,6 +89,11 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
         draft_model = None
     elif draft_model is None and needs_model(config):
         _ = read_causal_lm(base, root="target_model")  # a target that no draft could help is called that
+        if config.speculative is not None and config.speculative.method is SpecMethod.DRAFT_MODEL:
+            raise UnsupportedModelError(
+                "draft_model: method draft_model needs a causal language model with the target's vocabulary, here or "
+                "as the configuration's model"
+            )
         raise UnsupportedModelError(
             "draft_model: a target without a head needs one: an EAGLE head, or a causal language model with its "
             "vocabulary"

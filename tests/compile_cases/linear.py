@@ -3,7 +3,7 @@
 import torch
 
 from eagle_triton.linear import settings as table
-from eagle_triton.linear.settings import Settings, launch_settings
+from eagle_triton.linear.settings import Settings, settings_on
 from eagle_triton.linear.small import _linear_kernel, _linear_swiglu_kernel
 from eagle_triton.runtime.launch import EXACT
 
@@ -49,12 +49,7 @@ def _case(name, settings, rows, weights, dtype="bf16", keep_splits=False, residu
 
 
 def _settings(capability: tuple[int, int], rows: int, cols: tuple[int, ...], depth: int) -> Settings:
-    """As launch_settings chooses them for a device of this compute capability."""
-    original, table.compute_capability = table.compute_capability, lambda device: capability
-    try:
-        return launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, fused=len(cols) == 2)
-    finally:
-        table.compute_capability = original
+    return settings_on(capability, torch.bfloat16, rows, cols, depth, fused=len(cols) == 2)
 
 
 _SHAPES = {

@@ -1,6 +1,8 @@
 """Production settings of the streamed products: every measured shape, and an unmeasured one."""
 
-from eagle_triton.linear import settings as small
+import torch
+
+from eagle_triton.linear.settings import settings_on
 from eagle_triton.linear.streamed import (
     _HOPPER,
     _WIDE,
@@ -54,8 +56,9 @@ def _case(
 
 CASES = []
 for _rows, _cols, _depth in _HOPPER:
-    _plain = small._HOPPER[_rows, _cols, _depth]
-    _settings = settings_for(_rows, _cols, _depth, *_plain[:3], _plain.swap, len(_cols) == 2)
+    _fused = len(_cols) == 2
+    _plain = settings_on((9, 0), torch.bfloat16, _rows, _cols, _depth, _fused)
+    _settings = settings_for(_rows, _cols, _depth, *_plain[:3], _plain.swap, _fused)
     CASES.append(_case(f"{_rows} rows {_cols} of {_depth}", _rows, _cols, _settings))
 _NARROW = (2048, 512, 512)
 _UNMEASURED = settings_for(24, _NARROW, 2048, 64, 128, 4, False)
