@@ -8,7 +8,8 @@ so that every key is read once for the whole group and the products are tall eno
 | name       | shape                    | dtype   |                                                           |
 |------------|--------------------------|---------|-----------------------------------------------------------|
 | q, out     | [B, N, Hq, d]            | q       | the new nodes                                             |
-| cache      | [2, B, Hkv, T, d]        | q       | keys and values of one layer                              |
+| cache      | [2, P, Hkv, R, d]        | q       | keys and values of one layer, in P pages of R rows        |
+| table      | [B, W]                   | int32   | of each sequence its pages, T = W * R; None: P = B, its own |
 | lengths    | [B]                      | int32   | committed rows, visible to every node                     |
 | ancestors  | [B, N, W]                | int64   | bit j of row i: node i sees cache row lengths + j         |
 | partial    | [B, Hkv, S, N * G, d]    | float32 | normalised output of each split (workspace)               |
@@ -37,11 +38,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from eagle_triton.reference.attention import check_tree_attention
+from eagle_triton import kv_cache
+from eagle_triton.reference.attention import capacity_of, check_tree_attention
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import can_overlap, prefer_shared_memory
 
 _WORD = tl.constexpr(64)
+_TILE_ROWS = 64  # no tile of keys has more
 
 
 @triton.jit
@@ -112,6 +115,20 @@ def _positions_before(bits_ptr, offset, row_ok, WORDS: tl.constexpr):
 
 
 @triton.jit
+def _place(pages_ptr, start, PAGE: tl.constexpr):
+    """The page (int64) of a tile of rows from `start` on, and its row there. PAGE 0: all rows lie in the one page that
+    k_ptr and k_row begin with."""
+    start = tl.full((), 0, tl.int32) + start
+    if PAGE:
+        page = tl.load(pages_ptr + start // PAGE).to(tl.int64)
+        row = start % PAGE
+    else:
+        page = tl.full((), 0, tl.int64)
+        row = start
+    return page, row
+
+
+@triton.jit
 def _fold(acc, top, total, scores, v, scale_log2, MASKED: tl.constexpr):
     """Fold a tile's scores and values into the running (weighted sum, maximum, denominator) of each row."""
     new_top = tl.maximum(top, tl.ceil(tl.max(scores, 1) * scale_log2))
@@ -130,6 +147,9 @@ def _attend(
     v_row,
     k_ptr,
     v_ptr,
+    pages_ptr,
+    stride_page,
+    rows_page,
     bits_ptr,
     node,
     row_ok,
@@ -141,6 +161,7 @@ def _attend(
     window,
     D: tl.constexpr,
     STRIDE_T: tl.constexpr,
+    PAGE: tl.constexpr,
     WORDS: tl.constexpr,
     WINDOW: tl.constexpr,
     TMA: tl.constexpr,
@@ -158,7 +179,6 @@ def _attend(
     total = tl.zeros((BLOCK_M,), tl.float32)
     column = tl.arange(0, BLOCK_D)
     column_ok = column < D
-    stride_far = tl.full((), STRIDE_T, tl.int64)  # a tile may lie 2^31 elements away
     if WINDOW:
         if WORDS:
             position = length + _positions_before(bits_ptr, 64 * WORDS, row_ok, WORDS) - 1
@@ -170,19 +190,20 @@ def _attend(
     row = tl.arange(0, BLOCK_N)
     tile = row[:, None] * STRIDE_T + column[None, :]
     for start in tl.range(first, plain_last, BLOCK_N):
+        page, page_row = _place(pages_ptr, start, PAGE)
         if TMA:
-            k = cache_desc.load([k_row + start, 0])
+            k = cache_desc.load([k_row + page.to(tl.int32) * rows_page + page_row, 0])
         else:
             ok = column_ok[None, :]
             if WINDOW:
                 ok = ok & (start + row >= length - window)[:, None]
-            offset = start * stride_far
+            offset = page * stride_page + page_row.to(tl.int64) * STRIDE_T
             k = tl.load(k_ptr + offset + tile, mask=ok, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if WINDOW:
             scores = tl.where((start + row)[None, :] > (position - window)[:, None], scores, float("-inf"))
         if TMA:
-            v = cache_desc.load([v_row + start, 0])
+            v = cache_desc.load([v_row + page.to(tl.int32) * rows_page + page_row, 0])
         else:
             v = tl.load(v_ptr + offset + tile, mask=ok, other=0.0)
         acc, top, total = _fold(acc, top, total, scores, v, scale_log2, WINDOW)
@@ -193,8 +214,10 @@ def _attend(
     for start in tl.range(tl.maximum(first, plain_last), last, BLOCK_T, num_stages=1):
         rows = start + row
         ok = (rows < last)[:, None] & column_ok[None, :]
-        k = tl.load(k_ptr + start * stride_far + tile, mask=ok, other=0.0)
-        v = tl.load(v_ptr + start * stride_far + tile, mask=ok, other=0.0)
+        page, page_row = _place(pages_ptr, start, PAGE)
+        offset = page * stride_page + page_row.to(tl.int64) * STRIDE_T
+        k = tl.load(k_ptr + offset + tile, mask=ok, other=0.0)
+        v = tl.load(v_ptr + offset + tile, mask=ok, other=0.0)
         if WORDS:
             word = _window(bits_ptr, start - length, row_ok, WORDS)
             anyone = tl.reduce(word, 0, _either)
@@ -228,10 +251,11 @@ def attend_split(
     split,
     sequence,
     head,
-    sequences,
+    pages,
     q_ptr,
     cache_ptr,
     cache_desc,
+    table_ptr,
     lengths_ptr,
     ancestors_ptr,
     out_ptr,
@@ -243,17 +267,20 @@ def attend_split(
     stride_ckv,
     stride_cb,
     stride_ch,
+    stride_tb,
     stride_ab,
     stride_an,
     stride_ob,
     stride_on,
     stride_oh,
     nodes,
+    page_rows,
     capacity,
     scale_log2,
     window,
     D: tl.constexpr,
     STRIDE_T: tl.constexpr,
+    PAGE: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -266,7 +293,9 @@ def attend_split(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Rows row_block * BLOCK_M .. of one head of one of `sequences` sequences over one split of the keys.
+    """Rows row_block * BLOCK_M .. of one head of one sequence over one split of the keys, which lie in `pages` pages.
+
+    PAGE: rows of a page, of which a sequence has several; 0: a sequence's rows lie in one page, of `page_rows` rows.
 
     The result goes to `partial` and `lse`, with SPLITS 1 to `out`. A split without keys does nothing.
     """
@@ -287,9 +316,18 @@ def attend_split(
         if WORDS == 0:  # causal: nothing behind the block's last node
             last = tl.minimum(last, length + tl.minimum((row_block + 1) * BLOCK_M - 1, rows - 1) // GROUP + 1)
 
-        k_ptr = cache_ptr + batch * stride_cb + head.to(tl.int64) * stride_ch
-        k_row = (sequence * HEADS + head) * capacity
-        v_row = k_row + sequences * HEADS * capacity
+        k_ptr = cache_ptr + head.to(tl.int64) * stride_ch
+        k_row = head * page_rows
+        pages_ptr = table_ptr
+        if table_ptr is not None:
+            pages_ptr = table_ptr + batch * stride_tb
+        if PAGE == 0:
+            page = batch
+            if table_ptr is not None:
+                page = tl.load(pages_ptr).to(tl.int64)
+            k_ptr += page * stride_cb
+            k_row += page.to(tl.int32) * HEADS * page_rows
+        v_row = k_row + pages * HEADS * page_rows
         bits_ptr = ancestors_ptr
         if WORDS:
             bits_ptr = ancestors_ptr + batch * stride_ab + node * stride_an
@@ -300,6 +338,9 @@ def attend_split(
             v_row,
             k_ptr,
             k_ptr + stride_ckv,
+            pages_ptr,
+            stride_cb,
+            HEADS * page_rows,
             bits_ptr,
             node,
             row_ok,
@@ -311,6 +352,7 @@ def attend_split(
             window,
             D,
             STRIDE_T,
+            PAGE,
             WORDS,
             WINDOW,
             TMA,
@@ -329,11 +371,12 @@ def attend_split(
             tl.store(partial_ptr + p_row * D + (row[:, None] * D + column[None, :]), acc, mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["lengths_ptr", "nodes"])
+@triton.jit(do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "nodes"], do_not_specialize=["pages"])
 def _tree_attention_kernel(
     q_ptr,
     cache_ptr,
     cache_desc,
+    table_ptr,
     lengths_ptr,
     ancestors_ptr,
     out_ptr,
@@ -345,17 +388,21 @@ def _tree_attention_kernel(
     stride_ckv,
     stride_cb,
     stride_ch,
+    stride_tb,
     stride_ab,
     stride_an,
     stride_ob,
     stride_on,
     stride_oh,
     nodes,
+    pages,
+    page_rows,
     capacity,
     scale_log2,
     window,
     D: tl.constexpr,
     STRIDE_T: tl.constexpr,
+    PAGE: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -382,10 +429,11 @@ def _tree_attention_kernel(
         tl.program_id(2),
         tl.program_id(1) // HEADS,
         tl.program_id(1) % HEADS,
-        tl.num_programs(1) // HEADS,
+        pages,
         q_ptr,
         cache_ptr,
         cache_desc,
+        table_ptr,
         lengths_ptr,
         ancestors_ptr,
         out_ptr,
@@ -397,17 +445,20 @@ def _tree_attention_kernel(
         stride_ckv,
         stride_cb,
         stride_ch,
+        stride_tb,
         stride_ab,
         stride_an,
         stride_ob,
         stride_on,
         stride_oh,
         nodes,
+        page_rows,
         capacity,
         scale_log2,
         window,
         D,
         STRIDE_T,
+        PAGE,
         GROUP,
         HEADS,
         WORDS,
@@ -615,29 +666,39 @@ def tree_attention(
     scale: float,
     sliding_window: int | None = None,
     launch_nodes: int | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T + mask) v for N new nodes per sequence, whose keys are in the cache already.
 
     q [B, N, Hq, d]; cache [2, B, Hkv, T, d] in q's dtype (fp16, bf16 or fp32), d <= 256; lengths [B] int32; ancestors
-    [B, N, W] int64 or None (causal); `scale` > 0. See `reference.attention.tree_attention` for who sees what.
+    [B, N, W] int64 or None (causal); `scale` > 0. See `reference.attention.tree_attention` for who sees what, and for
+    the `table` of a cache in pages, which must be of 64 rows or a multiple where a sequence has several.
     The last dimension of every tensor must be contiguous; its other strides are free. `launch_nodes`: choose the
     launch settings for that many nodes. Returns [B, N, Hq, d]. Raises ValueError before the launch if shapes, dtypes,
     strides or devices do not fit.
     """
-    check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window)
-    _check_kernel_limits(q, cache, lengths, ancestors)
+    check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table)
+    _check_kernel_limits(q, cache, lengths, ancestors, table)
     rows = (launch_nodes or q.shape[1]) * (q.shape[2] // cache.shape[2])
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda and torch.version.cuda else None
-    use = settings_for(rows, q.shape[3], cache.shape[2], cache.shape[3], q.dtype, capability)
-    return _launch(q, cache, lengths, ancestors, scale, sliding_window, use)
+    capacity = capacity_of(cache, table)
+    use = settings_for(rows, q.shape[3], cache.shape[2], capacity, q.dtype, capability)
+    return _launch(q, cache, lengths, ancestors, scale, sliding_window, use, table)
 
 
-def _check_kernel_limits(q: Tensor, cache: Tensor, lengths: Tensor, ancestors: Tensor | None) -> None:
+def _check_kernel_limits(
+    q: Tensor, cache: Tensor, lengths: Tensor, ancestors: Tensor | None, table: Tensor | None
+) -> None:
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or q.shape[-1] > 256:
         raise ValueError(
             f"tree_attention: q must be fp16, bf16 or fp32 with d <= 256, got {q.dtype} and d = {q.shape[-1]}"
         )
-    for name, tensor in (("q", q), ("cache", cache), ("lengths", lengths), ("ancestors", ancestors)):
+    if table is not None and table.shape[1] > 1 and cache.shape[3] % _TILE_ROWS:
+        raise ValueError(
+            f"tree_attention: pages must have a multiple of {_TILE_ROWS} rows, a tile's, got {cache.shape[3]}"
+        )
+    named = {"q": q, "cache": cache, "lengths": lengths, "ancestors": ancestors, "table": table}
+    for name, tensor in named.items():
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(
                 f"tree_attention: {name} must have stride 1 in its last dimension, got strides {tensor.stride()}"
@@ -655,9 +716,11 @@ def _launch(
     scale: float,
     sliding_window: int | None,
     use: Settings,
+    table: Tensor | None = None,
 ) -> Tensor:
     batch, nodes, heads, width = q.shape
-    kv_heads, capacity = cache.shape[2:4]
+    pages, kv_heads, page_rows = cache.shape[1:4]
+    capacity = capacity_of(cache, table)
     group, rows = heads // kv_heads, nodes * (heads // kv_heads)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not out.numel():
@@ -687,6 +750,7 @@ def _launch(
         q,
         cache,
         desc,
+        table,
         lengths,
         ancestors,
         out,
@@ -694,14 +758,18 @@ def _launch(
         lse,
         *q.stride()[:3],
         *cache.stride()[:3],
+        0 if table is None else table.stride(0),
         *((0, 0) if ancestors is None else ancestors.stride()[:2]),
         *out.stride()[:3],
         nodes,
+        pages,
+        page_rows,
         capacity,
         scale * math.log2(math.e),
         sliding_window or 0,
         **shared,
         STRIDE_T=cache.stride(3),
+        PAGE=kv_cache.page_rows(cache, table),
         TMA=tma,
         BLOCK_M=use.block_m,
         BLOCK_T=use.block_t,

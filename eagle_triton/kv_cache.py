@@ -37,6 +37,22 @@ def plane_of(index, sequences, heads):
 
 
 @triton.jit
+def row_offset(table_ptr, sequence, row, ok, stride_tb, stride_page, stride_row, PAGE: tl.constexpr):
+    """Where a row of a sequence (both int64) lies behind the first row of a cache: by its table of pages, if it has one.
+
+    PAGE: rows of a page, 0: a sequence's lie in one. Where `ok` is false the table is not read.
+    """
+    page, page_row = sequence, row
+    if table_ptr is not None:
+        place = table_ptr + sequence * stride_tb
+        if PAGE:
+            place += row // PAGE
+            page_row = row % PAGE
+        page = tl.load(place, mask=ok, other=0).to(tl.int64)
+    return page * stride_page + page_row * stride_row
+
+
+@triton.jit
 def _append_kernel(
     cache_ptr,
     new_ptr,
@@ -246,6 +262,11 @@ def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor) -> No
         BLOCK_D=triton.next_power_of_2(width),
         num_warps=_WARPS,
     )
+
+
+def page_rows(cache: Tensor, table: Tensor | None) -> int:
+    """Rows of a page where sequences have several of a cache's [2, P, Hkv, R, d], else 0."""
+    return cache.shape[3] if table is not None and table.shape[1] > 1 else 0
 
 
 _WARPS = 2

@@ -9,6 +9,7 @@ from torch import Tensor
 from eagle_triton import layers as kernels
 from eagle_triton.reference import layers as reference
 from eagle_triton.runtime.split_sums import SplitSums
+from tests.paging import in_pages, out_of_pages
 
 CUDA = torch.cuda.is_available()
 # The interpreter truncates where a GPU rounds to bfloat16.
@@ -269,13 +270,26 @@ def test_rows_beyond_the_capacity_are_not_written(device, turned):
     around = torch.full((2, 1, 1, 16, 64), 7.0, device=device)
     inside = around[:, :, :, :8]
     first_row.fill_(6)
-    out = kernels.rotary_append(q, k, v, inside, first_row, positions, inv_freq)
-    assert (around[..., :6, :] == 7).all() and (around[..., 8:, :] == 7).all()
-    assert torch.equal(inside[1, 0, 0, 6:], v[0, :2, 0])
-    assert not out.isnan().any()
-    if not CUDA:
-        with pytest.raises(ValueError, match="capacity"):
-            reference.rotary_append(q, k, v, inside, first_row, positions, inv_freq)
+    for module in (kernels, reference):
+        around.fill_(7)
+        out = module.rotary_append(q, k, v, inside, first_row, positions, inv_freq)
+        assert (around[..., :6, :] == 7).all() and (around[..., 8:, :] == 7).all()
+        assert torch.equal(inside[1, 0, 0, 6:], v[0, :2, 0])
+        assert not out.isnan().any()
+
+
+@pytest.mark.parametrize("page_rows", [8, 32], ids="{} rows a page".format)
+@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+def test_rows_are_appended_by_a_table_of_pages(device, page_rows, module):
+    """32 rows: a page for each sequence; the last rows of the second do not fit."""
+    q, k, v, cache, first_row, positions, inv_freq = rotary_operands(device, torch.float32, 3, 5, 4, 2, 64, capacity=32)
+    first_row.copy_(torch.tensor([0, 30, 6]))
+    pages, table = in_pages(cache.fill_(7), page_rows)
+    out = module.rotary_append(q, k, v, pages, first_row, positions, inv_freq, table=table)
+    expected = module.rotary_append(q, k, v, cache, first_row, positions, inv_freq)
+    assert torch.equal(out, expected) and (cache != 7).any()
+    assert torch.equal(out_of_pages(pages, table), cache)
+    assert int(pages.isnan().any(-1).sum()) == 3 * 2 * 2 * page_rows  # nobody's pages are as they were
 
 
 def test_no_rows(device):

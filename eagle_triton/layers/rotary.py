@@ -7,8 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.kv_cache import page_rows, row_offset
 from eagle_triton.layers.norms import before_weight, load_weight
 from eagle_triton.layers.values import load_sum, rounded
+from eagle_triton.reference.attention import capacity_of
 from eagle_triton.reference.layers import check_rotary_append
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.runtime.split_sums import SplitSums, total_of
@@ -89,6 +91,7 @@ def rotary_append_head(
     batch,
     position,
     row,
+    row_offset,
     q_ptr,
     k_ptr,
     v_ptr,
@@ -108,9 +111,7 @@ def rotary_append_head(
     stride_vn,
     stride_vh,
     stride_cs,
-    stride_cb,
     stride_ch,
-    stride_ct,
     num_nodes,
     capacity,
     scaling,
@@ -127,8 +128,9 @@ def rotary_append_head(
 ):
     """Rotate the query heads of one group and its key, and append key and value at `row` of the cache.
 
-    `head` and `batch` are int64; q, k and v are those of node `node` of sequence `batch`. Of a head's 2 half + rest
-    elements the last `rest` do not turn.
+    `head` and `batch` are int64; q, k and v are those of node `node` of sequence `batch`. In the cache, whose rows are
+    contiguous, `row_offset` is where the row of its first key head lies. Of a head's 2 half + rest elements the last
+    `rest` do not turn.
     """
     dim: tl.constexpr = 2 * half + rest
     offs_d = tl.arange(0, HALF)
@@ -191,7 +193,7 @@ def rotary_append_head(
     )
     mask = in_half[None, :] & fits
     stored = cache_ptr.dtype.element_ty
-    key = cache_ptr + batch * stride_cb + head * stride_ch + row * stride_ct + offs_d[None, :]
+    key = cache_ptr + row_offset + head * stride_ch + offs_d[None, :]
     tl.store(key, key_first.to(stored), mask=mask)
     tl.store(key + half, key_second.to(stored), mask=mask)
     value = v_ptr + batch * stride_vb + node * stride_vn + head * stride_vh + offs_d[None, :]
@@ -199,18 +201,22 @@ def rotary_append_head(
     tl.store(key + stride_cs + half, load_sum(value + half, stride_s, mask, SPLITS).to(stored), mask=mask)
     if rest > 0:
         mask = in_rest[None, :] & fits
-        key = cache_ptr + batch * stride_cb + head * stride_ch + row * stride_ct + 2 * half + offs_r[None, :]
+        key = cache_ptr + row_offset + head * stride_ch + 2 * half + offs_r[None, :]
         tl.store(key, key_third.to(stored), mask=mask)
         value = v_ptr + batch * stride_vb + node * stride_vn + head * stride_vh + 2 * half + offs_r[None, :]
         tl.store(key + stride_cs, load_sum(value, stride_s, mask, SPLITS).to(stored), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["first_row_ptr", "positions_ptr", "stride_fb", "stride_pb", "num_nodes"])
+_UNALIGNED = ["table_ptr", "first_row_ptr", "positions_ptr", "stride_tb", "stride_fb", "stride_pb", "num_nodes"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
 def _rotary_append_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     cache_ptr,
+    table_ptr,
     first_row_ptr,
     positions_ptr,
     inv_freq_ptr,
@@ -231,6 +237,7 @@ def _rotary_append_kernel(
     stride_cb,
     stride_ch,
     stride_ct,
+    stride_tb,
     stride_fb,
     stride_pb,
     stride_pn,
@@ -238,6 +245,7 @@ def _rotary_append_kernel(
     capacity,
     scaling,
     eps,
+    PAGE: tl.constexpr,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
     half: tl.constexpr,
@@ -252,12 +260,15 @@ def _rotary_append_kernel(
     """Grid (N, Hkv, B): one program makes one head of one node."""
     await_inputs(PDL)
     node, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row = tl.load(first_row_ptr + batch * stride_fb).to(tl.int64) + node
+    fits = (row >= 0) & (row < capacity)
     rotary_append_head(
         node,
         head,
         batch,
         tl.load(positions_ptr + batch * stride_pb + node * stride_pn),
-        tl.load(first_row_ptr + batch * stride_fb).to(tl.int64) + node,
+        row,
+        row_offset(table_ptr, batch, row, fits, stride_tb, stride_cb, stride_ct, PAGE),
         q_ptr,
         k_ptr,
         v_ptr,
@@ -277,9 +288,7 @@ def _rotary_append_kernel(
         stride_vn,
         stride_vh,
         stride_cs,
-        stride_cb,
         stride_ch,
-        stride_ct,
         num_nodes,
         capacity,
         scaling,
@@ -310,15 +319,16 @@ def rotary_append(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     zero_centred: bool = False,
+    table: Tensor | None = None,
 ) -> Tensor:
     """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
 
     q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d], rows first_row .. first_row + N of it are written in
     place, first_row [B] int32; positions [B, N] int32; inv_freq [r / 2] fp32 turns a head's first r elements; cos and
-    sin times attention_scaling; q_norm, k_norm [d], see rms_norm for `zero_centred`. Rows beyond the capacity T are not
-    written.
+    sin times attention_scaling; q_norm, k_norm [d], see rms_norm for `zero_centred`; table: of a cache in pages, see
+    tree_attention. Rows beyond the capacity T are not written.
     """
-    check_rotary_append(q, k, v, cache, first_row, positions, inv_freq, q_norm, k_norm)
+    check_rotary_append(q, k, v, cache, first_row, positions, inv_freq, q_norm, k_norm, table)
     batch, count, heads, dim = q.shape
     num_kv_heads = k.shape[2]
     group = heads // num_kv_heads
@@ -341,6 +351,7 @@ def rotary_append(
             k,
             v,
             cache,
+            table,
             first_row,
             positions,
             inv_freq.contiguous(),
@@ -352,12 +363,14 @@ def rotary_append(
             *k.stride()[:3],
             *v.stride()[:3],
             *cache.stride()[:4],
+            0 if table is None else table.stride(0),
             first_row.stride(0),
             *positions.stride(),
             count,
-            cache.shape[3],
+            capacity_of(cache, table),
             attention_scaling,
             eps,
+            page_rows(cache, table),
             num_kv_heads,
             group,
             half,

@@ -32,6 +32,7 @@ def tree_attention(
     scale: float,
     sliding_window: int | None = None,
     launch_nodes: int | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T + mask) v for N new nodes per sequence, whose keys are in the cache already.
 
@@ -40,10 +41,15 @@ def tree_attention(
     iff bit j of ancestors [B, N, W] int64 is set; without `ancestors`, iff j <= i (causal). With `sliding_window` a
     node at position p sees positions > p - sliding_window only; a node's position is lengths + its ancestor count - 1.
     Returns [B, N, Hq, d] in q's dtype, computed in fp32. A row with nothing to see gives 0.
+
+    With a `table` [B, W] int32 the cache is [2, P, Hkv, R, d], and row t of sequence b is row t % R of page
+    table[b, t // R]: W = 1 says where each sequence's rows lie, more that they lie in pages. T = W * R.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window)
+    check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table)
     _, nodes, heads, _ = q.shape
+    if table is not None:
+        cache = cache[:, table.long()].movedim(2, 3).flatten(3, 4)  # [2, B, Hkv, W, R, d], then [2, B, Hkv, T, d]
     kv_heads, capacity = cache.shape[2:4]
     new_keys = nodes if ancestors is None else ancestors.shape[-1] * WORD
     rows = capacity if q.is_cuda else min(capacity, int(lengths.max()) + new_keys)  # nothing to wait for on a CPU
@@ -55,27 +61,42 @@ def tree_attention(
     scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
     empty = ~visible.any(-1)[:, None, None, :, None]
     weights = torch.softmax(scores, dim=-1).masked_fill(empty, 0.0)  # softmax of a row without keys is NaN
+    values = values.masked_fill(~visible.any(1)[:, None, :, None], 0.0)  # a weight of 0 does not hide a NaN
     return torch.einsum("bhgnt,bhtd->bnhgd", weights, values).reshape(q.shape).to(q.dtype)
 
 
+def capacity_of(cache: Tensor, table: Tensor | None) -> int:
+    """The rows that a sequence may have: of a cache [2, B, Hkv, T, d], or of one in pages [2, P, Hkv, R, d]."""
+    return cache.shape[3] * (1 if table is None else table.shape[1])
+
+
+def check_table(name: str, table: Tensor | None, batch: int, device: torch.device) -> None:
+    """Raise ValueError, in the name of an operation, unless this is a table of `batch` sequences, or None."""
+    if table is None:
+        return
+    if table.dim() != 2 or len(table) != batch or not table.shape[1] or table.dtype != torch.int32:
+        raise ValueError(f"{name}: table must be int32 [{batch}, W], got {table.dtype} {tuple(table.shape)}")
+    if table.device != device:
+        raise ValueError(f"{name}: all tensors must be on one device, got a table on {table.device}, not {device}")
+
+
 def check_tree_attention(
-    q: Tensor, cache: Tensor, lengths: Tensor, ancestors: Tensor | None, scale: float, sliding_window: int | None
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor | None,
+    scale: float,
+    sliding_window: int | None,
+    table: Tensor | None = None,
 ) -> None:
     """Raise ValueError, with what was expected and what came, if the arguments of tree_attention do not fit."""
-    if (
-        q.dim() != 4
-        or cache.dim() != 5
-        or cache.shape[0] != 2
-        or (cache.shape[1], cache.shape[4])
-        != (
-            q.shape[0],
-            q.shape[3],
-        )
-    ):
+    fits = q.dim() == 4 and cache.dim() == 5 and cache.shape[0] == 2 and cache.shape[4] == q.shape[3]
+    if not fits or (table is None and cache.shape[1] != q.shape[0]):
         raise ValueError(
-            "tree_attention: q must be [B, N, Hq, d] and cache [2, B, Hkv, T, d] with the same B and d, got q "
-            f"{tuple(q.shape)} and cache {tuple(cache.shape)}"
+            "tree_attention: q must be [B, N, Hq, d] and cache [2, B, Hkv, T, d] with the same B and d, or, with a "
+            f"table, [2, P, Hkv, R, d], got q {tuple(q.shape)} and cache {tuple(cache.shape)}"
         )
+    check_table("tree_attention", table, len(q), q.device)
     batch, nodes, heads, _ = q.shape
     if heads % cache.shape[2]:
         raise ValueError(

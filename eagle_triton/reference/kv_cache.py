@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eagle_triton.reference.attention import capacity_of
+
 
 def append(cache: Tensor, new: Tensor, lengths: Tensor) -> None:
     """Write new rows [layers, 2, B, n, Hkv, d] at rows lengths .. lengths + n of every layer, in place.
@@ -52,6 +54,22 @@ def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor) -> No
     moved = (step >= 0) & (step <= accepted[:, None]) & (source < capacity)
     rows = cache.gather(4, _every_plane(cache, torch.where(moved, source, target)))
     cache.scatter_(4, _every_plane(cache, target), rows)
+
+
+def write_rows(cache: Tensor, rows: Tensor, first_row: Tensor, table: Tensor | None = None) -> None:
+    """Write keys and values [B, n, 2, Hkv, d] at rows first_row .. first_row + n [B] of one layer's cache, in place.
+
+    cache [2, B, Hkv, T, d], or in pages with a `table`, see reference.attention.tree_attention. Rows outside 0 .. T - 1
+    are not written.
+    """
+    page_rows = cache.shape[3]
+    row = first_row[:, None].long() + torch.arange(rows.shape[1], device=cache.device)
+    fits = (row >= 0) & (row < capacity_of(cache, table))
+    page = torch.arange(len(row), device=cache.device)[:, None].expand_as(row)
+    if table is not None:
+        page = table.long().gather(1, torch.where(fits, row, 0) // page_rows)
+        row = row % page_rows
+    cache.permute(1, 3, 0, 2, 4)[page[fits], row[fits]] = rows[fits].to(cache.dtype)
 
 
 def check_append(cache: Tensor, new: Tensor, lengths: Tensor) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eagle_triton.reference.attention import check_table
+from eagle_triton.reference.kv_cache import write_rows
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 
@@ -62,6 +64,7 @@ def rotary_append(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     zero_centred: bool = False,
+    table: Tensor | None = None,
 ) -> Tensor:
     """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
 
@@ -69,9 +72,9 @@ def rotary_append(
     place, first_row [B] int32; positions [B, N] int32; inv_freq [r / 2] fp32, angle = position * inv_freq, both halves
     of a head's first r <= d elements use the same angles (Su et al. 2021, half-rotation layout), the rest does not
     turn; cos and sin times attention_scaling. q_norm, k_norm [d]: per-head RMSNorm weights (Qwen3), see rms_norm for
-    `zero_centred`. Rows beyond the capacity are not written (GPU) or raise ValueError (CPU).
+    `zero_centred`. table: of a cache in pages, see tree_attention. Rows beyond the capacity are not written.
     """
-    check_rotary_append(q, k, v, cache, first_row, positions, inv_freq, q_norm, k_norm)
+    check_rotary_append(q, k, v, cache, first_row, positions, inv_freq, q_norm, k_norm, table)
     q, k, v = total_of(q), total_of(k), total_of(v)
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps, zero_centred=zero_centred)
@@ -81,12 +84,7 @@ def rotary_append(
     cos = (angle.cos() * attention_scaling).to(q.dtype)[:, :, None]
     sin = (angle.sin() * attention_scaling).to(q.dtype)[:, :, None]
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    count, capacity = k.shape[1], cache.shape[3]
-    rows = first_row[:, None].long() + torch.arange(count, device=cache.device)
-    if not cache.is_cuda and int(rows.max()) >= capacity:
-        raise ValueError(f"rotary_append: row {int(rows.max())} exceeds the capacity of {capacity}")
-    batch = torch.arange(len(rows), device=cache.device)[:, None]
-    cache.permute(1, 3, 0, 2, 4)[batch, rows] = torch.stack((k, v), dim=2).to(cache.dtype)
+    write_rows(cache, torch.stack((k, v), dim=2), first_row, table)
     return q
 
 
@@ -127,6 +125,7 @@ def check_rotary_append(
     inv_freq: Tensor,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
+    table: Tensor | None = None,
 ) -> None:
     """Raise ValueError unless these are operands of rotary_append."""
     name = "rotary_append"
@@ -141,7 +140,9 @@ def check_rotary_append(
     _check_shape(name, "v", v, k.shape)
     if cache.dim() != 5:
         raise ValueError(f"{name}: cache must be [2, B, Hkv, T, d], got {tuple(cache.shape)}")
-    _check_shape(name, "cache", cache, (2, batch, heads, cache.shape[3], dim))
+    pages = batch if table is None else cache.shape[1]
+    _check_shape(name, "cache", cache, (2, pages, heads, cache.shape[3], dim))
+    check_table(name, table, batch, q.device)
     _check_shape(name, "first_row", first_row, (batch,))
     _check_shape(name, "positions", positions, (batch, count))
     if inv_freq.dim() != 1 or not 0 < len(inv_freq) <= dim // 2:

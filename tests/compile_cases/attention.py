@@ -7,8 +7,9 @@ from eagle_triton.runtime.launch import EXACT
 
 KV_HEADS, GROUP = 8, 4
 CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "gfx942": None}
-ALIGNED = {"capacity", *(f"stride_{name}" for name in ("qb", "qn", "qh", "ckv", "cb", "ch", "ob", "on", "oh"))}
+ALIGNED = {"capacity", "page_rows", *(f"stride_{name}" for name in ("qb", "qn", "qh", "ckv", "cb", "ch", "ob", "on", "oh"))}
 TYPES = {
+    "table_ptr": "*i32",
     "lengths_ptr": "*i32",
     "ancestors_ptr": "*i64",
     "partial_ptr": "*fp32",
@@ -35,14 +36,18 @@ def _case(name: str, kernel, constexprs: dict, tensors: dict[str, str], options:
     return name, kernel, signature, constexprs, {**options, "aligned": ALIGNED}
 
 
-def _cases(nodes: int, words: int, capacity: int, window: bool, width: int, dtype: str, arch: str) -> list[tuple]:
+def _cases(
+    nodes: int, words: int, capacity: int, window: bool, width: int, dtype: str, arch: str, page: int | None = None
+) -> list[tuple]:
+    """page: rows of a page where there is a table, 0: a page for each sequence."""
     types = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16}
     use = settings_for(nodes * GROUP, width, KV_HEADS, capacity, types[dtype], CAPABILITIES[arch])
     tma = use.tma and not window
     constexprs = {
         "D": width, "STRIDE_T": width, "GROUP": GROUP, "HEADS": KV_HEADS, "WORDS": words, "WINDOW": window,
         "SPLITS": use.splits, "MIN_TILES": use.min_tiles, "TMA": tma, "PDL": use.pdl, "BLOCK_M": use.block_m,
-        "BLOCK_N": use.block_n, "BLOCK_T": use.block_t, "BLOCK_D": width,
+        "BLOCK_N": use.block_n, "BLOCK_T": use.block_t, "BLOCK_D": width, "PAGE": page or 0,
+        **({"table_ptr": None} if page is None else {}),
         **({} if words else {"ancestors_ptr": None}), **({} if tma else {"cache_desc": None}),
         **({} if use.splits > 1 else {"partial_ptr": None, "lse_ptr": None}),
         **({"nodes": 1} if nodes == 1 else {}),
@@ -51,9 +56,10 @@ def _cases(nodes: int, words: int, capacity: int, window: bool, width: int, dtyp
     tensors["cache_desc"] = f"tensordesc<{dtype}[{use.block_n},{width}]>"
     mask = f"{words} words" if words else "causal"
     name = f"N {nodes} {mask} T {capacity} d {width} {dtype}{' window' if window else ''}"
+    name += "" if page is None else f" pages of {page}"
     options = {**EXACT, "num_warps": use.num_warps, "num_stages": use.num_stages, "targets": (arch,)}
     cases = [_case(f"attend {name}", _tree_attention_kernel, constexprs, tensors, options)]
-    if use.splits > 1:
+    if use.splits > 1 and page is None:
         merge = {
             **constexprs,
             "BLOCK_R": max(1, 16 // use.splits) * max(1, 128 // width),
@@ -69,4 +75,11 @@ CASES = [
     for width, dtype, shapes in ((128, "bf16", SHAPES), (64, "bf16", SHAPES[:3]), (128, "fp16", SHAPES[:1]))
     for shape in shapes
     for case in _cases(*shape, width, dtype, arch)
+]
+CASES += [
+    case
+    for arch in CAPABILITIES
+    for page in (0, 64)
+    for shape in ((60, 1, 36864, False), (64, 0, 4096, False))
+    for case in _cases(*shape, 128, "bf16", arch, page)
 ]

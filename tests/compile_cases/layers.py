@@ -10,7 +10,8 @@ _ALIGNED = (
     "stride_xs", "stride_xm", "stride_rm", "stride_gm", "stride_um", "stride_s", "capacity", "row_size",
     *(f"stride_{tensor}{axis}" for tensor in "qkvxg" for axis in "bnh"), "stride_cs", "stride_cb", "stride_ch",
     "stride_ct",
-)  # fmt: skip
+)
+_NO_TABLE = {"table_ptr": None, "PAGE": 0}  # fmt: skip
 
 
 def _case(name, kernel, values, absent=(), warps=1, dtype="bf16", **types):
@@ -43,7 +44,7 @@ for _dim in (128, 64):
         for _norms in ((), ("q_norm_ptr", "k_norm_ptr")):
             _values = {
                 "num_kv_heads": 8, "group": 4, "half": _dim // 2, "HALF": _dim // 2, "rest": 0, "REST": 0, "GROUP": 4,
-                "SPLITS": _splits, "ZERO_CENTRED": False,
+                "SPLITS": _splits, "ZERO_CENTRED": False, **_NO_TABLE,
             }  # fmt: skip
             _types = dict.fromkeys(("first_row_ptr", "positions_ptr"), "*i32")
             _types |= {"inv_freq_ptr": "*fp32", "scaling": "fp32", "eps": "fp32"}
@@ -51,10 +52,14 @@ for _dim in (128, 64):
                 _types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*fp32")
             _label = f"rotary d {_dim} splits {_splits}{'' if _norms else ' norms'}"
             CASES.append(_case(_label, _rotary_append_kernel, _values, _norms, **_types))
+            if _splits == 2 and _norms:
+                _values, _types = {**_values, "PAGE": 64}, {**_types, "table_ptr": "*i32"}
+                del _values["table_ptr"]
+                CASES.append(_case(f"{_label} pages of 64", _rotary_append_kernel, _values, _norms, **_types))
 for _heads, _group in ((4, 4), (4, 6), (2, 8)):
     _values = {
         "num_kv_heads": _heads, "group": _group, "half": 32, "HALF": 32, "rest": 192, "REST": 256,
-        "GROUP": 4 if _group == 4 else 8, "SPLITS": 1, "ZERO_CENTRED": True,
+        "GROUP": 4 if _group == 4 else 8, "SPLITS": 1, "ZERO_CENTRED": True, **_NO_TABLE,
     }  # fmt: skip
     _types = {**dict.fromkeys(("first_row_ptr", "positions_ptr"), "*i32"), "inv_freq_ptr": "*fp32"}
     _types |= {"scaling": "fp32", "eps": "fp32"}
