@@ -115,17 +115,32 @@ def _positions_before(bits_ptr, offset, row_ok, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _place(pages_ptr, start, PAGE: tl.constexpr):
-    """The page (int64) of a tile of rows from `start` on, and its row there. PAGE 0: all rows lie in the one page that
-    k_ptr and k_row begin with."""
-    start = tl.full((), 0, tl.int32) + start
+def _page(pages_ptr, start, PAGE: tl.constexpr):
+    """The page, int64, that a tile of rows from `start` on lies in, of PAGE rows; PAGE 0: 0, all rows lie in one."""
     if PAGE:
         page = tl.load(pages_ptr + start // PAGE).to(tl.int64)
-        row = start % PAGE
     else:
         page = tl.full((), 0, tl.int64)
-        row = start
-    return page, row
+    return page
+
+
+@triton.jit
+def _tile_offset(page, start, stride_page, STRIDE_T: tl.constexpr, PAGE: tl.constexpr):
+    """Where that tile lies, int64: it may be 2^31 elements away."""
+    if PAGE:
+        offset = page * stride_page + start % PAGE * STRIDE_T
+    else:
+        offset = start * tl.full((), STRIDE_T, tl.int64)
+    return offset
+
+
+@triton.jit
+def _tile_row(page, start, rows_page, PAGE: tl.constexpr):
+    """Its first row, counted in rows of a descriptor, `rows_page` to a page."""
+    row = start
+    if PAGE:
+        row = page.to(tl.int32) * rows_page + start % PAGE
+    return row
 
 
 @triton.jit
@@ -190,20 +205,20 @@ def _attend(
     row = tl.arange(0, BLOCK_N)
     tile = row[:, None] * STRIDE_T + column[None, :]
     for start in tl.range(first, plain_last, BLOCK_N):
-        page, page_row = _place(pages_ptr, start, PAGE)
+        page = _page(pages_ptr, start, PAGE)
         if TMA:
-            k = cache_desc.load([k_row + page.to(tl.int32) * rows_page + page_row, 0])
+            k = cache_desc.load([k_row + _tile_row(page, start, rows_page, PAGE), 0])
         else:
             ok = column_ok[None, :]
             if WINDOW:
                 ok = ok & (start + row >= length - window)[:, None]
-            offset = page * stride_page + page_row.to(tl.int64) * STRIDE_T
+            offset = _tile_offset(page, start, stride_page, STRIDE_T, PAGE)
             k = tl.load(k_ptr + offset + tile, mask=ok, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if WINDOW:
             scores = tl.where((start + row)[None, :] > (position - window)[:, None], scores, float("-inf"))
         if TMA:
-            v = cache_desc.load([v_row + page.to(tl.int32) * rows_page + page_row, 0])
+            v = cache_desc.load([v_row + _tile_row(page, start, rows_page, PAGE), 0])
         else:
             v = tl.load(v_ptr + offset + tile, mask=ok, other=0.0)
         acc, top, total = _fold(acc, top, total, scores, v, scale_log2, WINDOW)
@@ -214,8 +229,7 @@ def _attend(
     for start in tl.range(tl.maximum(first, plain_last), last, BLOCK_T, num_stages=1):
         rows = start + row
         ok = (rows < last)[:, None] & column_ok[None, :]
-        page, page_row = _place(pages_ptr, start, PAGE)
-        offset = page * stride_page + page_row.to(tl.int64) * STRIDE_T
+        offset = _tile_offset(_page(pages_ptr, start, PAGE), start, stride_page, STRIDE_T, PAGE)
         k = tl.load(k_ptr + offset + tile, mask=ok, other=0.0)
         v = tl.load(v_ptr + offset + tile, mask=ok, other=0.0)
         if WORDS:
@@ -316,17 +330,12 @@ def attend_split(
         if WORDS == 0:  # causal: nothing behind the block's last node
             last = tl.minimum(last, length + tl.minimum((row_block + 1) * BLOCK_M - 1, rows - 1) // GROUP + 1)
 
-        k_ptr = cache_ptr + head.to(tl.int64) * stride_ch
-        k_row = head * page_rows
-        pages_ptr = table_ptr
+        pages_ptr, page = table_ptr, batch
         if table_ptr is not None:
             pages_ptr = table_ptr + batch * stride_tb
-        if PAGE == 0:
-            page = batch
-            if table_ptr is not None:
-                page = tl.load(pages_ptr).to(tl.int64)
-            k_ptr += page * stride_cb
-            k_row += page.to(tl.int32) * HEADS * page_rows
+            page = tl.zeros_like(batch) if PAGE else tl.load(pages_ptr).to(tl.int64)
+        k_ptr = cache_ptr + page * stride_cb + head.to(tl.int64) * stride_ch
+        k_row = (page.to(tl.int32) * HEADS + head) * page_rows
         v_row = k_row + pages * HEADS * page_rows
         bits_ptr = ancestors_ptr
         if WORDS:

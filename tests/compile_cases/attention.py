@@ -58,6 +58,7 @@ def _cases(
     name = f"N {nodes} {mask} T {capacity} d {width} {dtype}{' window' if window else ''}"
     name += "" if page is None else f" pages of {page}"
     options = {**EXACT, "num_warps": use.num_warps, "num_stages": use.num_stages, "targets": (arch,)}
+    options |= {"local": 8} if window else {}  # a word of a mask, once a program
     cases = [_case(f"attend {name}", _tree_attention_kernel, constexprs, tensors, options)]
     if use.splits > 1 and page is None:
         merge = {
