@@ -38,9 +38,9 @@ def plane_of(index, sequences, heads):
 
 @triton.jit
 def row_offset(table_ptr, sequence, row, ok, stride_tb, stride_page, stride_row, PAGE: tl.constexpr):
-    """Where a row of a sequence (both int64) lies behind the first row of a cache: by its table of pages, if it has one.
+    """Where a row of a sequence (both int64) lies behind the first row of a cache, by the sequence's table of pages.
 
-    PAGE: rows of a page, 0: a sequence's lie in one. Where `ok` is false the table is not read.
+    PAGE: rows of a page, 0: a sequence's lie in one. Without a table that is its own. Read only where `ok`.
     """
     page, page_row = sequence, row
     if table_ptr is not None:

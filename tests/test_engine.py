@@ -108,7 +108,7 @@ def exact_distribution(model, prompt: torch.Tensor, sampling: SamplingParams) ->
                 scores[token] += value
     dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
     params = SamplingTensors(*(torch.zeros(len(tails), dtype=dtype) for dtype in dtypes))
-    sampling.fill(params)
+    SamplingParams.write([sampling] * len(tails), params, torch.arange(len(tails)))
     probs = probabilities(logits, params, sampling.top_p_first)
     first = probs[0, 0]
     second = probs[::vocabulary, 1]  # the first token of the tail decides it

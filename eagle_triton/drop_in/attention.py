@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from eagle_triton.drop_in.patching import Fallback, Seam
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.mixers import Attention, Mixer, Rows
+from eagle_triton.engine.mixers import Attention, KeyValues, Mixer, Rows
 from eagle_triton.engine.modules import project
 from eagle_triton.models.target import TargetCache
 from eagle_triton.reference.attention import pack_ancestors
@@ -196,7 +196,7 @@ class TargetAttention:
         cache = rows.cache(attention)
         where = Rows(frame.lengths, frame.lengths, frame.positions, frame.ancestors)
         with self.engine.current():
-            out = attention.attend(self.ops, x, cache, where)
+            out = attention.attend(self.ops, x, KeyValues(cache), where)
             rows.keep()
             return project(self.ops, attention.o, out)
 

@@ -40,7 +40,7 @@ class KeptRows(tuple):
 def _layers(state: DecodeState) -> list[Tensor]:
     """Keys and values [2, 1, Hkv, T, d] of each of the draft's layers."""
     draft = state.sequences.draft_tensors
-    return [draft.caches.layer(index) for index in range(draft.caches.count)]
+    return [draft.caches.layer(index).data for index in range(draft.caches.count)]
 
 
 def draft_seam(model: Any, engine: Engine) -> Seam:

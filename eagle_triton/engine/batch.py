@@ -18,7 +18,7 @@ from torch import Tensor
 from eagle_triton.engine import skipped_features
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import ReportQueue
-from eagle_triton.engine.prefill import grow_first_tree, prefill, shortest_prompt_with_same_launches
+from eagle_triton.engine.prefill import grow_first_tree
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.state import DecodeState, scratch_rows
 from eagle_triton.engine.step import Mode
@@ -281,8 +281,7 @@ class Batch:
                 self.sequences.add_rules()
             self._change_tree(mode)
             try:
-                for part in _runs(slots):
-                    self._fill(part, [entering[slot] for slot in slots if part.start <= slot < part.stop], mode)
+                self._fill(entering, mode)
             except BaseException:
                 self.sequences.lengths[slots] = 0  # the others have not been touched
                 raise
@@ -391,29 +390,36 @@ class Batch:
             skipped_features.catch_up(self.engine.ops, self.engine.draft, self.sequences, self._plain_steps)
             self._plain_steps = 0
 
-    def _fill(self, slots: slice, requests: list[Request], mode: Mode) -> None:
-        """Set up some slots that lie side by side and run their prompts. They are not active yet."""
-        engine, part = self.engine, self.state.part(slots)
-        device = engine.view.device
-        stops = part.sequences.stops
-        stops.ids.fill_(-1)
-        for index, request in enumerate(requests):
-            request.sampling.fill(type(part.sampling)(*(value[index : index + 1] for value in part.sampling)))
-            if request.stop_ids:
-                ids = torch.tensor(sorted(request.stop_ids), device=device)
-                stops.ids[index, : len(ids)] = ids
+    def _fill(self, entering: dict[int, Request], mode: Mode) -> None:
+        """Set up some slots and run their prompts. They are not active yet."""
+        engine, sequences, draft = self.engine, self.sequences, self.engine.draft if self._drafts else None
+        device, slots = sequences.device, sorted(entering)
+        for run in _runs(slots):
+            sequences.part(run).clear()
+        prompts = {slot: request.prompt for slot, request in entering.items()}
+        self._set_options(torch.tensor(slots, device=device), [entering[slot] for slot in slots])
+        if sequences.rules is not None:
+            _set_rules(sequences.rules, entering)
+        prefill = engine.prefill(sequences)
+        engine.compile_ahead(self.state, mode, lambda: prefill.rehearse(prompts, draft, self.state, mode))
+        prefill.run(prompts, draft, self.state, mode)
+        self._levels = self._spec.beam_levels  # all trees have grown anew
+        if self._plain_steps is not None and sequences.skipped is not None:
+            known = sequences.skipped.draft_lengths
+            known[slots] = sequences.lengths[slots]
+
+    def _set_options(self, slots: Tensor, requests: Sequence[Request]) -> None:
+        """Write to slots [n] how they are sampled and stopped."""
+        stops, device = self.sequences.stops, slots.device
+        SamplingParams.write([request.sampling for request in requests], self.sequences.sampling, slots)
+        ids = torch.full((len(requests), stops.ids.shape[1]), -1, dtype=torch.int64, device="cpu")
+        for row, request in zip(ids, requests, strict=True):
+            row[: len(request.stop_ids)] = torch.tensor(sorted(request.stop_ids), dtype=torch.int64, device="cpu")
         limits = [len(request.prompt) + request.max_new_tokens for request in requests]
-        stops.limit.copy_(torch.tensor(limits, dtype=torch.int32, device="cpu"))
-        stops.exact.copy_(torch.tensor([request.exact for request in requests], device="cpu"))
-        prompts = [request.prompt.to(device) for request in requests]
-        if part.sequences.rules is not None:
-            _set_rules(part.sequences.rules, requests, prompts)
-        fill = functools.partial(prefill, engine.ops, engine.view, engine.draft if self._drafts else None, part)
-        shortest = [shortest_prompt_with_same_launches(prompt) for prompt in prompts]
-        engine.compile_ahead(self.state, mode, lambda: fill(shortest, mode))
-        fill(prompts, mode)
-        if self._plain_steps is not None and part.sequences.skipped is not None:
-            part.sequences.skipped.draft_lengths.copy_(part.lengths)
+        exact = [request.exact for request in requests]
+        stops.ids[slots] = ids.to(device)
+        stops.limit[slots] = torch.tensor(limits, dtype=torch.int32, device="cpu").to(device)
+        stops.exact[slots] = torch.tensor(exact, device="cpu").to(device)
 
     def _empty(self, slot: int) -> None:
         entry, draft = self._entries[slot], self.engine.draft
@@ -498,19 +504,18 @@ def _reading(h_norm: float, h_ema: float, gamma: float, levels: int) -> GuideRea
     return GuideReading(h_norm, h_ema, int(gamma) if gamma == gamma else 0, levels)
 
 
-def _set_rules(rules: LogitRules, requests: Sequence[Request], prompts: Sequence[Tensor]) -> None:
-    """Penalties and biases of the requests, and the tokens of their prompts."""
-    rules.bias.zero_()
-    rules.seen.zero_()
-    for index, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
+def _set_rules(rules: LogitRules, entering: dict[int, Request]) -> None:
+    """Penalties and biases of the requests in some slots, and the tokens of their prompts."""
+    device = rules.seen.device
+    for slot, request in entering.items():
         sampling = request.sampling
-        rules.penalty[index] = sampling.repetition_penalty
-        rules.seen[index, prompt] = 1
+        rules.penalty[slot] = sampling.repetition_penalty
+        rules.bias[slot], rules.seen[slot] = 0, 0
+        rules.seen[slot, request.prompt.to(device)] = 1
         if sampling.biases:
             tokens, values = zip(*sampling.biases, strict=True)
-            device = prompt.device
             biases = torch.tensor(values, dtype=torch.float32, device=device)
-            rules.bias[index, torch.tensor(tokens, device=device)] = biases
+            rules.bias[slot, torch.tensor(tokens, device=device)] = biases
 
 
 def _runs(slots: list[int]) -> list[slice]:

@@ -9,15 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.graph import StepGraph, median_milliseconds
+from eagle_triton.engine.graph import LaunchGraph, StepGraph, median_milliseconds
 from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.model_watch import ModelWatch
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.prefill import Prefill
 from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket
 from eagle_triton.engine.step import Mode, decode_step
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -53,8 +54,9 @@ class Engine:
     cuda_graph: launch each step as one CUDA graph (on a GPU only). megakernel: whether all behind the target forward is
     one launch where the model allows it; None takes what was measured faster, and measures on a GPU that is not in
     megakernel_step.FASTER. strict: raise where a step cannot be captured, instead of launching it piece by piece.
-    watch: the models as they were when they were read. verification: of batches that do not say. `notes` tells of what
-    fell back and why.
+    watch: the models as they were when they were read. verification: of batches that do not say. pack_prompts: read
+    prompts in pieces of fixed sizes, several in a forward; None: on a GPU. Layers that cannot read one by one all the
+    same. `notes` tells of what fell back and why.
     One batch (see batch.py) runs at a time; a second one is refused with RuntimeError, never interleaved.
     """
 
@@ -66,6 +68,7 @@ class Engine:
     strict: bool = False
     watch: ModelWatch | None = None
     verification: Verification = TARGET_MATCH
+    pack_prompts: bool | None = None
 
     def __post_init__(self) -> None:
         self.accept_lengths: list[int] = []  # of the last generation's first sequence, one for each step
@@ -82,6 +85,8 @@ class Engine:
         self._states: dict[tuple[Sequences, TreeSpec], DecodeState] = {}
         self._steps: dict[tuple[DecodeState, Mode], Callable[[], None]] = {}
         self._compiled: set[tuple[DecodeState, Mode]] = set()  # ahead
+        self._prefills: dict[Sequences, Prefill] = {}
+        self._prompt_launches: dict[tuple[Any, ...], Callable[[], None]] = {}
         self._called_state = [] if self.watch is None else self.watch.called_state()
 
     def acquire(self) -> Hold:
@@ -106,7 +111,7 @@ class Engine:
             )
         called_state = self.watch.called_state()
         if called_state != self._called_state:  # graphs have its former addresses
-            self._called_state, self._steps, self._compiled = called_state, {}, set()
+            self._called_state, self._steps, self._compiled, self._prompt_launches = called_state, {}, set(), {}
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -150,6 +155,7 @@ class Engine:
             self.forget_steps(sequences)
         self._parts = {key: part for key, part in self._parts.items() if key[0] is not whole}
         self._states = {key: state for key, state in self._states.items() if key[0] not in (whole, *parts)}
+        self._prefills = {key: prefill for key, prefill in self._prefills.items() if key not in (whole, *parts)}
         self._sequences.remove(whole)
 
     def state(self, sequences: Sequences, spec: TreeSpec) -> DecodeState:
@@ -157,6 +163,27 @@ class Engine:
         if (sequences, spec) not in self._states:
             self._states[sequences, spec] = DecodeState(sequences, self.draft, spec)
         return self._states[sequences, spec]
+
+    def prefill(self, sequences: Sequences) -> Prefill:
+        """What reads prompts into `sequences`."""
+        if sequences not in self._prefills:
+            packed = self.device.type == "cuda" if self.pack_prompts is None else self.pack_prompts
+            packed = packed and self.view.reads_pieces
+            self._prefills[sequences] = Prefill(self.ops, self.view, sequences, packed, self._on_return)
+        return self._prefills[sequences]
+
+    def _on_return(self, key: tuple[Any, ...], launches: Callable[[], None]) -> Callable[[], None]:
+        """Launches that are the same whenever the key is: as they are the first time, then as a graph where that is
+        asked for and can be. The key begins with the sequences, or a state of them."""
+        if not (self.cuda_graph and self.ops.kernels and self.device.type == "cuda"):
+            return launches
+        known = self._prompt_launches
+        if key not in known:
+            known[key] = launches  # they have not run
+            return launches
+        if not isinstance(known[key], LaunchGraph):
+            known[key] = self._captured(lambda: LaunchGraph(launches, self.ops, self._pool()), launches, "a prompt's")
+        return known[key]
 
     def step(self, state: DecodeState, mode: Mode) -> Callable[[], None]:
         """The decode step for a state: a graph, captured here the first time, or the step itself."""
@@ -214,18 +241,25 @@ class Engine:
         eager = functools.partial(decode_step, self.ops, self.view, self.draft, state, mode, megakernel)
         if not (self.cuda_graph and state.tokens.is_cuda):
             return eager
+        return self._captured(lambda: StepGraph(eager, state, self.ops, self._pool()), eager, "the step")
+
+    def _captured(self, capture: Callable[[], LaunchGraph], eager: Callable[[], None], what: str) -> Callable[[], None]:
+        """The graph, or `eager` where there can be none."""
         try:
-            # a memory pool is shared by all graphs, and ends with the last of them
-            alive = next((step for step in self._steps.values() if isinstance(step, StepGraph)), None)
-            pool = torch.cuda.graph_pool_handle() if alive is None else alive.graph.pool()
-            return StepGraph(eager, state, self.ops, pool)
+            return capture()
         except RuntimeError as error:  # torch's, for an operation that cannot be captured, or no memory for it
             if self.strict:
                 raise
             reason = "there was no memory for it" if isinstance(error, torch.OutOfMemoryError) else str(error)
             log.warning("decoding without a CUDA graph, several times slower: %s", reason)
-            self.notes["cuda_graph"] = f"not used, which is several times slower; capturing the step failed: {reason}"
+            self.notes["cuda_graph"] = f"not used, which is several times slower; capturing {what} failed: {reason}"
             return eager
+
+    def _pool(self) -> Any:
+        """The memory that all graphs share; it ends with the last of them."""
+        graphs = (*self._steps.values(), *self._prompt_launches.values())
+        alive = next((graph for graph in graphs if isinstance(graph, LaunchGraph)), None)
+        return torch.cuda.graph_pool_handle() if alive is None else alive.graph.pool()
 
     def _megakernel_step(self, state: DecodeState) -> MegakernelStep | None:
         """The megakernel for a state, or None if it is not wanted or cannot be used."""
@@ -269,4 +303,9 @@ class Engine:
     def forget_steps(self, sequences: Sequences) -> None:
         """Drop the graphs of some sequences, because their tensors were replaced."""
         self._steps = {key: step for key, step in self._steps.items() if key[0].sequences is not sequences}
+        self._prompt_launches = {
+            key: launches
+            for key, launches in self._prompt_launches.items()
+            if sequences not in (key[0], getattr(key[0], "sequences", None))
+        }
         self._compiled = {key for key in self._compiled if key[0].sequences is not sequences}

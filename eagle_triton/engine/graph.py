@@ -21,8 +21,27 @@ log = logging.getLogger(__name__)
 WARM_UPS = 2  # eager runs before a capture: kernels compile, libraries allocate their workspaces
 
 
-class StepGraph:
-    """A step captured once for the tensors of one state, replayed at the price of one launch."""
+class LaunchGraph:
+    """Launches captured once, replayed at the price of one. They have run before: nothing is compiled or allocated by
+    libraries any more."""
+
+    def __init__(self, launches: Callable[[], None], ops: Operations, pool: Any):
+        """pool: torch.cuda.graph_pool_handle() of the graphs that never run at once."""
+        before = Counter(ops.calls)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool):
+            launches()
+        self.calls = ops.calls - before  # what one replay runs
+        self.ops = ops
+
+    def __call__(self) -> None:
+        """Launch all of them."""
+        self.graph.replay()
+        self.ops.calls.update(self.calls)
+
+
+class StepGraph(LaunchGraph):
+    """A step captured once for the tensors of one state."""
 
     def __init__(self, step: Callable[[], None], state: DecodeState, ops: Operations, pool: Any):
         """Run `step` a few times with no sequence active, then capture it. What the state holds stays as it is.
@@ -40,18 +59,8 @@ class StepGraph:
                     step()
                     steps.update()
             torch.cuda.current_stream().wait_stream(stream)
-            before = Counter(ops.calls)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=pool):
-                step()
-            self.calls = ops.calls - before  # what one replay runs
-        self.ops = ops
+            super().__init__(step, ops, pool)
         log.info("captured a decode step in %.1f s", time.perf_counter() - start)
-
-    def __call__(self) -> None:
-        """Launch the step."""
-        self.graph.replay()
-        self.ops.calls.update(self.calls)
 
 
 def median_milliseconds(step: Callable[[], None], rounds: int = 20) -> float:

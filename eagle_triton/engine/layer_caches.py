@@ -45,10 +45,17 @@ class LayerCaches:
 
     def part(self, slots: slice) -> LayerCaches:
         """The same of some of the slots: views of the same tensors."""
-        part = object.__new__(LayerCaches)
-        part._layers, part._place = self._layers, self._place
-        part.caches = tuple(cache.part(slots) for cache in self.caches)
-        return part
+        return self._with(tuple(cache.part(slots) for cache in self.caches))
+
+    def of_slots(self, slots: Tensor | None) -> LayerCaches:
+        """The same for a causal forward over rows of tokens of these slots, see MixerCache."""
+        return self if slots is None else self._with(tuple(cache.of_slots(slots) for cache in self.caches))
+
+    def _with(self, caches: tuple[MixerCache, ...]) -> LayerCaches:
+        """The same layers on other caches."""
+        other = object.__new__(LayerCaches)
+        other._layers, other._place, other.caches = self._layers, self._place, caches
+        return other
 
     def clear(self) -> None:
         """Begin all slots anew."""

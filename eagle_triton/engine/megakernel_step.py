@@ -312,7 +312,7 @@ class MegakernelStep:
             "norm_ptr": _weight(head.norm),
             "d2t_ptr": head.d2t,
             "inv_freq_ptr": head.attention.rotary.inv_freq.contiguous(),
-            "cache_ptr": kept.caches.layer(0),
+            "cache_ptr": kept.caches.layer(0).data,
             "last_hidden_ptr": kept.hidden,
             "last_normed_ptr": kept.normed,
             "levels_ptr": levels.to(device),

@@ -67,6 +67,14 @@ class MixerCache(ABC):
     def part(self, slots: slice) -> Self:
         """The same of some of the slots: views of the same tensors."""
 
+    def of_slots(self, slots: Tensor | None) -> Self:
+        """The same for a causal forward whose b-th row of tokens is slot slots[b]'s, slots [P] int32 on the device.
+
+        None: each slot's in turn, which is all there is unless `Mixer.reads_pieces`.
+        """
+        assert slots is None, "these layers read one sequence after another"
+        return self
+
     @abstractmethod
     def clear(self) -> None:
         """Begin all slots anew: no sequence is remembered."""
@@ -92,6 +100,7 @@ class Mixer(ABC):
     """What mixes the tokens of a sequence in a layer."""
 
     most_nodes: ClassVar[int | None] = None  # of a tree; None: any number
+    reads_pieces: ClassVar[bool] = False  # whether a causal forward may read several pieces of a sequence at once
 
     @property
     @abstractmethod
@@ -115,21 +124,31 @@ class Mixer(ABC):
         """All weights that a forward reads."""
 
 
+class KeyValues(NamedTuple):
+    """Keys and values of one attention layer."""
+
+    data: Tensor  # [2, B, Hkv, T, d]
+    table: Tensor | None = None  # [P, 1] int32: the sequences of a forward's rows of tokens; None: each in turn
+
+
 class KeyValueCache(MixerCache):
     """Keys and values of attention layers of one shape: `data` [layers, 2, B, Hkv, T, d]; row p is position p's.
 
     A forward writes its rows behind the committed ones, where a commit moves the accepted ones together.
     """
 
-    def __init__(self, data: Tensor):
-        self.data = data
+    def __init__(self, data: Tensor, table: Tensor | None = None):
+        """table: see KeyValues; nothing is committed by it."""
+        self.data, self._table = data, table
 
-    def layer(self, index: int, pending: None = None) -> Tensor:
-        """[2, B, Hkv, T, d]"""
-        return self.data[index]
+    def layer(self, index: int, pending: None = None) -> KeyValues:
+        return KeyValues(self.data[index], self._table)
 
     def part(self, slots: slice) -> KeyValueCache:
         return KeyValueCache(self.data[:, :, slots])
+
+    def of_slots(self, slots: Tensor | None) -> KeyValueCache:
+        return KeyValueCache(self.data, None if slots is None else slots[:, None])
 
     def clear(self) -> None:
         """Nothing: rows beyond a sequence's length are never read."""
@@ -167,6 +186,8 @@ class Attention(Mixer):
     sliding_window: int | None = None
     gated: bool = False
 
+    reads_pieces: ClassVar[bool] = True
+
     @property
     def cache_shape(self) -> tuple[int, int]:
         return self.num_kv_heads, self.head_dim
@@ -177,11 +198,11 @@ class Attention(Mixer):
         shape = (layers, 2, slots, self.num_kv_heads, capacity, self.head_dim)
         return KeyValueCache(torch.zeros(shape, dtype=dtype, device=device))
 
-    def forward(self, ops: Operations, x: Tensor, cache: Tensor, rows: Rows) -> Tensor | SplitSums:
+    def forward(self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows) -> Tensor | SplitSums:
         attended = self.attend(ops, x, cache, rows)
         return project_split(ops, self.o, attended, rows.launch_rows)
 
-    def attend(self, ops: Operations, x: Tensor, cache: Tensor, rows: Rows) -> Tensor:
+    def attend(self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows) -> Tensor:
         """Project, rotate, append to the cache and attend: x [B, n, *] -> [B, n, Hq * d], the input of o."""
         products = project_stack(
             ops, (self.q, self.k, self.v), x, keep_splits=not self.gated, launch_rows=rows.launch_rows
@@ -194,7 +215,7 @@ class Attention(Mixer):
             q,
             k,
             v,
-            cache,
+            cache.data,
             rows.first,
             rows.positions,
             self.rotary.inv_freq,
@@ -203,15 +224,17 @@ class Attention(Mixer):
             k_norm=None if self.k_norm is None else self.k_norm.weight,
             eps=0.0 if self.q_norm is None else self.q_norm.eps,
             zero_centred=self.q_norm is not None and self.q_norm.zero_centred,
+            table=cache.table,
         )
         out = ops.tree_attention(
             q,
-            cache,
+            cache.data,
             rows.lengths,
             rows.ancestors,
             scale=self.scale,
             sliding_window=self.sliding_window,
             launch_nodes=rows.launch_nodes,
+            table=cache.table,
         )
         if gate is not None:
             out = ops.gate_heads(out, gate)

@@ -76,6 +76,11 @@ class ModelView:
         layers = (tensor for layer in self.layers for tensor in layer.tensors)
         return sum(tensor.nbytes for tensor in (*layers, self.norm.weight, *self.head.tensors))
 
+    @property
+    def reads_pieces(self) -> bool:
+        """Whether one forward may read several pieces of a prompt."""
+        return all(layer.mixer.reads_pieces for layer in self.layers)
+
     def check_tree(self, spec: TreeSpec, option: str = "spec") -> None:
         """Raise ValueError, naming the option that asks for it, for more nodes than a layer can see at once."""
         limits = [layer.mixer.most_nodes for layer in self.layers if layer.mixer.most_nodes is not None]
@@ -111,14 +116,15 @@ def target_forward(
     positions: Tensor,
     ancestors: Tensor | None,
     depth: int = 0,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Any]:
-    """The target over n new tokens per sequence, which stand behind the `lengths` committed ones.
+    """The target over n new tokens per sequence, which stand behind the `lengths` committed ones, or at `first`.
 
     tokens [B, n] int64; lengths [B] int32; positions [B, n] int32; ancestors [B, n, W] of trees of `depth` levels below
     the root, or None (causal, and remembered as it runs). Returns the normed last hidden states [B, n, H], the features
     for the draft [B, n, F], and for trees what the caches' commit asks for.
     """
-    rows = Rows(lengths, lengths, positions, ancestors, depth=depth)
+    rows = Rows(lengths, lengths if first is None else first, positions, ancestors, depth=depth)
     pending = None if ancestors is None else caches.new_pending(tokens.shape[1])
     x, update, features = view.embedding[tokens], None, []
     for index, layer in enumerate(view.layers):

@@ -1,75 +1,200 @@
-"""From prompts to the first draft tree: fill the caches, choose the roots, grow the trees."""
+"""From prompts to the first draft tree: fill the caches, choose the roots, grow the trees.
+
+A prompt is read in pieces. Where they are of fixed sizes, several of one prompt and of others stand in one forward,
+which is captured when it comes again: a piece sees the keys of its own sequence alone, and every layer appends all keys
+before it attends. Where layers read a sequence token by token, and on a CPU, prompts are read one by one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model import ModelView, target_forward
 from eagle_triton.engine.modules import project
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.pieces import Pieces
+from eagle_triton.engine.prefill_plan import FEW_ROWS, FEW_SIZES, PIECE_ROWS, SIZES, Forward, plan_forwards
 from eagle_triton.engine.state import DecodeState, Sequences, Tree
 from eagle_triton.engine.step import Mode, token_logprobs, verify
 
-CHUNK = 512  # prompt tokens in one forward: bounds the activations of a long prompt
+CHUNK = 512  # prompt tokens in one forward where prompts are read one by one: bounds the activations of a long one
+
+Capture = Callable[[tuple[Any, ...], Callable[[], None]], Callable[[], None]]
+"""By a key, the launches as they are, or a graph of them once they have run."""
 
 
 class NaNLogitsError(RuntimeError):
     """The target's logits are NaN: no token can be chosen."""
 
 
-def prefill(
-    ops: Operations,
-    view: ModelView,
-    draft: Draft | None,
-    state: DecodeState,
-    prompts: Sequence[Tensor],
-    mode: Mode,
-) -> None:
-    """Bring `state`, the part of one that holds these sequences, to where decode_step takes over.
+class PromptEnds(NamedTuple):
+    """What the target says at the last token of each slot's prompt."""
 
-    prompts int64 [L], one for each sequence, whose way of sampling is set. They go through the target one by one, so
-    that a sequence does not depend on its neighbours; equal prompts are computed once and copied. `draft` None: the
-    sequences will be decoded plainly. Raises RuntimeError if the target's logits are NaN.
-    """
-    sequences = state.sequences
-    sequences.clear()
-    done: dict[tuple[int, ...], int] = {}
-    hidden: list[Tensor] = []
-    features: list[Tensor] = []
-    for index, prompt in enumerate(prompts):
-        twin = done.setdefault(tuple(prompt.tolist()), index)
-        if twin == index:
-            one = sequences.part(slice(index, index + 1))
-            last_hidden, last_features = read_prompts(ops, view, draft, one, prompt[None])
+    hidden: Tensor  # [B, 1, H]: normed
+    features: Tensor  # [B, 1, F]
+
+    @staticmethod
+    def new(view: ModelView, slots: int) -> PromptEnds:
+        """Room for these."""
+        sizes = (view.hidden_size, view.feature_size)
+        return PromptEnds(*(torch.zeros(slots, 1, size, dtype=view.dtype, device=view.device) for size in sizes))
+
+    def keep(self, rows: Tensor, hidden: Tensor, features: Tensor) -> None:
+        """Take hidden [P, n, H] and features [P, n, F] at flat rows [B] of P * n; where that is -1 nothing changes."""
+        ends = (rows >= 0)[:, None, None]
+        for kept, found in zip(self, (hidden, features), strict=True):
+            kept.copy_(torch.where(ends, found.flatten(0, 1)[rows.clamp(min=0).long()][:, None], kept))
+
+
+class _Inputs:
+    """What a forward of one size is told by the host, in one tensor: its pieces, and for each slot the flat row of its
+    prompt's last token, or -1."""
+
+    def __init__(self, forward: Forward, sequences: Sequences):
+        size, self._capacity = forward.size, sequences.capacity
+        self._tensor = torch.zeros(3 * size + sequences.slots, dtype=torch.int32, device=sequences.device)
+        slots, starts, seen, self.ends = self._tensor.split((size, size, size, sequences.slots))
+        self.pieces = Pieces(slots, starts, seen, forward.rows)
+
+    def fill(self, forward: Forward) -> None:
+        """Write them."""
+        missing, ends = forward.size - len(forward.pieces), [-1] * len(self.ends)
+        slots = [piece.slot for piece in forward.pieces] + [0] * missing
+        starts = [piece.start for piece in forward.pieces]
+        for index, piece in enumerate(forward.pieces):
+            if piece.last:
+                ends[piece.slot] = index * forward.rows + piece.end - piece.start - 1
+        seen = starts + [0] * missing
+        _upload([*slots, *starts, *[self._capacity] * missing, *seen, *ends], self._tensor)
+
+
+class Prefill:
+    """Brings prompts into the slots of some sequences, whose other slots it leaves as they are."""
+
+    def __init__(self, ops: Operations, view: ModelView, sequences: Sequences, packed: bool, capture: Capture):
+        """packed: pieces of several prompts in one forward of a fixed size."""
+        self.ops, self.view, self.sequences, self.packed, self._capture = ops, view, sequences, packed, capture
+        self.ends = PromptEnds.new(view, sequences.slots)
+        self._entering = torch.zeros(sequences.slots, dtype=torch.bool, device=sequences.device)
+        self._inputs: dict[tuple[int, int], _Inputs] = {}
+
+    def run(self, prompts: Mapping[int, Tensor], draft: Draft | None, state: DecodeState, mode: Mode) -> None:
+        """Bring `state` of these sequences to where decode_step takes over for the slots of `prompts`.
+
+        prompts: int64 [L] by slot; its way of sampling is set, and what was remembered of a former one is cleared.
+        Equal prompts are computed once and copied. `draft` None: the sequences will be decoded plainly. Raises
+        NaNLogitsError if the target's logits are NaN; their slots are wiped then.
+        """
+        self._write(prompts)
+        twins = self._twins(prompts)
+        first = {slot: prompt for slot, prompt in prompts.items() if slot not in twins}
+        if self.packed:
+            for forward in plan_forwards({slot: len(prompt) for slot, prompt in first.items()}):
+                self._read(forward, draft)
         else:
-            sequences.copy(twin, index)
-            last_hidden, last_features = hidden[twin], features[twin]
-        hidden.append(last_hidden)
-        features.append(last_features)
+            for slot, prompt in first.items():
+                self._read_alone(slot, len(prompt), draft)
+        for slot, source in twins.items():
+            self.sequences.copy(source, slot, len(prompts[slot]))
+            for kept in self.ends:
+                kept[slot] = kept[source]
+        entering = [slot in prompts for slot in range(self.sequences.slots)]
+        _upload(entering, self._entering)
+        key = (state, mode, draft is not None)
+        self._capture(key, lambda: self._begin(draft, state, mode))()
+        self._check(list(prompts))
 
-    sequences.prompt_lengths.copy_(sequences.lengths)
-    logits = project(ops, view.head, torch.cat(hidden))
-    broken = logits.isnan().flatten(1).any(1).nonzero().flatten().tolist()
-    if broken:
-        sequences.wipe()
-        raise NaNLogitsError(f"the target's logits are NaN after the prompts of sequences {broken}")
-    root = _choose(ops, state, logits, mode)
-    if mode.logprobs:
-        sequences.root_logprob.copy_(token_logprobs(logits, root)[:, 0])
-    sequences.tokens.scatter_(1, sequences.lengths[:, None].long(), root)
-    sequences.sampling.step.fill_(1)
-    if draft is not None:
-        draft.begin(ops, sequences, torch.cat(features))
-    grow_first_tree(ops, draft, state)
+    def rehearse(self, prompts: Mapping[int, Tensor], draft: Draft | None, state: DecodeState, mode: Mode) -> None:
+        """Launch every kernel that prompts may launch, these among them, for a compilation in parallel.
 
+        Afterwards the sequences of these slots hold nothing of use.
+        """
+        self._write(prompts)
+        if self.packed:
+            for rows, sizes in ((FEW_ROWS, FEW_SIZES), (PIECE_ROWS, SIZES)):
+                for size in (sizes[0], sizes[-1]):
+                    forward = Forward(rows, size, [])
+                    self._inputs_of(forward).fill(forward)
+                    self._forward(forward, draft)
+        else:
+            for slot, prompt in prompts.items():
+                self._read_alone(slot, min(len(prompt), CHUNK + (len(prompt) - 1) % CHUNK + 1), draft)
+        self._begin(draft, state, mode)
 
-def shortest_prompt_with_same_launches(prompt: Tensor) -> Tensor:
-    """The beginning of a prompt [L] that launches the same kernels: as much as its first and last chunk take."""
-    return prompt[: CHUNK + (len(prompt) - 1) % CHUNK + 1]
+    def _write(self, prompts: Mapping[int, Tensor]) -> None:
+        """Tokens and lengths of the prompts. From now on steps of the others write behind them."""
+        sequences, slots = self.sequences, list(prompts)
+        lengths = [len(prompt) for prompt in prompts.values()]
+        rows = _on(list(prompts.values()), sequences.device)
+        where = torch.tensor(slots, device=sequences.device)
+        sequences.tokens[where, : rows.shape[1]] = rows
+        sequences.lengths[where] = torch.tensor(lengths, dtype=torch.int32, device=sequences.device)
+
+    def _twins(self, prompts: Mapping[int, Tensor]) -> dict[int, int]:
+        """Slots whose prompt equals that of a slot before, and that slot. Short ones are read faster than copied."""
+        first: dict[tuple[int, ...], int] = {}
+        twins = {}
+        for slot, prompt in prompts.items():
+            if len(prompts) > 1 and (not self.packed or len(prompt) > PIECE_ROWS):
+                source = first.setdefault(tuple(prompt.tolist()), slot)
+                if source != slot:
+                    twins[slot] = source
+        return twins
+
+    def _read(self, forward: Forward, draft: Draft | None) -> None:
+        self._inputs_of(forward).fill(forward)
+        key = (self.sequences, forward.rows, forward.size, draft is not None)
+        self._capture(key, lambda: self._forward(forward, draft))()
+
+    def _forward(self, forward: Forward, draft: Draft | None) -> None:
+        inputs = self._inputs_of(forward)
+        hidden, features = read_pieces(self.ops, self.view, draft, self.sequences, inputs.pieces)
+        self.ends.keep(inputs.ends, hidden, features)
+
+    def _inputs_of(self, forward: Forward) -> _Inputs:
+        key = (forward.rows, forward.size)
+        if key not in self._inputs:
+            self._inputs[key] = _Inputs(forward, self.sequences)
+        return self._inputs[key]
+
+    def _read_alone(self, slot: int, length: int, draft: Draft | None) -> None:
+        one = slice(slot, slot + 1)
+        outputs = read_prompts(self.ops, self.view, draft, self.sequences.part(one), length)
+        for kept, found in zip(self.ends, outputs, strict=True):
+            kept[one] = found
+
+    def _begin(self, draft: Draft | None, state: DecodeState, mode: Mode) -> None:
+        """Roots and first trees of the slots that enter. The trees of the others grow as they did before."""
+        ops, sequences, entering = self.ops, self.sequences, self._entering
+        logits = project(ops, self.view.head, self.ends.hidden)
+        sequences.nan.copy_(torch.where(entering, logits.isnan().flatten(1).any(1), sequences.nan))
+        root = _choose(ops, state, logits, mode)
+        place = sequences.lengths[:, None].long()
+        sequences.tokens.scatter_(1, place, torch.where(entering[:, None], root, sequences.tokens.gather(1, place)))
+        if mode.logprobs:
+            logprob = token_logprobs(logits, root)[:, 0]
+            sequences.root_logprob.copy_(torch.where(entering, logprob, sequences.root_logprob))
+        sequences.prompt_lengths.copy_(torch.where(entering, sequences.lengths, sequences.prompt_lengths))
+        sequences.sampling.step.masked_fill_(entering, 1)
+        if draft is not None:
+            draft.begin(ops, sequences, self.ends.features, entering)
+        grow_first_tree(ops, draft, state)
+
+    def _check(self, slots: Sequence[int]) -> None:
+        nan = self.sequences.nan.tolist()
+        broken = [place for place, slot in enumerate(slots) if nan[slot]]
+        if broken:
+            for slot in slots:
+                self.sequences.part(slice(slot, slot + 1)).wipe()
+                for kept in (*self.ends, self.sequences.nan):
+                    kept[slot] = 0
+            raise NaNLogitsError(f"the target's logits are NaN after the prompts of sequences {broken}")
 
 
 def grow_first_tree(ops: Operations, draft: Draft | None, state: DecodeState) -> None:
@@ -80,32 +205,55 @@ def grow_first_tree(ops: Operations, draft: Draft | None, state: DecodeState) ->
         state.tree.tokens.copy_(ops.sequence_rows(state.tokens, state.lengths, 1))
 
 
-def read_prompts(
-    ops: Operations, view: ModelView, draft: Draft | None, sequences: Sequences, prompts: Tensor
+def read_pieces(
+    ops: Operations, view: ModelView, draft: Draft | None, sequences: Sequences, pieces: Pieces
 ) -> tuple[Tensor, Tensor]:
-    """Run prompts of one length, int64 [B, L], through target and draft, chunk by chunk; all of them are committed.
+    """One forward of target and draft over pieces of prompts, whose tokens the sequences have already.
+
+    Returns the target's normed hidden states [P, n, H] and features [P, n, F].
+    """
+    tokens, caches = pieces.tokens(sequences.tokens), sequences.caches.of_slots(pieces.slots)
+    hidden, features, _ = target_forward(
+        ops, view, tokens, caches, pieces.seen, pieces.positions, None, first=pieces.starts
+    )
+    if draft is not None:
+        draft.read_prompt(ops, sequences, pieces, features)
+    return hidden, features
+
+
+def read_prompts(
+    ops: Operations, view: ModelView, draft: Draft | None, sequences: Sequences, length: int
+) -> tuple[Tensor, Tensor]:
+    """Run prompts of one length, the first tokens of all sequences, through target and draft, chunk by chunk.
 
     Returns the target's normed hidden states [B, 1, H] and features [B, 1, F] at their last tokens.
     """
-    length = prompts.shape[1]
-    sequences.tokens[:, :length] = prompts
-    sequences.lengths.fill_(length)
     for first in range(0, length, CHUNK):
-        last = min(first + CHUNK, length)
-        lengths = torch.full_like(sequences.lengths, first)
-        positions = torch.arange(first, last, dtype=torch.int32, device=prompts.device).expand(len(prompts), -1)
-        tokens = sequences.tokens[:, first:last]
-        hidden, features, _ = target_forward(ops, view, tokens, sequences.caches, lengths, positions, None)
-        if draft is not None:
-            draft.read_prompt(ops, sequences, sequences.tokens[:, :length], first, features)
+        starts = torch.full_like(sequences.lengths, first)
+        pieces = Pieces(None, starts, starts, min(CHUNK, length - first))
+        hidden, features = read_pieces(ops, view, draft, sequences, pieces)
     return hidden[:, -1:], features[:, -1:]
 
 
 def _choose(ops: Operations, state: DecodeState, logits: Tensor, mode: Mode) -> Tensor:
     """The roots [B, 1] from logits [B, 1, V], as every later step chooses: a walk of a tree that is only a root."""
-    tokens = ops.sequence_rows(state.tokens, state.lengths - 1, 1)
+    before = (state.lengths - 1).clamp(min=0)  # an empty slot has no token
+    tokens = ops.sequence_rows(state.tokens, before, 1)
     parents = torch.full_like(tokens, -1, dtype=torch.int32)
     tree = Tree(tokens, parents, torch.zeros_like(parents), torch.ones_like(tokens)[..., None])
     if mode.processed and state.sequences.rules is not None:
         logits = ops.process_logits(logits, tokens, tree.ancestors, state.sequences.rules)
-    return verify(ops, logits, tree, 0, state.lengths - 1, state.sampling, mode)[2][:, None]
+    return verify(ops, logits, tree, 0, before, state.sampling, mode)[2][:, None]
+
+
+def _upload(values: list[Any], out: Tensor) -> None:
+    """Numbers of the host to a tensor, without waiting for the device."""
+    pinned = out.is_cuda
+    out.copy_(torch.tensor(values, dtype=out.dtype, device="cpu", pin_memory=pinned), non_blocking=pinned)
+
+
+def _on(prompts: list[Tensor], device: torch.device) -> Tensor:
+    """Prompts [L] of any lengths as rows of one tensor on a device."""
+    if any(prompt.device != prompts[0].device for prompt in prompts):
+        prompts = [prompt.to(device) for prompt in prompts]
+    return pad_sequence(prompts, batch_first=True).to(device)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from eagle_triton.reference.sampling import SamplingTensors
 
@@ -94,14 +95,21 @@ class SamplingParams:
         device = "cpu" if generator is None else generator.device
         return torch.randint(2**62, (count,), generator=generator, device=device).tolist()
 
-    def fill(self, params: SamplingTensors) -> None:
-        """Write these values and the seed (a fresh one if there is none) to the device, in place; the counter to 0."""
-        params.temperature.fill_(self.temperature)
-        params.top_k.fill_(int(self.top_k))
-        params.top_p.fill_(self.top_p)
-        params.min_p.fill_(self.min_p)
-        params.seed.fill_(self.seeds(1)[0])
-        params.step.zero_()
+    @staticmethod
+    def write(requests: Sequence[SamplingParams], params: SamplingTensors, slots: Tensor) -> None:
+        """Write the values of some requests and their seeds (fresh ones where there is none) to `slots` [n] int64, a
+        row each, in place; their counters to 0."""
+        values: dict[str, list[Any]] = {
+            "temperature": [request.temperature for request in requests],
+            "top_k": [int(request.top_k) for request in requests],
+            "top_p": [request.top_p for request in requests],
+            "min_p": [request.min_p for request in requests],
+            "seed": [request.seeds(1)[0] for request in requests],
+            "step": [0] * len(requests),
+        }
+        for name, column in values.items():
+            tensor = getattr(params, name)
+            tensor[slots] = torch.tensor(column, dtype=tensor.dtype, device="cpu").to(tensor.device)
 
 
 def _check_number(name: str, value: Any) -> None:

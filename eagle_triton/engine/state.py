@@ -136,11 +136,8 @@ class Sequences:
         for tensor in tensors_of((self.caches, self.draft_tensors)):
             tensor.zero_()
 
-    def copy(self, source: int, target: int) -> None:
-        """Let slot `target` hold the prompt that slot `source` holds, as target and draft remember it."""
-        length = int(self.lengths[source])
-        self.lengths[target] = length
-        self.tokens[target, :length] = self.tokens[source, :length]
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Let slot `target` remember of a prompt of `length` tokens what target and draft do in slot `source`."""
         self.caches.copy(source, target, length)
         by_slot.copy(self.draft_tensors, source, target, length)
 

@@ -103,10 +103,11 @@ class GuideTensors(NamedTuple):
         guide.begin()
         return guide
 
-    def begin(self) -> None:
-        """Forget what was before, in place."""
-        self.values.fill_(float("nan"))
-        self.root.fill_(-1)
+    def begin(self, entering: Tensor | bool = True) -> None:
+        """Forget what was before, in place; entering: of which sequences, [B] bool, or of all."""
+        entering = torch.as_tensor(entering, device=self.root.device)
+        self.values.masked_fill_(entering[..., None], float("nan"))
+        self.root.masked_fill_(entering, -1)
 
     @property
     def gamma(self) -> Tensor:

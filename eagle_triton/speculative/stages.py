@@ -79,11 +79,12 @@ class Prefix:
         engine, capacity = self.engine, capacity_bucket(rows + scratch_rows(self.spec))
         sequences = Sequences(engine.view, self.draft, len(tokens), capacity)
         self.state = DecodeState(sequences, self.draft, self.spec)
-        _, features = read_prompts(engine.ops, engine.view, self.draft, sequences, tokens[:, :-1])
         self.length = tokens.shape[1]  # tokens, the root included
-        self.state.tokens[:, self.length - 1] = tokens[:, -1]
+        sequences.tokens[:, : self.length] = tokens
+        sequences.lengths.fill_(self.length - 1)
+        _, features = read_prompts(engine.ops, engine.view, self.draft, sequences, self.length - 1)
         if self.draft is not None:
-            self.draft.begin(engine.ops, sequences, features)
+            self.draft.begin(engine.ops, sequences, features, torch.ones_like(sequences.active))
 
     def _copied_state(self) -> DecodeState:
         """A state of its own with the same sequences; what features were skipped is taken in, and not copied."""

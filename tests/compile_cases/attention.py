@@ -7,7 +7,8 @@ from eagle_triton.runtime.launch import EXACT
 
 KV_HEADS, GROUP = 8, 4
 CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "gfx942": None}
-ALIGNED = {"capacity", "page_rows", *(f"stride_{name}" for name in ("qb", "qn", "qh", "ckv", "cb", "ch", "ob", "on", "oh"))}
+_STRIDES = ("qb", "qn", "qh", "ckv", "cb", "ch", "ob", "on", "oh")
+ALIGNED = {"capacity", "page_rows", *(f"stride_{name}" for name in _STRIDES)}
 TYPES = {
     "table_ptr": "*i32",
     "lengths_ptr": "*i32",

@@ -7,8 +7,18 @@ from eagle_triton.layers.rotary import _rotary_append_kernel
 from eagle_triton.runtime.launch import EXACT
 
 _ALIGNED = (
-    "stride_xs", "stride_xm", "stride_rm", "stride_gm", "stride_um", "stride_s", "capacity", "row_size",
-    *(f"stride_{tensor}{axis}" for tensor in "qkvxg" for axis in "bnh"), "stride_cs", "stride_cb", "stride_ch",
+    "stride_xs",
+    "stride_xm",
+    "stride_rm",
+    "stride_gm",
+    "stride_um",
+    "stride_s",
+    "capacity",
+    "row_size",
+    *(f"stride_{tensor}{axis}" for tensor in "qkvxg" for axis in "bnh"),
+    "stride_cs",
+    "stride_cb",
+    "stride_ch",
     "stride_ct",
 )
 _NO_TABLE = {"table_ptr": None, "PAGE": 0}  # fmt: skip

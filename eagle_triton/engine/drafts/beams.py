@@ -17,6 +17,7 @@ from eagle_triton.engine.mixers import AcceptedPath, Rows
 from eagle_triton.engine.model import Layer, decoder_layer
 from eagle_triton.engine.modules import Norm, Projection, add_norm, project
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.pieces import Pieces
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.adaptive_length import EGAGConfig, GuideTensors
@@ -207,20 +208,23 @@ class BeamDraft(Draft):
         """Rows [B] int32 of its cache, the root's included, where the target remembers `lengths`, the root's not."""
         return lengths if self.first_token == 1 else lengths + (1 - self.first_token)
 
-    def read_prompt(self, ops: Operations, sequences: Sequences, tokens: Tensor, first: int, features: Tensor) -> None:
-        known = tokens[:, first + self.first_token :][:, : features.shape[1]]  # the last token's follower is not
-        if known.shape[1]:
-            lengths = torch.full_like(sequences.lengths, first)
-            self.take_in(ops, features[:, : known.shape[1]], known, sequences.draft_tensors.caches, lengths)
+    def read_prompt(self, ops: Operations, sequences: Sequences, pieces: Pieces, features: Tensor) -> None:
+        known = pieces.tokens(sequences.tokens, self.first_token)  # the last token's follower is not: `begin` has it
+        caches = sequences.draft_tensors.caches.of_slots(pieces.slots)
+        rows = self.consecutive(pieces.starts, pieces.rows)._replace(lengths=pieces.seen)
+        self.forward(ops, self.inputs_of(ops, features, rows), None, known, caches, rows)
 
-    def begin(self, ops: Operations, sequences: Sequences, features: Tensor) -> None:
+    def begin(self, ops: Operations, sequences: Sequences, features: Tensor, entering: Tensor) -> None:
         mine: BeamSlots = sequences.draft_tensors
         if mine.guide is not None:
-            mine.guide.begin()
+            mine.guide.begin(entering)
         root = ops.sequence_rows(sequences.tokens, sequences.lengths, 1)
-        outputs = self.take_in(ops, features, root, mine.caches, self.rows(sequences.lengths - 1))
+        rows = self.consecutive(self.rows(sequences.lengths - 1).clamp(min=0), 1)
+        nowhere = torch.where(entering, rows.first, sequences.capacity)  # rows of the others are not written
+        rows = rows._replace(first=nowhere)
+        outputs = self.forward(ops, self.inputs_of(ops, features, rows), None, root, mine.caches, rows)
         for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
-            kept.copy_(output)
+            kept.copy_(torch.where(entering[:, None, None], output, kept))
 
     def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
         mine, plan = state.sequences.draft_tensors, state.draft_tree_tensors

@@ -117,9 +117,9 @@ class CountedDraft(Draft):
         self._made.add(made)
         return made
 
-    def begin(self, ops: Operations, sequences: Sequences, features: Tensor) -> None:
-        first = torch.zeros_like(sequences.lengths)
-        ops.count_ngrams(self._table(sequences), self.shortest, sequences.tokens, first, sequences.lengths + 1)
+    def begin(self, ops: Operations, sequences: Sequences, features: Tensor, entering: Tensor) -> None:
+        first, end = torch.zeros_like(sequences.lengths), (sequences.lengths + 1) * entering
+        ops.count_ngrams(self._table(sequences), self.shortest, sequences.tokens, first, end)
 
     def learn(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, logits: Tensor) -> None:
         batch, nodes, _ = logits.shape

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eagle_triton.engine.mixers import AcceptedPath
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.pieces import Pieces
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.adaptive_length import GuideTensors
@@ -64,14 +65,14 @@ class Draft(ABC):
         """What drafting trees of one shape takes beside the tree itself, see slots.py; None: nothing."""
         return None
 
-    def read_prompt(self, ops: Operations, sequences: Sequences, tokens: Tensor, first: int, features: Tensor) -> None:
-        """Take in a part of prompts of one length, of which the target has just computed its own.
+    def read_prompt(self, ops: Operations, sequences: Sequences, pieces: Pieces, features: Tensor) -> None:
+        """Take in pieces of prompts, which the target has just read. features [P, n, F]: the target's there."""
 
-        tokens [B, L] int64: the prompts; features [B, n, F]: the target's at positions first .. first + n.
+    def begin(self, ops: Operations, sequences: Sequences, features: Tensor, entering: Tensor) -> None:
+        """The prompts of the slots in `entering` [B] bool are read and their roots chosen; the others stay as they are.
+
+        features [B, 1, F]: the target's at the prompts' last tokens, arbitrary for the others.
         """
-
-    def begin(self, ops: Operations, sequences: Sequences, features: Tensor) -> None:
-        """The prompts are read and their roots chosen. features [B, 1, F]: the target's at their last tokens."""
 
     def learn(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, logits: Tensor) -> None:
         """Learn from a verification, whose tokens are committed already: nothing by default.

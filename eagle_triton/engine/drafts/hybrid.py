@@ -22,6 +22,7 @@ from eagle_triton.engine.drafts.repeats import (
 )
 from eagle_triton.engine.mixers import AcceptedPath
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.pieces import Pieces
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.adaptive_length import GuideTensors
@@ -77,11 +78,11 @@ class WrappedDraft(Draft):
     def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> BeamPlan:
         return self.beams.new_tree_tensors(spec, slots, device)
 
-    def read_prompt(self, ops: Operations, sequences: Sequences, tokens: Tensor, first: int, features: Tensor) -> None:
-        self.beams.read_prompt(ops, sequences, tokens, first, features)
+    def read_prompt(self, ops: Operations, sequences: Sequences, pieces: Pieces, features: Tensor) -> None:
+        self.beams.read_prompt(ops, sequences, pieces, features)
 
-    def begin(self, ops: Operations, sequences: Sequences, features: Tensor) -> None:
-        self.beams.begin(ops, sequences, features)
+    def begin(self, ops: Operations, sequences: Sequences, features: Tensor, entering: Tensor) -> None:
+        self.beams.begin(ops, sequences, features, entering)
 
     def learn(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, logits: Tensor) -> None:
         self.beams.learn(ops, state, accepted, logits)

@@ -1,0 +1,35 @@
+"""Pieces of prompts, as a forward reads them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Pieces(NamedTuple):
+    """P pieces of n tokens, each of one sequence, several perhaps of the same.
+
+    What lies behind the end of a prompt is read with its last piece: rows that nobody sees, and that others overwrite.
+    A piece that is nobody's starts where the cache ends, where nothing is kept.
+    """
+
+    slots: Tensor | None  # [P] int32; None: one piece for each slot
+    starts: Tensor  # [P] int32: where they stand in their sequences
+    seen: Tensor  # [P] int32: rows before them, as many; 0 where a piece is nobody's
+    rows: int  # n
+
+    @property
+    def positions(self) -> Tensor:
+        """[P, n] int32"""
+        return self.starts[:, None] + torch.arange(self.rows, dtype=torch.int32, device=self.starts.device)
+
+    def tokens(self, tokens: Tensor, behind: int = 0) -> Tensor:
+        """Those of the pieces, or so many places behind them, [P, n] int64, of all sequences' tokens [B, C] int64.
+
+        Arbitrary ones beyond a sequence's end.
+        """
+        columns = (self.positions.long() + behind).clamp(max=tokens.shape[1] - 1)
+        found = tokens.gather(1, columns) if self.slots is None else tokens[self.slots[:, None].long(), columns]
+        return found.clamp(min=0)
