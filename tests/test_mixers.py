@@ -231,5 +231,5 @@ def test_layers_of_other_shapes_have_caches_of_their_own(pair):
     mixed = replace(view, layers=(view.layers[1], replace(view.layers[1], mixer=narrow), view.layers[1]))
     caches = mixed.new_caches(4, 512, torch.device("meta"))
     assert [cache.data.shape[:4] for cache in caches.caches] == [(2, 2, 4, 2), (1, 2, 4, 1)]
-    assert [caches.layer(i).shape[2] for i in range(3)] == [2, 1, 2]
+    assert [caches.layer(i).data.shape[2] for i in range(3)] == [2, 1, 2]
     assert bytes_of(caches) == (2 * 2 + 1) * 2 * 4 * 512 * 16 * 4
