@@ -45,6 +45,7 @@ from eagle_triton.runtime.overlap import can_overlap, prefer_shared_memory
 
 _WORD = tl.constexpr(64)
 _TILE_ROWS = 64  # no tile of keys has more
+_PIECE_NODES = 16  # pieces of prompts have as many at least
 
 
 @triton.jit
@@ -666,6 +667,17 @@ def settings_for(
     )
 
 
+def settings_for_pieces(use: Settings, rows: int, heads: int) -> Settings:
+    """The same for pieces of prompts, `rows` query rows of each of `heads` heads, all pieces counted.
+
+    One split where they fill the device, else eight. On an H200, 32 pieces of 64 tokens of 32 heads of 128 (bf16): 136
+    µs for a prompt of 2048 with one split, 193 and the merge with four; behind 14336 rows 1179 with descriptors, 1257
+    without. Tiles of 128 query rows on 8 warps take 10 to 20 % longer, 128 keys 30 to 60 %.
+    """
+    fills = heads * triton.cdiv(rows, use.block_m) >= 96
+    return use._replace(splits=1, pdl=0) if fills else use._replace(splits=8, min_tiles=1)
+
+
 def tree_attention(
     q: Tensor,
     cache: Tensor,
@@ -692,6 +704,8 @@ def tree_attention(
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda and torch.version.cuda else None
     capacity = capacity_of(cache, table)
     use = settings_for(rows, q.shape[3], cache.shape[2], capacity, q.dtype, capability)
+    if ancestors is None and q.shape[1] >= _PIECE_NODES and table is not None:
+        use = settings_for_pieces(use, rows, len(q) * cache.shape[2])
     return _launch(q, cache, lengths, ancestors, scale, sliding_window, use, table)
 
 

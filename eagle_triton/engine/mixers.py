@@ -118,6 +118,10 @@ class Mixer(ABC):
         Returns their update of the residual stream [B, n, H], its splits perhaps still apart.
         """
 
+    def remember(self, ops: Operations, x: Tensor, cache: Any, rows: Rows) -> None:
+        """A causal forward of which nothing is asked but that it is remembered."""
+        self.forward(ops, x, cache, rows)
+
     @property
     @abstractmethod
     def tensors(self) -> Iterator[Tensor]:
@@ -202,8 +206,28 @@ class Attention(Mixer):
         attended = self.attend(ops, x, cache, rows)
         return project_split(ops, self.o, attended, rows.launch_rows)
 
+    def remember(self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows) -> None:
+        self._append(ops, x, cache, rows)
+
     def attend(self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows) -> Tensor:
         """Project, rotate, append to the cache and attend: x [B, n, *] -> [B, n, Hq * d], the input of o."""
+        q, gate = self._append(ops, x, cache, rows)
+        out = ops.tree_attention(
+            q,
+            cache.data,
+            rows.lengths,
+            rows.ancestors,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            launch_nodes=rows.launch_nodes,
+            table=cache.table,
+        )
+        if gate is not None:
+            out = ops.gate_heads(out, gate)
+        return out.flatten(-2)
+
+    def _append(self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """Keys and values to the cache; the rotated queries, and the gate if there is one, [B, n, Hq, d] each."""
         products = project_stack(
             ops, (self.q, self.k, self.v), x, keep_splits=not self.gated, launch_rows=rows.launch_rows
         )
@@ -226,19 +250,7 @@ class Attention(Mixer):
             zero_centred=self.q_norm is not None and self.q_norm.zero_centred,
             table=cache.table,
         )
-        out = ops.tree_attention(
-            q,
-            cache.data,
-            rows.lengths,
-            rows.ancestors,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            launch_nodes=rows.launch_nodes,
-            table=cache.table,
-        )
-        if gate is not None:
-            out = ops.gate_heads(out, gate)
-        return out.flatten(-2)
+        return q, gate
 
     @property
     def tensors(self) -> Iterator[Tensor]:

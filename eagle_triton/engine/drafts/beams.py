@@ -166,6 +166,12 @@ class BeamDraft(Draft):
         projection reads (the same, or normed).
         """
 
+    def remember(
+        self, ops: Operations, features: Tensor | SplitSums, tokens: Tensor, caches: LayerCaches, rows: Rows
+    ) -> None:
+        """`forward` over committed tokens, of which nothing is asked but that its layers remember them."""
+        self.forward(ops, features, None, tokens, caches, rows)
+
     def inputs_of(self, ops: Operations, features: Tensor, rows: Rows) -> Tensor | SplitSums:
         """The target's features [B, n, F] as `forward` takes those of the draft itself, [B, n, H]."""
         return features
@@ -212,7 +218,7 @@ class BeamDraft(Draft):
         known = pieces.tokens(sequences.tokens, self.first_token)  # the last token's follower is not: `begin` has it
         caches = sequences.draft_tensors.caches.of_slots(pieces.slots)
         rows = self.consecutive(pieces.starts, pieces.rows)._replace(lengths=pieces.seen)
-        self.forward(ops, self.inputs_of(ops, features, rows), None, known, caches, rows)
+        self.remember(ops, self.inputs_of(ops, features, rows), known, caches, rows)
 
     def begin(self, ops: Operations, sequences: Sequences, features: Tensor, entering: Tensor) -> None:
         mine: BeamSlots = sequences.draft_tensors

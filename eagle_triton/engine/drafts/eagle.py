@@ -69,6 +69,22 @@ class Eagle3Draft(EagleDraft):
         level: int = 0,
     ) -> tuple[Tensor, Tensor]:
         (layer,) = self.layers
+        inputs, residual = self._layer_inputs(ops, features, parents, tokens)
+        x, update = decoder_layer(ops, layer, inputs, residual, caches.layer(0), rows)
+        normed, hidden = add_norm(ops, self.norm, x, update, rows.in_draft_pass)
+        return hidden, normed
+
+    def remember(
+        self, ops: Operations, features: Tensor | SplitSums, tokens: Tensor, caches: LayerCaches, rows: Rows
+    ) -> None:
+        (layer,) = self.layers
+        inputs, _ = self._layer_inputs(ops, features, None, tokens)
+        layer.mixer.remember(ops, inputs, caches.layer(0), rows)
+
+    def _layer_inputs(
+        self, ops: Operations, features: Tensor | SplitSums, parents: Tensor | None, tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What the layer reads [B, n, 2H], and its residual stream [B, n, H]."""
         inputs, residual = ops.draft_inputs(
             features,
             parents,
@@ -80,11 +96,7 @@ class Eagle3Draft(EagleDraft):
             feature_eps=self.hidden_norm.eps,
             zero_centred=self.hidden_norm.zero_centred,
         )
-        if self.norm_before_residual:
-            residual = inputs[..., self.hidden_size :]
-        x, update = decoder_layer(ops, layer, inputs, residual, caches.layer(0), rows)
-        normed, hidden = add_norm(ops, self.norm, x, update, rows.in_draft_pass)
-        return hidden, normed
+        return inputs, inputs[..., self.hidden_size :] if self.norm_before_residual else residual
 
 
 @dataclass(frozen=True, kw_only=True)
