@@ -7,21 +7,36 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_triton.engine.batch import Batch, Request
-from eagle_triton.engine.prefill_plan import FEW_ROWS, FEW_SIZES, PIECE_ROWS, SIZES, plan_forwards
+from eagle_triton.engine.batch import NAN, Batch, Request
+from eagle_triton.engine.prompt_queue import FEW_ROWS, PIECE_ROWS, SIZES, Forward, PromptQueue
+from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN
 from tests.test_batch import LARGER, PROCESSED, REQUESTS, SMALL, alone, drain, prompt
 from tests.test_engine import engine_for
 from tests.tiny import draft_cache, target_cache, tiny_model
 
 
+def drained(lengths: dict[int, int], most: int | None = None) -> list[Forward]:
+    """The forwards that read random prompts of these lengths."""
+    queue, forwards = PromptQueue(packed=True), []
+    queue.add({slot: torch.randint(2**40, (length,)) for slot, length in lengths.items()})
+    while queue:
+        forwards.append(queue.next(most))
+        for slot in forwards[-1].ended:
+            assert queue.holds(slot) and queue.finish(slot) == [] and not queue.holds(slot)
+    return forwards
+
+
 @settings(deadline=None, max_examples=200)
-@given(st.dictionaries(st.integers(0, 70), st.integers(1, 9000), min_size=1, max_size=40))
-def test_a_plan_reads_every_token_once_and_in_order(lengths):
+@given(
+    st.dictionaries(st.integers(0, 70), st.integers(1, 9000), min_size=1, max_size=40),
+    st.sampled_from([None, 1, 100, 512]),
+)
+def test_every_token_is_read_once_and_in_order(lengths, most):
     read = dict.fromkeys(lengths, 0)
-    for forward in plan_forwards(lengths):
-        assert 0 < len(forward.pieces) <= forward.size
-        assert forward.size in (SIZES if forward.rows == PIECE_ROWS else FEW_SIZES)
+    for forward in drained(lengths, most):
+        assert 0 < len(forward.pieces) <= forward.size and forward.size in SIZES[forward.rows]
+        assert most is None or forward.size * forward.rows <= max(most, forward.rows)
         for piece in forward.pieces:
             assert piece.start == read[piece.slot] and 0 < piece.end - piece.start <= forward.rows
             assert piece.last == (piece.end == lengths[piece.slot])
@@ -30,15 +45,33 @@ def test_a_plan_reads_every_token_once_and_in_order(lengths):
 
 
 def rows_of(lengths: dict[int, int]) -> list[int]:
-    return [forward.rows * forward.size for forward in plan_forwards(lengths)]
+    return [forward.rows * forward.size for forward in drained(lengths)]
 
 
-def test_a_plan_wastes_little():
+def test_little_is_read_in_vain():
     assert rows_of({0: 512}) == [512] and rows_of({0: 64}) == [64] and rows_of({3: 9}) == [16]
-    assert rows_of(dict.fromkeys(range(32), 512)) == [SIZES[-1] * PIECE_ROWS] * (32 * 512 // (SIZES[-1] * PIECE_ROWS))
+    most = SIZES[PIECE_ROWS][-1] * PIECE_ROWS
+    assert rows_of(dict.fromkeys(range(32), 512)) == [most] * (32 * 512 // most)
     assert rows_of(dict.fromkeys(range(64), FEW_ROWS)) == [1024]
     for length in range(400, 40_000, 777):
         assert sum(rows_of({0: length})) <= 1.2 * length + 5 * PIECE_ROWS
+
+
+def test_equal_prompts_are_read_once_as_long_as_somebody_wants_them():
+    prompt, other = torch.arange(100), torch.arange(100, 200)
+    queue = PromptQueue(packed=True)
+    queue.add({2: prompt, 0: other, 5: prompt, 1: prompt})
+    assert queue.tokens == 200
+    assert queue.drop(2) and queue.holds(2)  # read on for two others
+    assert not queue.drop(5) and queue.tokens == 200
+    assert [piece.slot for piece in queue.next(None).pieces] == [2, 2, 0, 0]
+    assert queue.finish(2) == [1] and queue.finish(0) == [] and not queue.holds(2)
+
+    queue.add({2: prompt, 5: prompt})
+    assert queue.drop(2) and not queue.drop(5)  # now nobody wants it
+    assert not queue and not queue.holds(2)
+    queue.add({3: prompt, 4: prompt[:9], 6: prompt[:9]})  # a short one is read as often as it is asked for
+    assert queue.tokens == 118 and not queue.drop(3) and queue.tokens == 18
 
 
 def packing(**options):
@@ -120,3 +153,80 @@ def test_nan_logits_after_a_packed_prompt_harm_nobody_else():
         results = drain(batch, [replace(running)])
     tokens = [tokens for tokens, _ in results.values()]
     assert sorted([got + tokens[0], tokens[1]]) == [expected] * 2
+
+
+PACKED = pytest.mark.parametrize("packed", [True, False], ids=["packed", "in-turn"])
+
+
+def steps_of(batch: Batch, slots: dict[int, list[int]], count: int) -> None:
+    for _ in range(count):
+        for row in batch.step():
+            assert row.error is None
+            slots.setdefault(row.slot, []).extend(row.tokens)
+
+
+@PACKED
+@pytest.mark.parametrize("in_flight", [1, 2], ids=["read-at-once", "read-late"])
+def test_prompts_are_read_between_steps(packed, in_flight):
+    """A long prompt is read bit by bit while others decode, which notice nothing of it."""
+    engine, plain = packing(eagle3=False, vocab=12, seed=2, **LARGER)
+    engine.pack_prompts = packed
+    short = Request(prompt(9, 1, vocab=12), 40)
+    long = Request(prompt(300, 2, vocab=12), 8, SamplingParams(temperature=1.0, seed=3))
+    twin = replace(long, sampling=SamplingParams())
+    expected = [alone(plain, request) for request in (short, long, twin)]
+    with Batch(engine, 4, engine.draft.read_tree(), 320, prompt_tokens=64) as batch:
+        batch.max_in_flight = in_flight
+        got: dict[int, list[int]] = {}
+        assert batch.enter_all([short]) == [0] and batch.reading and batch.running == [0]
+        steps_of(batch, got, 1)
+        assert not batch.reading and batch.enter_all([long, twin]) == [1, 2] and batch.free == [3]
+        steps_of(batch, got, 1)
+        assert batch.reading == packed
+        while batch.running:
+            steps_of(batch, got, 1)
+    assert [got[slot] for slot in range(3)] == expected
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_a_request_released_while_it_is_read_leaves_the_others(kept):
+    engine, plain = packing(eagle3=False, vocab=12, seed=2, **LARGER)
+    running, long = Request(prompt(9, 1, vocab=12), 40), Request(prompt(200, 2, vocab=12), 8)
+    with Batch(engine, 4, engine.draft.read_tree(), 320, prompt_tokens=64) as batch:
+        got: dict[int, list[int]] = {}
+        batch.enter_all([running])
+        steps_of(batch, got, 1)
+        batch.enter_all([long, replace(long)])  # the second takes what is read of the first
+        steps_of(batch, got, 1)
+        batch.release(3 - kept)
+        assert batch.running == [0, kept] and batch.free == ([2, 3] if kept == 1 else [3])
+        (late,) = batch.enter_all([Request(prompt(150, 4, vocab=12), 5)])
+        assert late == (2 if kept == 1 else 3)
+        while batch.running:
+            steps_of(batch, got, 1)
+        assert batch.free == [0, 1, 2, 3]
+    assert got[0] == alone(plain, running) and got[kept] == alone(plain, long)
+    assert got[late] == alone(plain, Request(prompt(150, 4, vocab=12), 5))
+
+
+@PACKED
+def test_nan_after_a_prompt_ends_that_request_alone(packed):
+    model = tiny_model(layers=5, **SMALL)
+    engine = engine_for(model)
+    engine.pack_prompts = packed
+    good, bad = Request(prompt(9, vocab=31), 20), Request(torch.tensor([4, 31, 7]), 5)
+    expected = alone(engine, good)
+    with Batch(engine, 3, engine.draft.read_tree(), 80) as batch:
+        weight = model.base_model.model.embed_tokens.weight.data
+        saved, weight[31] = weight[31].clone(), float("nan")
+        batch.enter_all([good, bad])
+        rows = batch.step()
+        weight[31] = saved
+        assert [(row.finished, row.error, row.tokens) for row in rows if row.slot == 1] == [("error", NAN, [])]
+        assert batch.running == [0] and batch.free == [1, 2]
+        got = [token for row in rows if row.slot == 0 for token in row.tokens]
+        batch.enter_all([good])
+        results = {0: got, 1: []}
+        while batch.running:
+            steps_of(batch, results, 1)
+    assert results == {0: expected, 1: expected}

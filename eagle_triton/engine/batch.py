@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine import skipped_features
+from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import ReportQueue
-from eagle_triton.engine.prefill import grow_first_tree
+from eagle_triton.engine.prefill import NaNLogitsError, grow_first_tree
+from eagle_triton.engine.prompt_queue import PromptQueue
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.state import DecodeState, scratch_rows
 from eagle_triton.engine.step import Mode
@@ -27,7 +29,9 @@ from eagle_triton.reference.logit_processing import LogitRules
 from eagle_triton.reference.verification import ERROR, FAULT, LENGTH, REASON, STOP, Verification
 
 MIN_SCRATCH_ROWS = 128  # rows kept free behind a sequence, so that most trees may be changed to while it runs
+PROMPT_TOKENS = 512  # of a prompt that are read between two steps: 14 ms at 8B's shape on an H200
 NAN = "the target's logits are NaN"
+_FAILED = (0, 0, ERROR)  # how the report of a step begins for a sequence whose logits are NaN
 REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
 
 
@@ -85,20 +89,31 @@ class Progress:
 class _SlotEntry:
     """A request in its slot; only its identity tells it from one that comes later.
 
-    gamma: how deep its next trees may be, as far as reports tell: it rises at once, and falls by one a step.
+    decodes: its prompt is read. gamma: how deep its next trees may be, as far as reports tell: it rises at once, and
+    falls by one a step.
     """
 
     def __init__(self, request: Request):
         self.request = request
+        self.decodes = False
         self.gamma = math.inf
 
 
+class _Begun(NamedTuple):
+    """Prompts that have been read: whose, and by slot whether the target's logits were NaN, when the device says so."""
+
+    entries: dict[int, _SlotEntry]
+    nan: Tensor
+
+
 class _InFlight(NamedTuple):
-    """A step that was launched: for whom, on what, and how many levels were scored for the tree that it verifies."""
+    """A step that was launched: for whom, on what, how many levels were scored for the tree that it verifies, and who
+    began right before it."""
 
     entries: list[_SlotEntry | None]
     state: DecodeState
     levels: int
+    begun: list[_Begun]
 
 
 class Batch:
@@ -122,6 +137,7 @@ class Batch:
         report_drafts: bool = False,
         drafts: bool | None = None,
         verification: Verification | None = None,
+        prompt_tokens: int = PROMPT_TOKENS,
     ):
         """rows: the most tokens of a sequence, prompt included. spec: the tree of the next step; see there.
 
@@ -131,7 +147,11 @@ class Batch:
         drafts: False if nothing will ever be drafted, which makes plain decoding a little cheaper; None: it may be,
         if the engine has a draft.
         verification: how drafts are judged, None: as the engine has it.
+        prompt_tokens: about how many tokens of the prompts of `enter_all` are read before each step while others
+        decode.
         """
+        if prompt_tokens < 1:
+            raise ValueError(f"prompt_tokens must be at least 1, got {prompt_tokens}")
         if slots < 1 or rows < 1:
             raise ValueError(f"slots and rows must be at least 1, got {slots} and {rows}")
         hold = engine.acquire()
@@ -161,6 +181,10 @@ class Batch:
             self._entries: list[_SlotEntry | None] = [None] * slots
             self._reports = ReportQueue(engine.view.device, places=2)
             self._in_flight: deque[_InFlight] = deque()
+            self._prefill = engine.prefill(self.sequences)
+            self._prompts = PromptQueue(self._prefill.packed)
+            self.prompt_tokens = prompt_tokens
+            self._begun: list[_Begun] = []  # since the last step was launched
             self._levels = spec.beam_levels  # that were scored for the trees to be verified next
             self._plain_steps: int | None = None  # since the draft knew all; None while it does
         except BaseException:
@@ -244,7 +268,12 @@ class Batch:
     @property
     def free(self) -> list[int]:
         """Slots that a request may enter."""
-        return [slot for slot, entry in enumerate(self._entries) if entry is None]
+        return [slot for slot, entry in enumerate(self._entries) if entry is None and not self._prompts.holds(slot)]
+
+    @property
+    def reading(self) -> bool:
+        """Whether the next step reads prompts."""
+        return bool(self._prompts)
 
     @property
     def running(self) -> list[int]:
@@ -266,6 +295,34 @@ class Batch:
 
     def admit_all(self, requests: Iterable[Request]) -> list[int]:
         """`admit` several requests, or none if one fails; equal prompts are computed once."""
+        slots = self._reserve(requests)
+        with self._in_use():
+            try:
+                while not all(entry.decodes for entry in self._entering(slots).values()):
+                    self._read_prompts(None)
+                broken = self._broken(slots)
+            except BaseException as error:
+                self._give_up(slots)
+                if self._prompts:  # of others, which this may have been about
+                    self._failure = error
+                raise
+            if broken:
+                self._give_up(slots)
+                for slot in slots:
+                    self._prefill.wipe(slot)
+                raise NaNLogitsError(f"{NAN} after the prompts of sequences {broken}")
+        return slots
+
+    def enter_all(self, requests: Iterable[Request]) -> list[int]:
+        """Put requests into free slots, which are returned; the next steps read their prompts.
+
+        While others decode, only about `prompt_tokens` are read before each step. If the target's logits are NaN after
+        a prompt, the request ends with that error. Else raises as `admit_all` does.
+        """
+        return self._reserve(requests)
+
+    def _reserve(self, requests: Iterable[Request]) -> list[int]:
+        """Put requests into slots where their prompts wait to be read."""
         self._check_usable()
         self.engine.check_model()
         requests = list(requests)
@@ -281,16 +338,66 @@ class Batch:
                 self.sequences.add_rules()
             self._change_tree(mode)
             try:
-                self._fill(entering, mode)
+                self._set_up(entering, mode)
             except BaseException:
                 self.sequences.lengths[slots] = 0  # the others have not been touched
                 raise
             with self._must_finish():
-                self.sequences.active[slots] = True
+                self._prompts.add({slot: request.prompt for slot, request in entering.items()})
                 for slot, request in entering.items():
                     self.lengths[slot] = len(request.prompt)
                     self._entries[slot] = _SlotEntry(request)
         return slots
+
+    def _entering(self, slots: Sequence[int]) -> dict[int, _SlotEntry]:
+        entries = {slot: self._entries[slot] for slot in slots}
+        return {slot: entry for slot, entry in entries.items() if entry is not None}
+
+    def _read_prompts(self, most: int | None) -> None:
+        """Launch the next forward over prompts, of about `most` tokens, and begin what it has read to the end."""
+        draft = self.engine.draft if self._drafts else None
+        forward = self._prompts.next(most)
+        self._prefill.read(forward, draft)
+        begun: dict[int, _SlotEntry] = {}
+        for source in forward.ended:
+            for slot in (source, *self._prompts.finish(source)):
+                entry = self._entries[slot]
+                if entry is None:  # it was released, and read for others
+                    self.sequences.lengths[slot] = 0
+                    continue
+                if slot != source:
+                    self._prefill.copy(source, slot, len(entry.request.prompt))
+                begun[slot] = entry
+        if begun:
+            self._begin(begun, draft)
+
+    def _begin(self, begun: dict[int, _SlotEntry], draft: Draft | None) -> None:
+        mode, slots = self._mode([entry.request for entry in self._entries if entry]), list(begun)
+        nan = self._prefill.begin(slots, draft, self.state, mode)
+        self._levels = self.state.spec.beam_levels  # all trees have grown anew
+        with self._must_finish():
+            self.sequences.active[slots] = True
+            for entry in begun.values():
+                entry.decodes = True
+            self._begun.append(_Begun(begun, nan))
+
+    def _broken(self, slots: Sequence[int]) -> list[int]:
+        """Which of those that have just begun, by their places in `slots`, have NaN logits. Waits for the device."""
+        if self.sequences.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        nan = {slot for begun in self._begun for slot in begun.entries if begun.nan[slot]}
+        return [place for place, slot in enumerate(slots) if slot in nan]
+
+    def _give_up(self, slots: Sequence[int]) -> None:
+        """Leave slots as if nothing had entered them."""
+        for slot in reversed(slots):  # those that take another's prompt first
+            self._prompts.drop(slot)
+            self._entries[slot] = None
+        self.sequences.active[slots] = False
+        self.sequences.lengths[slots] = 0
+        for begun in self._begun:
+            for slot in begun.entries.keys() & set(slots):
+                del begun.entries[slot]
 
     def release(self, slot: int) -> None:
         """Drop the request in a slot before it has ended. Raises ValueError if there is none."""
@@ -316,21 +423,35 @@ class Batch:
     def _step(self) -> list[Progress]:
         while self.running:
             while len(self._in_flight) < self.max_in_flight:
+                with self._must_finish():
+                    self._take_prompts()
                 step, levels = self._next_step()
                 with self._must_finish():
                     step()
                     self._reports.send(self.state.report)
-                    self._in_flight.append(_InFlight(list(self._entries), self.state, self._levels))
-                    self._levels = levels
+                    entries = [entry if entry is not None and entry.decodes else None for entry in self._entries]
+                    self._in_flight.append(_InFlight(entries, self.state, self._levels, self._begun))
+                    self._levels, self._begun = levels, []
             with self._must_finish():
                 progress = self._read_report()
             if progress:  # else it was launched for requests that had ended
                 return progress
         return []
 
+    def _take_prompts(self) -> None:
+        """Read prompts that wait: as many tokens as a step may wait for, or until somebody can decode."""
+        taken = 0
+        while self._prompts:
+            decoding = any(entry.decodes for entry in self._entries if entry is not None)
+            if decoding and taken >= self.prompt_tokens:
+                break
+            before = self._prompts.tokens
+            self._read_prompts(self.prompt_tokens - taken if decoding else None)
+            taken += before - self._prompts.tokens
+
     def _read_report(self) -> list[Progress]:
         """What the oldest step in flight did for the requests that are still there."""
-        entries, state, levels = self._in_flight.popleft()
+        entries, state, levels, begun = self._in_flight.popleft()
         report = self._reports.receive()
         rows, values = report.tolist(), state.logprobs_of(report).tolist()
         guided = state.guide_of(report).tolist() if state.spec.adaptive else None
@@ -339,6 +460,8 @@ class Batch:
         progress = []
         for slot, entry in enumerate(entries):
             if entry is not None and entry is self._entries[slot]:
+                if any(entry is those.entries.get(slot) and bool(those.nan[slot]) for those in begun):
+                    rows[slot][: len(_FAILED)] = _FAILED
                 row = self._progress(slot, entry.request, state.spec, levels, rows[slot], values[slot])
                 if guided is not None:
                     h_norm, h_ema, gamma, following = guided[slot]
@@ -350,7 +473,7 @@ class Batch:
             if row.finished:
                 self._empty(row.slot)
             if row.finished == REASONS[ERROR]:
-                self.sequences.part(slice(row.slot, row.slot + 1)).wipe()
+                self._prefill.wipe(row.slot)
         return progress
 
     def _next_step(self) -> tuple[Callable[[], None], int]:
@@ -390,23 +513,21 @@ class Batch:
             skipped_features.catch_up(self.engine.ops, self.engine.draft, self.sequences, self._plain_steps)
             self._plain_steps = 0
 
-    def _fill(self, entering: dict[int, Request], mode: Mode) -> None:
-        """Set up some slots and run their prompts. They are not active yet."""
+    def _set_up(self, entering: dict[int, Request], mode: Mode) -> None:
+        """Set up some slots, whose prompts are read later."""
         engine, sequences, draft = self.engine, self.sequences, self.engine.draft if self._drafts else None
         device, slots = sequences.device, sorted(entering)
+        prompts = {slot: request.prompt for slot, request in entering.items()}
         for run in _runs(slots):
             sequences.part(run).clear()
-        prompts = {slot: request.prompt for slot, request in entering.items()}
         self._set_options(torch.tensor(slots, device=device), [entering[slot] for slot in slots])
         if sequences.rules is not None:
             _set_rules(sequences.rules, entering)
-        prefill = engine.prefill(sequences)
-        engine.compile_ahead(self.state, mode, lambda: prefill.rehearse(prompts, draft, self.state, mode))
-        prefill.run(prompts, draft, self.state, mode)
-        self._levels = self._spec.beam_levels  # all trees have grown anew
+        self._prefill.write(prompts)
+        rehearsal = functools.partial(self._prefill.rehearse, prompts, draft, self.state, mode)
+        engine.compile_ahead(self.state, mode, rehearsal)
         if self._plain_steps is not None and sequences.skipped is not None:
-            known = sequences.skipped.draft_lengths
-            known[slots] = sequences.lengths[slots]
+            sequences.skipped.draft_lengths[slots] = sequences.lengths[slots]
 
     def _set_options(self, slots: Tensor, requests: Sequence[Request]) -> None:
         """Write to slots [n] how they are sampled and stopped."""
@@ -423,11 +544,12 @@ class Batch:
 
     def _empty(self, slot: int) -> None:
         entry, draft = self._entries[slot], self.engine.draft
-        if entry is not None and draft is not None and self._drafts:
+        if entry is not None and entry.decodes and draft is not None and self._drafts:
             draft.end(self.sequences, slot, len(entry.request.prompt), self.lengths[slot])
         self._entries[slot] = None
         self.sequences.active[slot] = False
-        self.sequences.lengths[slot] = 0  # an empty slot costs no attention
+        if not self._prompts.drop(slot):
+            self.sequences.lengths[slot] = 0  # an empty slot costs no attention
 
     def _mode(self, requests: Sequence[Request]) -> Mode:
         """How a step with these requests must run. Raises ValueError if they cannot be in one batch."""

@@ -7,7 +7,7 @@ before it attends. Where layers read a sequence token by token, and on a CPU, pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from eagle_triton.engine.model import ModelView, target_forward
 from eagle_triton.engine.modules import project
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pieces import Pieces
-from eagle_triton.engine.prefill_plan import FEW_ROWS, FEW_SIZES, PIECE_ROWS, SIZES, Forward, plan_forwards
+from eagle_triton.engine.prompt_queue import SIZES, Forward
 from eagle_triton.engine.state import DecodeState, Sequences, Tree
 from eagle_triton.engine.step import Mode, token_logprobs, verify
 
@@ -75,49 +75,68 @@ class _Inputs:
 
 
 class Prefill:
-    """Brings prompts into the slots of some sequences, whose other slots it leaves as they are."""
+    """Brings prompts into the slots of some sequences, whose other slots it leaves as they are.
+
+    `write` them, `read` them by forwards, `copy` what is equal, and `begin` what is read: decode_step takes over.
+    """
 
     def __init__(self, ops: Operations, view: ModelView, sequences: Sequences, packed: bool, capture: Capture):
-        """packed: pieces of several prompts in one forward of a fixed size."""
+        """packed: forwards are of fixed sizes, with pieces of several prompts; else each is one prompt."""
         self.ops, self.view, self.sequences, self.packed, self._capture = ops, view, sequences, packed, capture
         self.ends = PromptEnds.new(view, sequences.slots)
         self._entering = torch.zeros(sequences.slots, dtype=torch.bool, device=sequences.device)
         self._inputs: dict[tuple[int, int], _Inputs] = {}
 
-    def run(self, prompts: Mapping[int, Tensor], draft: Draft | None, state: DecodeState, mode: Mode) -> None:
-        """Bring `state` of these sequences to where decode_step takes over for the slots of `prompts`.
+    def write(self, prompts: Mapping[int, Tensor]) -> None:
+        """Tokens and lengths of prompts [L] int64 by slot, whose slots are cleared. Steps of others write behind them
+        from now on."""
+        sequences = self.sequences
+        lengths = [len(prompt) for prompt in prompts.values()]
+        rows = _on(list(prompts.values()), sequences.device)
+        slots = torch.tensor(list(prompts), device=sequences.device)
+        sequences.tokens[slots, : rows.shape[1]] = rows
+        sequences.lengths[slots] = torch.tensor(lengths, dtype=torch.int32, device="cpu").to(sequences.device)
 
-        prompts: int64 [L] by slot; its way of sampling is set, and what was remembered of a former one is cleared.
-        Equal prompts are computed once and copied. `draft` None: the sequences will be decoded plainly. Raises
-        NaNLogitsError if the target's logits are NaN; their slots are wiped then.
+    def read(self, forward: Forward, draft: Draft | None) -> None:
+        """Launch a forward of target and draft. `draft` None: the sequences will be decoded plainly."""
+        if not self.packed:
+            (piece,) = forward.pieces
+            self._read_alone(piece.slot, piece.end, draft)
+            return
+        self._inputs_of(forward).fill(forward)
+        key = (self.sequences, forward.rows, forward.size, draft is not None)
+        self._capture(key, lambda: self._forward(forward, draft))()
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Let slot `target`, whose prompt of `length` tokens is written, take what was read of it in slot `source`."""
+        self.sequences.copy(source, target, length)
+        for kept in self.ends:
+            kept[target] = kept[source]
+
+    def begin(self, slots: Collection[int], draft: Draft | None, state: DecodeState, mode: Mode) -> Tensor:
+        """Choose the roots of slots whose prompts are read, and grow their first trees in `state` of these sequences.
+
+        Returns where the target's logits were NaN, [B] bool on the host, valid once the device has come so far.
         """
-        self._write(prompts)
-        twins = self._twins(prompts)
-        first = {slot: prompt for slot, prompt in prompts.items() if slot not in twins}
-        if self.packed:
-            for forward in plan_forwards({slot: len(prompt) for slot, prompt in first.items()}):
-                self._read(forward, draft)
-        else:
-            for slot, prompt in first.items():
-                self._read_alone(slot, len(prompt), draft)
-        for slot, source in twins.items():
-            self.sequences.copy(source, slot, len(prompts[slot]))
-            for kept in self.ends:
-                kept[slot] = kept[source]
-        entering = [slot in prompts for slot in range(self.sequences.slots)]
-        _upload(entering, self._entering)
-        key = (state, mode, draft is not None)
-        self._capture(key, lambda: self._begin(draft, state, mode))()
-        self._check(list(prompts))
+        _upload([slot in slots for slot in range(self.sequences.slots)], self._entering)
+        self._capture((state, mode, draft is not None), lambda: self._begin(draft, state, mode))()
+        broken = self.sequences.nan & self._entering
+        host = torch.empty(broken.shape, dtype=torch.bool, device="cpu", pin_memory=broken.is_cuda)
+        return host.copy_(broken, non_blocking=broken.is_cuda)
+
+    def wipe(self, slot: int) -> None:
+        """Leave nothing of a sequence that became NaN."""
+        self.sequences.part(slice(slot, slot + 1)).wipe()
+        for kept in self.ends:
+            kept[slot] = 0
 
     def rehearse(self, prompts: Mapping[int, Tensor], draft: Draft | None, state: DecodeState, mode: Mode) -> None:
         """Launch every kernel that prompts may launch, these among them, for a compilation in parallel.
 
         Afterwards the sequences of these slots hold nothing of use.
         """
-        self._write(prompts)
         if self.packed:
-            for rows, sizes in ((FEW_ROWS, FEW_SIZES), (PIECE_ROWS, SIZES)):
+            for rows, sizes in SIZES.items():
                 for size in (sizes[0], sizes[-1]):
                     forward = Forward(rows, size, [])
                     self._inputs_of(forward).fill(forward)
@@ -126,31 +145,6 @@ class Prefill:
             for slot, prompt in prompts.items():
                 self._read_alone(slot, min(len(prompt), CHUNK + (len(prompt) - 1) % CHUNK + 1), draft)
         self._begin(draft, state, mode)
-
-    def _write(self, prompts: Mapping[int, Tensor]) -> None:
-        """Tokens and lengths of the prompts. From now on steps of the others write behind them."""
-        sequences, slots = self.sequences, list(prompts)
-        lengths = [len(prompt) for prompt in prompts.values()]
-        rows = _on(list(prompts.values()), sequences.device)
-        where = torch.tensor(slots, device=sequences.device)
-        sequences.tokens[where, : rows.shape[1]] = rows
-        sequences.lengths[where] = torch.tensor(lengths, dtype=torch.int32, device=sequences.device)
-
-    def _twins(self, prompts: Mapping[int, Tensor]) -> dict[int, int]:
-        """Slots whose prompt equals that of a slot before, and that slot. Short ones are read faster than copied."""
-        first: dict[tuple[int, ...], int] = {}
-        twins = {}
-        for slot, prompt in prompts.items():
-            if len(prompts) > 1 and (not self.packed or len(prompt) > PIECE_ROWS):
-                source = first.setdefault(tuple(prompt.tolist()), slot)
-                if source != slot:
-                    twins[slot] = source
-        return twins
-
-    def _read(self, forward: Forward, draft: Draft | None) -> None:
-        self._inputs_of(forward).fill(forward)
-        key = (self.sequences, forward.rows, forward.size, draft is not None)
-        self._capture(key, lambda: self._forward(forward, draft))()
 
     def _forward(self, forward: Forward, draft: Draft | None) -> None:
         inputs = self._inputs_of(forward)
@@ -174,27 +168,18 @@ class Prefill:
         ops, sequences, entering = self.ops, self.sequences, self._entering
         logits = project(ops, self.view.head, self.ends.hidden)
         sequences.nan.copy_(torch.where(entering, logits.isnan().flatten(1).any(1), sequences.nan))
+        sequences.sampling.step.masked_fill_(entering, 0)
         root = _choose(ops, state, logits, mode)
+        sequences.sampling.step.masked_fill_(entering, 1)
         place = sequences.lengths[:, None].long()
         sequences.tokens.scatter_(1, place, torch.where(entering[:, None], root, sequences.tokens.gather(1, place)))
         if mode.logprobs:
             logprob = token_logprobs(logits, root)[:, 0]
             sequences.root_logprob.copy_(torch.where(entering, logprob, sequences.root_logprob))
         sequences.prompt_lengths.copy_(torch.where(entering, sequences.lengths, sequences.prompt_lengths))
-        sequences.sampling.step.masked_fill_(entering, 1)
         if draft is not None:
             draft.begin(ops, sequences, self.ends.features, entering)
         grow_first_tree(ops, draft, state)
-
-    def _check(self, slots: Sequence[int]) -> None:
-        nan = self.sequences.nan.tolist()
-        broken = [place for place, slot in enumerate(slots) if nan[slot]]
-        if broken:
-            for slot in slots:
-                self.sequences.part(slice(slot, slot + 1)).wipe()
-                for kept in (*self.ends, self.sequences.nan):
-                    kept[slot] = 0
-            raise NaNLogitsError(f"the target's logits are NaN after the prompts of sequences {broken}")
 
 
 def grow_first_tree(ops: Operations, draft: Draft | None, state: DecodeState) -> None:

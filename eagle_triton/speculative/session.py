@@ -15,7 +15,6 @@ from torch import Tensor
 
 from eagle_triton.engine.batch import Batch, GuideReading, Progress, Request
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.prefill import NaNLogitsError
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.state import scratch_rows
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
@@ -259,9 +258,10 @@ class Session:
 
     def _decode(self) -> int:
         """One step; the nodes of the tree that was verified."""
-        began = time.perf_counter()
+        began, reads = time.perf_counter(), self._batch.reading
         progress = self._batch.step()
-        self._observe(progress, (time.perf_counter() - began) * 1e3)
+        if not reads:  # else it took longer than such a step does
+            self._observe(progress, (time.perf_counter() - began) * 1e3)
         for row in progress:
             if row.slot in self._running:
                 self._undelivered.append(self._take(row))
@@ -301,9 +301,9 @@ class Session:
         if not entering:
             return
         try:  # together, so that equal prompts are computed once
-            slots = self._batch.admit_all([job.request for job in entering])
-        except (ValueError, NaNLogitsError):
-            self._admit_one_by_one(entering)  # find out whose
+            slots = self._batch.enter_all([job.request for job in entering])
+        except ValueError:
+            self._enter_one_by_one(entering)  # find out whose
             return
         for job, slot in zip(entering, slots, strict=True):
             self._enter(job, slot)
@@ -324,11 +324,11 @@ class Session:
             entering.append(job)
         return entering
 
-    def _admit_one_by_one(self, jobs: Sequence[_Job]) -> None:
+    def _enter_one_by_one(self, jobs: Sequence[_Job]) -> None:
         for job in jobs:
             try:
-                slot = self._batch.admit(job.request)
-            except (ValueError, NaNLogitsError) as error:
+                (slot,) = self._batch.enter_all([job.request])
+            except ValueError as error:
                 self._waiting.remove(job)
                 self._undelivered.append(self._end(job, "error", str(error)))
             else:

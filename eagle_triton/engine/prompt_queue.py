@@ -1,0 +1,149 @@
+"""Prompts on their way into slots: which pieces the next forward reads, first come, first served.
+
+A prompt is read in pieces of PIECE_ROWS tokens, a short one in one of FEW_ROWS. Forwards have few sizes, so that each
+is captured once: what is missing to a size is read as nobody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PIECE_ROWS = 64  # tokens of a piece: a tile of attention's keys
+FEW_ROWS = 16  # of a prompt that has no more: the least that tensor cores take
+SIZES = {PIECE_ROWS: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), FEW_ROWS: (1, 4, 16, 64)}  # pieces in a forward
+_LEAST = 5  # pieces of 64 whose products take as long as reading the weights does
+
+
+class Piece(NamedTuple):
+    """Tokens start .. end of the prompt of a slot; `last` where the prompt ends there."""
+
+    slot: int
+    start: int
+    end: int
+    last: bool
+
+
+class Forward(NamedTuple):
+    """`size` pieces of `rows` tokens, of which the first are those in `pieces`, and the others nobody's."""
+
+    rows: int
+    size: int
+    pieces: Sequence[Piece]
+
+    @property
+    def ended(self) -> list[int]:
+        """The slots whose prompts it reads to the end."""
+        return [piece.slot for piece in self.pieces if piece.last]
+
+
+class PromptQueue:
+    """Prompts that wait or are half read. Of equal ones the first is read, and copied to the others."""
+
+    def __init__(self, packed: bool):
+        """packed: in pieces, several in a forward; else a prompt is one piece and one forward."""
+        self._packed = packed
+        self._pieces: list[Piece] = []
+        self._twins: dict[int, list[int]] = {}  # of each slot that is read, those that take its prompt
+        self._prompts: dict[int, Tensor] = {}  # of slots that are read, on the host
+        self._unwanted: set[int] = set()  # those that are read for others alone
+
+    def __bool__(self) -> bool:
+        return bool(self._pieces)
+
+    @property
+    def tokens(self) -> int:
+        """How many wait to be read."""
+        return sum(piece.end - piece.start for piece in self._pieces)
+
+    def add(self, prompts: Mapping[int, Tensor]) -> None:
+        """Prompts [L] int64 by slot, all of which enter at once."""
+        for slot, prompt in prompts.items():
+            prompt = prompt.cpu()
+            twin = self._twin(prompt)
+            if twin is None:
+                self._pieces += self._cut(slot, len(prompt))
+                self._prompts[slot], self._twins[slot] = prompt, []
+            else:
+                self._twins[twin].append(slot)
+
+    def next(self, most: int | None = None) -> Forward:
+        """The next forward, of about `most` tokens, None: as many as one may have; at least a piece.
+
+        Its pieces are behind the queue's back from now on. A piece comes behind those before it: in an earlier forward
+        or in the same, where every layer appends its keys before it attends.
+        """
+        first = self._pieces[0]
+        if not self._packed:
+            self._pieces.pop(0)
+            return Forward(first.end - first.start, 1, [first])
+        rows = self._rows_of(first)
+        alike = [piece for piece in self._pieces if self._rows_of(piece) == rows]
+        size = next_size(len(alike), rows, None if most is None else most // rows)
+        taken = alike[:size]
+        self._pieces = [piece for piece in self._pieces if piece not in taken]
+        return Forward(rows, size, taken)
+
+    def finish(self, slot: int) -> list[int]:
+        """The prompt of a slot is read: the slots that take it from there. The queue forgets it."""
+        del self._prompts[slot]
+        self._unwanted.discard(slot)
+        return self._twins.pop(slot)
+
+    def drop(self, slot: int) -> bool:
+        """A slot's prompt is wanted no more; True if it is read on all the same, for others that take it from there."""
+        if self._twins.get(slot):
+            self._unwanted.add(slot)
+            return True
+        source = next((source for source, twins in self._twins.items() if slot in twins), None)
+        if source is not None:
+            self._twins[source].remove(slot)
+            if self._twins[source] or source not in self._unwanted:
+                return False
+            slot = source  # it was read for this one alone
+        if slot in self._prompts:
+            self._pieces = [piece for piece in self._pieces if piece.slot != slot]
+            self.finish(slot)
+        return False
+
+    def holds(self, slot: int) -> bool:
+        """Whether a prompt is being read in a slot."""
+        return slot in self._prompts
+
+    def _twin(self, prompt: Tensor) -> int | None:
+        """A slot whose prompt, still being read, is equal. A short one is read faster than copied."""
+        if self._packed and len(prompt) <= PIECE_ROWS:
+            return None
+        return next((slot for slot, other in self._prompts.items() if torch.equal(prompt, other)), None)
+
+    def _cut(self, slot: int, length: int) -> list[Piece]:
+        rows = PIECE_ROWS if self._packed else length
+        return [
+            Piece(slot, start, min(start + rows, length), start + rows >= length) for start in range(0, length, rows)
+        ]
+
+    def _rows_of(self, piece: Piece) -> int:
+        return FEW_ROWS if piece.last and piece.end <= FEW_ROWS else PIECE_ROWS
+
+
+def next_size(count: int, rows: int, most: int | None = None) -> int:
+    """How many pieces of `rows` tokens the next forward has, to read `count` in the least time; not above `most` if
+    there is a smaller size."""
+    sizes = tuple(size for size in SIZES[rows] if most is None or size <= most) or SIZES[rows][:1]
+    return sizes[-1] if count >= sizes[-1] else _cheapest(count, rows, sizes)[1]
+
+
+@cache
+def _cheapest(count: int, rows: int, sizes: tuple[int, ...]) -> tuple[float, int]:
+    """The least time for `count` pieces, in that of a piece of 64 where there are many, and the first size for it."""
+    if not count:
+        return 0.0, 0
+    times = []
+    for size in sizes:
+        rest = _cheapest(max(count - size, 0), rows, sizes)[0]
+        times.append((max(size * rows / PIECE_ROWS, _LEAST) + rest, size))
+    return min(times)
