@@ -32,6 +32,7 @@ MODES = {
     "operations": ["operations", "--device", "cpu"],
     "drafters": ["drafters", *TINY, "--max-length", "12"],
     "egag": ["egag", *TINY, "--max-length", "4"],
+    "prefill": ["prefill", *TINY, "--context", "9,40", "--batch", "2"],
     "plain": ["plain", *TINY, "--max-length", "6", "--context", "9"],
     "mtp": ["mtp", "--hybrid", "demo-gdn", "--tree", "chain-4", "--max-length", "8", "--num-runs", "1"],
 }
@@ -83,6 +84,18 @@ def test_generate_compares_the_same_tokens(capsys):
     assert "same tokens, original and optimised: 1 of 1 prompts" in record["notes"]
     assert record["notes"][-1].startswith("NOISE: figures of ")
     assert record["options"]["shape"] == "tiny" and record["options"]["dtype"] == "float32"
+
+
+def test_prefill_measures_first_tokens_gaps_and_short_requests(capsys):
+    assert benchmark.main([*MODES["prefill"], "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    cases = [(row["variant"], row["batch"], row["context"]) for row in rows]
+    assert cases[:4] == [(variant, 2, context) for variant in ("first token", "enter") for context in (9, 40)]
+    assert [row[0] for row in cases[4:]] == ["short requests"] and rows[4]["requests_per_second"] > 0
+    for row in rows[:2]:
+        assert 0 < row["ms_p20"] <= row["ms"] <= row["ms_p80"] and row["stream_ms"] > row["ms"]
+    for row in rows[2:4]:
+        assert 0 < row["step_ms"] <= row["longest_gap_ms"] and row["gap_p50_ms"] <= row["gap_p99_ms"]
 
 
 def test_step_measures_every_decoding_context_and_batch(capsys):

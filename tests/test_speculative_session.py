@@ -225,7 +225,7 @@ def test_a_request_is_in_line_until_it_has_entered(eagle, monkeypatch, error):
     with eagle.session(rows=32) as session:
         session.submit(random_prompt(40)[0], 5)
         index = session.submit(prompt, 5)
-        fail_once(monkeypatch, session._batch, "admit_all", error)
+        fail_once(monkeypatch, session._batch, "enter_all", error)
         with pytest.raises(type(error)):
             session.step()
         assert not session.idle and session._waiting
@@ -234,26 +234,34 @@ def test_a_request_is_in_line_until_it_has_entered(eagle, monkeypatch, error):
 
 
 def test_memory_that_is_short_for_one_of_several_is_raised(eagle, monkeypatch):
-    """Also where requests are admitted one by one, because the logits of one of them are NaN."""
-    target = eagle.pair.target_model.base_model
-    target.model.embed_tokens.weight.data[7] = float("nan")
+    """Also where requests enter one by one, because one of them was refused."""
     with eagle.session(rows=32, slots=3) as session:
         first, second = session.submit([7], 5), session.submit([1, 2, 3], 5)
-        fail = torch.cuda.OutOfMemoryError("out of memory")
-        admit = session._batch.admit
+        enter = session._batch.enter_all
 
-        def admit_or_fail(request):
-            if len(request.prompt) == 3:
-                raise fail
-            return admit(request)
+        def enter_or_fail(requests):
+            if len(requests) > 1 or len(requests[0].prompt) == 1:
+                raise ValueError("refused")
+            raise torch.cuda.OutOfMemoryError("out of memory")
 
-        monkeypatch.setattr(session._batch, "admit", admit_or_fail)
+        monkeypatch.setattr(session._batch, "enter_all", enter_or_fail)
         with pytest.raises(torch.cuda.OutOfMemoryError):
             session.step()
         (piece,) = session.step()
-        assert piece.index == first and "NaN" in piece.completion.error
-        monkeypatch.setattr(session._batch, "admit", admit)
+        assert piece.index == first and piece.completion.error == "refused"
+        monkeypatch.setattr(session._batch, "enter_all", enter)
         assert [job.index for job in session._waiting] == [second]
+
+
+def test_nan_logits_after_a_prompt_end_that_request_alone(eagle):
+    want = eagle.generate([[1, 2, 3]], 5)[1].completions[0].tokens
+    unused = next(token for token in range(32) if token not in (1, 2, 3, *want))
+    eagle.pair.target_model.base_model.model.embed_tokens.weight.data[unused] = float("nan")
+    with eagle.session(rows=32, slots=3) as session:
+        broken, good = session.submit([unused], 5), session.submit([1, 2, 3], 5)
+        got = finish(session)
+    assert got[broken].finished == "error" and "NaN" in got[broken].error and got[broken].tokens == []
+    assert got[good].tokens == want
 
 
 def test_requests_of_the_other_filter_order_wait(eagle):

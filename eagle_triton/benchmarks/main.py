@@ -7,6 +7,7 @@ python benchmark.py batches --shape llama-3.1-8b         trees as they pay again
 python benchmark.py megakernel --shape llama-3.2-1b      all behind the target's logits as one launch and as many
 python benchmark.py drafters                             with and without a model, over three kinds of work
 python benchmark.py egag                                 chains of a draft model, as long as its entropy lets them be
+python benchmark.py prefill --shape llama-3.1-8b         first tokens, prompts that enter a running batch, short requests
 python benchmark.py plain --shape llama-3.1-8b           generate of a plain Hugging Face model
 python benchmark.py operations                           every kernel against the best of torch
 
@@ -134,6 +135,13 @@ MODES = {
         ("--shape", "--max-length", "--num-runs"),
         {"max_length": 128, "num_runs": 10},
         on_cpu={"max_length": 32, "num_runs": 2},
+    ),
+    "prefill": Mode(
+        "first tokens over contexts and batches, prompts that enter a running batch, and many short requests (default: "
+        "contexts of 64, 512 and 2048 tokens, batches of 1 and 8, 5 runs; on a CPU 32 tokens, a batch of 2, one run)",
+        (*MODEL, "--batch", "--num-runs"),
+        {"batch": [1, 8], "num_runs": 5},
+        on_cpu={"batch": [2], "num_runs": 1},
     ),
     "plain": Mode(
         "generate of the target as a plain Hugging Face model (default: 3 runs of 128 tokens; on a CPU 1 of 32)",

@@ -21,6 +21,7 @@ def plot(record: Record, path: Path) -> None:
         "batches": _batches,
         "drafters": _drafters,
         "egag": _drafters,
+        "prefill": _prefill,
         "plain": _plain,
         "mtp": _mtp,
         "megakernel": _megakernel,
@@ -100,6 +101,20 @@ def _drafters(figure: Any, rows: list[dict[str, Any]]) -> None:
         axes.set_xticks([place + 0.5 - 1 / (len(variants) + 1) for place in range(len(kinds))], kinds)
         axes.set_ylabel(label)
     axes.legend(fontsize=8)
+
+
+def _prefill(figure: Any, rows: list[dict[str, Any]]) -> None:
+    left, right = figure.subplots(1, 2)
+    bars = [(f"{row['batch']} x {row['context']}", row["ms"]) for row in rows if row["variant"] == "first token"]
+    _bars(left, bars, "ms to the first tokens")
+    left.tick_params(axis="x", labelrotation=45)
+    entered = [row for row in rows if row["variant"] == "enter"]
+    for key, label in (("step_ms", "step"), ("longest_gap_ms", "longest gap while a prompt enters")):
+        names = [f"{row['batch']} x {row['context']}" for row in entered]
+        right.plot(names, [row[key] for row in entered], "o", label=label)
+    right.set(ylabel="ms", ylim=(0, None))
+    right.tick_params(axis="x", labelrotation=45)
+    right.legend(fontsize=8)
 
 
 def _plain(figure: Any, rows: list[dict[str, Any]]) -> None:

@@ -82,13 +82,15 @@ class TreePolicy:
         self.spec = max(both or self.trees, key=self.rate)
         self.fixed_tree = fixed_tree or self.spec
 
-    def observe(self, accepted: Sequence[int], ms: float) -> None:
-        """A step with the chosen tree: drafts accepted by each running sequence, and how long it took."""
+    def observe(self, accepted: Sequence[int], ms: float | None) -> None:
+        """A step with the chosen tree: drafts accepted by each running sequence, and how long it took; None: it did
+        more than decode."""
         if not accepted:
             return
         self._steps += 1
         self._since += 1
-        self.costs.add(self.spec, ms)
+        if ms is not None:
+            self.costs.add(self.spec, ms)
         if self.spec.drafts:
             self._seen.setdefault(self.spec, Acceptance()).add(accepted, self.spec.depth)
         else:

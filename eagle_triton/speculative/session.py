@@ -260,8 +260,7 @@ class Session:
         """One step; the nodes of the tree that was verified."""
         began, reads = time.perf_counter(), self._batch.reading
         progress = self._batch.step()
-        if not reads:  # else it took longer than such a step does
-            self._observe(progress, (time.perf_counter() - began) * 1e3)
+        self._observe(progress, None if reads else (time.perf_counter() - began) * 1e3)
         for row in progress:
             if row.slot in self._running:
                 self._undelivered.append(self._take(row))
@@ -349,7 +348,7 @@ class Session:
         if self._batch.spec != wanted:
             self._batch.spec = wanted
 
-    def _observe(self, progress: Sequence[Progress], ms: float) -> None:
+    def _observe(self, progress: Sequence[Progress], ms: float | None) -> None:
         """Tell the policy, unless the step was launched with another tree than the one it has chosen."""
         if self.policy is None or any(row.tree != self.policy.spec for row in progress):
             return

@@ -1,0 +1,196 @@
+"""From a prompt to its first token: alone, in batches, into a batch that decodes, and of many short requests."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from eagle_triton import EaModel
+from eagle_triton.adapters import native
+from eagle_triton.benchmarks import models
+from eagle_triton.benchmarks.parity import check_parity
+from eagle_triton.benchmarks.record import table
+from eagle_triton.benchmarks.timing import Quantiles, synchronise
+from eagle_triton.engine.batch import PROMPT_TOKENS, Batch, Request
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.speculative.session import Session
+
+CHECKED = 8  # tokens of each sequence that are compared with the target's
+WARM_UPS = 2  # runs of a shape: the first compiles, the second captures
+STEPS = {"cuda": 40, "cpu": 4}  # of a running batch, before a prompt enters it and after
+SHORT = {"cuda": (256, 64), "cpu": (6, 2)}  # short requests, and the slots they go through
+SHORT_PROMPT, SHORT_NEW = 8, 3  # tokens
+LARGEST_TREES = 1024  # nodes of a batch; above it first trees are not drafted
+
+
+def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
+    """Add a row for each batch and context, for each context that enters a batch, and one of short requests."""
+    model = models.load(args)
+    view, draft = native.read(model)
+    cuda = view.device.type == "cuda"
+    engine = Engine(view, draft, make_operations(cuda), cuda_graph=cuda)
+    contexts = args.context or ([64, 512, 2048] if cuda else [32])
+    cases = [(batch, context) for batch in args.batch for context in contexts]
+    with torch.no_grad(), tqdm(cases, desc="prompts", disable=args.json or None, leave=False) as bar:
+        for batch, context in bar:
+            spec = draft.read_tree() if batch * draft.read_tree().nodes <= LARGEST_TREES else PLAIN
+            rows.append(first_tokens(engine, model, batch, context, spec, args.num_runs))
+            engine.clear()
+        for batch, context in cases:
+            if batch * draft.read_tree().nodes <= LARGEST_TREES:
+                rows.append(entering(engine, model, batch, context, draft.read_tree(), args.num_runs))
+                engine.clear()
+    rows.append(short_requests(engine, model, args.num_runs))
+    notes += [f"{path}: {reason}" for path, reason in engine.notes.items()]
+
+
+def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:
+    """Until the first token of each of some prompts is chosen, and until a stream has it: behind the first step.
+
+    The prompts of each run are new ones, those of the first compared with the target's own tokens: ValueError if they
+    differ.
+    """
+    chosen, streamed = [], []
+    for run in range(runs + WARM_UPS):
+        prompts = _prompts(model, batch, context, run)
+        with Batch(engine, batch, spec, context + (1 + CHECKED) * (spec.depth + 1)) as running:
+            synchronise(engine.device)
+            start = time.perf_counter()
+            running.admit_all(Request(prompt, CHECKED) for prompt in prompts)
+            chosen.append((time.perf_counter() - start) * 1e3)
+            running.step()
+            streamed.append((time.perf_counter() - start) * 1e3)
+            if not run:
+                while running.running:
+                    running.step()
+                check_parity(model.base_model, running.tokens(0), context, SamplingParams())
+    case = {"variant": "first token", "batch": batch, "context": context}
+    return {**case, **_figures(chosen), "stream_ms": _median(streamed)}
+
+
+def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:
+    """A prompt that enters a batch which decodes: what the others wait for their next tokens, and it for its first."""
+    steps = STEPS[engine.device.type]
+    usual: list[float] = []
+    gaps: list[float] = []
+    longest: list[float] = []
+    first: list[float] = []
+    new = (3 * steps + context // PROMPT_TOKENS) * (spec.depth + 1)  # nobody ends before all is measured
+    for run in range(runs + WARM_UPS):
+        others = _prompts(model, batch, min(context, 512), run)
+        (late,) = _prompts(model, 1, context, run + 1000)
+        with Batch(engine, batch + 1, spec, context + new) as running:
+            running.admit_all(Request(prompt, new) for prompt in others)
+            before = _gaps(running, steps)
+            start = time.perf_counter()
+            (slot,) = running.enter_all([Request(late, new)])
+            after, came = _gaps_until(running, steps, slot, start)
+            if run >= WARM_UPS:
+                usual += before
+                gaps += after
+                longest.append(max(after))
+                first.append(came)
+    return {
+        "variant": "enter",
+        "batch": batch,
+        "context": context,
+        **_figures(first, 0),
+        "step_ms": _median(usual),
+        "gap_p50_ms": _median(gaps),
+        "gap_p99_ms": statistics.quantiles(gaps, n=100, method="inclusive")[98],
+        "longest_gap_ms": _median(longest),
+    }
+
+
+def short_requests(engine: Engine, model: EaModel, runs: int) -> dict[str, Any]:
+    """Many sampled requests of few tokens, as many at a time as there are slots."""
+    count, slots = SHORT[engine.device.type]
+    seconds = []
+    for run in range(runs + WARM_UPS):
+        prompts = _prompts(model, count, SHORT_PROMPT, run)
+        with Session(engine, None, slots, SHORT_PROMPT + SHORT_NEW) as session:
+            synchronise(engine.device)
+            start = time.perf_counter()
+            for index, prompt in enumerate(prompts):
+                session.submit(prompt, SHORT_NEW, SamplingParams(temperature=1.0, seed=index), stop_token_ids=())
+            while not session.idle:
+                session.step()
+            seconds.append(time.perf_counter() - start)
+    figures = _figures([value * 1e3 for value in seconds])
+    rate = count / (figures["ms"] / 1e3)
+    return {
+        "variant": "short requests",
+        "batch": slots,
+        "context": SHORT_PROMPT,
+        **figures,
+        "requests_per_second": rate,
+    }
+
+
+def _gaps(batch: Batch, steps: int) -> list[float]:
+    """Milliseconds between the reports of some steps."""
+    found, last = [], time.perf_counter()
+    for _ in range(steps):
+        batch.step()
+        now = time.perf_counter()
+        found.append((now - last) * 1e3)
+        last = now
+    return found
+
+
+def _gaps_until(batch: Batch, steps: int, slot: int, start: float) -> tuple[list[float], float]:
+    """The same while a prompt enters a slot, and when its first tokens came, in milliseconds behind `start`."""
+    found: list[float] = []
+    last, came = start, 0.0
+    while not came or len(found) < steps:
+        rows = batch.step()
+        now = time.perf_counter()
+        found.append((now - last) * 1e3)
+        last = now
+        if not came and any(row.slot == slot for row in rows):
+            came = (now - start) * 1e3
+    return found, came
+
+
+def _prompts(model: EaModel, count: int, length: int, seed: int) -> list[Tensor]:
+    """New random tokens for each seed, on the host."""
+    generator = torch.Generator().manual_seed(seed)
+    return list(torch.randint(model.vocab_size, (count, length), generator=generator))
+
+
+def _figures(times: Sequence[float], warm_ups: int = WARM_UPS) -> dict[str, Any]:
+    quantiles = Quantiles.of(times[warm_ups:])
+    return {"ms": quantiles.median, "ms_p20": quantiles.p20, "ms_p80": quantiles.p80}
+
+
+def _median(times: Sequence[float]) -> float:
+    return statistics.median(times[WARM_UPS:] if len(times) > WARM_UPS else times)
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    columns = {
+        "": "variant",
+        "batch": "batch",
+        "context": "context",
+        "first token ms": "ms",
+        "p20": "ms_p20",
+        "p80": "ms_p80",
+        "streamed ms": "stream_ms",
+        "step ms": "step_ms",
+        "gap p50": "gap_p50_ms",
+        "p99": "gap_p99_ms",
+        "longest": "longest_gap_ms",
+        "requests/s": "requests_per_second",
+    }
+    return table(list(columns), [[row.get(key) for key in columns.values()] for row in rows])
