@@ -255,7 +255,9 @@ def test_memory_that_is_short_for_one_of_several_is_raised(eagle, monkeypatch):
 
 def test_nan_logits_after_a_prompt_end_that_request_alone(eagle):
     want = eagle.generate([[1, 2, 3]], 5)[1].completions[0].tokens
-    unused = next(token for token in range(32) if token not in (1, 2, 3, *want))
+    d2t = eagle.engine.draft.d2t
+    drafted = (d2t + torch.arange(len(d2t))).tolist()
+    unused = next(token for token in range(32) if token not in (1, 2, 3, *want, *drafted))
     eagle.pair.target_model.base_model.model.embed_tokens.weight.data[unused] = float("nan")
     with eagle.session(rows=32, slots=3) as session:
         broken, good = session.submit([unused], 5), session.submit([1, 2, 3], 5)

@@ -7,7 +7,7 @@ python benchmark.py batches --shape llama-3.1-8b         trees as they pay again
 python benchmark.py megakernel --shape llama-3.2-1b      all behind the target's logits as one launch and as many
 python benchmark.py drafters                             with and without a model, over three kinds of work
 python benchmark.py egag                                 chains of a draft model, as long as its entropy lets them be
-python benchmark.py prefill --shape llama-3.1-8b         first tokens, prompts that enter a running batch, short requests
+python benchmark.py prefill --shape llama-3.1-8b         first tokens, prompts that enter a batch, short requests
 python benchmark.py plain --shape llama-3.1-8b           generate of a plain Hugging Face model
 python benchmark.py operations                           every kernel against the best of torch
 
