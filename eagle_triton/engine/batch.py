@@ -25,6 +25,7 @@ from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.state import DecodeState, scratch_rows
 from eagle_triton.engine.step import Mode
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.engine.upload import to_device, upload
 from eagle_triton.reference.logit_processing import LogitRules
 from eagle_triton.reference.verification import ERROR, FAULT, LENGTH, REASON, STOP, Verification
 
@@ -376,7 +377,6 @@ class Batch:
         nan = self._prefill.begin(slots, draft, self.state, mode)
         self._levels = self.state.spec.beam_levels  # all trees have grown anew
         with self._must_finish():
-            self.sequences.active[slots] = True
             for entry in begun.values():
                 entry.decodes = True
             self._begun.append(_Begun(begun, nan))
@@ -516,31 +516,30 @@ class Batch:
     def _set_up(self, entering: dict[int, Request], mode: Mode) -> None:
         """Set up some slots, whose prompts are read later."""
         engine, sequences, draft = self.engine, self.sequences, self.engine.draft if self._drafts else None
-        device, slots = sequences.device, sorted(entering)
+        slots = sorted(entering)
         prompts = {slot: request.prompt for slot, request in entering.items()}
         for run in _runs(slots):
             sequences.part(run).clear()
-        self._set_options(torch.tensor(slots, device=device), [entering[slot] for slot in slots])
+        where = upload(slots, torch.int64, sequences.device)
+        self._set_options(where, [entering[slot] for slot in slots])
         if sequences.rules is not None:
             _set_rules(sequences.rules, entering)
         self._prefill.write(prompts)
         rehearsal = functools.partial(self._prefill.rehearse, prompts, draft, self.state, mode)
         engine.compile_ahead(self.state, mode, rehearsal)
         if self._plain_steps is not None and sequences.skipped is not None:
-            sequences.skipped.draft_lengths[slots] = sequences.lengths[slots]
+            sequences.skipped.draft_lengths[where] = sequences.lengths[where]
 
     def _set_options(self, slots: Tensor, requests: Sequence[Request]) -> None:
         """Write to slots [n] how they are sampled and stopped."""
         stops, device = self.sequences.stops, slots.device
         SamplingParams.write([request.sampling for request in requests], self.sequences.sampling, slots)
-        ids = torch.full((len(requests), stops.ids.shape[1]), -1, dtype=torch.int64, device="cpu")
-        for row, request in zip(ids, requests, strict=True):
-            row[: len(request.stop_ids)] = torch.tensor(sorted(request.stop_ids), dtype=torch.int64, device="cpu")
+        width = stops.ids.shape[1]
+        ids = [sorted(request.stop_ids) + [-1] * (width - len(request.stop_ids)) for request in requests]
         limits = [len(request.prompt) + request.max_new_tokens for request in requests]
-        exact = [request.exact for request in requests]
-        stops.ids[slots] = ids.to(device)
-        stops.limit[slots] = torch.tensor(limits, dtype=torch.int32, device="cpu").to(device)
-        stops.exact[slots] = torch.tensor(exact, device="cpu").to(device)
+        stops.ids[slots] = upload(ids, torch.int64, device)
+        stops.limit[slots] = upload(limits, torch.int32, device)
+        stops.exact[slots] = upload([request.exact for request in requests], torch.bool, device)
 
     def _empty(self, slot: int) -> None:
         entry, draft = self._entries[slot], self.engine.draft
@@ -633,11 +632,10 @@ def _set_rules(rules: LogitRules, entering: dict[int, Request]) -> None:
         sampling = request.sampling
         rules.penalty[slot] = sampling.repetition_penalty
         rules.bias[slot], rules.seen[slot] = 0, 0
-        rules.seen[slot, request.prompt.to(device)] = 1
+        rules.seen[slot].index_fill_(0, to_device(request.prompt, device), 1)
         if sampling.biases:
             tokens, values = zip(*sampling.biases, strict=True)
-            biases = torch.tensor(values, dtype=torch.float32, device=device)
-            rules.bias[slot, torch.tensor(tokens, device=device)] = biases
+            rules.bias[slot].index_copy_(0, upload(tokens, torch.int64, device), upload(values, torch.float32, device))
 
 
 def _runs(slots: list[int]) -> list[slice]:

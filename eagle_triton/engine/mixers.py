@@ -122,6 +122,11 @@ class Mixer(ABC):
         """A causal forward of which nothing is asked but that it is remembered."""
         self.forward(ops, x, cache, rows)
 
+    def forward_last(self, ops: Operations, x: Tensor, cache: Any, rows: Rows, last: Tensor) -> Tensor | SplitSums:
+        """A causal forward over x [P, n, *] of which flat rows last [m] int64 of P * n are asked alone: [m, 1, H]."""
+        out = total_of(self.forward(ops, x, cache, rows))
+        return out.flatten(0, 1)[last][:, None]
+
     @property
     @abstractmethod
     def tensors(self) -> Iterator[Tensor]:
@@ -208,6 +213,23 @@ class Attention(Mixer):
 
     def remember(self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows) -> None:
         self._append(ops, x, cache, rows)
+
+    def forward_last(
+        self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows, last: Tensor
+    ) -> Tensor | SplitSums:
+        q, gate = (
+            None if each is None else each.flatten(0, 1)[last][:, None] for each in self._append(ops, x, cache, rows)
+        )
+        assert q is not None
+        pieces = last // x.shape[1]
+        table = pieces[:, None].int() if cache.table is None else cache.table[pieces]
+        before = rows.lengths[pieces] + (last - pieces * x.shape[1]).int()
+        out = ops.tree_attention(
+            q, cache.data, before, scale=self.scale, sliding_window=self.sliding_window, table=table
+        )
+        if gate is not None:
+            out = ops.gate_heads(out, gate)
+        return project_split(ops, self.o, out.flatten(-2), rows.launch_rows)
 
     def attend(self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows) -> Tensor:
         """Project, rotate, append to the cache and attend: x [B, n, *] -> [B, n, Hq * d], the input of o."""

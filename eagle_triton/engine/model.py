@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,21 +116,61 @@ def target_forward(
     positions: Tensor,
     ancestors: Tensor | None,
     depth: int = 0,
-    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Any]:
-    """The target over n new tokens per sequence, which stand behind the `lengths` committed ones, or at `first`.
+    """The target over n new tokens per sequence, which stand behind the `lengths` committed ones.
 
     tokens [B, n] int64; lengths [B] int32; positions [B, n] int32; ancestors [B, n, W] of trees of `depth` levels below
     the root, or None (causal, and remembered as it runs). Returns the normed last hidden states [B, n, H], the features
     for the draft [B, n, F], and for trees what the caches' commit asks for.
     """
-    rows = Rows(lengths, lengths if first is None else first, positions, ancestors, depth=depth)
+    rows = Rows(lengths, lengths, positions, ancestors, depth=depth)
     pending = None if ancestors is None else caches.new_pending(tokens.shape[1])
-    x, update, features = view.embedding[tokens], None, []
-    for index, layer in enumerate(view.layers):
+    x, update, features = _layers(ops, view, view.layers, tokens, caches, rows, pending)
+    hidden, _ = add_norm(ops, view.norm, x, update)
+    return hidden, torch.cat(features, dim=-1) if features else hidden, pending
+
+
+def prompt_forward(
+    ops: Operations, view: ModelView, tokens: Tensor, caches: LayerCaches, rows: Rows, last: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The target over pieces of prompts [P, n] int64, which it remembers.
+
+    last: flat rows [m] int64 of P * n whose hidden states alone are wanted, None: all. Where the features do not take
+    the last layer, it runs over these only. Returns the normed last hidden states [m, 1, H], or [P, n, H], and the
+    features [P, n, F].
+    """
+    short = last is not None and view.feature_layers and view.layers[-1].mixer.reads_pieces
+    layers = view.layers[:-1] if short else view.layers
+    x, update, features = _layers(ops, view, layers, tokens, caches, rows)
+    if short and last is not None:
+        layer, index = view.layers[-1], len(layers)
+        normed, x = add_norm(ops, layer.input_norm, x, update)
+        if index in view.feature_layers:
+            features.append(x)
+        update = layer.mixer.forward_last(ops, normed, caches.layer(index), rows, last)
+        normed, x = add_norm(ops, layer.post_norm, x.flatten(0, 1)[last][:, None], update)
+        update = feed_forward(ops, layer.mlp, normed)
+    hidden, _ = add_norm(ops, view.norm, x, update)
+    all_features = torch.cat(features, dim=-1) if features else hidden
+    return hidden.flatten(0, 1)[last][:, None] if last is not None and not short else hidden, all_features
+
+
+def _layers(
+    ops: Operations,
+    view: ModelView,
+    layers: Sequence[Layer],
+    tokens: Tensor,
+    caches: LayerCaches,
+    rows: Rows,
+    pending: Any = None,
+) -> tuple[Tensor, Tensor | SplitSums | None, list[Tensor]]:
+    """The first layers over tokens [B, n]: the residual stream [B, n, H], what is still to be added to it, and the
+    features' parts."""
+    x, features = view.embedding[tokens], []
+    update: Tensor | SplitSums | None = None
+    for index, layer in enumerate(layers):
         normed, x = add_norm(ops, layer.input_norm, x, update)
         if index in view.feature_layers:
             features.append(x)
         x, update = decoder_layer(ops, layer, normed, x, caches.layer(index, pending), rows)
-    hidden, _ = add_norm(ops, view.norm, x, update)
-    return hidden, torch.cat(features, dim=-1) if features else hidden, pending
+    return x, update, features

@@ -15,13 +15,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.model import ModelView, target_forward
+from eagle_triton.engine.mixers import Rows
+from eagle_triton.engine.model import ModelView, prompt_forward
 from eagle_triton.engine.modules import project
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pieces import Pieces
 from eagle_triton.engine.prompt_queue import SIZES, Forward
 from eagle_triton.engine.state import DecodeState, Sequences, Tree
 from eagle_triton.engine.step import Mode, token_logprobs, verify
+from eagle_triton.engine.upload import to_device, upload
 
 CHUNK = 512  # prompt tokens in one forward where prompts are read one by one: bounds the activations of a long one
 
@@ -46,10 +48,10 @@ class PromptEnds(NamedTuple):
         return PromptEnds(*(torch.zeros(slots, 1, size, dtype=view.dtype, device=view.device) for size in sizes))
 
     def keep(self, rows: Tensor, hidden: Tensor, features: Tensor) -> None:
-        """Take hidden [P, n, H] and features [P, n, F] at flat rows [B] of P * n; where that is -1 nothing changes."""
-        ends = (rows >= 0)[:, None, None]
-        for kept, found in zip(self, (hidden, features), strict=True):
-            kept.copy_(torch.where(ends, found.flatten(0, 1)[rows.clamp(min=0).long()][:, None], kept))
+        """Take hidden [B, 1, H], and of features [P, n, F] flat rows [B] of P * n; where that is -1 nothing changes."""
+        last = features.flatten(0, 1)[rows.clamp(min=0).long()][:, None]
+        for kept, found in zip(self, (hidden, last), strict=True):
+            kept.copy_(torch.where((rows >= 0)[:, None, None], found, kept))
 
 
 class _Inputs:
@@ -71,7 +73,8 @@ class _Inputs:
             if piece.last:
                 ends[piece.slot] = index * forward.rows + piece.end - piece.start - 1
         seen = starts + [0] * missing
-        _upload([*slots, *starts, *[self._capacity] * missing, *seen, *ends], self._tensor)
+        values = [*slots, *starts, *[self._capacity] * missing, *seen, *ends]
+        self._tensor.copy_(upload(values, torch.int32, self._tensor.device))
 
 
 class Prefill:
@@ -93,9 +96,9 @@ class Prefill:
         sequences = self.sequences
         lengths = [len(prompt) for prompt in prompts.values()]
         rows = _on(list(prompts.values()), sequences.device)
-        slots = torch.tensor(list(prompts), device=sequences.device)
+        slots = upload(list(prompts), torch.int64, sequences.device)
         sequences.tokens[slots, : rows.shape[1]] = rows
-        sequences.lengths[slots] = torch.tensor(lengths, dtype=torch.int32, device="cpu").to(sequences.device)
+        sequences.lengths[slots] = upload(lengths, torch.int32, sequences.device)
 
     def read(self, forward: Forward, draft: Draft | None) -> None:
         """Launch a forward of target and draft. `draft` None: the sequences will be decoded plainly."""
@@ -118,7 +121,8 @@ class Prefill:
 
         Returns where the target's logits were NaN, [B] bool on the host, valid once the device has come so far.
         """
-        _upload([slot in slots for slot in range(self.sequences.slots)], self._entering)
+        entering = [slot in slots for slot in range(self.sequences.slots)]
+        self._entering.copy_(upload(entering, torch.bool, self.sequences.device))
         self._capture((state, mode, draft is not None), lambda: self._begin(draft, state, mode))()
         broken = self.sequences.nan & self._entering
         host = torch.empty(broken.shape, dtype=torch.bool, device="cpu", pin_memory=broken.is_cuda)
@@ -148,7 +152,8 @@ class Prefill:
 
     def _forward(self, forward: Forward, draft: Draft | None) -> None:
         inputs = self._inputs_of(forward)
-        hidden, features = read_pieces(self.ops, self.view, draft, self.sequences, inputs.pieces)
+        last = inputs.ends.clamp(min=0).long()
+        hidden, features = read_pieces(self.ops, self.view, draft, self.sequences, inputs.pieces, last)
         self.ends.keep(inputs.ends, hidden, features)
 
     def _inputs_of(self, forward: Forward) -> _Inputs:
@@ -180,6 +185,7 @@ class Prefill:
         if draft is not None:
             draft.begin(ops, sequences, self.ends.features, entering)
         grow_first_tree(ops, draft, state)
+        sequences.active.logical_or_(entering)
 
 
 def grow_first_tree(ops: Operations, draft: Draft | None, state: DecodeState) -> None:
@@ -191,16 +197,21 @@ def grow_first_tree(ops: Operations, draft: Draft | None, state: DecodeState) ->
 
 
 def read_pieces(
-    ops: Operations, view: ModelView, draft: Draft | None, sequences: Sequences, pieces: Pieces
+    ops: Operations,
+    view: ModelView,
+    draft: Draft | None,
+    sequences: Sequences,
+    pieces: Pieces,
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One forward of target and draft over pieces of prompts, whose tokens the sequences have already.
 
-    Returns the target's normed hidden states [P, n, H] and features [P, n, F].
+    last: flat rows [m] int64 of P * n whose hidden states are wanted; None: all. Returns the target's normed hidden
+    states [m, 1, H], or [P, n, H], and features [P, n, F].
     """
     tokens, caches = pieces.tokens(sequences.tokens), sequences.caches.of_slots(pieces.slots)
-    hidden, features, _ = target_forward(
-        ops, view, tokens, caches, pieces.seen, pieces.positions, None, first=pieces.starts
-    )
+    rows = Rows(pieces.seen, pieces.starts, pieces.positions, None)
+    hidden, features = prompt_forward(ops, view, tokens, caches, rows, last)
     if draft is not None:
         draft.read_prompt(ops, sequences, pieces, features)
     return hidden, features
@@ -231,14 +242,8 @@ def _choose(ops: Operations, state: DecodeState, logits: Tensor, mode: Mode) -> 
     return verify(ops, logits, tree, 0, before, state.sampling, mode)[2][:, None]
 
 
-def _upload(values: list[Any], out: Tensor) -> None:
-    """Numbers of the host to a tensor, without waiting for the device."""
-    pinned = out.is_cuda
-    out.copy_(torch.tensor(values, dtype=out.dtype, device="cpu", pin_memory=pinned), non_blocking=pinned)
-
-
 def _on(prompts: list[Tensor], device: torch.device) -> Tensor:
     """Prompts [L] of any lengths as rows of one tensor on a device."""
     if any(prompt.device != prompts[0].device for prompt in prompts):
         prompts = [prompt.to(device) for prompt in prompts]
-    return pad_sequence(prompts, batch_first=True).to(device)
+    return to_device(pad_sequence(prompts, batch_first=True), device)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle_triton.engine.upload import upload
 from eagle_triton.reference.sampling import SamplingTensors
 
 
@@ -109,7 +110,7 @@ class SamplingParams:
         }
         for name, column in values.items():
             tensor = getattr(params, name)
-            tensor[slots] = torch.tensor(column, dtype=tensor.dtype, device="cpu").to(tensor.device)
+            tensor[slots] = upload(column, tensor.dtype, tensor.device)
 
 
 def _check_number(name: str, value: Any) -> None:

@@ -18,6 +18,7 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.state import scratch_rows
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.engine.upload import to_device
 from eagle_triton.models.checks import check_positions
 from eagle_triton.reference.verification import Verification
 from eagle_triton.speculative.arguments import ArgumentReader, Call, Prompt, check_options
@@ -153,7 +154,8 @@ class Session:
         self.statistics = Statistics()  # of the requests that have ended
         self.steps = self.tokens = 0  # so far, of all requests
         self._config, self._positions = config or EAGLEConfig(), max_positions
-        self._reader = ArgumentReader(self._config, engine.view.vocab_size, engine.view.device, tokenizer)
+        self._device = engine.view.device
+        self._reader = ArgumentReader(self._config, engine.view.vocab_size, torch.device("cpu"), tokenizer)
         self._text = text
         self._closed = False
         self._stop_ids = frozenset(stop_ids)
@@ -214,7 +216,7 @@ class Session:
         self._check_open()
         length, room = len(call.prompt), min(self.rows, self._positions or self.rows) - len(call.prompt)
         stops = self._stop_ids if call.stop_ids is None else call.stop_ids
-        request = Request(call.prompt, max(min(call.max_new_tokens, room), 0), call.sampling, stops)
+        request = Request(call.prompt.cpu(), max(min(call.max_new_tokens, room), 0), call.sampling, stops)
         stream = None
         if self.tokenizer is not None:
             stream = TextStream(self.tokenizer, call.prompt[-16:].tolist(), call.stop_strings)
@@ -396,7 +398,7 @@ class Session:
         self.statistics += job.statistics
         completion = Completion(
             job.index,
-            job.request.prompt,
+            to_device(job.request.prompt, self._device),
             job.tokens[:kept],
             None if job.stream is None else "".join(job.text),
             finished,
