@@ -50,6 +50,7 @@ def rows_of(lengths: dict[int, int]) -> list[int]:
 
 def test_little_is_read_in_vain():
     assert rows_of({0: 512}) == [512] and rows_of({0: 64}) == [64] and rows_of({3: 9}) == [16]
+    assert rows_of({0: 1536}) == [1536] and rows_of({0: 2048}) == [2048]
     most = SIZES[PIECE_ROWS][-1] * PIECE_ROWS
     assert rows_of(dict.fromkeys(range(32), 512)) == [most] * (32 * 512 // most)
     assert rows_of(dict.fromkeys(range(64), FEW_ROWS)) == [1024]
