@@ -1,5 +1,6 @@
 """Reading prompts in pieces: how they are planned, and that packed together they give what each gives alone."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle_triton import EAGLEConfig, EAGLEInference
 from eagle_triton.engine.batch import NAN, Batch, Request
 from eagle_triton.engine.prompt_queue import FEW_ROWS, PIECE_ROWS, SIZES, Forward, PromptQueue
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -231,3 +233,50 @@ def test_nan_after_a_prompt_ends_that_request_alone(packed):
         while batch.running:
             steps_of(batch, results, 1)
     assert results == {0: expected, 1: expected}
+
+
+@PACKED
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_an_interrupt_while_a_prompt_is_read_loses_nothing(packed, at, monkeypatch):
+    engine, plain = packing(eagle3=False, vocab=12, seed=2, **LARGER)
+    engine.pack_prompts = packed
+    running, long = Request(prompt(9, 1, vocab=12), 40), Request(prompt(600, 2, vocab=12), 8)
+    with Batch(engine, 2, engine.draft.read_tree(), 640, prompt_tokens=128) as batch:
+        got: dict[int, list[int]] = {}
+        batch.enter_all([running])
+        steps_of(batch, got, 1)
+        batch.enter_all([long])
+        calls, original = itertools.count(1), engine.ops.rotary_append
+
+        def interrupt(*args, **kwargs):
+            if next(calls) == at:
+                raise KeyboardInterrupt
+            return original(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.ops, "rotary_append", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                batch.step()
+        assert batch.reading and batch.running == [0, 1]
+        while batch.running:
+            steps_of(batch, got, 1)
+    assert got == {0: alone(plain, running), 1: alone(plain, long)}
+
+
+def test_a_session_reads_as_many_tokens_before_a_step_as_it_is_told():
+    model = tiny_model(layers=5, **SMALL)
+    for tokens in (64, 128):
+        eagle = EAGLEInference(None, model, EAGLEConfig(prompt_tokens=tokens))
+        eagle.engine.pack_prompts = True
+        with eagle.session(rows=700, slots=2) as session:
+            session.submit(prompt(9), 60)
+            session.step()
+            session.submit(prompt(500, 3), 4)
+            steps = 0
+            while True:
+                steps += 1
+                if any(piece.index == 1 for piece in session.step()):
+                    break
+        assert steps == -(-500 // tokens)
+    with pytest.raises(ValueError, match="prompt_tokens"):
+        EAGLEConfig(prompt_tokens=0)

@@ -358,7 +358,11 @@ class Batch:
         """Launch the next forward over prompts, of about `most` tokens, and begin what it has read to the end."""
         draft = self.engine.draft if self._drafts else None
         forward = self._prompts.next(most)
-        self._prefill.read(forward, draft)
+        try:
+            self._prefill.read(forward, draft)
+        except BaseException:  # nobody who decodes has been touched, and it may be read again
+            self._prompts.put_back(forward)
+            raise
         begun: dict[int, _SlotEntry] = {}
         for source in forward.ended:
             for slot in (source, *self._prompts.finish(source)):
@@ -370,16 +374,16 @@ class Batch:
                     self._prefill.copy(source, slot, len(entry.request.prompt))
                 begun[slot] = entry
         if begun:
-            self._begin(begun, draft)
+            with self._must_finish():
+                self._begin(begun, draft)
 
     def _begin(self, begun: dict[int, _SlotEntry], draft: Draft | None) -> None:
         mode, slots = self._mode([entry.request for entry in self._entries if entry]), list(begun)
         nan = self._prefill.begin(slots, draft, self.state, mode)
         self._levels = self.state.spec.beam_levels  # all trees have grown anew
-        with self._must_finish():
-            for entry in begun.values():
-                entry.decodes = True
-            self._begun.append(_Begun(begun, nan))
+        for entry in begun.values():
+            entry.decodes = True
+        self._begun.append(_Begun(begun, nan))
 
     def _broken(self, slots: Sequence[int]) -> list[int]:
         """Which of those that have just begun, by their places in `slots`, have NaN logits. Waits for the device."""
@@ -423,8 +427,7 @@ class Batch:
     def _step(self) -> list[Progress]:
         while self.running:
             while len(self._in_flight) < self.max_in_flight:
-                with self._must_finish():
-                    self._take_prompts()
+                self._take_prompts()
                 step, levels = self._next_step()
                 with self._must_finish():
                     step()

@@ -164,7 +164,9 @@ class Prefill:
 
     def _read_alone(self, slot: int, length: int, draft: Draft | None) -> None:
         one = slice(slot, slot + 1)
-        outputs = read_prompts(self.ops, self.view, draft, self.sequences.part(one), length)
+        part = self.sequences.part(one)
+        part.caches.clear()  # an attempt before this one may have failed
+        outputs = read_prompts(self.ops, self.view, draft, part, length)
         for kept, found in zip(self.ends, outputs, strict=True):
             kept[one] = found
 

@@ -89,6 +89,10 @@ class PromptQueue:
         self._pieces = [piece for piece in self._pieces if piece not in taken]
         return Forward(rows, size, taken)
 
+    def put_back(self, forward: Forward) -> None:
+        """A forward has failed: its pieces are the next ones again."""
+        self._pieces = [*forward.pieces, *self._pieces]
+
     def finish(self, slot: int) -> list[int]:
         """The prompt of a slot is read: the slots that take it from there. The queue forgets it."""
         del self._prompts[slot]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from eagle_triton.engine.batch import PROMPT_TOKENS
 from eagle_triton.engine.drafts.beams import checked_vocabulary
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import MOST_NODES, TreeSpec
@@ -39,7 +40,9 @@ class EAGLEConfig:
     tokens seen in prompt or output (1: off); logit_bias: added to the logits of these tokens.
     fallback: decode plainly while drafting does not pay (and try again from time to time).
     slots: sequences decoded at a time; further ones wait. max_length: the most tokens of a sequence, prompt included;
-    None: as many as a call needs. tree_mask_mode: of `verify_drafts` and of the trees that it shows.
+    None: as many as a call needs. prompt_tokens: about how many tokens of prompts that enter are read before each step
+    while others decode: fewer, and the others wait less for their next tokens, more, and the first ones come sooner.
+    tree_mask_mode: of `verify_drafts` and of the trees that it shows.
     device: where the models must lie; a model given by its path is put there, None: on a GPU if there is one.
     dtype: of a model given by its path, None: float32 on a CPU, else what its checkpoint says. verbose: log each step.
     verify_strategy, accept_policy, verify_window, max_candidate_len: how drafts are judged, see `Verification`.
@@ -66,6 +69,7 @@ class EAGLEConfig:
     fallback: bool = True
     slots: int = 16
     max_length: int | None = None
+    prompt_tokens: int = PROMPT_TOKENS
     tree_mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK
     device: str | torch.device | None = None
     dtype: torch.dtype | None = None
@@ -81,7 +85,7 @@ class EAGLEConfig:
     speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("topk", "num_steps", "slots"):
+        for name in ("topk", "num_steps", "slots", "prompt_tokens"):
             _positive(name, getattr(self, name))
         if self.max_length is not None:
             _positive("max_length", self.max_length)

@@ -165,7 +165,14 @@ class Session:
         self._submitted = 0
         largest = max(policy.trees, key=scratch_rows) if policy else PLAIN  # the cache must have room for any of them
         self._batch = Batch(
-            engine, slots, largest, rows, logprobs=logprobs, report_drafts=report_drafts, drafts=policy is not None
+            engine,
+            slots,
+            largest,
+            rows,
+            logprobs=logprobs,
+            report_drafts=report_drafts,
+            drafts=policy is not None,
+            prompt_tokens=self._config.prompt_tokens,
         )
 
     def __enter__(self) -> Session:
