@@ -235,6 +235,26 @@ def test_nan_after_a_prompt_ends_that_request_alone(packed):
     assert results == {0: expected, 1: expected}
 
 
+def test_nan_logits_of_a_prompt_alone_end_the_request():
+    """The steps behind it would not notice."""
+    packed, _ = packing(**SMALL)
+    with Batch(packed, 2, packed.draft.read_tree(), 80) as batch:
+        begin = batch._prefill.begin
+
+        def poisoned(slots, *args):
+            batch._prefill.ends.hidden[1] = float("nan")
+            return begin(slots, *args)
+
+        batch._prefill.begin = poisoned
+        try:
+            batch.enter_all([Request(prompt(9), 20), Request(prompt(12, 1), 20)])
+            rows = batch.step()
+        finally:
+            del batch._prefill.begin
+        assert [(row.slot, row.error, bool(row.tokens)) for row in rows] == [(0, None, True), (1, NAN, False)]
+        assert batch.running == [0]
+
+
 @PACKED
 @pytest.mark.parametrize("at", [1, 3, 6])
 def test_an_interrupt_while_a_prompt_is_read_loses_nothing(packed, at, monkeypatch):

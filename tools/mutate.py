@@ -99,8 +99,8 @@ MUTATIONS = [
     Mutation(
         "the first token has the second one's noise",
         "engine/prefill.py",
-        "tree, 0, state.lengths - 1, state.sampling",
-        "tree, 0, state.lengths, state.sampling",
+        "tree, 0, before, state.sampling",
+        "tree, 0, before + 1, state.sampling",
         "tests/test_batch.py -k every_tree_batch",
     ),
     Mutation(
@@ -127,8 +127,8 @@ MUTATIONS = [
     Mutation(
         "stop tokens of a slot's last request stay",
         "engine/batch.py",
-        "        stops.ids.fill_(-1)\n",
-        "",
+        "stops.ids[slots] = upload(ids, torch.int64, device)",
+        "stops.ids[slots] = stops.ids[slots].maximum(upload(ids, torch.int64, device))",
         "tests/test_batch.py -k staggered",
     ),
     Mutation(
@@ -189,8 +189,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a cleared slot keeps its layers' memory",
-        "engine/state.py",
-        "        self.caches.clear()\n",
+        "engine/prefill.py",
+        "        part.caches.clear()\n",
         "",
         "tests/test_mixers.py -k entered_again",
     ),
@@ -211,8 +211,8 @@ MUTATIONS = [
     Mutation(
         "a failed batch goes on",
         "engine/batch.py",
-        "            self._failure = error\n",
-        "",
+        "            self._failure = error\n            raise\n",
+        "            raise\n",
         "tests/test_batch.py -k goes_no_further",
     ),
     Mutation(
@@ -225,9 +225,44 @@ MUTATIONS = [
     Mutation(
         "slots keep the length of a prompt that failed",
         "engine/batch.py",
-        "self.sequences.lengths[slots] = 0",
-        "pass",
+        "        self.sequences.active[slots] = False\n        self.sequences.lengths[slots] = 0\n",
+        "",
         "tests/test_batch.py -k interrupted_prefill",
+    ),
+    Mutation(
+        "roots of those who enter are written for all",
+        "engine/drafts/beams.py",
+        "torch.where(entering, rows.first, sequences.capacity)",
+        "torch.where(entering, rows.first, rows.first)",
+        "tests/test_prefill.py -k leaves_the_others_trees",
+    ),
+    Mutation(
+        "what the draft keeps of the root is overwritten for all",
+        "engine/drafts/beams.py",
+        "kept.copy_(torch.where(entering[:, None, None], output, kept))",
+        "kept.copy_(output)",
+        "tests/test_prefill.py -k leaves_the_others_trees",
+    ),
+    Mutation(
+        "a NaN after a prompt that is read between steps is not told",
+        "engine/batch.py",
+        "rows[slot][: len(_FAILED)] = _FAILED",
+        "pass",
+        "tests/test_prefill.py -k nan_logits_of_a_prompt_alone",
+    ),
+    Mutation(
+        "the last row of a prompt is a row too early",
+        "engine/prefill.py",
+        "piece.end - piece.start - 1",
+        "max(piece.end - piece.start - 2, 0)",
+        "tests/test_prefill.py -k come_and_go",
+    ),
+    Mutation(
+        "a failed forward is not read again",
+        "engine/batch.py",
+        "            self._prompts.put_back(forward)\n",
+        "",
+        "tests/test_prefill.py -k interrupt_while",
     ),
     Mutation(
         "replaced weights are not noticed",

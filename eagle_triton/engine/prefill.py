@@ -165,7 +165,7 @@ class Prefill:
     def _read_alone(self, slot: int, length: int, draft: Draft | None) -> None:
         one = slice(slot, slot + 1)
         part = self.sequences.part(one)
-        part.caches.clear()  # an attempt before this one may have failed
+        part.caches.clear()
         outputs = read_prompts(self.ops, self.view, draft, part, length)
         for kept, found in zip(self.ends, outputs, strict=True):
             kept[one] = found

@@ -126,9 +126,8 @@ class Sequences:
         return part
 
     def clear(self) -> None:
-        """Begin all sequences anew."""
+        """Begin all sequences anew, but for what the target remembers: prompts are read into it."""
         self.lengths.zero_()
-        self.caches.clear()
         by_slot.clear(self.draft_tensors)
 
     def wipe(self) -> None:
