@@ -24,6 +24,8 @@ def drained(lengths: dict[int, int], most: int | None = None) -> list[Forward]:
     queue.add({slot: torch.randint(2**40, (length,)) for slot, length in lengths.items()})
     while queue:
         forwards.append(queue.next(most))
+        assert queue.next(most) == forwards[-1]  # until it is taken
+        queue.take(forwards[-1])
         for slot in forwards[-1].ended:
             assert queue.holds(slot) and queue.finish(slot) == [] and not queue.holds(slot)
     return forwards
@@ -60,21 +62,33 @@ def test_little_is_read_in_vain():
         assert sum(rows_of({0: length})) <= 1.2 * length + 5 * PIECE_ROWS
 
 
+def pieces_of(queue: PromptQueue) -> list[tuple[int, int]]:
+    return [(piece.slot, piece.end - piece.start) for piece in queue.next().pieces]
+
+
 def test_equal_prompts_are_read_once_as_long_as_somebody_wants_them():
     prompt, other = torch.arange(100), torch.arange(100, 200)
     queue = PromptQueue(packed=True)
     queue.add({2: prompt, 0: other, 5: prompt, 1: prompt})
-    assert queue.tokens == 200
-    assert queue.drop(2) and queue.holds(2)  # read on for two others
-    assert not queue.drop(5) and queue.tokens == 200
-    assert [piece.slot for piece in queue.next(None).pieces] == [2, 2, 0, 0]
-    assert queue.finish(2) == [1] and queue.finish(0) == [] and not queue.holds(2)
+    assert pieces_of(queue) == [(2, 64), (2, 36), (0, 64), (0, 36)]
+    assert queue.drop(2) == [] and queue.holds(2)  # read on for two others
+    assert queue.drop(5) == [5] and len(pieces_of(queue)) == 4
+    queue.take(queue.next())
+    assert queue.finish(2) == [1] and queue.finish(0) == [] and not queue.holds(2) and not queue
 
     queue.add({2: prompt, 5: prompt})
-    assert queue.drop(2) and not queue.drop(5)  # now nobody wants it
+    assert queue.drop(2) == [] and queue.drop(5) == [5, 2]  # now nobody wants it
     assert not queue and not queue.holds(2)
     queue.add({3: prompt, 4: prompt[:9], 6: prompt[:9]})  # a short one is read as often as it is asked for
-    assert queue.tokens == 118 and not queue.drop(3) and queue.tokens == 18
+    assert queue.drop(3) == [3] and pieces_of(queue) == [(4, 9), (6, 9)]
+
+
+def test_a_prompt_that_is_overwritten_while_it_waits_is_another_one():
+    buffer, queue = torch.arange(100), PromptQueue(packed=True)
+    queue.add({0: buffer})
+    buffer += 1
+    queue.add({1: buffer})
+    assert [slot for slot, _ in pieces_of(queue)] == [0, 0, 1, 1]
 
 
 def packing(**options):
@@ -233,6 +247,89 @@ def test_nan_after_a_prompt_ends_that_request_alone(packed):
         while batch.running:
             steps_of(batch, results, 1)
     assert results == {0: expected, 1: expected}
+
+
+@PACKED
+def test_a_rehearsal_leaves_those_who_decode_as_they_are(packed):
+    """On a GPU torch's operations run in it, with zeros for what the kernels would have written."""
+    engine, plain = packing(eagle3=False, vocab=12, seed=2, **LARGER)
+    engine.pack_prompts = packed
+    requests = [Request(prompt(9 + 30 * slot, slot, vocab=12), 30) for slot in range(4)]
+    with Batch(engine, 4, engine.draft.read_tree(), 140) as batch:
+        got: dict[int, list[int]] = {}
+        for slot, request in enumerate(requests):
+            with batch._in_use(), batch.state.unchanged():
+                batch._prefill.rehearse({slot: request.prompt}, engine.draft, batch.state, batch._mode(requests))
+            batch.enter_all([request])
+            steps_of(batch, got, 2)
+            assert batch.sequences.prompt_lengths[: slot + 1].tolist() == [9 + 30 * each for each in range(slot + 1)]
+        while batch.running:
+            steps_of(batch, got, 1)
+    assert got == {slot: alone(plain, request) for slot, request in enumerate(requests)}
+
+
+def test_what_a_slot_held_before_does_not_touch_a_prompt():
+    """Neither its tokens, which stand where the prompt's last piece is filled up, nor penalties of steps meanwhile."""
+    model = tiny_model(eagle3=False, layers=5, vocab=12, seed=2, **LARGER)
+    engine, plain = engine_for(model), engine_for(model)
+    engine.pack_prompts = True
+    neighbour = Request(prompt(9, 1, vocab=11), 60)
+    penalised = Request(prompt(300, 2, vocab=11), 20, SamplingParams(repetition_penalty=3.0))
+    expected = [alone(plain, request) for request in (neighbour, penalised)]
+    with Batch(engine, 2, engine.draft.read_tree(), 400, prompt_tokens=64) as batch:
+        got: dict[int, list[int]] = {}
+        batch.enter_all([neighbour])
+        steps_of(batch, got, 1)
+        for token in range(11):  # all that the slot has is this token, where the next prompt will end too
+            batch.sequences.tokens[1] = token
+            (slot,) = batch.enter_all([penalised])
+            tokens: dict[int, list[int]] = {}
+            while slot in batch.running and 0 in batch.running:
+                steps_of(batch, tokens, 1)
+            if slot in batch.running:
+                break
+            assert tokens[slot] == expected[1]
+        assert token > 0
+    weight = model.base_model.model.embed_tokens.weight.data
+    weight[11] = float("nan")
+    with Batch(engine, 1, PLAIN, 80) as batch:
+        batch.sequences.tokens.fill_(11)
+        batch.admit(Request(prompt(20, 3, vocab=11), 5))
+        steps_of(batch, {}, 1)
+
+
+def test_an_interrupt_behind_a_forward_ends_the_batch():
+    packed, _ = packing(**SMALL)
+    long = Request(prompt(100), 5)
+    with Batch(packed, 3, packed.draft.read_tree(), 160) as batch:
+        copy = batch._prefill.copy
+
+        def interrupt(*args):
+            raise KeyboardInterrupt
+
+        batch._prefill.copy = interrupt
+        try:
+            batch.enter_all([long, replace(long)])
+            with pytest.raises(KeyboardInterrupt):
+                batch.step()
+        finally:
+            batch._prefill.copy = copy
+        with pytest.raises(RuntimeError, match="a step of this batch failed"):
+            batch.step()
+
+
+def test_slots_that_are_read_for_nobody_cost_no_attention():
+    packed, _ = packing(**SMALL)
+    long = Request(prompt(200), 5)
+    with Batch(packed, 3, packed.draft.read_tree(), 260, prompt_tokens=64) as batch:
+        batch.enter_all([Request(prompt(5), 40)])
+        batch.step()
+        batch.enter_all([long, replace(long)])
+        batch.step()
+        batch.release(1)
+        assert batch.free == [] and batch.sequences.lengths[1] == 200
+        batch.release(2)
+        assert batch.free == [1, 2] and batch.sequences.lengths[1:].tolist() == [0, 0] and not batch.reading
 
 
 def test_nan_logits_of_a_prompt_alone_end_the_request():

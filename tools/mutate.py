@@ -258,10 +258,17 @@ MUTATIONS = [
         "tests/test_prefill.py -k come_and_go",
     ),
     Mutation(
+        "a rehearsal begins those who have begun before",
+        "engine/prefill.py",
+        "        self._entering.zero_()\n",
+        "",
+        "tests/test_prefill.py -k rehearsal",
+    ),
+    Mutation(
         "a failed forward is not read again",
         "engine/batch.py",
-        "            self._prompts.put_back(forward)\n",
-        "",
+        "        self._prefill.read(forward, draft)\n",
+        "        self._prompts.take(forward)\n        self._prefill.read(forward, draft)\n",
         "tests/test_prefill.py -k interrupt_while",
     ),
     Mutation(

@@ -70,6 +70,7 @@ class Progress:
     passes: of the draft, behind the one that takes in what was accepted, which the tree took.
     finished: None while it goes on, then "stop", "length" or "error", with the reason in `error`.
     drafts: if asked for, what was drafted, in the order of the tree's nodes. egag: of a tree that is adaptive.
+    behind_prompts: others' prompts were read before the step, which took longer for it.
     """
 
     slot: int
@@ -85,6 +86,7 @@ class Progress:
     logprobs: list[float] | None = None
     drafts: list[int] | None = None
     egag: GuideReading | None = None
+    behind_prompts: bool = False
 
 
 class _SlotEntry:
@@ -108,13 +110,14 @@ class _Begun(NamedTuple):
 
 
 class _InFlight(NamedTuple):
-    """A step that was launched: for whom, on what, how many levels were scored for the tree that it verifies, and who
-    began right before it."""
+    """A step that was launched: for whom, on what, how many levels were scored for the tree that it verifies, who
+    began right before it, and whether prompts were read there."""
 
     entries: list[_SlotEntry | None]
     state: DecodeState
     levels: int
     begun: list[_Begun]
+    reads: bool
 
 
 class Batch:
@@ -354,28 +357,29 @@ class Batch:
         entries = {slot: self._entries[slot] for slot in slots}
         return {slot: entry for slot, entry in entries.items() if entry is not None}
 
-    def _read_prompts(self, most: int | None) -> None:
-        """Launch the next forward over prompts, of about `most` tokens, and begin what it has read to the end."""
+    def _read_prompts(self, most: int | None) -> int:
+        """Launch the next forward over prompts, of about `most` tokens, and begin what it has read to the end.
+
+        Returns how many tokens it reads. If the forward fails nobody has been touched, and it is the next one again.
+        """
         draft = self.engine.draft if self._drafts else None
         forward = self._prompts.next(most)
-        try:
-            self._prefill.read(forward, draft)
-        except BaseException:  # nobody who decodes has been touched, and it may be read again
-            self._prompts.put_back(forward)
-            raise
-        begun: dict[int, _SlotEntry] = {}
-        for source in forward.ended:
-            for slot in (source, *self._prompts.finish(source)):
-                entry = self._entries[slot]
-                if entry is None:  # it was released, and read for others
-                    self.sequences.lengths[slot] = 0
-                    continue
-                if slot != source:
-                    self._prefill.copy(source, slot, len(entry.request.prompt))
-                begun[slot] = entry
-        if begun:
-            with self._must_finish():
+        self._prefill.read(forward, draft)
+        with self._must_finish():
+            self._prompts.take(forward)
+            begun: dict[int, _SlotEntry] = {}
+            for source in forward.ended:
+                for slot in (source, *self._prompts.finish(source)):
+                    entry = self._entries[slot]
+                    if entry is None:  # it was released, and read for others
+                        self.sequences.lengths[slot] = 0
+                        continue
+                    if slot != source:
+                        self._prefill.copy(source, slot, len(entry.request.prompt))
+                    begun[slot] = entry
+            if begun:
                 self._begin(begun, draft)
+        return forward.tokens
 
     def _begin(self, begun: dict[int, _SlotEntry], draft: Draft | None) -> None:
         mode, slots = self._mode([entry.request for entry in self._entries if entry]), list(begun)
@@ -428,12 +432,13 @@ class Batch:
         while self.running:
             while len(self._in_flight) < self.max_in_flight:
                 self._take_prompts()
+                assert any(entry.decodes for entry in self._entries if entry is not None), "nobody can go on"
                 step, levels = self._next_step()
                 with self._must_finish():
                     step()
                     self._reports.send(self.state.report)
                     entries = [entry if entry is not None and entry.decodes else None for entry in self._entries]
-                    self._in_flight.append(_InFlight(entries, self.state, self._levels, self._begun))
+                    self._in_flight.append(_InFlight(entries, self.state, self._levels, self._begun, self._reads))
                     self._levels, self._begun = levels, []
             with self._must_finish():
                 progress = self._read_report()
@@ -444,17 +449,16 @@ class Batch:
     def _take_prompts(self) -> None:
         """Read prompts that wait: as many tokens as a step may wait for, or until somebody can decode."""
         taken = 0
+        self._reads = bool(self._prompts)
         while self._prompts:
             decoding = any(entry.decodes for entry in self._entries if entry is not None)
             if decoding and taken >= self.prompt_tokens:
                 break
-            before = self._prompts.tokens
-            self._read_prompts(self.prompt_tokens - taken if decoding else None)
-            taken += before - self._prompts.tokens
+            taken += self._read_prompts(self.prompt_tokens - taken if decoding else None)
 
     def _read_report(self) -> list[Progress]:
         """What the oldest step in flight did for the requests that are still there."""
-        entries, state, levels, begun = self._in_flight.popleft()
+        entries, state, levels, begun, reads = self._in_flight.popleft()
         report = self._reports.receive()
         rows, values = report.tolist(), state.logprobs_of(report).tolist()
         guided = state.guide_of(report).tolist() if state.spec.adaptive else None
@@ -466,6 +470,7 @@ class Batch:
                 if any(entry is those.entries.get(slot) and bool(those.nan[slot]) for those in begun):
                     rows[slot][: len(_FAILED)] = _FAILED
                 row = self._progress(slot, entry.request, state.spec, levels, rows[slot], values[slot])
+                row = replace(row, behind_prompts=reads)
                 if guided is not None:
                     h_norm, h_ema, gamma, following = guided[slot]
                     row = replace(row, egag=_reading(h_norm, h_ema, gamma, levels))
@@ -550,8 +555,8 @@ class Batch:
             draft.end(self.sequences, slot, len(entry.request.prompt), self.lengths[slot])
         self._entries[slot] = None
         self.sequences.active[slot] = False
-        if not self._prompts.drop(slot):
-            self.sequences.lengths[slot] = 0  # an empty slot costs no attention
+        for free in self._prompts.drop(slot):
+            self.sequences.lengths[free] = 0  # an empty slot costs no attention
 
     def _mode(self, requests: Sequence[Request]) -> Mode:
         """How a step with these requests must run. Raises ValueError if they cannot be in one batch."""
@@ -574,7 +579,7 @@ class Batch:
 
     def _wanted_levels(self) -> int | None:
         """How many levels the next step scores: enough for every running sequence, as far as is known."""
-        gammas = [entry.gamma for entry in self._entries if entry is not None]
+        gammas = [entry.gamma for entry in self._entries if entry is not None and entry.decodes]
         if not self._spec.adaptive or self.engine.draft is None or not gammas or self.every_level:
             return None
         return self.engine.draft.levels_for(self._spec, max(gammas))

@@ -86,6 +86,7 @@ class Engine:
         self._steps: dict[tuple[DecodeState, Mode], Callable[[], None]] = {}
         self._compiled: set[tuple[DecodeState, Mode]] = set()  # ahead
         self._prefills: dict[Sequences, Prefill] = {}
+        self._launched: set[tuple[Any, ...]] = set()  # keys of prompts' launches that have been done once
         self._prompt_launches: dict[tuple[Any, ...], Callable[[], None]] = {}
         self._called_state = [] if self.watch is None else self.watch.called_state()
 
@@ -111,7 +112,8 @@ class Engine:
             )
         called_state = self.watch.called_state()
         if called_state != self._called_state:  # graphs have its former addresses
-            self._called_state, self._steps, self._compiled, self._prompt_launches = called_state, {}, set(), {}
+            self._called_state, self._steps, self._compiled = called_state, {}, set()
+            self._launched, self._prompt_launches = set(), {}
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -177,13 +179,18 @@ class Engine:
         asked for and can be. The key begins with the sequences, or a state of them."""
         if not (self.cuda_graph and self.ops.kernels and self.device.type == "cuda"):
             return launches
-        known = self._prompt_launches
-        if key not in known:
-            known[key] = launches  # they have not run
-            return launches
-        if not isinstance(known[key], LaunchGraph):
-            known[key] = self._captured(lambda: LaunchGraph(launches, self.ops, self._pool()), launches, "a prompt's")
-        return known[key]
+        if key in self._prompt_launches:
+            return self._prompt_launches[key]
+        if key not in self._launched:
+
+            def launch() -> None:
+                launches()
+                self._launched.add(key)
+
+            return launch
+        graph = self._captured(lambda: LaunchGraph(launches, self.ops, self._pool()), launches, "a prompt's launches")
+        self._prompt_launches[key] = graph
+        return graph
 
     def step(self, state: DecodeState, mode: Mode) -> Callable[[], None]:
         """The decode step for a state: a graph, captured here the first time, or the step itself."""
@@ -303,9 +310,7 @@ class Engine:
     def forget_steps(self, sequences: Sequences) -> None:
         """Drop the graphs of some sequences, because their tensors were replaced."""
         self._steps = {key: step for key, step in self._steps.items() if key[0].sequences is not sequences}
-        self._prompt_launches = {
-            key: launches
-            for key, launches in self._prompt_launches.items()
-            if sequences not in (key[0], getattr(key[0], "sequences", None))
-        }
+        kept = {key for key in self._launched if sequences not in (key[0], getattr(key[0], "sequences", None))}
+        self._launched = kept
+        self._prompt_launches = {key: launch for key, launch in self._prompt_launches.items() if key in kept}
         self._compiled = {key for key in self._compiled if key[0].sequences is not sequences}

@@ -11,8 +11,8 @@ from torch import Tensor
 class Pieces(NamedTuple):
     """P pieces of n tokens, each of one sequence, several perhaps of the same.
 
-    What lies behind the end of a prompt is read with its last piece: rows that nobody sees, and that others overwrite.
-    A piece that is nobody's starts where the cache ends, where nothing is kept.
+    With its last piece rows behind the end of a prompt are read, that nobody sees and others overwrite. A piece that is
+    nobody's starts where the cache ends, where nothing is kept.
     """
 
     slots: Tensor | None  # [P] int32; None: one piece for each slot
@@ -25,11 +25,11 @@ class Pieces(NamedTuple):
         """[P, n] int32"""
         return self.starts[:, None] + torch.arange(self.rows, dtype=torch.int32, device=self.starts.device)
 
-    def tokens(self, tokens: Tensor, behind: int = 0) -> Tensor:
-        """Those of the pieces, or so many places behind them, [P, n] int64, of all sequences' tokens [B, C] int64.
+    def tokens(self, tokens: Tensor, lengths: Tensor, behind: int = 0) -> Tensor:
+        """Those of the pieces, or so many places behind them, [P, n] int64, of all slots' tokens [B, C] int64.
 
-        Arbitrary ones beyond a sequence's end.
+        lengths [B] int32: of the prompts, whose last tokens stand behind their ends too.
         """
-        columns = (self.positions.long() + behind).clamp(max=tokens.shape[1] - 1)
-        found = tokens.gather(1, columns) if self.slots is None else tokens[self.slots[:, None].long(), columns]
-        return found.clamp(min=0)
+        lengths = lengths if self.slots is None else lengths[self.slots.long()]
+        columns = (self.positions + behind).minimum(lengths[:, None] - 1).clamp(min=0).long()
+        return tokens.gather(1, columns) if self.slots is None else tokens[self.slots[:, None].long(), columns]

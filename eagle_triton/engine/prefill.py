@@ -123,6 +123,7 @@ class Prefill:
         """
         entering = [slot in slots for slot in range(self.sequences.slots)]
         self._entering.copy_(upload(entering, torch.bool, self.sequences.device))
+        mode = mode._replace(levels=None)  # of the next tree, whatever is scored later
         self._capture((state, mode, draft is not None), lambda: self._begin(draft, state, mode))()
         broken = self.sequences.nan & self._entering
         host = torch.empty(broken.shape, dtype=torch.bool, device="cpu", pin_memory=broken.is_cuda)
@@ -137,8 +138,9 @@ class Prefill:
     def rehearse(self, prompts: Mapping[int, Tensor], draft: Draft | None, state: DecodeState, mode: Mode) -> None:
         """Launch every kernel that prompts may launch, these among them, for a compilation in parallel.
 
-        Afterwards the sequences of these slots hold nothing of use.
+        Other slots stay as they are, but for what DecodeState.unchanged gives back.
         """
+        self._entering.zero_()
         if self.packed:
             for rows, sizes in SIZES.items():
                 for size in (sizes[0], sizes[-1]):
@@ -211,7 +213,8 @@ def read_pieces(
     last: flat rows [m] int64 of P * n whose hidden states are wanted; None: all. Returns the target's normed hidden
     states [m, 1, H], or [P, n, H], and features [P, n, F].
     """
-    tokens, caches = pieces.tokens(sequences.tokens), sequences.caches.of_slots(pieces.slots)
+    tokens = pieces.tokens(sequences.tokens, sequences.lengths)
+    caches = sequences.caches.of_slots(pieces.slots)
     rows = Rows(pieces.seen, pieces.starts, pieces.positions, None)
     hidden, features = prompt_forward(ops, view, tokens, caches, rows, last)
     if draft is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,11 @@ class Forward(NamedTuple):
     pieces: Sequence[Piece]
 
     @property
+    def tokens(self) -> int:
+        """How many it reads."""
+        return sum(piece.end - piece.start for piece in self.pieces)
+
+    @property
     def ended(self) -> list[int]:
         """The slots whose prompts it reads to the end."""
         return [piece.slot for piece in self.pieces if piece.last]
@@ -56,15 +62,10 @@ class PromptQueue:
     def __bool__(self) -> bool:
         return bool(self._pieces)
 
-    @property
-    def tokens(self) -> int:
-        """How many wait to be read."""
-        return sum(piece.end - piece.start for piece in self._pieces)
-
     def add(self, prompts: Mapping[int, Tensor]) -> None:
         """Prompts [L] int64 by slot, all of which enter at once."""
         for slot, prompt in prompts.items():
-            prompt = prompt.cpu()
+            prompt = prompt.to("cpu", copy=True)  # the caller may write another one there
             twin = self._twin(prompt)
             if twin is None:
                 self._pieces += self._cut(slot, len(prompt))
@@ -75,23 +76,22 @@ class PromptQueue:
     def next(self, most: int | None = None) -> Forward:
         """The next forward, of about `most` tokens, None: as many as one may have; at least a piece.
 
-        Its pieces are behind the queue's back from now on. A piece comes behind those before it: in an earlier forward
-        or in the same, where every layer appends its keys before it attends.
+        A piece comes behind those before it: in an earlier forward or in the same, where every layer appends its keys
+        before it attends. They wait until `take`.
         """
         first = self._pieces[0]
         if not self._packed:
-            self._pieces.pop(0)
             return Forward(first.end - first.start, 1, [first])
         rows = self._rows_of(first)
-        alike = [piece for piece in self._pieces if self._rows_of(piece) == rows]
+        largest = SIZES[rows][-1]
+        alike = list(islice((piece for piece in self._pieces if self._rows_of(piece) == rows), largest))
         size = next_size(len(alike), rows, None if most is None else most // rows)
-        taken = alike[:size]
-        self._pieces = [piece for piece in self._pieces if piece not in taken]
-        return Forward(rows, size, taken)
+        return Forward(rows, size, alike[:size])
 
-    def put_back(self, forward: Forward) -> None:
-        """A forward has failed: its pieces are the next ones again."""
-        self._pieces = [*forward.pieces, *self._pieces]
+    def take(self, forward: Forward) -> None:
+        """The forward that `next` gave was launched: its pieces wait no more."""
+        taken = set(forward.pieces)
+        self._pieces = [piece for piece in self._pieces if piece not in taken]
 
     def finish(self, slot: int) -> list[int]:
         """The prompt of a slot is read: the slots that take it from there. The queue forgets it."""
@@ -99,21 +99,23 @@ class PromptQueue:
         self._unwanted.discard(slot)
         return self._twins.pop(slot)
 
-    def drop(self, slot: int) -> bool:
-        """A slot's prompt is wanted no more; True if it is read on all the same, for others that take it from there."""
+    def drop(self, slot: int) -> list[int]:
+        """A slot's prompt is wanted no more: the slots that nothing is read in now. Not its own, if it is read on for
+        others that take it from there; then one that was read for this slot alone may be among them."""
         if self._twins.get(slot):
             self._unwanted.add(slot)
-            return True
+            return []
+        freed = [slot]
         source = next((source for source, twins in self._twins.items() if slot in twins), None)
         if source is not None:
             self._twins[source].remove(slot)
-            if self._twins[source] or source not in self._unwanted:
-                return False
-            slot = source  # it was read for this one alone
-        if slot in self._prompts:
-            self._pieces = [piece for piece in self._pieces if piece.slot != slot]
-            self.finish(slot)
-        return False
+            if not self._twins[source] and source in self._unwanted:
+                freed.append(source)
+        for slot in freed:
+            if slot in self._prompts:
+                self._pieces = [piece for piece in self._pieces if piece.slot != slot]
+                self.finish(slot)
+        return freed
 
     def holds(self, slot: int) -> bool:
         """Whether a prompt is being read in a slot."""

@@ -74,7 +74,9 @@ def decode_step(
     judged = logits if rules is None else ops.process_logits(logits, tokens, tree.ancestors, rules)
     path = verify_and_draft(ops, draft, state, judged, features, pending, mode, megakernel)
     if rules is not None:  # beside what is committed, the next root: it is on every path
-        rules.seen.scatter_(1, torch.where(state.emitted < 0, tree.tokens[:, :1], state.emitted), 1)
+        committed = torch.where(state.emitted < 0, tree.tokens[:, :1], state.emitted)
+        steps_on = state.emitted[:, :1] >= 0  # of the others, whose prompts may be on their way, the root is anything
+        rules.seen.scatter_(1, committed, torch.where(steps_on, 1, rules.seen.gather(1, committed)))
     if before is not None:
         _report_logprobs(ops, state, logits, path, before)
     if guide is not None:

@@ -223,7 +223,8 @@ class Session:
         self._check_open()
         length, room = len(call.prompt), min(self.rows, self._positions or self.rows) - len(call.prompt)
         stops = self._stop_ids if call.stop_ids is None else call.stop_ids
-        request = Request(call.prompt.cpu(), max(min(call.max_new_tokens, room), 0), call.sampling, stops)
+        prompt = call.prompt.to("cpu", copy=True)  # the caller may write another one there
+        request = Request(prompt, max(min(call.max_new_tokens, room), 0), call.sampling, stops)
         stream = None
         if self.tokenizer is not None:
             stream = TextStream(self.tokenizer, call.prompt[-16:].tolist(), call.stop_strings)
@@ -267,8 +268,9 @@ class Session:
 
     def _decode(self) -> int:
         """One step; the nodes of the tree that was verified."""
-        began, reads = time.perf_counter(), self._batch.reading
+        began = time.perf_counter()
         progress = self._batch.step()
+        reads = any(row.behind_prompts for row in progress)
         self._observe(progress, None if reads else (time.perf_counter() - began) * 1e3)
         for row in progress:
             if row.slot in self._running:

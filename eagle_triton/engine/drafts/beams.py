@@ -215,7 +215,8 @@ class BeamDraft(Draft):
         return lengths if self.first_token == 1 else lengths + (1 - self.first_token)
 
     def read_prompt(self, ops: Operations, sequences: Sequences, pieces: Pieces, features: Tensor) -> None:
-        known = pieces.tokens(sequences.tokens, self.first_token)  # the last token's follower is not: `begin` has it
+        # the last token's follower is not known: `begin` has it
+        known = pieces.tokens(sequences.tokens, sequences.lengths, self.first_token)
         caches = sequences.draft_tensors.caches.of_slots(pieces.slots)
         rows = self.consecutive(pieces.starts, pieces.rows)._replace(lengths=pieces.seen)
         self.remember(ops, self.inputs_of(ops, features, rows), known, caches, rows)
