@@ -231,7 +231,7 @@ def exact_distribution(model: nn.Module, prompt: torch.Tensor, sampling: Samplin
         logits = model(torch.cat((prompt.expand(len(tails), -1), tails), dim=1)).logits[:, len(prompt) - 1 :].cpu()
     dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
     params = SamplingTensors(*(torch.zeros(len(tails), dtype=dtype) for dtype in dtypes))
-    sampling.fill(params)
+    SamplingParams.write([sampling] * len(tails), params, torch.arange(len(tails)))
     probs = probabilities(logits, params, sampling.top_p_first)
     second = probs[::vocabulary, 1]  # the first token of the tail decides it
     third = probs[:, 2].view(vocabulary, vocabulary, vocabulary)

@@ -93,7 +93,7 @@ BENCHMARK = [
     *PATHS,
     (
         "nothing",
-        "mode must be one of generate, step, batches, megakernel, drafters, egag, plain, mtp, operations, "
+        "mode must be one of generate, step, batches, megakernel, drafters, egag, prefill, plain, mtp, operations, "
         "got 'nothing'",
     ),
     ("--num=3", f"'--num=3' {UNKNOWN}"),

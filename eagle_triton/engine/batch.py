@@ -178,6 +178,7 @@ class Batch:
                 self.sequences.lengths.zero_()
                 self.spec = spec
                 self.state = engine.state(self.sequences, spec)
+                self._prefill = engine.prefill(self.sequences)
             self.max_in_flight = (
                 2 if engine.view.device.type == "cuda" else 1
             )  # a step is launched before the last is read
@@ -185,7 +186,6 @@ class Batch:
             self._entries: list[_SlotEntry | None] = [None] * slots
             self._reports = ReportQueue(engine.view.device, places=2)
             self._in_flight: deque[_InFlight] = deque()
-            self._prefill = engine.prefill(self.sequences)
             self._prompts = PromptQueue(self._prefill.packed)
             self.prompt_tokens = prompt_tokens
             self._begun: list[_Begun] = []  # since the last step was launched
