@@ -332,6 +332,15 @@ def test_slots_that_are_read_for_nobody_cost_no_attention():
         assert batch.free == [1, 2] and batch.sequences.lengths[1:].tolist() == [0, 0] and not batch.reading
 
 
+def test_prompts_that_come_to_nobody_are_all_read_at_once():
+    packed, _ = packing(**SMALL)
+    with Batch(packed, 4, packed.draft.read_tree(), 320, prompt_tokens=64) as batch:
+        batch.enter_all([Request(prompt(length, length), 40) for length in (20, 200, 270)])
+        assert [row.slot for row in batch.step()] == [0, 1, 2] and not batch.reading
+        batch.enter_all([Request(prompt(200, 1), 5)])
+        assert [row.slot for row in batch.step()] == [0, 1, 2] and batch.reading
+
+
 def test_nan_logits_of_a_prompt_alone_end_the_request():
     """The steps behind it would not notice."""
     packed, _ = packing(**SMALL)

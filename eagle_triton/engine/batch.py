@@ -447,13 +447,10 @@ class Batch:
         return []
 
     def _take_prompts(self) -> None:
-        """Read prompts that wait: as many tokens as a step may wait for, or until somebody can decode."""
-        taken = 0
-        self._reads = bool(self._prompts)
-        while self._prompts:
-            decoding = any(entry.decodes for entry in self._entries if entry is not None)
-            if decoding and taken >= self.prompt_tokens:
-                break
+        """Read prompts that wait: as many tokens as those who decode may wait for, or all if nobody does."""
+        decoding = any(entry.decodes for entry in self._entries if entry is not None)
+        self._reads, taken = bool(self._prompts), 0
+        while self._prompts and not (decoding and taken >= self.prompt_tokens):
             taken += self._read_prompts(self.prompt_tokens - taken if decoding else None)
 
     def _read_report(self) -> list[Progress]:

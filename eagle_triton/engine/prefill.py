@@ -27,6 +27,8 @@ from eagle_triton.engine.upload import to_device, upload
 
 CHUNK = 512  # prompt tokens in one forward where prompts are read one by one: bounds the activations of a long one
 
+_REHEARSED = [Forward(rows, size, ()) for rows, sizes in SIZES.items() for size in (sizes[0], sizes[-1])]
+
 Capture = Callable[[tuple[Any, ...], Callable[[], None]], Callable[[], None]]
 """By a key, the launches as they are, or a graph of them once they have run."""
 
@@ -89,6 +91,7 @@ class Prefill:
         self.ends = PromptEnds.new(view, sequences.slots)
         self._entering = torch.zeros(sequences.slots, dtype=torch.bool, device=sequences.device)
         self._inputs: dict[tuple[int, int], _Inputs] = {}
+        self._rehearsed: set[bool] = set()  # with a draft, and without
 
     def write(self, prompts: Mapping[int, Tensor]) -> None:
         """Tokens and lengths of prompts [L] int64 by slot, whose slots are cleared. Steps of others write behind them
@@ -136,17 +139,17 @@ class Prefill:
             kept[slot] = 0
 
     def rehearse(self, prompts: Mapping[int, Tensor], draft: Draft | None, state: DecodeState, mode: Mode) -> None:
-        """Launch every kernel that prompts may launch, these among them, for a compilation in parallel.
+        """Launch every kernel that prompts may launch, these among them, for a compilation in parallel. Forwards of
+        fixed sizes are launched for that once.
 
         Other slots stay as they are, but for what DecodeState.unchanged gives back.
         """
         self._entering.zero_()
         if self.packed:
-            for rows, sizes in SIZES.items():
-                for size in (sizes[0], sizes[-1]):
-                    forward = Forward(rows, size, [])
-                    self._inputs_of(forward).fill(forward)
-                    self._forward(forward, draft)
+            for forward in () if (draft is not None) in self._rehearsed else _REHEARSED:
+                self._inputs_of(forward).fill(forward)
+                self._forward(forward, draft)
+            self._rehearsed.add(draft is not None)
         else:
             for slot, prompt in prompts.items():
                 self._read_alone(slot, min(len(prompt), CHUNK + (len(prompt) - 1) % CHUNK + 1), draft)
