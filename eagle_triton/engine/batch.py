@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine import skipped_features
-from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import ReportQueue
 from eagle_triton.engine.prefill import NaNLogitsError, grow_first_tree
@@ -188,6 +187,7 @@ class Batch:
             self._in_flight: deque[_InFlight] = deque()
             self._prompts = PromptQueue(self._prefill.packed)
             self.prompt_tokens = prompt_tokens
+            self._read: dict[int, _SlotEntry] = {}  # prompts that are read, and have not begun
             self._begun: list[_Begun] = []  # since the last step was launched
             self._levels = spec.beam_levels  # that were scored for the trees to be verified next
             self._plain_steps: int | None = None  # since the draft knew all; None while it does
@@ -277,7 +277,7 @@ class Batch:
     @property
     def reading(self) -> bool:
         """Whether the next step reads prompts."""
-        return bool(self._prompts)
+        return bool(self._prompts or self._read)
 
     @property
     def running(self) -> list[int]:
@@ -305,10 +305,8 @@ class Batch:
                 while not all(entry.decodes for entry in self._entering(slots).values()):
                     self._read_prompts(None)
                 broken = self._broken(slots)
-            except BaseException as error:
+            except BaseException:
                 self._give_up(slots)
-                if self._prompts:  # of others, which this may have been about
-                    self._failure = error
                 raise
             if broken:
                 self._give_up(slots)
@@ -358,36 +356,40 @@ class Batch:
         return {slot: entry for slot, entry in entries.items() if entry is not None}
 
     def _read_prompts(self, most: int | None) -> int:
-        """Launch the next forward over prompts, of about `most` tokens, and begin what it has read to the end.
+        """Launch the next forward over prompts, of about `most` tokens, and begin what is read to the end.
 
-        Returns how many tokens it reads. If the forward fails nobody has been touched, and it is the next one again.
+        Returns how many tokens it reads. What fails on the way touches nobody who decodes, and is done again next time.
         """
-        draft = self.engine.draft if self._drafts else None
-        forward = self._prompts.next(most)
-        self._prefill.read(forward, draft)
-        with self._must_finish():
-            self._prompts.take(forward)
-            begun: dict[int, _SlotEntry] = {}
-            for source in forward.ended:
-                for slot in (source, *self._prompts.finish(source)):
-                    entry = self._entries[slot]
-                    if entry is None:  # it was released, and read for others
-                        self.sequences.lengths[slot] = 0
-                        continue
-                    if slot != source:
-                        self._prefill.copy(source, slot, len(entry.request.prompt))
-                    begun[slot] = entry
-            if begun:
-                self._begin(begun, draft)
-        return forward.tokens
+        draft, tokens = self.engine.draft if self._drafts else None, 0
+        if self._prompts:
+            forward = self._prompts.next(most)
+            self._prefill.read(forward, draft)
+            with self._must_finish():
+                self._prompts.take(forward)
+                for slot in forward.ended:
+                    self._finish_prompt(slot)
+            tokens = forward.tokens
+        begun = {slot: entry for slot, entry in self._read.items() if entry is self._entries[slot]}
+        if begun:
+            mode = self._mode([entry.request for entry in self._entries if entry])
+            nan = self._prefill.begin(list(begun), draft, self.state, mode)
+            self._levels = self.state.spec.beam_levels  # all trees have grown anew
+            self._begun.append(_Begun(begun, nan))
+            for entry in begun.values():
+                entry.decodes = True
+        self._read = {}
+        return tokens
 
-    def _begin(self, begun: dict[int, _SlotEntry], draft: Draft | None) -> None:
-        mode, slots = self._mode([entry.request for entry in self._entries if entry]), list(begun)
-        nan = self._prefill.begin(slots, draft, self.state, mode)
-        self._levels = self.state.spec.beam_levels  # all trees have grown anew
-        for entry in begun.values():
-            entry.decodes = True
-        self._begun.append(_Begun(begun, nan))
+    def _finish_prompt(self, source: int) -> None:
+        """A slot's prompt is read: give it to those that wait for the same."""
+        for slot in (source, *self._prompts.finish(source)):
+            entry = self._entries[slot]
+            if entry is None:  # it was released, and read for others
+                self.sequences.lengths[slot] = 0
+                continue
+            if slot != source:
+                self._prefill.copy(source, slot, len(entry.request.prompt))
+            self._read[slot] = entry
 
     def _broken(self, slots: Sequence[int]) -> list[int]:
         """Which of those that have just begun, by their places in `slots`, have NaN logits. Waits for the device."""
@@ -449,8 +451,8 @@ class Batch:
     def _take_prompts(self) -> None:
         """Read prompts that wait: as many tokens as those who decode may wait for, or all if nobody does."""
         decoding = any(entry.decodes for entry in self._entries if entry is not None)
-        self._reads, taken = bool(self._prompts), 0
-        while self._prompts and not (decoding and taken >= self.prompt_tokens):
+        self._reads, taken = self.reading, 0
+        while self.reading and not (decoding and taken >= self.prompt_tokens):
             taken += self._read_prompts(self.prompt_tokens - taken if decoding else None)
 
     def _read_report(self) -> list[Progress]:
