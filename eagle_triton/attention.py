@@ -311,7 +311,6 @@ def attend_split(
     """Rows row_block * BLOCK_M .. of one head of one sequence over one split of the keys, which lie in `pages` pages.
 
     PAGE: rows of a page, of which a sequence has several; 0: a sequence's rows lie in one page, of `page_rows` rows.
-
     The result goes to `partial` and `lse`, with SPLITS 1 to `out`. A split without keys does nothing.
     """
     batch, rows = sequence.to(tl.int64), nodes * GROUP
@@ -672,7 +671,8 @@ def settings_for_pieces(use: Settings, rows: int, heads: int) -> Settings:
 
     One split where they fill the device, else eight. On an H200, 32 pieces of 64 tokens of 32 heads of 128 (bf16): 136
     µs for a prompt of 2048 with one split, 193 and the merge with four; behind 14336 rows 1179 with descriptors, 1257
-    without. Tiles of 128 query rows on 8 warps take 10 to 20 % longer, 128 keys 30 to 60 %.
+    without. Tiles of 128 query rows on 8 warps take 10 to 20 % longer, 128 keys 10 to 60 % (an experiment that was not
+    kept).
     """
     fills = heads * triton.cdiv(rows, use.block_m) >= 96
     return use._replace(splits=1, pdl=0) if fills else use._replace(splits=8, min_tiles=1)

@@ -225,8 +225,8 @@ MUTATIONS = [
     Mutation(
         "slots keep the length of a prompt that failed",
         "engine/batch.py",
-        "        self.sequences.active[slots] = False\n        self.sequences.lengths[slots] = 0\n",
-        "",
+        "self.sequences.lengths[free] = 0",
+        "pass",
         "tests/test_batch.py -k interrupted_prefill",
     ),
     Mutation(

@@ -75,7 +75,7 @@ def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec:
                     running.step()
                 check_parity(model.base_model, running.tokens(0), context, SamplingParams())
     case = {"variant": "first token", "batch": batch, "context": context}
-    return {**case, **_figures(chosen), "stream_ms": _median(streamed)}
+    return {**case, **_figures(chosen), "stream_ms": statistics.median(streamed[WARM_UPS:])}
 
 
 def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:
@@ -105,10 +105,10 @@ def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: Tre
         "batch": batch,
         "context": context,
         **_figures(first, 0),
-        "step_ms": _median(usual),
-        "gap_p50_ms": _median(gaps),
+        "step_ms": statistics.median(usual),
+        "gap_p50_ms": statistics.median(gaps),
         "gap_p99_ms": statistics.quantiles(gaps, n=100, method="inclusive")[98],
-        "longest_gap_ms": _median(longest),
+        "longest_gap_ms": statistics.median(longest),
     }
 
 
@@ -171,10 +171,6 @@ def _prompts(model: EaModel, count: int, length: int, seed: int) -> list[Tensor]
 def _figures(times: Sequence[float], warm_ups: int = WARM_UPS) -> dict[str, Any]:
     quantiles = Quantiles.of(times[warm_ups:])
     return {"ms": quantiles.median, "ms_p20": quantiles.p20, "ms_p80": quantiles.p80}
-
-
-def _median(times: Sequence[float]) -> float:
-    return statistics.median(times[WARM_UPS:] if len(times) > WARM_UPS else times)
 
 
 def text(rows: list[dict[str, Any]]) -> str:

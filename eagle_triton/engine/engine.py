@@ -53,7 +53,8 @@ class Engine:
 
     cuda_graph: launch each step as one CUDA graph (on a GPU only). megakernel: whether all behind the target forward is
     one launch where the model allows it; None takes what was measured faster, and measures on a GPU that is not in
-    megakernel_step.FASTER. strict: raise where a step cannot be captured, instead of launching it piece by piece.
+    megakernel_step.FASTER. strict: raise where a step or a prompt's forward cannot be captured, instead of launching it
+    piece by piece.
     watch: the models as they were when they were read. verification: of batches that do not say. pack_prompts: read
     prompts in pieces of fixed sizes, several in a forward; None: on a GPU. Layers that cannot read one by one all the
     same. `notes` tells of what fell back and why.
@@ -188,9 +189,10 @@ class Engine:
                 self._launched.add(key)
 
             return launch
-        graph = self._captured(lambda: LaunchGraph(launches, self.ops, self._pool()), launches, "a prompt's launches")
-        self._prompt_launches[key] = graph
-        return graph
+        self._prompt_launches[key] = self._captured(
+            lambda: LaunchGraph(launches, self.ops, self._pool()), launches, "prompt_graph", "reading prompts"
+        )
+        return self._prompt_launches[key]
 
     def step(self, state: DecodeState, mode: Mode) -> Callable[[], None]:
         """The decode step for a state: a graph, captured here the first time, or the step itself."""
@@ -248,18 +250,20 @@ class Engine:
         eager = functools.partial(decode_step, self.ops, self.view, self.draft, state, mode, megakernel)
         if not (self.cuda_graph and state.tokens.is_cuda):
             return eager
-        return self._captured(lambda: StepGraph(eager, state, self.ops, self._pool()), eager, "the step")
+        return self._captured(lambda: StepGraph(eager, state, self.ops, self._pool()), eager, "cuda_graph", "a step")
 
-    def _captured(self, capture: Callable[[], LaunchGraph], eager: Callable[[], None], what: str) -> Callable[[], None]:
-        """The graph, or `eager` where there can be none."""
+    def _captured(
+        self, capture: Callable[[], LaunchGraph], eager: Callable[[], None], path: str, what: str
+    ) -> Callable[[], None]:
+        """The graph, or `eager` where there can be none, with a note under `path`."""
         try:
             return capture()
         except RuntimeError as error:  # torch's, for an operation that cannot be captured, or no memory for it
             if self.strict:
                 raise
             reason = "there was no memory for it" if isinstance(error, torch.OutOfMemoryError) else str(error)
-            log.warning("decoding without a CUDA graph, several times slower: %s", reason)
-            self.notes["cuda_graph"] = f"not used, which is several times slower; capturing {what} failed: {reason}"
+            log.warning("%s without a CUDA graph, several times slower: %s", what, reason)
+            self.notes[path] = f"not used, which is several times slower; capturing {what} failed: {reason}"
             return eager
 
     def _pool(self) -> Any:

@@ -139,20 +139,20 @@ def prompt_forward(
     the last layer, it runs over these only. Returns the normed last hidden states [m, 1, H], or [P, n, H], and the
     features [P, n, F].
     """
-    short = last is not None and view.feature_layers and view.layers[-1].mixer.reads_pieces
-    layers = view.layers[:-1] if short else view.layers
-    x, update, features = _layers(ops, view, layers, tokens, caches, rows)
-    if short and last is not None:
-        layer, index = view.layers[-1], len(layers)
-        normed, x = add_norm(ops, layer.input_norm, x, update)
-        if index in view.feature_layers:
-            features.append(x)
-        update = layer.mixer.forward_last(ops, normed, caches.layer(index), rows, last)
-        normed, x = add_norm(ops, layer.post_norm, x.flatten(0, 1)[last][:, None], update)
-        update = feed_forward(ops, layer.mlp, normed)
-    hidden, _ = add_norm(ops, view.norm, x, update)
-    all_features = torch.cat(features, dim=-1) if features else hidden
-    return hidden.flatten(0, 1)[last][:, None] if last is not None and not short else hidden, all_features
+    if last is None or not view.feature_layers:
+        x, update, features = _layers(ops, view, view.layers, tokens, caches, rows)
+        hidden, _ = add_norm(ops, view.norm, x, update)
+        wanted = hidden if last is None else hidden.flatten(0, 1)[last][:, None]
+        return wanted, torch.cat(features, dim=-1) if features else hidden
+    x, update, features = _layers(ops, view, view.layers[:-1], tokens, caches, rows)
+    layer, index = view.layers[-1], len(view.layers) - 1
+    normed, x = add_norm(ops, layer.input_norm, x, update)
+    if index in view.feature_layers:
+        features.append(x)
+    update = layer.mixer.forward_last(ops, normed, caches.layer(index), rows, last)
+    normed, x = add_norm(ops, layer.post_norm, x.flatten(0, 1)[last][:, None], update)
+    hidden, _ = add_norm(ops, view.norm, x, feed_forward(ops, layer.mlp, normed))
+    return hidden, torch.cat(features, dim=-1)
 
 
 def _layers(

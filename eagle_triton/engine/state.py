@@ -175,14 +175,6 @@ class DecodeState:
         limited.levels = self.spec.beam_levels if levels is None else levels
         return limited
 
-    def part(self, slots: slice) -> DecodeState:
-        """The state of some of the sequences: views of the same tensors."""
-        part = copy.copy(self)
-        part._share(self.sequences.part(slots))
-        part.tree, part.report = part_of(self.tree, slots), self.report[slots]
-        part.draft_tree_tensors = part_of(self.draft_tree_tensors, slots)
-        return part
-
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Steps inside the block change nothing that a sequence is decoded from: none is active meanwhile.

@@ -25,7 +25,7 @@ from eagle_triton.reference.attention import pack_ancestors
 from eagle_triton.runtime.split_sums import SplitSums
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 
 LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # that a step is captured for where trees are adaptive, and all
@@ -109,14 +109,6 @@ class BeamPlan:
         if spec.selected is not None and spec.beam_candidates is not None:
             self.selected = constant(spec.selected)
             self.beam_children = constant([c - s for c, s in zip(spec.beam_candidates, starts, strict=True)])
-
-    def part(self, slots: slice) -> Self:
-        """The plan for some of the slots."""
-        part = object.__new__(type(self))
-        vars(part).update(vars(self))
-        part.chain, part.root_score = self.chain[slots], self.root_score[slots]
-        part.root_ancestors = self.root_ancestors[slots]
-        return part
 
 
 class Candidates(NamedTuple):

@@ -29,7 +29,7 @@ from eagle_triton.reference.adaptive_length import GuideTensors
 from eagle_triton.reference.grafting import BUCKETS
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 
 class HybridPlan(BeamPlan):
@@ -40,11 +40,6 @@ class HybridPlan(BeamPlan):
 
         self.drafted = torch.full((slots, spec.grafts), -1, dtype=torch.int64, device=device)
         self.buckets = torch.zeros(slots, dtype=torch.int32, device=device)
-
-    def part(self, slots: slice) -> Self:
-        part = super().part(slots)
-        part.drafted, part.buckets = self.drafted[slots], self.buckets[slots]
-        return part
 
 
 @dataclass(frozen=True)
