@@ -95,9 +95,7 @@ def test_prefill_measures_first_tokens_gaps_and_short_requests(capsys):
     for row in rows[:2]:
         assert 0 < row["ms_p20"] <= row["ms"] <= row["ms_p80"] and row["stream_ms"] > row["ms"]
     for row in rows[2:4]:
-        assert (
-            row["step_ms"] > 0 and 0 < row["gap_p50_ms"] <= row["gap_p99_ms"] <= row["longest_gap_ms"] < row["ms"] * 9
-        )
+        assert row["step_ms"] > 0 and 0 < row["gap_p50_ms"] <= row["gap_p99_ms"] <= row["longest_gap_ms"]
 
 
 def test_step_measures_every_decoding_context_and_batch(capsys):
