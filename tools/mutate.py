@@ -267,8 +267,8 @@ MUTATIONS = [
     Mutation(
         "a failed forward is not read again",
         "engine/batch.py",
-        "        self._prefill.read(forward, draft)\n",
-        "        self._prompts.take(forward)\n        self._prefill.read(forward, draft)\n",
+        "            self._prefill.read(forward, draft)\n",
+        "            self._prompts.take(forward)\n            self._prefill.read(forward, draft)\n",
         "tests/test_prefill.py -k interrupt_while",
     ),
     Mutation(
