@@ -15,10 +15,10 @@ so that every key is read once for the whole group and the products are tall eno
 | partial    | [B, Hkv, S, N * G, d]    | float32 | normalised output of each split (workspace)               |
 | lse        | [B, Hkv, S, N * G]       | float32 | log2 of each split's softmax denominator (workspace)      |
 
-S, the number of splits, follows from the capacity T and the static shapes of one sequence, so a captured graph serves
-every length and a sequence's result does not depend on its batch. The splits share the *actual* rows evenly; with few
-rows only the first splits get any and the others leave at once. `_merge_kernel` sums the splits in index order: the
-same bits every run.
+S, the number of splits, follows from the static shapes, and how many of them share a sequence's rows from its length: a
+captured graph serves every length, and a result depends neither on the neighbours' lengths nor on the capacity. They
+share the rows evenly, half of them up to 64 tiles; the others leave at once. `_merge_kernel` sums the splits in index
+order: the same bits every run.
 
 Numerics: products of the input dtype accumulated in fp32 (true fp32 for fp32 inputs), softmax in fp32 in the log2
 domain, one rounding of the weights to the values' dtype and one of the result. The maximum that is taken off the scores
@@ -44,6 +44,7 @@ from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import can_overlap, prefer_shared_memory
 
 _WORD = tl.constexpr(64)
+MANY_TILES = tl.constexpr(64)  # of keys: more are worth all splits, fewer half of them
 _TILE_ROWS = 64  # no tile of keys has more
 _PIECE_NODES = 16  # pieces of prompts have as many at least
 
@@ -62,7 +63,8 @@ def _share(rows, split, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: 
     The last tile counts twice: it holds the new keys, whose masks cost as much as a tile.
     """
     tiles = tl.cdiv(rows, BLOCK_N) + 1
-    active = tl.minimum(tl.maximum(tl.minimum(tiles // MIN_TILES, tiles - 1), 1), SPLITS)
+    most = tl.where(tiles > MANY_TILES, SPLITS, (SPLITS + 1) // 2)
+    active = tl.minimum(tl.maximum(tl.minimum(tiles // MIN_TILES, tiles - 1), 1), most)
     split = tl.minimum(split, active)  # the splits behind the active ones get an empty range
     return (split * tiles) // active, (tl.minimum(split + 1, active) * tiles) // active, active
 
@@ -116,10 +118,13 @@ def _positions_before(bits_ptr, offset, row_ok, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _page(pages_ptr, start, PAGE: tl.constexpr):
-    """The page, int64, that a tile of rows from `start` on lies in, of PAGE rows; PAGE 0: 0, all rows lie in one."""
+def _page(pages_ptr, start, capacity, PAGE: tl.constexpr):
+    """The page, int64, that a tile of rows from `start` on lies in, of PAGE rows; PAGE 0: 0, all rows lie in one.
+
+    Behind the capacity it is any page.
+    """
     if PAGE:
-        page = tl.load(pages_ptr + start // PAGE).to(tl.int64)
+        page = tl.load(pages_ptr + tl.minimum(start, capacity - 1) // PAGE).to(tl.int64)
     else:
         page = tl.full((), 0, tl.int64)
     return page
@@ -137,7 +142,7 @@ def _tile_offset(page, start, stride_page, STRIDE_T: tl.constexpr, PAGE: tl.cons
 
 @triton.jit
 def _tile_row(page, start, rows_page, PAGE: tl.constexpr):
-    """Its first row, counted in rows of a descriptor, `rows_page` to a page."""
+    """Its first row, counted in rows of a descriptor, where a page begins every `rows_page`."""
     row = start
     if PAGE:
         row = page.to(tl.int32) * rows_page + start % PAGE
@@ -205,8 +210,9 @@ def _attend(
     plain_last = tl.minimum(last, length // BLOCK_N * BLOCK_N)
     row = tl.arange(0, BLOCK_N)
     tile = row[:, None] * STRIDE_T + column[None, :]
+    page = _page(pages_ptr, first, capacity, PAGE)
     for start in tl.range(first, plain_last, BLOCK_N):
-        page = _page(pages_ptr, start, PAGE)
+        following = _page(pages_ptr, start + BLOCK_N, capacity, PAGE)  # a tile ahead, so that nothing waits for it
         if TMA:
             k = cache_desc.load([k_row + _tile_row(page, start, rows_page, PAGE), 0])
         else:
@@ -223,6 +229,7 @@ def _attend(
         else:
             v = tl.load(v_ptr + offset + tile, mask=ok, other=0.0)
         acc, top, total = _fold(acc, top, total, scores, v, scale_log2, WINDOW)
+        page = following
 
     # The last committed rows and the new ones: what each row sees of a tile is one word of bits.
     row = tl.arange(0, BLOCK_T)
@@ -230,7 +237,8 @@ def _attend(
     for start in tl.range(tl.maximum(first, plain_last), last, BLOCK_T, num_stages=1):
         rows = start + row
         ok = (rows < last)[:, None] & column_ok[None, :]
-        offset = _tile_offset(_page(pages_ptr, start, PAGE), start, stride_page, STRIDE_T, PAGE)
+        offset = _tile_offset(page, start, stride_page, STRIDE_T, PAGE)
+        page = _page(pages_ptr, start + BLOCK_T, capacity, PAGE)
         k = tl.load(k_ptr + offset + tile, mask=ok, other=0.0)
         v = tl.load(v_ptr + offset + tile, mask=ok, other=0.0)
         if WORDS:
@@ -266,7 +274,6 @@ def attend_split(
     split,
     sequence,
     head,
-    pages,
     q_ptr,
     cache_ptr,
     cache_desc,
@@ -289,7 +296,6 @@ def attend_split(
     stride_on,
     stride_oh,
     nodes,
-    page_rows,
     capacity,
     scale_log2,
     window,
@@ -308,10 +314,10 @@ def attend_split(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Rows row_block * BLOCK_M .. of one head of one sequence over one split of the keys, which lie in `pages` pages.
+    """Rows row_block * BLOCK_M .. of one head of one sequence over one split of the keys.
 
-    PAGE: rows of a page, of which a sequence has several; 0: a sequence's rows lie in one page, of `page_rows` rows.
-    The result goes to `partial` and `lse`, with SPLITS 1 to `out`. A split without keys does nothing.
+    PAGE: rows of a page, of which a sequence has several; 0: a sequence's rows lie in one page. The
+    result goes to `partial` and `lse`, with SPLITS 1 to `out`. A split without keys does nothing.
     """
     batch, rows = sequence.to(tl.int64), nodes * GROUP
     row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -321,11 +327,10 @@ def attend_split(
     query_head = head * GROUP + row % GROUP
     q_offset = node * stride_qn + query_head * stride_qh
     length = tl.minimum(tl.load(lengths_ptr + batch), capacity)
-    q = tl.load(q_ptr + batch * stride_qb + (q_offset[:, None] + column[None, :]), mask=mask, other=0.0)
-
     oldest, newest = _span(length, nodes, capacity, window, WORDS, WINDOW, BLOCK_N)
     first, last, active = _share(newest - oldest, split, BLOCK_N, SPLITS, MIN_TILES)
     if split < active:
+        q = tl.load(q_ptr + batch * stride_qb + (q_offset[:, None] + column[None, :]), mask=mask, other=0.0)
         first, last = oldest + first * BLOCK_N, tl.minimum(oldest + last * BLOCK_N, newest)
         if WORDS == 0:  # causal: nothing behind the block's last node
             last = tl.minimum(last, length + tl.minimum((row_block + 1) * BLOCK_M - 1, rows - 1) // GROUP + 1)
@@ -335,8 +340,8 @@ def attend_split(
             pages_ptr = table_ptr + batch * stride_tb
             page = tl.zeros_like(batch) if PAGE else tl.load(pages_ptr).to(tl.int64)
         k_ptr = cache_ptr + page * stride_cb + head.to(tl.int64) * stride_ch
-        k_row = (page.to(tl.int32) * HEADS + head) * page_rows
-        v_row = k_row + pages * HEADS * page_rows
+        k_row = page.to(tl.int32) * (stride_cb // D).to(tl.int32) + head * (stride_ch // D).to(tl.int32)
+        v_row = k_row + (stride_ckv // D).to(tl.int32)
         bits_ptr = ancestors_ptr
         if WORDS:
             bits_ptr = ancestors_ptr + batch * stride_ab + node * stride_an
@@ -349,7 +354,7 @@ def attend_split(
             k_ptr + stride_ckv,
             pages_ptr,
             stride_cb,
-            HEADS * page_rows,
+            (stride_cb // D).to(tl.int32),
             bits_ptr,
             node,
             row_ok,
@@ -380,7 +385,7 @@ def attend_split(
             tl.store(partial_ptr + p_row * D + (row[:, None] * D + column[None, :]), acc, mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "nodes"], do_not_specialize=["pages"])
+@triton.jit(do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "nodes"])
 def _tree_attention_kernel(
     q_ptr,
     cache_ptr,
@@ -404,8 +409,6 @@ def _tree_attention_kernel(
     stride_on,
     stride_oh,
     nodes,
-    pages,
-    page_rows,
     capacity,
     scale_log2,
     window,
@@ -438,7 +441,6 @@ def _tree_attention_kernel(
         tl.program_id(2),
         tl.program_id(1) // HEADS,
         tl.program_id(1) % HEADS,
-        pages,
         q_ptr,
         cache_ptr,
         cache_desc,
@@ -461,7 +463,6 @@ def _tree_attention_kernel(
         stride_on,
         stride_oh,
         nodes,
-        page_rows,
         capacity,
         scale_log2,
         window,
@@ -620,20 +621,22 @@ def settings_for(
     rows: int,
     width: int,
     kv_heads: int,
-    capacity: int,
+    batch: int,
     dtype: torch.dtype,
     capability: tuple[int, int] | None,
 ) -> Settings:
-    """The launch settings for `rows` = N * G query rows per key/value head; of the batch size they know nothing.
+    """The launch settings for `rows` = N * G query rows per key/value head; of lengths they know nothing.
 
-    `capability` is that of a CUDA device, None elsewhere. Measured on an H200 (bf16, 32/8 heads, d 128, graph replay
-    over caches larger than L2), both kernels together, µs. A split costs 4 µs before its first tile, and each of its
-    tiles 0.6 to 1.1: few splits serve a batch, many a single sequence. 60 nodes, at batch 1 / 8: 512 keys, 2 splits
-    10.4 / 26, 3 splits 10.2 / 32, 5 splits 8.9 / 43; 2048 keys, 4 splits 14.0 / 63, 8 splits 13.7 / 88; 4000 keys at
-    batch 1, 4 splits 20.9, 8 splits 18.9; 32768 keys, 8 splits 73 to 82, 4 splits 96, without descriptors 78 to 82,
-    with 2 stages 101, 128 x 128 with 8 warps 77. 10 nodes: 512 keys, 8 splits 6.8 / 17, 16 allowed 7.3 / 20; 2048
-    keys, 16 splits 11.1 / 39, 32 splits 10.5 / 54. A tile with new keys takes two to three times as long as another
-    whatever its height, so block_t 64 beats 32. Dependent launch (pdl 2) takes 0.3 µs off at 60 nodes, 0.6 at 10.
+    `capability` is that of a CUDA device, None elsewhere. Measured on an H200 (bf16, 32/8 heads, d 128, pages of 64,
+    graph replay over caches larger than L2; experiments that were not kept), both kernels together, µs. A split costs
+    4 µs before its first tile, and each of its tiles 0.6 to 1.1: few splits serve a batch, many a single sequence. 60
+    nodes of one sequence, 8 splits: 11.0, 15.6 and 31.1 at 512, 2048 and 8192 keys; with 4 11.1, 22.0 and 38.3. Of
+    eight sequences, 2 splits 21.7 and 50.3 at 512 and 2048, 4 splits 27.9 and 57.1. 10 nodes, 32 splits: 7.2, 10.4,
+    17.4; of eight sequences 16 splits 16.8 and 30.4, 8 splits 13.5 and 26.1. A program that has no keys must load none
+    of its queries: that took 2 µs. The number of a tile's page must be known a tile ahead: 37.7 instead of 31.4 at 8192
+    keys. Descriptors do not matter up to 2048 keys, and save 2 % at 8192. A tile with new keys takes two to three times
+    as long as another whatever its height, so block_t 64 beats 32. Dependent launch (pdl 2) takes 0.3 µs off at 60
+    nodes, 0.6 at 10.
     """
     hopper = capability is not None and capability[0] in (9, 10)
     num_stages = 3 if hopper else 2
@@ -649,8 +652,8 @@ def settings_for(
     if rows > 1024:  # a chunk of a prompt fills the device with its row blocks
         splits = 1
     else:
-        programs = (132 if capacity <= 4096 else 264) // (kv_heads * triton.cdiv(rows, block_m))
-        splits = max(1, min(programs, capacity // (2 * block_n), 32))
+        programs = kv_heads * triton.cdiv(rows, block_m)  # of a split of one sequence
+        splits = max(1, min(264 // programs, max(528 // (programs * batch), 2), 32))
         splits = 1 << (splits.bit_length() - 1)  # few variants to compile
     few_rows = rows <= 64
     return Settings(
@@ -662,20 +665,20 @@ def settings_for(
         num_stages,
         min(block_n, 64),
         pdl=2 if hopper else 0,
-        tma=hopper and capacity > 4096 and rows > 16 and dtype != torch.float32,
+        tma=hopper and rows > 16 and dtype != torch.float32,
     )
 
 
 def settings_for_pieces(use: Settings, rows: int, heads: int) -> Settings:
     """The same for pieces of prompts, `rows` query rows of each of `heads` heads, all pieces counted.
 
-    One split where they fill the device, else eight. On an H200, 32 pieces of 64 tokens of 32 heads of 128 (bf16): 136
-    µs for a prompt of 2048 with one split, 193 and the merge with four; behind 14336 rows 1179 with descriptors, 1257
-    without. Tiles of 128 query rows on 8 warps take 10 to 20 % longer, 128 keys 10 to 60 % (an experiment that was not
-    kept).
+    One split where they fill the device, else eight, and sixteen for many keys. On an H200, 32 pieces of 64 tokens of
+    32 heads of 128 (bf16): 136 µs for a prompt of 2048 with one split, 193 and the merge with four; behind 14336 rows
+    1179 with descriptors, 1257 without. Tiles of 128 query rows on 8 warps take 10 to 20 % longer, 128 keys 10 to 60 %
+    (an experiment that was not kept).
     """
     fills = heads * triton.cdiv(rows, use.block_m) >= 96
-    return use._replace(splits=1, pdl=0) if fills else use._replace(splits=8, min_tiles=1)
+    return use._replace(splits=1, pdl=0) if fills else use._replace(splits=16, min_tiles=1)
 
 
 def tree_attention(
@@ -702,8 +705,7 @@ def tree_attention(
     _check_kernel_limits(q, cache, lengths, ancestors, table)
     rows = (launch_nodes or q.shape[1]) * (q.shape[2] // cache.shape[2])
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda and torch.version.cuda else None
-    capacity = capacity_of(cache, table)
-    use = settings_for(rows, q.shape[3], cache.shape[2], capacity, q.dtype, capability)
+    use = settings_for(rows, q.shape[3], cache.shape[2], len(q), q.dtype, capability)
     if ancestors is None and q.shape[1] >= _PIECE_NODES and table is not None:
         use = settings_for_pieces(use, rows, len(q) * cache.shape[2])
     return _launch(q, cache, lengths, ancestors, scale, sliding_window, use, table)
@@ -742,8 +744,7 @@ def _launch(
     table: Tensor | None = None,
 ) -> Tensor:
     batch, nodes, heads, width = q.shape
-    pages, kv_heads, page_rows = cache.shape[1:4]
-    capacity = capacity_of(cache, table)
+    kv_heads, capacity = cache.shape[2], capacity_of(cache, table)
     group, rows = heads // kv_heads, nodes * (heads // kv_heads)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not out.numel():
@@ -753,9 +754,8 @@ def _launch(
     if use.splits > 1:
         partial = torch.empty(batch, kv_heads, use.splits, rows, width, dtype=torch.float32, device=q.device)
         lse = torch.empty(batch, kv_heads, use.splits, rows, dtype=torch.float32, device=q.device)
-    tma = use.tma and sliding_window is None and cache.is_contiguous() and width * cache.element_size() % 16 == 0
-    tma = tma and cache.numel() // width < 2**31  # a descriptor's coordinates are int32
-    desc = TensorDescriptor.from_tensor(cache.view(-1, width), [use.block_n, block_d]) if tma else None
+    rows_of_memory = _rows_of_memory(cache) if use.tma and sliding_window is None else None
+    desc = None if rows_of_memory is None else TensorDescriptor.from_tensor(rows_of_memory, [use.block_n, block_d])
     pdl = use.pdl if use.splits > 1 and can_overlap(q.device) else 0
     shared = {
         "D": width,
@@ -785,15 +785,13 @@ def _launch(
         *((0, 0) if ancestors is None else ancestors.stride()[:2]),
         *out.stride()[:3],
         nodes,
-        pages,
-        page_rows,
         capacity,
         scale * math.log2(math.e),
         sliding_window or 0,
         **shared,
         STRIDE_T=cache.stride(3),
         PAGE=kv_cache.page_rows(cache, table),
-        TMA=tma,
+        TMA=desc is not None,
         BLOCK_M=use.block_m,
         BLOCK_T=use.block_t,
         num_warps=use.num_warps,
@@ -825,3 +823,15 @@ def _launch(
         )
         prefer_shared_memory(compiled)
     return out
+
+
+def _rows_of_memory(cache: Tensor) -> Tensor | None:
+    """All rows of the memory that a cache [2, P, Hkv, R, d] lies in, from its first to its last, as a descriptor takes
+    them: [n, d]. None if it cannot."""
+    width = cache.shape[4]
+    aligned = cache.data_ptr() % 16 == 0 and width * cache.element_size() % 16 == 0
+    if not aligned or cache.stride(3) != width or any(stride % width for stride in cache.stride()[:3]):
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(cache.shape[:4], cache.stride()[:4], strict=True))
+    rows = last // width + 1
+    return cache.as_strided((rows, width), (width, 1)) if rows < 2**31 else None  # its coordinates are int32

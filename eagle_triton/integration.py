@@ -31,6 +31,7 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.model_watch import ModelWatch
 from eagle_triton.engine.operations import choose_operations
+from eagle_triton.engine.pages import check_cache_tokens
 from eagle_triton.engine.tree_spec import MOST_NODES, PLAIN, TreeSpec
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.mtp import MTP, MTPHead, load_mtp
@@ -98,6 +99,9 @@ class EagleTritonConfig(_Options):
     suffix_drafts: tokens that may be drafted from text that occurred before, in the prompt, in this output or in former
     ones, in one tree with the head's; 0: none. Methods that keep the step which reaches a limit then end elsewhere
     behind it.
+    cache_tokens: room for the keys and values of so many tokens, of all sequences together, taken at the first call;
+    None: it grows with what calls ask for. A request takes its prompt, its new tokens and some 130 behind them.
+    prefixes: keep the keys and values of prompts and answers, while there is room, for requests that begin alike.
     """
 
     strict: bool = False
@@ -107,10 +111,13 @@ class EagleTritonConfig(_Options):
     megakernel: bool | str = "auto"
     verify_strategy: str = "target_match"
     suffix_drafts: int = 0
+    cache_tokens: int | None = None
+    prefixes: bool = True
 
     def __post_init__(self) -> None:
-        self._check_switches("verify_strategy", "suffix_drafts")
+        self._check_switches("verify_strategy", "suffix_drafts", "cache_tokens")
         self._check_drafts()
+        check_cache_tokens(self.cache_tokens)
 
 
 @dataclass(frozen=True)
@@ -118,8 +125,9 @@ class TritonConfig(_Options):
     """Options of `optimize_with_triton`.
 
     strict: raise where a call of `generate` would run the original, instead of counting it in the report.
-    kernels, cuda_graph, megakernel, verify_strategy: as in `EagleTritonConfig`; so is suffix_drafts, and draft="suffix"
-    makes it 15. More than 15 make a head slower: with the root they are 16 rows, one tile of a product.
+    kernels, cuda_graph, megakernel, verify_strategy, cache_tokens, prefixes: as in `EagleTritonConfig`; so is
+    suffix_drafts, and draft="suffix" makes it 15. More than 15 make a head slower: with the root they are 16 rows, one
+    tile of a product.
     topk: children of each expanded node of a draft tree. num_steps: drafted levels. num_draft_tokens: nodes of a tree,
     root included. With all three None a head or a `Draft` drafts its own tree; else what is None is 4, 3 and 8 (or as
     many as there are).
@@ -136,13 +144,16 @@ class TritonConfig(_Options):
     verify_strategy: str = "target_match"
     suffix_drafts: int = 0
     draft_vocabulary: int | Collection[int] | None = None
+    cache_tokens: int | None = None
+    prefixes: bool = True
 
     def __post_init__(self) -> None:
         if self.draft_vocabulary is not None:
             object.__setattr__(self, "draft_vocabulary", checked_vocabulary(self.draft_vocabulary))
         tree = {"topk": self.topk, "num_steps": self.num_steps, "num_draft_tokens": self.num_draft_tokens}
-        self._check_switches(*tree, "verify_strategy", "suffix_drafts", "draft_vocabulary")
+        self._check_switches(*tree, "verify_strategy", "suffix_drafts", "draft_vocabulary", "cache_tokens")
         self._check_drafts()
+        check_cache_tokens(self.cache_tokens)
         for name, value in tree.items():
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise TypeError(f"{name} must be an integer or None, got {value!r}")
@@ -361,7 +372,18 @@ def _engine(
         raise ValueError("megakernel=True needs the kernels")
     megakernel = None if config.megakernel == "auto" else bool(config.megakernel)
     verification = Verification(config.verify_strategy)
-    engine = Engine(view, draft, operations, cuda_graph, megakernel, config.strict, ModelWatch(roots), verification)
+    engine = Engine(
+        view,
+        draft,
+        operations,
+        cuda_graph,
+        megakernel,
+        config.strict,
+        ModelWatch(roots),
+        verification,
+        cache_tokens=config.cache_tokens,
+        prefixes=config.prefixes,
+    )
     if not verification.lossless:
         engine.notes["verification"] = verification.summary
     return engine

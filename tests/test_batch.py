@@ -10,15 +10,16 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from eagle_triton.engine import skipped_features
-from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.batch import MIN_SCRATCH_ROWS, Batch, Request
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.pages import PAGE_ROWS
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.stop_rules import generate
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.reference.verification import VERIFY_STRATEGIES, Verification, first_path
 from tests.test_engine import engine_for
-from tests.tiny import draft_cache, random_prompt, target_cache, tiny_model
+from tests.tiny import draft_cache, fill_target_cache, random_prompt, tiny_model
 
 SMALL = dict(total_token=8, depth=3, top_k=2)
 LARGER = dict(total_token=24, depth=3, top_k=6)
@@ -105,7 +106,7 @@ def test_nan_logits_end_one_request_and_no_other(in_flight):
         batch.max_in_flight = in_flight
         batch.admit_all(REQUESTS[:3])
         batch.step()
-        target_cache(batch.sequences)[:, :, 1, :, :3] = float("nan")
+        fill_target_cache(batch.sequences, 1, float("nan"))
         failures, results = [], {}
         for _ in range(60):
             for progress in batch.step():
@@ -271,6 +272,7 @@ def test_an_interrupted_prefill_harms_nobody(monkeypatch):
 
 def test_batches_of_all_sizes_share_one_cache():
     engine = engine_for(tiny_model(layers=5, **SMALL))
+    capacity = 32768 if engine.ops.kernels else 512
     spec = engine.draft.read_tree()
     expected = [alone(engine_for(tiny_model(layers=5, **SMALL)), request) for request in REQUESTS]
     for slots in (1, 3, 7, 2, 5, 7):
@@ -278,13 +280,14 @@ def test_batches_of_all_sizes_share_one_cache():
             batch.admit_all(REQUESTS[:slots])
             results = drain(batch)
         assert [results[id(request)][0] for request in REQUESTS[:slots]] == expected[:slots]
-    assert [(kept.slots, kept.capacity) for kept in engine._sequences] == [(7, 512)]
+    assert [(kept.slots, kept.capacity) for kept in engine._sequences] == [(7, capacity)]
+    assert not engine.pool.held and engine.pool.pages <= 1.5 * 7 * (80 + MIN_SCRATCH_ROWS) / PAGE_ROWS + 7
     assert {state.sequences.tokens.data_ptr() for state in engine._states.values()} == {
         engine._sequences[0].tokens.data_ptr()
     }
-    for slots, rows in ((1, 2000), (2, 80), (8, 80)):
+    for slots, rows in ((1, 40_000), (2, 80), (8, 80)):
         Batch(engine, slots, spec, rows).close()
-    assert [(kept.slots, kept.capacity) for kept in engine._sequences] == [(1, 4096), (8, 512)]
+    assert [(kept.slots, kept.capacity) for kept in engine._sequences] == [(1, 40_960), (8, capacity)]
 
 
 def test_what_a_capture_runs_leaves_sequences_as_they_are():

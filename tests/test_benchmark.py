@@ -32,7 +32,7 @@ MODES = {
     "operations": ["operations", "--device", "cpu"],
     "drafters": ["drafters", *TINY, "--max-length", "12"],
     "egag": ["egag", *TINY, "--max-length", "4"],
-    "prefill": ["prefill", *TINY, "--context", "9,40", "--batch", "2"],
+    "prefill": ["prefill", *TINY, "--context", "9,70", "--batch", "2"],
     "plain": ["plain", *TINY, "--max-length", "6", "--context", "9"],
     "mtp": ["mtp", "--hybrid", "demo-gdn", "--tree", "chain-4", "--max-length", "8", "--num-runs", "1"],
 }
@@ -90,10 +90,13 @@ def test_prefill_measures_first_tokens_gaps_and_short_requests(capsys):
     assert benchmark.main([*MODES["prefill"], "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     cases = [(row["variant"], row["batch"], row["context"]) for row in rows]
-    assert cases[:4] == [(variant, 2, context) for variant in ("first token", "enter") for context in (9, 40)]
-    assert [row[0] for row in cases[4:]] == ["short requests"] and rows[4]["requests_per_second"] > 0
-    for row in rows[:2]:
+    assert cases[:4] == [(variant, 2, context) for variant in ("first token", "enter") for context in (9, 70)]
+    assert [row[0] for row in cases[4:]] == ["short requests", "mixed lengths"] and rows[4]["requests_per_second"] > 0
+    for row, found in zip(rows[:2], (0, 64), strict=True):
         assert 0 < row["ms_p20"] <= row["ms"] <= row["ms_p80"] and row["stream_ms"] > row["ms"]
+        assert row["again_ms"] > 0 and row["found_tokens"] == found
+    assert rows[5]["finished"] == 6 and 0 < rows[5]["tokens_held"] * rows[5]["token_bytes"] < rows[5]["bytes_held"]
+    assert rows[5]["bytes_held"] <= rows[5]["cache_bytes"]
     for row in rows[2:4]:
         assert row["step_ms"] > 0 and 0 < row["gap_p50_ms"] <= row["gap_p99_ms"] <= row["longest_gap_ms"]
 

@@ -13,6 +13,7 @@ from eagle_triton.engine.drafts.counted import CountedDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import StepGraph
 from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.slots import tensors_of
 from eagle_triton.engine.step import Mode, decode_step
@@ -116,7 +117,7 @@ def test_a_slot_keeps_what_it_has_learnt_if_that_is_wanted(model):
     engine.draft.forget()
     assert decode(engine, [prompt], TreeSpec.repeats(8), [64], 1, nearly_uniform)[1] == runs[0][1]
     with Batch(engine, 1, PLAIN, 100) as batch:
-        batch.sequences.wipe()
+        batch.sequences.wipe([])
         assert not any(tensor.any() for tensor in tables_of(batch))
 
 
@@ -192,9 +193,10 @@ def test_tables_have_room_for_whole_sequences():
         (dict(filler_weight=0.0), 1024, 1024),
         (dict(filler_top_k=1, reset_in_between=False), 4096, 4096),
     ):
-        kept = CountedDraft(4, **options).new_slot_tensors(2, 512, torch.device("meta"))
+        kept = CountedDraft(4, **options).new_slot_tensors(SlotPages.whole(2, 512, torch.device("meta")))
         assert kept.table.contexts.shape == (2, 2, places, 2) and kept.table.counts.shape == (2, 2, grams)
-    assert CountedDraft(4, 5, "onelevel").new_slot_tensors(2, 512, torch.device("cpu")).table.used.shape == (2, 1, 2)
+    pages = SlotPages.whole(2, 512, torch.device("cpu"))
+    assert CountedDraft(4, 5, "onelevel").new_slot_tensors(pages).table.used.shape == (2, 1, 2)
 
 
 def test_by_configuration_on_the_demo():

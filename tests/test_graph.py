@@ -17,7 +17,7 @@ from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.tree import MC_SIM_7B_63
 from tests.test_batch import LARGER, PROCESSED, REQUESTS, SMALL, alone, drain
 from tests.test_demo import prompts
-from tests.tiny import random_prompt, target_cache, tiny_model
+from tests.tiny import fill_target_cache, random_prompt, tiny_model
 
 pytestmark = [
     pytest.mark.cuda,
@@ -182,7 +182,7 @@ def test_logprobs_and_nan_through_the_graph():
             values = []
             for step in itertools.count():
                 if step == 2:
-                    target_cache(batch.sequences)[:, :, 1, :, :3] = float("nan")
+                    fill_target_cache(batch.sequences, 1, float("nan"))
                 if not batch.running:
                     break
                 values += [(p.slot, p.tokens, p.finished, p.error, p.logprobs) for p in batch.step()]

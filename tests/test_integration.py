@@ -282,21 +282,22 @@ def test_a_head_whose_logits_are_nan_drafts_nothing():
                 draft(model, ids, features)
 
 
-def test_rows_that_were_kept_stay_as_they_were_when_another_branch_is_drafted():
+@pytest.mark.parametrize("first", [10, 62, 130, 480], ids=lambda rows: f"{rows}-rows")
+def test_rows_that_were_kept_stay_as_they_were_when_another_branch_is_drafted(first):
     """Kept at 10 and at 15 rows, back to the first, another branch, then the second again: as the original's tree."""
     model = tiny_model(**TREES["8-3-2"])
-    features = [torch.randn(1, 20, 192, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
-    ids = [random_prompt(21, seed=seed) for seed in range(2)]
-    ids[1][:, :11], features[1][:, :10] = ids[0][:, :11], features[0][:, :10]
+    features = [torch.randn(1, first + 10, 192, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    ids = [random_prompt(first + 11, seed=seed) for seed in range(2)]
+    ids[1][:, : first + 1], features[1][:, :first] = ids[0][:, : first + 1], features[0][:, :first]
 
     def trees() -> list[list[torch.Tensor]]:
         model.ea_layer.reset_kv()
-        drafted = [draft(model, ids[0][:, :11], features[0])]
+        drafted = [draft(model, ids[0][:, : first + 1], features[0])]
         ten = model.ea_layer.stable_kv
-        drafted.append(draft(model, ids[0][:, :16], features[0]))
+        drafted.append(draft(model, ids[0][:, : first + 6], features[0]))
         fifteen = model.ea_layer.stable_kv
         model.ea_layer.stable_kv = ten
-        drafted.append(draft(model, ids[1][:, :16], features[1]))
+        drafted.append(draft(model, ids[1][:, : first + 6], features[1]))
         model.ea_layer.stable_kv = fifteen
         return [*drafted, draft(model, ids[0], features[0])]
 

@@ -5,6 +5,7 @@ import torch
 
 from eagle_triton import kv_cache as kernels
 from eagle_triton.reference import kv_cache as reference
+from tests.paging import in_pages, out_of_pages
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 SHAPES = [
@@ -196,3 +197,42 @@ def test_the_reference_on_a_cpu_raises_where_rows_lie_outside():
     for row in (-2, 8):
         with pytest.raises(ValueError, match="rows must lie in"):
             reference.gather(cache, torch.tensor([[row]], dtype=torch.int32))
+
+
+# ------------------------------------------------------------------------------------------------------- in pages
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("page_rows", [64, 192], ids=["pages", "one-page-each"])
+def test_a_cache_in_pages_holds_what_a_dense_one_does(page_rows, dtype, device):
+    """Appended, gathered and committed over the borders of pages; those that are nobody's stay as they are."""
+    dense = make_cache((2, 2, 3, 2, 192, 64), dtype, device)
+    pages, table = in_pages(dense, page_rows)
+    wild = torch.isnan(pages)
+    new = make_cache((2, 2, 3, 9, 2, 64), dtype, device, seed=1)
+    lengths = lengths_of(60, 0, 183, device=device)
+    path, accepted = accepted_path(6, [5, 2, -1], 9, device)
+    for module in (kernels, reference):
+        expected, kept = dense.clone(), pages.clone()
+        reference.append(expected, new, lengths)
+        reference.commit(expected, lengths, path, accepted)
+        module.append(kept, new, lengths, table)
+        module.commit(kept, lengths, path, accepted, table=table)
+        assert torch.equal(out_of_pages(kept, table), expected)
+        assert torch.equal(torch.isnan(kept), wild)
+        rows = torch.tensor([[0, 63, 64, -1], [191, 127, 128, 5], [60, 61, 66, 69]], dtype=torch.int32, device=device)
+        assert torch.equal(module.gather(kept, rows, table), reference.gather(expected, rows))
+
+
+@BOTH
+def test_tables_that_do_not_fit_are_refused(module, device):
+    cache = make_cache((1, 2, 5, 1, 64, 16), torch.float32, device)
+    lengths = lengths_of(0, 0, device=device)
+    for table in (torch.zeros(3, 2, dtype=torch.int32), torch.zeros(2, 2), torch.zeros(2, 0, dtype=torch.int32)):
+        table = table.to(device)
+        with pytest.raises(ValueError, match="table must be int32 \\[2, W\\]"):
+            module.gather(cache, lengths[:, None], table)
+        with pytest.raises(ValueError, match="table must be"):
+            module.append(cache, cache[:, :, :2, :, :1].transpose(3, 4), lengths, table)
+        with pytest.raises(ValueError, match="table must be"):
+            module.commit(cache, lengths, lengths[:, None], lengths, table=table)

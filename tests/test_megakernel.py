@@ -23,7 +23,7 @@ from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.step import Mode, verify_and_draft
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.verification import TARGET_MATCH, Verification
-from tests.tiny import draft_cache, random_prompt, target_cache, tiny_model
+from tests.tiny import random_prompt, tiny_model
 
 CUDA = torch.cuda.is_available()
 CASES = int(os.environ.get("MEGAKERNEL_CASES", "12"))  # 200 were seen; each takes some seconds in the interpreter
@@ -37,8 +37,8 @@ def tensors(state) -> dict[str, Tensor]:
         "active": state.active,
         "nan": state.nan,
         "report": state.report,
-        "target cache": target_cache(state.sequences),
-        "draft cache": draft_cache(state.sequences),
+        "target cache": state.sequences.caches.caches[0].data[:, :, 1:],  # page 0 is nobody's
+        "draft cache": state.sequences.draft_tensors.caches.caches[0].data[:, :, 1:],
         "hidden": state.sequences.draft_tensors.hidden,
         "normed": state.sequences.draft_tensors.normed,
         **{f"tree {name}": value for name, value in state.tree._asdict().items()},
@@ -225,8 +225,8 @@ def test_heads_that_it_does_not_know_are_named(head):
     assert reason in unsupported_draft(HEADS[head](draft))
 
 
-def test_strict_refuses_a_head_that_it_cannot_take():
-    model = tiny_model()
+def test_strict_refuses_a_head_that_it_cannot_take(device):
+    model = tiny_model().to(device)
     weight = model.ea_layer.midlayer.self_attn.o_proj.weight
     weight.data = weight.data.T.contiguous().T
     before = dict(vars(model))

@@ -60,8 +60,8 @@ def engines(monkeypatch):
     """The engines that are made in a test."""
     made = []
 
-    def make(*arguments) -> Engine:
-        made.append(Engine(*arguments))
+    def make(*arguments, **options) -> Engine:
+        made.append(Engine(*arguments, **options))
         return made[-1]
 
     monkeypatch.setattr(integration, "Engine", make)

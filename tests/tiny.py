@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 import transformers
 
+from eagle_triton.engine.mixers import KeyValueCache
+from eagle_triton.engine.pages import PAGE_ROWS
 from eagle_triton.engine.state import Sequences
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.heads import DraftConfig, Eagle1Head, Eagle3Head
+from tests.paging import out_of_pages
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
@@ -64,12 +67,25 @@ def random_prompt(length: int, vocab: int = 32, seed: int = 0) -> torch.Tensor:
 
 
 def target_cache(sequences: Sequences) -> torch.Tensor:
-    """Keys and values [layers, 2, B, Hkv, T, d] of a target whose layers are all attention of one shape."""
+    """Keys and values [layers, 2, B, Hkv, 512, d] of a target whose layers are all attention of one shape, a copy, with
+    zeros where a sequence has no page."""
     (cache,) = sequences.caches.caches
-    return cache.data
+    return _rows_of(cache, sequences)
 
 
 def draft_cache(sequences: Sequences) -> torch.Tensor:
     """The same of its draft."""
     (cache,) = sequences.draft_tensors.caches.caches
-    return cache.data
+    return _rows_of(cache, sequences)
+
+
+def _rows_of(cache: KeyValueCache, sequences: Sequences) -> torch.Tensor:
+    table = sequences.pages.table[:, :8]
+    held = (table > 0).repeat_interleave(PAGE_ROWS, 1)
+    return out_of_pages(cache.data, table).masked_fill(~held[:, None, :, None], 0)
+
+
+def fill_target_cache(sequences: Sequences, slot: int, value: float) -> None:
+    """Write a value to the first rows of a slot's sequence."""
+    (cache,) = sequences.caches.caches
+    cache.data[:, :, sequences.pages.of(slot)[0], :, :3] = value

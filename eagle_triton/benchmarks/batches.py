@@ -58,7 +58,9 @@ def _case(
     warmed up and run in turns. Before acceptance is fixed, some tokens of it must be the target's.
     """
     head = model.ea_layer
-    config = EAGLEConfig(topk=head.top_k, num_steps=head.depth + 1, num_draft_tokens="auto", slots=batch)
+    config = EAGLEConfig(
+        topk=head.top_k, num_steps=head.depth + 1, num_draft_tokens="auto", slots=batch, prefixes=False
+    )
     eagle = EAGLEInference(head, model, config)
     _check(eagle, model, batch, context)
     fix_acceptance(eagle.engine.ops, args.accept_length)

@@ -100,7 +100,7 @@ def _drafters(head: BeamDraft, device: torch.device) -> dict[str, Callable[[], D
 def _decode_all(view: ModelView, draft: Draft | None, prompts: list[Tensor], new: int) -> list[Run]:
     """The prompts one after another, behind a run of the first that compiles and captures and is forgotten again."""
     operations, graph = choose_operations(view.device, None, None)
-    engine = Engine(view, draft, operations, graph)
+    engine = Engine(view, draft, operations, graph, prefixes=False)
     rows = max(len(prompt) for prompt in prompts) + new
     decode(engine, draft, prompts[0], min(new, 8), rows)
     if draft is not None:

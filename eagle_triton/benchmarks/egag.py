@@ -94,7 +94,7 @@ def _decode_all(
     draft: CausalLMDraft | None = None
     if how is not None:
         draft = replace(draft_from_causal_lm(drafter, view, lambda: tree), egag=rule)
-    engine = Engine(view, draft, *choose_operations(view.device, None, None))
+    engine = Engine(view, draft, *choose_operations(view.device, None, None), prefixes=False)
     prompts = [prompt for kind in works.values() for prompt in kind]
     rows = max(map(len, prompts)) + new
     for prompt in prompts:

@@ -74,7 +74,7 @@ def _variants(args: argparse.Namespace, model: EaModel, module: ModuleType | Non
 
         yield run("original", model)
         megakernel = "auto" if args.accept_length is None else False  # whose verification knows nothing of it
-        with optimize_eagle_with_triton(model, megakernel=megakernel)[1]:
+        with optimize_eagle_with_triton(model, megakernel=megakernel, prefixes=False)[1]:
             optimised = run("optimised", model)
         yield optimised
         if module is not None:

@@ -38,7 +38,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     model = models.load(args)
     view, draft = native.read(model)
     spec, ops = draft.read_tree(), make_operations(kernels=True)
-    engine = Engine(view, draft, ops)
+    engine = Engine(view, draft, ops, prefixes=False)
     bandwidth = copy_bandwidth(view.device)
     floor_ms = draft.weight_bytes(spec) / bandwidth * 1e3
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s; the floor is the head's weights read")

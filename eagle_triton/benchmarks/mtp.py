@@ -26,6 +26,7 @@ from eagle_triton.engine.drafts.beams import with_vocabulary
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.gated_delta import GatedDeltaCache
 from eagle_triton.engine.operations import choose_operations, make_operations
+from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.slots import bytes_of
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
@@ -58,7 +59,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     vocabulary = min(DRAFT_VOCABULARY, HYBRIDS[args.hybrid]["vocab_size"] // 8)
     draft = with_vocabulary(read_mtp(head, view, lambda: PLAIN), vocabulary)
     cuda = view.device.type == "cuda"
-    engine = Engine(view, draft, make_operations(cuda), cuda_graph=cuda)
+    engine = Engine(view, draft, make_operations(cuda), cuda_graph=cuda, prefixes=False)
     bandwidth = copy_bandwidth(view.device)
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s; {vocabulary} tokens are drafted from")
     contexts = args.context or ([512] if cuda else [32])
@@ -80,7 +81,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             (prompt,) = random_prompts(view.vocab_size, 1, context)
             ms = _prefill_ms(model, prompt[None].to(view.device), args.num_runs)
             rows.append({"variant": "transformers", "batch": 1, "context": context, "first_token_ms": ms})
-    caches = view.new_caches(1, 512, torch.device("meta")).caches
+    caches = view.new_caches(SlotPages.whole(1, 512, torch.device("meta"))).caches
     beside = sum(bytes_of(cache) for cache in caches if isinstance(cache, GatedDeltaCache))
     notes.append(f"states and windows: {beside / 2**20:.1f} MiB a slot")
     notes += [f"{path}: {reason}" for path, reason in engine.notes.items()]
@@ -96,7 +97,7 @@ def _measure_demo(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[
     tokenizer, view = load_tokenizer(path), read_causal_lm(model)
     assert tokenizer is not None, "the demo has a tokenizer"
     draft = read_mtp(load_mtp(model), view, lambda: PLAIN)
-    engine = Engine(view, draft, *choose_operations(view.device, None, None))
+    engine = Engine(view, draft, *choose_operations(view.device, None, None), prefixes=False)
     prompts = [tokenizer(text, return_tensors="pt").input_ids[0] for text in demo_prompts(args.num_runs)]
     room = max(map(len, prompts)) + new
     names = ["plain", *(name for name in args.tree or SPECS if name != "plain")]

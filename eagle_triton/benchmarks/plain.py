@@ -26,9 +26,9 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     model, head = loaded.base_model, loaded.ea_layer
     ways: dict[str, tuple[Callable[[], AbstractContextManager[Any]], dict[str, Any]]] = {
         "original": (nullcontext, {}),
-        "optimised": (lambda: optimize_with_triton(model), {}),
-        "optimised, head": (lambda: optimize_with_triton(model, head), {}),
-        "optimised, suffix": (lambda: optimize_with_triton(model, "suffix"), {}),
+        "optimised": (lambda: optimize_with_triton(model, prefixes=False), {}),
+        "optimised, head": (lambda: optimize_with_triton(model, head, prefixes=False), {}),
+        "optimised, suffix": (lambda: optimize_with_triton(model, "suffix", prefixes=False), {}),
     }
     if args.device != "cpu":  # compiling it takes minutes, and a CPU does not use it
         ways["original, static cache compiled"] = (nullcontext, STATIC)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from eagle_triton.benchmarks.timing import Quantiles, synchronise
 from eagle_triton.engine.batch import PROMPT_TOKENS, Batch, Request
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.pages import PAGE_ROWS
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.speculative.session import Session
@@ -29,6 +31,8 @@ CHECKED = 8  # tokens of each sequence that are compared with the target's
 WARM_UPS = 2  # runs of a shape: the first compiles, the second captures
 STEPS = {"cuda": 40, "cpu": 4}  # of a running batch, before a prompt enters it and after
 SHORT = {"cuda": (256, 64), "cpu": (6, 2)}  # short requests, and the slots they go through
+MIXED = {"cuda": (256, 64, 8192, 32), "cpu": (6, 2, 200, 4)}  # requests, slots, tokens of the longest, new ones
+CACHE_BYTES = 60e9  # for these
 SHORT_PROMPT, SHORT_NEW = 8, 3  # tokens
 LARGEST_TREES = 1024  # nodes of a batch; above it first trees are not drafted
 
@@ -51,31 +55,43 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
                 rows.append(entering(engine, model, batch, context, draft.read_tree(), args.num_runs))
                 engine.clear()
     rows.append(short_requests(engine, model, args.num_runs))
+    engine.clear()
+    rows.append(mixed_lengths(engine, model))
+    engine.clear()
     notes += [f"{path}: {reason}" for path, reason in engine.notes.items()]
 
 
 def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:
-    """Until the first token of each of some prompts is chosen, and until a stream has it: behind the first step.
+    """Until the first token of each of some prompts is chosen, until a stream has it (behind the first step), and until
+    it is chosen when the same prompts come again, whose pages are found.
 
     The prompts of each run are new ones, those of the first compared with the target's own tokens: ValueError if they
     differ.
     """
-    chosen, streamed = [], []
+    chosen: list[float] = []
+    streamed: list[float] = []
+    again: list[float] = []
     for run in range(runs + WARM_UPS):
         prompts = _prompts(model, batch, context, run)
         with Batch(engine, batch, spec, context + (1 + CHECKED) * (spec.depth + 1)) as running:
-            synchronise(engine.device)
-            start = time.perf_counter()
-            running.admit_all(Request(prompt, CHECKED) for prompt in prompts)
-            chosen.append((time.perf_counter() - start) * 1e3)
-            running.step()
-            streamed.append((time.perf_counter() - start) * 1e3)
-            if not run:
-                while running.running:
+            for times in (chosen, again):
+                synchronise(engine.device)
+                start = time.perf_counter()
+                running.admit_all(Request(prompt, CHECKED) for prompt in prompts)
+                times.append((time.perf_counter() - start) * 1e3)
+                if times is chosen:
                     running.step()
-                check_parity(model.base_model, running.tokens(0), context, SamplingParams())
+                    streamed.append((time.perf_counter() - start) * 1e3)
+                found = running.found(0)
+                if not run:
+                    while running.running:
+                        running.step()
+                    check_parity(model.base_model, running.tokens(0), context, SamplingParams())
+                for slot in running.running:
+                    running.release(slot)
     case = {"variant": "first token", "batch": batch, "context": context}
-    return {**case, **_figures(chosen), "stream_ms": statistics.median(streamed[WARM_UPS:])}
+    figures = {"stream_ms": statistics.median(streamed[WARM_UPS:]), "again_ms": statistics.median(again[WARM_UPS:])}
+    return {**case, **_figures(chosen), **figures, "found_tokens": found}
 
 
 def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:
@@ -137,6 +153,67 @@ def short_requests(engine: Engine, model: EaModel, runs: int) -> dict[str, Any]:
     }
 
 
+def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
+    """Requests of all lengths through a cache of one size, decoded plainly; each enters as soon as there is room.
+
+    tokens_held, bytes_held: when most pages were held, the tokens that the requests there may have at their ends, and
+    what their pages take. ValueError if a sequence does not give the target's own tokens.
+    """
+    cuda = engine.device.type == "cuda"
+    count, slots, most, new = MIXED["cuda" if cuda else "cpu"]
+    most = min(most, models.positions(model) or most)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(16, most - new + 1, (count,), generator=generator).tolist()
+    waiting = deque(_prompts(model, 1, length, length)[0] for length in lengths)
+    finished, tokens_held, pages_held = 0, 0, 0
+    engine.cache_tokens = None
+    with Batch(engine, slots, PLAIN, most, drafts=False) as batch:
+        batch.admit(Request(waiting[0][:16], 1))  # the pool knows its layers
+        while batch.running:
+            batch.step()
+        page_bytes = engine.pool.page_bytes
+    engine.cache_tokens = int(min(CACHE_BYTES, _free_bytes(engine) * 0.8)) // page_bytes * PAGE_ROWS
+    engine.clear()
+    with Batch(engine, slots, PLAIN, most, drafts=False) as batch:
+        start = time.perf_counter()
+        while waiting or batch.running:
+            entering: list[Request] = []
+            while waiting and batch.has_room([*entering, Request(waiting[0], new)]):  # the largest fits alone
+                entering.append(Request(waiting.popleft(), new))
+            if entering:
+                batch.enter_all(entering)
+            if engine.pool.held > pages_held:
+                pages_held = engine.pool.held
+                tokens_held = sum(len(batch.request(slot).prompt) + new for slot in batch.running)
+            for row in batch.step():
+                if row.finished == "length":
+                    finished += 1
+                    if finished == 1:
+                        length = len(row.request.prompt)
+                        sequence = batch.tokens(row.slot)[: length + CHECKED]
+                        check_parity(model.base_model, sequence, length, SamplingParams())
+        seconds = time.perf_counter() - start
+    limit = engine.cache_tokens
+    engine.cache_tokens = None
+    return {
+        "variant": "mixed lengths",
+        "batch": slots,
+        "context": most,
+        "ms": seconds * 1e3,
+        "requests_per_second": finished / seconds,
+        "finished": finished,
+        "cache_bytes": limit // PAGE_ROWS * page_bytes,
+        "tokens_held": tokens_held,
+        "token_bytes": page_bytes // PAGE_ROWS,
+        "bytes_held": pages_held * page_bytes,
+    }
+
+
+def _free_bytes(engine: Engine) -> float:
+    """Of the device's memory; on a CPU what a test may take."""
+    return torch.cuda.mem_get_info(engine.device)[0] if engine.device.type == "cuda" else 1 << 26
+
+
 def _gaps(batch: Batch, steps: int) -> list[float]:
     """Milliseconds between the reports of some steps."""
     found, last = [], time.perf_counter()
@@ -188,5 +265,7 @@ def text(rows: list[dict[str, Any]]) -> str:
         "p99": "gap_p99_ms",
         "longest": "longest_gap_ms",
         "requests/s": "requests_per_second",
+        "again": "again_ms",
+        "found": "found_tokens",
     }
     return table(list(columns), [[row.get(key) for key in columns.values()] for row in rows])

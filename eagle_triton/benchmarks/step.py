@@ -46,7 +46,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     operations = make_operations(cuda)
     if mean is not None:
         fix_acceptance(operations, mean)
-    engine = Engine(view, draft, operations, cuda_graph=cuda)
+    engine = Engine(view, draft, operations, cuda_graph=cuda, prefixes=False)
     bandwidth = copy_bandwidth(view.device)
     contexts = args.context or ([512] if cuda else [64])
     cases = list(itertools.product(DECODINGS, args.batch, contexts))
@@ -140,8 +140,15 @@ def optimised_step(
         "tokens_per_second": emitted / sum(walls) / steps * 1e3,
         "first_token_ms": statistics.median(prefills),
         "first_call_s": first_call,
-        "memory_gib": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
+        "memory_gib": _memory_gib(engine),
     }
+
+
+def _memory_gib(engine: Engine) -> float | None:
+    """The most that was allocated, on a GPU."""
+    if engine.device.type != "cuda":
+        return None
+    return (torch.cuda.max_memory_allocated(engine.device) + engine.pool.bytes_beside_torch) / 2**30
 
 
 def _replay_ms(batch: Batch, steps: int) -> float:

@@ -13,23 +13,29 @@ from eagle_triton.drop_in.methods import draft_of
 from eagle_triton.drop_in.patching import Fallback, Seam
 from eagle_triton.engine.drafts.eagle import Eagle1Draft
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.mixers import KeyValues
 from eagle_triton.engine.modules import project
+from eagle_triton.engine.pages import PAGE_ROWS
 from eagle_triton.engine.prefill import CHUNK
 from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, scratch_rows
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.tree import retrieve_paths
 from eagle_triton.reference.attention import ancestor_matrix
+from eagle_triton.reference.kv_cache import write_rows
 
 
 class KeptRows(tuple):
-    """What `ea_layer.stable_kv` holds: per layer (keys, values), each [1, Hkv, S, d], views into `state`."""
+    """What `ea_layer.stable_kv` holds: per layer (keys, values), each [1, Hkv, S, d], which `state` holds too."""
 
     state: DecodeState
 
     @staticmethod
     def of(state: DecodeState, count: int) -> KeptRows:
         """The first `count` rows of a state's draft cache."""
-        rows = KeptRows((layer[0, ..., :count, :], layer[1, ..., :count, :]) for layer in _layers(state))
+        used = -(-count // PAGE_ROWS)
+        pages = state.sequences.pages.table[0, :used].long()
+        layers = (layer.data[:, pages].movedim(1, 2).flatten(2, 3)[:, None, :, :count] for layer in _layers(state))
+        rows = KeptRows((keys, values) for keys, values in layers)
         rows.state = state
         return rows
 
@@ -37,10 +43,10 @@ class KeptRows(tuple):
         return tuple((keys.clone(), values.clone()) for keys, values in self)
 
 
-def _layers(state: DecodeState) -> list[Tensor]:
-    """Keys and values [2, 1, Hkv, T, d] of each of the draft's layers."""
+def _layers(state: DecodeState) -> list[KeyValues]:
+    """Keys and values of each of the draft's layers."""
     draft = state.sequences.draft_tensors
-    return [draft.caches.layer(index).data for index in range(draft.caches.count)]
+    return [draft.caches.layer(index) for index in range(draft.caches.count)]
 
 
 def draft_seam(model: Any, engine: Engine) -> Seam:
@@ -115,8 +121,8 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
             return state
         state = DecodeState(Sequences(view, draft, 1, capacity_bucket(needed)), draft, spec)
         for layer, pair in zip(_layers(state), kept or (), strict=False):
-            for place, rows in zip(layer, pair, strict=True):
-                place[..., :known, :] = rows
+            rows = torch.stack(tuple(pair), dim=2).transpose(1, 3)  # [1, S, 2, Hkv, d]
+            write_rows(layer.data, rows[:, :known], state.lengths.new_zeros(1), layer.table)
         return state
 
     return Seam(ea_layer, "topK_genrate", topK_genrate, "ea_layer.topK_genrate", "draft tree on the operations")

@@ -18,6 +18,7 @@ from torch import Tensor
 from eagle_triton.engine import skipped_features
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import ReportQueue
+from eagle_triton.engine.pages import PAGE_ROWS, Beginning
 from eagle_triton.engine.prefill import NaNLogitsError, grow_first_tree
 from eagle_triton.engine.prompt_queue import PromptQueue
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -91,14 +92,17 @@ class Progress:
 class _SlotEntry:
     """A request in its slot; only its identity tells it from one that comes later.
 
-    decodes: its prompt is read. gamma: how deep its next trees may be, as far as reports tell: it rises at once, and
-    falls by one a step.
+    prompt: on the host. beginning: by which its pages are found. tokens: committed behind the prompt, as far as reports
+    tell. decodes: its prompt is read. gamma: how deep its next trees may be, as far as reports tell: it rises at once,
+    and falls by one a step. found: tokens of its prompt that pages held already.
     """
 
-    def __init__(self, request: Request):
-        self.request = request
+    def __init__(self, request: Request, prompt: Tensor, beginning: Beginning):
+        self.request, self.prompt, self.beginning = request, prompt, beginning
+        self.tokens: list[int] = []
         self.decodes = False
         self.gamma = math.inf
+        self.found = 0
 
 
 class _Begun(NamedTuple):
@@ -168,11 +172,12 @@ class Batch:
             self._drafts = engine.draft is not None if drafts is None else drafts
             self._catches_up = self._drafts and engine.draft is not None and engine.draft.must_catch_up
             self._learns = self._drafts and engine.draft is not None and engine.draft.learns
-            room = scratch_rows(spec)
+            self._room = scratch_rows(spec)  # rows behind a sequence that steps may write
             if self._drafts:
-                room = max(room, MIN_SCRATCH_ROWS, skipped_features.ROWS + 1)
+                self._room = max(self._room, MIN_SCRATCH_ROWS, skipped_features.ROWS + 1)
             with engine.running():
-                self.sequences = engine.sequences(slots, rows + room)
+                self.sequences = engine.sequences(slots, rows + self._room)
+                engine.release_pages()  # that a batch which failed has left
                 self.sequences.active.fill_(False)
                 self.sequences.lengths.zero_()
                 self.spec = spec
@@ -185,7 +190,9 @@ class Batch:
             self._entries: list[_SlotEntry | None] = [None] * slots
             self._reports = ReportQueue(engine.view.device, places=2)
             self._in_flight: deque[_InFlight] = deque()
-            self._prompts = PromptQueue(self._prefill.packed)
+            self._prompts = PromptQueue(
+                self._prefill.packed, self.sequences.pages.pool.unread if self._prefill.share else None
+            )
             self.prompt_tokens = prompt_tokens
             self._read: dict[int, _SlotEntry] = {}  # prompts that are read, and have not begun
             self._begun: list[_Begun] = []  # since the last step was launched
@@ -262,10 +269,10 @@ class Batch:
         self.engine.view.check_tree(spec)
         if spec.drafts and not self._drafts:
             raise ValueError("spec: this batch has no draft, or was made with drafts=False")
-        if self.rows + scratch_rows(spec) > self.sequences.capacity:
+        if scratch_rows(spec) > self._room:
             raise ValueError(
-                f"spec: a tree with {scratch_rows(spec)} rows does not fit behind sequences of {self.rows} in a cache "
-                f"of {self.sequences.capacity}; make the batch with the largest tree"
+                f"spec: a tree with {scratch_rows(spec)} rows does not fit into the {self._room} behind each sequence; "
+                "make the batch with the largest tree"
             )
         self._spec = spec
 
@@ -284,6 +291,13 @@ class Batch:
         """Slots with a request that has not ended."""
         return [slot for slot, entry in enumerate(self._entries) if entry is not None]
 
+    def request(self, slot: int) -> Request:
+        """The request in a slot. Raises ValueError if there is none."""
+        entry = self._entries[slot]
+        if entry is None:
+            raise ValueError(f"slot {slot} is free")
+        return entry.request
+
     def tokens(self, slot: int) -> Tensor:
         """The committed tokens of the request that is in a slot or has ended in it last: int64 [n], a copy."""
         self._check_usable()
@@ -292,8 +306,8 @@ class Batch:
     def admit(self, request: Request) -> int:
         """Prefill a request into a free slot, which is returned. The others notice nothing, also if this fails.
 
-        Raises RuntimeError if no slot is free or the target's logits are NaN after the prompt, ValueError if the
-        request does not fit.
+        Raises RuntimeError if no slot is free or the target's logits are NaN after the prompt, CacheFullError (a
+        RuntimeError) if the others leave no room in the cache, ValueError if the request never fits.
         """
         return self.admit_all([request])[0]
 
@@ -310,9 +324,7 @@ class Batch:
                 self._give_up(slots)
                 raise
             if broken:
-                self._give_up(slots)
-                for slot in slots:
-                    self._prefill.wipe(slot)
+                self._give_up(slots, wipe=True)
                 raise NaNLogitsError(f"{NAN} after the prompts of sequences {broken}")
         return slots
 
@@ -323,6 +335,27 @@ class Batch:
         a prompt, the request ends with that error. Else raises as `admit_all` does.
         """
         return self._reserve(requests)
+
+    def has_room(self, requests: Iterable[Request]) -> bool:
+        """Whether requests fit into free slots and into the cache now, as far as is known without trying."""
+        requests = list(requests)
+        pages = sum(-(-self._rows_of(request) // PAGE_ROWS) for request in requests)
+        return len(requests) <= len(self.free) and self.sequences.pages.pool.has_room(pages)
+
+    def never_fits(self, request: Request) -> str | None:
+        """Why the cache has no room for a request even if nobody else is there; None: it has."""
+        pages, limit = -(-self._rows_of(request) // PAGE_ROWS), self.sequences.pages.pool.limit
+        if limit is None or pages <= limit:
+            return None
+        return (
+            f"cache_tokens: a prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones take up to "
+            f"{pages} pages of {PAGE_ROWS} tokens, more than the {limit} that there are"
+        )
+
+    def found(self, slot: int) -> int:
+        """How many tokens of the prompt in a slot were computed before, for another request."""
+        entry = self._entries[slot]
+        return 0 if entry is None else entry.found
 
     def _reserve(self, requests: Iterable[Request]) -> list[int]:
         """Put requests into slots where their prompts wait to be read."""
@@ -335,22 +368,50 @@ class Batch:
         if len(slots) < len(requests):
             raise RuntimeError(f"{len(requests)} requests do not fit into {len(slots)} free slots; step until some end")
         mode = self._mode([*requests, *(entry.request for entry in self._entries if entry)])
-        entering = dict(zip(slots, requests, strict=True))
+        entering = {slot: self._entry_of(request) for slot, request in zip(slots, requests, strict=True)}
+        pages = self.sequences.pages
         with self._in_use():
-            if mode.processed:
-                self.sequences.add_rules()
-            self._change_tree(mode)
             try:
+                found = pages.take(
+                    {slot: self._rows_of(entry.request) for slot, entry in entering.items()},
+                    {slot: entry.beginning for slot, entry in entering.items()},
+                )
+                if mode.processed:
+                    self.sequences.add_rules()
+                self._change_tree(mode)
                 self._set_up(entering, mode)
-            except BaseException:
-                self.sequences.lengths[slots] = 0  # the others have not been touched
+            except BaseException:  # the others have not been touched
+                self.sequences.lengths[slots] = 0
+                for slot in reversed(slots):
+                    pages.give(slot)
                 raise
             with self._must_finish():
-                self._prompts.add({slot: request.prompt for slot, request in entering.items()})
-                for slot, request in entering.items():
-                    self.lengths[slot] = len(request.prompt)
-                    self._entries[slot] = _SlotEntry(request)
+                if slots:
+                    pages.write(slots)
+                shared = {slot: pages.of(slot)[: len(entry.beginning.keys)] for slot, entry in entering.items()}
+                self._prompts.add({slot: entry.prompt for slot, entry in entering.items()}, shared)
+                for slot, entry in entering.items():
+                    self.lengths[slot] = len(entry.prompt)
+                    entry.found = found[slot] * PAGE_ROWS
+                    if entry.found:
+                        self.engine.ops.calls["prompt_tokens_found"] += entry.found
+                    self._entries[slot] = entry
         return slots
+
+    def _entry_of(self, request: Request) -> _SlotEntry:
+        prompt = request.prompt.to("cpu", copy=True)  # the caller may write another one there
+        return _SlotEntry(request, prompt, self._beginning_of(prompt))
+
+    def _beginning_of(self, tokens: Tensor, known: Sequence[bytes] = ()) -> Beginning:
+        """By which pages with these tokens are found; by nothing where none are shared."""
+        if not self._prefill.share:
+            return Beginning([])
+        return Beginning.of(tokens, b"drafts" if self._drafts else b"plain", known)
+
+    def _rows_of(self, request: Request) -> int:
+        """How many rows a request may take."""
+        overshoot = 0 if request.exact else self._spec.depth
+        return len(request.prompt) + request.max_new_tokens + overshoot + self._room
 
     def _read_prompts(self, most: int | None) -> int:
         """Launch the next forward over prompts, of about `most` tokens, and begin what is read to the end.
@@ -379,14 +440,17 @@ class Batch:
 
     def _finish_prompt(self, source: int) -> None:
         """A slot's prompt is read: give it to those that wait for the same."""
-        for slot in (source, *self._prompts.finish(source)):
+        slots = (source, *self._prompts.finish(source))
+        for slot in slots:
             entry = self._entries[slot]
             if entry is None:  # it was released, and read for others
-                self.sequences.lengths[slot] = 0
                 continue
             if slot != source:
                 self._prefill.copy(source, slot, len(entry.request.prompt))
             self._read[slot] = entry
+        for slot in slots:
+            if self._entries[slot] is None:
+                self._free(slot)
 
     def _broken(self, slots: Sequence[int]) -> list[int]:
         """Which of those that have just begun, by their places in `slots`, have NaN logits. Waits for the device."""
@@ -395,10 +459,10 @@ class Batch:
         nan = {slot for begun in self._begun for slot in begun.entries if begun.nan[slot]}
         return [place for place, slot in enumerate(slots) if slot in nan]
 
-    def _give_up(self, slots: Sequence[int]) -> None:
+    def _give_up(self, slots: Sequence[int], wipe: bool = False) -> None:
         """Leave slots as if nothing had entered them."""
         for slot in reversed(slots):  # those that take another's prompt first
-            self._empty(slot)
+            self._empty(slot, wipe)
         for begun in self._begun:
             for slot in begun.entries.keys() & set(slots):
                 del begun.entries[slot]
@@ -471,10 +535,10 @@ class Batch:
                 progress.append(row)
         for row in progress:
             self.lengths[row.slot] += len(row.tokens)
+            if (entry := self._entries[row.slot]) is not None:
+                entry.tokens += row.tokens
             if row.finished:
-                self._empty(row.slot)
-            if row.finished == REASONS[ERROR]:
-                self._prefill.wipe(row.slot)
+                self._empty(row.slot, wipe=row.finished == REASONS[ERROR])
         return progress
 
     def _next_step(self) -> tuple[Callable[[], None], int]:
@@ -514,17 +578,18 @@ class Batch:
             skipped_features.catch_up(self.engine.ops, self.engine.draft, self.sequences, self._plain_steps)
             self._plain_steps = 0
 
-    def _set_up(self, entering: dict[int, Request], mode: Mode) -> None:
-        """Set up some slots, whose prompts are read later."""
+    def _set_up(self, entering: dict[int, _SlotEntry], mode: Mode) -> None:
+        """Set up some slots, whose prompts are read later, and which have no pages yet."""
         engine, sequences, draft = self.engine, self.sequences, self.engine.draft if self._drafts else None
         slots = sorted(entering)
-        prompts = {slot: request.prompt for slot, request in entering.items()}
+        requests = {slot: entry.request for slot, entry in entering.items()}
+        prompts = {slot: entry.prompt for slot, entry in entering.items()}
         for run in _runs(slots):
             sequences.part(run).clear()
         where = upload(slots, torch.int64, sequences.device)
-        self._set_options(where, [entering[slot] for slot in slots])
+        self._set_options(where, [requests[slot] for slot in slots])
         if sequences.rules is not None:
-            _set_rules(sequences.rules, entering)
+            _set_rules(sequences.rules, requests)
         self._prefill.write(prompts)
         rehearsal = functools.partial(self._prefill.rehearse, prompts, draft, self.state, mode)
         engine.compile_ahead(self.state, mode, rehearsal)
@@ -542,14 +607,25 @@ class Batch:
         stops.limit[slots] = upload(limits, torch.int32, device)
         stops.exact[slots] = upload([request.exact for request in requests], torch.bool, device)
 
-    def _empty(self, slot: int) -> None:
+    def _empty(self, slot: int, wipe: bool = False) -> None:
+        """Let a request leave its slot; wipe: nothing of it may be used again."""
         entry, draft = self._entries[slot], self.engine.draft
         if entry is not None and entry.decodes and draft is not None and self._drafts:
             draft.end(self.sequences, slot, len(entry.request.prompt), self.lengths[slot])
+        if entry is not None and entry.decodes and self._plain_steps is None and not wipe:
+            tokens = torch.cat((entry.prompt, torch.tensor(entry.tokens, dtype=torch.int64, device="cpu")))
+            self.sequences.pages.keep(slot, self._beginning_of(tokens, entry.beginning.keys))
         self._entries[slot] = None
         self.sequences.active[slot] = False
         for free in self._prompts.drop(slot):
-            self.sequences.lengths[free] = 0  # an empty slot costs no attention
+            self._free(free, wipe)
+
+    def _free(self, slot: int, wipe: bool = False) -> None:
+        """Nothing is read or decoded in a slot any more."""
+        self.sequences.lengths[slot] = 0  # it costs no attention
+        gone = self.sequences.pages.give(slot, forget=wipe)
+        if wipe:
+            self._prefill.wipe(slot, gone)
 
     def _mode(self, requests: Sequence[Request]) -> Mode:
         """How a step with these requests must run. Raises ValueError if they cannot be in one batch."""
@@ -593,6 +669,8 @@ class Batch:
                 f"a prompt of {len(prompt)} tokens and {request.max_new_tokens + overshoot} new ones do not fit into "
                 f"the {self.rows} rows of this batch"
             )
+        if reason := self.never_fits(request):
+            raise ValueError(reason)
         unknown = [token for token, _ in request.sampling.biases if token >= view.vocab_size]
         if unknown:
             raise ValueError(f"logit_bias: tokens must lie in 0..{view.vocab_size - 1}, got {unknown}")

@@ -18,8 +18,9 @@ from eagle_triton.engine.graph import LaunchGraph, StepGraph, median_millisecond
 from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.model_watch import ModelWatch
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.pages import PAGE_ROWS, PagePool, check_cache_tokens
 from eagle_triton.engine.prefill import Prefill
-from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket
+from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, table_capacity
 from eagle_triton.engine.step import Mode, decode_step
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.verification import TARGET_MATCH, Verification
@@ -57,7 +58,9 @@ class Engine:
     piece by piece.
     watch: the models as they were when they were read. verification: of batches that do not say. pack_prompts: read
     prompts in pieces of fixed sizes, several in a forward; None: on a GPU. Layers that cannot read one by one all the
-    same. `notes` tells of what fell back and why.
+    same. cache_tokens: room for so many tokens of all sequences, taken at once; None: it grows with what is asked for.
+    prefixes: keep the pages of prompts, and of what was decoded behind them, for requests that begin alike.
+    `notes` tells of what fell back and why.
     One batch (see batch.py) runs at a time; a second one is refused with RuntimeError, never interleaved.
     """
 
@@ -70,17 +73,23 @@ class Engine:
     watch: ModelWatch | None = None
     verification: Verification = TARGET_MATCH
     pack_prompts: bool | None = None
+    cache_tokens: int | None = None
+    prefixes: bool = True
 
     def __post_init__(self) -> None:
         self.accept_lengths: list[int] = []  # of the last generation's first sequence, one for each step
         self.notes: dict[str, str] = {}
         self.device = self.view.device
+        check_cache_tokens(self.cache_tokens)
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None  # that of the last launch
         self.clear()
 
     def clear(self) -> None:
-        """Drop all states and graphs."""
+        """Drop all states and graphs, and all that is kept of sequences."""
+        pages = None if self.cache_tokens is None else -(-self.cache_tokens // PAGE_ROWS)
+        self.pool = PagePool(pages, self._cache_moved)
+        self._weights: Any = None  # how they were when pages were last kept
         self._sequences: list[Sequences] = []  # none is larger than another in both slots and capacity
         self._parts: dict[tuple[Sequences, int], Sequences] = {}  # the first so many slots of them
         self._states: dict[tuple[Sequences, TreeSpec], DecodeState] = {}
@@ -113,8 +122,22 @@ class Engine:
             )
         called_state = self.watch.called_state()
         if called_state != self._called_state:  # graphs have its former addresses
-            self._called_state, self._steps, self._compiled = called_state, {}, set()
-            self._launched, self._prompt_launches = set(), {}
+            self._called_state = called_state
+            self._forget_graphs()
+            self.pool.forget()
+        weights = self.watch.versions()
+        if weights is None or weights != self._weights:
+            self._weights = weights
+            self.pool.forget()
+
+    def _cache_moved(self) -> None:
+        self._forget_graphs()
+        if self.pool.limit is None and self.device.type == "cuda":
+            self.notes["cache"] = "moves when it grows, and graphs are captured again: its memory cannot be mapped here"
+
+    def _forget_graphs(self) -> None:
+        self._steps, self._compiled = {}, set()
+        self._launched, self._prompt_launches = set(), {}
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -139,10 +162,12 @@ class Engine:
         """Room for `rows` rows in each of some slots, with whatever they held: new, or a part of what is there."""
         fitting = [kept for kept in self._sequences if kept.slots >= slots and kept.capacity >= rows]
         if not fitting:
-            capacity = capacity_bucket(rows)
+            by_row = self.draft is not None and self.draft.learns  # it counts what it sees, in tables for so many rows
+            cheap = self.ops.kernels and not by_row
+            capacity = table_capacity(rows, slots) if cheap else capacity_bucket(rows)
             for smaller in [kept for kept in self._sequences if kept.slots <= slots and kept.capacity <= capacity]:
                 self._drop(smaller)  # from now on a part of the new ones
-            fitting = [Sequences(self.view, self.draft, slots, capacity)]
+            fitting = [Sequences(self.view, self.draft, slots, capacity, self.pool)]
             self._sequences += fitting
         whole = min(fitting, key=lambda kept: (kept.capacity, kept.slots))
         if whole.slots == slots:
@@ -151,8 +176,15 @@ class Engine:
             self._parts[whole, slots] = whole.part(slice(0, slots))
         return self._parts[whole, slots]
 
+    def release_pages(self) -> None:
+        """No sequence holds a page any more; what is kept is kept."""
+        for whole in self._sequences:
+            whole.pages.clear()
+        self.pool.reclaim()
+
     def _drop(self, whole: Sequences) -> None:
-        """Forget sequences, their parts, and all that was made for them."""
+        """Forget sequences, their parts, and all that was made for them. Pages that they have are given back."""
+        whole.pages.clear()
         parts = [part for (owner, _), part in self._parts.items() if owner is whole]
         for sequences in (whole, *parts):
             self.forget_steps(sequences)
@@ -172,7 +204,10 @@ class Engine:
         if sequences not in self._prefills:
             packed = self.device.type == "cuda" if self.pack_prompts is None else self.pack_prompts
             packed = packed and self.view.reads_pieces
-            self._prefills[sequences] = Prefill(self.ops, self.view, sequences, packed, self._on_return)
+            share = self.prefixes and self.view.reads_pieces and (self.draft is None or self.draft.reads_pieces)
+            if self.prefixes and not share:
+                self.notes["prefixes"] = "computed again: recurrent layers keep no state inside a prompt"
+            self._prefills[sequences] = Prefill(self.ops, self.view, sequences, packed, share, self._on_return)
         return self._prefills[sequences]
 
     def _on_return(self, key: tuple[Any, ...], launches: Callable[[], None]) -> Callable[[], None]:

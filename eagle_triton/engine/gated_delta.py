@@ -17,6 +17,7 @@ from torch import Tensor
 from eagle_triton.engine.mixers import AcceptedPath, Mixer, MixerCache, Rows
 from eagle_triton.engine.modules import Norm, Projection, project_split, project_stack
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.pages import SlotPages
 from eagle_triton.reference.gated_delta import MOST_NODES
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
@@ -100,9 +101,9 @@ class GatedDelta(Mixer):
         return self.num_k_heads, self.num_v_heads, self.k_dim, self.v_dim, self.conv.shape[1]
 
     def new_cache(
-        self, layers: int, slots: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self, layers: int, slots: int, pages: SlotPages | None, dtype: torch.dtype, device: torch.device
     ) -> GatedDeltaCache:
-        """`capacity` does not matter: a state is as large after one token as after many."""
+        """No pages are used: a state is as large after one token as after many."""
         state, (channels, taps) = (self.num_v_heads, self.k_dim, self.v_dim), self.conv.shape
         return GatedDeltaCache(
             torch.zeros(layers, slots, *state, dtype=torch.float32, device=device),

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from eagle_triton.engine.mixers import AcceptedPath, Mixer, MixerCache
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.pages import SlotPages
 
 
 class LayerCaches:
     """What all layers of a model remember of each slot's sequence: one MixerCache for each kind and shape of layer."""
 
     def __init__(
-        self, mixers: Sequence[Mixer], slots: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self, mixers: Sequence[Mixer], slots: int, pages: SlotPages | None, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """pages: of the slots, see Mixer.new_cache."""
         kinds: dict[Hashable, list[int]] = {}
         for index, mixer in enumerate(mixers):
             kinds.setdefault((type(mixer), mixer.cache_shape), []).append(index)
@@ -26,7 +28,7 @@ class LayerCaches:
             layer: (kind, place) for kind, layers in enumerate(self._layers) for place, layer in enumerate(layers)
         }
         self.caches: tuple[MixerCache, ...] = tuple(
-            mixers[layers[0]].new_cache(len(layers), slots, capacity, dtype, device) for layers in self._layers
+            mixers[layers[0]].new_cache(len(layers), slots, pages, dtype, device) for layers in self._layers
         )
 
     @property
@@ -61,6 +63,11 @@ class LayerCaches:
         """Begin all slots anew."""
         for cache in self.caches:
             cache.clear()
+
+    def wipe(self, pages: Tensor) -> None:
+        """Leave nothing in pages [n] int64 of the pool, which nobody holds any more."""
+        for cache in self.caches:
+            cache.wipe(pages)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Let slot `target` remember what slot `source` does, a sequence of `length` committed tokens."""

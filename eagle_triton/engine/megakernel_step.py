@@ -16,6 +16,7 @@ from eagle_triton.engine.drafts.eagle import Eagle3Draft, EagleDraft
 from eagle_triton.engine.mixers import Attention, KeyValueCache
 from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.modules import MLP, Norm, Projection
+from eagle_triton.engine.pages import PAGE_ROWS
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.linear.settings import Settings, block_m_of, descriptors, launch_settings
 from eagle_triton.megakernel.kernel import draft_verify_update_kernel
@@ -247,10 +248,10 @@ class MegakernelStep:
         return self.head.attention.num_heads // self.head.attention.num_kv_heads
 
     @property
-    def _target_cache(self) -> Tensor:
+    def _target_cache(self) -> KeyValueCache:
         (cache,) = self.state.sequences.caches.caches
         assert isinstance(cache, KeyValueCache)
-        return cache.data
+        return cache
 
     @property
     def _parts(self) -> tuple[int, int]:
@@ -271,7 +272,7 @@ class MegakernelStep:
             self.plan.launch_nodes * self._group,
             mixer.head_dim,
             mixer.num_kv_heads,
-            self.state.capacity,
+            self.state.batch,
             self.view.dtype,
             torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else None,
         )
@@ -290,7 +291,8 @@ class MegakernelStep:
         levels[1, 1:] = levels[0, :-1].cumsum(0)
         levels[2, : spec.depth] = torch.tensor(spec.level_starts, dtype=torch.int32)
         return {
-            "target_cache_ptr": self._target_cache,
+            "target_cache_ptr": self._target_cache.data,
+            "table_ptr": state.sequences.pages.table,
             "path_ptr": self.path,
             "accepted_ptr": self.accepted,
             "next_ptr": self.next_token,
@@ -402,18 +404,20 @@ class MegakernelStep:
     def _constants(self, keys: attention.Settings) -> dict[str, object]:
         """Sizes, and all that the kernel is compiled for but its products."""
         state, spec, view, head = self.state, self.state.spec, self.view, self.head
-        mixer, hidden, cache = head.attention, len(head.weights["o"]), self._target_cache
+        mixer, hidden, cache = head.attention, len(head.weights["o"]), self._target_cache.data
+        table = state.sequences.pages.table
         (part, parts), (chunk, chunks) = self._parts, self._chunks
         return {
             "nodes": spec.nodes,
             "columns": state.tokens.shape[1],
             "stops": state.stops.ids.shape[1],
             "target_vocabulary": view.vocab_size,
-            "target_planes": cache[..., 0, 0].numel(),
+            "target_planes": cache.shape[0] * 2 * state.batch * cache.shape[3],
             "target_heads": cache.shape[3],
+            "target_page": cache.stride(2),
+            "table_width": table.shape[1],
             "feature_size": view.feature_size,
             "vocabulary": len(head.weights["head"]),
-            "capacity": state.capacity,
             "scale_log2": mixer.scale * math.log2(math.e),
             "rotary_scaling": mixer.rotary.attention_scaling,
             "token_eps": _eps(head.token_norm),
@@ -438,6 +442,7 @@ class MegakernelStep:
             "HEADS": mixer.num_kv_heads,
             "GROUP": self._group,
             "D": mixer.head_dim,
+            "PAGE": PAGE_ROWS,
             "WORDS": self.plan.chain.shape[-1],
             "TREE_WORDS": state.tree.ancestors.shape[-1],
             "NODES": max(2, triton.next_power_of_2(spec.nodes)),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from eagle_triton.engine.modules import Norm, Projection, Rotary, project_split, project_stack
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.pages import PAGE_ROWS, PageMemory, SlotPages
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class AcceptedPath(NamedTuple):
 
 
 class MixerCache(ABC):
-    """What the layers of one kind and shape remember of each slot's sequence. Its tensors never move."""
+    """What the layers of one kind and shape remember of each slot's sequence. Its tensors do not move between steps."""
 
     def new_pending(self, nodes: int) -> Any:
         """Where forwards over trees of `nodes` nodes leave what they would add; None: in the cache itself."""
@@ -78,6 +79,9 @@ class MixerCache(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Begin all slots anew: no sequence is remembered."""
+
+    def wipe(self, pages: Tensor) -> None:
+        """Leave nothing in pages [n] int64 of the pool, which nobody holds any more; nothing where none are used."""
 
     @abstractmethod
     def copy(self, source: int, target: int, length: int) -> None:
@@ -108,8 +112,13 @@ class Mixer(ABC):
         """Layers of one class whose shapes are equal share a cache, and one launch that commits it."""
 
     @abstractmethod
-    def new_cache(self, layers: int, slots: int, capacity: int, dtype: torch.dtype, device: torch.device) -> MixerCache:
-        """An empty cache for so many layers like this one, and sequences of up to `capacity` rows."""
+    def new_cache(
+        self, layers: int, slots: int, pages: SlotPages | None, dtype: torch.dtype, device: torch.device
+    ) -> MixerCache:
+        """An empty cache for so many layers, of which this is the first.
+
+        pages: of these slots, in whose pool keys and values are; None only where there are none.
+        """
 
     @abstractmethod
     def forward(self, ops: Operations, x: Tensor, cache: Any, rows: Rows) -> Tensor | SplitSums:
@@ -136,37 +145,47 @@ class Mixer(ABC):
 class KeyValues(NamedTuple):
     """Keys and values of one attention layer."""
 
-    data: Tensor  # [2, B, Hkv, T, d]
-    table: Tensor | None = None  # [P, 1] int32: the sequences of a forward's rows of tokens; None: each in turn
+    data: Tensor  # [2, P, Hkv, R, d]
+    table: Tensor | None = None  # [B, W] int32: the pages of each sequence; None: P = B, its own
 
 
 class KeyValueCache(MixerCache):
-    """Keys and values of attention layers of one shape: `data` [layers, 2, B, Hkv, T, d]; row p is position p's.
+    """Keys and values of attention layers of one shape, in pages; row p of a sequence is position p's.
 
     A forward writes its rows behind the committed ones, where a commit moves the accepted ones together.
     """
 
-    def __init__(self, data: Tensor, table: Tensor | None = None):
-        """table: see KeyValues; nothing is committed by it."""
-        self.data, self._table = data, table
+    def __init__(self, memory: PageMemory, table: Tensor):
+        """table [B, W] int32: the pages of each sequence."""
+        self._memory, self._table = memory, table
+
+    @property
+    def data(self) -> Tensor:
+        """[layers, 2, P, Hkv, R, d]"""
+        return self._memory.data
 
     def layer(self, index: int, pending: None = None) -> KeyValues:
         return KeyValues(self.data[index], self._table)
 
     def part(self, slots: slice) -> KeyValueCache:
-        return KeyValueCache(self.data[:, :, slots])
+        return KeyValueCache(self._memory, self._table[slots])
 
     def of_slots(self, slots: Tensor | None) -> KeyValueCache:
-        return KeyValueCache(self.data, None if slots is None else slots[:, None])
+        return self if slots is None else KeyValueCache(self._memory, self._table[slots.long()])
 
     def clear(self) -> None:
         """Nothing: rows beyond a sequence's length are never read."""
 
+    def wipe(self, pages: Tensor) -> None:
+        self.data[:, :, pages] = 0
+
     def copy(self, source: int, target: int, length: int) -> None:
-        self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
+        used = -(-length // PAGE_ROWS)
+        data, (origin, place) = self.data, self._table[[source, target], :used].long()
+        data[:, :, place] = data[:, :, origin]
 
     def commit(self, ops: Operations, pending: None, accepted: AcceptedPath) -> None:
-        ops.commit(self.data, *accepted)
+        ops.commit(self.data, *accepted, table=self._table)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -202,10 +221,11 @@ class Attention(Mixer):
         return self.num_kv_heads, self.head_dim
 
     def new_cache(
-        self, layers: int, slots: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self, layers: int, slots: int, pages: SlotPages | None, dtype: torch.dtype, device: torch.device
     ) -> KeyValueCache:
-        shape = (layers, 2, slots, self.num_kv_heads, capacity, self.head_dim)
-        return KeyValueCache(torch.zeros(shape, dtype=dtype, device=device))
+        assert pages is not None, "keys and values lie in pages"
+        memory = pages.pool.memory(self, layers, self.num_kv_heads, self.head_dim, dtype, device)
+        return KeyValueCache(memory, pages.table)
 
     def forward(self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows) -> Tensor | SplitSums:
         attended = self.attend(ops, x, cache, rows)

@@ -13,6 +13,7 @@ from eagle_triton.engine.layer_caches import LayerCaches
 from eagle_triton.engine.mixers import Mixer, Rows
 from eagle_triton.engine.modules import MLP, Experts, Norm, Projection, add_norm, feed_forward
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.runtime.split_sums import SplitSums
 
@@ -89,10 +90,10 @@ class ModelView:
                 f"{option}: over recurrent layers a tree must have at most {min(limits)} nodes, got {spec.nodes}"
             )
 
-    def new_caches(self, slots: int, capacity: int, device: torch.device | None = None) -> LayerCaches:
-        """What its layers remember of `slots` sequences of up to `capacity` tokens, empty. device: None is its own."""
+    def new_caches(self, pages: SlotPages) -> LayerCaches:
+        """What its layers remember of the sequences in some slots, empty, on the device of these slots' pages."""
         mixers = [layer.mixer for layer in self.layers]
-        return LayerCaches(mixers, slots, capacity, self.dtype, device or self.device)
+        return LayerCaches(mixers, pages.slots, pages, self.dtype, pages.table.device)
 
 
 def decoder_layer(

@@ -111,6 +111,19 @@ class ModelWatch:
         modules = [part for _, module in self._called for part in module.modules()]
         return [(id(part), _addresses(part), _values(vars(part))) for part in modules]
 
+    def versions(self) -> int | None:
+        """A number that grows with every change in place of a tensor; None if one does not count its changes.
+
+        What goes around torch's count (`weight.data.copy_`) is not in it.
+        """
+        modules = [part.module for part in self._read]
+        modules += [part for _, module in self._called for part in module.modules()]
+        tensors = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
+        try:
+            return sum(tensor._version for tensor in tensors if tensor is not None)
+        except RuntimeError:  # an inference tensor
+            return None
+
 
 @dataclass(frozen=True)
 class _Part:

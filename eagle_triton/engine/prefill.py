@@ -7,7 +7,7 @@ before it attends. Where layers read a sequence token by token, and on a CPU, pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -85,9 +85,13 @@ class Prefill:
     `write` them, `read` them by forwards, `copy` what is equal, and `begin` what is read: decode_step takes over.
     """
 
-    def __init__(self, ops: Operations, view: ModelView, sequences: Sequences, packed: bool, capture: Capture):
-        """packed: forwards are of fixed sizes, with pieces of several prompts; else each is one prompt."""
+    def __init__(
+        self, ops: Operations, view: ModelView, sequences: Sequences, packed: bool, share: bool, capture: Capture
+    ):
+        """packed: forwards are of fixed sizes, with pieces of several prompts; else each is one prompt. share:
+        sequences may hold pages of others that begin alike; else they copy what is equal."""
         self.ops, self.view, self.sequences, self.packed, self._capture = ops, view, sequences, packed, capture
+        self.share = share
         self.ends = PromptEnds.new(view, sequences.slots)
         self._entering = torch.zeros(sequences.slots, dtype=torch.bool, device=sequences.device)
         self._inputs: dict[tuple[int, int], _Inputs] = {}
@@ -107,7 +111,7 @@ class Prefill:
         """Launch a forward of target and draft. `draft` None: the sequences will be decoded plainly."""
         if not self.packed:
             (piece,) = forward.pieces
-            self._read_alone(piece.slot, piece.end, draft)
+            self._read_alone(piece.slot, piece.end, draft, piece.start)
             return
         self._inputs_of(forward).fill(forward)
         key = (self.sequences, forward.rows, forward.size, draft is not None)
@@ -132,9 +136,9 @@ class Prefill:
         host = torch.empty(broken.shape, dtype=torch.bool, device="cpu", pin_memory=broken.is_cuda)
         return host.copy_(broken, non_blocking=broken.is_cuda)
 
-    def wipe(self, slot: int) -> None:
-        """Leave nothing of a sequence that became NaN."""
-        self.sequences.part(slice(slot, slot + 1)).wipe()
+    def wipe(self, slot: int, pages: Sequence[int]) -> None:
+        """Leave nothing of a sequence that became NaN, and has left `pages` to nobody."""
+        self.sequences.part(slice(slot, slot + 1)).wipe(pages)
         for kept in self.ends:
             kept[slot] = 0
 
@@ -142,7 +146,8 @@ class Prefill:
         """Launch every kernel that prompts may launch, these among them, for a compilation in parallel. Forwards of
         fixed sizes are launched for that once.
 
-        Other slots stay as they are, but for what DecodeState.unchanged gives back.
+        The prompts' slots have no pages yet. Other slots stay as they are, but for what DecodeState.unchanged gives
+        back.
         """
         self._entering.zero_()
         if self.packed:
@@ -167,11 +172,11 @@ class Prefill:
             self._inputs[key] = _Inputs(forward, self.sequences)
         return self._inputs[key]
 
-    def _read_alone(self, slot: int, length: int, draft: Draft | None) -> None:
+    def _read_alone(self, slot: int, length: int, draft: Draft | None, start: int = 0) -> None:
         one = slice(slot, slot + 1)
         part = self.sequences.part(one)
         part.caches.clear()
-        outputs = read_prompts(self.ops, self.view, draft, part, length)
+        outputs = read_prompts(self.ops, self.view, draft, part, length, start)
         for kept, found in zip(self.ends, outputs, strict=True):
             kept[one] = found
 
@@ -226,13 +231,14 @@ def read_pieces(
 
 
 def read_prompts(
-    ops: Operations, view: ModelView, draft: Draft | None, sequences: Sequences, length: int
+    ops: Operations, view: ModelView, draft: Draft | None, sequences: Sequences, length: int, start: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Run prompts of one length, the first tokens of all sequences, through target and draft, chunk by chunk.
 
-    Returns the target's normed hidden states [B, 1, H] and features [B, 1, F] at their last tokens.
+    start: tokens that are there already. Returns the target's normed hidden states [B, 1, H] and features [B, 1, F] at
+    their last tokens.
     """
-    for first in range(0, length, CHUNK):
+    for first in range(start, length, CHUNK):
         starts = torch.full_like(sequences.lengths, first)
         pieces = Pieces(None, starts, starts, min(CHUNK, length - first))
         hidden, features = read_pieces(ops, view, draft, sequences, pieces)

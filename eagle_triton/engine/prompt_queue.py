@@ -1,12 +1,13 @@
 """Prompts on their way into slots: which pieces the next forward reads, first come, first served.
 
 A prompt is read in pieces of PIECE_ROWS tokens, a short one in one of FEW_ROWS. Forwards have few sizes, so that each
-is captured once: what is missing to a size is read as nobody's.
+is captured once: what is missing to a size is read as nobody's. A piece fills a page; where that is shared, whoever
+comes first reads it for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from typing import NamedTuple
@@ -14,7 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PIECE_ROWS = 64  # tokens of a piece: a tile of attention's keys
+from eagle_triton.engine.pages import PAGE_ROWS
+
+PIECE_ROWS = PAGE_ROWS  # tokens of a piece
 FEW_ROWS = 16  # of a prompt that has no more: the least that tensor cores take
 SIZES = {PIECE_ROWS: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64), FEW_ROWS: (1, 4, 16, 64)}  # pieces in a forward
 _LEAST = 5  # pieces of 64 whose products take as long as reading the weights does
@@ -48,28 +51,36 @@ class Forward(NamedTuple):
         return [piece.slot for piece in self.pieces if piece.last]
 
 
-class PromptQueue:
-    """Prompts that wait or are half read. Of equal ones the first is read, and copied to the others."""
+class _Reading:
+    """A prompt that is read from token `start` on; `pages` are those of its first pieces that others may hold too."""
 
-    def __init__(self, packed: bool):
-        """packed: in pieces, several in a forward; else a prompt is one piece and one forward."""
-        self._packed = packed
-        self._pieces: list[Piece] = []
+    def __init__(self, prompt: Tensor, pages: Sequence[int]):
+        self.prompt, self.pages, self.start = prompt, pages, 0
+
+
+class PromptQueue:
+    """Prompts that wait or are half read. Where no pages are shared, of equal ones the first is read, and copied to the
+    others."""
+
+    def __init__(self, packed: bool, unread: set[int] | None = None):
+        """packed: in pieces, several in a forward; else a prompt is one piece and one forward. unread: the shared pages
+        that are still to be read, which the queue takes out as it reads them; None: no pages are shared."""
+        self._packed, self._copies = packed, unread is None
+        self._unread = set() if unread is None else unread
+        self._readings: dict[int, _Reading] = {}  # in the order in which they came
         self._twins: dict[int, list[int]] = {}  # of each slot that is read, those that take its prompt
-        self._prompts: dict[int, Tensor] = {}  # of slots that are read, on the host
         self._unwanted: set[int] = set()  # those that are read for others alone
 
     def __bool__(self) -> bool:
-        return bool(self._pieces)
+        return bool(self._readings)
 
-    def add(self, prompts: Mapping[int, Tensor]) -> None:
-        """Prompts [L] int64 by slot, all of which enter at once."""
+    def add(self, prompts: Mapping[int, Tensor], pages: Mapping[int, Sequence[int]] | None = None) -> None:
+        """Prompts [L] int64 by slot, on the host, all of which enter at once; pages: of their first whole pieces."""
         for slot, prompt in prompts.items():
-            prompt = prompt.to("cpu", copy=True)  # the caller may write another one there
             twin = self._twin(prompt)
             if twin is None:
-                self._pieces += self._cut(slot, len(prompt))
-                self._prompts[slot], self._twins[slot] = prompt, []
+                self._readings[slot] = _Reading(prompt, () if pages is None else pages[slot])
+                self._twins[slot] = []
             else:
                 self._twins[twin].append(slot)
 
@@ -79,23 +90,26 @@ class PromptQueue:
         A piece comes behind those before it: in an earlier forward or in the same, where every layer appends its keys
         before it attends. They wait until `take`.
         """
-        first = self._pieces[0]
+        pieces = self._pieces()
+        first = next(pieces)
         if not self._packed:
             return Forward(first.end - first.start, 1, [first])
         rows = self._rows_of(first)
         largest = SIZES[rows][-1]
-        alike = list(islice((piece for piece in self._pieces if self._rows_of(piece) == rows), largest))
+        alike = [first, *islice((piece for piece in pieces if self._rows_of(piece) == rows), largest - 1)]
         size = next_size(len(alike), rows, None if most is None else most // rows)
         return Forward(rows, size, alike[:size])
 
     def take(self, forward: Forward) -> None:
         """The forward that `next` gave was launched: its pieces wait no more."""
-        taken = set(forward.pieces)
-        self._pieces = [piece for piece in self._pieces if piece not in taken]
+        for piece in forward.pieces:
+            reading = self._readings[piece.slot]
+            self._unread.difference_update(reading.pages[piece.start // PIECE_ROWS : piece.end // PIECE_ROWS])
+            reading.start = piece.end
 
     def finish(self, slot: int) -> list[int]:
         """The prompt of a slot is read: the slots that take it from there. The queue forgets it."""
-        del self._prompts[slot]
+        del self._readings[slot]
         self._unwanted.discard(slot)
         return self._twins.pop(slot)
 
@@ -112,26 +126,39 @@ class PromptQueue:
             if not self._twins[source] and source in self._unwanted:
                 freed.append(source)
         for slot in freed:
-            if slot in self._prompts:
-                self._pieces = [piece for piece in self._pieces if piece.slot != slot]
+            if slot in self._readings:
                 self.finish(slot)
         return freed
 
     def holds(self, slot: int) -> bool:
         """Whether a prompt is being read in a slot."""
-        return slot in self._prompts
+        return slot in self._readings
 
     def _twin(self, prompt: Tensor) -> int | None:
         """A slot whose prompt, still being read, is equal. A short one is read faster than copied."""
-        if self._packed and len(prompt) <= PIECE_ROWS:
+        if not self._copies or (self._packed and len(prompt) <= PIECE_ROWS):
             return None
-        return next((slot for slot, other in self._prompts.items() if torch.equal(prompt, other)), None)
+        return next((slot for slot, other in self._readings.items() if torch.equal(prompt, other.prompt)), None)
 
-    def _cut(self, slot: int, length: int) -> list[Piece]:
-        rows = PIECE_ROWS if self._packed else length
-        return [
-            Piece(slot, start, min(start + rows, length), start + rows >= length) for start in range(0, length, rows)
-        ]
+    def _pieces(self) -> Iterator[Piece]:
+        """All that wait, each shared page once."""
+        taken: set[int] = set()  # by pieces before
+        for slot, reading in self._readings.items():
+            length = len(reading.prompt)
+            while reading.start // PIECE_ROWS < len(reading.pages):
+                if reading.pages[reading.start // PIECE_ROWS] in self._unread:
+                    break
+                reading.start += PIECE_ROWS  # somebody has read it
+            if not self._packed:
+                yield Piece(slot, reading.start, length, True)
+                continue
+            for start in range(reading.start, length, PIECE_ROWS):
+                page = start // PIECE_ROWS
+                if page < len(reading.pages):
+                    if reading.pages[page] in taken or reading.pages[page] not in self._unread:
+                        continue
+                    taken.add(reading.pages[page])
+                yield Piece(slot, start, min(start + PIECE_ROWS, length), start + PIECE_ROWS >= length)
 
     def _rows_of(self, piece: Piece) -> int:
         return FEW_ROWS if piece.last and piece.end <= FEW_ROWS else PIECE_ROWS

@@ -32,6 +32,15 @@ def clear(value: Any) -> None:
         value.clear()
 
 
+def wipe(value: Any, pages: Tensor) -> None:
+    """Leave nothing in pages [n] int64 of the pool that objects have theirs in."""
+    if isinstance(value, tuple):
+        for field in value:
+            wipe(field, pages)
+    elif value is not None and not isinstance(value, Tensor):
+        value.wipe(pages)
+
+
 def copy(value: Any, source: int, target: int, length: int) -> None:
     """Give slot `target` what slot `source` has, a sequence of `length` committed tokens."""
     if isinstance(value, tuple):

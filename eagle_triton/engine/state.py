@@ -7,7 +7,7 @@ to one shape of tree: several states may stand on the same sequences and take tu
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from eagle_triton.engine import slots as by_slot
 from eagle_triton.engine.model import ModelView
+from eagle_triton.engine.pages import PagePool, SlotPages
 from eagle_triton.engine.slots import part_of, tensors_of
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.engine.upload import upload
 from eagle_triton.reference.attention import WORD, pack_ancestors
 from eagle_triton.reference.logit_processing import LogitRules
 from eagle_triton.reference.sampling import SamplingTensors
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from eagle_triton.engine.drafts.draft import Draft
     from eagle_triton.engine.skipped_features import SkippedFeatures
 
+MOST_TABLE_ROWS = 32768  # that a sequence may have, unless it asks for more
+CHEAP_TOKENS = 1 << 22  # that there may be room for in the tokens of all sequences: 32 MiB
 STOP_IDS = 16  # stop tokens of one sequence, unless one asks for more
 _GUIDE = 4  # columns of a report
 
@@ -56,8 +60,14 @@ class Tree(NamedTuple):
 
 
 def capacity_bucket(rows: int) -> int:
-    """The cache capacity for `rows` rows: a power of two from 512 to 4096, then multiples of 4096."""
+    """The capacity for `rows` rows where all of it has memory: a power of two from 512 to 4096, then multiples of
+    4096."""
     return max(512, 1 << (rows - 1).bit_length()) if rows <= 4096 else -(-rows // 4096) * 4096
+
+
+def table_capacity(rows: int, slots: int) -> int:
+    """The capacity of tables of pages for sequences of `rows` rows: as large as costs little, so it seldom changes."""
+    return max(capacity_bucket(rows), min(MOST_TABLE_ROWS, max(CHEAP_TOKENS // slots // 512, 1) * 512))
 
 
 def scratch_rows(spec: TreeSpec) -> int:
@@ -68,7 +78,9 @@ def scratch_rows(spec: TreeSpec) -> int:
 class Sequences:
     """B sequences, one for each slot: tokens, what target and draft remember, and how each is sampled and stopped."""
 
-    def __init__(self, view: ModelView, draft: Draft | None, slots: int, capacity: int):
+    def __init__(self, view: ModelView, draft: Draft | None, slots: int, capacity: int, pool: PagePool | None = None):
+        """capacity: the most rows of a sequence, a multiple of PAGE_ROWS. pool: whose pages requests get as they enter;
+        None: one of their own, with pages for all rows of every slot."""
         self.slots, self.capacity, self.device = slots, capacity, view.device
         self.vocabulary = view.vocab_size
 
@@ -91,8 +103,12 @@ class Sequences:
             seed=zeros(dtype=torch.int64),
             step=zeros(dtype=torch.int64),
         )
-        self.caches = view.new_caches(slots, capacity)
-        self.draft_tensors: Any = None if draft is None else draft.new_slot_tensors(slots, capacity, view.device)
+        if pool is None:
+            self.pages = SlotPages.whole(slots, capacity, view.device)
+        else:
+            self.pages = SlotPages(pool, slots, capacity, view.device)
+        self.caches = view.new_caches(self.pages)
+        self.draft_tensors: Any = None if draft is None else draft.new_slot_tensors(self.pages)
         self.skipped: SkippedFeatures | None = None  # where plain steps leave features for the draft
         self.rules: LogitRules | None = None  # from the first request on that has any
         self.root_logprob = zeros(dtype=torch.float32)  # of the root, in steps that report log-probabilities
@@ -130,10 +146,12 @@ class Sequences:
         self.lengths.zero_()
         by_slot.clear(self.draft_tensors)
 
-    def wipe(self) -> None:
-        """Leave nothing of what target and draft remembered: a NaN that nobody sees spoils what is weighed with 0."""
-        for tensor in tensors_of((self.caches, self.draft_tensors)):
-            tensor.zero_()
+    def wipe(self, pages: Sequence[int]) -> None:
+        """Leave nothing of what target and draft remembered of all these sequences, who have left `pages` to nobody: a
+        NaN that nobody sees spoils what is weighed with 0."""
+        self.caches.clear()
+        by_slot.clear(self.draft_tensors)
+        by_slot.wipe((self.caches, self.draft_tensors), upload(pages, torch.int64, self.device))
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Let slot `target` remember of a prompt of `length` tokens what target and draft do in slot `source`."""

@@ -170,7 +170,7 @@ class Qwen3GatedDeltaNet(nn.Module):
     def new_cache(self, count: int) -> GatedDeltaCache:
         """Room for what the layer remembers of so many sequences: nothing yet."""
         weight = self.in_proj_qkvz.weight
-        return self.mixer.new_cache(1, count, 0, weight.dtype, weight.device)
+        return self.mixer.new_cache(1, count, None, weight.dtype, weight.device)
 
     def _project(self, ops: Operations, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """q, k [B, T, H, K], v, z [B, T, H, R V], b, a [B, T, H, R]."""

@@ -21,6 +21,7 @@ takes less time than a barrier.
 | levels      | [3, D + 1]              | int32  | per level: beam width, first beam slot, first flat candidate |
 | candidates  | [B, C]                  | int64, fp32 | tokens and scores of all children, in flat order         |
 | beam        | [D, B, K, ...]          | fp32, int64 | scores and ancestors of each level's nodes               |
+| table       | [B, W]                  | int32  | pages of PAGE rows, of the target's cache and of the draft's |
 | others      | [rows, ...]             | model's| rows of a pass, b * n + i; fp32 partial sums of split products |
 
 Numerics: those of the operations. A barrier that waits too long ends the launch with FAULT in every sequence's report
@@ -33,7 +34,7 @@ import triton
 import triton.language as tl
 
 from eagle_triton.attention import attend_split, merge_rows
-from eagle_triton.kv_cache import commit_plane, plane_of
+from eagle_triton.kv_cache import commit_plane, plane_of, row_offset
 from eagle_triton.layers.norms import norm_row
 from eagle_triton.layers.rotary import rotary_append_head
 from eagle_triton.linear.small import add_bias, product_steps, store_tile, swiglu_tile
@@ -70,6 +71,7 @@ def draft_verify_update_kernel(
     target_logits_ptr,
     features_ptr,
     target_cache_ptr,
+    table_ptr,
     path_ptr,
     accepted_ptr,
     next_ptr,
@@ -163,9 +165,10 @@ def draft_verify_update_kernel(
     target_vocabulary,
     target_planes,
     target_heads,
+    target_page,
+    table_width,
     feature_size,
     vocabulary,
-    capacity,
     scale_log2,
     rotary_scaling,
     token_eps,
@@ -191,6 +194,7 @@ def draft_verify_update_kernel(
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    PAGE: tl.constexpr,
     WORDS: tl.constexpr,
     TREE_WORDS: tl.constexpr,
     NODES: tl.constexpr,
@@ -227,6 +231,7 @@ def draft_verify_update_kernel(
     KEY_SPLITS: tl.constexpr = ATTENTION[2]
     MIN_TILES: tl.constexpr = ATTENTION[3]
     KEYS_T: tl.constexpr = ATTENTION[4]
+    PLANE: tl.constexpr = PAGE * D  # a head's keys or values of the draft, in a page
     D_BLOCK: tl.constexpr = triton.next_power_of_2(D) if D > 16 else 16
     MERGE_ROWS: tl.constexpr = WARPS * (128 // D_BLOCK if D_BLOCK < 128 else 1)
     Q_TILES: tl.constexpr = (Q_COLS + TILE_N - 1) // TILE_N
@@ -237,6 +242,7 @@ def draft_verify_update_kernel(
     program = tl.program_id(0)
     number = 0
     ok = 1
+    capacity = table_width * PAGE
     lane = tl.arange(0, BEAM_WIDTH)
     child = tl.arange(0, CHILDREN)
 
@@ -312,9 +318,12 @@ def draft_verify_update_kernel(
     # Keep the accepted rows of the target's cache.
     for task in range(program, target_planes * ok, PROGRAMS):
         stack, sequence, head = plane_of(task, B, target_heads)
-        plane = target_cache_ptr + ((stack * B + sequence) * target_heads + head) * capacity * TARGET_D
         commit_plane(
-            plane,
+            target_cache_ptr + (stack * target_heads + head) * (PAGE * TARGET_D),
+            table_ptr,
+            sequence,
+            table_width,
+            target_page,
             TARGET_D,
             tl.load(before_ptr + sequence),
             path_ptr + sequence * STEPS,
@@ -322,6 +331,7 @@ def draft_verify_update_kernel(
             STEPS,
             capacity,
             TARGET_D,
+            PAGE,
             STEPS_BLOCK,
             triton.next_power_of_2(TARGET_D),
         )
@@ -513,13 +523,15 @@ def draft_verify_update_kernel(
                     length = tl.load(lengths_ptr + batch)
                     first_row = length + first_slot
                     position = length + level
+                row = wide(first_row + place)
+                fits = (row >= 0) & (row < capacity)
                 rotary_append_head(
                     place,
                     wide(task // count % HEADS),
                     batch,
                     position,
-                    wide(first_row + place),
-                    batch * (wide(capacity) * (HEADS * D)) + wide(first_row + place) * D,
+                    row,
+                    row_offset(table_ptr, batch, row, fits, table_width, 2 * HEADS * PLANE, D, PAGE),
                     products_ptr,
                     products_ptr + Q_COLS,
                     products_ptr + (Q_COLS + KV_COLS),
@@ -538,8 +550,8 @@ def draft_verify_update_kernel(
                     count * QKV_COLS,
                     QKV_COLS,
                     D,
-                    wide(capacity) * (B * HEADS * D),
-                    wide(capacity) * D,
+                    HEADS * PLANE,
+                    PLANE,
                     count,
                     capacity,
                     rotary_scaling,
@@ -569,11 +581,10 @@ def draft_verify_update_kernel(
                     task % KEY_SPLITS,
                     head // HEADS,
                     head % HEADS,
-                    B,
                     queries_ptr,
                     cache_ptr,
                     None,
-                    None,
+                    table_ptr,
                     visible,
                     bits,
                     attended_ptr,
@@ -582,10 +593,10 @@ def draft_verify_update_kernel(
                     count * Q_COLS,
                     Q_COLS,
                     D,
-                    wide(capacity) * (B * HEADS * D),
-                    wide(capacity) * (HEADS * D),
-                    wide(capacity) * D,
-                    0,
+                    wide(HEADS * PLANE),
+                    wide(2 * HEADS * PLANE),
+                    wide(PLANE),
+                    table_width,
                     bits_stride,
                     WORDS,
                     count * Q_COLS,
@@ -593,12 +604,11 @@ def draft_verify_update_kernel(
                     D,
                     count,
                     capacity,
-                    capacity,
                     scale_log2,
                     0,
                     D,
                     D,
-                    0,
+                    PAGE,
                     GROUP,
                     HEADS,
                     WORDS,

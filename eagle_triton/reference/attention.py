@@ -48,11 +48,12 @@ def tree_attention(
     """
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table)
     _, nodes, heads, _ = q.shape
-    if table is not None:
-        cache = cache[:, table.long()].movedim(2, 3).flatten(3, 4)  # [2, B, Hkv, W, R, d], then [2, B, Hkv, T, d]
-    kv_heads, capacity = cache.shape[2:4]
+    kv_heads, page_rows, capacity = cache.shape[2], cache.shape[3], capacity_of(cache, table)
     new_keys = nodes if ancestors is None else ancestors.shape[-1] * WORD
     rows = capacity if q.is_cuda else min(capacity, int(lengths.max()) + new_keys)  # nothing to wait for on a CPU
+    if table is not None:
+        pages = table[:, : max(-(-rows // page_rows), 1)].long()
+        cache = cache[:, pages].movedim(2, 3).flatten(3, 4)  # [2, B, Hkv, W, R, d], then [2, B, Hkv, T, d]
     visible = _visible(lengths, ancestors, nodes, rows, sliding_window)
 
     keys, values = cache[:, :, :, :rows].float()
@@ -67,7 +68,7 @@ def tree_attention(
 
 def capacity_of(cache: Tensor, table: Tensor | None) -> int:
     """The rows that a sequence may have: of a cache [2, B, Hkv, T, d], or of one in pages [2, P, Hkv, R, d]."""
-    return cache.shape[3] * (1 if table is None else table.shape[1])
+    return cache.shape[-2] * (1 if table is None else table.shape[1])
 
 
 def check_table(name: str, table: Tensor | None, batch: int, device: torch.device) -> None:

@@ -1,50 +1,52 @@
-"""The cache [layers, 2, B, Hkv, T, d] (dimension 1: keys, values): append new rows, gather rows, commit a path."""
+"""The cache [layers, 2, B, Hkv, T, d] (dimension 1: keys, values): append new rows, gather rows, commit a path.
+
+With a `table` it lies in pages, see reference.attention.tree_attention.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from eagle_triton.reference.attention import capacity_of
+from eagle_triton.reference.attention import capacity_of, check_table
 
 
-def append(cache: Tensor, new: Tensor, lengths: Tensor) -> None:
+def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = None) -> None:
     """Write new rows [layers, 2, B, n, Hkv, d] at rows lengths .. lengths + n of every layer, in place.
 
     cache [layers, 2, B, Hkv, T, d]; lengths [B] int32. On a CPU, raises ValueError before writing anything if a
     sequence has no room for n rows; on a GPU the caller guards the capacity, because lengths are known there only.
     """
-    check_append(cache, new, lengths)
-    count, capacity = new.shape[3], cache.shape[4]
+    check_append(cache, new, lengths, table)
+    count, capacity = new.shape[3], capacity_of(cache, table)
     if not cache.is_cuda and int(lengths.max()) + count > capacity:
         raise ValueError(f"append: {int(lengths.max())} + {count} rows exceed the capacity of {capacity}")
     rows = lengths[:, None].long() + torch.arange(count, device=cache.device)
-    batch = torch.arange(cache.shape[2], device=cache.device)[:, None]
-    cache.permute(2, 4, 0, 1, 3, 5)[batch, rows] = new.permute(2, 3, 0, 1, 4, 5).to(cache.dtype)
+    _by_row(cache)[_places(cache, rows, table)] = new.permute(2, 3, 0, 1, 4, 5).to(cache.dtype)
 
 
-def gather(cache: Tensor, rows: Tensor) -> Tensor:
+def gather(cache: Tensor, rows: Tensor, table: Tensor | None = None) -> Tensor:
     """Copy rows [B, n] int32 of every layer: [layers, 2, B, Hkv, n, d]. Row -1 gives zeros.
 
     Raises ValueError on a CPU for a row outside -1 .. T - 1.
     """
-    check_gather(cache, rows)
-    capacity = cache.shape[4]
+    check_gather(cache, rows, table)
+    capacity = capacity_of(cache, table)
     if not cache.is_cuda and rows.numel() and not -1 <= int(rows.min()) <= int(rows.max()) < capacity:
         raise ValueError(f"gather: rows must lie in -1..{capacity - 1}, got {int(rows.min())}..{int(rows.max())}")
-    taken = cache.gather(4, _every_plane(cache, rows.clamp(min=0)))
+    taken = _by_row(cache)[_places(cache, rows.clamp(min=0).long(), table)].permute(2, 3, 0, 4, 1, 5).contiguous()
     return taken.masked_fill((rows < 0)[None, None, :, None, :, None], 0)
 
 
-def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor) -> None:
+def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor, table: Tensor | None = None) -> None:
     """Keep the rows of the accepted path: row lengths + path[j] moves to row lengths + j, for j = 0 .. accepted.
 
     cache [layers, 2, B, Hkv, T, d], changed in place; lengths [B] int32; path [B, P] int32, ascending node indices
     from the root (path[0] = 0); accepted [B] int32, -1 to leave a sequence untouched. Rows overlap safely, rows
     past the capacity stay.
     """
-    check_commit(cache, lengths, path, accepted)
-    capacity, steps = cache.shape[4], path.shape[1]
+    check_commit(cache, lengths, path, accepted, table)
+    capacity, steps = capacity_of(cache, table), path.shape[1]
     # The P rows from `lengths` on; near the end of the cache the last P rows, so that no row comes twice.
     target = lengths[:, None].long().clamp(max=max(capacity - steps, 0)) + torch.arange(
         min(steps, capacity), device=cache.device
@@ -52,8 +54,8 @@ def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor) -> No
     step = target - lengths[:, None]
     source = lengths[:, None] + path.gather(1, step.clamp(min=0)).long()
     moved = (step >= 0) & (step <= accepted[:, None]) & (source < capacity)
-    rows = cache.gather(4, _every_plane(cache, torch.where(moved, source, target)))
-    cache.scatter_(4, _every_plane(cache, target), rows)
+    by_row = _by_row(cache)
+    by_row[_places(cache, target, table)] = by_row[_places(cache, torch.where(moved, source, target), table)]
 
 
 def write_rows(cache: Tensor, rows: Tensor, first_row: Tensor, table: Tensor | None = None) -> None:
@@ -62,20 +64,17 @@ def write_rows(cache: Tensor, rows: Tensor, first_row: Tensor, table: Tensor | N
     cache [2, B, Hkv, T, d], or in pages with a `table`, see reference.attention.tree_attention. Rows outside 0 .. T - 1
     are not written.
     """
-    page_rows = cache.shape[3]
     row = first_row[:, None].long() + torch.arange(rows.shape[1], device=cache.device)
     fits = (row >= 0) & (row < capacity_of(cache, table))
-    page = torch.arange(len(row), device=cache.device)[:, None].expand_as(row)
-    if table is not None:
-        page = table.long().gather(1, torch.where(fits, row, 0) // page_rows)
-        row = row % page_rows
+    page, row = _places(cache, torch.where(fits, row, 0), table)
     cache.permute(1, 3, 0, 2, 4)[page[fits], row[fits]] = rows[fits].to(cache.dtype)
 
 
-def check_append(cache: Tensor, new: Tensor, lengths: Tensor) -> None:
+def check_append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = None) -> None:
     """Raise ValueError, with what was expected and what came, if the arguments of append do not fit."""
     _check_cache("append", cache)
-    layers, two, batch, heads, _, width = cache.shape
+    layers, two, _, heads, _, width = cache.shape
+    batch = _check_table("append", cache, lengths, table)
     expected = [layers, two, batch, "n", heads, width]
     if new.dim() != 6 or (*new.shape[:3], "n", *new.shape[4:]) != tuple(expected):
         raise ValueError(f"append: new must be {expected}, got {list(new.shape)}")
@@ -83,25 +82,40 @@ def check_append(cache: Tensor, new: Tensor, lengths: Tensor) -> None:
     _check_device("append", cache, "new", new)
 
 
-def check_gather(cache: Tensor, rows: Tensor) -> None:
+def check_gather(cache: Tensor, rows: Tensor, table: Tensor | None = None) -> None:
     """Raise ValueError, with what was expected and what came, if the arguments of gather do not fit."""
     _check_cache("gather", cache)
-    _check_int32("gather", cache, "rows", rows, (cache.shape[2], None))
+    _check_int32("gather", cache, "rows", rows, (_check_table("gather", cache, rows, table), None))
 
 
-def check_commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor) -> None:
+def check_commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor, table: Tensor | None = None) -> None:
     """Raise ValueError, with what was expected and what came, if the arguments of commit do not fit."""
     _check_cache("commit", cache)
-    batch = cache.shape[2]
+    batch = _check_table("commit", cache, lengths, table)
     _check_int32("commit", cache, "lengths", lengths, (batch,))
     _check_int32("commit", cache, "path", path, (batch, None))
     _check_int32("commit", cache, "accepted", accepted, (batch,))
 
 
-def _every_plane(cache: Tensor, rows: Tensor) -> Tensor:
-    """Rows [B, n] as an index into dimension 4 of the cache."""
-    layers, two, _, heads, _, width = cache.shape
-    return rows.long()[None, None, :, None, :, None].expand(layers, two, -1, heads, -1, width)
+def _by_row(cache: Tensor) -> Tensor:
+    """A view [P, R, layers, 2, Hkv, d] of a cache [layers, 2, P, Hkv, R, d]."""
+    return cache.permute(2, 4, 0, 1, 3, 5)
+
+
+def _places(cache: Tensor, rows: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The pages of rows [B, n] int64 of each sequence, and which rows of these they are, [B, n] int64 each."""
+    if table is None:
+        return torch.arange(len(rows), device=rows.device)[:, None].expand_as(rows), rows
+    page_rows = cache.shape[-2]
+    return table.long().gather(1, rows // page_rows), rows % page_rows
+
+
+def _check_table(name: str, cache: Tensor, by_sequence: Tensor, table: Tensor | None) -> int:
+    """How many sequences there are."""
+    if table is None:
+        return cache.shape[2]
+    check_table(name, table, len(by_sequence), cache.device)
+    return len(table)
 
 
 def _check_cache(name: str, cache: Tensor) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from eagle_triton.engine.batch import PROMPT_TOKENS
 from eagle_triton.engine.drafts.beams import checked_vocabulary
+from eagle_triton.engine.pages import check_cache_tokens
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import MOST_NODES, TreeSpec
 from eagle_triton.reference.adaptive_length import EGAGConfig
@@ -42,6 +43,9 @@ class EAGLEConfig:
     slots: sequences decoded at a time; further ones wait. max_length: the most tokens of a sequence, prompt included;
     None: as many as a call needs. prompt_tokens: about how many tokens of prompts that enter are read before each step
     while others decode: fewer, and the others wait less for their next tokens, more, and the first ones come sooner.
+    cache_tokens: room for the keys and values of so many tokens, of all requests together; a request for which there is
+    none waits. None: it grows with what requests ask for. prefixes: keep the keys and values of prompts and answers,
+    while there is room, for requests that begin alike.
     tree_mask_mode: of `verify_drafts` and of the trees that it shows.
     device: where the models must lie; a model given by its path is put there, None: on a GPU if there is one.
     dtype: of a model given by its path, None: float32 on a CPU, else what its checkpoint says. verbose: log each step.
@@ -70,6 +74,8 @@ class EAGLEConfig:
     slots: int = 16
     max_length: int | None = None
     prompt_tokens: int = PROMPT_TOKENS
+    cache_tokens: int | None = None
+    prefixes: bool = True
     tree_mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK
     device: str | torch.device | None = None
     dtype: torch.dtype | None = None
@@ -99,7 +105,8 @@ class EAGLEConfig:
                     f"num_draft_tokens counts the root and must be in 2..{1 + self.candidates} for topk {self.topk} "
                     f"and num_steps {self.num_steps}, which give {self.candidates} candidates; got {nodes}"
                 )
-        for name in ("fallback", "verbose"):
+        check_cache_tokens(self.cache_tokens)
+        for name in ("fallback", "prefixes", "verbose"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):

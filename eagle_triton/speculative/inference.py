@@ -91,7 +91,14 @@ class EAGLEInference:
         self._reader = ArgumentReader(self.config, view.vocab_size, view.device, self.tokenizer)
         operations, graph = choose_operations(view.device, kernels, cuda_graph)
         self.engine = Engine(
-            view, draft, operations, graph, watch=ModelWatch(self.pair.models), verification=self.config.verification
+            view,
+            draft,
+            operations,
+            graph,
+            watch=ModelWatch(self.pair.models),
+            verification=self.config.verification,
+            cache_tokens=self.config.cache_tokens,
+            prefixes=self.config.prefixes,
         )
         if self.config.draft_vocabulary is not None and draft is not None:
             self.engine.notes["draft_vocabulary"] = vocabulary_note(beams_of(draft))
@@ -140,7 +147,8 @@ class EAGLEInference:
 
     def forget_outputs(self) -> None:
         """Draft no more from the outputs of former requests, which `suffix_drafts` and method suffix keep, and method
-        nasd with reset_in_between=False."""
+        nasd with reset_in_between=False; and compute beginnings again that were kept for further requests."""
+        self.engine.pool.forget()
         if self.pair.draft is not None:
             with self.engine.running():
                 self.pair.draft.forget()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eagle_triton.engine.batch import Batch, GuideReading, Progress, Request
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.pages import CacheFullError
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.state import scratch_rows
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
@@ -228,7 +229,8 @@ class Session:
         stream = None
         if self.tokenizer is not None:
             stream = TextStream(self.tokenizer, call.prompt[-16:].tolist(), call.stop_strings)
-        self._waiting.append(_Job(self._submitted, request, stream, self._too_long(length)))
+        error = self._too_long(length) or self._batch.never_fits(request)
+        self._waiting.append(_Job(self._submitted, request, stream, error))
         self._submitted += 1
         return self._submitted - 1
 
@@ -310,10 +312,10 @@ class Session:
         self._set_tree([*self._running.values(), *entering])
         if not entering:
             return
-        try:  # together, so that equal prompts are computed once
+        try:  # together, so that they are read together
             slots = self._batch.enter_all([job.request for job in entering])
-        except ValueError:
-            self._enter_one_by_one(entering)  # find out whose
+        except (ValueError, CacheFullError):
+            self._enter_one_by_one(entering)  # find out whose, or how many there is room for
             return
         for job, slot in zip(entering, slots, strict=True):
             self._enter(job, slot)
@@ -329,7 +331,10 @@ class Session:
                 self._undelivered.append(self._end(job, "length" if job.error is None else "error", job.error))
                 continue
             orders.add(job.order)
-            if len(entering) == len(self._batch.free) or {True, False} <= orders:
+            others = bool(entering or self._running)  # who is alone tries, and fails if there is no room even then
+            if {True, False} <= orders or (
+                others and not self._batch.has_room([one.request for one in (*entering, job)])
+            ):
                 break
             entering.append(job)
         return entering
@@ -339,15 +344,22 @@ class Session:
             try:
                 (slot,) = self._batch.enter_all([job.request])
             except ValueError as error:
-                self._waiting.remove(job)
-                self._undelivered.append(self._end(job, "error", str(error)))
+                self._fail(job, error)
+            except CacheFullError as error:
+                if self._running:
+                    return  # until one of them ends
+                self._fail(job, error)
             else:
                 self._enter(job, slot)
+
+    def _fail(self, job: _Job, error: Exception) -> None:
+        self._waiting.remove(job)
+        self._undelivered.append(self._end(job, "error", str(error)))
 
     def _enter(self, job: _Job, slot: int) -> None:
         self._running[slot] = job
         self._waiting.remove(job)
-        job.statistics.add_prefill()
+        job.statistics.add_prefill(len(job.request.prompt), self._batch.found(slot))
         job.statistics.lossless = self._batch.verification.lossless
 
     def _set_tree(self, jobs: Iterable[_Job]) -> None:

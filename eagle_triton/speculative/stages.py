@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from eagle_triton.engine.batch import MIN_SCRATCH_ROWS
 from eagle_triton.engine.drafts.beams import BeamDraft, Candidates
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import WrappedDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model import target_forward
 from eagle_triton.engine.modules import project
+from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.prefill import read_prompts
 from eagle_triton.engine.skipped_features import ROWS, catch_up, start_skipping
 from eagle_triton.engine.slots import bytes_of, tensors_of
@@ -184,12 +186,13 @@ def verify_drafts(
 def memory_bytes(engine: Engine, spec: TreeSpec, slots: int, rows: int) -> dict[str, int]:
     """See `EAGLEInference.memory_bytes`."""
     view, nowhere = engine.view, torch.device("meta")
-    capacity, size = capacity_bucket(rows + scratch_rows(spec)), torch.empty((), dtype=view.dtype).element_size()
-    caches = view.new_caches(slots, capacity, nowhere)
+    size = torch.empty((), dtype=view.dtype).element_size()
+    pages = SlotPages.whole(slots, rows + max(scratch_rows(spec), MIN_SCRATCH_ROWS), nowhere)
+    caches = view.new_caches(pages)
     return {
         "target_cache": bytes_of(caches),
         "target_pending": sum(bytes_of(pending) for pending in caches.new_pending(spec.nodes)),
-        "draft_cache": 0 if engine.draft is None else bytes_of(engine.draft.new_slot_tensors(slots, capacity, nowhere)),
+        "draft_cache": 0 if engine.draft is None else bytes_of(engine.draft.new_slot_tensors(pages)),
         "logits": slots * spec.nodes * view.vocab_size * size,
     }
 

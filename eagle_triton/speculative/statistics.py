@@ -108,12 +108,14 @@ class Statistics(Mapping[str, Any]):
     verification), total_tokens_generated, total_draft_tokens, total_accepted_tokens, total_target_forward,
     total_draft_forward. `speedup` is target-only time over time with drafting for the same requests, and measured or
     not there: as an attribute None, under its key a `NotMeasured` that prints as "n/a". Further attributes: steps,
-    plain_steps (without drafts), prefills, seconds, histogram {drafts accepted: steps that drafted}, positions,
+    plain_steps (without drafts), prefills, prompt_tokens and how many of them were found in kept pages, found_tokens,
+    seconds, histogram {drafts accepted: steps that drafted}, positions,
     lossless (False if some request was verified in a way that changes the target's output).
     """
 
     def __init__(self) -> None:
         self.steps = self.plain_steps = self.prefills = self.tokens = 0
+        self.prompt_tokens = self.found_tokens = 0
         self.accepted = self.proposed = self.draft_forwards = 0
         self.histogram: Counter[int] = Counter()
         self.reached: Counter[int] = Counter()  # by depth: steps whose tree went so deep and that accepted up to there
@@ -121,9 +123,11 @@ class Statistics(Mapping[str, Any]):
         self.plain_seconds: float | None = None  # target-only, the same requests
         self.lossless = True
 
-    def add_prefill(self) -> None:
-        """Count the prompt of one request."""
+    def add_prefill(self, tokens: int = 0, found: int = 0) -> None:
+        """Count the prompt of one request, of so many tokens, `found` of which were computed before for another."""
         self.prefills += 1
+        self.prompt_tokens += tokens
+        self.found_tokens += found
 
     def add_step(self, accepted: int, proposed: int, depth: int, tokens: int, passes: int | None = None) -> None:
         """Count a verification: drafts accepted of those proposed, in a tree of this depth; tokens that were kept;
@@ -142,7 +146,8 @@ class Statistics(Mapping[str, Any]):
             self.reached[position] += 1
 
     def __iadd__(self, other: Statistics) -> Self:
-        for name in ("steps", "plain_steps", "prefills", "tokens", "accepted", "proposed", "draft_forwards"):
+        names = ("steps", "plain_steps", "prefills", "tokens", "accepted", "proposed", "draft_forwards")
+        for name in (*names, "prompt_tokens", "found_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.histogram += other.histogram
         self.reached += other.reached

@@ -2,7 +2,7 @@
 
 from eagle_triton import kv_cache
 
-INDEX = ("lengths_ptr", "rows_ptr", "path_ptr", "accepted_ptr")
+INDEX = ("table_ptr", "lengths_ptr", "rows_ptr", "path_ptr", "accepted_ptr")
 
 
 def _case(name: str, kernel, dtype: str, constexprs: dict) -> tuple:
@@ -24,7 +24,8 @@ KERNELS = (
     ("commit", kv_cache._commit_kernel, "BLOCK_P"),
 )
 CASES = [
-    _case(f"{name} d {width} {dtype}", kernel, dtype, {"D": width, rows: 16, "BLOCK_D": width})
+    _case(f"{name} d {width} {dtype} {where}", kernel, dtype, {"D": width, rows: 16, "BLOCK_D": width, **table})
+    for where, table in (("in pages", {"PAGE": 64}), ("", {"PAGE": 0, "table_ptr": None}))
     for dtype, width in (("bf16", 64), ("bf16", 128), ("fp16", 128))
     for name, kernel, rows in KERNELS
 ]

@@ -17,6 +17,7 @@ from eagle_triton.engine.mixers import AcceptedPath, Rows
 from eagle_triton.engine.model import Layer, decoder_layer
 from eagle_triton.engine.modules import Norm, Projection, add_norm, project
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.pieces import Pieces
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -169,6 +170,10 @@ class BeamDraft(Draft):
         return features
 
     @property
+    def reads_pieces(self) -> bool:
+        return all(layer.mixer.reads_pieces for layer in self.layers)
+
+    @property
     def hidden_size(self) -> int:
         return self.embedding.shape[1]
 
@@ -183,9 +188,9 @@ class BeamDraft(Draft):
     def read_tree(self) -> TreeSpec:
         return self.tree_reader()
 
-    def new_slot_tensors(self, slots: int, capacity: int, device: torch.device) -> BeamSlots:
-        dtype = self.embedding.dtype
-        caches = LayerCaches([layer.mixer for layer in self.layers], slots, capacity, dtype, device)
+    def new_slot_tensors(self, pages: SlotPages) -> BeamSlots:
+        slots, device, dtype = pages.slots, pages.table.device, self.embedding.dtype
+        caches = LayerCaches([layer.mixer for layer in self.layers], slots, pages, dtype, device)
         hidden, normed = (torch.zeros(slots, 1, self.hidden_size, dtype=dtype, device=device) for _ in range(2))
         return BeamSlots(caches, hidden, normed, None if self.egag is None else GuideTensors.new(slots, device))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.mixers import AcceptedPath
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.slots import part_of
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -42,6 +43,10 @@ class CountedNgrams:
         """Begin sequences in all slots."""
         if self.reset:
             self.forget()
+
+    def wipe(self, pages: Tensor) -> None:
+        """Leave nothing at all; it uses no pages."""
+        self.forget()
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Nothing yet: prompts are counted by `CountedDraft.begin`, each in its own slot."""
@@ -110,9 +115,10 @@ class CountedDraft(Draft):
     def read_tree(self) -> TreeSpec:
         return TreeSpec.repeats(self.places)
 
-    def new_slot_tensors(self, slots: int, capacity: int, device: torch.device) -> CountedNgrams:
-        contexts = capacity * (1 if self.reset_in_between else KEPT_SEQUENCES)
-        table = new_ngram_table(slots, self.n - self.shortest, contexts, contexts * (1 + self.fillers), device)
+    def new_slot_tensors(self, pages: SlotPages) -> CountedNgrams:
+        contexts = pages.capacity * (1 if self.reset_in_between else KEPT_SEQUENCES)
+        device = pages.table.device
+        table = new_ngram_table(pages.slots, self.n - self.shortest, contexts, contexts * (1 + self.fillers), device)
         made = CountedNgrams(table, self.reset_in_between)
         self._made.add(made)
         return made

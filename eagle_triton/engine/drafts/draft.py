@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eagle_triton.engine.mixers import AcceptedPath
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.pieces import Pieces
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -31,6 +32,11 @@ class Draft(ABC):
     any_tree: ClassVar[bool] = False
     """Whether it can draft trees of any shape, not only that of `read_tree`."""
 
+    @property
+    def reads_pieces(self) -> bool:
+        """Whether it can take in pieces of a prompt in one forward, and do without those that pages hold already."""
+        return True
+
     @abstractmethod
     def read_tree(self) -> TreeSpec:
         """The tree to draft in the next generation; it may be another one each time."""
@@ -49,8 +55,9 @@ class Draft(ABC):
         """Bytes of weights that drafting one tree of this shape reads; none by default."""
         return 0
 
-    def new_slot_tensors(self, slots: int, capacity: int, device: torch.device) -> Any:
-        """What it keeps for each of `slots` sequences of up to `capacity` tokens, see slots.py; None: nothing."""
+    def new_slot_tensors(self, pages: SlotPages) -> Any:
+        """What it keeps for the sequence in each slot, on the device of these slots' pages, see slots.py; None:
+        nothing."""
         return None
 
     def guide(self, sequences: Sequences) -> GuideTensors | None:

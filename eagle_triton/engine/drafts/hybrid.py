@@ -22,6 +22,7 @@ from eagle_triton.engine.drafts.repeats import (
 )
 from eagle_triton.engine.mixers import AcceptedPath
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.pieces import Pieces
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -55,14 +56,18 @@ class WrappedDraft(Draft):
         return self.beams.learns
 
     @property
+    def reads_pieces(self) -> bool:
+        return self.beams.reads_pieces
+
+    @property
     def vocabulary(self) -> int | None:
         return self.beams.vocabulary
 
     def weight_bytes(self, spec: TreeSpec) -> int:
         return self.beams.weight_bytes(spec)
 
-    def new_slot_tensors(self, slots: int, capacity: int, device: torch.device) -> Any:
-        return self.beams.new_slot_tensors(slots, capacity, device)
+    def new_slot_tensors(self, pages: SlotPages) -> Any:
+        return self.beams.new_slot_tensors(pages)
 
     def guide(self, sequences: Sequences) -> GuideTensors | None:
         return self.beams.guide(sequences)

@@ -1,0 +1,543 @@
+"""The pool of pages: against a model in plain Python, and what requests give that share pages or wait for them."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eagle_triton import EAGLEConfig, EAGLEInference, optimize_eagle_with_triton
+from eagle_triton.adapters import native
+from eagle_triton.engine import pages as pages_module
+from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.mapped_memory import MappedMemory, can_map
+from eagle_triton.engine.model_watch import ModelWatch
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.pages import PAGE_ROWS, Beginning, CacheFullError, PagePool, SlotPages
+from eagle_triton.engine.prompt_queue import PromptQueue
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.tree_spec import PLAIN
+from tests.test_batch import LARGER, SMALL, alone, drain, prompt
+from tests.test_engine import engine_for
+from tests.test_prefill import PACKED, packing, steps_of
+from tests.tiny import tiny_model
+
+
+class Model:
+    """What the pool should do, from what it gave: of each page its content, once it is read, and who holds it."""
+
+    def __init__(self, limit: int | None):
+        self.pool = PagePool(limit)
+        self.pool.memory(self, 1, 1, 1, torch.float32, torch.device("cpu"))
+        self.pages = SlotPages(self.pool, 8, 640, torch.device("cpu"))
+        self.queue = PromptQueue(packed=True, unread=self.pool.unread)
+        self.content: dict[int, tuple[int, ...]] = {}  # of pages that were read: all tokens up to the one behind
+        self.requests: dict[int, torch.Tensor] = {}
+
+    def enter(self, slot: int, tokens: torch.Tensor, rows: int) -> None:
+        needed = -(-rows // PAGE_ROWS)
+        held = {page for other in range(8) for page in self.pages.of(other)}
+        beginning = Beginning.of(tokens)
+        try:
+            found = self.pages.take({slot: rows}, {slot: beginning})[slot]
+        except CacheFullError:
+            assert self.pool.limit is not None and needed > self.pool.limit - len(held)
+            assert not self.pages.of(slot)
+            return
+        mine = list(self.pages.of(slot))
+        assert len(mine) == needed == len(set(mine)) and 0 not in mine
+        assert held.isdisjoint(mine[found:]), "a page is shared by mistake"
+        for index, page in enumerate(mine[:found]):
+            stretch = tuple(tokens[: (index + 1) * PAGE_ROWS + 1].tolist())
+            assert page in self.pool.unread or self.content[page] == stretch
+        for page in mine[found:]:
+            self.content.pop(page, None)
+        self.pages.write([slot])
+        self.queue.add({slot: tokens}, {slot: mine[: len(beginning.keys)]})
+        self.requests[slot] = tokens
+
+    def read(self) -> None:
+        if self.queue:
+            forward = self.queue.next(random.choice([None, 64, 200]))
+            for slot, start, end, _ in forward.pieces:
+                for before in range(start // PAGE_ROWS):
+                    assert self.pages.of(slot)[before] in self.content, "a page is seen before it is read"
+                self.content[self.pages.of(slot)[start // PAGE_ROWS]] = tuple(self.requests[slot][: end + 1].tolist())
+            self.queue.take(forward)
+            for slot in forward.ended:
+                assert self.queue.finish(slot) == []
+                for index, page in enumerate(self.pages.of(slot)[: (len(self.requests[slot]) - 1) // PAGE_ROWS]):
+                    assert self.content[page] == tuple(self.requests[slot][: (index + 1) * PAGE_ROWS + 1].tolist())
+
+    def leave(self, slot: int, further: int, forget: bool) -> None:
+        """forget: as after NaN logits. further: tokens that were decoded, of a request whose prompt is read."""
+        if self.queue.holds(slot):
+            assert self.queue.drop(slot) == [slot]
+        elif not forget:
+            tokens = torch.cat((self.requests[slot], torch.arange(further)))
+            rows = len(self.pages.of(slot)) * PAGE_ROWS
+            tokens = tokens[:rows]
+            for index in range((len(self.requests[slot]) - 1) // PAGE_ROWS, (len(tokens) - 1) // PAGE_ROWS):
+                self.content[self.pages.of(slot)[index]] = tuple(tokens[: (index + 1) * PAGE_ROWS + 1].tolist())
+            self.pages.keep(slot, Beginning.of(tokens))
+        self.pages.give(slot, forget)
+        del self.requests[slot]
+
+    def check(self) -> None:
+        held = [page for slot in range(8) for page in self.pages.of(slot)]
+        assert self.pool.held == len(set(held))
+        assert self.pool.held + self.pool.kept + len(self.pool._free) == self.pool.pages, "a page is lost"
+        assert set(self.pool._free).isdisjoint(held) and set(self.pool._kept).isdisjoint(held)
+        assert len(set(self.pool._free)) == len(self.pool._free) and self.pool.unread <= set(held)
+        for slot in range(8):
+            row = self.pages.table[slot].tolist()
+            assert row == [*self.pages.of(slot), *[0] * (len(row) - len(self.pages.of(slot)))]
+
+
+@pytest.mark.parametrize("limit", [None, 24])
+def test_no_page_is_lost_or_shared_by_mistake(limit):
+    random.seed(5)
+    torch.manual_seed(5)
+    model = Model(limit)
+    beginnings = [torch.randint(1000, (length,)) for length in (64, 65, 128, 200, 300)]
+    shared = 0
+    for _ in range(10_000):
+        free = [slot for slot in range(8) if slot not in model.requests]
+        action = random.choice(["enter", "enter", "read", "read", "leave"])
+        if action == "enter" and free:
+            first = random.choice(beginnings)[: random.randint(1, 300)]
+            first = torch.cat((first, torch.randint(3, (random.choice([0, 1, 70]),))))
+            model.enter(random.choice(free), first, len(first) + random.randint(1, 150))
+            shared += sum(count > 1 for count in model.pool._holders.values())
+        elif action == "read":
+            model.read()
+        elif action == "leave" and model.requests:
+            model.leave(random.choice(list(model.requests)), random.randint(0, 100), random.random() < 0.1)
+        model.check()
+    for slot in list(model.requests):
+        model.leave(slot, 0, False)
+    model.check()
+    assert shared > 1000 and not model.pool.held and not model.pool.unread
+    assert model.pool.pages <= (limit or 8 * 11 * 1.5)
+    model.pool.forget()
+    assert len(model.pool._free) == model.pool.pages
+
+
+def test_what_was_used_last_is_kept_longest_and_a_beginning_longer_than_its_end():
+    pool = PagePool(6)
+    pages = SlotPages(pool, 3, 640, torch.device("cpu"))
+    old, new = (Beginning.of(torch.randint(100, (193,))) for _ in range(2))
+    for slot, beginning in enumerate((old, new)):
+        pages.take({slot: 192}, {slot: beginning})
+        pool.unread.clear()
+        pages.give(slot)
+    assert pool.kept == 6
+    pages.take({0: 2 * PAGE_ROWS}, {})
+    assert [pool.find(key) is not None for key in (*old.keys, *new.keys)] == [True, False, False, True, True, True]
+
+
+def test_a_page_that_was_not_read_to_the_end_is_not_found():
+    pool = PagePool()
+    pages = SlotPages(pool, 2, 640, torch.device("cpu"))
+    beginning = Beginning.of(torch.arange(200))
+    assert pages.take({0: 200}, {0: beginning}) == {0: 0}
+    assert pages.take({1: 200}, {1: beginning}) == {1: 3}  # that are being read
+    pages.give(0)
+    pages.give(1)
+    assert pages.take({0: 200}, {0: beginning}) == {0: 0}
+
+
+def test_a_page_is_found_by_all_tokens_up_to_the_one_behind_it():
+    tokens = torch.arange(200)
+    keys = Beginning.of(tokens).keys
+    assert len(keys) == 3 and len(Beginning.of(tokens[:193]).keys) == 3 and len(Beginning.of(tokens[:192]).keys) == 2
+    for changed, same in ((0, 0), (63, 0), (64, 0), (65, 1), (128, 1), (192, 2), (193, 3)):
+        other = tokens.clone()
+        other[changed] = 999
+        assert [key == old for key, old in zip(Beginning.of(other).keys, keys, strict=True)] == [
+            index < same for index in range(3)
+        ]
+    assert Beginning.of(tokens, b"other").keys[0] != keys[0]
+    assert Beginning.of(tokens, known=keys[:1]).keys == keys
+
+
+# ------------------------------------------------------------------------------------------------- in a batch
+
+WARM = {"eagle3": False, "vocab": 12, "seed": 2, **LARGER}
+
+
+def continuations(count: int, beginning: int = 200) -> list[Request]:
+    first = prompt(beginning, 7, vocab=12)
+    tails = [prompt(5 + 40 * index, 20 + index, vocab=12) for index in range(count)]
+    sampling = [SamplingParams(), SamplingParams(temperature=1.0, seed=4)]
+    return [Request(torch.cat((first, tail)), 12, sampling[index % 2]) for index, tail in enumerate(tails)]
+
+
+@PACKED
+def test_requests_that_begin_alike_share_pages_and_give_what_each_gives_alone(packed):
+    engine, plain = packing(**WARM)
+    engine.pack_prompts = packed
+    plain.prefixes = False
+    requests = continuations(4)
+    expected = [alone(plain, request) for request in requests]
+    assert not plain.pool.kept
+    with Batch(engine, 4, engine.draft.read_tree(), 360) as batch:
+        slots = batch.admit_all(requests)
+        assert [batch.found(slot) for slot in slots] == [0, 192, 192, 192]
+        results = drain(batch)
+        assert [results[id(request)][0] for request in requests] == expected
+        again = [replace(request) for request in requests]
+        slots = batch.admit_all(again)
+        assert [batch.found(slot) for slot in slots] == [
+            (len(request.prompt) - 1) // PAGE_ROWS * PAGE_ROWS for request in requests
+        ]
+        results = drain(batch)
+        assert [results[id(request)][0] for request in again] == expected
+    with Batch(engine, 4, engine.draft.read_tree(), 360) as batch:  # pages outlive a batch
+        assert batch.found(batch.admit(requests[0])) == 192
+
+
+@PACKED
+@pytest.mark.parametrize("steps", range(4))
+def test_one_of_two_that_share_a_beginning_is_cancelled_at_any_time(packed, steps):
+    engine, plain = packing(**WARM)
+    engine.pack_prompts = packed
+    requests = continuations(2)
+    expected = [alone(plain, request) for request in requests]
+    for cancelled in (0, 1):
+        engine.pool.forget()
+        with Batch(engine, 3, engine.draft.read_tree(), 360, prompt_tokens=64) as batch:
+            running = Request(prompt(9, vocab=12), 40)
+            slots = batch.enter_all([running])
+            got: dict[int, list[int]] = {}
+            steps_of(batch, got, 1)
+            slots = batch.enter_all(requests)
+            steps_of(batch, got, steps)
+            batch.release(slots[cancelled])
+            while batch.running:
+                steps_of(batch, got, 1)
+        assert got[slots[1 - cancelled]] == expected[1 - cancelled]
+        assert got[0] == alone(plain, running)
+
+
+def test_the_next_turn_of_a_chat_finds_the_answer_before():
+    engine, plain = packing(**WARM)
+    turn = prompt(100, 3, vocab=12)
+    with Batch(engine, 1, engine.draft.read_tree(), 600) as batch:
+        for _ in range(3):
+            slot = batch.admit(Request(turn, 70))
+            found = batch.found(slot)
+            got: dict[int, list[int]] = {}
+            while batch.running:
+                steps_of(batch, got, 1)
+            assert got[slot] == alone(plain, Request(turn, 70))
+            known = len(turn) + 70
+            turn = torch.cat((turn, torch.tensor(got[slot]), prompt(20, len(turn), vocab=12)))
+            assert found == (0 if known == 170 else (known - 90 - 1) // PAGE_ROWS * PAGE_ROWS)
+
+
+def test_plain_and_drafted_requests_share_nothing():
+    engine, plain = packing(**WARM)
+    (request,) = continuations(1)
+    expected = alone(plain, request)
+    for drafts in (False, True):
+        with Batch(engine, 1, engine.draft.read_tree() if drafts else PLAIN, 360, drafts=drafts) as batch:
+            assert batch.found(batch.admit(request)) == 0
+            assert drain(batch)[id(request)][0] == expected
+
+
+def test_weights_that_change_in_place_make_pages_old():
+    model = tiny_model(layers=5, **WARM)
+    engine = Engine(*native.read(model), make_operations(), watch=ModelWatch({"model": model}))
+    (request,) = continuations(1)
+    found = []
+    for step in itertools.count():
+        with Batch(engine, 1, engine.draft.read_tree(), 360) as batch:
+            found.append(batch.found(batch.admit(request)))
+            tokens = drain(batch)[id(request)][0]
+        if step == 1:
+            with torch.no_grad():
+                model.base_model.model.layers[0].mlp.down_proj.weight.mul_(-1)
+        if step == 2:
+            break
+    fresh = engine_for(model)
+    assert found == [0, 192, 0] and tokens == alone(fresh, request)
+
+
+def test_what_was_read_before_a_change_is_not_kept_after_it():
+    pool = PagePool()
+    pages = SlotPages(pool, 2, 640, torch.device("cpu"))
+    beginning = Beginning.of(torch.arange(300))
+    pages.take({0: 300}, {0: beginning})
+    pool.unread.clear()
+    pool.forget()  # as when weights change, while the request runs
+    pages.keep(0, beginning)
+    pages.give(0)
+    assert pages.take({1: 300}, {1: beginning}) == {1: 0} and not pool._old
+    pages.keep(1, beginning)
+    pool.unread.clear()
+    pages.give(1)
+    assert pages.take({0: 300}, {0: beginning}) == {0: 4}
+
+
+def test_pages_that_an_interrupt_has_left_are_reclaimed(monkeypatch):
+    pool = PagePool()
+    pages = SlotPages(pool, 1, 640, torch.device("cpu"))
+    pages.take({0: 300}, {})
+    give, calls = pool.give, itertools.count()
+
+    def interrupted(numbers, forget=False):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return give(numbers, forget)
+
+    monkeypatch.setattr(pool, "give", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pages.give(0)
+    pages.clear()
+    pool.reclaim()
+    assert not pool.held and not pages.of(0) and len(pool._free) == pool.pages
+
+
+def test_a_full_cache_refuses_and_loses_nothing():
+    engine, plain = packing(**SMALL)
+    engine.cache_tokens = 12 * PAGE_ROWS
+    engine.clear()
+    small, large = Request(prompt(40), 20), Request(prompt(300), 100)
+    expected = [alone(plain, request) for request in (small, large)]
+    with Batch(engine, 4, engine.draft.read_tree(), 900) as batch:
+        batch.admit_all([small, replace(small)])
+        assert not batch.has_room([large]) and batch.has_room([replace(small)])
+        with pytest.raises(CacheFullError, match="in a cache of 12"):
+            batch.admit(large)
+        with pytest.raises(CacheFullError):
+            batch.enter_all([replace(small), large])
+        assert batch.running == [0, 1] and batch.free == [2, 3]
+        with pytest.raises(ValueError, match="cache_tokens: a prompt of 700 tokens"):
+            batch.admit(Request(prompt(700), 100))
+        results = drain(batch)
+        assert [tokens for tokens, _ in results.values()] == [expected[0]] * 2
+        batch.admit(large)
+        assert drain(batch)[id(large)][0] == expected[1]
+        assert engine.pool.pages == 12 and not engine.pool.held
+
+
+def test_a_cache_that_grows_while_others_decode_keeps_what_they_know():
+    engine, plain = packing(**SMALL)
+    requests = [Request(prompt(length, length), 30) for length in (20, 150, 400, 700)]
+    expected = [alone(plain, request) for request in requests]
+    with Batch(engine, 4, engine.draft.read_tree(), 800) as batch:
+        got: dict[int, list[int]] = {}
+        sizes = []
+        for request in requests:
+            batch.enter_all([request])
+            steps_of(batch, got, 2)
+            sizes.append(engine.pool.pages)
+        while batch.running:
+            steps_of(batch, got, 1)
+    assert sizes == sorted(set(sizes)) and [got[slot] for slot in range(4)] == expected
+
+
+def test_a_batch_that_failed_leaves_no_page_held(monkeypatch):
+    engine, plain = packing(**WARM)
+    (request,) = continuations(1)
+    with Batch(engine, 2, engine.draft.read_tree(), 360) as batch:
+        batch.admit(request)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(batch._reports, "send", lambda report: (_ for _ in ()).throw(KeyboardInterrupt))
+            batch.step()
+        with pytest.raises(RuntimeError, match="begin another batch"):
+            batch.step()
+    with Batch(engine, 2, engine.draft.read_tree(), 360) as batch:
+        assert not engine.pool.held
+        batch.admit(request)
+        assert drain(batch)[id(request)][0] == alone(plain, request)
+
+
+# ------------------------------------------------------------------------------------------------- for users
+
+
+def test_requests_wait_for_room_and_those_that_never_fit_fail_alone():
+    model = tiny_model(layers=5, **WARM)
+    config = {"topk": 3, "num_steps": 3, "num_draft_tokens": 8}
+    requests = [(prompt(length, length, vocab=12), new) for length, new in ((700, 100), (40, 20), (300, 60), (90, 30))]
+    free = EAGLEInference(None, model, EAGLEConfig(**config))
+    expected = [free.generate([tokens], new, return_stats=False)[0] for tokens, new in requests]
+    eagle = EAGLEInference(None, model, EAGLEConfig(cache_tokens=8 * PAGE_ROWS, slots=4, **config))
+    most, first_to_end = 0, None
+    with eagle.session(1000) as session:
+        for tokens, new in requests:
+            session.submit(tokens, new)
+        completions = {}
+        while not session.idle:
+            for piece in session.step():
+                if piece.completion is not None:
+                    completions[piece.index] = piece.completion
+                    first_to_end = piece.index if first_to_end is None else first_to_end
+            most = max(most, eagle.engine.pool.held)
+    for index in range(1, 4):
+        assert torch.equal(completions[index].output_ids, expected[index].flatten())
+    assert completions[0].finished == "error" and "cache_tokens: a prompt of 700 tokens" in completions[0].error
+    assert first_to_end == 0, "what never fits holds up nobody"
+    assert 0 < most <= eagle.engine.pool.pages == 8 and not eagle.engine.pool.held
+
+
+def test_requests_of_all_lengths_through_a_small_cache_give_what_each_gives_alone():
+    engine, plain = packing(**WARM)
+    engine.cache_tokens = 16 * PAGE_ROWS
+    engine.clear()
+    source = random.Random(3)
+    requests = [
+        Request(
+            prompt(source.randint(1, 500), index, vocab=12), source.randint(1, 60), SamplingParams(index % 2, seed=3)
+        )
+        for index in range(14)
+    ]
+    expected = [alone(plain, request) for request in requests]
+    waiting, full = list(requests), 0
+    got: dict[int, list[int]] = {}
+    with Batch(engine, 4, engine.draft.read_tree(), 600, prompt_tokens=128) as batch:
+        while waiting or batch.running:
+            while waiting and batch.has_room(waiting[:1]):
+                batch.enter_all([waiting.pop(0)])
+            full += bool(waiting and batch.free)
+            for row in batch.step():
+                got.setdefault(id(row.request), []).extend(row.tokens)
+    assert [got[id(request)] for request in requests] == expected
+    assert full > 10, "nobody has waited for room"
+
+
+def test_requests_for_which_there_is_no_memory_fail_alone(monkeypatch):
+    """Without a size of its own the cache is as large as memory is: several that are too large, one after another."""
+    resized = pages_module.PageMemory.resized
+
+    def short(memory, pages, known):
+        if pages > 16:
+            raise torch.OutOfMemoryError("none left")
+        return resized(memory, pages, known)
+
+    monkeypatch.setattr(pages_module.PageMemory, "resized", short)
+    model = tiny_model(layers=5, **WARM)
+    eagle = EAGLEInference(None, model, EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=8, slots=2))
+    lengths, completions = (1500, 1600, 40, 1700, 50), {}
+    with eagle.session(2000) as session:
+        for length in lengths:
+            session.submit(prompt(length, length, vocab=12), 20)
+        for _ in range(200):
+            for piece in session.step():
+                if piece.completion is not None:
+                    completions[piece.index] = piece.completion
+            if session.idle:
+                break
+        assert session.idle, "it waits for room that never comes"
+    assert [completions[index].finished for index in range(5)] == ["error", "error", "length", "error", "length"]
+    assert all("no memory for" in completions[index].error for index in (0, 1, 3))
+
+
+def test_statistics_say_what_was_found():
+    eagle = EAGLEInference(None, tiny_model(layers=5, **WARM), EAGLEConfig(topk=3, num_steps=3))
+    first, second = prompt(200, 7, vocab=12), torch.cat((prompt(200, 7, vocab=12), prompt(9, 8, vocab=12)))
+    eagle.generate([first, second], 5)
+    assert (eagle.statistics.prompt_tokens, eagle.statistics.found_tokens) == (409, 192)
+    eagle.generate([second], 5)
+    assert (eagle.statistics.prompt_tokens, eagle.statistics.found_tokens) == (618, 384)
+    eagle.forget_outputs()
+    eagle.generate([second], 5)
+    assert eagle.statistics.found_tokens == 384
+    off = EAGLEInference(None, tiny_model(layers=5, **WARM), EAGLEConfig(topk=3, num_steps=3, prefixes=False))
+    for _ in range(2):
+        off.generate([second], 5)
+    assert off.statistics.found_tokens == 0 and not off.engine.pool.kept
+
+
+def test_the_report_counts_what_was_found_and_restoring_gives_all_back():
+    model = tiny_model(layers=5, **WARM)
+    tokens = prompt(150, 3, vocab=12)[None]
+    _, originals = optimize_eagle_with_triton(model, cache_tokens=1000, megakernel=False)
+    first = model.eagenerate(tokens, max_new_tokens=10)
+    assert torch.equal(model.eagenerate(tokens, max_new_tokens=10), first)
+    counts = {entry.path: entry.calls for entry in originals.report()}
+    assert counts["prompt_tokens_found"] == 128
+    originals.restore()
+    assert torch.equal(model.eagenerate(tokens, max_new_tokens=10), first)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "64"])
+def test_a_cache_of_no_size_is_refused(value):
+    with pytest.raises((ValueError, TypeError), match="cache_tokens must be"):
+        EAGLEConfig(cache_tokens=value)
+    with pytest.raises((ValueError, TypeError), match="cache_tokens must be"):
+        optimize_eagle_with_triton(tiny_model(), cache_tokens=value)
+
+
+# ------------------------------------------------------------------------------------------------- on a GPU
+
+needs_mapping = pytest.mark.skipif(
+    not (torch.cuda.is_available() and can_map(torch.device("cuda"))), reason="needs a GPU whose memory can be mapped"
+)
+
+
+def mapped() -> int:
+    """How much memory is mapped in this process."""
+    gc.collect()
+    return sum(found.size for found in gc.get_objects() if isinstance(found, MappedMemory))
+
+
+@needs_mapping
+def test_memory_grows_where_it_lies_and_is_given_back():
+    assert not mapped()
+    memory = MappedMemory(torch.device("cuda"), 1)
+    values = memory.tensor(torch.int32)
+    values[:1000] = 7
+    memory.grow(256 << 20)
+    assert values.data_ptr() == memory.tensor(torch.int32).data_ptr() and memory.size == mapped() >= 256 << 20
+    values[1000 : 64 << 20] = 8
+    assert int(values[: 64 << 20].sum()) == 7 * 1000 + 8 * ((64 << 20) - 1000)
+    for size in (memory.reserved, memory.reserved + 1):
+        with pytest.raises(torch.OutOfMemoryError):
+            memory.grow(size)
+    assert int(values[:1000].sum()) == 7000
+    del memory
+    assert mapped() and int(values[:1000].sum()) == 7000  # a tensor holds it
+    del values
+    assert not mapped()
+
+
+@needs_mapping
+def test_a_graph_stays_when_the_cache_grows(monkeypatch):
+    monkeypatch.setattr(pages_module, "_LEAST_BYTES", 1)
+    model = tiny_model(layers=5, **WARM).cuda()
+    engine = Engine(*native.read(model), make_operations(True), cuda_graph=True)
+    requests = [Request(prompt(length, length, vocab=12), 30) for length in (20, 150, 700, 2500)]
+    expected = [alone(engine_for(model), request) for request in requests]
+    with Batch(engine, 4, engine.draft.read_tree(), 2600) as batch:
+        got: dict[int, list[int]] = {}
+        batch.enter_all(requests[:1])
+        steps_of(batch, got, 2)
+        steps, sizes = dict(engine._steps), []
+        for request in requests[1:]:
+            batch.enter_all([request])
+            steps_of(batch, got, 2)
+            sizes.append(engine.pool.pages)
+        while batch.running:
+            steps_of(batch, got, 1)
+    assert [got[slot] for slot in range(4)] == expected
+    assert all(engine._steps[key] is step for key, step in steps.items()) and len(set(sizes)) == 3
+
+
+@needs_mapping
+@pytest.mark.parametrize("options", [{}, {"cache_tokens": 200_000}], ids=["grown", "sized"])
+def test_restoring_gives_the_caches_memory_back(options):
+    model = tiny_model(layers=5, **WARM).cuda()
+    tokens, before = prompt(150, 3, vocab=12)[None].cuda(), torch.cuda.memory_allocated()
+    _, originals = optimize_eagle_with_triton(model, megakernel=False, **options)
+    model.eagenerate(tokens, max_new_tokens=10)
+    assert mapped() + torch.cuda.memory_allocated() - before > 32 << 20
+    originals.restore()
+    del originals
+    assert not mapped() and torch.cuda.memory_allocated() - before < 32 << 20
