@@ -15,10 +15,10 @@ so that every key is read once for the whole group and the products are tall eno
 | partial    | [B, Hkv, S, N * G, d]    | float32 | normalised output of each split (workspace)               |
 | lse        | [B, Hkv, S, N * G]       | float32 | log2 of each split's softmax denominator (workspace)      |
 
-S, the number of splits, follows from the static shapes, and how many of them share a sequence's rows from its length: a
-captured graph serves every length, and a result depends neither on the neighbours' lengths nor on the capacity. They
-share the rows evenly, half of them up to 64 tiles; the others leave at once. `_merge_kernel` sums the splits in index
-order: the same bits every run.
+S, the number of splits, follows from the static shapes of one sequence, and how many of them share its rows from its
+length: a captured graph serves every length, and a result depends neither on the batch nor on the capacity. They share
+the rows evenly, half of them up to 64 tiles; the others are empty. In a batch a program takes several splits in turn.
+`_merge_kernel` sums the splits in index order: the same bits every run.
 
 Numerics: products of the input dtype accumulated in fp32 (true fp32 for fp32 inputs), softmax in fp32 in the log2
 domain, one rounding of the weights to the values' dtype and one of the result. The maximum that is taken off the scores
@@ -271,7 +271,7 @@ def _attend(
 @triton.jit
 def attend_split(
     row_block,
-    split,
+    program,
     sequence,
     head,
     q_ptr,
@@ -307,6 +307,7 @@ def attend_split(
     WORDS: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -314,10 +315,10 @@ def attend_split(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Rows row_block * BLOCK_M .. of one head of one sequence over one split of the keys.
+    """Rows row_block * BLOCK_M .. of one head of one sequence over the splits program, program + PROGRAMS ...
 
-    PAGE: rows of a page, of which a sequence has several; 0: a sequence's rows lie in one page. The
-    result goes to `partial` and `lse`, with SPLITS 1 to `out`. A split without keys does nothing.
+    PAGE: rows of a page, of which a sequence has several; 0: a sequence's rows lie in one page. The result of a split
+    goes to `partial` and `lse`, with SPLITS 1 to `out`. One without keys has none.
     """
     batch, rows = sequence.to(tl.int64), nodes * GROUP
     row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -328,8 +329,9 @@ def attend_split(
     q_offset = node * stride_qn + query_head * stride_qh
     length = tl.minimum(tl.load(lengths_ptr + batch), capacity)
     oldest, newest = _span(length, nodes, capacity, window, WORDS, WINDOW, BLOCK_N)
-    first, last, active = _share(newest - oldest, split, BLOCK_N, SPLITS, MIN_TILES)
-    if split < active:
+    _, _, active = _share(newest - oldest, 0, BLOCK_N, SPLITS, MIN_TILES)
+    for split in tl.range(program, active, PROGRAMS, num_stages=1):
+        first, last, _ = _share(newest - oldest, split, BLOCK_N, SPLITS, MIN_TILES)
         q = tl.load(q_ptr + batch * stride_qb + (q_offset[:, None] + column[None, :]), mask=mask, other=0.0)
         first, last = oldest + first * BLOCK_N, tl.minimum(oldest + last * BLOCK_N, newest)
         if WORDS == 0:  # causal: nothing behind the block's last node
@@ -420,6 +422,7 @@ def _tree_attention_kernel(
     WORDS: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
@@ -428,9 +431,9 @@ def _tree_attention_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (row blocks, B * Hkv, SPLITS): a program attends BLOCK_M rows of one head over one split of the keys.
+    """Grid (row blocks, B * Hkv, PROGRAMS): a program attends BLOCK_M rows of one head over its splits of the keys.
 
-    Splits that are idle for every sequence come last, so that they hold nobody up.
+    Programs that are idle for every sequence come last, so that they hold nobody up.
     """
     if PDL == 2:
         tl.extra.cuda.gdc_wait()
@@ -474,6 +477,7 @@ def _tree_attention_kernel(
         WORDS,
         WINDOW,
         SPLITS,
+        PROGRAMS,
         MIN_TILES,
         TMA,
         BLOCK_M,
@@ -599,7 +603,8 @@ def _merge_kernel(
 
 
 class Settings(NamedTuple):
-    """How one shape is launched: up to `splits` programs share the keys, each with at least `min_tiles` tiles.
+    """How one shape is launched: the keys are split into up to `splits` parts of at least `min_tiles` tiles, which as
+    many `programs` share; these change no bit.
 
     block_m rows, block_n keys per tile (block_t in tiles with new keys); tma: committed keys come through a tensor
     descriptor; pdl: 1 lets the merge launch early, 2 the attention kernel too; maxnreg caps the registers.
@@ -608,6 +613,7 @@ class Settings(NamedTuple):
     block_m: int
     block_n: int
     splits: int
+    programs: int
     min_tiles: int
     num_warps: int
     num_stages: int
@@ -625,14 +631,16 @@ def settings_for(
     dtype: torch.dtype,
     capability: tuple[int, int] | None,
 ) -> Settings:
-    """The launch settings for `rows` = N * G query rows per key/value head; of lengths they know nothing.
+    """The launch settings for `rows` = N * G query rows per key/value head. Of lengths they know nothing, and `splits`
+    of the batch.
 
     `capability` is that of a CUDA device, None elsewhere. Measured on an H200 (bf16, 32/8 heads, d 128, pages of 64,
     graph replay over caches larger than L2; experiments that were not kept), both kernels together, µs. A split costs
-    4 µs before its first tile, and each of its tiles 0.6 to 1.1: few splits serve a batch, many a single sequence. 60
+    4 µs before its first tile, and each of its tiles 0.6 to 1.1: few programs serve a batch, many a single sequence. 60
     nodes of one sequence, 8 splits: 11.0, 15.6 and 31.1 at 512, 2048 and 8192 keys; with 4 11.1, 22.0 and 38.3. Of
     eight sequences, 2 splits 21.7 and 50.3 at 512 and 2048, 4 splits 27.9 and 57.1. 10 nodes, 32 splits: 7.2, 10.4,
-    17.4; of eight sequences 16 splits 16.8 and 30.4, 8 splits 13.5 and 26.1. A program that has no keys must load none
+    17.4; of eight sequences 16 splits 16.8 and 30.4, 8 splits 13.5 and 26.1, each with a program of its own; programs
+    with several splits have not been measured. A program that has no keys must load none
     of its queries: that took 2 µs. The number of a tile's page must be known a tile ahead: 37.7 instead of 31.4 at 8192
     keys. Descriptors do not matter up to 2048 keys, and save 2 % at 8192. A tile with new keys takes two to three times
     as long as another whatever its height, so block_t 64 beats 32. Dependent launch (pdl 2) takes 0.3 µs off at 60
@@ -650,16 +658,17 @@ def settings_for(
     if capability is None:  # 64 KiB of shared memory on the CDNA 3 GPUs this is compiled for
         num_stages = 1
     if rows > 1024:  # a chunk of a prompt fills the device with its row blocks
-        splits = 1
+        splits = programs = 1
     else:
-        programs = kv_heads * triton.cdiv(rows, block_m)  # of a split of one sequence
-        splits = max(1, min(264 // programs, max(528 // (programs * batch), 2), 32))
-        splits = 1 << (splits.bit_length() - 1)  # few variants to compile
+        for_a_split = kv_heads * triton.cdiv(rows, block_m)  # of one sequence
+        splits = _power_of_two(min(264 // for_a_split, 8 if capability is None else 32))
+        programs = min(_power_of_two(max(528 // (for_a_split * batch), 2)), splits)
     few_rows = rows <= 64
     return Settings(
         block_m,
         block_n,
         splits,
+        programs,
         1 if few_rows else 4,
         4,  # the megakernel's: launch.DRAFT_WARPS
         num_stages,
@@ -667,6 +676,11 @@ def settings_for(
         pdl=2 if hopper else 0,
         tma=hopper and rows > 16 and dtype != torch.float32,
     )
+
+
+def _power_of_two(count: int) -> int:
+    """The largest that is no more, at least 1: few variants to compile."""
+    return 1 << (max(count, 1).bit_length() - 1)
 
 
 def settings_for_pieces(use: Settings, rows: int, heads: int) -> Settings:
@@ -678,7 +692,9 @@ def settings_for_pieces(use: Settings, rows: int, heads: int) -> Settings:
     (an experiment that was not kept).
     """
     fills = heads * triton.cdiv(rows, use.block_m) >= 96
-    return use._replace(splits=1, pdl=0) if fills else use._replace(splits=16, min_tiles=1)
+    if fills:
+        return use._replace(splits=1, programs=1, pdl=0)
+    return use._replace(splits=16, programs=16, min_tiles=1)
 
 
 def tree_attention(
@@ -769,7 +785,7 @@ def _launch(
         "BLOCK_N": use.block_n,
         "BLOCK_D": block_d,
     }
-    compiled = launch(_tree_attention_kernel, (triton.cdiv(rows, use.block_m), batch * kv_heads, use.splits))(
+    compiled = launch(_tree_attention_kernel, (triton.cdiv(rows, use.block_m), batch * kv_heads, use.programs))(
         q,
         cache,
         desc,
@@ -791,6 +807,7 @@ def _launch(
         **shared,
         STRIDE_T=cache.stride(3),
         PAGE=kv_cache.page_rows(cache, table),
+        PROGRAMS=use.programs,
         TMA=desc is not None,
         BLOCK_M=use.block_m,
         BLOCK_T=use.block_t,

@@ -1,6 +1,7 @@
 """Shared by all tests: without a GPU, kernels run in Triton's interpreter, which must be chosen before its import."""
 
 import os
+import signal
 
 import torch
 
@@ -8,21 +9,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
-import triton.language as tl
-from triton.runtime import interpreter
 
-_patch_language = interpreter._patch_lang
+from tests import faster_interpreter
 
+# What a shell runs in the background ignores Ctrl+C, and so does what it starts: tests that interrupt could not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
-def _patch_language_once(function):
-    """Leave alone what the launch has patched: the interpreter looks through the language in every device function, in
-    a third of its time."""
-    languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
-    if any(tl.core.is_builtin(language.load) for language in languages):
-        return _patch_language(function)
-
-
-interpreter._patch_lang = _patch_language_once
+if os.environ.get("TRITON_INTERPRET") == "1":
+    faster_interpreter.install()
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.mixers import AcceptedPath, Mixer, MixerCache
 from eagle_triton.engine.model import target_forward
 from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.slots import bytes_of
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.reference.attention import ancestor_matrix
@@ -67,7 +68,7 @@ class Recurrence(Mixer):
     def cache_shape(self) -> int:
         return len(self.weight)
 
-    def new_cache(self, layers, slots, capacity, dtype, device) -> RecurrentCache:
+    def new_cache(self, layers, slots, pages, dtype, device) -> RecurrentCache:
         return RecurrentCache(torch.zeros(layers, slots, len(self.weight), dtype=dtype, device=device))
 
     def forward(self, ops, x, cache, rows) -> Tensor:
@@ -173,7 +174,7 @@ def test_states_after_every_step_are_those_of_the_committed_tokens_from_scratch(
             sequences = [batch.tokens(slot) for slot in range(3)]
             assert sequences[0].shape != sequences[2].shape
             states = batch.sequences.caches.caches[0].states.clone()
-            fresh = engine.view.new_caches(1, 512)
+            fresh = engine.view.new_caches(SlotPages.whole(1, 512, torch.device("cpu")))
             for slot, sequence in enumerate(sequences):
                 fresh.clear()
                 feed(engine, fresh, sequence)
@@ -225,11 +226,11 @@ def test_equal_prompts_are_computed_once_and_drafted_alike(pair):
 def test_layers_of_other_shapes_have_caches_of_their_own(pair):
     engine, _ = pair
     view = engine.view
-    recurrent, attention = view.new_caches(4, 512).caches
-    assert recurrent.states.shape == (3, 4, 64) and attention.data.shape == (2, 2, 4, 2, 512, 16)
+    recurrent, attention = view.new_caches(SlotPages.whole(4, 512, torch.device("cpu"))).caches
+    assert recurrent.states.shape == (3, 4, 64) and attention.data.shape == (2, 2, 33, 2, 64, 16)  # page 0 is nobody's
     narrow = replace(view.layers[1].mixer, num_kv_heads=1)
     mixed = replace(view, layers=(view.layers[1], replace(view.layers[1], mixer=narrow), view.layers[1]))
-    caches = mixed.new_caches(4, 512, torch.device("meta"))
-    assert [cache.data.shape[:4] for cache in caches.caches] == [(2, 2, 4, 2), (1, 2, 4, 1)]
+    caches = mixed.new_caches(SlotPages.whole(4, 512, torch.device("meta")))
+    assert [cache.data.shape[:4] for cache in caches.caches] == [(2, 2, 33, 2), (1, 2, 33, 1)]
     assert [caches.layer(i).data.shape[2] for i in range(3)] == [2, 1, 2]
-    assert bytes_of(caches) == (2 * 2 + 1) * 2 * 4 * 512 * 16 * 4
+    assert bytes_of(caches) == (2 * 2 + 1) * 2 * 33 * 64 * 16 * 4

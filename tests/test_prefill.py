@@ -207,7 +207,7 @@ def test_prompts_are_read_between_steps(packed, in_flight):
         steps_of(batch, got, 1)
         assert not batch.reading and batch.enter_all([long, twin]) == [1, 2] and batch.free == [3]
         steps_of(batch, got, 1)
-        assert batch.reading  # at least what is the twin's own
+        assert batch.reading == packed  # what is the twin's own; in turn, it takes all of the other's
         while batch.running:
             steps_of(batch, got, 1)
     assert [got[slot] for slot in range(3)] == expected

@@ -316,9 +316,9 @@ class Batch:
         slots = self._reserve(requests)
         with self._in_use():
             try:
-                entering = [entry for slot in slots if (entry := self._entries[slot]) is not None]
-                while not all(entry.decodes for entry in entering):
+                while any(self._read.get(slot) is not self._entries[slot] for slot in slots):
                     self._read_prompts(None)
+                self._begin_read()
                 broken = self._broken(slots)
             except BaseException:
                 self._give_up(slots)
@@ -414,21 +414,26 @@ class Batch:
         return len(request.prompt) + request.max_new_tokens + overshoot + self._room
 
     def _read_prompts(self, most: int | None) -> int:
-        """Launch the next forward over prompts, of about `most` tokens, and begin what is read to the end.
+        """Launch the next forward over prompts, of about `most` tokens, and return how many it reads.
 
-        Returns how many tokens it reads. What fails on the way touches nobody who decodes, and is done again next time.
+        What fails on the way touches nobody who decodes, and is done again next time.
         """
-        draft, tokens = self.engine.draft if self._drafts else None, 0
-        if self._prompts:
-            forward = self._prompts.next(most)
-            self._prefill.read(forward, draft)
-            with self._must_finish():
-                self._prompts.take(forward)
-                for slot in forward.ended:
-                    self._finish_prompt(slot)
-            tokens = forward.tokens
+        forward = self._prompts.next(most)
+        self._prefill.read(forward, self.engine.draft if self._drafts else None)
+        with self._must_finish():
+            self._prompts.take(forward)
+            for slot in forward.ended:
+                self._finish_prompt(slot)
+        return forward.tokens
+
+    def _begin_read(self) -> None:
+        """Begin with all prompts that are read to the end, at once: it takes a pass of the draft over the whole batch.
+
+        What fails on the way is done again next time.
+        """
         begun = {slot: entry for slot, entry in self._read.items() if entry is self._entries[slot]}
         if begun:
+            draft = self.engine.draft if self._drafts else None
             mode = self._mode([entry.request for entry in self._entries if entry])
             nan = self._prefill.begin(list(begun), draft, self.state, mode)
             self._levels = self.state.spec.beam_levels  # all trees have grown anew
@@ -436,7 +441,6 @@ class Batch:
             for entry in begun.values():
                 entry.decodes = True
         self._read = {}
-        return tokens
 
     def _finish_prompt(self, source: int) -> None:
         """A slot's prompt is read: give it to those that wait for the same."""
@@ -510,8 +514,9 @@ class Batch:
         """Read prompts that wait: as many tokens as those who decode may wait for, or all if nobody does."""
         decoding = any(entry.decodes for entry in self._entries if entry is not None)
         self._reads, taken = self.reading, 0
-        while self.reading and not (decoding and taken >= self.prompt_tokens):
+        while self._prompts and not (decoding and taken >= self.prompt_tokens):
             taken += self._read_prompts(self.prompt_tokens - taken if decoding else None)
+        self._begin_read()
 
     def _read_report(self) -> list[Progress]:
         """What the oldest step in flight did for the requests that are still there."""

@@ -59,13 +59,13 @@ class _Reading:
 
 
 class PromptQueue:
-    """Prompts that wait or are half read. Where no pages are shared, of equal ones the first is read, and copied to the
-    others."""
+    """Prompts that wait or are half read. Where no pages are shared, or each is a forward of its own, of equal ones the
+    first is read, and copied to the others."""
 
     def __init__(self, packed: bool, unread: set[int] | None = None):
         """packed: in pieces, several in a forward; else a prompt is one piece and one forward. unread: the shared pages
         that are still to be read, which the queue takes out as it reads them; None: no pages are shared."""
-        self._packed, self._copies = packed, unread is None
+        self._packed, self._copies = packed, not packed or unread is None
         self._unread = set() if unread is None else unread
         self._readings: dict[int, _Reading] = {}  # in the order in which they came
         self._twins: dict[int, list[int]] = {}  # of each slot that is read, those that take its prompt

@@ -614,6 +614,7 @@ def draft_verify_update_kernel(
                     WORDS,
                     False,
                     KEY_SPLITS,
+                    KEY_SPLITS,
                     MIN_TILES,
                     False,
                     ROWS_M,

@@ -45,8 +45,8 @@ def _cases(
     tma = use.tma and not window
     constexprs = {
         "D": width, "STRIDE_T": width, "GROUP": GROUP, "HEADS": KV_HEADS, "WORDS": words, "WINDOW": window,
-        "SPLITS": use.splits, "MIN_TILES": use.min_tiles, "TMA": tma, "PDL": use.pdl, "BLOCK_M": use.block_m,
-        "BLOCK_N": use.block_n, "BLOCK_T": use.block_t, "BLOCK_D": width, "PAGE": page or 0,
+        "SPLITS": use.splits, "PROGRAMS": use.programs, "MIN_TILES": use.min_tiles, "TMA": tma, "PDL": use.pdl,
+        "BLOCK_M": use.block_m, "BLOCK_N": use.block_n, "BLOCK_T": use.block_t, "BLOCK_D": width, "PAGE": page or 0,
         **({"table_ptr": None} if page is None else {}),
         **({} if words else {"ancestors_ptr": None}), **({} if tma else {"cache_desc": None}),
         **({} if use.splits > 1 else {"partial_ptr": None, "lse_ptr": None}),
