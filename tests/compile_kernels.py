@@ -1,12 +1,13 @@
 """Compile every kernel, in the settings used in production, for four targets; needs no GPU.
 
-    python tests/compile_kernels.py [stem ...]
+    python tests/compile_kernels.py [--every] [stem ...]
 
 Reads CASES from tests/compile_cases/<stem>.py: tuples (name, kernel, signature, constexprs, options) as
 triton.compiler.ASTSource takes them; `options` may hold "targets", the architectures to which a case is limited,
 "aligned", the names of integer arguments that are multiples of 16 (pointers always are), "without", words that must
-not stand in its PTX, and "local", the bytes of local memory it may use on sm_90. Prints one line per case and target;
-the exit status is 1 if a case fails to compile or uses more local memory there, which is none unless a case says so.
+not stand in its PTX, and "local", the bytes of local memory it may use on sm_90. All cases are compiled for sm_90, for
+the other targets the first of each kernel, with --every all. Prints one line per case and target; the exit status is 1
+if a case fails to compile or uses more local memory on sm_90, which is none unless a case says so.
 Runs in a process of its own because the interpreter, once chosen, stays.
 """
 
@@ -51,13 +52,16 @@ class Usage(NamedTuple):
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("stems", nargs="*", help="case files to compile, without .py; all if left out")
-    stems = parser.parse_args(argv).stems or sorted(path.stem for path in CASES.glob("[!_]*.py"))
-    jobs = [
-        (stem, index, arch)
-        for stem in stems
-        for index, case in enumerate(_cases(stem))
-        for arch in case[4].get("targets", TARGETS)
-    ]
+    parser.add_argument("--every", action="store_true", help="all cases for all targets")
+    options = parser.parse_args(argv)
+    jobs = []
+    for stem in options.stems or sorted(path.stem for path in CASES.glob("[!_]*.py")):
+        compiled = set()
+        for index, (_, kernel, *_, case_options) in enumerate(_cases(stem)):
+            for arch in case_options.get("targets", TARGETS):
+                if options.every or arch == "sm_90" or (kernel, arch) not in compiled:
+                    jobs.append((stem, index, arch))
+                compiled.add((kernel, arch))
     failed = 0
     with ProcessPoolExecutor(max_workers=min(len(jobs), os.cpu_count() or 1)) as pool:
         for (stem, index, arch), result in zip(jobs, pool.map(_compile, jobs), strict=True):

@@ -41,7 +41,8 @@ def same_dtype(q, cache, lengths, ancestors, scale, window=None):
     """What plain torch gives in q's own dtype: the measure of how much rounding is to be expected."""
     _, nodes, heads, _ = q.shape
     cache = torch.nan_to_num(cache)
-    visible = reference._visible(lengths, ancestors, nodes, cache.shape[3], window)
+    matrix = None if ancestors is None else reference.ancestor_matrix(ancestors, 64 * ancestors.shape[2])
+    visible = reference._visible(lengths, matrix, nodes, cache.shape[3], window)
     keys, values = cache.repeat_interleave(heads // cache.shape[2], dim=2)
     scores = (q.transpose(1, 2) @ keys.transpose(2, 3)) * scale
     weights = scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1).nan_to_num()

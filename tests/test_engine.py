@@ -69,8 +69,8 @@ DISTRIBUTIONS = {
     ("case", "strategy"), [*((case, "target_match") for case in DISTRIBUTIONS), ("top-k-top-p", "rejection")]
 )
 def test_joint_law_of_three_tokens_is_the_targets(case, strategy):
-    """64,000 samples against exact enumeration of 5^3 outcomes, total variation < 0.01 (chance alone gives 0.006)."""
-    vocabulary, samples, batch = 5, 64_000, 8000
+    """20,000 samples against exact enumeration of 5^3 outcomes, total variation < 0.018 (chance alone gives 0.011)."""
+    vocabulary, samples, batch = 5, 20_000, 4000
     sampling, tree = DISTRIBUTIONS[case]
     model = tiny_model(eagle3=False, vocab=vocabulary, layers=2, seed=3, **tree)
     model.base_model.lm_head.weight.data.mul_(2.5)  # a peaked distribution: fewer likely outcomes, less noise
@@ -89,7 +89,7 @@ def test_joint_law_of_three_tokens_is_the_targets(case, strategy):
         digits = torch.stack(rows)[:, 3:] @ torch.tensor([vocabulary**2, vocabulary, 1])
         counts += torch.bincount(digits, minlength=vocabulary**3)
     assert accepted > 0
-    assert 0.5 * (counts / samples - distribution).abs().sum() < 0.01
+    assert 0.5 * (counts / samples - distribution).abs().sum() < 0.018
     assert (counts[distribution == 0] == 0).all(), "a token outside the distribution's support was emitted"
 
 

@@ -14,6 +14,7 @@ from eagle_triton.engine.mixers import Attention, Rows
 from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.modules import project
 from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.stop_rules import generate
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
@@ -98,7 +99,8 @@ def test_attention_is_the_modules(kernels, dtype):
     ops, model = make_operations(kernels), tiny_qwen3_5(1).to(dtype)
     attention = view_of(model).layers[0].mixer
     chain, tree = (torch.randn(2, count, 64).to(DEVICE, dtype) for count in (max(LENGTHS), len(PARENTS)))
-    cache = attention.new_cache(1, 2, 32, dtype, torch.device(DEVICE)).layer(0)
+    pages = SlotPages.whole(2, 64, torch.device(DEVICE))
+    cache = attention.new_cache(1, 2, pages, dtype, torch.device(DEVICE)).layer(0)
     zeros, lengths = (torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in ((0, 0), LENGTHS))
     order = torch.arange(max(LENGTHS), dtype=torch.int32, device=DEVICE)
     depths = tree_of(0, PARENTS).sum(-1).int().to(DEVICE) - 1

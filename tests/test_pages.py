@@ -308,20 +308,20 @@ def test_a_full_cache_refuses_and_loses_nothing():
     engine, plain = packing(**SMALL)
     engine.cache_tokens = 12 * PAGE_ROWS
     engine.clear()
-    small, large = Request(prompt(40), 20), Request(prompt(300), 100)
+    small, large = Request(prompt(40), 20), Request(prompt(560), 20)
     expected = [alone(plain, request) for request in (small, large)]
-    with Batch(engine, 4, engine.draft.read_tree(), 900) as batch:
-        batch.admit_all([small, replace(small)])
+    with Batch(engine, 5, engine.draft.read_tree(), 900) as batch:
+        batch.admit_all([small, replace(small), replace(small)])
         assert not batch.has_room([large]) and batch.has_room([replace(small)])
         with pytest.raises(CacheFullError, match="in a cache of 12"):
             batch.admit(large)
         with pytest.raises(CacheFullError):
             batch.enter_all([replace(small), large])
-        assert batch.running == [0, 1] and batch.free == [2, 3]
+        assert batch.running == [0, 1, 2] and batch.free == [3, 4]
         with pytest.raises(ValueError, match="cache_tokens: a prompt of 700 tokens"):
             batch.admit(Request(prompt(700), 100))
         results = drain(batch)
-        assert [tokens for tokens, _ in results.values()] == [expected[0]] * 2
+        assert [tokens for tokens, _ in results.values()] == [expected[0]] * 3
         batch.admit(large)
         assert drain(batch)[id(large)][0] == expected[1]
         assert engine.pool.pages == 12 and not engine.pool.held

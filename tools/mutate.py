@@ -267,9 +267,31 @@ MUTATIONS = [
     Mutation(
         "a failed forward is not read again",
         "engine/batch.py",
-        "            self._prefill.read(forward, draft)\n",
-        "            self._prompts.take(forward)\n            self._prefill.read(forward, draft)\n",
+        "        self._prefill.read(forward, self.engine.draft if self._drafts else None)\n",
+        "        self._prompts.take(forward)\n"
+        "        self._prefill.read(forward, self.engine.draft if self._drafts else None)\n",
         "tests/test_prefill.py -k interrupt_while",
+    ),
+    Mutation(
+        "random numbers come again after a pause",
+        "engine/batch.py",
+        "waiting.waits, waiting.steps = entry.found, True, entry.steps",
+        "waiting.waits, waiting.steps = entry.found, True, 0",
+        "tests/test_pauses.py -k random_numbers",
+    ),
+    Mutation(
+        "who came first pauses",
+        "engine/batch.py",
+        "return max(may, key=lambda pair: pair[1].turn)[0]",
+        "return min(may, key=lambda pair: pair[1].turn)[0]",
+        "tests/test_pauses.py -k who_came_first",
+    ),
+    Mutation(
+        "a request that comes overtakes those that wait for room",
+        "engine/batch.py",
+        "        if requests and any(entry.waits for entry in self._entries if entry is not None):\n",
+        "        if False:\n",
+        "tests/test_pauses.py -k overtakes",
     ),
     Mutation(
         "a page that is shared goes with the first who leaves",

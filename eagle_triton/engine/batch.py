@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import weakref
@@ -18,7 +19,7 @@ from torch import Tensor
 from eagle_triton.engine import skipped_features
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import ReportQueue
-from eagle_triton.engine.pages import PAGE_ROWS, Beginning
+from eagle_triton.engine.pages import PAGE_ROWS, Beginning, CacheFullError
 from eagle_triton.engine.prefill import NaNLogitsError, grow_first_tree
 from eagle_triton.engine.prompt_queue import PromptQueue
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -27,7 +28,7 @@ from eagle_triton.engine.step import Mode
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.engine.upload import to_device, upload
 from eagle_triton.reference.logit_processing import LogitRules
-from eagle_triton.reference.verification import ERROR, FAULT, LENGTH, REASON, STOP, Verification
+from eagle_triton.reference.verification import ERROR, FAULT, LENGTH, REASON, REPORT_TOKENS, STOP, Verification
 
 MIN_SCRATCH_ROWS = 128  # rows kept free behind a sequence, so that most trees may be changed to while it runs
 PROMPT_TOKENS = 512  # of a prompt that are read between two steps: some 15 ms at 8B's shape on an H200
@@ -92,17 +93,25 @@ class Progress:
 class _SlotEntry:
     """A request in its slot; only its identity tells it from one that comes later.
 
-    prompt: on the host. beginning: by which its pages are found. tokens: committed behind the prompt, as far as reports
-    tell. decodes: its prompt is read. gamma: how deep its next trees may be, as far as reports tell: it rises at once,
-    and falls by one a step. found: tokens of its prompt that pages held already.
+    prompt: what is read before it decodes, on the host: behind a pause, all that was committed before. beginning: by
+    which its pages are found. turn: the smaller, the earlier it came. tokens: committed behind what was read, as far as
+    reports tell. decodes: its prompt is read. waits: for room, and holds none. steps: whose random numbers it has used.
+    gamma: how deep its next trees may be, as far as reports tell: it rises at once, and falls by one a step. found:
+    tokens of its prompt that pages held already. room: rows that its pages have.
     """
 
-    def __init__(self, request: Request, prompt: Tensor, beginning: Beginning):
-        self.request, self.prompt, self.beginning = request, prompt, beginning
+    def __init__(self, request: Request, prompt: Tensor, beginning: Beginning, turn: int):
+        self.request, self.prompt, self.beginning, self.turn = request, prompt, beginning, turn
         self.tokens: list[int] = []
-        self.decodes = False
+        self.decodes = self.waits = False
+        self.steps = 0
         self.gamma = math.inf
-        self.found = 0
+        self.found = self.room = 0
+
+    @property
+    def committed(self) -> Tensor:
+        """All its tokens, as far as reports tell: int64 [L], on the host."""
+        return torch.cat((self.prompt, torch.tensor(self.tokens, dtype=torch.int64, device="cpu")))
 
 
 class _Begun(NamedTuple):
@@ -196,6 +205,9 @@ class Batch:
             self.prompt_tokens = prompt_tokens
             self._read: dict[int, _SlotEntry] = {}  # prompts that are read, and have not begun
             self._begun: list[_Begun] = []  # since the last step was launched
+            self._came = 0  # requests so far
+            self._unread = 0  # steps that were launched and will not be read
+            self._failed: list[Progress] = []  # requests for which there is no room even alone
             self._levels = spec.beam_levels  # that were scored for the trees to be verified next
             self._plain_steps: int | None = None  # since the draft knew all; None while it does
         except BaseException:
@@ -307,7 +319,9 @@ class Batch:
         """Prefill a request into a free slot, which is returned. The others notice nothing, also if this fails.
 
         Raises RuntimeError if no slot is free or the target's logits are NaN after the prompt, CacheFullError (a
-        RuntimeError) if the others leave no room in the cache, ValueError if the request never fits.
+        RuntimeError) if the others leave no room in the cache, ValueError if the request never fits. Room is taken as
+        the request decodes; where there is none, requests that came last pause until there is, and read again what
+        their pages held.
         """
         return self.admit_all([request])[0]
 
@@ -339,8 +353,9 @@ class Batch:
     def has_room(self, requests: Iterable[Request]) -> bool:
         """Whether requests fit into free slots and into the cache now, as far as is known without trying."""
         requests = list(requests)
-        pages = sum(-(-self._rows_of(request) // PAGE_ROWS) for request in requests)
-        return len(requests) <= len(self.free) and self.sequences.pages.pool.has_room(pages)
+        if len(requests) > len(self.free) or any(entry.waits for entry in self._entries if entry is not None):
+            return False
+        return self._has_room(sum(self._first_pages(request, len(request.prompt)) for request in requests))
 
     def never_fits(self, request: Request) -> str | None:
         """Why the cache has no room for a request even if nobody else is there; None: it has."""
@@ -367,40 +382,50 @@ class Batch:
         slots = self.free[: len(requests)]
         if len(slots) < len(requests):
             raise RuntimeError(f"{len(requests)} requests do not fit into {len(slots)} free slots; step until some end")
-        mode = self._mode([*requests, *(entry.request for entry in self._entries if entry)])
+        if requests and any(entry.waits for entry in self._entries if entry is not None):
+            raise CacheFullError("requests that came before wait for room in the cache")
         entering = {slot: self._entry_of(request) for slot, request in zip(slots, requests, strict=True)}
-        pages = self.sequences.pages
         with self._in_use():
-            try:
-                found = pages.take(
-                    {slot: self._rows_of(entry.request) for slot, entry in entering.items()},
-                    {slot: entry.beginning for slot, entry in entering.items()},
-                )
-                if mode.processed:
-                    self.sequences.add_rules()
-                self._change_tree(mode)
-                self._set_up(entering, mode)
-            except BaseException:  # the others have not been touched
-                self.sequences.lengths[slots] = 0
-                for slot in reversed(slots):
-                    pages.give(slot)
-                raise
-            with self._must_finish():
-                if slots:
-                    pages.write(slots)
-                shared = {slot: pages.of(slot)[: len(entry.beginning.keys)] for slot, entry in entering.items()}
-                self._prompts.add({slot: entry.prompt for slot, entry in entering.items()}, shared)
-                for slot, entry in entering.items():
-                    self.lengths[slot] = len(entry.prompt)
-                    entry.found = found[slot] * PAGE_ROWS
-                    if entry.found:
-                        self.engine.ops.calls["prompt_tokens_found"] += entry.found
-                    self._entries[slot] = entry
+            self._put(entering)
+        for entry in entering.values():
+            if entry.found:
+                self.engine.ops.calls["prompt_tokens_found"] += entry.found
         return slots
+
+    def _put(self, entering: dict[int, _SlotEntry]) -> None:
+        """Give slots pages for what they read first, and let it wait to be read. What fails leaves the others as they
+        were."""
+        mode = self._mode([entry.request for entry in (*entering.values(), *self._entries) if entry is not None])
+        pages, slots = self.sequences.pages, list(entering)
+        if self._spec != self.state.spec:
+            self._make_room()  # for others' trees of the new shape
+        try:
+            rows = {slot: self._first_rows(entry.request, len(entry.prompt)) for slot, entry in entering.items()}
+            found = pages.take(rows, {slot: entry.beginning for slot, entry in entering.items()})
+            if mode.processed:
+                self.sequences.add_rules()
+            self._change_tree(mode)
+            self._set_up(entering, mode)
+        except BaseException:
+            self.sequences.lengths[slots] = 0
+            for slot in reversed(slots):
+                pages.give(slot)
+            raise
+        with self._must_finish():
+            if slots:
+                pages.write(slots)
+            shared = {slot: pages.of(slot)[: len(entry.beginning.keys)] for slot, entry in entering.items()}
+            self._prompts.add({slot: entry.prompt for slot, entry in entering.items()}, shared)
+            for slot, entry in entering.items():
+                self.lengths[slot] = len(entry.prompt)
+                entry.found = found[slot] * PAGE_ROWS
+                self._entries[slot] = entry
+                self._note_room(slot)
 
     def _entry_of(self, request: Request) -> _SlotEntry:
         prompt = request.prompt.to("cpu", copy=True)  # the caller may write another one there
-        return _SlotEntry(request, prompt, self._beginning_of(prompt))
+        self._came += 1
+        return _SlotEntry(request, prompt, self._beginning_of(prompt), self._came)
 
     def _beginning_of(self, tokens: Tensor, known: Sequence[bytes] = ()) -> Beginning:
         """By which pages with these tokens are found; by nothing where none are shared."""
@@ -412,6 +437,102 @@ class Batch:
         """How many rows a request may take."""
         overshoot = 0 if request.exact else self._spec.depth
         return len(request.prompt) + request.max_new_tokens + overshoot + self._room
+
+    def _rows_ahead(self, steps: int) -> int:
+        """How many rows behind the committed ones so many steps may write, and those that are not read yet."""
+        specs = [self._spec, self.state.spec, *(flight.state.spec for flight in self._in_flight)]
+        scratch = max(map(scratch_rows, specs))
+        if self._plain_steps is not None:
+            scratch = max(scratch, skipped_features.ROWS + 1)
+        steps += len(self._in_flight) + self._unread
+        return steps * (max(spec.depth for spec in specs) + 1) + scratch
+
+    def _first_rows(self, request: Request, length: int) -> int:
+        """How many rows a request takes that begins, or goes on, with `length` tokens: enough for its first steps."""
+        return min(length + self._rows_ahead(self.max_in_flight + 1), self._rows_of(request))
+
+    def _first_pages(self, request: Request, length: int) -> int:
+        return -(-self._first_rows(request, length) // PAGE_ROWS)
+
+    def _has_room(self, pages: int) -> bool:
+        """Whether there are so many pages for somebody who comes, and one for each who is there to go on with."""
+        there = sum(entry is not None and not entry.waits for entry in self._entries)
+        return self.sequences.pages.pool.has_room(pages + there)
+
+    def _make_room(self) -> None:
+        """Let all who decode have pages for what the next step may write. Where there are none, the last pauses."""
+        pages, ahead = self.sequences.pages, self._rows_ahead(1)
+        wanted = []
+        for slot, entry in enumerate(self._entries):
+            if entry is not None and entry.decodes and self.lengths[slot] + ahead > entry.room:
+                wanted.append((entry.turn, slot, min(self.lengths[slot] + ahead, self._rows_of(entry.request))))
+        grown = []
+        for _, slot, rows in sorted(wanted):
+            while self._decodes(slot):
+                try:
+                    if pages.extend(slot, rows):
+                        grown.append(slot)
+                    break
+                except CacheFullError:
+                    self._pause(self._last_to_come())
+        grown = [slot for slot in grown if self._decodes(slot)]
+        with self._must_finish():
+            if grown:
+                pages.write(grown)
+            for slot in grown:
+                self._note_room(slot)
+
+    def _note_room(self, slot: int) -> None:
+        """How many rows a request's pages have, where it is looked at in every step."""
+        entry = self._entries[slot]
+        assert entry is not None
+        entry.room = len(self.sequences.pages.of(slot)) * PAGE_ROWS
+
+    def _decodes(self, slot: int) -> bool:
+        entry = self._entries[slot]
+        return entry is not None and entry.decodes
+
+    def _last_to_come(self) -> int:
+        """The slot that pauses next: of the request that came last, but for those whose prompts others take."""
+        may = [pair for pair in self._entries_that(wait=False) if not self._prompts.reads_for_others(pair[0])]
+        return max(may, key=lambda pair: pair[1].turn)[0]
+
+    def _pause(self, slot: int) -> None:
+        """Take a request's pages from it until there is room to go on."""
+        entry = self._entries[slot]
+        assert entry is not None
+        waiting = _SlotEntry(entry.request, entry.committed, entry.beginning, entry.turn)
+        waiting.beginning = self._beginning_of(waiting.prompt, entry.beginning.keys)
+        waiting.found, waiting.waits, waiting.steps = entry.found, True, entry.steps
+        with self._must_finish():
+            self._empty(slot)
+            self._entries[slot] = waiting
+            self.engine.ops.calls["requests_paused"] += 1
+
+    def _go_on(self) -> None:
+        """Let requests that wait for room read their tokens again, the first to come first, as far as there is any."""
+        while waiting := self._entries_that(wait=True):
+            slot, entry = min(waiting, key=lambda pair: pair[1].turn)
+            others = bool(self._entries_that(wait=False))
+            if others and not self._has_room(self._first_pages(entry.request, len(entry.prompt))):
+                return
+            going = copy.copy(entry)
+            going.waits = False
+            try:
+                self._put({slot: going})
+            except CacheFullError as error:
+                if others:
+                    return
+                self._empty(slot)
+                self._failed.append(
+                    Progress(slot, entry.request, [], self._spec, 0, 0, 0, 0, REASONS[ERROR], str(error))
+                )
+                return
+            going.found = entry.found
+
+    def _entries_that(self, wait: bool) -> list[tuple[int, _SlotEntry]]:
+        """Slots and requests that wait for room, or those that have it."""
+        return [(slot, entry) for slot, entry in enumerate(self._entries) if entry is not None and entry.waits == wait]
 
     def _read_prompts(self, most: int | None) -> int:
         """Launch the next forward over prompts, of about `most` tokens, and return how many it reads.
@@ -440,6 +561,7 @@ class Batch:
             self._begun.append(_Begun(begun, nan))
             for entry in begun.values():
                 entry.decodes = True
+                entry.steps += 1
         self._read = {}
 
     def _finish_prompt(self, source: int) -> None:
@@ -487,31 +609,43 @@ class Batch:
     def launch(self) -> None:
         """Launch the next step without reading what it does: for timing, at the end of a batch."""
         with self._in_use():
+            self._make_room()
             step, levels = self._next_step()
             with self._must_finish():
                 step()
                 self._levels = levels
+                self._unread += 1
 
     def _step(self) -> list[Progress]:
         while self.running:
-            while len(self._in_flight) < self.max_in_flight:
+            while len(self._in_flight) < self.max_in_flight and not self._failed:
                 self._take_prompts()
-                assert any(entry.decodes for entry in self._entries if entry is not None), "nobody can go on"
-                step, levels = self._next_step()
-                with self._must_finish():
-                    step()
-                    self._reports.send(self.state.report)
-                    entries = [entry if entry is not None and entry.decodes else None for entry in self._entries]
-                    self._in_flight.append(_InFlight(entries, self.state, self._levels, self._begun, self._reads))
-                    self._levels, self._begun = levels, []
+                self._make_room()
+                if any(entry is not None and entry.decodes for entry in self._entries):
+                    self._launch_step()
             with self._must_finish():
-                progress = self._read_report()
+                progress = self._read_report() if self._in_flight else []
+            progress, self._failed = [*progress, *self._failed], []
             if progress:  # else it was launched for requests that had ended
                 return progress
         return []
 
+    def _launch_step(self) -> None:
+        """Launch the next step, to be read later."""
+        step, levels = self._next_step()
+        with self._must_finish():
+            step()
+            self._reports.send(self.state.report)
+            entries = [entry if entry is not None and entry.decodes else None for entry in self._entries]
+            for entry in entries:
+                if entry is not None:
+                    entry.steps += 1
+            self._in_flight.append(_InFlight(entries, self.state, self._levels, self._begun, self._reads))
+            self._levels, self._begun = levels, []
+
     def _take_prompts(self) -> None:
         """Read prompts that wait: as many tokens as those who decode may wait for, or all if nobody does."""
+        self._go_on()
         decoding = any(entry.decodes for entry in self._entries if entry is not None)
         self._reads, taken = self.reading, 0
         while self._prompts and not (decoding and taken >= self.prompt_tokens):
@@ -520,24 +654,25 @@ class Batch:
 
     def _read_report(self) -> list[Progress]:
         """What the oldest step in flight did for the requests that are still there."""
-        entries, state, levels, begun, reads = self._in_flight.popleft()
-        report = self._reports.receive()
-        rows, values = report.tolist(), state.logprobs_of(report).tolist()
+        flight = self._in_flight.popleft()
+        report, state = self._reports.receive(), flight.state
+        rows = report.tolist()
+        logprobs = state.logprobs_of(report).tolist() if self._logprobs else None
         guided = state.guide_of(report).tolist() if state.spec.adaptive else None
         if any(row[REASON] == FAULT for row in rows):
             raise self.engine.disable_megakernel()
         progress = []
-        for slot, entry in enumerate(entries):
+        for slot, entry in enumerate(flight.entries):
             if entry is not None and entry is self._entries[slot]:
-                if any(entry is those.entries.get(slot) and bool(those.nan[slot]) for those in begun):
+                if any(entry is those.entries.get(slot) and bool(those.nan[slot]) for those in flight.begun):
                     rows[slot][: len(_FAILED)] = _FAILED
-                row = self._progress(slot, entry.request, state.spec, levels, rows[slot], values[slot])
-                row = replace(row, behind_prompts=reads)
+                reading = None
                 if guided is not None:
                     h_norm, h_ema, gamma, following = guided[slot]
-                    row = replace(row, egag=_reading(h_norm, h_ema, gamma, levels))
+                    reading = _reading(h_norm, h_ema, gamma, flight.levels)
                     entry.gamma = following if math.isinf(entry.gamma) else max(following, entry.gamma - 1)
-                progress.append(row)
+                values = None if logprobs is None else logprobs[slot]
+                progress.append(self._progress(slot, entry.request, flight, rows[slot], values, reading))
         for row in progress:
             self.lengths[row.slot] += len(row.tokens)
             if (entry := self._entries[row.slot]) is not None:
@@ -587,14 +722,15 @@ class Batch:
         """Set up some slots, whose prompts are read later, and which have no pages yet."""
         engine, sequences, draft = self.engine, self.sequences, self.engine.draft if self._drafts else None
         slots = sorted(entering)
-        requests = {slot: entry.request for slot, entry in entering.items()}
         prompts = {slot: entry.prompt for slot, entry in entering.items()}
         for run in _runs(slots):
             sequences.part(run).clear()
         where = upload(slots, torch.int64, sequences.device)
-        self._set_options(where, [requests[slot] for slot in slots])
+        self._set_options(where, [entering[slot].request for slot in slots])
+        sequences.first_step[where] = upload([entering[slot].steps for slot in slots], torch.int64, sequences.device)
         if sequences.rules is not None:
-            _set_rules(sequences.rules, requests)
+            for slot, entry in entering.items():
+                _set_rules(sequences.rules, slot, entry.request.sampling, entry.prompt)
         self._prefill.write(prompts)
         rehearsal = functools.partial(self._prefill.rehearse, prompts, draft, self.state, mode)
         engine.compile_ahead(self.state, mode, rehearsal)
@@ -608,6 +744,8 @@ class Batch:
         width = stops.ids.shape[1]
         ids = [sorted(request.stop_ids) + [-1] * (width - len(request.stop_ids)) for request in requests]
         limits = [len(request.prompt) + request.max_new_tokens for request in requests]
+        prompts = [len(request.prompt) for request in requests]
+        self.sequences.prompt_lengths[slots] = upload(prompts, torch.int32, device)
         stops.ids[slots] = upload(ids, torch.int64, device)
         stops.limit[slots] = upload(limits, torch.int32, device)
         stops.exact[slots] = upload([request.exact for request in requests], torch.bool, device)
@@ -616,10 +754,9 @@ class Batch:
         """Let a request leave its slot; wipe: nothing of it may be used again."""
         entry, draft = self._entries[slot], self.engine.draft
         if entry is not None and entry.decodes and draft is not None and self._drafts:
-            draft.end(self.sequences, slot, len(entry.request.prompt), self.lengths[slot])
+            draft.end(self.sequences, slot, len(entry.prompt), self.lengths[slot])
         if entry is not None and entry.decodes and self._plain_steps is None and not wipe:
-            tokens = torch.cat((entry.prompt, torch.tensor(entry.tokens, dtype=torch.int64, device="cpu")))
-            self.sequences.pages.keep(slot, self._beginning_of(tokens, entry.beginning.keys))
+            self.sequences.pages.keep(slot, self._beginning_of(entry.committed, entry.beginning.keys))
         self._entries[slot] = None
         self.sequences.active[slot] = False
         for free in self._prompts.drop(slot):
@@ -685,23 +822,32 @@ class Batch:
             self.engine.forget_steps(self.sequences)
 
     def _progress(
-        self, slot: int, request: Request, spec: TreeSpec, levels: int, row: list[int], logprobs: list[float]
+        self,
+        slot: int,
+        request: Request,
+        flight: _InFlight,
+        row: list[int],
+        logprobs: list[float] | None,
+        egag: GuideReading | None,
     ) -> Progress:
-        accepted, count, reason, *tokens, depth, proposed = row
-        drafts = row[len(row) - 2 - spec.drafts : -2]
+        """What the row of a report says."""
+        accepted, count, reason = row[:REPORT_TOKENS]
+        drafts = row[len(row) - 2 - flight.state.spec.drafts : -2] if self._report_drafts else None
         return Progress(
             slot,
             request,
-            tokens[:count],
-            spec,
-            depth,
+            row[REPORT_TOKENS : REPORT_TOKENS + count],
+            flight.state.spec,
+            row[-2],
             max(accepted, 0),
-            proposed,
-            levels,
+            row[-1],
+            flight.levels,
             REASONS.get(reason),
             NAN if reason == ERROR else None,
-            logprobs[:count] if self._logprobs else None,
-            [token for token in drafts if token >= 0] if self._report_drafts else None,
+            None if logprobs is None else logprobs[:count],
+            None if drafts is None else [token for token in drafts if token >= 0],
+            egag,
+            flight.reads,
         )
 
 
@@ -709,17 +855,15 @@ def _reading(h_norm: float, h_ema: float, gamma: float, levels: int) -> GuideRea
     return GuideReading(h_norm, h_ema, int(gamma) if gamma == gamma else 0, levels)
 
 
-def _set_rules(rules: LogitRules, entering: dict[int, Request]) -> None:
-    """Penalties and biases of the requests in some slots, and the tokens of their prompts."""
+def _set_rules(rules: LogitRules, slot: int, sampling: SamplingParams, seen: Tensor) -> None:
+    """Penalties and biases of the request in a slot, and the tokens that it has so far."""
     device = rules.seen.device
-    for slot, request in entering.items():
-        sampling = request.sampling
-        rules.penalty[slot] = sampling.repetition_penalty
-        rules.bias[slot], rules.seen[slot] = 0, 0
-        rules.seen[slot].index_fill_(0, to_device(request.prompt, device), 1)
-        if sampling.biases:
-            tokens, values = zip(*sampling.biases, strict=True)
-            rules.bias[slot].index_copy_(0, upload(tokens, torch.int64, device), upload(values, torch.float32, device))
+    rules.penalty[slot] = sampling.repetition_penalty
+    rules.bias[slot], rules.seen[slot] = 0, 0
+    rules.seen[slot].index_fill_(0, to_device(seen, device), 1)
+    if sampling.biases:
+        tokens, values = zip(*sampling.biases, strict=True)
+        rules.bias[slot].index_copy_(0, upload(tokens, torch.int64, device), upload(values, torch.float32, device))
 
 
 def _runs(slots: list[int]) -> list[slice]:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 PAGE_ROWS = 64  # of a page: a tile of attention's keys
 _GROWTH = 1.5  # of a pool whose memory moves when it grows, so that it seldom does
-_LEAST_BYTES = 1 << 25  # by which others grow
+_LEAST_BYTES, _SHARE = 1 << 25, 32  # others grow by so much, or by this part of what there is
 
 
 def check_cache_tokens(tokens: int | None) -> None:
@@ -245,7 +245,7 @@ class PagePool:
         elif moves:
             pages = max(self._pages + missing, 1 + int(self.pages * _GROWTH))
         else:
-            pages = self._pages + max(missing, -(-_LEAST_BYTES // max(self.page_bytes, 1)))
+            pages = self._pages + max(missing, -(-_LEAST_BYTES // max(self.page_bytes, 1)), self._pages // _SHARE)
         if pages < self._pages + missing:
             raise CacheFullError(f"{missing} pages of {PAGE_ROWS} rows are missing in a cache of {self.limit}")
         try:
@@ -341,6 +341,15 @@ class SlotPages:
                 self.give(slot)
             raise
         return found
+
+    def extend(self, slot: int, rows: int) -> bool:
+        """Give a slot the pages that it lacks for so many rows; whether there are any. Its table is as before until
+        `write`. Raises CacheFullError, and takes nothing, if there are not enough."""
+        missing = -(-rows // PAGE_ROWS) - len(self._held[slot])
+        if missing <= 0:
+            return False
+        self._held[slot] += self.pool.take(missing)
+        return True
 
     def write(self, slots: Sequence[int]) -> None:
         """Write the tables of slots."""

@@ -128,7 +128,9 @@ class Prefill:
 
         Returns where the target's logits were NaN, [B] bool on the host, valid once the device has come so far.
         """
-        entering = [slot in slots for slot in range(self.sequences.slots)]
+        entering = [False] * self.sequences.slots
+        for slot in slots:
+            entering[slot] = True
         self._entering.copy_(upload(entering, torch.bool, self.sequences.device))
         mode = mode._replace(levels=None)  # of the next tree, whatever is scored later
         self._capture((state, mode, draft is not None), lambda: self._begin(draft, state, mode))()
@@ -185,15 +187,15 @@ class Prefill:
         ops, sequences, entering = self.ops, self.sequences, self._entering
         logits = project(ops, self.view.head, self.ends.hidden)
         sequences.nan.copy_(torch.where(entering, logits.isnan().flatten(1).any(1), sequences.nan))
-        sequences.sampling.step.masked_fill_(entering, 0)
+        step = sequences.sampling.step
+        step.copy_(torch.where(entering, sequences.first_step, step))
         root = _choose(ops, state, logits, mode)
-        sequences.sampling.step.masked_fill_(entering, 1)
+        step.add_(entering)
         place = sequences.lengths[:, None].long()
         sequences.tokens.scatter_(1, place, torch.where(entering[:, None], root, sequences.tokens.gather(1, place)))
         if mode.logprobs:
             logprob = token_logprobs(logits, root)[:, 0]
             sequences.root_logprob.copy_(torch.where(entering, logprob, sequences.root_logprob))
-        sequences.prompt_lengths.copy_(torch.where(entering, sequences.lengths, sequences.prompt_lengths))
         if draft is not None:
             draft.begin(ops, sequences, self.ends.features, entering)
         grow_first_tree(ops, draft, state)

@@ -134,6 +134,10 @@ class PromptQueue:
         """Whether a prompt is being read in a slot."""
         return slot in self._readings
 
+    def reads_for_others(self, slot: int) -> bool:
+        """Whether others wait to take a slot's prompt from there."""
+        return bool(self._twins.get(slot))
+
     def _twin(self, prompt: Tensor) -> int | None:
         """A slot whose prompt, still being read, is equal. A short one is read faster than copied."""
         if not self._copies or (self._packed and len(prompt) <= PIECE_ROWS):

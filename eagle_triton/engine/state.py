@@ -90,6 +90,7 @@ class Sequences:
         self.tokens = zeros(capacity + 1, dtype=torch.int64)  # the root at column `lengths`
         self.lengths = zeros(dtype=torch.int32)  # committed tokens = what the target remembers
         self.prompt_lengths = zeros(dtype=torch.int32)
+        self.first_step = zeros(dtype=torch.int64)  # by which random numbers begin, where a prompt is read
         self.active = zeros(dtype=torch.bool)  # a step leaves the others as they are
         self.nan = zeros(dtype=torch.bool)  # the target's logits of the last step had a NaN
         self.stops = Stops(

@@ -49,12 +49,18 @@ def tree_attention(
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table)
     _, nodes, heads, _ = q.shape
     kv_heads, page_rows, capacity = cache.shape[2], cache.shape[3], capacity_of(cache, table)
-    new_keys = nodes if ancestors is None else ancestors.shape[-1] * WORD
-    rows = capacity if q.is_cuda else min(capacity, int(lengths.max()) + new_keys)  # nothing to wait for on a CPU
+    matrix = None if ancestors is None else ancestor_matrix(ancestors, ancestors.shape[-1] * WORD)
+    rows = capacity
+    if not q.is_cuda:  # where there is nothing to wait for
+        if matrix is not None:
+            seen = matrix.flatten(0, 1).any(0).nonzero()
+            matrix = matrix[..., : int(seen[-1]) + 1 if len(seen) else 1]
+        rows = min(capacity, int(lengths.max()) + (nodes if matrix is None else matrix.shape[-1]))
     if table is not None:
         pages = table[:, : max(-(-rows // page_rows), 1)].long()
-        cache = cache[:, pages].movedim(2, 3).flatten(3, 4)  # [2, B, Hkv, W, R, d], then [2, B, Hkv, T, d]
-    visible = _visible(lengths, ancestors, nodes, rows, sliding_window)
+        cache = cache[:, :, :, :rows][:, pages]  # [2, B, W, Hkv, R, d]
+        cache = cache.movedim(2, 3).flatten(3, 4)  # [2, B, Hkv, T, d]
+    visible = _visible(lengths, matrix, nodes, rows, sliding_window)
 
     keys, values = cache[:, :, :, :rows].float()
     grouped = q.float().unflatten(2, (kv_heads, heads // kv_heads))
@@ -126,18 +132,17 @@ def check_tree_attention(
         raise ValueError(f"tree_attention: sliding_window must be at least 1, got {sliding_window}")
 
 
-def _visible(lengths: Tensor, ancestors: Tensor | None, nodes: int, rows: int, sliding_window: int | None) -> Tensor:
-    """Which of the first `rows` cache rows each new node sees: bool [B, N, rows]."""
+def _visible(lengths: Tensor, matrix: Tensor | None, nodes: int, rows: int, sliding_window: int | None) -> Tensor:
+    """Which of the first `rows` cache rows each new node sees: bool [B, N, rows]. matrix: bool [B, N, new keys]."""
     device = lengths.device
     row = torch.arange(rows, device=device)
     new = row - lengths[:, None].long()  # [B, rows]: index among the new keys, negative for committed rows
-    if ancestors is None:
+    if matrix is None:
         depth = torch.arange(nodes, device=device).expand(len(lengths), nodes)
         visible = new[:, None] <= depth[:, :, None]
         key_position = row.expand(len(lengths), 1, rows)
     else:
-        columns = ancestors.shape[-1] * WORD
-        matrix = ancestor_matrix(ancestors, columns)
+        columns = matrix.shape[-1]
         index = new.clamp(0, columns - 1)[:, None].expand(-1, nodes, -1)
         visible = (new < 0)[:, None] | (matrix.gather(-1, index) & (new < columns)[:, None])
         depth = matrix.sum(-1) - 1

@@ -1,0 +1,249 @@
+"""Requests take room as they decode; where there is none, the last to come pause, and give what they give alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eagle_triton import EAGLEConfig, EAGLEInference
+from eagle_triton.engine import pages as pages_module
+from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.pages import PAGE_ROWS, CacheFullError
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from tests.test_batch import LARGER, alone, drain, prompt
+from tests.test_prefill import PACKED, packing
+from tests.tiny import tiny_model
+
+WARM = {"eagle3": False, "vocab": 12, "seed": 2, **LARGER}
+SAMPLINGS = [
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(repetition_penalty=1.3, logit_bias=((3, -2.0),)),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=6),
+]
+REQUESTS = [Request(prompt(length, length, vocab=12), 90, SAMPLINGS[length % 4]) for length in (30, 101, 62, 15)]
+
+
+def small_cache(pages: int, **options):
+    """An engine with a cache of so many pages, and one without bounds."""
+    engine, plain = packing(**WARM)
+    for name, value in options.items():
+        setattr(engine, name, value)
+    engine.cache_tokens = pages * PAGE_ROWS
+    engine.clear()
+    return engine, plain
+
+
+def pauses(engine) -> int:
+    return engine.ops.calls["requests_paused"]
+
+
+def decoded(batch: Batch, requests: list[Request]) -> list[tuple[list[int], list[float]]]:
+    """Tokens and log-probabilities of each request, by steps of all together."""
+    batch.enter_all(requests)
+    got: dict[int, tuple[list[int], list[float]]] = {id(request): ([], []) for request in requests}
+    while batch.running:
+        for row in batch.step():
+            assert row.error is None
+            for kept, new in zip(got[id(row.request)], (row.tokens, row.logprobs), strict=True):
+                kept.extend(new)
+    return [got[id(request)] for request in requests]
+
+
+@PACKED
+@pytest.mark.parametrize(("in_flight", "prefixes"), [(1, True), (2, False)])
+def test_who_pauses_gives_what_it_gives_alone(packed, in_flight, prefixes):
+    engine, plain = small_cache(8, pack_prompts=packed, prefixes=prefixes)
+    with Batch(engine, 4, engine.draft.read_tree(), 340, logprobs=True) as batch:
+        batch.max_in_flight = in_flight
+        got = decoded(batch, REQUESTS)
+    with Batch(plain, 4, plain.draft.read_tree(), 340, logprobs=True) as batch:
+        expected = decoded(batch, REQUESTS)
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
+    for (_, mine), (_, theirs) in zip(got, expected, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
+    assert pauses(engine) > 0 == pauses(plain) and engine.pool.pages == 8 and not engine.pool.held
+
+
+def test_who_came_first_never_pauses():
+    engine, _ = small_cache(8)
+    with Batch(engine, 4, engine.draft.read_tree(), 340) as batch:
+        batch.enter_all(REQUESTS)
+        ended = []
+        while batch.running:
+            rows = batch.step()
+            ended += [row.slot for row in rows if row.finished]
+            assert 0 in [row.slot for row in rows] or 0 in ended
+    assert ended[0] == 0 and pauses(engine) > 0
+
+
+def test_memory_follows_what_is_decoded():
+    """Not what might be: four answers that may be long, and are short, run at once in a cache for one long one."""
+    engine, plain = small_cache(14)
+    requests = [Request(prompt(20, seed, vocab=12), 700, stop_ids=frozenset(range(6))) for seed in range(4)]
+    expected = [alone(plain, request) for request in requests]
+    with Batch(engine, 4, engine.draft.read_tree(), 800) as batch:
+        assert batch.has_room(requests) and batch.never_fits(requests[0]) is None
+        batch.admit_all(requests)
+        assert engine.pool.held <= 8
+        results = drain(batch)
+    assert [results[id(request)][0] for request in requests] == expected
+    assert not pauses(engine)
+
+
+def test_trees_that_change_and_plain_steps_between():
+    engine, plain = small_cache(9)
+    source = random.Random(1)
+    trees = [engine.draft.read_tree(), PLAIN, PLAIN, TreeSpec.chain(3), TreeSpec.dynamic(20, 4, 4)]
+    expected = [alone(plain, request) for request in REQUESTS]
+    got: dict[int, list[int]] = {}
+    with Batch(engine, 4, trees[-1], 340) as batch:
+        batch.enter_all(REQUESTS)
+        while batch.running:
+            batch.spec = source.choice(trees)
+            for row in batch.step():
+                got.setdefault(row.slot, []).extend(row.tokens)
+    assert [got[slot] for slot in range(4)] == expected and pauses(engine) > 0
+
+
+@PACKED
+def test_requests_come_and_go_at_random(packed):
+    """Some are released: while they decode, wait for room, or are read. None of the others notices."""
+    engine, plain = small_cache(9, pack_prompts=packed)
+    source = random.Random(7)
+    beginning = prompt(130, 9, vocab=12)
+
+    def request(index: int) -> Request:
+        tokens = prompt(source.randint(1, 80), index, vocab=12)
+        if index % 3 == 0:
+            tokens = torch.cat((beginning, tokens[:60]))
+        return Request(tokens, source.randint(60, 150), SAMPLINGS[index % 4])
+
+    requests = [request(index) for index in range(12)]
+    expected = [alone(plain, one) for one in requests]
+    got: dict[int, list[int]] = {}
+    released, waiting, refused = set(), list(requests), 0
+    with Batch(engine, 4, engine.draft.read_tree(), 500, prompt_tokens=128) as batch:
+        while waiting or batch.running:
+            if waiting and batch.free and source.random() < 0.3:
+                try:
+                    batch.enter_all(waiting[:1])
+                    del waiting[0]
+                except CacheFullError:
+                    refused += 1
+            if batch.running and source.random() < 0.04:
+                slot = source.choice(batch.running)
+                released.add(id(batch.request(slot)))
+                batch.release(slot)
+            for row in batch.step():
+                assert row.error is None
+                got.setdefault(id(row.request), []).extend(row.tokens)
+        assert not engine.pool.held
+    for one, tokens in zip(requests, expected, strict=True):
+        mine = got.get(id(one), [])
+        assert mine == (tokens[: len(mine)] if id(one) in released else tokens)
+    assert pauses(engine) > 2 and 0 < len(released) < 10 and refused
+
+
+def test_nobody_overtakes_who_waits_for_room():
+    engine, plain = small_cache(8)
+    small = Request(prompt(3, vocab=12), 2)
+    with Batch(engine, 5, engine.draft.read_tree(), 340) as batch:
+        batch.enter_all(REQUESTS)
+        while not pauses(engine):
+            batch.step()
+        assert not batch.has_room([small]) and batch.free == [4]
+        with pytest.raises(CacheFullError, match="came before"):
+            batch.admit(small)
+        assert len(drain(batch)) == 4
+        batch.admit(small)
+        assert drain(batch)[id(small)][0] == alone(plain, small)
+
+
+def test_a_request_that_outgrows_the_memory_fails_alone(monkeypatch):
+    """Without a size of its own the cache is as large as memory is, which nobody knows before."""
+    resized = pages_module.PageMemory.resized
+
+    def short(memory, pages, known):
+        if pages > 5:
+            raise torch.OutOfMemoryError("none left")
+        return resized(memory, pages, known)
+
+    model, config = tiny_model(layers=5, **WARM), {"topk": 3, "num_steps": 3, "num_draft_tokens": 8}
+    prompts, counts = [prompt(60, seed, vocab=12) for seed in range(3)], (250, 50, 90)
+    free = EAGLEInference(None, model, EAGLEConfig(**config))
+    expected = [
+        free.generate([one], count, return_stats=False)[0].flatten() for one, count in zip(prompts, counts, strict=True)
+    ]
+    monkeypatch.setattr(pages_module, "_GROWTH", 1.0)
+    monkeypatch.setattr(pages_module.PageMemory, "resized", short)
+    eagle = EAGLEInference(None, model, EAGLEConfig(slots=3, **config))
+    completions = {}
+    with eagle.session(1000) as session:
+        for tokens, count in zip(prompts, counts, strict=True):
+            session.submit(tokens, count)
+        while not session.idle:
+            for piece in session.step():
+                if piece.completion is not None:
+                    completions[piece.index] = piece.completion
+    assert completions[0].finished == "error" and "no memory for" in completions[0].error
+    assert 100 < len(completions[0].tokens) < 250
+    for index, completion in completions.items():
+        assert torch.equal(completion.output_ids, expected[index][: len(completion.output_ids)])
+    assert [completions[index].finished for index in (1, 2)] == ["length"] * 2
+
+
+def test_drafts_that_learn_go_on():
+    model = tiny_model(layers=5, **WARM)
+    config = {"topk": 3, "num_steps": 3, "num_draft_tokens": 8, "suffix_drafts": 6}
+    prompts, count = [prompt(40 + seed, seed, vocab=12) for seed in range(4)], 100
+    free = EAGLEInference(None, model, EAGLEConfig(**config))
+    small = EAGLEInference(None, model, EAGLEConfig(cache_tokens=6 * PAGE_ROWS, slots=4, **config))
+    expected = free.generate(prompts, count, return_stats=False)
+    got = small.generate(prompts, count, return_stats=False)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+    assert pauses(small.engine) > 0
+
+
+def test_an_interrupt_where_it_would_go_on_loses_nothing(monkeypatch):
+    engine, plain = small_cache(8)
+    expected = [alone(plain, request) for request in REQUESTS]
+    got: dict[int, list[int]] = {}
+    with Batch(engine, 4, engine.draft.read_tree(), 340) as batch:
+        batch.enter_all(REQUESTS)
+        set_up, calls = batch._set_up, 0
+
+        def interrupted(*args):
+            nonlocal calls
+            calls += 1
+            if calls % 2:
+                raise KeyboardInterrupt
+            return set_up(*args)
+
+        monkeypatch.setattr(batch, "_set_up", interrupted)
+        while batch.running:
+            try:
+                rows = batch.step()
+            except KeyboardInterrupt:
+                continue
+            for row in rows:
+                got.setdefault(row.slot, []).extend(row.tokens)
+    assert [got[slot] for slot in range(4)] == expected and calls > 1
+
+
+def test_random_numbers_do_not_come_again_after_a_pause():
+    """Those of "rejection" follow from the step."""
+    engine, _ = small_cache(8)
+    highest = [0] * 4
+    with Batch(engine, 4, engine.draft.read_tree(), 340) as batch:
+        batch.enter_all([replace(one, sampling=SamplingParams(temperature=1.0, seed=3)) for one in REQUESTS])
+        while batch.running:
+            for row in batch.step():
+                step = int(batch.sequences.sampling.step[row.slot])
+                assert step > highest[row.slot]
+                highest[row.slot] = step
+    assert pauses(engine) > 0
