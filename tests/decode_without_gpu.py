@@ -23,9 +23,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from eagle_triton.adapters import native
-from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.linear import settings, streamed

@@ -10,10 +10,11 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from eagle_triton.engine import skipped_features
-from eagle_triton.engine.batch import MIN_SCRATCH_ROWS, Batch, Request
+from eagle_triton.engine.batch import MIN_SCRATCH_ROWS, Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.pages import PAGE_ROWS
+from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.stop_rules import generate
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec

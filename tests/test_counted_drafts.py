@@ -8,12 +8,13 @@ import torch
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton import ngram_table as kernels
 from eagle_triton.adapters import native
-from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.drafts.counted import CountedDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import StepGraph
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.pages import SlotPages
+from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.slots import tensors_of
 from eagle_triton.engine.step import Mode, decode_step

@@ -7,12 +7,13 @@ import torch
 
 from eagle_triton import EAGLEConfig, EAGLEInference
 from eagle_triton.adapters import native
-from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import StepGraph
 from eagle_triton.engine.modules import Norm
 from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.stop_rules import generate
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec

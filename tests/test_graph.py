@@ -9,9 +9,10 @@ from eagle_triton import EaModel, optimize_eagle_with_triton
 from eagle_triton.adapters import native
 from eagle_triton.benchmarks.comparison import compare, decode, top2_margin
 from eagle_triton.demo import demo_prompts
-from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.tree import MC_SIM_7B_63

@@ -12,10 +12,12 @@ from torch import Tensor
 from eagle_triton import EAGLEConfig, EAGLEInference, UnsupportedModelError, optimize_with_triton
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.adapters.mtp import read_mtp
-from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.gated_delta import GatedDeltaCache
 from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.pages import PAGE_ROWS
+from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.heads import DraftConfig, Eagle1Head, Eagle3Head
@@ -251,3 +253,19 @@ def test_a_replaced_gate_is_found_by_the_next_call(pairs):
             eagle.generate(PROMPTS[3][None], 2)
     finally:
         net.A_log = own
+
+
+def test_who_pauses_for_room_reads_its_state_again(pairs, expected):
+    lengths, new = (64, 64, 65, 20), 70  # two are equal, and one is copied from the other
+    engine = engine_of(*pairs(KIND))
+    engine.cache_tokens = 7 * PAGE_ROWS
+    engine.clear()
+    requests = [Request(PROMPTS[length], new) for length in lengths]
+    got: dict[int, list[int]] = {}
+    with Batch(engine, 4, TREES["dynamic"], 140) as batch:
+        batch.enter_all(requests)
+        while batch.running:
+            for row in batch.step():
+                got.setdefault(row.slot, PROMPTS[lengths[row.slot]].tolist()).extend(row.tokens)
+    assert [got[slot] for slot in range(4)] == [expected(KIND, length, new).tolist() for length in lengths]
+    assert engine.ops.calls["requests_paused"] > 0

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from eagle_triton.adapters import native
-from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.mixers import AcceptedPath, Mixer, MixerCache
 from eagle_triton.engine.model import target_forward
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.pages import SlotPages
+from eagle_triton.engine.requests import Request
 from eagle_triton.engine.slots import bytes_of
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.reference.attention import ancestor_matrix

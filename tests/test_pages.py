@@ -13,13 +13,14 @@ import torch
 from eagle_triton import EAGLEConfig, EAGLEInference, optimize_eagle_with_triton
 from eagle_triton.adapters import native
 from eagle_triton.engine import pages as pages_module
-from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.mapped_memory import MappedMemory, can_map
 from eagle_triton.engine.model_watch import ModelWatch
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.pages import PAGE_ROWS, Beginning, CacheFullError, PagePool, SlotPages
 from eagle_triton.engine.prompt_queue import PromptQueue
+from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN
 from tests.test_batch import LARGER, SMALL, alone, drain, prompt
@@ -308,7 +309,7 @@ def test_a_full_cache_refuses_and_loses_nothing():
     engine, plain = packing(**SMALL)
     engine.cache_tokens = 12 * PAGE_ROWS
     engine.clear()
-    small, large = Request(prompt(40), 20), Request(prompt(560), 20)
+    small, large = Request(prompt(40), 20), Request(prompt(575), 20)
     expected = [alone(plain, request) for request in (small, large)]
     with Batch(engine, 5, engine.draft.read_tree(), 900) as batch:
         batch.admit_all([small, replace(small), replace(small)])

@@ -10,8 +10,9 @@ import torch
 
 from eagle_triton import EAGLEConfig, EAGLEInference
 from eagle_triton.engine import pages as pages_module
-from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.pages import PAGE_ROWS, CacheFullError
+from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from tests.test_batch import LARGER, alone, drain, prompt

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_triton import EAGLEConfig, EAGLEInference
-from eagle_triton.engine.batch import NAN, Batch, Request
+from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.prompt_queue import FEW_ROWS, PIECE_ROWS, SIZES, Forward, PromptQueue
+from eagle_triton.engine.requests import NAN, Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN
 from tests.test_batch import LARGER, PROCESSED, REQUESTS, SMALL, alone, drain, prompt

@@ -126,7 +126,7 @@ MUTATIONS = [
     ),
     Mutation(
         "stop tokens of a slot's last request stay",
-        "engine/batch.py",
+        "engine/slot_options.py",
         "stops.ids[slots] = upload(ids, torch.int64, device)",
         "stops.ids[slots] = stops.ids[slots].maximum(upload(ids, torch.int64, device))",
         "tests/test_batch.py -k staggered",

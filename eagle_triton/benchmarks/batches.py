@@ -20,7 +20,8 @@ from eagle_triton.benchmarks.acceptance import WARNING, fix_acceptance
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import noise
-from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.batch import Batch
+from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN
 from eagle_triton.speculative.policy import TreePolicy

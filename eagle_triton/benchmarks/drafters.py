@@ -22,7 +22,7 @@ from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.drafting_work import KINDS, work
 from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import noise
-from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.drafts.beams import BeamDraft
 from eagle_triton.engine.drafts.counted import CountedDraft
 from eagle_triton.engine.drafts.draft import Draft
@@ -31,6 +31,7 @@ from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.operations import choose_operations
+from eagle_triton.engine.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.speculative.timing import Stopwatch
 

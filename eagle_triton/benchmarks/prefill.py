@@ -19,10 +19,11 @@ from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import Quantiles, synchronise
-from eagle_triton.engine.batch import PROMPT_TOKENS, Batch, Request
+from eagle_triton.engine.batch import PROMPT_TOKENS, Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.pages import PAGE_ROWS
+from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.speculative.session import Session

@@ -24,9 +24,10 @@ from transformers.generation import logits_process as processors
 from eagle_triton.adapters.causal_lm import body_path
 from eagle_triton.adapters.module_reader import UnsupportedModelError, attribute_at
 from eagle_triton.drop_in.patching import Fallback, Seam
-from eagle_triton.engine.batch import NAN, Batch, Request
+from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.prefill import NaNLogitsError
+from eagle_triton.engine.requests import NAN, Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
 

@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -22,72 +22,18 @@ from eagle_triton.engine.graph import ReportQueue
 from eagle_triton.engine.pages import PAGE_ROWS, Beginning, CacheFullError
 from eagle_triton.engine.prefill import NaNLogitsError, grow_first_tree
 from eagle_triton.engine.prompt_queue import PromptQueue
+from eagle_triton.engine.requests import NAN, REASONS, GuideReading, Progress, Request
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.slot_options import write_options, write_rules
 from eagle_triton.engine.state import DecodeState, scratch_rows
 from eagle_triton.engine.step import Mode
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.engine.upload import to_device, upload
-from eagle_triton.reference.logit_processing import LogitRules
-from eagle_triton.reference.verification import ERROR, FAULT, LENGTH, REASON, REPORT_TOKENS, STOP, Verification
+from eagle_triton.engine.upload import upload
+from eagle_triton.reference.verification import ERROR, FAULT, REASON, REPORT_TOKENS, Verification
 
 MIN_SCRATCH_ROWS = 128  # rows kept free behind a sequence, so that most trees may be changed to while it runs
 PROMPT_TOKENS = 512  # of a prompt that are read between two steps: some 15 ms at 8B's shape on an H200
-NAN = "the target's logits are NaN"
 _FAILED = (0, 0, ERROR)  # how the report of a step begins for a sequence whose logits are NaN
-REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
-
-
-@dataclass(frozen=True)
-class Request:
-    """A sequence to decode. prompt: int64 [L], on any device.
-
-    It ends at the first of `stop_ids` (which is kept) or after `max_new_tokens`. With `exact` False it ends as the
-    original EaModel ends: only after a step, whose other tokens are kept.
-    """
-
-    prompt: Tensor
-    max_new_tokens: int
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    stop_ids: frozenset[int] = frozenset()
-    exact: bool = True
-
-
-class GuideReading(NamedTuple):
-    """By what EGAG bounded a tree: the entropy, its moving average, and how deep drafts might be. levels: how many were
-    scored, which cuts off what might have been deeper."""
-
-    h_norm: float
-    h_ema: float
-    gamma: int
-    levels: int
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What one step did for one request.
-
-    tokens: committed by it, none if its logits were NaN. tree: the shape that was verified, depth: how deep
-    its drafts went. accepted, proposed: drafts, also those that a stop cut off.
-    passes: of the draft, behind the one that takes in what was accepted, which the tree took.
-    finished: None while it goes on, then "stop", "length" or "error", with the reason in `error`.
-    drafts: if asked for, what was drafted, in the order of the tree's nodes. egag: of a tree that is adaptive.
-    behind_prompts: others' prompts were read before the step, which took longer for it.
-    """
-
-    slot: int
-    request: Request
-    tokens: list[int]
-    tree: TreeSpec
-    depth: int
-    accepted: int
-    proposed: int
-    passes: int
-    finished: str | None = None
-    error: str | None = None
-    logprobs: list[float] | None = None
-    drafts: list[int] | None = None
-    egag: GuideReading | None = None
-    behind_prompts: bool = False
 
 
 class _SlotEntry:
@@ -439,17 +385,16 @@ class Batch:
         return len(request.prompt) + request.max_new_tokens + overshoot + self._room
 
     def _rows_ahead(self, steps: int) -> int:
-        """How many rows behind the committed ones so many steps may write, and those that are not read yet."""
+        """How many rows behind the committed ones so many steps may write."""
         specs = [self._spec, self.state.spec, *(flight.state.spec for flight in self._in_flight)]
         scratch = max(map(scratch_rows, specs))
         if self._plain_steps is not None:
             scratch = max(scratch, skipped_features.ROWS + 1)
-        steps += len(self._in_flight) + self._unread
         return steps * (max(spec.depth for spec in specs) + 1) + scratch
 
     def _first_rows(self, request: Request, length: int) -> int:
         """How many rows a request takes that begins, or goes on, with `length` tokens: enough for its first steps."""
-        return min(length + self._rows_ahead(self.max_in_flight + 1), self._rows_of(request))
+        return min(length + self._rows_ahead(self.max_in_flight + self._unread), self._rows_of(request))
 
     def _first_pages(self, request: Request, length: int) -> int:
         return -(-self._first_rows(request, length) // PAGE_ROWS)
@@ -460,22 +405,22 @@ class Batch:
         return self.sequences.pages.pool.has_room(pages + there)
 
     def _make_room(self) -> None:
-        """Let all who decode have pages for what the next step may write. Where there are none, the last pauses."""
-        pages, ahead = self.sequences.pages, self._rows_ahead(1)
+        """Let all have pages for what the next step may write. Where there are none, the last to come pauses."""
+        pages, ahead = self.sequences.pages, self._rows_ahead(1 + len(self._in_flight) + self._unread)
         wanted = []
         for slot, entry in enumerate(self._entries):
-            if entry is not None and entry.decodes and self.lengths[slot] + ahead > entry.room:
+            if entry is not None and not entry.waits and self.lengths[slot] + ahead > entry.room:
                 wanted.append((entry.turn, slot, min(self.lengths[slot] + ahead, self._rows_of(entry.request))))
         grown = []
         for _, slot, rows in sorted(wanted):
-            while self._decodes(slot):
+            while self._has_pages(slot):
                 try:
                     if pages.extend(slot, rows):
                         grown.append(slot)
                     break
                 except CacheFullError:
                     self._pause(self._last_to_come())
-        grown = [slot for slot in grown if self._decodes(slot)]
+        grown = [slot for slot in grown if self._has_pages(slot)]
         with self._must_finish():
             if grown:
                 pages.write(grown)
@@ -488,9 +433,9 @@ class Batch:
         assert entry is not None
         entry.room = len(self.sequences.pages.of(slot)) * PAGE_ROWS
 
-    def _decodes(self, slot: int) -> bool:
+    def _has_pages(self, slot: int) -> bool:
         entry = self._entries[slot]
-        return entry is not None and entry.decodes
+        return entry is not None and not entry.waits
 
     def _last_to_come(self) -> int:
         """The slot that pauses next: of the request that came last, but for those whose prompts others take."""
@@ -619,8 +564,9 @@ class Batch:
     def _step(self) -> list[Progress]:
         while self.running:
             while len(self._in_flight) < self.max_in_flight and not self._failed:
-                self._take_prompts()
+                self._go_on()
                 self._make_room()
+                self._take_prompts()
                 if any(entry is not None and entry.decodes for entry in self._entries):
                     self._launch_step()
             with self._must_finish():
@@ -645,7 +591,6 @@ class Batch:
 
     def _take_prompts(self) -> None:
         """Read prompts that wait: as many tokens as those who decode may wait for, or all if nobody does."""
-        self._go_on()
         decoding = any(entry.decodes for entry in self._entries if entry is not None)
         self._reads, taken = self.reading, 0
         while self._prompts and not (decoding and taken >= self.prompt_tokens):
@@ -726,29 +671,16 @@ class Batch:
         for run in _runs(slots):
             sequences.part(run).clear()
         where = upload(slots, torch.int64, sequences.device)
-        self._set_options(where, [entering[slot].request for slot in slots])
+        write_options(sequences, where, [entering[slot].request for slot in slots])
         sequences.first_step[where] = upload([entering[slot].steps for slot in slots], torch.int64, sequences.device)
         if sequences.rules is not None:
             for slot, entry in entering.items():
-                _set_rules(sequences.rules, slot, entry.request.sampling, entry.prompt)
+                write_rules(sequences.rules, slot, entry.request.sampling, entry.prompt)
         self._prefill.write(prompts)
         rehearsal = functools.partial(self._prefill.rehearse, prompts, draft, self.state, mode)
         engine.compile_ahead(self.state, mode, rehearsal)
         if self._plain_steps is not None and sequences.skipped is not None:
             sequences.skipped.draft_lengths[where] = sequences.lengths[where]
-
-    def _set_options(self, slots: Tensor, requests: Sequence[Request]) -> None:
-        """Write to slots [n] how they are sampled and stopped."""
-        stops, device = self.sequences.stops, slots.device
-        SamplingParams.write([request.sampling for request in requests], self.sequences.sampling, slots)
-        width = stops.ids.shape[1]
-        ids = [sorted(request.stop_ids) + [-1] * (width - len(request.stop_ids)) for request in requests]
-        limits = [len(request.prompt) + request.max_new_tokens for request in requests]
-        prompts = [len(request.prompt) for request in requests]
-        self.sequences.prompt_lengths[slots] = upload(prompts, torch.int32, device)
-        stops.ids[slots] = upload(ids, torch.int64, device)
-        stops.limit[slots] = upload(limits, torch.int32, device)
-        stops.exact[slots] = upload([request.exact for request in requests], torch.bool, device)
 
     def _empty(self, slot: int, wipe: bool = False) -> None:
         """Let a request leave its slot; wipe: nothing of it may be used again."""
@@ -853,17 +785,6 @@ class Batch:
 
 def _reading(h_norm: float, h_ema: float, gamma: float, levels: int) -> GuideReading:
     return GuideReading(h_norm, h_ema, int(gamma) if gamma == gamma else 0, levels)
-
-
-def _set_rules(rules: LogitRules, slot: int, sampling: SamplingParams, seen: Tensor) -> None:
-    """Penalties and biases of the request in a slot, and the tokens that it has so far."""
-    device = rules.seen.device
-    rules.penalty[slot] = sampling.repetition_penalty
-    rules.bias[slot], rules.seen[slot] = 0, 0
-    rules.seen[slot].index_fill_(0, to_device(seen, device), 1)
-    if sampling.biases:
-        tokens, values = zip(*sampling.biases, strict=True)
-        rules.bias[slot].index_copy_(0, upload(tokens, torch.int64, device), upload(values, torch.float32, device))
 
 
 def _runs(slots: list[int]) -> list[slice]:

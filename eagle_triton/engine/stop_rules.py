@@ -12,9 +12,10 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.batch import NAN, Batch, Progress, Request
+from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.prefill import NaNLogitsError
+from eagle_triton.engine.requests import NAN, Progress, Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
 

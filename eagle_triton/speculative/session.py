@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.batch import Batch, GuideReading, Progress, Request
+from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.pages import CacheFullError
+from eagle_triton.engine.requests import GuideReading, Progress, Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.state import scratch_rows
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec

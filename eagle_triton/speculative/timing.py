@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from eagle_triton.engine.batch import Batch, Request
+from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.speculative.costs import SETTLING, CostTable, Timing, device_name, shape_of
 

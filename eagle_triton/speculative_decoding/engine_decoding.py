@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from eagle_triton.adapters.causal_lm import check_causal_lm
-from eagle_triton.engine.batch import GuideReading
+from eagle_triton.engine.requests import GuideReading
 from eagle_triton.reference.adaptive_length import EGAGConfig
 from eagle_triton.speculative.config import EAGLEConfig
 from eagle_triton.speculative.inference import EAGLEInference

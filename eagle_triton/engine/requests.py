@@ -1,0 +1,68 @@
+"""What a batch is asked to decode, and what it says of each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.reference.verification import ERROR, LENGTH, STOP
+
+NAN = "the target's logits are NaN"
+REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A sequence to decode. prompt: int64 [L], on any device.
+
+    It ends at the first of `stop_ids` (which is kept) or after `max_new_tokens`. With `exact` False it ends as the
+    original EaModel ends: only after a step, whose other tokens are kept.
+    """
+
+    prompt: Tensor
+    max_new_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_ids: frozenset[int] = frozenset()
+    exact: bool = True
+
+
+class GuideReading(NamedTuple):
+    """By what EGAG bounded a tree: the entropy, its moving average, and how deep drafts might be. levels: how many were
+    scored, which cuts off what might have been deeper."""
+
+    h_norm: float
+    h_ema: float
+    gamma: int
+    levels: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one step did for one request.
+
+    tokens: committed by it, none if its logits were NaN. tree: the shape that was verified, depth: how deep
+    its drafts went. accepted, proposed: drafts, also those that a stop cut off.
+    passes: of the draft, behind the one that takes in what was accepted, which the tree took.
+    finished: None while it goes on, then "stop", "length" or "error", with the reason in `error`.
+    drafts: if asked for, what was drafted, in the order of the tree's nodes. egag: of a tree that is adaptive.
+    behind_prompts: others' prompts were read before the step, which took longer for it.
+    """
+
+    slot: int
+    request: Request
+    tokens: list[int]
+    tree: TreeSpec
+    depth: int
+    accepted: int
+    proposed: int
+    passes: int
+    finished: str | None = None
+    error: str | None = None
+    logprobs: list[float] | None = None
+    drafts: list[int] | None = None
+    egag: GuideReading | None = None
+    behind_prompts: bool = False

@@ -1,0 +1,39 @@
+"""How the requests in some slots are sampled and stopped, written to where steps read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.requests import Request
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.state import Sequences
+from eagle_triton.engine.upload import to_device, upload
+from eagle_triton.reference.logit_processing import LogitRules
+
+
+def write_options(sequences: Sequences, slots: Tensor, requests: Sequence[Request]) -> None:
+    """Write how requests are sampled, where they stop and how long their prompts are to slots [n] int64."""
+    stops, device = sequences.stops, slots.device
+    SamplingParams.write([request.sampling for request in requests], sequences.sampling, slots)
+    width = stops.ids.shape[1]
+    ids = [sorted(request.stop_ids) + [-1] * (width - len(request.stop_ids)) for request in requests]
+    prompts = [len(request.prompt) for request in requests]
+    limits = [length + request.max_new_tokens for length, request in zip(prompts, requests, strict=True)]
+    sequences.prompt_lengths[slots] = upload(prompts, torch.int32, device)
+    stops.ids[slots] = upload(ids, torch.int64, device)
+    stops.limit[slots] = upload(limits, torch.int32, device)
+    stops.exact[slots] = upload([request.exact for request in requests], torch.bool, device)
+
+
+def write_rules(rules: LogitRules, slot: int, sampling: SamplingParams, seen: Tensor) -> None:
+    """Write the penalties and biases of the request in a slot, and which tokens it has: `seen` [L] int64."""
+    device = rules.seen.device
+    rules.penalty[slot] = sampling.repetition_penalty
+    rules.bias[slot], rules.seen[slot] = 0, 0
+    rules.seen[slot].index_fill_(0, to_device(seen, device), 1)
+    if sampling.biases:
+        tokens, values = zip(*sampling.biases, strict=True)
+        rules.bias[slot].index_copy_(0, upload(tokens, torch.int64, device), upload(values, torch.float32, device))
