@@ -236,6 +236,32 @@ def test_an_interrupt_where_it_would_go_on_loses_nothing(monkeypatch):
     assert [got[slot] for slot in range(4)] == expected and calls > 1
 
 
+def test_an_interrupt_where_somebody_gets_pages_loses_nothing(monkeypatch):
+    engine, plain = packing(**WARM)
+    expected = alone(plain, REQUESTS[0])
+    got: list[int] = []
+    with Batch(engine, 1, engine.draft.read_tree(), 340) as batch:
+        batch.enter_all(REQUESTS[:1])
+        pages, interrupts = batch.sequences.pages, 0
+        extend = pages.extend
+
+        def interrupted(slot, rows):
+            nonlocal interrupts
+            before = len(pages.of(slot))
+            extend(slot, rows)
+            if len(pages.of(slot)) > before:
+                interrupts += 1
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(pages, "extend", interrupted)
+        while batch.running:
+            try:
+                got += [token for row in batch.step() for token in row.tokens]
+            except KeyboardInterrupt:
+                continue
+    assert got == expected and interrupts > 0
+
+
 def test_random_numbers_do_not_come_again_after_a_pause():
     """Those of "rejection" follow from the step."""
     engine, _ = small_cache(8)

@@ -157,8 +157,9 @@ def short_requests(engine: Engine, model: EaModel, runs: int) -> dict[str, Any]:
 def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
     """Requests of all lengths through a cache of one size, decoded plainly; each enters as soon as there is room.
 
-    tokens_held, bytes_held: when most pages were held, the tokens that the requests there may have at their ends, and
-    what their pages take. ValueError if a sequence does not give the target's own tokens.
+    tokens_held, bytes_held: when most pages were held, the tokens of those who held them, and what these take. paused:
+    how often a request gave its pages back and went on later. ValueError if a sequence does not give the target's own
+    tokens.
     """
     cuda = engine.device.type == "cuda"
     count, slots, most, new = MIXED["cuda" if cuda else "cpu"]
@@ -185,7 +186,8 @@ def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
                 batch.enter_all(entering)
             if engine.pool.held > pages_held:
                 pages_held = engine.pool.held
-                tokens_held = sum(len(batch.request(slot).prompt) + new for slot in batch.running)
+                held = [slot for slot in batch.running if batch.sequences.pages.of(slot)]
+                tokens_held = sum(batch.lengths[slot] for slot in held)
             for row in batch.step():
                 if row.finished == "length":
                     finished += 1
@@ -203,6 +205,7 @@ def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
         "ms": seconds * 1e3,
         "requests_per_second": finished / seconds,
         "finished": finished,
+        "paused": engine.ops.calls["requests_paused"],
         "cache_bytes": limit // PAGE_ROWS * page_bytes,
         "tokens_held": tokens_held,
         "token_bytes": page_bytes // PAGE_ROWS,

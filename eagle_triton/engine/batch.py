@@ -411,24 +411,27 @@ class Batch:
         for slot, entry in enumerate(self._entries):
             if entry is not None and not entry.waits and self.lengths[slot] + ahead > entry.room:
                 wanted.append((entry.turn, slot, min(self.lengths[slot] + ahead, self._rows_of(entry.request))))
-        grown = []
         for _, slot, rows in sorted(wanted):
             while self._has_pages(slot):
                 try:
-                    if pages.extend(slot, rows):
-                        grown.append(slot)
+                    pages.extend(slot, rows)
                     break
                 except CacheFullError:
                     self._pause(self._last_to_come())
-        grown = [slot for slot in grown if self._has_pages(slot)]
-        with self._must_finish():
-            if grown:
+        grown = [slot for _, slot, _ in wanted if self._has_pages(slot) and self._grew(slot)]
+        if grown:
+            with self._must_finish():
                 pages.write(grown)
-            for slot in grown:
-                self._note_room(slot)
+                for slot in grown:
+                    self._note_room(slot)
+
+    def _grew(self, slot: int) -> bool:
+        """Whether a request has pages that its table does not name yet."""
+        entry = self._entries[slot]
+        return entry is not None and entry.room < len(self.sequences.pages.of(slot)) * PAGE_ROWS
 
     def _note_room(self, slot: int) -> None:
-        """How many rows a request's pages have, where it is looked at in every step."""
+        """A request's table names all its pages: keep how many rows that are, which every step looks at."""
         entry = self._entries[slot]
         assert entry is not None
         entry.room = len(self.sequences.pages.of(slot)) * PAGE_ROWS

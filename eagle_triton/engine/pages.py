@@ -342,14 +342,12 @@ class SlotPages:
             raise
         return found
 
-    def extend(self, slot: int, rows: int) -> bool:
-        """Give a slot the pages that it lacks for so many rows; whether there are any. Its table is as before until
-        `write`. Raises CacheFullError, and takes nothing, if there are not enough."""
+    def extend(self, slot: int, rows: int) -> None:
+        """Give a slot the pages that it lacks for so many rows. Its table is as before until `write`. Raises
+        CacheFullError, and takes nothing, if there are not enough."""
         missing = -(-rows // PAGE_ROWS) - len(self._held[slot])
-        if missing <= 0:
-            return False
-        self._held[slot] += self.pool.take(missing)
-        return True
+        if missing > 0:
+            self._held[slot] += self.pool.take(missing)
 
     def write(self, slots: Sequence[int]) -> None:
         """Write the tables of slots."""
