@@ -150,6 +150,16 @@ def test_requests_come_and_go_at_random(packed):
     assert pauses(engine) > 2 and 0 < len(released) < 10 and refused
 
 
+def test_equal_requests_that_pause_together_are_copied_to_their_end():
+    engine, plain = small_cache(8, pack_prompts=False)
+    requests = [Request(prompt(50, 2, vocab=12), 70) for _ in range(4)]
+    expected = alone(plain, requests[0])
+    with Batch(engine, 4, engine.draft.read_tree(), 340) as batch:
+        batch.enter_all(requests)
+        results = drain(batch)
+    assert [results[id(request)][0] for request in requests] == [expected] * 4 and pauses(engine) > 1
+
+
 def test_nobody_overtakes_who_waits_for_room():
     engine, plain = small_cache(8)
     small = Request(prompt(3, vocab=12), 2)

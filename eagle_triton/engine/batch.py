@@ -520,7 +520,7 @@ class Batch:
             if entry is None:  # it was released, and read for others
                 continue
             if slot != source:
-                self._prefill.copy(source, slot, len(entry.request.prompt))
+                self._prefill.copy(source, slot, len(entry.prompt))
             self._read[slot] = entry
         for slot in slots:
             if self._entries[slot] is None:
@@ -565,7 +565,7 @@ class Batch:
                 self._unread += 1
 
     def _step(self) -> list[Progress]:
-        while self.running:
+        while self.running or self._failed:
             while len(self._in_flight) < self.max_in_flight and not self._failed:
                 self._go_on()
                 self._make_room()
