@@ -26,6 +26,7 @@ from eagle_triton.adapters.module_reader import UnsupportedModelError, attribute
 from eagle_triton.drop_in.patching import Fallback, Seam
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.pages import CacheFullError
 from eagle_triton.engine.prefill import NaNLogitsError
 from eagle_triton.engine.requests import NAN, Request
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -352,6 +353,9 @@ def _steps(engine: Engine, tree: TreeSpec, plan: _Plan) -> Steps:
                 slots = batch.admit_all(requests)
                 entered |= {slot: entry[:2] for slot, entry in zip(slots, waiting, strict=True)}
             progress = batch.step()
+            for done in progress:
+                if done.error not in (None, NAN):
+                    raise CacheFullError(done.error)
             if broken := [entered[done.slot][0] for done in progress if done.error]:
                 raise NaNLogitsError(f"{NAN} for sequences {broken}")
             waiting = []

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.pages import CacheFullError
 from eagle_triton.engine.prefill import NaNLogitsError
 from eagle_triton.engine.requests import NAN, Progress, Request
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -93,6 +94,9 @@ def generate(
 
 
 def _raise_errors(progress: Sequence[Progress], index_of: dict[int, int]) -> None:
+    for row in progress:
+        if row.error not in (None, NAN):
+            raise CacheFullError(row.error)
     broken = [index_of[row.slot] for row in progress if row.error]
     if broken:
         raise NaNLogitsError(f"{NAN} for sequences {broken}")
