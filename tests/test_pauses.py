@@ -8,14 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eagle_triton import EAGLEConfig, EAGLEInference
+from eagle_triton import EAGLEConfig, EAGLEInference, optimize_with_triton
 from eagle_triton.engine import pages as pages_module
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.pages import PAGE_ROWS, CacheFullError
 from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.reference.verification import Verification
 from tests.test_batch import LARGER, alone, drain, prompt
+from tests.test_causal_lm import causal_lm
 from tests.test_prefill import PACKED, packing
 from tests.tiny import tiny_model
 
@@ -158,6 +160,43 @@ def test_equal_requests_that_pause_together_are_copied_to_their_end():
         batch.enter_all(requests)
         results = drain(batch)
     assert [results[id(request)][0] for request in requests] == [expected] * 4 and pauses(engine) > 1
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_token_that_was_drawn_is_not_drawn_again_after_a_pause(monkeypatch, in_flight):
+    """ "rejection" has taken it from what its drafts have left, and would take the next from all."""
+    engine, _ = small_cache(8)
+    engine.verification = Verification("rejection")
+    drawn: dict[int, int] = {}
+    with Batch(engine, 4, engine.draft.read_tree(), 340) as batch:
+        batch.max_in_flight, pause, seen = in_flight, batch._pause, 0
+
+        def keeping(slot):
+            drawn[slot] = int(batch.sequences.tokens[slot, batch.lengths[slot]])
+            pause(slot)
+
+        monkeypatch.setattr(batch, "_pause", keeping)
+        batch.enter_all([replace(one, sampling=SamplingParams(temperature=2.0, seed=3)) for one in REQUESTS])
+        while batch.running:
+            before = dict(drawn)
+            for row in batch.step():
+                if row.slot in before:
+                    assert row.tokens[0] == before[row.slot]
+                    del drawn[row.slot]
+                    seen += 1
+    assert seen >= 2
+
+
+def test_generate_with_a_later_stage_waits_for_room():
+    model = causal_lm("llama", vocab=31, layers=2, seed=1)
+    ids = torch.stack([prompt(40, seed, vocab=31) for seed in range(4)])
+    options = {"max_new_tokens": 90, "min_new_tokens": 60, "eos_token_id": 3, "pad_token_id": 0, "do_sample": False}
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    _, originals = optimize_with_triton(model, "suffix", cache_tokens=9 * PAGE_ROWS, strict=True)
+    got = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert torch.equal(got, expected)
+    assert {entry.path: entry.calls for entry in originals.report()}["requests_paused"] > 0
+    originals.restore()
 
 
 def test_nobody_overtakes_who_waits_for_room():

@@ -345,20 +345,24 @@ def _steps(engine: Engine, tree: TreeSpec, plan: _Plan) -> Steps:
         waiting = [(row, 0, prompt) for row, prompt in enumerate(plan.prompts)]
         entered: dict[int, tuple[int, int]] = {}  # slot to row and stage
         while waiting or batch.running:
-            requests = []
+            requests: list[Request] = []
             for row, stage, prompt in waiting:
                 new, sampling, stop_ids = stages[stage]
-                requests.append(Request(prompt, new, replace(sampling, seed=seeds[stage][row]), stop_ids))
+                request = Request(prompt, new, replace(sampling, seed=seeds[stage][row]), stop_ids)
+                others = bool(batch.running or requests)
+                if entered and others and not batch.has_room([*requests, request]):
+                    break  # a later stage waits for room; the first ones enter together, or nobody does
+                requests.append(request)
             if requests:
                 slots = batch.admit_all(requests)
-                entered |= {slot: entry[:2] for slot, entry in zip(slots, waiting, strict=True)}
+                entered |= {slot: entry[:2] for slot, entry in zip(slots, waiting[: len(slots)], strict=True)}
+                del waiting[: len(slots)]
             progress = batch.step()
             for done in progress:
                 if done.error not in (None, NAN):
                     raise CacheFullError(done.error)
             if broken := [entered[done.slot][0] for done in progress if done.error]:
                 raise NaNLogitsError(f"{NAN} for sequences {broken}")
-            waiting = []
             for done in progress:
                 row, stage = entered[done.slot]
                 if row == 0:

@@ -41,7 +41,8 @@ class _SlotEntry:
 
     prompt: what is read before it decodes, on the host: behind a pause, all that was committed before. beginning: by
     which its pages are found. turn: the smaller, the earlier it came. tokens: committed behind what was read, as far as
-    reports tell. decodes: its prompt is read. waits: for room, and holds none. steps: whose random numbers it has used.
+    reports tell. decodes: its prompt is read. waits: for room, and holds none. root: behind the prompt, -1 if it is
+    still to be chosen. steps: whose random numbers it has used.
     gamma: how deep its next trees may be, as far as reports tell: it rises at once, and falls by one a step. found:
     tokens of its prompt that pages held already. room: rows that its pages have.
     """
@@ -50,7 +51,7 @@ class _SlotEntry:
         self.request, self.prompt, self.beginning, self.turn = request, prompt, beginning, turn
         self.tokens: list[int] = []
         self.decodes = self.waits = False
-        self.steps = 0
+        self.root, self.steps = -1, 0
         self.gamma = math.inf
         self.found = self.room = 0
 
@@ -237,7 +238,9 @@ class Batch:
     @property
     def free(self) -> list[int]:
         """Slots that a request may enter."""
-        return [slot for slot, entry in enumerate(self._entries) if entry is None and not self._prompts.holds(slot)]
+        kept = {failed.slot for failed in self._failed}  # until that is told
+        entries = enumerate(self._entries)
+        return [slot for slot, entry in entries if entry is None and not (slot in kept or self._prompts.holds(slot))]
 
     @property
     def reading(self) -> bool:
@@ -328,6 +331,8 @@ class Batch:
         slots = self.free[: len(requests)]
         if len(slots) < len(requests):
             raise RuntimeError(f"{len(requests)} requests do not fit into {len(slots)} free slots; step until some end")
+        with self._in_use():
+            self._make_room()  # for others' next trees, which may have another shape now
         if requests and any(entry.waits for entry in self._entries if entry is not None):
             raise CacheFullError("requests that came before wait for room in the cache")
         entering = {slot: self._entry_of(request) for slot, request in zip(slots, requests, strict=True)}
@@ -339,12 +344,10 @@ class Batch:
         return slots
 
     def _put(self, entering: dict[int, _SlotEntry]) -> None:
-        """Give slots pages for what they read first, and let it wait to be read. What fails leaves the others as they
-        were."""
+        """Give slots pages for what they read first, and let it wait to be read; others have room for their next trees.
+        What fails leaves them as they were."""
         mode = self._mode([entry.request for entry in (*entering.values(), *self._entries) if entry is not None])
         pages, slots = self.sequences.pages, list(entering)
-        if self._spec != self.state.spec:
-            self._make_room()  # for others' trees of the new shape
         try:
             rows = {slot: self._first_rows(entry.request, len(entry.prompt)) for slot, entry in entering.items()}
             found = pages.take(rows, {slot: entry.beginning for slot, entry in entering.items()})
@@ -382,7 +385,7 @@ class Batch:
     def _rows_of(self, request: Request) -> int:
         """How many rows a request may take."""
         overshoot = 0 if request.exact else self._spec.depth
-        return len(request.prompt) + request.max_new_tokens + overshoot + self._room
+        return min(len(request.prompt) + request.max_new_tokens + overshoot + self._room, self.sequences.capacity)
 
     def _rows_ahead(self, steps: int) -> int:
         """How many rows behind the committed ones so many steps may write."""
@@ -446,12 +449,14 @@ class Batch:
         return max(may, key=lambda pair: pair[1].turn)[0]
 
     def _pause(self, slot: int) -> None:
-        """Take a request's pages from it until there is room to go on."""
+        """Take a request's pages from it until there is room to go on. Waits for the device: the root that was chosen
+        stays, because `rejection` would draw it by another law."""
         entry = self._entries[slot]
         assert entry is not None
         waiting = _SlotEntry(entry.request, entry.committed, entry.beginning, entry.turn)
         waiting.beginning = self._beginning_of(waiting.prompt, entry.beginning.keys)
         waiting.found, waiting.waits, waiting.steps = entry.found, True, entry.steps
+        waiting.root = int(self.sequences.tokens[slot, self.lengths[slot]]) if entry.decodes else entry.root
         with self._must_finish():
             self._empty(slot)
             self._entries[slot] = waiting
@@ -471,10 +476,10 @@ class Batch:
             except CacheFullError as error:
                 if others:
                     return
-                self._empty(slot)
-                self._failed.append(
-                    Progress(slot, entry.request, [], self._spec, 0, 0, 0, 0, REASONS[ERROR], str(error))
-                )
+                failed = Progress(slot, entry.request, [], self._spec, 0, 0, 0, 0, REASONS[ERROR], str(error))
+                with self._must_finish():
+                    self._failed.append(failed)
+                    self._empty(slot)
                 return
             going.found = entry.found
 
@@ -567,8 +572,8 @@ class Batch:
     def _step(self) -> list[Progress]:
         while self.running or self._failed:
             while len(self._in_flight) < self.max_in_flight and not self._failed:
-                self._go_on()
                 self._make_room()
+                self._go_on()
                 self._take_prompts()
                 if any(entry is not None and entry.decodes for entry in self._entries):
                     self._launch_step()
@@ -676,6 +681,7 @@ class Batch:
         where = upload(slots, torch.int64, sequences.device)
         write_options(sequences, where, [entering[slot].request for slot in slots])
         sequences.first_step[where] = upload([entering[slot].steps for slot in slots], torch.int64, sequences.device)
+        sequences.first_root[where] = upload([entering[slot].root for slot in slots], torch.int64, sequences.device)
         if sequences.rules is not None:
             for slot, entry in entering.items():
                 write_rules(sequences.rules, slot, entry.request.sampling, entry.prompt)

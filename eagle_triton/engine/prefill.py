@@ -189,7 +189,8 @@ class Prefill:
         sequences.nan.copy_(torch.where(entering, logits.isnan().flatten(1).any(1), sequences.nan))
         step = sequences.sampling.step
         step.copy_(torch.where(entering, sequences.first_step, step))
-        root = _choose(ops, state, logits, mode)
+        known = sequences.first_root[:, None]
+        root = torch.where(known < 0, _choose(ops, state, logits, mode), known)
         step.add_(entering)
         place = sequences.lengths[:, None].long()
         sequences.tokens.scatter_(1, place, torch.where(entering[:, None], root, sequences.tokens.gather(1, place)))

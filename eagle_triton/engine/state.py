@@ -91,6 +91,7 @@ class Sequences:
         self.lengths = zeros(dtype=torch.int32)  # committed tokens = what the target remembers
         self.prompt_lengths = zeros(dtype=torch.int32)
         self.first_step = zeros(dtype=torch.int64)  # by which random numbers begin, where a prompt is read
+        self.first_root = zeros(dtype=torch.int64)  # the root behind it if that is known, or -1
         self.active = zeros(dtype=torch.bool)  # a step leaves the others as they are
         self.nan = zeros(dtype=torch.bool)  # the target's logits of the last step had a NaN
         self.stops = Stops(
