@@ -1,5 +1,6 @@
 """The scripts' command lines: a wrong argument is one sentence, said before anything is imported, loaded or written."""
 
+import argparse
 import os
 import re
 import shlex
@@ -20,8 +21,9 @@ from eagle_triton.benchmarks import arguments, comparison
 from eagle_triton.benchmarks import main as modes
 from eagle_triton.benchmarks.arguments import Parser
 from eagle_triton.benchmarks.comparison import Run
-from tools import first_call, mutate, train_demo, tune_linear
-from tools.tuning import sweep
+from tools import first_call, mutate, train_demo, tune_attention, tune_linear
+from tools.tuning import attention as tuned_attention
+from tools.tuning import products
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = (
@@ -252,6 +254,7 @@ def test_a_prompt_that_does_not_fit_is_refused(script, capsys):
         (integration_test, "--device cuda:1", "--device must be cpu, because there is no GPU here, got cuda:1"),
         (train_demo, "--device cuda", "--device must be cpu, because there is no GPU here, got cuda"),
         (tune_linear, "", "this needs a GPU, and there is none here"),
+        (tune_attention, "", "this needs a GPU, and there is none here"),
         (first_call, "", "this needs a GPU, and there is none here"),
     ],
 )
@@ -357,6 +360,7 @@ TOOLS = [
     ("train_demo.py --set seed=x", "--set must give seed a number like 0, got 'seed=x'"),
     ("train_demo.py --set num_heads=3", "--set: hidden_size must divide by num_heads"),
     ("tune_linear.py --products nothing", "--products must be one of qkv, o, gate_up, down, head, draft_qkv"),
+    ("tune_attention.py --nodes 0", f"--nodes {NUMBER} 512, got '0'"),
     ("first_call.py --shape huge", "--shape must be one of tiny, llama-3.2-1b, llama-3.1-8b, got 'huge'"),
 ]
 
@@ -372,11 +376,21 @@ def test_tools_refuse_in_one_sentence(command, sentence, folder):
 
 
 def test_products_are_those_of_the_sweep():
-    products = [sweep.products_of(shape) for shape in tune_linear.SHAPES]
-    assert {name for some in products for name in some} == set(tune_linear.PRODUCTS)
-    llama, qwen = products[0], sweep.products_of("qwen3.5-9b")
+    found = [products.products_of(shape) for shape in tune_linear.SHAPES]
+    assert {name for some in found for name in some} == set(tune_linear.PRODUCTS)
+    llama, qwen = found[0], products.products_of("qwen3.5-9b")
     assert llama["qkv"] == ((4096, 1024, 1024), 4096, False) and llama["gate_up"] == ((14336, 14336), 4096, True)
     assert qwen["delta_in"] == ((8192, 4096, 32, 32), 4096, False) and qwen["draft_fc"] == ((4096,), 8192, False)
+
+
+def test_attention_is_tuned_from_what_it_is():
+    """Today's settings first; fields that were not named stay, and none has more programs than splits."""
+    use = tuned_attention.now(tuned_attention.heads_of("llama-3.1-8b"), 60, 8, (9, 0))
+    given = dict.fromkeys(tuned_attention.FIELDS)
+    some = list(tuned_attention.candidates(argparse.Namespace(**{**given, "splits": [2, 8], "programs": [1, 4]}), use))
+    assert some[0] == use and len(set(some)) == len(some) == 4
+    assert {(other.splits, other.programs) for other in some[1:]} == {(2, 1), (8, 1), (8, 4)} - {use[2:4]}
+    assert {other._replace(splits=0, programs=0) for other in some} == {use._replace(splits=0, programs=0)}
 
 
 # --- usage_example.py

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         import torch
     if not torch.cuda.is_available():
         parser.stop("products are timed on a GPU, and torch sees none")
-    from tools.tuning.sweep import sweep
+    from tools.tuning.products import sweep
 
     sweep(args)
     return 0

@@ -1,1 +1,1 @@
-"""What tools/tune_linear.py runs."""
+"""What tools/tune_linear.py and tools/tune_attention.py run."""

@@ -7,7 +7,6 @@ import csv
 import functools
 import itertools
 import multiprocessing
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,6 +23,7 @@ from eagle_triton.linear.settings import Settings
 from eagle_triton.models.shapes import HYBRIDS, SHAPES
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.runtime.split_sums import SplitSums
+from tools.tuning.graph_time import time_graph
 
 if TYPE_CHECKING:  # Gluon's
     from eagle_triton.linear.streamed import Streaming
@@ -152,31 +152,6 @@ def compile_settings(task: tuple[int, bool, int, Settings | Streaming, bool]) ->
     except Exception as error:  # reported by the caller beside the settings
         return f"{type(error).__name__}: {error}"[:120]
     return ""
-
-
-def time_graph(calls: list[Callable[[], object]], replays: int = 9) -> float:
-    """Median µs of one of `calls`, replayed together in one CUDA graph."""
-    if not torch.cuda.is_available():
-        calls[0]()
-        return 1.0
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times) * 1e3 / len(calls)
 
 
 def make_weights(product: Product, device: str, total_bytes: float = 1.2e9) -> list[list[Tensor]]:

@@ -1,0 +1,169 @@
+"""What tools/tune_attention.py runs: candidates of launch settings, compiled in parallel, checked and timed."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import itertools
+import multiprocessing
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle_triton import attention
+from eagle_triton.attention import Settings
+from eagle_triton.benchmarks.timing import copy_bandwidth
+from eagle_triton.models.shapes import SHAPES
+from eagle_triton.reference.attention import pack_ancestors, tree_attention
+from tools.tuning.graph_time import time_graph
+
+PAGE_ROWS = 64
+CACHE_BYTES = 400e6  # of all caches together, at least: several times L2
+FIELDS = ("splits", "programs", "min_tiles", "block_m", "block_n", "block_t", "num_warps", "num_stages")
+
+
+class Heads(NamedTuple):
+    queries: int
+    keys: int
+    width: int
+
+    @property
+    def group(self) -> int:
+        return self.queries // self.keys
+
+
+class Case(NamedTuple):
+    """Operands of attention.tree_attention, with the caches of several layers."""
+
+    q: Tensor
+    caches: Tensor
+    lengths: Tensor
+    ancestors: Tensor
+    table: Tensor
+
+    def run(self, use: Settings, layer: int) -> Tensor:
+        scale = self.q.shape[-1] ** -0.5
+        return attention._launch(self.q, self.caches[layer], self.lengths, self.ancestors, scale, None, use, self.table)
+
+    def expected(self) -> Tensor:
+        q, cache = self.q.float(), self.caches[0].float()
+        scale = q.shape[-1] ** -0.5
+        return tree_attention(q, cache, self.lengths, self.ancestors, scale=scale, table=self.table)
+
+
+def heads_of(shape: str) -> Heads:
+    sizes = SHAPES[shape]
+    queries, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+    return Heads(queries, sizes["num_key_value_heads"], sizes.get("head_dim", hidden // queries))
+
+
+def make_case(heads: Heads, nodes: int, batch: int, keys: int, device: str, layers: int = 0) -> Case:
+    """Of `keys` committed rows for each sequence, in pages that lie in no order; `layers` 0: as many as exceed L2."""
+    pages = -(-(keys + 64 * -(-nodes // 64)) // PAGE_ROWS)
+    size = 4 * batch * pages * heads.keys * PAGE_ROWS * heads.width
+    layers = layers or max(2, int(CACHE_BYTES / size))
+    bf16 = {"device": device, "dtype": torch.bfloat16}
+    table = torch.randperm(batch * pages, device=device).view(batch, pages).int()
+    parents = torch.tensor([max(0, (node - 1) // 3) for node in range(nodes)])
+    seen = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        seen[node] |= seen[parents[node]]
+    return Case(
+        torch.randn(batch, nodes, heads.queries, heads.width, **bf16),
+        torch.randn(layers, 2, batch * pages, heads.keys, PAGE_ROWS, heads.width, **bf16),
+        torch.full((batch,), keys, dtype=torch.int32, device=device),
+        pack_ancestors(seen.to(device).expand(batch, -1, -1)),
+        table,
+    )
+
+
+def now(heads: Heads, nodes: int, batch: int, capability: tuple[int, int] | None) -> Settings:
+    """What is to be beaten."""
+    return attention.settings_for(nodes * heads.group, heads.width, heads.keys, batch, torch.bfloat16, capability)
+
+
+def candidates(args: argparse.Namespace, use: Settings) -> Iterator[Settings]:
+    """`use` first, then it with every choice of the fields that have one."""
+    yield use
+    for values in itertools.product(*(getattr(args, field) or [getattr(use, field)] for field in FIELDS)):
+        other = use._replace(**dict(zip(FIELDS, values, strict=True)))
+        if other.programs <= other.splits and other.block_t <= other.block_n and other != use:
+            yield other
+
+
+def compile_settings(task: tuple[Heads, int, Settings]) -> str:
+    """In a worker: one small launch, so that the kernels lie in Triton's cache. Returns the error, or ''."""
+    heads, nodes, use = task
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        make_case(heads, nodes, 1, 2 * PAGE_ROWS, device, layers=1).run(use, 0)
+    except Exception as error:  # reported by the caller beside the settings
+        return f"{type(error).__name__}: {error}"[:120]
+    return ""
+
+
+def tune(case: Case, settings: list[Settings]) -> dict[Settings, float]:
+    """µs of each, of those that give what fp32 gives."""
+    expected, found = case.expected(), {}
+    for use in settings:
+        out = case.run(use, 0).float()
+        error = ((out - expected).norm() / expected.norm()).item()
+        if not error < 1e-2:
+            print(f"  {shown(use)} failed: relative error {error}", flush=True)
+            continue
+        found[use] = time_graph([functools.partial(case.run, use, layer) for layer in range(len(case.caches))])
+    return found
+
+
+def shown(use: Settings) -> str:
+    return " ".join(f"{name} {getattr(use, name)}" for name in FIELDS)
+
+
+def sweep(args: argparse.Namespace) -> None:
+    """Compile, check and time what the options ask for, and print it."""
+    started, heads = time.monotonic(), heads_of(args.shape)
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    capability = None if device is None else torch.cuda.get_device_capability(device)
+    bandwidth = copy_bandwidth(torch.device("cpu" if device is None else "cuda"))
+    cases = list(itertools.product(args.nodes, args.batch))
+    plan = {
+        (nodes, batch): list(dict.fromkeys(candidates(args, now(heads, nodes, batch, capability))))
+        for nodes, batch in cases
+    }
+    tasks = list(dict.fromkeys((heads, nodes, use) for (nodes, _), some in plan.items() for use in some))
+    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+        errors = dict(zip(tasks, pool.map(compile_settings, tasks, chunksize=1), strict=True))
+    print(f"{len(tasks)} settings compiled after {time.monotonic() - started:.0f} s", flush=True)
+    for (_, nodes, use), error in errors.items():
+        if error:
+            print(f"  {nodes} nodes, {shown(use)}: {error}", flush=True)
+    records = []
+    for (nodes, batch), some in plan.items():
+        good = [use for use in some if not errors[heads, nodes, use]]
+        times: dict[int, dict[Settings, float]] = {}
+        for keys in args.keys:
+            case = make_case(heads, nodes, batch, keys, "cuda" if device is not None else "cpu")
+            times[keys] = tune(case, good)
+            del case
+        _show(nodes, batch, some[0], times, heads, bandwidth, args.top)
+        print(f"  {time.monotonic() - started:.0f} s", flush=True)
+        for keys, found in times.items():
+            records += [(nodes, batch, keys, *(getattr(use, name) for name in FIELDS), us) for use, us in found.items()]
+    if args.csv:
+        with args.csv.open("w", newline="") as file:
+            csv.writer(file).writerows([("nodes", "batch", "keys", *FIELDS, "us"), *records])
+
+
+def _show(nodes: int, batch: int, use: Settings, times: dict, heads: Heads, bandwidth: float, top: int) -> None:
+    best = {key for found in times.values() for key in sorted(found, key=found.get)[:top]}
+    ranked = sorted(best - {use}, key=lambda other: sum(found.get(other, 1e9) for found in times.values()))
+    reading = [f"{4 * batch * keys * heads.keys * heads.width / bandwidth * 1e6:7.1f}" for keys in times]
+    print(f"{nodes} nodes of {batch} sequences, keys {' '.join(map(str, times))}")
+    print(f"  {' '.join(reading)}  reading")
+    for other in [use, *ranked]:
+        row = " ".join(f"{found.get(other, float('nan')):7.1f}" for found in times.values())
+        print(f"  {row}  {shown(other)}{'  now' if other is use else ''}", flush=True)
