@@ -12,19 +12,21 @@ so that every key is read once for the whole group and the products are tall eno
 | table      | [B, W]                   | int32   | of each sequence its pages, T = W * R; None: P = B, its own |
 | lengths    | [B]                      | int32   | committed rows, visible to every node                     |
 | ancestors  | [B, N, W]                | int64   | bit j of row i: node i sees cache row lengths + j         |
-| partial    | [B, Hkv, S, N * G, d]    | float32 | normalised output of each split (workspace)               |
-| lse        | [B, Hkv, S, N * G]       | float32 | log2 of each split's softmax denominator (workspace)      |
+| partial    | [B, Hkv, P, N * G, d]    | float32 | weighted sum of each program's values (workspace)         |
+| softmax    | [B, Hkv, P, 2, N * G]    | float32 | log2 of what its weights are relative to; their sum       |
 
-S, the number of splits, follows from the static shapes of one sequence, and how many of them share its rows from its
-length: a captured graph serves every length, and a result depends neither on the batch nor on the capacity. They share
-the rows evenly, half of them up to 64 tiles; the others are empty. In a batch a program takes several splits in turn.
-`_merge_kernel` sums the splits in index order: the same bits every run.
+The keys of a sequence are split into parts, whose number follows from the static shapes of one sequence, and how many
+of them share its rows from its length: a captured graph serves every length, and a result depends neither on the batch
+nor on the capacity. They share the rows evenly, half of them up to 64 tiles; the others are empty. They are added up in
+the order of their numbers: the same bits whether each is a program's own (P = splits), as for a single sequence, and
+`_merge_kernel` adds them up, or one program does so with all of them (P = 1), as in a large batch.
 
 Numerics: products of the input dtype accumulated in fp32 (true fp32 for fp32 inputs), softmax in fp32 in the log2
 domain, one rounding of the weights to the values' dtype and one of the result. The maximum that is taken off the scores
 is rounded up to an integer: weights relative to different maxima then differ by powers of two, so that a weight is
-rounded alike in every tile, split and tree. Rows of the cache that no node of the tile may see are never multiplied, so
-what they hold (NaN included) does not matter. A row with nothing to see gives 0.
+rounded alike in every tile, split and tree, and a sum alike wherever it is added up. Rows of the cache that no node of
+the tile may see are never multiplied, so what they hold (NaN included) does not matter. A row with nothing to see
+gives 0.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from eagle_triton.runtime.overlap import can_overlap, prefer_shared_memory
 _WORD = tl.constexpr(64)
 MANY_TILES = tl.constexpr(64)  # of keys: more are worth all splits, fewer half of them
 _TILE_ROWS = 64  # no tile of keys has more
+_MERGE_REGISTERS = 64  # two of its programs find room beside two of attention's on a multiprocessor of Hopper
 _PIECE_NODES = 16  # pieces of prompts have as many at least
 
 
@@ -191,7 +194,8 @@ def _attend(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Rows `q` over the cache rows first .. last: their normalised output [BLOCK_M, BLOCK_D] and log2 denominator.
+    """Rows `q` over the cache rows first .. last: the weighted sum of their values [BLOCK_M, BLOCK_D], log2 of what the
+    weights are relative to (-inf: there are none), and their sum.
 
     WORDS 0: causal. Tiles of committed rows need no mask (unless WINDOW); those that touch new keys go by BLOCK_T.
     """
@@ -262,10 +266,18 @@ def _attend(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = tl.where(visible & (rows < last)[None, :], scores, float("-inf"))
         acc, top, total = _fold(acc, top, total, scores, v, scale_log2, True)
+    return acc, top, total
 
-    empty = total == 0.0
-    acc = acc * (1.0 / tl.where(empty, 1.0, total))[:, None]
-    return acc, tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
+
+@triton.jit
+def _relative_to(top, base):
+    """The power of two that takes sums relative to 2^top to 2^base, 0 for top -inf."""
+    return tl.exp2(top - tl.where(base == float("-inf"), 0.0, base))
+
+
+@triton.jit
+def _normalised(acc, total):
+    return acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
 
 
 @triton.jit
@@ -282,7 +294,7 @@ def attend_split(
     ancestors_ptr,
     out_ptr,
     partial_ptr,
-    lse_ptr,
+    softmax_ptr,
     stride_qb,
     stride_qn,
     stride_qh,
@@ -315,10 +327,10 @@ def attend_split(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Rows row_block * BLOCK_M .. of one head of one sequence over the splits program, program + PROGRAMS ...
+    """Rows row_block * BLOCK_M .. of one head of one sequence over split `program`, with PROGRAMS 1 over all splits.
 
-    PAGE: rows of a page, of which a sequence has several; 0: a sequence's rows lie in one page. The result of a split
-    goes to `partial` and `lse`, with SPLITS 1 to `out`. One without keys has none.
+    PAGE: rows of a page, of which a sequence has several; 0: a sequence's rows lie in one page. The sum of a split
+    goes to `partial` and `softmax`, that of all to `out`. A split without keys writes nothing.
     """
     batch, rows = sequence.to(tl.int64), nodes * GROUP
     row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -330,13 +342,8 @@ def attend_split(
     length = tl.minimum(tl.load(lengths_ptr + batch), capacity)
     oldest, newest = _span(length, nodes, capacity, window, WORDS, WINDOW, BLOCK_N)
     _, _, active = _share(newest - oldest, 0, BLOCK_N, SPLITS, MIN_TILES)
-    for split in tl.range(program, active, PROGRAMS, num_stages=1):
-        first, last, _ = _share(newest - oldest, split, BLOCK_N, SPLITS, MIN_TILES)
+    if program < active:
         q = tl.load(q_ptr + batch * stride_qb + (q_offset[:, None] + column[None, :]), mask=mask, other=0.0)
-        first, last = oldest + first * BLOCK_N, tl.minimum(oldest + last * BLOCK_N, newest)
-        if WORDS == 0:  # causal: nothing behind the block's last node
-            last = tl.minimum(last, length + tl.minimum((row_block + 1) * BLOCK_M - 1, rows - 1) // GROUP + 1)
-
         pages_ptr, page = table_ptr, batch
         if table_ptr is not None:
             pages_ptr = table_ptr + batch * stride_tb
@@ -347,44 +354,61 @@ def attend_split(
         bits_ptr = ancestors_ptr
         if WORDS:
             bits_ptr = ancestors_ptr + batch * stride_ab + node * stride_an
-        acc, lse = _attend(
-            q,
-            cache_desc,
-            k_row,
-            v_row,
-            k_ptr,
-            k_ptr + stride_ckv,
-            pages_ptr,
-            stride_cb,
-            (stride_cb // D).to(tl.int32),
-            bits_ptr,
-            node,
-            row_ok,
-            length,
-            capacity,
-            first,
-            last,
-            scale_log2,
-            window,
-            D,
-            STRIDE_T,
-            PAGE,
-            WORDS,
-            WINDOW,
-            TMA,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_T,
-            BLOCK_D,
-        )
-        if SPLITS == 1:
+        sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        base = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        whole = tl.zeros((BLOCK_M,), tl.float32)
+        for split in tl.range(program, active, PROGRAMS, num_stages=1):
+            first, last, _ = _share(newest - oldest, split, BLOCK_N, SPLITS, MIN_TILES)
+            first, last = oldest + first * BLOCK_N, tl.minimum(oldest + last * BLOCK_N, newest)
+            if WORDS == 0:  # causal: nothing behind the block's last node
+                last = tl.minimum(last, length + tl.minimum((row_block + 1) * BLOCK_M - 1, rows - 1) // GROUP + 1)
+            acc, top, total = _attend(
+                q,
+                cache_desc,
+                k_row,
+                v_row,
+                k_ptr,
+                k_ptr + stride_ckv,
+                pages_ptr,
+                stride_cb,
+                (stride_cb // D).to(tl.int32),
+                bits_ptr,
+                node,
+                row_ok,
+                length,
+                capacity,
+                first,
+                last,
+                scale_log2,
+                window,
+                D,
+                STRIDE_T,
+                PAGE,
+                WORDS,
+                WINDOW,
+                TMA,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_T,
+                BLOCK_D,
+            )
+            if PROGRAMS < SPLITS:
+                new_base = tl.maximum(base, top)
+                before, beside = _relative_to(base, new_base), _relative_to(top, new_base)
+                sums = tl.fma(acc, beside[:, None], sums * before[:, None])  # exact but for the sum
+                whole = tl.fma(total, beside, whole * before)
+                base = new_base
+            else:
+                sums, base, whole = acc, top, total
+        if PROGRAMS == 1:
             o_offset = node * stride_on + query_head * stride_oh
-            out_ptr += batch * stride_ob
-            tl.store(out_ptr + (o_offset[:, None] + column[None, :]), acc.to(out_ptr.dtype.element_ty), mask=mask)
+            out = _normalised(sums, whole).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + batch * stride_ob + (o_offset[:, None] + column[None, :]), out, mask=mask)
         else:
-            p_row = ((batch * HEADS + head) * SPLITS + split) * rows
-            tl.store(lse_ptr + p_row + row, lse, mask=row_ok)
-            tl.store(partial_ptr + p_row * D + (row[:, None] * D + column[None, :]), acc, mask=mask)
+            p_row = ((batch * HEADS + head) * PROGRAMS + program) * rows
+            tl.store(softmax_ptr + 2 * p_row + row, base, mask=row_ok)
+            tl.store(softmax_ptr + 2 * p_row + rows + row, whole, mask=row_ok)
+            tl.store(partial_ptr + p_row * D + (row[:, None] * D + column[None, :]), sums, mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "nodes"])
@@ -397,7 +421,7 @@ def _tree_attention_kernel(
     ancestors_ptr,
     out_ptr,
     partial_ptr,
-    lse_ptr,
+    softmax_ptr,
     stride_qb,
     stride_qn,
     stride_qh,
@@ -452,7 +476,7 @@ def _tree_attention_kernel(
         ancestors_ptr,
         out_ptr,
         partial_ptr,
-        lse_ptr,
+        softmax_ptr,
         stride_qb,
         stride_qn,
         stride_qh,
@@ -493,7 +517,7 @@ def merge_rows(
     sequence,
     head,
     partial_ptr,
-    lse_ptr,
+    softmax_ptr,
     lengths_ptr,
     out_ptr,
     stride_ob,
@@ -515,7 +539,7 @@ def merge_rows(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Sum the splits of rows row_block * BLOCK_R .. of one head of a sequence, weighted by their denominators."""
+    """Add up what programs left of rows row_block * BLOCK_R .. of one head of a sequence."""
     batch, rows = sequence.to(tl.int64), nodes * GROUP
     length = tl.minimum(tl.load(lengths_ptr + batch), capacity)
     oldest, newest = _span(length, nodes, capacity, window, WORDS, WINDOW, BLOCK_N)
@@ -523,23 +547,25 @@ def merge_rows(
     row, column, split = row_block * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     row_ok = row < rows
     mask = row_ok[:, None] & (column < D)[None, :]
-    lse_ptr += (batch * HEADS + head) * SPLITS * rows
-    partial_ptr += (batch * HEADS + head) * SPLITS * rows * D
+    p_row = (batch * HEADS + head) * SPLITS * rows
+    partial_ptr += p_row * D
+    softmax_ptr += 2 * p_row
     tile = row[:, None] * D + column[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
     ok = row_ok[:, None] & (split < active)[None, :]
-    top = tl.max(tl.load(lse_ptr + split[None, :] * rows + row[:, None], mask=ok, other=float("-inf")), 1)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros((BLOCK_R,), tl.float32)
-    out = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    base = tl.max(tl.load(softmax_ptr + 2 * split[None, :] * rows + row[:, None], mask=ok, other=float("-inf")), 1)
+    sums = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    whole = tl.zeros((BLOCK_R,), tl.float32)
     for index in tl.static_range(SPLITS):
-        lse = tl.load(lse_ptr + index * rows + row, mask=row_ok & (index < active), other=float("-inf"))
+        active_row = row_ok & (index < active)
+        top = tl.load(softmax_ptr + 2 * index * rows + row, mask=active_row, other=float("-inf"))
+        total = tl.load(softmax_ptr + (2 * index + 1) * rows + row, mask=active_row, other=0.0)
         partial = tl.load(partial_ptr + index * rows * D + tile, mask=mask & (index < active), other=0.0)
-        weight = tl.exp2(lse - top)
-        total += weight
-        out = tl.fma(partial, weight[:, None], out)
-    out = out * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+        beside = _relative_to(top, base)
+        sums = tl.fma(partial, beside[:, None], sums)
+        whole = tl.fma(total, beside, whole)
+    out = _normalised(sums, whole)
     o_offset = (row // GROUP) * stride_on + (head * GROUP + row % GROUP) * stride_oh
     out_ptr += batch * stride_ob
     tl.store(out_ptr + (o_offset[:, None] + column[None, :]), out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -548,7 +574,7 @@ def merge_rows(
 @triton.jit(do_not_specialize_on_alignment=["lengths_ptr", "nodes"])
 def _merge_kernel(
     partial_ptr,
-    lse_ptr,
+    softmax_ptr,
     lengths_ptr,
     out_ptr,
     stride_ob,
@@ -570,7 +596,7 @@ def _merge_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (row blocks, B * Hkv): a program sums the splits of BLOCK_R rows."""
+    """Grid (row blocks, B * Hkv): a program adds up the parts of BLOCK_R rows."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     merge_rows(
@@ -578,7 +604,7 @@ def _merge_kernel(
         tl.program_id(1) // HEADS,
         tl.program_id(1) % HEADS,
         partial_ptr,
-        lse_ptr,
+        softmax_ptr,
         lengths_ptr,
         out_ptr,
         stride_ob,
@@ -603,8 +629,8 @@ def _merge_kernel(
 
 
 class Settings(NamedTuple):
-    """How one shape is launched: the keys are split into up to `splits` parts of at least `min_tiles` tiles, which as
-    many `programs` share; these change no bit.
+    """How one shape is launched: the keys are split into up to `splits` parts of at least `min_tiles` tiles, which are
+    added up by a kernel of its own if there are as many `programs`, else by one program; that changes no bit.
 
     block_m rows, block_n keys per tile (block_t in tiles with new keys); tma: committed keys come through a tensor
     descriptor; pdl: 1 lets the merge launch early, 2 the attention kernel too; maxnreg caps the registers.
@@ -661,8 +687,8 @@ def settings_for(
         splits = programs = 1
     else:
         for_a_split = kv_heads * triton.cdiv(rows, block_m)  # of one sequence
-        splits = _power_of_two(min(264 // for_a_split, 8 if capability is None else 32))
-        programs = min(_power_of_two(max(528 // (for_a_split * batch), 2)), splits)
+        splits = _power_of_two(min(264 // for_a_split, 8 if capability is None else 16))
+        programs = splits if for_a_split * batch < 256 else 1
     few_rows = rows <= 64
     return Settings(
         block_m,
@@ -766,13 +792,13 @@ def _launch(
     if not out.numel():
         return out
     block_d = max(16, triton.next_power_of_2(width))
-    partial = lse = None
-    if use.splits > 1:
-        partial = torch.empty(batch, kv_heads, use.splits, rows, width, dtype=torch.float32, device=q.device)
-        lse = torch.empty(batch, kv_heads, use.splits, rows, dtype=torch.float32, device=q.device)
+    partial = softmax = None
+    if use.programs > 1:
+        partial = torch.empty(batch, kv_heads, use.programs, rows, width, dtype=torch.float32, device=q.device)
+        softmax = torch.empty(batch, kv_heads, use.programs, 2, rows, dtype=torch.float32, device=q.device)
     rows_of_memory = _rows_of_memory(cache) if use.tma and sliding_window is None else None
     desc = None if rows_of_memory is None else TensorDescriptor.from_tensor(rows_of_memory, [use.block_n, block_d])
-    pdl = use.pdl if use.splits > 1 and can_overlap(q.device) else 0
+    pdl = use.pdl if use.programs > 1 and can_overlap(q.device) else 0
     shared = {
         "D": width,
         "GROUP": group,
@@ -794,7 +820,7 @@ def _launch(
         ancestors,
         out,
         partial,
-        lse,
+        softmax,
         *q.stride()[:3],
         *cache.stride()[:3],
         0 if table is None else table.stride(0),
@@ -818,13 +844,13 @@ def _launch(
         **({"maxnreg": use.maxnreg} if use.maxnreg else {}),
     )
     prefer_shared_memory(compiled)
-    if use.splits > 1:
+    if use.programs > 1:
         # One warp per program, with as many rows as keep 64 loads of a thread in flight; no sum crosses threads.
-        block_s = triton.next_power_of_2(use.splits)
+        block_s = triton.next_power_of_2(use.programs)
         block_r = max(1, 16 // block_s) * max(1, 128 // block_d)
         compiled = launch(_merge_kernel, (triton.cdiv(rows, block_r), batch * kv_heads))(
             partial,
-            lse,
+            softmax,
             lengths,
             out,
             *out.stride()[:3],
@@ -836,6 +862,7 @@ def _launch(
             BLOCK_S=block_s,
             num_warps=1,
             **EXACT,
+            **({"maxnreg": _MERGE_REGISTERS} if pdl else {}),
             **({"launch_pdl": True} if pdl else {}),
         )
         prefer_shared_memory(compiled)

@@ -31,14 +31,15 @@ CASES = int(os.environ.get("MEGAKERNEL_CASES", "12"))  # 200 were seen; each tak
 
 def tensors(state) -> dict[str, Tensor]:
     """Everything a step may change, but rows of the caches behind what is committed."""
+    pages = slice(1, 1 + state.sequences.pages.pool.pages)  # page 0 is nobody's, and others have no memory
     return {
         "tokens": state.tokens,
         "lengths": state.lengths,
         "active": state.active,
         "nan": state.nan,
         "report": state.report,
-        "target cache": state.sequences.caches.caches[0].data[:, :, 1:],  # page 0 is nobody's
-        "draft cache": state.sequences.draft_tensors.caches.caches[0].data[:, :, 1:],
+        "target cache": state.sequences.caches.caches[0].data[:, :, pages],
+        "draft cache": state.sequences.draft_tensors.caches.caches[0].data[:, :, pages],
         "hidden": state.sequences.draft_tensors.hidden,
         "normed": state.sequences.draft_tensors.normed,
         **{f"tree {name}": value for name, value in state.tree._asdict().items()},

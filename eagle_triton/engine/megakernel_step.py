@@ -351,7 +351,7 @@ class MegakernelStep:
             "residual_ptr": empty(rows, hidden),
             "queries_ptr": empty(rows, q_cols),
             "partial_ptr": empty(splits, queries, mixer.head_dim, kind=torch.float32),
-            "lse_ptr": empty(splits, queries, kind=torch.float32),
+            "softmax_ptr": empty(splits, 2, queries, kind=torch.float32),
             "attended_ptr": empty(rows, q_cols),
             "x_ptr": empty(rows, hidden),
             "normed_ptr": empty(rows, hidden),

@@ -14,7 +14,7 @@ TYPES = {
     "lengths_ptr": "*i32",
     "ancestors_ptr": "*i64",
     "partial_ptr": "*fp32",
-    "lse_ptr": "*fp32",
+    "softmax_ptr": "*fp32",
     "scale_log2": "fp32",
 }
 SHAPES = [  # nodes, words of ancestors (0: causal), sliding window
@@ -49,7 +49,7 @@ def _cases(
         "BLOCK_M": use.block_m, "BLOCK_N": use.block_n, "BLOCK_T": use.block_t, "BLOCK_D": width, "PAGE": page or 0,
         **({"table_ptr": None} if page is None else {}),
         **({} if words else {"ancestors_ptr": None}), **({} if tma else {"cache_desc": None}),
-        **({} if use.splits > 1 else {"partial_ptr": None, "lse_ptr": None}),
+        **({} if use.programs > 1 else {"partial_ptr": None, "softmax_ptr": None}),
         **({"nodes": 1} if nodes == 1 else {}),
     }  # fmt: skip
     tensors = {f"{name}_ptr": f"*{dtype}" for name in ("q", "cache", "out")}
@@ -60,11 +60,11 @@ def _cases(
     options = {**EXACT, "num_warps": use.num_warps, "num_stages": use.num_stages, "targets": (arch,)}
     options |= {"local": 8} if window else {}  # a word of a mask, once a program
     cases = [_case(f"attend {name}", _tree_attention_kernel, constexprs, tensors, options)]
-    if use.splits > 1 and page is None:
+    if use.programs > 1 and page is None:
         merge = {
             **constexprs,
-            "BLOCK_R": max(1, 16 // use.splits) * max(1, 128 // width),
-            "BLOCK_S": triton.next_power_of_2(use.splits),
+            "BLOCK_R": max(1, 16 // use.programs) * max(1, 128 // width),
+            "BLOCK_S": triton.next_power_of_2(use.programs),
         }
         cases.append(_case(f"merge  {name}", _merge_kernel, merge, tensors, {**options, "num_warps": 1}))
     return cases

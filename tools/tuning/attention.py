@@ -74,7 +74,7 @@ def make_case(heads: Heads, nodes: int, batch: int, keys: int, device: str, laye
         seen[node] |= seen[parents[node]]
     return Case(
         torch.randn(batch, nodes, heads.queries, heads.width, **bf16),
-        torch.randn(layers, 2, batch * pages, heads.keys, PAGE_ROWS, heads.width, **bf16),
+        torch.randn(batch * pages, layers, 2, heads.keys, PAGE_ROWS, heads.width, **bf16).permute(1, 2, 0, 3, 4, 5),
         torch.full((batch,), keys, dtype=torch.int32, device=device),
         pack_ancestors(seen.to(device).expand(batch, -1, -1)),
         table,
@@ -91,7 +91,7 @@ def candidates(args: argparse.Namespace, use: Settings) -> Iterator[Settings]:
     yield use
     for values in itertools.product(*(getattr(args, field) or [getattr(use, field)] for field in FIELDS)):
         other = use._replace(**dict(zip(FIELDS, values, strict=True)))
-        if other.programs <= other.splits and other.block_t <= other.block_n and other != use:
+        if other.programs in (1, other.splits) and other.block_t <= other.block_n and other != use:
             yield other
 
 
