@@ -60,16 +60,20 @@ def _span(length, nodes, capacity, window, WORDS: tl.constexpr, WINDOW: tl.const
 
 
 @triton.jit
-def _share(rows, split, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
-    """The tiles [first, last) that a split takes of `rows` rows, and how many splits take any.
+def _share_out(rows, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
+    """The tiles of `rows` rows, and how many splits share them.
 
     The last tile counts twice: it holds the new keys, whose masks cost as much as a tile.
     """
     tiles = tl.cdiv(rows, BLOCK_N) + 1
     most = tl.where(tiles > MANY_TILES, SPLITS, (SPLITS + 1) // 2)
-    active = tl.minimum(tl.maximum(tl.minimum(tiles // MIN_TILES, tiles - 1), 1), most)
-    split = tl.minimum(split, active)  # the splits behind the active ones get an empty range
-    return (split * tiles) // active, (tl.minimum(split + 1, active) * tiles) // active, active
+    return tiles, tl.minimum(tl.maximum(tl.minimum(tiles // MIN_TILES, tiles - 1), 1), most)
+
+
+@triton.jit
+def _first_tile(split, tiles, active):
+    """Where a split begins, and the one before it ends; split <= active."""
+    return (split * tiles) // active
 
 
 @triton.jit
@@ -164,6 +168,36 @@ def _fold(acc, top, total, scores, v, scale_log2, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _relative_to(top, base):
+    """The power of two that takes sums relative to 2^top to 2^base, 0 for top -inf."""
+    return tl.exp2(top - tl.where(base == float("-inf"), 0.0, base))
+
+
+@triton.jit
+def _add_split(sums, base, whole, acc, top, total):
+    """Add a split's (weighted sum, maximum, denominator) to those of the splits before it: exact but for the sum."""
+    new_base = tl.maximum(base, top)
+    before, beside = _relative_to(base, new_base), _relative_to(top, new_base)
+    return tl.fma(acc, beside[:, None], sums * before[:, None]), new_base, tl.fma(total, beside, whole * before)
+
+
+@triton.jit
+def _begin_split(begins, sums, base, whole, acc, top, total):
+    """Where a split begins, the one before it is added up, and nothing is known of the new one."""
+    if begins:
+        sums, base, whole = _add_split(sums, base, whole, acc, top, total)
+        acc, top, total = _nothing(acc.shape[0], acc.shape[1])
+    return sums, base, whole, acc, top, total
+
+
+@triton.jit
+def _nothing(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The weighted sum, maximum and denominator of no keys."""
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    return tl.zeros((BLOCK_M, BLOCK_D), tl.float32), top, tl.zeros((BLOCK_M,), tl.float32)
+
+
+@triton.jit
 def _attend(
     q,
     cache_desc,
@@ -181,6 +215,8 @@ def _attend(
     capacity,
     first,
     last,
+    tiles,
+    active,
     scale_log2,
     window,
     D: tl.constexpr,
@@ -188,6 +224,7 @@ def _attend(
     PAGE: tl.constexpr,
     WORDS: tl.constexpr,
     WINDOW: tl.constexpr,
+    ALL_SPLITS: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -198,10 +235,12 @@ def _attend(
     weights are relative to (-inf: there are none), and their sum.
 
     WORDS 0: causal. Tiles of committed rows need no mask (unless WINDOW); those that touch new keys go by BLOCK_T.
+    ALL_SPLITS: the rows are those of `active` splits of `tiles` tiles, each of which is summed by itself first.
     """
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc, top, total = _nothing(BLOCK_M, BLOCK_D)
+    if ALL_SPLITS:
+        sums, base, whole = _nothing(BLOCK_M, BLOCK_D)
+        split = 1  # the next to begin
     column = tl.arange(0, BLOCK_D)
     column_ok = column < D
     if WINDOW:
@@ -217,6 +256,10 @@ def _attend(
     page = _page(pages_ptr, first, capacity, PAGE)
     for start in tl.range(first, plain_last, BLOCK_N):
         following = _page(pages_ptr, start + BLOCK_N, capacity, PAGE)  # a tile ahead, so that nothing waits for it
+        if ALL_SPLITS:
+            begins = start == first + _first_tile(split, tiles, active) * BLOCK_N
+            split += begins
+            sums, base, whole, acc, top, total = _begin_split(begins, sums, base, whole, acc, top, total)
         if TMA:
             k = cache_desc.load([k_row + _tile_row(page, start, rows_page, PAGE), 0])
         else:
@@ -239,6 +282,10 @@ def _attend(
     row = tl.arange(0, BLOCK_T)
     tile = row[:, None] * STRIDE_T + column[None, :]
     for start in tl.range(tl.maximum(first, plain_last), last, BLOCK_T, num_stages=1):
+        if ALL_SPLITS:
+            begins = start == first + _first_tile(split, tiles, active) * BLOCK_N
+            split += begins
+            sums, base, whole, acc, top, total = _begin_split(begins, sums, base, whole, acc, top, total)
         rows = start + row
         ok = (rows < last)[:, None] & column_ok[None, :]
         offset = _tile_offset(page, start, stride_page, STRIDE_T, PAGE)
@@ -266,13 +313,9 @@ def _attend(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = tl.where(visible & (rows < last)[None, :], scores, float("-inf"))
         acc, top, total = _fold(acc, top, total, scores, v, scale_log2, True)
+    if ALL_SPLITS:
+        acc, top, total = _add_split(sums, base, whole, acc, top, total)
     return acc, top, total
-
-
-@triton.jit
-def _relative_to(top, base):
-    """The power of two that takes sums relative to 2^top to 2^base, 0 for top -inf."""
-    return tl.exp2(top - tl.where(base == float("-inf"), 0.0, base))
 
 
 @triton.jit
@@ -341,9 +384,16 @@ def attend_split(
     q_offset = node * stride_qn + query_head * stride_qh
     length = tl.minimum(tl.load(lengths_ptr + batch), capacity)
     oldest, newest = _span(length, nodes, capacity, window, WORDS, WINDOW, BLOCK_N)
-    _, _, active = _share(newest - oldest, 0, BLOCK_N, SPLITS, MIN_TILES)
+    tiles, active = _share_out(newest - oldest, BLOCK_N, SPLITS, MIN_TILES)
     if program < active:
         q = tl.load(q_ptr + batch * stride_qb + (q_offset[:, None] + column[None, :]), mask=mask, other=0.0)
+        first, last = oldest, newest
+        if PROGRAMS == SPLITS:
+            first = oldest + _first_tile(program, tiles, active) * BLOCK_N
+            last = tl.minimum(oldest + _first_tile(program + 1, tiles, active) * BLOCK_N, newest)
+        if WORDS == 0:  # causal: nothing behind the block's last node
+            last = tl.minimum(last, length + tl.minimum((row_block + 1) * BLOCK_M - 1, rows - 1) // GROUP + 1)
+
         pages_ptr, page = table_ptr, batch
         if table_ptr is not None:
             pages_ptr = table_ptr + batch * stride_tb
@@ -354,60 +404,47 @@ def attend_split(
         bits_ptr = ancestors_ptr
         if WORDS:
             bits_ptr = ancestors_ptr + batch * stride_ab + node * stride_an
-        sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        base = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        whole = tl.zeros((BLOCK_M,), tl.float32)
-        for split in tl.range(program, active, PROGRAMS, num_stages=1):
-            first, last, _ = _share(newest - oldest, split, BLOCK_N, SPLITS, MIN_TILES)
-            first, last = oldest + first * BLOCK_N, tl.minimum(oldest + last * BLOCK_N, newest)
-            if WORDS == 0:  # causal: nothing behind the block's last node
-                last = tl.minimum(last, length + tl.minimum((row_block + 1) * BLOCK_M - 1, rows - 1) // GROUP + 1)
-            acc, top, total = _attend(
-                q,
-                cache_desc,
-                k_row,
-                v_row,
-                k_ptr,
-                k_ptr + stride_ckv,
-                pages_ptr,
-                stride_cb,
-                (stride_cb // D).to(tl.int32),
-                bits_ptr,
-                node,
-                row_ok,
-                length,
-                capacity,
-                first,
-                last,
-                scale_log2,
-                window,
-                D,
-                STRIDE_T,
-                PAGE,
-                WORDS,
-                WINDOW,
-                TMA,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_T,
-                BLOCK_D,
-            )
-            if PROGRAMS < SPLITS:
-                new_base = tl.maximum(base, top)
-                before, beside = _relative_to(base, new_base), _relative_to(top, new_base)
-                sums = tl.fma(acc, beside[:, None], sums * before[:, None])  # exact but for the sum
-                whole = tl.fma(total, beside, whole * before)
-                base = new_base
-            else:
-                sums, base, whole = acc, top, total
+        sums, top, total = _attend(
+            q,
+            cache_desc,
+            k_row,
+            v_row,
+            k_ptr,
+            k_ptr + stride_ckv,
+            pages_ptr,
+            stride_cb,
+            (stride_cb // D).to(tl.int32),
+            bits_ptr,
+            node,
+            row_ok,
+            length,
+            capacity,
+            first,
+            last,
+            tiles,
+            active,
+            scale_log2,
+            window,
+            D,
+            STRIDE_T,
+            PAGE,
+            WORDS,
+            WINDOW,
+            PROGRAMS < SPLITS,
+            TMA,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_T,
+            BLOCK_D,
+        )
         if PROGRAMS == 1:
             o_offset = node * stride_on + query_head * stride_oh
-            out = _normalised(sums, whole).to(out_ptr.dtype.element_ty)
+            out = _normalised(sums, total).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + batch * stride_ob + (o_offset[:, None] + column[None, :]), out, mask=mask)
         else:
             p_row = ((batch * HEADS + head) * PROGRAMS + program) * rows
-            tl.store(softmax_ptr + 2 * p_row + row, base, mask=row_ok)
-            tl.store(softmax_ptr + 2 * p_row + rows + row, whole, mask=row_ok)
+            tl.store(softmax_ptr + 2 * p_row + row, top, mask=row_ok)
+            tl.store(softmax_ptr + 2 * p_row + rows + row, total, mask=row_ok)
             tl.store(partial_ptr + p_row * D + (row[:, None] * D + column[None, :]), sums, mask=mask)
 
 
@@ -543,7 +580,7 @@ def merge_rows(
     batch, rows = sequence.to(tl.int64), nodes * GROUP
     length = tl.minimum(tl.load(lengths_ptr + batch), capacity)
     oldest, newest = _span(length, nodes, capacity, window, WORDS, WINDOW, BLOCK_N)
-    _, _, active = _share(newest - oldest, 0, BLOCK_N, SPLITS, MIN_TILES)
+    _, active = _share_out(newest - oldest, BLOCK_N, SPLITS, MIN_TILES)
     row, column, split = row_block * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     row_ok = row < rows
     mask = row_ok[:, None] & (column < D)[None, :]
