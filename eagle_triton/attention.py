@@ -697,17 +697,17 @@ def settings_for(
     """The launch settings for `rows` = N * G query rows per key/value head. Of lengths they know nothing, and `splits`
     of the batch.
 
-    `capability` is that of a CUDA device, None elsewhere. Measured on an H200 (bf16, 32/8 heads, d 128, pages of 64,
-    graph replay over caches larger than L2; experiments that were not kept), both kernels together, µs. A split costs
-    4 µs before its first tile, and each of its tiles 0.6 to 1.1: few programs serve a batch, many a single sequence. 60
-    nodes of one sequence, 8 splits: 11.0, 15.6 and 31.1 at 512, 2048 and 8192 keys; with 4 11.1, 22.0 and 38.3. Of
-    eight sequences, 2 splits 21.7 and 50.3 at 512 and 2048, 4 splits 27.9 and 57.1. 10 nodes, 32 splits: 7.2, 10.4,
-    17.4; of eight sequences 16 splits 16.8 and 30.4, 8 splits 13.5 and 26.1, each with a program of its own; programs
-    with several splits have not been measured. A program that has no keys must load none
-    of its queries: that took 2 µs. The number of a tile's page must be known a tile ahead: 37.7 instead of 31.4 at 8192
-    keys. Descriptors do not matter up to 2048 keys, and save 2 % at 8192. A tile with new keys takes two to three times
-    as long as another whatever its height, so block_t 64 beats 32. Dependent launch (pdl 2) takes 0.3 µs off at 60
-    nodes, 0.6 at 10.
+    `capability` is that of a CUDA device, None elsewhere. Measured on an H200 by `tools/tune_attention.py` (bf16, 32/8
+    heads, d 128), both kernels together, µs at 512, 2048 and 8192 keys. 60 nodes of one sequence, 8 splits: 10.7,
+    15.6, 31; 4 splits: 10.6, 22, 39. Of eight sequences one program for all splits takes 21, 58, 197, one for each of
+    four 29, 59, 187. One node of one sequence, 16 splits: 5.9, 9.9, 15; 8 splits: 7.1, 13, 22. Of 64 sequences one
+    program for all splits: 46, 134, 489, where reading alone takes 31, 126, 502. Between, few rows of eight sequences,
+    neither is good: 12.8, 27, 79 with 16 splits, 10.7, 24, 75 with 8. Half of the splits up to 64 tiles: more are not
+    worth their merge. A program that has no keys must do nothing at all: a batch has many. The number of a tile's page
+    must be known a tile ahead: 37.7 instead of 31.4 at 8192 keys. Descriptors do not matter up to 2048 keys, and save
+    2 % at 8192. A tile with new keys takes two to three times as long as another whatever its height, so block_t 64
+    beats 32. Dependent launch (pdl 2) takes 0.3 µs off at 60 nodes, 0.6 at 10, if merges keep to _MERGE_REGISTERS:
+    else it costs 2.
     """
     hopper = capability is not None and capability[0] in (9, 10)
     num_stages = 3 if hopper else 2
@@ -720,19 +720,19 @@ def settings_for(
         block_m, block_n = 64, 32 if wide else 64
     if capability is None:  # 64 KiB of shared memory on the CDNA 3 GPUs this is compiled for
         num_stages = 1
+    few_rows = rows <= 64
     if rows > 1024:  # a chunk of a prompt fills the device with its row blocks
         splits = programs = 1
     else:
         for_a_split = kv_heads * triton.cdiv(rows, block_m)  # of one sequence
         splits = _power_of_two(min(264 // for_a_split, 8 if capability is None else 16))
-        programs = splits if for_a_split * batch < 256 else 1
-    few_rows = rows <= 64
+        programs = splits if for_a_split * batch < (128 if few_rows else 256) else 1
     return Settings(
         block_m,
         block_n,
         splits,
         programs,
-        1 if few_rows else 4,
+        2 if few_rows else 4,
         4,  # the megakernel's: launch.DRAFT_WARPS
         num_stages,
         min(block_n, 64),

@@ -90,7 +90,7 @@ def test_memory_follows_what_is_decoded():
     requests = [Request(prompt(20, seed, vocab=12), 700, stop_ids=frozenset(range(6))) for seed in range(4)]
     expected = [alone(plain, request) for request in requests]
     with Batch(engine, 4, engine.draft.read_tree(), 800) as batch:
-        assert batch.has_room(requests) and batch.never_fits(requests[0]) is None
+        assert batch.fitting(requests) == 4 and batch.never_fits(requests[0]) is None
         batch.admit_all(requests)
         assert engine.pool.held <= 8
         results = drain(batch)
@@ -206,7 +206,7 @@ def test_nobody_overtakes_who_waits_for_room():
         batch.enter_all(REQUESTS)
         while not pauses(engine):
             batch.step()
-        assert not batch.has_room([small]) and batch.free == [4]
+        assert batch.fitting([small]) == 0 and batch.free == [4]
         with pytest.raises(CacheFullError, match="came before"):
             batch.admit(small)
         assert len(drain(batch)) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections import deque
@@ -179,11 +180,8 @@ def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
     with Batch(engine, slots, PLAIN, most, drafts=False) as batch:
         start = time.perf_counter()
         while waiting or batch.running:
-            entering: list[Request] = []
-            while waiting and batch.has_room([*entering, Request(waiting[0], new)]):  # the largest fits alone
-                entering.append(Request(waiting.popleft(), new))
-            if entering:
-                batch.enter_all(entering)
+            if entering := batch.fitting([Request(prompt, new) for prompt in itertools.islice(waiting, slots)]):
+                batch.enter_all([Request(waiting.popleft(), new) for _ in range(entering)])
             if engine.pool.held > pages_held:
                 pages_held = engine.pool.held
                 held = [slot for slot in batch.running if batch.sequences.pages.of(slot)]

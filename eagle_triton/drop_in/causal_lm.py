@@ -349,10 +349,9 @@ def _steps(engine: Engine, tree: TreeSpec, plan: _Plan) -> Steps:
             for row, stage, prompt in waiting:
                 new, sampling, stop_ids = stages[stage]
                 request = Request(prompt, new, replace(sampling, seed=seeds[stage][row]), stop_ids)
-                others = bool(batch.running or requests)
-                if entered and others and not batch.has_room([*requests, request]):
-                    break  # a later stage waits for room; the first ones enter together, or nobody does
                 requests.append(request)
+            if entered:  # a later stage waits for room; the first ones enter together, or nobody does
+                requests = requests[: batch.fitting(requests)]
             if requests:
                 slots = batch.admit_all(requests)
                 entered |= {slot: entry[:2] for slot, entry in zip(slots, waiting[: len(slots)], strict=True)}

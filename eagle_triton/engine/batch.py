@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -299,12 +299,15 @@ class Batch:
         """
         return self._reserve(requests)
 
-    def has_room(self, requests: Iterable[Request]) -> bool:
-        """Whether requests fit into free slots and into the cache now, as far as is known without trying."""
-        requests = list(requests)
-        if len(requests) > len(self.free) or any(entry.waits for entry in self._entries if entry is not None):
-            return False
-        return self._has_room(sum(self._first_pages(request, len(request.prompt)) for request in requests))
+    def fitting(self, requests: Sequence[Request]) -> int:
+        """How many of the first requests fit into free slots and into the cache now, as far as is known without trying;
+        at least one if nobody else is there."""
+        if self._entries_that(wait=True):
+            return 0
+        first, pool, there = requests[: len(self.free)], self.sequences.pages.pool, self._pages_of_others()
+        pages = itertools.accumulate(self._first_pages(request, len(request.prompt)) for request in first)
+        count = sum(pool.has_room(some + there) for some in pages)
+        return count if self.running else max(count, min(1, len(first)))
 
     def never_fits(self, request: Request) -> str | None:
         """Why the cache has no room for a request even if nobody else is there; None: it has."""
@@ -402,10 +405,9 @@ class Batch:
     def _first_pages(self, request: Request, length: int) -> int:
         return -(-self._first_rows(request, length) // PAGE_ROWS)
 
-    def _has_room(self, pages: int) -> bool:
-        """Whether there are so many pages for somebody who comes, and one for each who is there to go on with."""
-        there = sum(entry is not None and not entry.waits for entry in self._entries)
-        return self.sequences.pages.pool.has_room(pages + there)
+    def _pages_of_others(self) -> int:
+        """That are left to those who are there when somebody comes: one for each to go on with."""
+        return len(self._entries_that(wait=False))
 
     def _make_room(self) -> None:
         """Let all have pages for what the next step may write. Where there are none, the last to come pauses."""
@@ -466,8 +468,8 @@ class Batch:
         """Let requests that wait for room read their tokens again, the first to come first, as far as there is any."""
         while waiting := self._entries_that(wait=True):
             slot, entry = min(waiting, key=lambda pair: pair[1].turn)
-            others = bool(self._entries_that(wait=False))
-            if others and not self._has_room(self._first_pages(entry.request, len(entry.prompt))):
+            others, pages = self._pages_of_others(), self._first_pages(entry.request, len(entry.prompt))
+            if others and not self.sequences.pages.pool.has_room(pages + others):
                 return
             going = copy.copy(entry)
             going.waits = False
@@ -798,6 +800,6 @@ def _reading(h_norm: float, h_ema: float, gamma: float, levels: int) -> GuideRea
 
 def _runs(slots: list[int]) -> list[slice]:
     """Ascending slots as few slices."""
-    groups = groupby(enumerate(slots), lambda pair: pair[1] - pair[0])
+    groups = itertools.groupby(enumerate(slots), lambda pair: pair[1] - pair[0])
     runs = [[slot for _, slot in group] for _, group in groups]
     return [slice(run[0], run[-1] + 1) for run in runs]

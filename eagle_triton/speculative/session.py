@@ -326,19 +326,17 @@ class Session:
         slot end on the way."""
         entering: list[_Job] = []
         orders = {job.order for job in self._running.values()}
+        slots = len(self._batch.free)
         for job in list(self._waiting):
             if job.error is not None or not job.request.max_new_tokens:
                 self._waiting.remove(job)
                 self._undelivered.append(self._end(job, "length" if job.error is None else "error", job.error))
                 continue
             orders.add(job.order)
-            others = bool(entering or self._running)  # who is alone tries, and fails if there is no room even then
-            if {True, False} <= orders or (
-                others and not self._batch.has_room([one.request for one in (*entering, job)])
-            ):
+            if len(entering) == slots or {True, False} <= orders:
                 break
             entering.append(job)
-        return entering
+        return entering[: self._batch.fitting([job.request for job in entering])]
 
     def _enter_one_by_one(self, jobs: Sequence[_Job]) -> None:
         for job in jobs:
