@@ -252,6 +252,11 @@ def test_a_model_that_does_not_load_is_one_sentence(monkeypatch, capsys):
 def test_positions_are_those_of_the_shapes_and_the_demo():
     assert set(SHAPES) == set(shapes.SHAPES) and tuple(mtp.SPECS) == TREES
     assert SHAPES["tiny"] == shapes.random_model("tiny").config.max_position_embeddings
+    for shape, billions in (("llama-3.2-3b", 3.21), ("llama-3.1-8b", 8.03), ("qwen3-0.6b", 0.60), ("qwen3-32b", 32.76)):
+        base = shapes.random_model(shape, device="meta").base_model
+        tied = shape in ("llama-3.2-3b", "qwen3-0.6b")  # as published: these keep one matrix for both
+        count = sum(weight.numel() for weight in base.parameters()) - tied * base.lm_head.weight.numel()
+        assert round(count / 1e9, 2) == billions
     assert stored_positions("demo") == EaModel.from_pretrained("demo").config.max_position_embeddings == 2048
 
 

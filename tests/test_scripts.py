@@ -19,7 +19,7 @@ import usage_example
 from eagle_triton import EaModel
 from eagle_triton.benchmarks import arguments, comparison
 from eagle_triton.benchmarks import main as modes
-from eagle_triton.benchmarks.arguments import Parser
+from eagle_triton.benchmarks.arguments import SHAPES, Parser
 from eagle_triton.benchmarks.comparison import Run
 from tools import first_call, mutate, train_demo, tune_attention, tune_linear
 from tools.tuning import attention as tuned_attention
@@ -106,7 +106,10 @@ BENCHMARK = [
     ("--temperature nan", "--temperature must be a number from 0 to 100, got 'nan'"),
     ("--temperature -1", "--temperature must be a number from 0 to 100, got '-1'"),
     ("--accept-length -1", "--accept-length must be a number from 0 to 999, got '-1'"),
-    ("--shape huge", "--shape must be one of tiny, llama-3.2-1b, llama-3.1-8b, got 'huge'"),
+    (
+        "--shape huge",
+        f"--shape must be one of {', '.join(SHAPES)}, got 'huge'",
+    ),
     ("--shape tiny --prompt a", "--shape builds the model and random prompts: no --model, --draft or --prompt with it"),
     ("--context 5,0", "--context must be whole numbers from 1 to 10000000, separated by commas, got '5,0'"),
     ("--context 5 --prompt a", "--context makes random prompts: no --prompt with it"),
@@ -361,7 +364,10 @@ TOOLS = [
     ("train_demo.py --set num_heads=3", "--set: hidden_size must divide by num_heads"),
     ("tune_linear.py --products nothing", "--products must be one of qkv, o, gate_up, down, head, draft_qkv"),
     ("tune_attention.py --nodes 0", f"--nodes {NUMBER} 512, got '0'"),
-    ("first_call.py --shape huge", "--shape must be one of tiny, llama-3.2-1b, llama-3.1-8b, got 'huge'"),
+    (
+        "first_call.py --shape huge",
+        f"--shape must be one of {', '.join(SHAPES)}, got 'huge'",
+    ),
 ]
 
 
@@ -384,12 +390,14 @@ def test_products_are_those_of_the_sweep():
 
 
 def test_attention_is_tuned_from_what_it_is():
-    """Today's settings first; fields that were not named stay, and none has more programs than splits."""
+    """Today's settings first; fields that were not named stay, and programs are one or as many as splits."""
     use = tuned_attention.now(tuned_attention.heads_of("llama-3.1-8b"), 60, 8, (9, 0))
     given = dict.fromkeys(tuned_attention.FIELDS)
-    some = list(tuned_attention.candidates(argparse.Namespace(**{**given, "splits": [2, 8], "programs": [1, 4]}), use))
+    some = list(
+        tuned_attention.candidates(argparse.Namespace(**{**given, "splits": [2, 8], "programs": [1, 2, 8]}), use)
+    )
     assert some[0] == use and len(set(some)) == len(some) == 4
-    assert {(other.splits, other.programs) for other in some[1:]} == {(2, 1), (8, 1), (8, 4)} - {use[2:4]}
+    assert {(other.splits, other.programs) for other in some[1:]} == {(2, 1), (2, 2), (8, 1), (8, 8)} - {use[2:4]}
     assert {other._replace(splits=0, programs=0) for other in some} == {use._replace(splits=0, programs=0)}
 
 

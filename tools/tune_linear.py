@@ -19,7 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eagle_triton.benchmarks.arguments import Parser, check_device, output_file, whole
 
-SHAPES = ("llama-3.1-8b", "llama-3.2-1b", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b")
+SHAPES = (
+    *("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen3-0.6b", "qwen3-32b"),
+    *("qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b"),
+)
 PRODUCTS = (
     *("qkv", "o", "gate_up", "down", "head", "draft_qkv", "draft_fc", "draft_head"),
     *("delta_in", "delta_out"),  # of gated delta nets

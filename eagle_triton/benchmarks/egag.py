@@ -29,7 +29,7 @@ from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.operations import choose_operations
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.loading import load_target
-from eagle_triton.models.shapes import random_model
+from eagle_triton.models.shapes import SHAPES, random_model
 from eagle_triton.reference.adaptive_length import EGAGConfig
 
 MOST = 6  # drafts
@@ -77,11 +77,16 @@ def _demo(args: argparse.Namespace) -> tuple[Any, Any, dict[str, list[Tensor]]]:
 def _shape(args: argparse.Namespace) -> tuple[Any, Any, dict[str, list[Tensor]]]:
     """A target of random weights, a draft model of the smallest shape of its vocabulary, and random prompts."""
     dtype = getattr(torch, args.dtype)
-    small = "tiny" if args.shape == "tiny" else "llama-3.2-1b"
+    vocabulary = SHAPES[args.shape]["vocab_size"]
+    small = min((name for name, sizes in SHAPES.items() if sizes["vocab_size"] == vocabulary), key=_width)
     model, drafter = (random_model(shape, device=args.device, dtype=dtype) for shape in (args.shape, small))
     context = 512 if args.device != "cpu" else 32
     prompts = [prompt[0] for prompt in models.random_prompts(model, args.num_runs, context)]
     return model.base_model, drafter.base_model, {f"{context} random tokens": prompts}
+
+
+def _width(shape: str) -> int:
+    return SHAPES[shape]["hidden_size"]
 
 
 def _decode_all(

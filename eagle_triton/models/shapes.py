@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from .ea_model import EaModel
 from .heads import DraftConfig, Eagle1Head, Eagle3Head
@@ -31,6 +31,15 @@ SHAPES: dict[str, dict[str, int]] = {
         vocab_size=128256,
         draft_vocab_size=32000,
     ),
+    "llama-3.2-3b": dict(
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=28,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        draft_vocab_size=32000,
+    ),
     "llama-3.1-8b": dict(
         hidden_size=4096,
         intermediate_size=14336,
@@ -40,7 +49,28 @@ SHAPES: dict[str, dict[str, int]] = {
         vocab_size=128256,
         draft_vocab_size=32000,
     ),
+    "qwen3-0.6b": dict(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        draft_vocab_size=32000,
+    ),
+    "qwen3-32b": dict(
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_hidden_layers=64,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        draft_vocab_size=32000,
+    ),
 }
+"""Dense targets, Qwen3's where they are called so and else Llama's, with the vocabulary that their heads draft from."""
 
 
 HYBRIDS: dict[str, dict[str, int]] = {
@@ -151,7 +181,10 @@ def random_model(
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            base = LlamaForCausalLM(LlamaConfig(**common, bos_token_id=None, eos_token_id=None))
+            if shape.startswith("qwen3"):
+                base = Qwen3ForCausalLM(Qwen3Config(**common, bos_token_id=None, eos_token_id=None))
+            else:
+                base = LlamaForCausalLM(LlamaConfig(**common, bos_token_id=None, eos_token_id=None))
             config = DraftConfig.from_dict(dict(common, draft_vocab_size=draft_vocab, num_hidden_layers=1, bias=False))
             head = (Eagle3Head if eagle3 else Eagle1Head)(config, **tree)
     finally:

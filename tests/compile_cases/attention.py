@@ -37,11 +37,11 @@ def _case(name: str, kernel, constexprs: dict, tensors: dict[str, str], options:
 
 
 def _cases(
-    nodes: int, words: int, window: bool, width: int, dtype: str, arch: str, page: int | None = None
+    nodes: int, words: int, window: bool, width: int, dtype: str, arch: str, page: int | None = None, batch: int = 1
 ) -> list[tuple]:
     """page: rows of a page where there is a table, 0: a page for each sequence."""
     types = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16}
-    use = settings_for(nodes * GROUP, width, KV_HEADS, 1, types[dtype], CAPABILITIES[arch])
+    use = settings_for(nodes * GROUP, width, KV_HEADS, batch, types[dtype], CAPABILITIES[arch])
     tma = use.tma and not window
     constexprs = {
         "D": width, "STRIDE_T": width, "GROUP": GROUP, "HEADS": KV_HEADS, "WORDS": words, "WINDOW": window,
@@ -58,6 +58,9 @@ def _cases(
     name = f"N {nodes} {mask} d {width} {dtype}{' window' if window else ''}"
     name += "" if page is None else f" pages of {page}"
     options = {**EXACT, "num_warps": use.num_warps, "num_stages": use.num_stages, "targets": (arch,)}
+    if batch > 1:
+        name += f" of {batch}"
+        options |= {"local": 64}  # of the sums of splits before, once a split
     options |= {"local": 8} if window else {}  # a word of a mask, once a program
     cases = [_case(f"attend {name}", _tree_attention_kernel, constexprs, tensors, options)]
     if use.programs > 1 and page is None:
@@ -83,4 +86,10 @@ CASES += [
     for page in (0, 64)
     for shape in ((60, 1, False), (64, 0, False))
     for case in _cases(*shape, 128, "bf16", arch, page)
+]
+CASES += [
+    case
+    for arch in CAPABILITIES
+    for shape in ((60, 1, False), (1, 1, False))
+    for case in _cases(*shape, 128, "bf16", arch, 64, batch=64)
 ]
