@@ -19,7 +19,8 @@ The keys of a sequence are split into parts, whose number follows from the stati
 of them share its rows from its length: a captured graph serves every length, and a result depends neither on the batch
 nor on the capacity. They share the rows evenly, half of them up to 64 tiles; the others are empty. They are added up in
 the order of their numbers: the same bits whether each is a program's own (P = splits), as for a single sequence, and
-`_merge_kernel` adds them up, or one program does so with all of them (P = 1), as in a large batch.
+`_merge_kernel` adds them up, or one program does so with all of them (P = 1), as in a large batch. (But for what a
+split adds that is 2^-149 of what others do: it may be nothing in one way, and a denormal number in the other.)
 
 Numerics: products of the input dtype accumulated in fp32 (true fp32 for fp32 inputs), softmax in fp32 in the log2
 domain, one rounding of the weights to the values' dtype and one of the result. The maximum that is taken off the scores
@@ -48,7 +49,7 @@ from eagle_triton.runtime.overlap import can_overlap, prefer_shared_memory
 _WORD = tl.constexpr(64)
 MANY_TILES = tl.constexpr(64)  # of keys: more are worth all splits, fewer half of them
 _TILE_ROWS = 64  # no tile of keys has more
-_MERGE_REGISTERS = 64  # two of its programs find room beside two of attention's on a multiprocessor of Hopper
+MERGE_REGISTERS = 64  # of 8 splits: two programs find room beside two of attention's on Hopper
 _PIECE_NODES = 16  # pieces of prompts have as many at least
 
 
@@ -175,7 +176,8 @@ def _relative_to(top, base):
 
 @triton.jit
 def _add_split(sums, base, whole, acc, top, total):
-    """Add a split's (weighted sum, maximum, denominator) to those of the splits before it: exact but for the sum."""
+    """Add a split's (weighted sum, maximum, denominator) to those of the splits before it: exact but for the sum, and
+    for what underflows."""
     new_base = tl.maximum(base, top)
     before, beside = _relative_to(base, new_base), _relative_to(top, new_base)
     return tl.fma(acc, beside[:, None], sums * before[:, None]), new_base, tl.fma(total, beside, whole * before)
@@ -706,7 +708,7 @@ def settings_for(
     worth their merge. A program that has no keys must do nothing at all: a batch has many. The number of a tile's page
     must be known a tile ahead: 37.7 instead of 31.4 at 8192 keys. Descriptors do not matter up to 2048 keys, and save
     2 % at 8192. A tile with new keys takes two to three times as long as another whatever its height, so block_t 64
-    beats 32. Dependent launch (pdl 2) takes 0.3 µs off at 60 nodes, 0.6 at 10, if merges keep to _MERGE_REGISTERS:
+    beats 32. Dependent launch (pdl 2) takes 0.3 µs off at 60 nodes, 0.6 at 10, if merges keep to MERGE_REGISTERS:
     else it costs 2.
     """
     hopper = capability is not None and capability[0] in (9, 10)
@@ -744,6 +746,12 @@ def settings_for(
 def _power_of_two(count: int) -> int:
     """The largest that is no more, at least 1: few variants to compile."""
     return 1 << (max(count, 1).bit_length() - 1)
+
+
+def merge_rows_of(splits: int, width: int) -> int:
+    """Rows of a program of the merge, which is one warp: as many as keep 64 loads of a thread in flight. No sum crosses
+    threads."""
+    return max(1, 2048 // (triton.next_power_of_2(splits) * max(16, triton.next_power_of_2(width))))
 
 
 def settings_for_pieces(use: Settings, rows: int, heads: int) -> Settings:
@@ -822,6 +830,7 @@ def _launch(
     use: Settings,
     table: Tensor | None = None,
 ) -> Tensor:
+    assert use.programs in (1, use.splits), "a program takes one split or all"
     batch, nodes, heads, width = q.shape
     kv_heads, capacity = cache.shape[2], capacity_of(cache, table)
     group, rows = heads // kv_heads, nodes * (heads // kv_heads)
@@ -882,9 +891,8 @@ def _launch(
     )
     prefer_shared_memory(compiled)
     if use.programs > 1:
-        # One warp per program, with as many rows as keep 64 loads of a thread in flight; no sum crosses threads.
-        block_s = triton.next_power_of_2(use.programs)
-        block_r = max(1, 16 // block_s) * max(1, 128 // block_d)
+        block_s = triton.next_power_of_2(use.splits)
+        block_r = merge_rows_of(use.splits, width)
         compiled = launch(_merge_kernel, (triton.cdiv(rows, block_r), batch * kv_heads))(
             partial,
             softmax,
@@ -899,7 +907,7 @@ def _launch(
             BLOCK_S=block_s,
             num_warps=1,
             **EXACT,
-            **({"maxnreg": _MERGE_REGISTERS} if pdl else {}),
+            **({"maxnreg": MERGE_REGISTERS} if pdl and use.splits == 8 else {}),
             **({"launch_pdl": True} if pdl else {}),
         )
         prefer_shared_memory(compiled)

@@ -346,7 +346,7 @@ def _steps(engine: Engine, tree: TreeSpec, plan: _Plan) -> Steps:
         entered: dict[int, tuple[int, int]] = {}  # slot to row and stage
         while waiting or batch.running:
             requests: list[Request] = []
-            for row, stage, prompt in waiting:
+            for row, stage, prompt in waiting[: len(batch.free)]:
                 new, sampling, stop_ids = stages[stage]
                 request = Request(prompt, new, replace(sampling, seed=seeds[stage][row]), stop_ids)
                 requests.append(request)

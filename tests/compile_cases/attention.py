@@ -2,7 +2,7 @@
 
 import triton
 
-from eagle_triton.attention import _merge_kernel, _tree_attention_kernel, settings_for
+from eagle_triton.attention import MERGE_REGISTERS, _merge_kernel, _tree_attention_kernel, merge_rows_of, settings_for
 from eagle_triton.runtime.launch import EXACT
 
 KV_HEADS, GROUP = 8, 4
@@ -61,22 +61,29 @@ def _cases(
     if batch > 1:
         name += f" of {batch}"
         options |= {"local": 64}  # of the sums of splits before, once a split
+    options |= {"local": 16} if width > 128 else {}  # addresses
     options |= {"local": 8} if window else {}  # a word of a mask, once a program
     cases = [_case(f"attend {name}", _tree_attention_kernel, constexprs, tensors, options)]
     if use.programs > 1 and page is None:
         merge = {
             **constexprs,
-            "BLOCK_R": max(1, 16 // use.programs) * max(1, 128 // width),
+            "BLOCK_R": merge_rows_of(use.splits, width),
             "BLOCK_S": triton.next_power_of_2(use.programs),
         }
-        cases.append(_case(f"merge  {name}", _merge_kernel, merge, tensors, {**options, "num_warps": 1}))
+        capped = {"maxnreg": MERGE_REGISTERS} if use.pdl and use.splits == 8 else {}
+        cases.append(_case(f"merge  {name}", _merge_kernel, merge, tensors, {**options, "num_warps": 1, **capped}))
     return cases
 
 
 CASES = [
     case
     for arch in CAPABILITIES
-    for width, dtype, shapes in ((128, "bf16", SHAPES), (64, "bf16", SHAPES[:2]), (128, "fp16", SHAPES[:1]))
+    for width, dtype, shapes in (
+        (128, "bf16", SHAPES),
+        (64, "bf16", SHAPES[:2]),
+        (128, "fp16", SHAPES[:1]),
+        (256, "bf16", SHAPES[:2]),
+    )
     for shape in shapes
     for case in _cases(*shape, width, dtype, arch)
 ]
