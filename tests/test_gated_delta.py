@@ -668,6 +668,65 @@ def test_chunks(device, count, alike):
     assert_near(operands["state"], expected["state"], 4e-6)
 
 
+@BOTH
+@pytest.mark.parametrize("rows", [64, 16])
+def test_pieces_of_prompts_give_what_each_prompt_gives_alone(device, module, rows):
+    """In forwards that cut prompts anywhere, among pieces that are nobody's; other slots stay as they are, and a prompt
+    that begins finds nothing of whom its slot had before."""
+    lengths = {3: 2 * rows + 1, 0: rows, 5: 5, 1: 3 * rows - 1} if rows == 64 else {3: 16, 0: 1, 5: 3}
+    forwards = [[(3, 0), (3, 1), (1, 0)], [(1, 1), (1, 2), (0, 0), (5, 0)], [(3, 2)]]
+    if rows == 16:
+        forwards = [[(3, 0), (0, 0)], [(5, 0)]]
+    slots, sizes = 6, dict(heads=1, shared=2, key_dim=16)
+    whole = {slot: layer(slot, 1, length, device=device, **sizes) for slot, length in lengths.items()}
+    A_log, dt_bias = whole[3].A_log, whole[3].dt_bias
+    weight = torch.randn(whole[3].mixed.shape[-1], 4, generator=torch.Generator().manual_seed(1)).to(device)
+    state = layer(9, slots, 1, device=device, **sizes).state
+    window = torch.randn(slots, 3, len(weight), generator=torch.Generator().manual_seed(2)).to(device)
+    before = state.clone(), window.clone()
+    outputs = {slot: [] for slot in lengths}
+    for forward in forwards:
+        size = len(forward) + 2
+        inputs = [torch.zeros(size, rows, *x.shape[2:], device=device) for x in whole[3][:3]]
+        columns = [(0, slots * rows * 9, 0)] * size  # nobody's
+        for place, (slot, piece) in enumerate(forward):
+            count = min(lengths[slot] - piece * rows, rows)
+            columns[place] = slot, piece * rows, count
+            for mine, x in zip(inputs, whole[slot][:3], strict=True):
+                mine[place, :count] = x[0, piece * rows : piece * rows + count]
+        pieces = reference.PromptPieces(*torch.tensor(columns, dtype=torch.int32, device=device).T.contiguous())
+        mixed, a, b = inputs
+        mixed = module.causal_conv(*split_heads(mixed, 1, 16, 32), weight, window, pieces=pieces)
+        out = module.delta_chunk(mixed, a, b, A_log, dt_bias, state, pieces)
+        assert out.isfinite().all()
+        for place, (slot, _) in enumerate(forward):
+            outputs[slot].append(out[place, : columns[place][2]])
+    for slot in range(slots):
+        if slot not in lengths:
+            assert torch.equal(state[slot], before[0][slot]) and torch.equal(window[slot], before[1][slot])
+            continue
+        mine = whole[slot]._replace(state=torch.zeros(1, *state.shape[1:], device=device))
+        known = torch.zeros(1, *window.shape[1:], device=device)
+        mixed = reference.causal_conv(*split_heads(mine.mixed, 1, 16, 32), weight, known)
+        expected = reference.delta_chunk(mixed, mine.a, mine.b, A_log, dt_bias, mine.state)
+        assert_near(torch.cat(outputs[slot]), expected[0], 4e-6)
+        assert_near(state[slot], mine.state[0], 4e-6)
+        assert torch.equal(window[slot], known[0])
+
+
+@BOTH
+def test_pieces_of_prompts_must_fit(device, module):
+    operands = delta_operands(20, heads=1, device=device)
+    column = torch.zeros(len(operands["mixed"]), dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"pieces.counts must be torch.int32 \[2\]"):
+        module.delta_chunk(**operands, pieces=reference.PromptPieces(column, column, column[:1]))
+    with pytest.raises(ValueError, match="at most 64 tokens, got 65"):
+        module.delta_chunk(**delta_operands(65, heads=1, device=device), pieces=reference.PromptPieces(*[column] * 3))
+    conv = conv_operands(torch.float32, 9, 4, device)
+    with pytest.raises(ValueError, match="pieces of prompts have no ancestors, raw and out"):
+        module.causal_conv(**conv, out=torch.zeros(1, device=device), pieces=reference.PromptPieces(*[column] * 3))
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # whose inverse is 0
 @pytest.mark.parametrize("seed", range(40 if CUDA else 6))
 def test_kernels_of_trees_are_their_paths(device, seed):

@@ -71,10 +71,13 @@ def expected(pairs):
     return make
 
 
-def engine_of(model, head: MTPHead, cuda_graph: bool = DEVICE == "cuda") -> Engine:
+PACKED = pytest.mark.parametrize("packed", [False, True], ids=["in-turn", "packed"])
+
+
+def engine_of(model, head: MTPHead, cuda_graph: bool = DEVICE == "cuda", packed: bool | None = None) -> Engine:
     view = read_causal_lm(model)
     draft = read_mtp(head, view, lambda: TREES["dynamic"])
-    return Engine(view, draft, make_operations(DEVICE == "cuda"), cuda_graph=cuda_graph)
+    return Engine(view, draft, make_operations(DEVICE == "cuda"), cuda_graph=cuda_graph, pack_prompts=packed)
 
 
 def delta_cache(batch: Batch) -> GatedDeltaCache:
@@ -114,11 +117,55 @@ def test_tokens_are_those_of_generate(pairs, expected, kind, tree):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_states_after_every_step_are_those_of_the_committed_tokens(pairs, kind):
+def test_prompts_in_pieces_are_read_between_steps(pairs, expected, kind):
+    """Several prompts in a forward, and a prompt in several forwards, while others decode."""
+    engine, new = engine_of(*pairs(kind), packed=True), 24
+    lengths = (20, 513, 65, 1, 64, 63, 513, 4)
+    waiting = [Request(PROMPTS[length], new) for length in lengths]
+    got: dict[int, list[int]] = {id(request): request.prompt.tolist() for request in waiting}
+    requests = list(waiting)
+    with torch.no_grad(), Batch(engine, 4, TREES["dynamic"], 560, prompt_tokens=128) as batch:
+        while waiting or batch.running:
+            if count := batch.fitting(waiting):
+                batch.enter_all(waiting[:count])
+                del waiting[:count]
+            for row in batch.step():
+                got[id(row.request)] += row.tokens
+    for request, length in zip(requests, lengths, strict=True):
+        assert got[id(request)] == expected(kind, length, new).tolist()
+
+
+def test_a_forward_that_fails_half_way_is_read_again_from_the_beginning(pairs, expected, monkeypatch):
+    """Some layers have taken its tokens in, and others have not."""
+    engine, new = engine_of(*pairs(KIND), cuda_graph=False, packed=True), 24
+    whole, calls = engine.ops.delta_chunk, itertools.count()
+
+    def interrupted(*operands):
+        if next(calls) == 8:  # of the third forward, the second of its prompt, which three recurrent layers take in
+            raise KeyboardInterrupt
+        return whole(*operands)
+
+    monkeypatch.setattr(engine.ops, "delta_chunk", interrupted)
+    with torch.no_grad(), Batch(engine, 2, TREES["dynamic"], 560, prompt_tokens=128) as batch:
+        batch.enter_all([Request(PROMPTS[20], new)])
+        batch.step()
+        batch.enter_all([Request(PROMPTS[513], new)])
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                batch.step()
+        while batch.running:
+            batch.step()
+        assert batch.tokens(1).tolist() == expected(KIND, 513, new).tolist()
+    assert next(calls) > 8 + 15
+
+
+@PACKED
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_after_every_step_are_those_of_the_committed_tokens(pairs, kind, packed):
     """By transformers' own cache, fed from scratch. Trees and plain steps take turns."""
     model, head = pairs(kind)
     trees, rejected, places = itertools.cycle([TREES["dynamic"], PLAIN, TREES["chain"]]), 0, [0, 1, 2]
-    with torch.no_grad(), Batch(engine_of(model, head, False), 2, TREES["dynamic"], 90) as batch:
+    with torch.no_grad(), Batch(engine_of(model, head, False, packed), 2, TREES["dynamic"], 90) as batch:
         batch.max_in_flight = 1  # the states that are read belong to the step that was read
         batch.admit_all([Request(PROMPTS[20], 40), Request(PROMPTS[3], 40)])
         for _ in range(9):
@@ -255,9 +302,10 @@ def test_a_replaced_gate_is_found_by_the_next_call(pairs):
         net.A_log = own
 
 
-def test_who_pauses_for_room_reads_its_state_again(pairs, expected):
+@PACKED
+def test_who_pauses_for_room_reads_its_state_again(pairs, expected, packed):
     lengths, new = (64, 64, 65, 20), 70  # two are equal, and one is copied from the other
-    engine = engine_of(*pairs(KIND))
+    engine = engine_of(*pairs(KIND), packed=packed)
     engine.cache_tokens = 7 * PAGE_ROWS
     engine.clear()
     requests = [Request(PROMPTS[length], new) for length in lengths]

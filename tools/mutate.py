@@ -62,6 +62,20 @@ MUTATIONS = [
         "tests/test_tree_decoding.py -k ties",
     ),
     Mutation(
+        "a forward over recurrent layers that failed is read on",
+        "engine/batch.py",
+        "self._prompts.restart(forward)",
+        "pass",
+        "tests/test_hybrid_targets.py -k half_way",
+    ),
+    Mutation(
+        "a piece of a prompt finds the state of whom its slot had before",
+        "gated_delta/pieces.py",
+        "known = (tl.load(starts_ptr + piece) > 0) & (follows == 0)",
+        "known = follows == 0",
+        "tests/test_gated_delta.py -k pieces_of_prompts_give",
+    ),
+    Mutation(
         "top-p is ignored",
         "reference/sampling.py",
         "(before < top_p[:, None, None])",

@@ -306,7 +306,7 @@ class Batch:
             return 0
         first, pool, there = requests[: len(self.free)], self.sequences.pages.pool, self._pages_of_others()
         pages = itertools.accumulate(self._first_pages(request, len(request.prompt)) for request in first)
-        count = sum(pool.has_room(some + there) for some in pages)
+        count = sum(1 for _ in itertools.takewhile(lambda some: pool.has_room(some + there), pages))
         return count if self.running else max(count, min(1, len(first)))
 
     def never_fits(self, request: Request) -> str | None:
@@ -495,7 +495,12 @@ class Batch:
         What fails on the way touches nobody who decodes, and is done again next time.
         """
         forward = self._prompts.next(most)
-        self._prefill.read(forward, self.engine.draft if self._drafts else None)
+        try:
+            self._prefill.read(forward, self.engine.draft if self._drafts else None)
+        except BaseException:
+            if not self.engine.view.by_token:  # some layers have taken these tokens in, and others have not
+                self._prompts.restart(forward)
+            raise
         with self._must_finish():
             self._prompts.take(forward)
             for slot in forward.ended:

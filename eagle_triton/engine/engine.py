@@ -204,7 +204,7 @@ class Engine:
         if sequences not in self._prefills:
             packed = self.device.type == "cuda" if self.pack_prompts is None else self.pack_prompts
             packed = packed and self.view.reads_pieces
-            share = self.prefixes and self.view.reads_pieces and (self.draft is None or self.draft.reads_pieces)
+            share = self.prefixes and self.view.by_token and (self.draft is None or self.draft.by_token)
             if self.prefixes and not share:
                 self.notes["prefixes"] = "computed again: recurrent layers keep no state inside a prompt"
             self._prefills[sequences] = Prefill(self.ops, self.view, sequences, packed, share, self._on_return)

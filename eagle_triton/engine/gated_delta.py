@@ -18,7 +18,7 @@ from eagle_triton.engine.mixers import AcceptedPath, Mixer, MixerCache, Rows
 from eagle_triton.engine.modules import Norm, Projection, project_split, project_stack
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pages import SlotPages
-from eagle_triton.reference.gated_delta import MOST_NODES
+from eagle_triton.reference.gated_delta import MOST_NODES, PromptPieces
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 RECURRENT_TOKENS = 16  # a prompt's part of so few tokens is read one by one, a longer one in chunks
@@ -38,13 +38,15 @@ class DeltaMemory(NamedTuple):
     state: Tensor  # [B, HV, K, V] float32
     window: Tensor  # [B, W - 1, C]
     pending: DeltaPending | None  # without their first dimension
+    pieces: PromptPieces | None  # that a causal forward reads; None: the next tokens of all sequences
 
 
 class GatedDeltaCache(MixerCache):
     """States [L, B, HV, K, V] float32 and windows [L, B, W - 1, C] of layers of one shape."""
 
-    def __init__(self, states: Tensor, windows: Tensor):
-        self.states, self.windows = states, windows
+    def __init__(self, states: Tensor, windows: Tensor, pieces: PromptPieces | None = None):
+        """pieces: of prompts that the next causal forward reads."""
+        self.states, self.windows, self._pieces = states, windows, pieces
 
     def new_pending(self, nodes: int) -> DeltaPending:
         layers, batch, _, channels = self.windows.shape
@@ -53,10 +55,13 @@ class GatedDeltaCache(MixerCache):
 
     def layer(self, index: int, pending: DeltaPending | None = None) -> DeltaMemory:
         mine = None if pending is None else DeltaPending(*(tensor[index] for tensor in pending))
-        return DeltaMemory(self.states[index], self.windows[index], mine)
+        return DeltaMemory(self.states[index], self.windows[index], mine, self._pieces)
 
     def part(self, slots: slice) -> GatedDeltaCache:
         return GatedDeltaCache(self.states[:, slots], self.windows[:, slots])
+
+    def of_pieces(self, pieces: PromptPieces) -> GatedDeltaCache:
+        return GatedDeltaCache(self.states, self.windows, pieces)
 
     def clear(self) -> None:
         for tensor in self.tensors:
@@ -95,6 +100,7 @@ class GatedDelta(Mixer):
     v_dim: int
 
     most_nodes: ClassVar[int | None] = MOST_NODES
+    reads_pieces: ClassVar[bool] = True
 
     @property
     def cache_shape(self) -> tuple[int, ...]:
@@ -114,8 +120,10 @@ class GatedDelta(Mixer):
         q, k, v, z, b, a = self._inputs(ops, x, rows)
         gating = (a, b, self.A_log, self.dt_bias)
         if rows.ancestors is None:
-            mixed = ops.causal_conv(q, k, v, self.conv, cache.window)
-            if x.shape[1] <= RECURRENT_TOKENS:
+            mixed = ops.causal_conv(q, k, v, self.conv, cache.window, pieces=cache.pieces)
+            if cache.pieces is not None:
+                out = ops.delta_chunk(mixed, *gating, cache.state, cache.pieces)
+            elif x.shape[1] <= RECURRENT_TOKENS:
                 out = ops.delta_recurrent(mixed, *gating, cache.state)
             else:
                 out = ops.delta_chunk(mixed, *gating, cache.state)

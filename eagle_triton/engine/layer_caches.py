@@ -11,6 +11,8 @@ from torch import Tensor
 from eagle_triton.engine.mixers import AcceptedPath, Mixer, MixerCache
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pages import SlotPages
+from eagle_triton.engine.pieces import Pieces
+from eagle_triton.reference.gated_delta import PromptPieces
 
 
 class LayerCaches:
@@ -49,9 +51,12 @@ class LayerCaches:
         """The same of some of the slots: views of the same tensors."""
         return self._with(tuple(cache.part(slots) for cache in self.caches))
 
-    def of_slots(self, slots: Tensor | None) -> LayerCaches:
-        """The same for a causal forward over rows of tokens of these slots, see MixerCache."""
-        return self if slots is None else self._with(tuple(cache.of_slots(slots) for cache in self.caches))
+    def of_pieces(self, pieces: Pieces, lengths: Tensor) -> LayerCaches:
+        """The same for a causal forward over pieces of prompts of lengths [B] int32."""
+        if pieces.slots is None:
+            return self
+        prompts = PromptPieces(pieces.slots, pieces.starts, pieces.counts(lengths))
+        return self._with(tuple(cache.of_pieces(prompts) for cache in self.caches))
 
     def _with(self, caches: tuple[MixerCache, ...]) -> LayerCaches:
         """The same layers on other caches."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from eagle_triton.engine.modules import Norm, Projection, Rotary, project_split, project_stack
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pages import PAGE_ROWS, PageMemory, SlotPages
+from eagle_triton.reference.gated_delta import PromptPieces
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 if TYPE_CHECKING:
@@ -68,13 +69,9 @@ class MixerCache(ABC):
     def part(self, slots: slice) -> Self:
         """The same of some of the slots: views of the same tensors."""
 
-    def of_slots(self, slots: Tensor | None) -> Self:
-        """The same for a causal forward whose b-th row of tokens is slot slots[b]'s, slots [P] int32 on the device.
-
-        None: each slot's in turn, which is all there is unless `Mixer.reads_pieces`.
-        """
-        assert slots is None, "these layers read one sequence after another"
-        return self
+    def of_pieces(self, pieces: PromptPieces) -> Self:
+        """The same for a causal forward whose rows are pieces of prompts, see `Mixer.reads_pieces`."""
+        raise AssertionError("these layers read one prompt after another")
 
     @abstractmethod
     def clear(self) -> None:
@@ -104,7 +101,8 @@ class Mixer(ABC):
     """What mixes the tokens of a sequence in a layer."""
 
     most_nodes: ClassVar[int | None] = None  # of a tree; None: any number
-    reads_pieces: ClassVar[bool] = False  # whether a causal forward may read several pieces of a sequence at once
+    reads_pieces: ClassVar[bool] = False  # whether a causal forward may read pieces of several prompts
+    by_token: ClassVar[bool] = False  # whether each token is remembered by itself, where others may find it
 
     @property
     @abstractmethod
@@ -170,8 +168,8 @@ class KeyValueCache(MixerCache):
     def part(self, slots: slice) -> KeyValueCache:
         return KeyValueCache(self._memory, self._table[slots])
 
-    def of_slots(self, slots: Tensor | None) -> KeyValueCache:
-        return self if slots is None else KeyValueCache(self._memory, self._table[slots.long()])
+    def of_pieces(self, pieces: PromptPieces) -> KeyValueCache:
+        return KeyValueCache(self._memory, self._table[pieces.slots.long()])
 
     def clear(self) -> None:
         """Nothing: rows beyond a sequence's length are never read."""
@@ -215,6 +213,7 @@ class Attention(Mixer):
     gated: bool = False
 
     reads_pieces: ClassVar[bool] = True
+    by_token: ClassVar[bool] = True
 
     @property
     def cache_shape(self) -> tuple[int, int]:

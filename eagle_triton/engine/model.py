@@ -79,8 +79,13 @@ class ModelView:
 
     @property
     def reads_pieces(self) -> bool:
-        """Whether one forward may read several pieces of a prompt."""
+        """Whether one forward may read pieces of several prompts."""
         return all(layer.mixer.reads_pieces for layer in self.layers)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether each token is remembered by itself, where prompts that begin alike may find it."""
+        return all(layer.mixer.by_token for layer in self.layers)
 
     def check_tree(self, spec: TreeSpec, option: str = "spec") -> None:
         """Raise ValueError, naming the option that asks for it, for more nodes than a layer can see at once."""

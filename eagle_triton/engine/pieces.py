@@ -20,6 +20,11 @@ class Pieces(NamedTuple):
     seen: Tensor  # [P] int32: rows before them, as many; 0 where a piece is nobody's
     rows: int  # n
 
+    def counts(self, lengths: Tensor) -> Tensor:
+        """How many tokens of prompts of lengths [B] int32, of all slots, are in each: [P] int32."""
+        lengths = lengths if self.slots is None else lengths[self.slots.long()]
+        return (lengths - self.starts).clamp(0, self.rows)
+
     @property
     def positions(self) -> Tensor:
         """[P, n] int32"""

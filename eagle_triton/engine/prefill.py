@@ -2,7 +2,8 @@
 
 A prompt is read in pieces. Where they are of fixed sizes, several of one prompt and of others stand in one forward,
 which is captured when it comes again: a piece sees the keys of its own sequence alone, and every layer appends all keys
-before it attends. Where layers read a sequence token by token, and on a CPU, prompts are read one by one.
+before it attends, and a recurrent one takes in the pieces of a sequence in turn. On a CPU, and where a kind of layer
+cannot, prompts are read one by one.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ def read_pieces(
     states [m, 1, H], or [P, n, H], and features [P, n, F].
     """
     tokens = pieces.tokens(sequences.tokens, sequences.lengths)
-    caches = sequences.caches.of_slots(pieces.slots)
+    caches = sequences.caches.of_pieces(pieces, sequences.lengths)
     rows = Rows(pieces.seen, pieces.starts, pieces.positions, None)
     hidden, features = prompt_forward(ops, view, tokens, caches, rows, last)
     if draft is not None:

@@ -107,6 +107,11 @@ class PromptQueue:
             self._unread.difference_update(reading.pages[piece.start // PIECE_ROWS : piece.end // PIECE_ROWS])
             reading.start = piece.end
 
+    def restart(self, forward: Forward) -> None:
+        """Read the prompts that the forward has pieces of from their beginnings."""
+        for piece in forward.pieces:
+            self._readings[piece.slot].start = 0
+
     def finish(self, slot: int) -> list[int]:
         """The prompt of a slot is read: the slots that take it from there. The queue forgets it."""
         del self._readings[slot]

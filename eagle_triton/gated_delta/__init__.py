@@ -10,7 +10,7 @@ the g of a path. reference/gated_delta.py has it in full.
     causal_conv      a program for each (nodes, channels); a node's ancestors are the bits of its word, highest first
     delta_tree       a program for each (block of V, head, sequence): all nodes at once, one triangular system
     delta_chunk      the systems of all chunks of 64 tokens first; then, chunk after chunk, a program for each (block
-                     of V, head, sequence), in two launches
+                     of V, head, sequence), in two launches; a piece of a prompt is a chunk (`pieces.py`)
     delta_recurrent  token after token, likewise; also a tree that is only its root
     gated_norm       a program for each (row, heads)
     commit_states    a program for each (layer, sequence, head, block of V), or block of a window's channels

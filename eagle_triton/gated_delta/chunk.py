@@ -11,9 +11,10 @@ from torch import Tensor
 
 from eagle_triton.gated_delta.checks import check_heads_contiguous, check_rows_contiguous
 from eagle_triton.gated_delta.dots import bf16_parts, model_dot, on_top, square_dot, wide_dot
+from eagle_triton.gated_delta.pieces import sequence_of
 from eagle_triton.gated_delta.recurrent import inverse_length, state_offsets
 from eagle_triton.gated_delta.tree import load_gates, load_rows, node_rows
-from eagle_triton.reference.gated_delta import check_delta
+from eagle_triton.reference.gated_delta import PromptPieces, check_delta
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 BLOCK_V = 16  # columns of the state that a program moves on
@@ -62,13 +63,14 @@ def rows_of_chunk(
     return node_rows(k_rows, q, k, g, beta, q_factor, k_factor, sees, seen, later, later, PARTS)
 
 
-@triton.jit(do_not_specialize_on_alignment=["count"])
+@triton.jit(do_not_specialize_on_alignment=["count", "counts_ptr"])
 def _chunk_matrices_kernel(
     mixed_ptr,
     a_ptr,
     b_ptr,
     A_log_ptr,
     dt_bias_ptr,
+    counts_ptr,
     matrices_ptr,
     factors_ptr,
     stride_mb,
@@ -90,7 +92,8 @@ def _chunk_matrices_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (chunks, HV, B): a program makes what one head of one chunk needs and the state does not touch.
+    """Grid (chunks, HV, B): a program makes what one head of one chunk needs and the state does not touch. With
+    `counts_ptr` a sequence of the batch is a piece of a prompt, and one chunk.
 
     matrices [B, HV, chunks, 2, 64, 64], transposed: the inverse of the updates' system, and from updates to answers;
     factors [B, HV, chunks, 5, 64]: of values, of what keys read, of what queries read, of updates, and how much is
@@ -98,6 +101,8 @@ def _chunk_matrices_kernel(
     """
     await_inputs(PDL)
     chunk, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if counts_ptr is not None:
+        count = tl.load(counts_ptr + batch)
     place = tl.arange(0, _CHUNK)
     row = chunk * _CHUNK + place
     row_ok, rows, head = row < count, row.to(tl.int64), value_head // (HV // H)
@@ -150,17 +155,21 @@ def _chunk_matrices_kernel(
     tl.store(tile, solved)
 
 
-@triton.jit(do_not_specialize_on_alignment=["count"])
+@triton.jit(do_not_specialize_on_alignment=["count", "slots_ptr", "starts_ptr", "counts_ptr", "pieces"])
 def _delta_chunk_kernel(
     mixed_ptr,
     matrices_ptr,
     factors_ptr,
     state_ptr,
     out_ptr,
+    slots_ptr,
+    starts_ptr,
+    counts_ptr,
     stride_mb,
     stride_mn,
     stride_sb,
     count,
+    pieces,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -170,24 +179,37 @@ def _delta_chunk_kernel(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of V, HV, B): a program takes all chunks into BLOCK_V columns of a head's state."""
+    """Grid (blocks of V, HV, B): a program takes all chunks into BLOCK_V columns of a head's state. A piece of a prompt
+    is a chunk, and the program of a sequence's first one takes them all.
+    """
     await_inputs(PDL)
     block, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first, head = block * BLOCK_V, value_head // (HV // H)
     mixed_ptr += batch * stride_mb
     offsets, inside = state_offsets(value_head, first, K, V, BLOCK_K, BLOCK_V)
-    state_ptr += batch * stride_sb
     offsets, inside = tl.trans(offsets), tl.trans(inside)
-    state = tl.load(state_ptr + offsets, mask=inside, other=0.0)
+    if slots_ptr is None:
+        end, sequence, known, moved = count, batch, inside, inside
+        item, items = (batch * HV + value_head) * tl.cdiv(count, _CHUNK), 1
+    else:
+        sequence, chunks, held, _ = sequence_of(batch, slots_ptr, starts_ptr, counts_ptr, pieces)
+        end, known, moved = chunks * _CHUNK, inside & held, inside & (chunks > 0)
+        item, items = batch * HV + value_head, HV
+    state_ptr += sequence * stride_sb
+    state = tl.load(state_ptr + offsets, mask=known, other=0.0)
     place, column = tl.arange(0, _CHUNK), first + tl.arange(0, BLOCK_V)
-    chunks = tl.cdiv(count, _CHUNK)
-    item = (batch * HV + value_head) * chunks
     tile = matrices_ptr + item * (2 * _CHUNK * _CHUNK) + place[:, None] * _CHUNK + place[None, :]
     factor = factors_ptr + item * (5 * _CHUNK)
     out_ptr += (batch * count * HV + value_head) * V
-    for start in range(0, count, _CHUNK):
-        row = start + place
-        row_ok, rows = row < count, row.to(tl.int64)
+    for start in range(0, end, _CHUNK):
+        if slots_ptr is None:
+            row = start + place
+            row_ok, rows = row < count, row.to(tl.int64)
+            written, out_rows = row_ok, rows
+        else:
+            piece = start // _CHUNK
+            row_ok, written = place < tl.load(counts_ptr + batch + piece), place < count
+            rows, out_rows = place.to(tl.int64), (piece * count + place).to(tl.int64)
         q = load_rows(mixed_ptr, rows, row_ok, stride_mn, head * K, K, BLOCK_K)
         k = load_rows(mixed_ptr, rows, row_ok, stride_mn, (H + head) * K, K, BLOCK_K)
         v_first = 2 * H * K + value_head * V + first
@@ -198,13 +220,15 @@ def _delta_chunk_kernel(
         answers = of_queries[None, :] * model_dot(state, tl.trans(q), PARTS)
         update = wide_dot(right, tl.load(tile), PARTS)
         answers += wide_dot(update, tl.load(tile + _CHUNK * _CHUNK), PARTS)
-        out = out_ptr + rows[None, :] * (HV * V) + column[:, None]
-        tl.store(out, answers.to(out_ptr.dtype.element_ty), mask=row_ok[None, :] & (column < V)[:, None])
+        out = out_ptr + out_rows[None, :] * (HV * V) + column[:, None]
+        tl.store(out, answers.to(out_ptr.dtype.element_ty), mask=written[None, :] & (column < V)[:, None])
         left = tl.load(factor + 5 * _CHUNK - 1)
         state = state * left + model_dot(of_updates[None, :] * update, k, PARTS)
-        tile += 2 * _CHUNK * _CHUNK
-        factor += 5 * _CHUNK
-    tl.store(state_ptr + offsets, state, mask=inside)
+        tile += items * (2 * _CHUNK * _CHUNK)
+        factor += items * (5 * _CHUNK)
+        if slots_ptr is not None:
+            mixed_ptr += stride_mb
+    tl.store(state_ptr + offsets, state, mask=moved)
 
 
 @functools.cache
@@ -214,17 +238,27 @@ def stages(device: torch.device) -> int:
     return 2 if roomy and torch.cuda.get_device_capability(device)[0] in (9, 10) else 1
 
 
-def delta_chunk(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor) -> Tensor:
-    """`delta_recurrent` by chunks of 64 tokens: within a chunk a chain is a tree, behind it the state moves on.
+def delta_chunk(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    pieces: PromptPieces | None = None,
+) -> Tensor:
+    """`delta_recurrent` by chunks of 64 tokens: within a chunk a chain is a tree, behind it the state moves on. A piece
+    of a prompt is a chunk, of 64 tokens at most.
 
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
-    check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state)
+    check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces)
     check_rows_contiguous("delta_chunk", mixed=mixed, A_log=A_log, dt_bias=dt_bias)
     check_heads_contiguous("delta_chunk", "state", state)
     batch, count, _ = mixed.shape
     _, value_heads, key_dim, value_dim = state.shape
-    out = mixed.new_empty(batch, count, value_heads, value_dim)
+    # rows of nobody's pieces are not written
+    out = (mixed.new_empty if pieces is None else mixed.new_zeros)(batch, count, value_heads, value_dim)
     if not out.numel():
         return out
     chunks = triton.cdiv(count, CHUNK)
@@ -243,6 +277,7 @@ def delta_chunk(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Ten
         b,
         A_log,
         dt_bias,
+        None if pieces is None else pieces.counts,
         matrices,
         factors,
         *mixed.stride()[:2],
@@ -261,9 +296,11 @@ def delta_chunk(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Ten
         factors,
         state,
         out,
+        *((None,) * 3 if pieces is None else pieces),
         *mixed.stride()[:2],
         state.stride(0),
         count,
+        batch,
         V=value_dim,
         BLOCK_V=block_v,
         num_warps=WARPS,

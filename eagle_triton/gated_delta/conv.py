@@ -7,8 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.gated_delta.checks import check_rows_contiguous
+from eagle_triton.gated_delta.pieces import sequence_of
 from eagle_triton.layers.values import rounded
-from eagle_triton.reference.gated_delta import check_causal_conv
+from eagle_triton.reference.gated_delta import PromptPieces, check_causal_conv
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 BLOCK_N = 8  # nodes of a program
@@ -27,13 +28,22 @@ def highest_bit(word):
 
 
 @triton.jit
-def move_window(columns, window, stride_xn, stride_ir, count, mine, TAPS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Keep the last TAPS - 1 rows of the window and of `count` new ones, in columns [1, BLOCK_C] that are `mine`."""
+def move_window(
+    columns, window, stride_xn, stride_xb, stride_ir, count, full, last, mine, known,
+    TAPS: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Keep the last TAPS - 1 rows of the window and of new ones, in columns [1, BLOCK_C] that are `mine`.
+
+    There are `count` new ones, `full` in each of the `last` pieces before the last one. A window that is not `known` is
+    zeros.
+    """
     slot = tl.arange(0, BLOCK_T)[:, None]
     source = count - (TAPS - 1) + slot
     ok = (slot < TAPS - 1) & mine
-    new = tl.load(columns + source.to(tl.int64) * stride_xn, mask=ok & (source >= 0), other=0.0)
-    kept = tl.load(window + (TAPS - 1 + source) * stride_ir, mask=ok & (source < 0), other=0.0)
+    piece = tl.minimum(source // full, last)
+    new = columns + (source - piece * full).to(tl.int64) * stride_xn + piece.to(tl.int64) * stride_xb
+    new = tl.load(new, mask=ok & (source >= 0), other=0.0)
+    kept = tl.load(window + (TAPS - 1 + source) * stride_ir, mask=ok & (source < 0) & known, other=0.0)
     tl.debug_barrier()  # all of the window is read before any of it is written
     tl.store(window + slot * stride_ir, tl.where(source >= 0, new, kept), mask=ok)
 
@@ -42,6 +52,7 @@ def move_window(columns, window, stride_xn, stride_ir, count, mine, TAPS: tl.con
 def conv_block(
     block,
     x_ptr,
+    stride_xb,
     stride_xn,
     stride_xh,
     weight_ptr,
@@ -56,10 +67,15 @@ def conv_block(
     stride_rn,
     stride_on,
     count,
+    new,
+    last,
+    known,
+    follows,
     FIRST: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     TAPS: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -67,7 +83,9 @@ def conv_block(
     """BLOCK_N nodes and BLOCK_C of the SIZE channels of q, k or v, which begin at channel FIRST of the model's.
 
     Pointers are a sequence's. Heads are WIDTH wide. Without `ancestors_ptr` tokens follow each other, and the program
-    with the first ones, the only one that reads these channels of the window, moves the window on.
+    with the first ones, the only one that reads these channels of the window, moves the window on, by `new` tokens, of
+    which some stand in `last` further pieces. `known`: whether the window is, and not zeros; `follows`: what stands
+    before is in the piece before.
     """
     node = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_part = block * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -93,7 +111,14 @@ def conv_block(
                 tl.store(raw_ptr + wide * stride_rn + channel, row, mask=ok)
         else:
             kept = window_ptr + (TAPS - 1 + place)[:, None] * stride_ir + channel
-            row = tl.where((place >= 0)[:, None], row, tl.load(kept, mask=ok & (place < 0)[:, None], other=0.0))
+            row = tl.where((place >= 0)[:, None], row, tl.load(kept, mask=ok & (place < 0)[:, None] & known, other=0.0))
+            if PIECES:
+                above = columns + (count + place).to(tl.int64)[:, None] * stride_xn - stride_xb
+                row = tl.where(
+                    ((place < 0) & follows)[:, None],
+                    tl.load(above, mask=ok & ((place < 0) & follows)[:, None], other=0.0),
+                    row,
+                )
         weight = tl.sum(tl.where((tap == TAPS - 1 - back)[None, :], weights, 0.0), 1)
         total += weight[None, :] * row.to(tl.float32)
         if ancestors_ptr is not None:
@@ -107,11 +132,29 @@ def conv_block(
     total = total / (1.0 + tl.exp(-total))
     tl.store(out_ptr + wide * stride_on + channel, total.to(kind), mask=ok)
     if TAPS > 1 and ancestors_ptr is None:
-        mine = (in_part < SIZE)[None, :] & (tl.program_id(0) == 0)
-        move_window(columns, window_ptr + channel, stride_xn, stride_ir, count, mine, TAPS, BLOCK_T)
+        mine = (in_part < SIZE)[None, :] & (tl.program_id(0) == 0) & (new > 0)
+        move_window(
+            columns,
+            window_ptr + channel,
+            stride_xn,
+            stride_xb,
+            stride_ir,
+            new,
+            count,
+            last,
+            mine,
+            known,
+            TAPS,
+            BLOCK_T,
+        )
 
 
-@triton.jit(do_not_specialize_on_alignment=["ancestors_ptr", "stride_ab", "stride_an", "count"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        *("ancestors_ptr", "stride_ab", "stride_an", "count"),
+        *("slots_ptr", "starts_ptr", "counts_ptr", "pieces"),
+    ]
+)
 def _causal_conv_kernel(
     q_ptr,
     k_ptr,
@@ -121,6 +164,9 @@ def _causal_conv_kernel(
     ancestors_ptr,
     raw_ptr,
     out_ptr,
+    slots_ptr,
+    starts_ptr,
+    counts_ptr,
     stride_qb,
     stride_qn,
     stride_qh,
@@ -141,6 +187,7 @@ def _causal_conv_kernel(
     stride_ob,
     stride_on,
     count,
+    pieces,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     K: tl.constexpr,
@@ -155,7 +202,13 @@ def _causal_conv_kernel(
     await_inputs(PDL)
     block, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     key_blocks: tl.constexpr = (KEYS + BLOCK_C - 1) // BLOCK_C
-    window_ptr += batch * stride_ib
+    if slots_ptr is None:
+        sequence, new, last, known, follows = batch, count, 0, True, False
+    else:
+        sequence, held, known, follows = sequence_of(batch, slots_ptr, starts_ptr, counts_ptr, pieces)
+        last = tl.maximum(held - 1, 0)
+        new = tl.where(held > 0, last * count + tl.load(counts_ptr + batch + last), 0)
+    window_ptr += sequence * stride_ib
     out_ptr += batch * stride_ob
     if ancestors_ptr is not None:
         ancestors_ptr += batch * stride_ab
@@ -165,6 +218,7 @@ def _causal_conv_kernel(
         conv_block(
             block,
             q_ptr + batch * stride_qb,
+            stride_qb,
             stride_qn,
             stride_qh,
             weight_ptr,
@@ -179,10 +233,15 @@ def _causal_conv_kernel(
             stride_rn,
             stride_on,
             count,
+            new,
+            last,
+            known,
+            follows,
             0,
             KEYS,
             K,
             TAPS,
+            slots_ptr is not None,
             BLOCK_T,
             BLOCK_N,
             BLOCK_C,
@@ -191,6 +250,7 @@ def _causal_conv_kernel(
         conv_block(
             block - key_blocks,
             k_ptr + batch * stride_kb,
+            stride_kb,
             stride_kn,
             stride_kh,
             weight_ptr,
@@ -205,10 +265,15 @@ def _causal_conv_kernel(
             stride_rn,
             stride_on,
             count,
+            new,
+            last,
+            known,
+            follows,
             KEYS,
             KEYS,
             K,
             TAPS,
+            slots_ptr is not None,
             BLOCK_T,
             BLOCK_N,
             BLOCK_C,
@@ -217,6 +282,7 @@ def _causal_conv_kernel(
         conv_block(
             block - 2 * key_blocks,
             v_ptr + batch * stride_vb,
+            stride_vb,
             stride_vn,
             stride_vh,
             weight_ptr,
@@ -231,10 +297,15 @@ def _causal_conv_kernel(
             stride_rn,
             stride_on,
             count,
+            new,
+            last,
+            known,
+            follows,
             2 * KEYS,
             VALUES,
             RV,
             TAPS,
+            slots_ptr is not None,
             BLOCK_T,
             BLOCK_N,
             BLOCK_C,
@@ -256,15 +327,16 @@ def causal_conv(
     *,
     raw: Tensor | None = None,
     out: Tensor | None = None,
+    pieces: PromptPieces | None = None,
 ) -> Tensor:
     """silu(sum over taps of weight [C, W] times the token and its W - 1 predecessors), channel by channel.
 
     A predecessor is an ancestor; those of the root stand in `window`, the newest last. Without `ancestors` tokens
     follow each other, and the window moves on in place. raw [B, n, C] takes q, k and v as they were. Returns mixed
-    [B, n, C], in `out` if given. Raises ValueError before anything is written if shapes, dtypes, devices or strides
-    do not fit.
+    [B, n, C], in `out` if given. `pieces`: of prompts, without ancestors, raw and out. Raises ValueError before
+    anything is written if shapes, dtypes, devices or strides do not fit.
     """
-    check_causal_conv(q, k, v, weight, window, ancestors, raw, out)
+    check_causal_conv(q, k, v, weight, window, ancestors, raw, out, pieces)
     check_rows_contiguous("causal_conv", q=q, k=k, v=v, window=window, raw=raw, out=out)
     batch, count, heads, width = q.shape
     keys, values, taps = heads * width, heads * v.shape[3], weight.shape[1]
@@ -284,6 +356,7 @@ def causal_conv(
         ancestors,
         raw,
         mixed,
+        *((None,) * 3 if pieces is None else pieces),
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
@@ -293,6 +366,7 @@ def causal_conv(
         *((0, 0) if raw is None else raw.stride()[:2]),
         *mixed.stride()[:2],
         count,
+        batch,
         KEYS=keys,
         VALUES=values,
         K=width,

@@ -33,11 +33,37 @@ dtype of b, outputs to the model's. Everything else is fp32, but for the sums of
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 MOST_NODES = 64  # of a tree: its ancestors are one word
+MOST_PIECES = 64  # of prompts in one forward
+
+
+class PromptPieces(NamedTuple):
+    """Which tokens the rows of a forward over P <= MOST_PIECES pieces of n tokens are. `state` and `window` are then
+    those of all B slots, and each piece's sequence moves on.
+
+    Pieces of one slot stand together, in order, all but its last one full. A sequence that starts at 0 has no memory
+    yet, whatever its slot holds. Rows of a piece behind its count are nobody's; their outputs are anything finite.
+    """
+
+    slots: Tensor  # [P] int32
+    starts: Tensor  # [P] int32: where they begin in their sequences
+    counts: Tensor  # [P] int32: tokens, 0 where a piece is nobody's
+
+    def sequences(self) -> Iterator[tuple[int, int, list[int], list[int]]]:
+        """Of each sequence its slot, where it starts, its pieces and their counts. Waits for the device."""
+        slots, starts, counts = (column.tolist() for column in self)
+        places = [place for place, count in enumerate(counts) if count]
+        while places:
+            mine = [place for place in places if slots[place] == slots[places[0]]]
+            yield slots[mine[0]], starts[mine[0]], mine, [counts[place] for place in mine]
+            places = places[len(mine) :]
 
 
 def causal_conv(
@@ -50,14 +76,25 @@ def causal_conv(
     *,
     raw: Tensor | None = None,
     out: Tensor | None = None,
+    pieces: PromptPieces | None = None,
 ) -> Tensor:
     """silu(sum over taps of weight [C, W] times the token and its W - 1 predecessors), channel by channel.
 
     A predecessor is an ancestor; those of the root stand in `window`, the newest last. Without `ancestors` tokens
     follow each other, and the window moves on in place. raw [B, n, C] takes q, k and v as they were. Returns mixed
-    [B, n, C], in `out` if given. Raises ValueError if shapes, dtypes or devices do not fit.
+    [B, n, C], in `out` if given. `pieces`: of prompts, without ancestors, raw and out. Raises ValueError if shapes,
+    dtypes or devices do not fit.
     """
-    check_causal_conv(q, k, v, weight, window, ancestors, raw, out)
+    check_causal_conv(q, k, v, weight, window, ancestors, raw, out, pieces)
+    if pieces is not None:
+        mixed = torch.zeros(*q.shape[:2], weight.shape[0], dtype=q.dtype, device=q.device)
+        for slot, start, held, counts in pieces.sequences():
+            mine = window[slot : slot + 1]
+            if not start:
+                mine.zero_()
+            of_q, of_k, of_v = (_taken(x, held, counts) for x in (q, k, v))
+            _put(mixed, held, counts, causal_conv(of_q, of_k, of_v, weight, mine))
+        return mixed
     rows = torch.cat((q.flatten(2), k.flatten(2), v.flatten(2)), dim=-1)
     batch, count, channels = rows.shape
     taps, kept = weight.shape[1], window.shape[1]
@@ -109,9 +146,27 @@ def delta_tree(
     return answers.transpose(1, 2).to(mixed.dtype)
 
 
-def delta_chunk(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor) -> Tensor:
-    """`delta_recurrent` by chunks of 64 tokens: within a chunk a chain is a tree, behind it the state moves on."""
-    check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state)
+def delta_chunk(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    pieces: PromptPieces | None = None,
+) -> Tensor:
+    """`delta_recurrent` by chunks of 64 tokens: within a chunk a chain is a tree, behind it the state moves on. A piece
+    of a prompt is a chunk, of 64 tokens at most."""
+    check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces)
+    if pieces is not None:
+        out = torch.zeros(*mixed.shape[:2], *state.shape[1::2], dtype=mixed.dtype, device=mixed.device)
+        for slot, start, places, counts in pieces.sequences():
+            mine = state[slot : slot + 1]
+            if not start:
+                mine.zero_()
+            of_mixed, of_a, of_b = (_taken(x, places, counts) for x in (mixed, a, b))
+            _put(out, places, counts, delta_chunk(of_mixed, of_a, of_b, A_log, dt_bias, mine))
+        return out
     outputs = []
     for first in range(0, mixed.shape[1], MOST_NODES):
         part = slice(first, first + MOST_NODES)
@@ -124,6 +179,16 @@ def delta_chunk(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Ten
         left, kept = (total[..., -1:] - total).exp().float(), total[..., -1].exp().float()
         state.copy_(kept[..., None, None] * state + (k * left[..., None]).mT @ update)
     return torch.cat(outputs, dim=2).transpose(1, 2).to(mixed.dtype)
+
+
+def _taken(rows: Tensor, places: list[int], counts: list[int]) -> Tensor:
+    """The tokens [1, n, ...] of some pieces [P, n, ...] of a sequence."""
+    return torch.cat([rows[place, :count] for place, count in zip(places, counts, strict=True)])[None]
+
+
+def _put(rows: Tensor, places: list[int], counts: list[int], values: Tensor) -> None:
+    for place, value in zip(places, values[0].split(counts), strict=True):
+        rows[place, : len(value)] = value
 
 
 def delta_recurrent(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor) -> Tensor:
@@ -243,9 +308,12 @@ def check_causal_conv(
     ancestors: Tensor | None,
     raw: Tensor | None,
     out: Tensor | None,
+    pieces: PromptPieces | None = None,
 ) -> None:
     """Raise ValueError unless these are operands of causal_conv."""
     name = "causal_conv"
+    if pieces is not None and not (ancestors is None and raw is None and out is None):
+        raise ValueError(f"{name}: pieces of prompts have no ancestors, raw and out")
     if q.dim() != 4 or v.dim() != 4:
         raise ValueError(f"{name}: q must be [B, n, H, K] and v [B, n, H, R V], got {list(q.shape)}, {list(v.shape)}")
     batch, count, heads, _ = q.shape
@@ -255,7 +323,9 @@ def check_causal_conv(
     if weight.dim() != 2 or weight.shape[1] < 1 or not weight.dtype.is_floating_point:
         raise ValueError(f"{name}: weight must be [C, W] of floats, got {_said(weight)}")
     _check(name, "weight", weight, (channels, weight.shape[1]), q)
-    _check(name, "window", window, (batch, weight.shape[1] - 1, channels), q)
+    sequences = batch if pieces is None else len(window)
+    _check(name, "window", window, (sequences, weight.shape[1] - 1, channels), q)
+    _check_pieces(name, pieces, batch, q)
     for label, value in (("raw", raw), ("out", out)):
         if value is not None:
             _check(name, label, value, (batch, count, channels), q)
@@ -263,7 +333,25 @@ def check_causal_conv(
         _check_ancestors(name, ancestors, batch, count, q)
 
 
-def check_delta(name: str, mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor) -> None:
+def _check_pieces(name: str, pieces: PromptPieces | None, batch: int, like: Tensor) -> None:
+    if pieces is None:
+        return
+    if batch > MOST_PIECES:
+        raise ValueError(f"{name}: at most {MOST_PIECES} pieces of prompts, got {batch}")
+    for label, value in pieces._asdict().items():
+        _check(name, f"pieces.{label}", value, (batch,), like, torch.int32)
+
+
+def check_delta(
+    name: str,
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    pieces: PromptPieces | None = None,
+) -> None:
     """Raise ValueError unless these are operands of delta_tree, delta_chunk or delta_recurrent."""
     if mixed.dim() != 3 or not mixed.dtype.is_floating_point or not mixed.shape[1]:
         raise ValueError(f"{name}: mixed must be [B, n, C] of floats, n at least 1, got {_said(mixed)}")
@@ -279,7 +367,11 @@ def check_delta(name: str, mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, d
             f"{name}: mixed must have 2 H K + HV V = {2 * heads * key_dim + value_heads * value_dim} channels, "
             f"got {channels}"
         )
-    _check(name, "state", state, (batch, value_heads, key_dim, value_dim), mixed, torch.float32)
+    sequences = batch if pieces is None else len(state)
+    _check(name, "state", state, (sequences, value_heads, key_dim, value_dim), mixed, torch.float32)
+    _check_pieces(name, pieces, batch, mixed)
+    if pieces is not None and count > MOST_NODES:
+        raise ValueError(f"{name}: a piece must have at most {MOST_NODES} tokens, got {count}")
     for label, value in (("a", a), ("b", b)):
         _check(name, label, value, (batch, count, heads, shared), mixed)
     for label, value in (("A_log", A_log), ("dt_bias", dt_bias)):

@@ -8,7 +8,7 @@ from eagle_triton.runtime.launch import EXACT
 _TYPES = {
     **dict.fromkeys(("A_log_ptr", "dt_bias_ptr", "state_ptr", "states_ptr", "gates_ptr"), "*fp32"),
     **dict.fromkeys(("matrices_ptr", "factors_ptr"), "*fp32"),
-    **dict.fromkeys(("path_ptr", "accepted_ptr"), "*i32"),
+    **dict.fromkeys(("path_ptr", "accepted_ptr", "slots_ptr", "starts_ptr", "counts_ptr"), "*i32"),
     **dict.fromkeys(("scale", "eps"), "fp32"),
     "ancestors_ptr": "*i64",
 }
@@ -29,6 +29,7 @@ def _case(name, kernel, constexprs, warps, absent=(), stages=1, **more):
     return name, kernel, signature, constexprs, options
 
 
+PIECES = {"": ("slots_ptr", "starts_ptr", "counts_ptr"), " of pieces": ()}  # what is absent
 PARTS = {"ptx": ("sm_80", "sm_90", "sm_100"), "portable": ("gfx942",)}
 MMA = {"without": ("wgmma",)}  # see dots.py
 
@@ -45,25 +46,30 @@ for _heads in (32, 48):
         _absent = ("gates_ptr",) if _keep else ()
         _name = f"delta_{'recurrent' if _keep else 'tree 1 node'} HV {_heads}"
         CASES.append(_case(_name, recurrent._delta_recurrent_kernel, _values, recurrent.WARPS, _absent))
-    for _stages, _parts, _targets in (
-        (2, "ptx", ("sm_90", "sm_100")),
-        (1, "ptx", ("sm_80",)),
-        (1, "portable", ("gfx942",)),
+    for (_stages, _parts, _targets), (_kind, _absent) in product(
+        ((2, "ptx", ("sm_90", "sm_100")), (1, "ptx", ("sm_80",)), (1, "portable", ("gfx942",))), PIECES.items()
     ):
-        _name, _options = f"delta_chunk HV {_heads}", {"targets": _targets, "stages": _stages, **MMA}
+        _name, _options = f"delta_chunk HV {_heads}{_kind}", {"targets": _targets, "stages": _stages, **MMA}
         _values = {**_shape, "PARTS": _parts, "BLOCK_V": chunk.BLOCK_V}
-        CASES.append(_case(_name, chunk._delta_chunk_kernel, _values, chunk.WARPS, **_options))
-    for _parts, _targets in PARTS.items():
+        _options |= {"local": 8} if _kind else {}  # an address
+        CASES.append(_case(_name, chunk._delta_chunk_kernel, _values, chunk.WARPS, _absent, **_options))
+    for (_parts, _targets), (_kind, _absent) in product(PARTS.items(), PIECES.items()):
         _values = {**{name: value for name, value in _shape.items() if name != "V"}, "PARTS": _parts}
-        _name, _options = f"delta_chunk's matrices HV {_heads}", {"targets": _targets, **MMA}
-        CASES.append(_case(_name, chunk._chunk_matrices_kernel, _values, chunk.MATRICES_WARPS, **_options))
+        _name, _options = f"delta_chunk's matrices HV {_heads}{_kind}", {"targets": _targets, **MMA}
+        CASES.append(_case(_name, chunk._chunk_matrices_kernel, _values, chunk.MATRICES_WARPS, _absent[2:], **_options))
     _values = {**_shape, "KEPT": 3, "BLOCK_W": 4, "BLOCK_C": commit.BLOCK_C, "BLOCK_V": recurrent.BLOCK_V}
     CASES.append(_case(f"commit_states HV {_heads}", commit._commit_states_kernel, _values, recurrent.WARPS))
     _values = {"R": _heads // 16, "HV": _heads, "V": 128, "HEADS": norm.TILE // 128, "BLOCK_V": 128}
     CASES.append(_case(f"gated_norm HV {_heads}", norm._gated_norm_kernel, _values, norm.WARPS))
     _values = {"KEYS": 2048, "VALUES": 128 * _heads, "K": 128, "RV": 8 * _heads, "TAPS": 4, "BLOCK_T": 4}
-    for _nodes, _absent in ((conv.BLOCK_N, ()), (1, ()), (conv.BLOCK_N, ("ancestors_ptr", "raw_ptr"))):
-        _name = f"causal_conv {'chain' if _absent else 'tree'} by {_nodes} HV {_heads}"
+    _chain = ("ancestors_ptr", "raw_ptr")
+    for _nodes, _kind, _absent in (
+        (conv.BLOCK_N, "tree", PIECES[""]),
+        (1, "tree", PIECES[""]),
+        (conv.BLOCK_N, "chain", (*_chain, *PIECES[""])),
+        (conv.BLOCK_N, "pieces", _chain),
+    ):
+        _name = f"causal_conv {_kind} by {_nodes} HV {_heads}"
         _blocks = {"BLOCK_N": _nodes, "BLOCK_C": conv.BLOCK_C}
         CASES.append(
             _case(_name, conv._causal_conv_kernel, {**_values, **_blocks}, conv.warps(_nodes, conv.BLOCK_C), _absent)

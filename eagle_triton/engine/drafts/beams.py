@@ -170,8 +170,8 @@ class BeamDraft(Draft):
         return features
 
     @property
-    def reads_pieces(self) -> bool:
-        return all(layer.mixer.reads_pieces for layer in self.layers)
+    def by_token(self) -> bool:
+        return all(layer.mixer.by_token for layer in self.layers)
 
     @property
     def hidden_size(self) -> int:
@@ -214,7 +214,7 @@ class BeamDraft(Draft):
     def read_prompt(self, ops: Operations, sequences: Sequences, pieces: Pieces, features: Tensor) -> None:
         # the last token's follower is not known: `begin` has it
         known = pieces.tokens(sequences.tokens, sequences.lengths, self.first_token)
-        caches = sequences.draft_tensors.caches.of_slots(pieces.slots)
+        caches = sequences.draft_tensors.caches.of_pieces(pieces, sequences.lengths)
         rows = self.consecutive(pieces.starts, pieces.rows)._replace(lengths=pieces.seen)
         self.remember(ops, self.inputs_of(ops, features, rows), known, caches, rows)
 

@@ -33,8 +33,8 @@ class Draft(ABC):
     """Whether it can draft trees of any shape, not only that of `read_tree`."""
 
     @property
-    def reads_pieces(self) -> bool:
-        """Whether it can take in pieces of a prompt in one forward, and do without those that pages hold already."""
+    def by_token(self) -> bool:
+        """Whether each token is remembered by itself, so that it can do without those that pages hold already."""
         return True
 
     @abstractmethod

@@ -56,8 +56,8 @@ class WrappedDraft(Draft):
         return self.beams.learns
 
     @property
-    def reads_pieces(self) -> bool:
-        return self.beams.reads_pieces
+    def by_token(self) -> bool:
+        return self.beams.by_token
 
     @property
     def vocabulary(self) -> int | None:

@@ -1,0 +1,28 @@
+"""Pieces of prompts on the device: which of a forward's rows are one sequence's. See reference.gated_delta."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from eagle_triton.reference.gated_delta import MOST_PIECES
+
+_PIECES = tl.constexpr(MOST_PIECES)
+
+
+@triton.jit
+def sequence_of(piece, slots_ptr, starts_ptr, counts_ptr, pieces):
+    """Of a piece: its slot, how many pieces of its sequence there are from it on, whether a memory of what stands
+    before it is in the slot, and whether it stands in the piece before it.
+
+    Only a sequence's first piece has pieces: who has it takes them all.
+    """
+    place = tl.arange(0, _PIECES)
+    slot = tl.load(slots_ptr + piece)
+    slots = tl.load(slots_ptr + place, mask=place < pieces, other=-1)
+    counts = tl.load(counts_ptr + place, mask=place < pieces, other=0)
+    mine = (slots == slot) & (counts > 0)
+    follows = tl.sum((mine & (place < piece)).to(tl.int32), 0) > 0
+    count = tl.sum((mine & (place >= piece)).to(tl.int32), 0)
+    known = (tl.load(starts_ptr + piece) > 0) & (follows == 0)
+    return slot.to(tl.int64), tl.where(follows, 0, count), known, follows & (count > 0)
