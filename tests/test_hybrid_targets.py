@@ -17,6 +17,7 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.gated_delta import GatedDeltaCache
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.pages import PAGE_ROWS
+from eagle_triton.engine.prefill import Prefill
 from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
@@ -135,8 +136,9 @@ def test_prompts_in_pieces_are_read_between_steps(pairs, expected, kind):
         assert got[id(request)] == expected(kind, length, new).tolist()
 
 
-def test_a_forward_that_fails_half_way_is_read_again_from_the_beginning(pairs, expected, monkeypatch):
-    """Some layers have taken its tokens in, and others have not."""
+@pytest.mark.parametrize("where", ["half_way", "behind it"])
+def test_a_forward_that_is_interrupted_is_read_again_from_the_beginning(pairs, expected, monkeypatch, where):
+    """Half-way some layers have taken its tokens in, and others have not; behind it, all, and nobody has noted it."""
     engine, new = engine_of(*pairs(KIND), cuda_graph=False, packed=True), 24
     whole, calls = engine.ops.delta_chunk, itertools.count()
 
@@ -145,7 +147,16 @@ def test_a_forward_that_fails_half_way_is_read_again_from_the_beginning(pairs, e
             raise KeyboardInterrupt
         return whole(*operands)
 
-    monkeypatch.setattr(engine.ops, "delta_chunk", interrupted)
+    def read(prefill, *forward):
+        whole_read(prefill, *forward)
+        if next(calls) == 2:  # the third forward, the second of its prompt
+            raise KeyboardInterrupt
+
+    whole_read = Prefill.read
+    if where == "half_way":
+        monkeypatch.setattr(engine.ops, "delta_chunk", interrupted)
+    else:
+        monkeypatch.setattr(Prefill, "read", read)
     with torch.no_grad(), Batch(engine, 2, TREES["dynamic"], 560, prompt_tokens=128) as batch:
         batch.enter_all([Request(PROMPTS[20], new)])
         batch.step()
@@ -156,7 +167,7 @@ def test_a_forward_that_fails_half_way_is_read_again_from_the_beginning(pairs, e
         while batch.running:
             batch.step()
         assert batch.tokens(1).tolist() == expected(KIND, 513, new).tolist()
-    assert next(calls) > 8 + 15
+    assert next(calls) > (8 + 15 if where == "half_way" else 2 + 5)
 
 
 @PACKED

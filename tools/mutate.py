@@ -62,11 +62,11 @@ MUTATIONS = [
         "tests/test_tree_decoding.py -k ties",
     ),
     Mutation(
-        "a forward over recurrent layers that failed is read on",
+        "a forward over recurrent layers that was interrupted is read on",
         "engine/batch.py",
         "self._prompts.restart(forward)",
         "pass",
-        "tests/test_hybrid_targets.py -k half_way",
+        "tests/test_hybrid_targets.py -k interrupted",
     ),
     Mutation(
         "a piece of a prompt finds the state of whom its slot had before",

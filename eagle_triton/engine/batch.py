@@ -495,12 +495,9 @@ class Batch:
         What fails on the way touches nobody who decodes, and is done again next time.
         """
         forward = self._prompts.next(most)
-        try:
-            self._prefill.read(forward, self.engine.draft if self._drafts else None)
-        except BaseException:
-            if not self.engine.view.by_token:  # some layers have taken these tokens in, and others have not
-                self._prompts.restart(forward)
-            raise
+        if not self.engine.view.by_token:  # who interrupts leaves layers that have taken these tokens in, and others
+            self._prompts.restart(forward)
+        self._prefill.read(forward, self.engine.draft if self._drafts else None)
         with self._must_finish():
             self._prompts.take(forward)
             for slot in forward.ended:

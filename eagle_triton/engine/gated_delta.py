@@ -18,6 +18,7 @@ from eagle_triton.engine.mixers import AcceptedPath, Mixer, MixerCache, Rows
 from eagle_triton.engine.modules import Norm, Projection, project_split, project_stack
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pages import SlotPages
+from eagle_triton.engine.pieces import Pieces
 from eagle_triton.reference.gated_delta import MOST_NODES, PromptPieces
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
@@ -60,8 +61,10 @@ class GatedDeltaCache(MixerCache):
     def part(self, slots: slice) -> GatedDeltaCache:
         return GatedDeltaCache(self.states[:, slots], self.windows[:, slots])
 
-    def of_pieces(self, pieces: PromptPieces) -> GatedDeltaCache:
-        return GatedDeltaCache(self.states, self.windows, pieces)
+    def of_pieces(self, pieces: Pieces, lengths: Tensor) -> GatedDeltaCache:
+        assert pieces.slots is not None
+        mine = PromptPieces(pieces.slots, pieces.starts, pieces.counts(lengths))
+        return GatedDeltaCache(self.states, self.windows, mine)
 
     def clear(self) -> None:
         for tensor in self.tensors:

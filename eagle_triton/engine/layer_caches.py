@@ -12,7 +12,6 @@ from eagle_triton.engine.mixers import AcceptedPath, Mixer, MixerCache
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.pieces import Pieces
-from eagle_triton.reference.gated_delta import PromptPieces
 
 
 class LayerCaches:
@@ -55,8 +54,7 @@ class LayerCaches:
         """The same for a causal forward over pieces of prompts of lengths [B] int32."""
         if pieces.slots is None:
             return self
-        prompts = PromptPieces(pieces.slots, pieces.starts, pieces.counts(lengths))
-        return self._with(tuple(cache.of_pieces(prompts) for cache in self.caches))
+        return self._with(tuple(cache.of_pieces(pieces, lengths) for cache in self.caches))
 
     def _with(self, caches: tuple[MixerCache, ...]) -> LayerCaches:
         """The same layers on other caches."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from eagle_triton.engine.modules import Norm, Projection, Rotary, project_split, project_stack
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pages import PAGE_ROWS, PageMemory, SlotPages
-from eagle_triton.reference.gated_delta import PromptPieces
+from eagle_triton.engine.pieces import Pieces
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 if TYPE_CHECKING:
@@ -69,8 +69,9 @@ class MixerCache(ABC):
     def part(self, slots: slice) -> Self:
         """The same of some of the slots: views of the same tensors."""
 
-    def of_pieces(self, pieces: PromptPieces) -> Self:
-        """The same for a causal forward whose rows are pieces of prompts, see `Mixer.reads_pieces`."""
+    def of_pieces(self, pieces: Pieces, lengths: Tensor) -> Self:
+        """The same for a causal forward over pieces of some slots' prompts, whose lengths are [B] int32. See
+        `Mixer.reads_pieces`."""
         raise AssertionError("these layers read one prompt after another")
 
     @abstractmethod
@@ -168,7 +169,8 @@ class KeyValueCache(MixerCache):
     def part(self, slots: slice) -> KeyValueCache:
         return KeyValueCache(self._memory, self._table[slots])
 
-    def of_pieces(self, pieces: PromptPieces) -> KeyValueCache:
+    def of_pieces(self, pieces: Pieces, lengths: Tensor) -> KeyValueCache:
+        assert pieces.slots is not None
         return KeyValueCache(self._memory, self._table[pieces.slots.long()])
 
     def clear(self) -> None:

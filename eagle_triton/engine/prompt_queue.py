@@ -108,7 +108,7 @@ class PromptQueue:
             reading.start = piece.end
 
     def restart(self, forward: Forward) -> None:
-        """Read the prompts that the forward has pieces of from their beginnings."""
+        """Read the prompts that the forward has pieces of from their beginnings, unless it is taken."""
         for piece in forward.pieces:
             self._readings[piece.slot].start = 0
 

@@ -45,8 +45,8 @@ MOST_PIECES = 64  # of prompts in one forward
 
 
 class PromptPieces(NamedTuple):
-    """Which tokens the rows of a forward over P <= MOST_PIECES pieces of n tokens are. `state` and `window` are then
-    those of all B slots, and each piece's sequence moves on.
+    """Which tokens the rows of a forward over P <= MOST_PIECES pieces of n tokens are, n at least a window's. `state`
+    and `window` are then those of all B slots, and each piece's sequence moves on.
 
     Pieces of one slot stand together, in order, all but its last one full. A sequence that starts at 0 has no memory
     yet, whatever its slot holds. Rows of a piece behind its count are nobody's; their outputs are anything finite.
@@ -325,6 +325,8 @@ def check_causal_conv(
     _check(name, "weight", weight, (channels, weight.shape[1]), q)
     sequences = batch if pieces is None else len(window)
     _check(name, "window", window, (sequences, weight.shape[1] - 1, channels), q)
+    if pieces is not None and count < weight.shape[1] - 1:
+        raise ValueError(f"{name}: a piece must have at least {weight.shape[1] - 1} tokens, a window's, got {count}")
     _check_pieces(name, pieces, batch, q)
     for label, value in (("raw", raw), ("out", out)):
         if value is not None:
