@@ -202,12 +202,16 @@ def test_settings_split_where_the_rows_leave_the_device_empty(capability):
         assert all(use.block_t <= min(use.block_n, 64) for use in uses)
 
 
-def test_a_program_that_takes_all_splits_gives_the_same_bits(device):
-    case = make_case(3, 10, 1, 4, 64, 1100, [70, 1000, 0], 1, torch.float16, device)
-    use = kernels.settings_for(40, 64, 1, 3, torch.float16, None)._replace(splits=8, min_tiles=1)
-    expected = kernels._launch(*case, 0.125, None, use._replace(programs=8))
-    assert_close(expected, case, 0.125)
-    assert torch.equal(kernels._launch(*case, 0.125, None, use._replace(programs=1)), expected)
+@pytest.mark.parametrize("window", [None, 3, 300])
+@pytest.mark.parametrize(("nodes", "words"), [(10, 1), (70, 2), (70, 0)], ids=["tree", "two-words", "causal"])
+def test_a_program_that_takes_all_splits_gives_the_same_bits(nodes, words, window, device):
+    case = make_case(3, nodes, 1, 4, 64, 1100, [70, 1000, 0], words, torch.float16, device)
+    use = kernels.settings_for(4 * nodes, 64, 1, 3, torch.float16, None)
+    for change in ({"splits": 8, "min_tiles": 1}, {"splits": 5, "min_tiles": 2, "block_n": 32, "block_t": 16}):
+        split = use._replace(**change)
+        expected = kernels._launch(*case, 0.125, window, split._replace(programs=split.splits))
+        assert_close(expected, case, 0.125, window)
+        assert torch.equal(kernels._launch(*case, 0.125, window, split._replace(programs=1)), expected)
 
 
 @pytest.mark.parametrize("nodes", [1, 10, 60])

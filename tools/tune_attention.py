@@ -13,20 +13,19 @@ but for splits and programs.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.benchmarks.arguments import Parser, check_device, output_file, whole
+from eagle_triton.benchmarks.arguments import Parser, whole
+from tools.tuning.options import read_sweep
 
 SHAPES = ("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen3-0.6b", "qwen3-32b")
 POWERS = [1, 2, 4, 8, 16, 32]
 
 
 def main(argv: list[str] | None = None) -> int:
-    workers = max(1, (os.cpu_count() or 2) - 1)
     parser = Parser("tune_attention.py", __doc__)
     add = parser.add_argument
     few, many = whole(most=512), whole(most=2**20)
@@ -38,15 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         add(f"--{field}", type=few, nargs="+", default=default, metavar="N")
     for field in ("block_n", "block_t", "num_warps", "num_stages"):
         add(f"--{field}", type=few, nargs="+", metavar="N")
-    add("--workers", type=whole(most=256), default=workers, metavar="N", help=f"compilers (default: {workers})")
-    add("--top", type=whole(), default=3, metavar="N", help="settings to print per number of keys (default: 3)")
-    add("--csv", type=output_file(), metavar="FILE.csv", help="write every measurement here")
-    args = parser.parse_args(argv)
-    check_device(parser, None, only_gpu=True)
-    with parser.explains():
-        import torch
-    if not torch.cuda.is_available():
-        parser.stop("attention is timed on a GPU, and torch sees none")
+    args = read_sweep(parser, argv, "attention is", "number of keys")
     from tools.tuning.attention import sweep
 
     sweep(args)

@@ -11,13 +11,13 @@ is timed behind a small kernel, which is part of the time: that is where they di
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.benchmarks.arguments import Parser, check_device, output_file, whole
+from eagle_triton.benchmarks.arguments import Parser, whole
+from tools.tuning.options import read_sweep
 
 SHAPES = (
     *("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen3-0.6b", "qwen3-32b"),
@@ -30,23 +30,14 @@ PRODUCTS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    workers = max(1, (os.cpu_count() or 2) - 1)
     parser = Parser("tune_linear.py", __doc__)
     add = parser.add_argument
     add("--rows", type=whole(most=4096), nargs="+", default=[16, 64], metavar="N", help="default: 16 64")
     add("--shape", choices=SHAPES, default=SHAPES[0], help=f"a model and its draft (default: {SHAPES[0]})")
     add("--products", nargs="+", choices=PRODUCTS, default=list(PRODUCTS), help="default: all that the shape has")
-    add("--workers", type=whole(most=256), default=workers, metavar="N", help=f"compilers (default: {workers})")
     add("--keep_splits", action="store_true", help="leave sums over splits of K to the reader")
     add("--streamed", action="store_true", help="linear/streamed.py, behind a small kernel")
-    add("--top", type=whole(), default=4, metavar="N", help="settings to print per product (default: 4)")
-    add("--csv", type=output_file(), metavar="FILE.csv", help="write every measurement here")
-    args = parser.parse_args(argv)
-    check_device(parser, None, only_gpu=True)
-    with parser.explains():
-        import torch
-    if not torch.cuda.is_available():
-        parser.stop("products are timed on a GPU, and torch sees none")
+    args = read_sweep(parser, argv, "products are", "product")
     from tools.tuning.products import sweep
 
     sweep(args)

@@ -247,8 +247,10 @@ def delta_chunk(
     state: Tensor,
     pieces: PromptPieces | None = None,
 ) -> Tensor:
-    """`delta_recurrent` by chunks of 64 tokens: within a chunk a chain is a tree, behind it the state moves on. A piece
-    of a prompt is a chunk, of 64 tokens at most.
+    """`delta_recurrent` by chunks of 64 tokens: within a chunk a chain is a tree, behind it the state moves on.
+
+    `pieces`: the B rows are pieces of prompts of some slots, all of whose states are given [slots, HV, K, V]. Each is
+    a chunk, of 64 tokens at most.
 
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """

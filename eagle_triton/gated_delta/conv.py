@@ -333,7 +333,8 @@ def causal_conv(
 
     A predecessor is an ancestor; those of the root stand in `window`, the newest last. Without `ancestors` tokens
     follow each other, and the window moves on in place. raw [B, n, C] takes q, k and v as they were. Returns mixed
-    [B, n, C], in `out` if given. `pieces`: of prompts, without ancestors, raw and out. Raises ValueError before
+    [B, n, C], in `out` if given. `pieces`: the B rows are pieces of prompts of some slots, all of whose windows
+    are given [slots, W - 1, C]; without ancestors, raw and out. Raises ValueError before
     anything is written if shapes, dtypes, devices or strides do not fit.
     """
     check_causal_conv(q, k, v, weight, window, ancestors, raw, out, pieces)

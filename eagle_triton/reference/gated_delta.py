@@ -82,7 +82,8 @@ def causal_conv(
 
     A predecessor is an ancestor; those of the root stand in `window`, the newest last. Without `ancestors` tokens
     follow each other, and the window moves on in place. raw [B, n, C] takes q, k and v as they were. Returns mixed
-    [B, n, C], in `out` if given. `pieces`: of prompts, without ancestors, raw and out. Raises ValueError if shapes,
+    [B, n, C], in `out` if given. `pieces`: the B rows are pieces of prompts of some slots, all of whose windows
+    are given [slots, W - 1, C]; without ancestors, raw and out. Raises ValueError if shapes,
     dtypes or devices do not fit.
     """
     check_causal_conv(q, k, v, weight, window, ancestors, raw, out, pieces)
@@ -155,8 +156,10 @@ def delta_chunk(
     state: Tensor,
     pieces: PromptPieces | None = None,
 ) -> Tensor:
-    """`delta_recurrent` by chunks of 64 tokens: within a chunk a chain is a tree, behind it the state moves on. A piece
-    of a prompt is a chunk, of 64 tokens at most."""
+    """`delta_recurrent` by chunks of 64 tokens: within a chunk a chain is a tree, behind it the state moves on.
+
+    `pieces`: the B rows are pieces of prompts of some slots, all of whose states are given [slots, HV, K, V]. Each is
+    a chunk, of 64 tokens at most."""
     check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces)
     if pieces is not None:
         out = torch.zeros(*mixed.shape[:2], *state.shape[1::2], dtype=mixed.dtype, device=mixed.device)

@@ -17,11 +17,11 @@ from torch import Tensor
 from eagle_triton import attention
 from eagle_triton.attention import Settings
 from eagle_triton.benchmarks.timing import copy_bandwidth
+from eagle_triton.engine.pages import PAGE_ROWS
 from eagle_triton.models.shapes import SHAPES
 from eagle_triton.reference.attention import pack_ancestors, tree_attention
 from tools.tuning.graph_time import time_graph
 
-PAGE_ROWS = 64
 CACHE_BYTES = 400e6  # of all caches together, at least: several times L2
 FIELDS = ("splits", "programs", "min_tiles", "block_m", "block_n", "block_t", "num_warps", "num_stages")
 
