@@ -33,10 +33,10 @@ def matrices(rows: int, depth: int, *cols: int, dtype: torch.dtype = torch.bfloa
 @pytest.mark.parametrize("key", streamed._HOPPER, ids=str)
 def test_measured_settings_fit_a_multiprocessor(key):
     rows, cols, depth = key
-    swap, fused = rows == 16, len(cols) == 2
-    use = streamed.settings_for(rows, cols, depth, 64, 128, 1, swap, fused)
+    fused = len(cols) == 2
+    use = streamed.settings_for(rows, cols, depth, 64, 128, 1, fused)
     tile = use.block_k * 2
-    shared = tile * (use.w_stages * use.block_n * (1 + fused) + use.x_stages * streamed._block_m(swap, rows))
+    shared = tile * (use.w_stages * use.block_n * (1 + fused) + use.x_stages * streamed._block_m(use.swap, rows))
     assert shared <= 225 * 1024
     assert 1 <= streamed._prefetch_stages(use, 1 + fused, rows, 1, 132) <= use.w_stages
     assert streamed._prefetch_stages(use, 1 + fused, rows, 10_000, 132) == use.w_stages  # they start when others end
@@ -47,8 +47,8 @@ def test_splits_of_k_begin_where_those_of_linear_do(monkeypatch, key):
     monkeypatch.setattr(table, "compute_capability", lambda device: (9, 0))
     rows, cols, depth = key
     plain = table.launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, len(cols) == 2)
-    use = streamed.settings_for(rows, cols, depth, *plain[:3], plain.swap, len(cols) == 2)
-    assert (use.splits, use.swap) == (plain.splits, plain.swap)
+    use = streamed.settings_for(rows, cols, depth, *plain[:3], len(cols) == 2)
+    assert (use.splits, use.swap) == (plain.splits, rows == 32)
 
     def length(block_k: int) -> int:
         return triton.cdiv(triton.cdiv(depth, block_k), plain.splits) * block_k
@@ -57,22 +57,49 @@ def test_splits_of_k_begin_where_those_of_linear_do(monkeypatch, key):
 
 
 @pytest.mark.parametrize(
-    ("rows", "block_n", "block_k", "swap", "possible"),
+    ("rows", "block_n", "block_k", "swap"),
     [
-        (16, 64, 128, True, True),
-        (17, 64, 128, True, False),
-        (16, 32, 128, True, False),  # the tensor cores' tiles are 64 high
-        (17, 32, 64, False, True),
-        (64, 128, 64, False, True),
-        (65, 64, 128, False, False),
-        (20, 64, 32, False, False),  # half a swizzled row
+        (16, 64, 128, True),
+        (32, 64, 128, True),
+        (16, 32, 128, None),  # the tensor cores' tiles are 64 high
+        (33, 32, 64, False),
+        (64, 128, 64, False),
+        (65, 64, 128, None),
+        (20, 64, 32, None),  # half a swizzled row
     ],
 )
-def test_what_can_be_streamed(rows, block_n, block_k, swap, possible):
-    use = streamed.settings_for(rows, (512,), 512, block_n, block_k, 2, swap)
-    assert (use is not None) == possible
-    if possible:
-        assert use[:4] == (block_n, block_k, 2, swap)
+def test_what_can_be_streamed(rows, block_n, block_k, swap):
+    use = streamed.settings_for(rows, (512,), 512, block_n, block_k, 2)
+    assert (None if use is None else use[:4]) == (None if swap is None else (block_n, block_k, 2, swap))
+
+
+def test_no_more_stages_than_steps():
+    use = streamed.settings_for(8, (2048, 512, 512), 2048, 64, 128, 4)
+    assert (use.w_stages, use.x_stages) == (4, 4)
+    assert streamed.settings_for(8, (8192, 8192), 2048, 64, 128, 1, fused=True).w_stages == 4  # room for one program
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "depth", "expected"),
+    [
+        (64, (4096, 1024, 1024), 4096, None),
+        (65, (4096, 1024, 1024), 4096, (64, 64, 2)),
+        (129, (4096, 1024, 1024), 4096, (64, 64, 1)),
+        (256, (4096, 1024, 1024), 4096, (64, 64, 1)),
+        (257, (4096, 1024, 1024), 4096, None),
+        (256, (2048, 512, 512), 2048, (64, 64, 2)),
+        (128, (8192, 1024, 1024), 5120, (64, 64, 1)),
+        (256, (8192, 1024, 1024), 5120, None),  # too many
+        (128, (8192, 8192), 2048, (64, 64, 1)),
+        (129, (8192, 8192), 2048, None),
+        (80, (4096,), 4096, None),
+    ],
+)
+def test_what_is_streamed_of_many_rows(rows, cols, depth, expected):
+    use = streamed.wide_settings(rows, cols, depth, len(cols) == 2)
+    assert (None if use is None else use[:3]) == expected
+    if use is not None:
+        assert use.swap == (rows > 128)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +140,10 @@ def test_without_gluon_or_hopper_products_are_launched_as_ever(monkeypatch):
     assert isinstance(kernels._choose(x, (weight,), None, True, x), Settings)  # a residual
     assert isinstance(kernels._choose(x[:, 4:], (weight[:, 4:],), None, True), Settings)  # rows not aligned
     assert kernels._choose(x[:1].expand(80, -1).contiguous(), (weight,), None, True) is None  # cuBLAS
+    stack = torch.zeros(80, 1024, dtype=torch.bfloat16), (weight, weight, weight)
+    assert kernels._choose(*stack, None, True).splits == 4
+    assert kernels._choose(*stack, None) is None  # nobody adds up the splits
+    assert kernels._choose(x, stack[1], 80, True)[1:4] == (64, 4, True)  # as many splits, another tile
     assert isinstance(kernels._choose(x[0], (weight,), None, keep_splits=True), streamed.Streaming)  # one row
     copied = torch.zeros(2, 3, 104, dtype=torch.bfloat16)[:, :2, :100]  # as rows of 100: not aligned
     assert isinstance(kernels._choose(copied, (weight[:, :100],), None, keep_splits=True), Settings)
@@ -129,8 +160,7 @@ def test_without_gluon_or_hopper_products_are_launched_as_ever(monkeypatch):
     [
         (8, streamed.Streaming(64, 64, 4, True, 2, 2), {}),  # who adds up the splits?
         (8, streamed.Streaming(64, 64, 1, True, 2, 2), {"residual": torch.zeros(8, 64, dtype=torch.bfloat16)}),
-        (17, streamed.Streaming(64, 64, 1, True, 2, 2), {}),  # swap has tiles of 16 rows
-        (129, streamed.Streaming(64, 64, 1, False, 2, 2), {}),
+        (257, streamed.Streaming(64, 64, 1, False, 2, 2), {}),
     ],
 )
 def test_streamed_settings_that_do_not_fit_are_refused(monkeypatch, rows, settings, options):
@@ -152,8 +182,19 @@ def test_streamed_settings_are_refused_elsewhere():
 @on_hopper
 @pytest.mark.parametrize("key", streamed._HOPPER, ids=str)
 def test_production_settings_give_the_bits_of_linear(key):
-    launch_rows, cols, depth = key
-    for rows in {1, launch_rows - 1, launch_rows}:
+    most, cols, depth = key
+    for rows, launch_rows in [
+        (1, most),
+        (most - 1, most),
+        (most, most),
+        (1, 16),
+        (16, 16),
+        (17, 33),
+        (24, 60),
+        (33, 60),
+    ]:
+        if max(rows, launch_rows) > most:
+            continue
         x, weights = matrices(rows, depth, *cols)
         fused, keep_splits = len(cols) == 2, max(cols) <= 14336
         plain = table.launch_settings(x.device, x.dtype, launch_rows, cols, depth, fused)
@@ -179,7 +220,7 @@ def test_bits_of_linear(rows, depth, dtype):
     swap = rows <= 16
     for splits in (1, 2, 4):
         plain = Settings(64, 64, splits, 4, 3, swap)
-        stream = streamed.settings_for(rows, (520, 200, 136), depth, 64, 64, splits, swap)
+        stream = streamed.settings_for(rows, (520, 200, 136), depth, 64, 64, splits)
         for count in (1, 2, 3, 4):
             for use_biases in (biases, [None] * 4):
                 results = [
@@ -191,21 +232,41 @@ def test_bits_of_linear(rows, depth, dtype):
                     assert same, f"{splits} splits of {count} weights"
                     assert (out.total() if splits > 1 else out).float().abs().max() > 0.5
     expected = kernels.linear_swiglu(x, weights[0], weights[0].flip(0), settings=Settings(64, 64, 1, 4, 3, swap))
-    stream = streamed.settings_for(rows, (520, 520), depth, 64, 64, 1, swap, fused=True)
+    stream = streamed.settings_for(rows, (520, 520), depth, 64, 64, 1, fused=True)
     assert torch.equal(kernels.linear_swiglu(x, weights[0], weights[0].flip(0), settings=stream), expected)
 
 
 @on_hopper
-@pytest.mark.parametrize("rows", [65, 80, 128])
-@pytest.mark.parametrize("key", streamed._WIDE, ids=str)
-def test_more_rows(key, rows):
-    cols, depth = key
+@pytest.mark.parametrize("rows", [65, 80, 128, 129, 200, 256])
+@pytest.mark.parametrize(
+    ("cols", "depth"), [*{key[1:] for key in streamed._WIDE}, ((2048, 512, 520), 2048), ((1000, 1000), 1000)], ids=str
+)
+def test_more_rows(cols, depth, rows):
+    """Every product of more than one weight that is streamed, with all of its rows and again with a few of them."""
+    fused = len(cols) == 2
     x, weights = matrices(rows, depth, *cols)
-    assert isinstance(kernels._choose(x, weights, rows, keep_splits=True), streamed.Streaming)
-    outs = kernels.linear_stack(x, weights, [None] * len(weights), keep_splits=True, launch_rows=rows)
-    for out, weight in zip(outs, weights, strict=True):
-        exact = x.double() @ weight.double().T
-        assert (out.sums.sum(0) - exact).abs().max() < 1e-3 < exact.abs().max()
+    if streamed.wide_settings(rows, cols, depth, fused) is None:
+        assert kernels._choose(x, weights, rows, True, fused=fused) is None
+        return
+    assert isinstance(kernels._choose(x, weights, rows, True, fused=fused), streamed.Streaming)
+    exact = [x.double() @ weight.double().T for weight in weights]
+    for _ in range(5):
+        if fused:
+            outs = [kernels.linear_swiglu(x, *weights)]
+            some = [kernels.linear_swiglu(x[:20], *weights, launch_rows=rows)]
+            gate, up = (each.to(x.dtype).double() for each in exact)
+            exact_outs, bound = [torch.nn.functional.silu(gate).to(x.dtype).double() * up], 2**-7
+        else:
+            kept = {"keep_splits": True, "launch_rows": rows}
+            outs, some = (
+                [out.sums for out in kernels.linear_stack(y, weights, [None] * len(weights), **kept)]
+                for y in (x, x[:20])
+            )
+            exact_outs, bound = exact, 2**-14
+        for out, few, expected in zip(outs, some, exact_outs, strict=True):
+            total = out.double() if fused else out.double().sum(0)
+            assert (total - expected).abs().max() <= bound * expected.abs().max()
+            assert torch.equal(few, out[..., :20, :])
 
 
 @on_hopper

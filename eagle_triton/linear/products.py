@@ -160,22 +160,27 @@ def _choose(
     residual: Tensor | None = None,
     fused: bool = False,
 ) -> Settings | Streaming | None:
-    """How a product is launched, None: by cuBLAS. Streaming up to 64 rows does not change a bit."""
+    """How a product is launched, None: by cuBLAS. Streaming up to 64 rows does not change a bit.
+
+    Splits of K follow from `launch_rows`, if they are more than there are, tiles from the rows that there are.
+    """
     matrix = _contiguous_rows(x)
     rows, depth = max(launch_rows or 0, len(matrix)), x.shape[-1]
     cols = tuple(weight.shape[0] for weight in weights)
     settings = launch_settings(x.device, x.dtype, rows, cols, depth, fused, launch_rows is not None)
-    streaming = _streamed() if can_stream([matrix, *weights]) else None
+    streaming = _streamed() if residual is None and can_stream([matrix, *weights]) else None
     if settings is None:
-        if streaming is None or not keep_splits or launch_rows is None:
+        wide = None if streaming is None else streaming.wide_settings(rows, cols, depth, fused)
+        if wide is None or (wide.splits > 1 and not keep_splits):
             return None
-        return streaming.wide_settings(rows, cols, depth)
+        tile = (wide.block_n, wide.block_k, wide.splits)
+        return streaming.settings_for(len(matrix), cols, depth, *tile, fused) or wide
     if launch_rows and not keep_splits:
         settings = settings._replace(splits=1)  # the megakernel has no last program of a tile
-    if streaming is None or residual is not None or (settings.splits > 1 and not keep_splits):
+    if streaming is None or (settings.splits > 1 and not keep_splits):
         return settings
-    tile = (settings.block_n, settings.block_k, settings.splits, settings.swap)
-    return streaming.settings_for(rows, cols, depth, *tile, fused) or settings
+    tile = (settings.block_n, settings.block_k, settings.splits)
+    return streaming.settings_for(len(matrix), cols, depth, *tile, fused) or settings
 
 
 @functools.cache
@@ -214,8 +219,8 @@ def _check_streaming(
 ) -> None:
     if residual is not None or (settings.splits > 1 and not keep_splits):
         raise ValueError(f"{name}: streamed products take no residual and leave split sums to the reader (keep_splits)")
-    if not has_descriptors([matrix, *weights]) or len(matrix) > (16 if settings.swap else 128):
+    if not has_descriptors([matrix, *weights]) or len(matrix) > 256:
         raise ValueError(
-            f"{name}: streamed products need a Hopper GPU, 16 bits, rows aligned to 16 bytes, and at most 128 of them "
-            f"(16 with swap), got {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
+            f"{name}: streamed products need a Hopper GPU, 16 bits, rows aligned to 16 bytes, and at most 256 of them, "
+            f"got {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
         )

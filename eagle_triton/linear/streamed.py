@@ -39,15 +39,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from eagle_triton.linear.settings import tiles_of
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
 
 class Streaming(NamedTuple):
     """How one product is launched: tiles of [block_n, block_k] of the weights, and how many of them and of x's tiles
-    shared memory holds. `splits` of K; `swap`: the weights are the left operand."""
+    shared memory holds. `splits` of K; `swap`: the weights are the left operand; `warps`: four to a group of the tensor
+    cores."""
 
     block_n: int
     block_k: int
@@ -55,19 +58,21 @@ class Streaming(NamedTuple):
     swap: bool
     w_stages: int
     x_stages: int
+    warps: int = 4
 
 
 # One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K) -> block_n, block_k, w_stages, x_stages. Behind each
-# row, us in a CUDA graph behind a small kernel of 2.8 us, that one included; then the same by small.py's kernels
-# (tools/tune_linear.py --streamed). SwiGLU's were chosen by the time of the whole step.
+# row, us in a CUDA graph behind a small kernel of 2.8 us, that one included; then the same by small.py's kernels, or by
+# cuBLAS for as many rows as are named (tools/tune_linear.py --streamed). SwiGLU's were chosen by the time of the step.
 _HOPPER = {
-    (16, (4096,), 4096): (64, 128, 6, 4),  # o 11.5; 13.5
-    (16, (14336, 14336), 4096): (64, 128, 2, 3),  # gate and up 59.0
-    (16, (4096,), 14336): (64, 128, 6, 4),  # down
-    (16, (4096, 1024, 1024), 8192): (64, 128, 3, 3),  # draft qkv 26.9; 29.2
-    (16, (32000,), 4096): (128, 128, 4, 4),  # draft head 63.1; 65.1
-    (16, (17408, 17408), 5120): (128, 64, 3, 4),  # gate and up of Qwen3.5-27B 88.9; 105.2
-    (16, (10240, 6144, 48, 48), 5120): (64, 128, 6, 4),  # its stack in front of a delta rule 43.1; 46.5
+    (32, (4096, 1024, 1024), 4096): (64, 128, 4, 4),  # qkv, 32 rows 16.5; 19.4
+    (32, (4096,), 4096): (64, 128, 6, 4),  # o 11.5; 13.5; 32 rows 12.1; cuBLAS 15.8
+    (32, (14336, 14336), 4096): (64, 128, 2, 3),  # gate and up 59.0; 32 rows 59.4; cuBLAS 70.2
+    (32, (4096,), 14336): (64, 128, 6, 4),  # down; 32 rows 32.6; cuBLAS 36.5
+    (32, (4096, 1024, 1024), 8192): (64, 128, 3, 3),  # draft qkv 26.9; 29.2
+    (32, (32000,), 4096): (128, 128, 4, 4),  # draft head 63.1; 65.1; 32 rows 66.3; cuBLAS 71.9
+    (32, (17408, 17408), 5120): (128, 64, 3, 4),  # gate and up of Qwen3.5-27B 88.9; 105.2
+    (32, (10240, 6144, 48, 48), 5120): (64, 128, 6, 4),  # its stack in front of a delta rule 43.1; 46.5
     (64, (4096, 1024, 1024), 4096): (64, 128, 4, 3),  # qkv 17.5; 19.0
     (64, (4096,), 4096): (64, 128, 4, 4),  # o 12.4; 14.1
     (64, (14336, 14336), 4096): (64, 128, 2, 2),  # gate and up 61.6
@@ -76,18 +81,22 @@ _HOPPER = {
     (64, (17408, 17408), 5120): (64, 128, 4, 4),  # gate and up of Qwen3.5-27B 98.1; 112.4
     (64, (10240, 6144, 48, 48), 5120): (128, 128, 4, 4),  # its stack in front of a delta rule 44.7; 48.3
 }
-# The same for up to 128 rows with kept splits: us alone; of cuBLAS. Other products of so many rows are cuBLAS's.
+# The same for more rows; then cuBLAS's, in a launch for each weight.
 _WIDE = {
-    ((4096, 1024, 1024), 8192): Streaming(128, 64, 4, False, 4, 4),  # draft qkv, 80 rows 39.1; 45.5
-    ((4096,), 14336): Streaming(128, 64, 4, False, 4, 4),  # down, 80 rows 35.2; 36.9
+    (128, (4096, 1024, 1024), 4096): Streaming(64, 64, 2, False, 5, 4),  # qkv, 128 rows 21.2; 33.1
+    (128, (14336, 14336), 4096): Streaming(128, 64, 1, False, 4, 4, 8),  # gate and up, 128 rows 66.5; 74.9
+    (128, (4096, 1024, 1024), 8192): Streaming(128, 64, 4, False, 4, 3, 8),  # draft qkv, 80 rows 33.9; 48.2
+    (128, (4096,), 14336): Streaming(128, 64, 4, False, 4, 4, 8),  # down, 80 rows 37.8; 40.4
 }
 # Aims of unmeasured shapes: what a program takes that has a multiprocessor to itself, one of two, and SwiGLU's.
 _ALONE, _SHARED, _SWIGLU = 176 * 1024, 113 * 1024, 100 * 1024
+_FEW = 32  # rows, for which the weights are the left operand
+_MOST = 256  # rows
 _PREFETCH_BYTES = 32 * 1024  # in flight before the input is there: more would slow the kernel that makes the input
 _MULTIPROCESSOR = 228 * 1024  # bytes of shared memory, of which each program takes 1024 more than it asks for
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _MULTIPROCESSORS = 132  # of the chip that was measured
-_WARPS = 4  # one warpgroup of the tensor cores
+_WIDE_PROGRAMS = 90  # of many rows: enough of them to split K no further
 
 
 @gluon.jit
@@ -119,13 +128,12 @@ def _wait_full(full, step, STAGES: gl.constexpr):
 def _zeros(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SWAP: gl.constexpr):
     """An accumulator: [BLOCK_M, BLOCK_N], or its transpose with SWAP."""
     warps: gl.constexpr = gl.num_warps()
-    if SWAP:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_M, 16])
-        acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout)
-    else:
-        upright: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_N, 16])
-        acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, upright)
-    return acc
+    ROWS: gl.constexpr = BLOCK_N if SWAP else BLOCK_M
+    COLS: gl.constexpr = BLOCK_M if SWAP else BLOCK_N
+    DOWN: gl.constexpr = warps if 16 * warps <= ROWS else 4  # warpgroups one below another, else side by side
+    WIDTH: gl.constexpr = COLS * DOWN // warps
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, warps // DOWN], [16, WIDTH, 16])
+    return gl.zeros((ROWS, COLS), gl.float32, layout)
 
 
 @gluon.jit
@@ -251,7 +259,8 @@ def linear_kernel(
         _issue_load(w_desc, col, (first + next_w) * BLOCK_K, w_tiles, w_full, next_w % W_STAGES, wanted)
         wanted = (step > 0) & (next_x < count)
         _issue_load(x_desc, 0, (first + next_x) * BLOCK_K, x_tiles, x_full, next_x % X_STAGES, wanted)
-    acc = warpgroup_mma_wait(0, deps=[acc])  # of the whole warpgroup: the store may reuse the rings' memory
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    debug_barrier()  # no warpgroup still reads the rings, whose memory the store may reuse
     gdc_launch_dependents()
 
     out_ptr += split.to(gl.int64) * rows * stride_om
@@ -320,6 +329,7 @@ def swiglu_kernel(
         wanted = (step > 0) & (next_x < count)
         _issue_load(x_desc, 0, next_x * BLOCK_K, x_tiles, x_full, next_x % X_STAGES, wanted)
     gate, up = warpgroup_mma_wait(0, deps=[gate, up])
+    debug_barrier()  # as above
 
     kind: gl.constexpr = out_ptr.dtype.element_ty
     gate, up = _rounded(gate, kind), _rounded(up, kind)
@@ -334,27 +344,29 @@ def settings_for(
     block_n: int,
     block_k: int,
     splits: int,
-    swap: bool,
     fused: bool = False,
 ) -> Streaming | None:
-    """Settings for the product of `rows` rows with weights [n, depth] for n in `cols`, or None: not by these kernels.
+    """Settings for the product of up to 64 rows with weights [n, depth] for n in `cols`, or None: not by these kernels.
 
-    block_n, block_k, splits and swap are those of small.py; tiles of unmeasured shapes have their size. `fused`:
-    swiglu_kernel. The tensor cores' tiles are 64 rows high, of x or, with swap, of the weights.
+    block_n, block_k and splits are those of small.py; tiles of unmeasured shapes have their size. `fused`:
+    swiglu_kernel. The tensor cores' tiles are 64 rows high, of x or of the weights. A tile of x that is half empty
+    takes a fifth longer: what lies outside of a tensor is no faster to load.
     """
-    if rows > (16 if swap else 64):
+    if rows > 64:
         return None
-    measured = _HOPPER.get((16 if swap else 64, cols, depth))
+    swap = rows <= _FEW
+    measured = _HOPPER.get((_FEW if swap else 64, cols, depth))
     if measured is not None:
         block_n, block_k, w_stages, x_stages = measured
     else:
         if fused and 2 * (2 * block_n + _block_m(swap, rows)) * block_k * 2 > _SWIGLU:
             block_k = 64  # two stages of the larger tiles would leave no room for a second program
         w_stage, x_stage = block_n * (2 if fused else 1) * block_k * 2, _block_m(swap, rows) * block_k * 2
-        programs = sum(triton.cdiv(n, block_n) for n in cols) * splits
-        room = _SWIGLU if fused else _ALONE if programs <= _MULTIPROCESSORS else _SHARED
+        programs = tiles_of(cols, block_n, fused) * splits
+        room = _ALONE if programs <= _MULTIPROCESSORS else _SWIGLU if fused else _SHARED
+        most = min(4 if fused else 6, triton.cdiv(depth, block_k * splits))
         w_stages = 2
-        while w_stages < (4 if fused else 6) and (w_stages + 1) * w_stage + min(w_stages + 1, 4) * x_stage <= room:
+        while w_stages < most and (w_stages + 1) * w_stage + min(w_stages + 1, 4) * x_stage <= room:
             w_stages += 1
         x_stages = min(w_stages, 4)
     if block_k < 64 or (swap and block_n < 64):
@@ -362,9 +374,28 @@ def settings_for(
     return Streaming(block_n, block_k, splits, swap, w_stages, x_stages)
 
 
-def wide_settings(rows: int, cols: tuple[int, ...], depth: int) -> Streaming | None:
-    """Settings for a product with kept splits and too many rows for settings_for, where they were measured faster."""
-    return _WIDE.get((cols, depth)) if 64 < rows <= 128 else None
+def wide_settings(rows: int, cols: tuple[int, ...], depth: int, fused: bool = False) -> Streaming | None:
+    """Settings for a product of 65 to 256 rows, or None: cuBLAS's.
+
+    Beside what was measured, stacks, of which cuBLAS makes each weight by itself, and SwiGLU up to 128 rows. On an
+    H200, us of 128 and 256 rows, behind a small kernel of 2.8 us; cuBLAS's: q, k and v of Llama-3.2-1B 8.5, 11.1; 21.9,
+    22.0; of 3B 14.7, 24.8; 27.3, 30.3; of Llama-3.1-8B 21.2, 31.1; 33.1, 40.8; of Qwen3-32B 38.0, 65.4; 45.3, 55.2.
+    Gate and up of Llama-3.2-1B 24.3, 30.2; 30.1, 36.8; of 3B 33.1, 40.7; 39.1, 47.5; of Llama-3.1-8B 66.5, 97.4; 74.9,
+    98.1; but of 192 rows, padded to 256, 104.7; 82.2. What more rows need is that programs share their loads.
+    """
+    if not 64 < rows <= _MOST:
+        return None
+    few = rows <= 128
+    if few and (128, cols, depth) in _WIDE:
+        return _WIDE[128, cols, depth]
+    if fused:
+        return Streaming(64, 64, 1, False, 4, 4, 8) if few else None
+    if len(cols) < 3 or (not few and sum(cols) > 8192):
+        return None
+    splits, tiles = 1, tiles_of(cols, 64)
+    while splits < 4 and tiles * splits < _WIDE_PROGRAMS and depth >= 8 * splits * 64:
+        splits *= 2
+    return Streaming(64, 64, splits, not few, 5 if few else 4, 4)
 
 
 def linear(
@@ -381,7 +412,7 @@ def linear(
     x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; out [rows, sum of cols], or fp32
     [splits, rows, sum of cols].
     """
-    tiles = sum(triton.cdiv(n, settings.block_n) for n in cols)
+    tiles = tiles_of(cols, settings.block_n)
     absent = [None] * (4 - len(weights))
     compiled = launch(linear_kernel, (tiles, settings.splits))(
         _descriptor(x, _block_m(settings.swap, len(x)), settings),
@@ -403,7 +434,7 @@ def linear(
         settings.w_stages,
         settings.x_stages,
         _prefetch_stages(settings, 1, len(x), tiles * settings.splits, _multiprocessors(x.device)),
-        num_warps=_WARPS,
+        num_warps=settings.warps,
         launch_pdl=True,
         **EXACT,
     )
@@ -430,7 +461,7 @@ def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: St
         settings.w_stages,
         settings.x_stages,
         _prefetch_stages(settings, 2, len(x), tiles, _multiprocessors(x.device)),
-        num_warps=_WARPS,
+        num_warps=settings.warps,
         launch_pdl=True,
         **EXACT,
     )
@@ -438,7 +469,7 @@ def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: St
 
 
 def _block_m(swap: bool, rows: int) -> int:
-    return 16 if swap else 64 if rows <= 64 else 128
+    return max(16 if swap else 64, triton.next_power_of_2(rows))
 
 
 def _prefetch_stages(settings: Streaming, weights: int, rows: int, programs: int, multiprocessors: int) -> int:

@@ -13,6 +13,7 @@ from eagle_triton.linear.streamed import (
     linear_kernel,
     settings_for,
     swiglu_kernel,
+    wide_settings,
 )
 from eagle_triton.runtime.launch import EXACT
 
@@ -50,7 +51,7 @@ def _case(
             signature[argument] = "*fp32" if split else f"*{dtype}"
         else:
             signature[argument] = "i32"
-    options = {**EXACT, "num_warps": 4, "aligned": _ALIGNED, "targets": ("sm_90",)}
+    options = {**EXACT, "num_warps": settings.warps, "aligned": _ALIGNED, "targets": ("sm_90",)}
     return name, kernel, signature, given, options
 
 
@@ -58,9 +59,13 @@ CASES = []
 for _rows, _cols, _depth in _HOPPER:
     _fused = len(_cols) == 2
     _plain = settings_on((9, 0), torch.bfloat16, _rows, _cols, _depth, _fused)
-    _settings = settings_for(_rows, _cols, _depth, *_plain[:3], _plain.swap, _fused)
+    _settings = settings_for(_rows, _cols, _depth, *_plain[:3], _fused)
     CASES.append(_case(f"{_rows} rows {_cols} of {_depth}", _rows, _cols, _settings))
 _NARROW = (2048, 512, 512)
-_UNMEASURED = settings_for(24, _NARROW, 2048, 64, 128, 4, False)
+_UNMEASURED = settings_for(24, _NARROW, 2048, 64, 128, 4)
 CASES.append(_case("unmeasured, bias, fp16", 24, _NARROW, _UNMEASURED, "fp16", bias=True))
-CASES += [_case(f"80 rows {cols} of {depth}", 80, cols, use) for (cols, depth), use in _WIDE.items()]
+_WIDER = [(_rows, _cols, _depth) for _rows, _cols, _depth in _WIDE]
+_WIDER += [(_rows, _NARROW, 2048) for _rows in (80, 129, 256)] + [(80, (8192, 8192), 2048)]
+for _rows, _cols, _depth in _WIDER:
+    _settings = wide_settings(_rows, _cols, _depth, len(_cols) == 2)
+    CASES.append(_case(f"{_rows} rows {_cols} of {_depth}", _rows, _cols, _settings))

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton import linear as products
+from eagle_triton.layers import swiglu
 from eagle_triton.linear import settings as table
 from eagle_triton.linear.settings import Settings
 from eagle_triton.models.shapes import HYBRIDS, SHAPES
@@ -103,20 +104,28 @@ def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
     """Rings that fit shared memory, in programs that fill the chip."""
     from eagle_triton.linear.streamed import Streaming, _block_m
 
-    swap, per_program = rows <= 16, 2 if product.fused else 1
+    per_program, few = 2 if product.fused else 1, rows <= 64
+    swap = rows <= 32 or rows > 128  # as measured: the others are as fast at best
     block_m = _block_m(swap, rows)
-    for block_n, block_k, splits, w_stages, x_stages in itertools.product(
-        (32, 64, 128), (64, 128), (1, 2, 4), (2, 3, 4, 6), (2, 3, 4)
+    for block_n, block_k, splits, (w_stages, x_stages), warps in itertools.product(
+        (32, 64, 128), (64, 128), (1, 2, 4), ((2, 2), (3, 3), (4, 3), (4, 4), (5, 4), (6, 4)), (4, 8)
     ):
         shared = (block_n * per_program * w_stages + block_m * x_stages) * block_k * 2
         programs = sum(-(-n // block_n) for n in product.cols) // per_program * splits
-        if shared > _SHARED_MEMORY or not 112 <= programs <= (2000 if splits == 1 else 400):
+        least, most = (112, 2000 if splits == 1 else 400) if few else (90, 1200 if splits == 1 else 300)
+        if shared > _SHARED_MEMORY or not least <= programs <= most:
             continue
         if splits > 1 and (product.fused or max(product.cols) > 8192):
             continue
-        if block_n < 64 and swap:  # no warpgroup instruction
+        if block_n < 64 and (swap or not few):  # no warpgroup instruction, or too few columns for the loads of x
             continue
-        yield Streaming(block_n, block_k, splits, swap, w_stages, x_stages)
+        if few and (warps == 8 or w_stages == 5):
+            continue
+        if not few and (block_k == 128 or w_stages in (2, 6) or shared < _SHARED_MEMORY * 3 // 8):
+            continue
+        if block_m * block_n * per_program > 144 * 32 * warps or (warps == 8 and max(block_m, block_n) < 128):
+            continue  # too many registers, or nothing for the second warpgroup
+        yield Streaming(block_n, block_k, splits, swap, w_stages, x_stages, warps)
 
 
 @triton.jit
@@ -165,8 +174,9 @@ def make_weights(product: Product, device: str, total_bytes: float = 1.2e9) -> l
 
 def tune(
     product: Product, rows: int, settings: list[Settings | Streaming], keep_splits: bool, streamed: bool, device: str
-) -> tuple[float, list[tuple]]:
-    """cuBLAS's µs for one product with concatenated weights, and (µs, settings, relative error) fastest first."""
+) -> tuple[float, float, list[tuple]]:
+    """cuBLAS's µs for one product with concatenated weights, and for each weight alone, with what follows; and (µs,
+    settings, relative error) fastest first."""
 
     def timed(calls: list[Callable[[], object]]) -> float:
         return time_graph([lambda call=call: (pause(), call()) for call in calls] if streamed else calls)
@@ -176,7 +186,8 @@ def tune(
     expected = product.reference(x, weights[0])
     joined = weights if len(product.cols) == 1 else [[torch.cat(some)] for some in weights]
     blas = [lambda w=w: F.linear(x, w[0]) for w in joined]
-    blas_times, found = [timed(blas)], []
+    apart = [functools.partial(_apart, product, x, some) for some in weights]
+    blas_times, apart_time, found = [timed(blas)], timed(apart), []
     for candidate in settings:
         try:
             out = product.run(x, weights[0], candidate, keep_splits)
@@ -189,19 +200,28 @@ def tune(
         except Exception as error:
             print(f"  {candidate} failed: {type(error).__name__}: {str(error)[:100]}", flush=True)
     blas_times.append(timed(blas))
-    return min(blas_times), sorted(found, key=lambda row: row[0])
+    return min(blas_times), apart_time, sorted(found, key=lambda row: row[0])
+
+
+def _apart(product: Product, x: Tensor, weights: list[Tensor]) -> Tensor | list[Tensor]:
+    """As many rows as are cuBLAS's are multiplied."""
+    outs = [F.linear(x, weight) for weight in weights]
+    return swiglu(*outs) if product.fused else outs
 
 
 def settings_now(product: Product, rows: int, streamed: bool) -> list[Settings | Streaming]:
     """What is to be beaten: how the product is launched today by small.py, and by streamed.py."""
     cols, depth, fused = product
     plain = table.launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, fused)
-    if plain is None or not streamed:
-        return [] if plain is None else [plain]
-    from eagle_triton.linear.streamed import settings_for
+    stream = None
+    if streamed:
+        from eagle_triton.linear.streamed import settings_for, wide_settings
 
-    stream = settings_for(rows, cols, depth, plain.block_n, plain.block_k, plain.splits, plain.swap, fused)
-    return [plain] if stream is None else [plain, stream]
+        if plain is None:
+            stream = wide_settings(rows, cols, depth, fused)
+        else:
+            stream = settings_for(rows, cols, depth, plain.block_n, plain.block_k, plain.splits, fused)
+    return [settings for settings in (plain, stream) if settings is not None]
 
 
 def sweep(args: argparse.Namespace) -> None:
@@ -230,14 +250,14 @@ def sweep(args: argparse.Namespace) -> None:
                 print(f"  {settings}: {error}", flush=True)
             else:
                 good.append(settings)
-        blas, found = tune(product, rows, good, args.keep_splits, args.streamed, "cuda")
+        blas, apart, found = tune(product, rows, good, args.keep_splits, args.streamed, "cuda")
         size = sum(product.cols) * product.depth * 2
         best = found[0][0]
         total = sums.setdefault(rows, [0.0, 0.0])
         total[0], total[1] = total[0] + blas, total[1] + best
         print(
-            f"{rows} rows {name}: cuBLAS {blas:.1f} us {size / blas / 1e6:.2f} TB/s, best {best:.1f} us "
-            f"{size / best / 1e6:.2f} TB/s ({time.monotonic() - started:.0f} s)",
+            f"{rows} rows {name}: cuBLAS {blas:.1f} us {size / blas / 1e6:.2f} TB/s ({apart:.1f} us apart), best "
+            f"{best:.1f} us {size / best / 1e6:.2f} TB/s ({time.monotonic() - started:.0f} s)",
             flush=True,
         )
         for us, settings, error in found[: args.top]:
