@@ -375,11 +375,12 @@ def test_a_seeded_text_is_the_same_for_every_tree_batch_and_slot():
         longer = replace(request, prompt=torch.cat((request.prompt, torch.tensor(tokens[:5]))), max_new_tokens=19)
         assert alone(engine, longer, PLAIN) == tokens[5:]
     for name, spec in SPECS.items():
-        accepted = 0
+        accepted, commits = 0, engine.ops.calls["commit"]
         for request, tokens in zip(requests, expected, strict=True):
             assert alone(engine, request, spec) == tokens, name
             accepted += sum(engine.accept_lengths)
         assert not spec.drafts or accepted > 0, "nothing was accepted: the test shows nothing"
+        assert (engine.ops.calls["commit"] > commits) == (name not in ("plain", "chain")), "chains move no row"
     many = [replace(request) for request in requests * 4]
     for name, spec, order in (("chain", SPECS["chain"], many), ("24-3-6", SPECS["24-3-6"], many[::-1])):
         with Batch(engine, 16, spec, 60) as batch:

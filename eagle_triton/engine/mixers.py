@@ -52,6 +52,7 @@ class AcceptedPath(NamedTuple):
     before: Tensor  # [B] int32
     path: Tensor  # [B, D + 1] int32: node indices root..last accepted, then -1
     accepted: Tensor  # [B] int32: drafts accepted; -1 where nothing is committed, the root neither
+    of_chain: bool = False  # the nodes of a path are 0, 1, 2 ..., whose rows lie where they belong
 
 
 class MixerCache(ABC):
@@ -185,7 +186,8 @@ class KeyValueCache(MixerCache):
         data[:, :, place] = data[:, :, origin]
 
     def commit(self, ops: Operations, pending: None, accepted: AcceptedPath) -> None:
-        ops.commit(self.data, *accepted, table=self._table)
+        if not accepted.of_chain:
+            ops.commit(self.data, accepted.before, accepted.path, accepted.accepted, table=self._table)
 
     @property
     def tensors(self) -> Iterator[Tensor]:

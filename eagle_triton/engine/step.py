@@ -124,7 +124,7 @@ def verify_and_draft(
         sequences.stops,
         state.report,
     )
-    committed = AcceptedPath(before, path, accepted)
+    committed = AcceptedPath(before, path, accepted, state.spec.is_chain)
     sequences.caches.commit(ops, pending, committed)
     state.sampling.step.add_(1)
     if draft is not None and (depth or mode.learns):

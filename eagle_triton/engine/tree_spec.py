@@ -98,6 +98,11 @@ class TreeSpec:
         return self.grafts > 0 or self.adaptive
 
     @property
+    def is_chain(self) -> bool:
+        """Whether each node is below the one before it, whatever is drafted."""
+        return self.nodes == 1 or (self.top_k == 1 and not self.grafts)
+
+    @property
     def drafts(self) -> int:
         """Nodes beside the root: N - 1."""
         return self.nodes - 1

@@ -170,7 +170,9 @@ def _choose(
     settings = launch_settings(x.device, x.dtype, rows, cols, depth, fused, launch_rows is not None)
     streaming = _streamed() if residual is None and can_stream([matrix, *weights]) else None
     if settings is None:
-        wide = None if streaming is None else streaming.wide_settings(rows, cols, depth, fused)
+        if streaming is None:
+            return None
+        wide = streaming.wide_settings(rows, cols, depth, fused)
         if wide is None or (wide.splits > 1 and not keep_splits):
             return None
         tile = (wide.block_n, wide.block_k, wide.splits)
