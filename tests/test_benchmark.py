@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from eagle_triton import EaModel
-from eagle_triton.benchmarks import generate, mtp, operations, timing
+from eagle_triton.benchmarks import generate, mtp, operations, step, timing
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.acceptance import deepest_path, fix_acceptance
-from eagle_triton.benchmarks.arguments import PLOTS, SHAPES, TREES, stored_positions
+from eagle_triton.benchmarks.arguments import DECODINGS, PLOTS, SHAPES, TREES, stored_positions
 from eagle_triton.benchmarks.comparison import Run, accepted_histogram
 from eagle_triton.benchmarks.operations import Case, Provider, measure_case
 from eagle_triton.benchmarks.parity import check_parity
@@ -108,6 +108,16 @@ def test_step_measures_every_decoding_context_and_batch(capsys):
     assert cases == list(itertools.product(("greedy", "sampled", "plain"), (1, 2), (20, 30)))
     floors = {row["decoding"]: row["floor_ms"] for row in rows}
     assert floors["greedy"] == floors["sampled"] > floors["plain"] > 0
+
+
+def test_step_measures_the_trees_that_are_named(capsys, tmp_path):
+    given = ["step", *TINY, "--context", "20", "--decoding", "chain-3", "tree-256", "plain", "chain-3"]
+    assert benchmark.main([*given, "--json", "--plot", str(tmp_path / "steps.png")]) == 0
+    record = json.loads(capsys.readouterr().out)
+    cases = [(row["variant"], row["decoding"]) for row in record["rows"]]
+    assert cases == [*(("optimised", name) for name in ("chain-3", "tree-256", "plain")), ("original", "plain")]
+    assert "original: only greedy, sampled, plain, over the head's own tree" in record["notes"]
+    assert benchmark._parse(["step"])[1].decoding == ["greedy", "sampled", "plain"]
 
 
 @pytest.mark.parametrize(
@@ -251,6 +261,7 @@ def test_a_model_that_does_not_load_is_one_sentence(monkeypatch, capsys):
 
 def test_positions_are_those_of_the_shapes_and_the_demo():
     assert set(SHAPES) == set(shapes.SHAPES) and tuple(mtp.SPECS) == TREES
+    assert tuple(step.DECODINGS) == DECODINGS
     assert SHAPES["tiny"] == shapes.random_model("tiny").config.max_position_embeddings
     for shape, billions in (("llama-3.2-3b", 3.21), ("llama-3.1-8b", 8.03), ("qwen3-0.6b", 0.60), ("qwen3-32b", 32.76)):
         base = shapes.random_model(shape, device="meta").base_model

@@ -24,6 +24,7 @@ SHAPES = dict.fromkeys(
 )  # positions of eagle_triton.models.shapes
 HYBRIDS = ("tiny", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", "demo-gdn")  # shapes of the same module, and the demo
 TREES = ("plain", "chain-4", "tree-32", "tree-60")  # of benchmarks/mtp.py
+DECODINGS = ("greedy", "sampled", "plain", "chain-3", "chain-7", "tree-128", "tree-256")  # of benchmarks/step.py
 DTYPES = ("float32", "bfloat16", "float16")
 PLOTS = (".png", ".svg", ".pdf")
 MOST_RUNS = 10_000

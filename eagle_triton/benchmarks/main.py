@@ -49,6 +49,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--tree": dict(
         nargs="+", choices=arguments.TREES, metavar="NAME", help=f"of {', '.join(arguments.TREES)} (default: all)"
     ),
+    "--decoding": dict(
+        nargs="+",
+        choices=arguments.DECODINGS,
+        default=list(arguments.DECODINGS[:3]),
+        metavar="NAME",
+        help=f"of {', '.join(arguments.DECODINGS)} (default: the first three, of which two grow the head's own tree)",
+    ),
     "--eagle1": dict(action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3"),
     "--prompt": dict(
         type=arguments.some_text, metavar="TEXT", help="one prompt, repeated (default: the demo's held-out ones)"
@@ -106,8 +113,8 @@ MODES = {
         {},
     ),
     "step": Mode(
-        "one decode step, greedy, sampled and plain, over contexts and batches (default: a batch of 1)",
-        (*MODEL, "--batch", "--num-runs", "--accept-length", "--upstream"),
+        "one decode step, greedy, sampled, plain or of other trees, over contexts and batches (default: a batch of 1)",
+        (*MODEL, "--decoding", "--batch", "--num-runs", "--accept-length", "--upstream"),
         {"batch": [1]},
     ),
     "batches": Mode(

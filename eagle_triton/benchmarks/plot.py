@@ -48,7 +48,7 @@ def _generate(figure: Any, rows: list[dict[str, Any]]) -> None:
 
 def _step(figure: Any, rows: list[dict[str, Any]]) -> None:
     left, right = figure.subplots(1, 2)
-    first = next(row for row in rows if row["decoding"] == "greedy")
+    first = rows[0]
     bars = [
         (row["variant"], row["ms_per_step"])
         for row in rows
@@ -57,7 +57,7 @@ def _step(figure: Any, rows: list[dict[str, Any]]) -> None:
     order = {"SafeAILab": 0, "original": 1, "optimised": 2}
     bars.sort(key=lambda bar: order[bar[0]])
     _bars(left, [*bars, ("floor", first["floor_ms"])], "ms per step")
-    left.set_title(f"greedy, batch {first['batch']}, context {first['context']}", fontsize=9)
+    left.set_title(f"{first['decoding']}, batch {first['batch']}, context {first['context']}", fontsize=9)
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         if row["variant"] == "optimised":

@@ -1,4 +1,4 @@
-"""One decode step, greedy, sampled and plain, over contexts and batches, against the time of reading the weights."""
+"""One decode step over trees, contexts and batches, against the time of reading the weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,23 @@ from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 
+
+class Decoding(NamedTuple):
+    sampling: SamplingParams
+    tree: TreeSpec | None  # None: the head's own
+
+
+GREEDY = SamplingParams()
 DECODINGS = {
-    "greedy": SamplingParams(),
-    "sampled": SamplingParams(temperature=1.0, top_p=0.9, top_p_first=True, seed=0),
-    "plain": SamplingParams(),
-}
+    "greedy": Decoding(GREEDY, None),
+    "sampled": Decoding(SamplingParams(temperature=1.0, top_p=0.9, top_p_first=True, seed=0), None),
+    "plain": Decoding(GREEDY, PLAIN),
+    "chain-3": Decoding(GREEDY, TreeSpec.chain(3)),
+    "chain-7": Decoding(GREEDY, TreeSpec.chain(7)),
+    "tree-128": Decoding(GREEDY, TreeSpec.dynamic(128, 7, 10)),
+    "tree-256": Decoding(GREEDY, TreeSpec.dynamic(256, 7, 16)),
+}  # arguments.DECODINGS
+ORIGINALS = ("greedy", "sampled", "plain")  # what a model that decodes by itself can do
 STEPS = {"cuda": 20, "cpu": 3}  # timed at a stretch, twice in each run: by the host's clock, then on the device alone
 WARM_UPS = 2
 CHECKED = 8  # steps whose tokens are compared with the target's
@@ -49,13 +61,13 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     engine = Engine(view, draft, operations, cuda_graph=cuda, prefixes=False)
     bandwidth = copy_bandwidth(view.device)
     contexts = args.context or ([512] if cuda else [64])
-    cases = list(itertools.product(DECODINGS, args.batch, contexts))
+    cases = list(itertools.product(dict.fromkeys(args.decoding), args.batch, contexts))
     if mean is not None:
         notes.append(WARNING.format(mean))
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
 
     def add(variant: str, decoding: str, batch: int, context: int, figures: dict[str, Any]) -> None:
-        spec = PLAIN if decoding == "plain" else draft.read_tree()
+        spec = DECODINGS[decoding].tree or draft.read_tree()
         floor_ms = models.weight_bytes(view, draft, spec) / bandwidth * 1e3
         case = {"variant": variant, "decoding": decoding, "batch": batch, "context": context}
         rows.append({**case, **figures, "floor_ms": floor_ms, "floor_share": floor_ms / figures["ms_per_step"]})
@@ -67,18 +79,21 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     ):
         for decoding, batch, context in bar:
             bar.set_postfix_str(f"{decoding}, batch {batch}, context {context}")
-            spec = PLAIN if decoding == "plain" else draft.read_tree()
+            spec = DECODINGS[decoding].tree or draft.read_tree()
             engine.clear()
             prompts = [prompt[0].to(view.device) for prompt in models.random_prompts(model, batch, context)]
-            sampling, target = DECODINGS[decoding], None if mean is not None else model.base_model
-            figures = optimised_step(engine, prompts, spec, sampling, args.num_runs, target)
+            target = None if mean is not None else model.base_model
+            figures = optimised_step(engine, prompts, spec, DECODINGS[decoding].sampling, args.num_runs, target)
             add("optimised", decoding, batch, context, figures)
         engine.clear()
         originals: dict[str, Any] = {"original": model}
         if module is not None:
             originals["SafeAILab"] = models.safeailab_model(module, model)
         room = max(contexts) + 1024
-        for name, decoding, context in itertools.product(originals, DECODINGS, contexts):
+        theirs = [decoding for decoding in dict.fromkeys(args.decoding) if decoding in ORIGINALS]
+        if len(theirs) < len(set(args.decoding)):
+            notes.append(f"{' and '.join(originals)}: only {', '.join(ORIGINALS)}, over the head's own tree")
+        for name, decoding, context in itertools.product(originals, theirs, contexts):
             (prompt,) = models.random_prompts(model, 1, context)
             add(name, decoding, 1, context, original_step(originals[name], prompt, decoding, room))
     notes += [f"{path}: {reason}" for path, reason in engine.notes.items()]
@@ -166,7 +181,7 @@ def _replay_ms(batch: Batch, steps: int) -> float:
 
 def original_step(model: Any, prompt: Tensor, decoding: str, room: int) -> dict[str, Any]:
     """Figures of a model that decodes by itself, one sequence in a cache of `room` rows."""
-    sampling, steps = DECODINGS[decoding], STEPS[model.base_model.lm_head.weight.device.type]
+    sampling, steps = DECODINGS[decoding].sampling, STEPS[model.base_model.lm_head.weight.device.type]
     top_p = 0.0 if sampling.greedy else sampling.top_p
     options: dict[str, Any] = dict(temperature=sampling.temperature, plain=decoding == "plain", top_p=top_p, room=room)
     decode(model, prompt, room, **options, steps=WARM_UPS)
