@@ -14,6 +14,7 @@ so that every key is read once for the whole group and the products are tall eno
 | ancestors  | [B, N, W]                | int64   | bit j of row i: node i sees cache row lengths + j         |
 | partial    | [B, Hkv, P, N * G, d]    | float32 | weighted sum of each program's values (workspace)         |
 | softmax    | [B, Hkv, P, 2, N * G]    | float32 | log2 of what its weights are relative to; their sum       |
+| lse        | [B, Hq, N]               | float32 | the natural logarithm of the sum of a row's weights       |
 
 The keys of a sequence are split into parts, whose number follows from the static shapes of one sequence, and how many
 of them share its rows from its length: a captured graph serves every length, and a result depends neither on the batch
@@ -375,7 +376,8 @@ def attend_split(
     """Rows row_block * BLOCK_M .. of one head of one sequence over split `program`, with PROGRAMS 1 over all splits.
 
     PAGE: rows of a page, of which a sequence has several; 0: a sequence's rows lie in one page. The sum of a split
-    goes to `partial` and `softmax`, that of all to `out`. A split without keys writes nothing.
+    goes to `partial` and `softmax`, that of all to `out`, and its log-sum-exp [B, Hq, N] to `softmax` if there is that.
+    A split without keys writes nothing.
     """
     batch, rows = sequence.to(tl.int64), nodes * GROUP
     row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -443,6 +445,9 @@ def attend_split(
             o_offset = node * stride_on + query_head * stride_oh
             out = _normalised(sums, total).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + batch * stride_ob + (o_offset[:, None] + column[None, :]), out, mask=mask)
+            if softmax_ptr is not None:
+                lse = (top + tl.log2(total)) * 0.6931471805599453
+                tl.store(softmax_ptr + (batch * HEADS * GROUP + query_head) * nodes + node, lse, mask=row_ok)
         else:
             p_row = ((batch * HEADS + head) * PROGRAMS + program) * rows
             tl.store(softmax_ptr + 2 * p_row + row, top, mask=row_ok)
@@ -791,11 +796,33 @@ def tree_attention(
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table)
     _check_kernel_limits(q, cache, lengths, ancestors, table)
     rows = (launch_nodes or q.shape[1]) * (q.shape[2] // cache.shape[2])
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda and torch.version.cuda else None
-    use = settings_for(rows, q.shape[3], cache.shape[2], len(q), q.dtype, capability)
+    use = settings_for(rows, q.shape[3], cache.shape[2], len(q), q.dtype, _capability(q.device))
     if ancestors is None and q.shape[1] >= _PIECE_NODES and table is not None:
         use = settings_for_pieces(use, rows, len(q) * cache.shape[2])
     return _launch(q, cache, lengths, ancestors, scale, sliding_window, use, table)
+
+
+def attend_committed(q: Tensor, cache: Tensor, length: int, *, scale: float, table: Tensor) -> tuple[Tensor, Tensor]:
+    """What N nodes of each sequence, however many, see of its first `length` rows, all that the table's pages have.
+
+    q, cache and table as in `tree_attention`, length = W * R. Returns [B, N, Hq, d], and the natural logarithm of the
+    sum of each row's weights, [B, Hq, N] float32, by which others can be added.
+    """
+    lengths = torch.full((len(q),), length, dtype=torch.int32, device=q.device)
+    check_tree_attention(q, cache, lengths, None, scale, None, table)
+    _check_kernel_limits(q, cache, lengths, None, table)
+    assert length == capacity_of(cache, table), "no node sees rows of others"
+    batch, nodes, heads, width = q.shape
+    rows = nodes * (heads // cache.shape[2])
+    use = settings_for(rows, width, cache.shape[2], batch, q.dtype, _capability(q.device))
+    lse = torch.empty(batch, heads, nodes, dtype=torch.float32, device=q.device)
+    use = use._replace(splits=1, programs=1, pdl=0)
+    return _launch(q, cache, lengths, None, scale, None, use, table, lse), lse
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    """That of a CUDA device, None elsewhere."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else None
 
 
 def _check_kernel_limits(
@@ -829,8 +856,10 @@ def _launch(
     sliding_window: int | None,
     use: Settings,
     table: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     assert use.programs in (1, use.splits), "a program takes one split or all"
+    assert lse is None or use.programs == 1, "a merge gives no log-sum-exp"
     batch, nodes, heads, width = q.shape
     kv_heads, capacity = cache.shape[2], capacity_of(cache, table)
     group, rows = heads // kv_heads, nodes * (heads // kv_heads)
@@ -866,7 +895,7 @@ def _launch(
         ancestors,
         out,
         partial,
-        softmax,
+        lse if softmax is None else softmax,
         *q.stride()[:3],
         *cache.stride()[:3],
         0 if table is None else table.stride(0),

@@ -9,6 +9,7 @@ from eagle_triton import EaModel, optimize_eagle_with_triton
 from eagle_triton.adapters import native
 from eagle_triton.benchmarks.comparison import compare, decode, top2_margin
 from eagle_triton.demo import demo_prompts
+from eagle_triton.engine import long_prompts
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
@@ -212,3 +213,24 @@ def test_memory_stays_flat_over_many_requests():
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() <= before + 2**20
     assert all(len(results[id(request)][0]) == request.max_new_tokens for request in requests)
+
+
+@pytest.mark.parametrize("length", [8192, 8100, 10300])
+def test_a_long_prompt_ends_as_close_to_fp32_as_any(length, monkeypatch):
+    """By cuDNN, behind what a forward of its own has read, with a prompt that ends in a page."""
+    monkeypatch.setattr(long_prompts, "LEAST_WORK", 1)
+    model = tiny_model(layers=5, eagle3=False, **SMALL).cuda().to(torch.bfloat16)
+    ends = []
+    for wanted, dtype in ((None, torch.bfloat16), (False, torch.bfloat16), (None, torch.float32)):
+        engine = Engine(*native.read(model.to(dtype)), make_operations(True), True, long_prompts=wanted)
+        for _ in range(2):
+            with Batch(engine, 1, PLAIN, length + 8) as batch:
+                batch.admit(Request(random_prompt(length)[0], 5))
+                ends.append(batch._prefill.ends.hidden[0, 0].float().clone())
+            engine.pool.forget()
+        assert torch.equal(ends[-1], ends[-2])
+        assert (engine.ops.calls["prompt_attention"] > 0) == (wanted is None and dtype == torch.bfloat16)
+        assert "long_prompts" not in engine.notes
+    ours, others, exact = ends[::2]
+    assert not torch.equal(ours, others)
+    assert (ours - exact).abs().max() <= 2 * (others - exact).abs().max() + 1e-5

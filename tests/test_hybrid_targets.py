@@ -12,6 +12,7 @@ from torch import Tensor
 from eagle_triton import EAGLEConfig, EAGLEInference, UnsupportedModelError, optimize_with_triton
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.adapters.mtp import read_mtp
+from eagle_triton.engine import long_prompts
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.gated_delta import GatedDeltaCache
@@ -168,6 +169,36 @@ def test_a_forward_that_is_interrupted_is_read_again_from_the_beginning(pairs, e
             batch.step()
         assert batch.tokens(1).tolist() == expected(KIND, 513, new).tolist()
     assert next(calls) > (5 + 15 if where == "half_way" else 1 + 5)
+
+
+@pytest.mark.parametrize("memory", [True, False], ids=["as-one", "no-memory-for-that"])
+def test_a_long_prompt_is_read_as_one(pairs, expected, monkeypatch, memory):
+    """By its layers of attention. Where that fails half-way, recurrent layers begin it anew."""
+    monkeypatch.setattr(long_prompts, "LEAST_ROWS", 128)
+    monkeypatch.setattr(long_prompts, "LEAST_WORK", 1)
+    engine, new = engine_of(*pairs(KIND), cuda_graph=False, packed=True), 24
+    if DEVICE == "cuda":  # where its kernel is not for fp32
+        monkeypatch.setattr(engine.ops, "prompt_attention", make_operations().prompt_attention)
+        monkeypatch.setattr(long_prompts.LongPrompts, "_refused", lambda *_: None)
+    engine.long_prompts = True
+    attend, starts = engine.ops.prompt_attention, []
+
+    def attended(q, cache, start, end, **options):
+        starts.append(start)
+        if len(starts) == 2 and not memory:
+            raise torch.OutOfMemoryError("out of memory")
+        return attend(q, cache, start, end, **options)
+
+    monkeypatch.setattr(engine.ops, "prompt_attention", attended)
+    with torch.no_grad(), Batch(engine, 2, TREES["dynamic"], 560, prompt_tokens=128) as batch:
+        batch.enter_all([Request(PROMPTS[20], 64)])
+        batch.step()
+        batch.enter_all([Request(PROMPTS[513], new)])
+        while batch.running:
+            batch.step()
+        assert batch.tokens(0).tolist() == expected(KIND, 20, 64).tolist()
+        assert batch.tokens(1).tolist() == expected(KIND, 513, new).tolist()
+    assert set(starts) == ({128, 256, 384} if memory else {128}) and ("long_prompts" in engine.notes) != memory
 
 
 @PACKED

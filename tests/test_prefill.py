@@ -9,13 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_triton import EAGLEConfig, EAGLEInference
+from eagle_triton.engine import long_prompts
 from eagle_triton.engine.batch import Batch
-from eagle_triton.engine.prompt_queue import FEW_ROWS, PIECE_ROWS, SIZES, Forward, PromptQueue
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.pieces import Stretch
+from eagle_triton.engine.prompt_queue import FEW_ROWS, PIECE_ROWS, SIZES, Forward, Piece, PromptQueue
 from eagle_triton.engine.requests import NAN, Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN
 from tests.test_batch import LARGER, PROCESSED, REQUESTS, SMALL, alone, drain, prompt
 from tests.test_engine import engine_for
+from tests.test_prompt_attention import torch_instead_of_cudnn
 from tests.tiny import draft_cache, target_cache, tiny_model
 
 
@@ -418,3 +422,165 @@ def test_a_session_reads_as_many_tokens_before_a_step_as_it_is_told():
         assert steps == -(-500 // tokens)
     with pytest.raises(ValueError, match="prompt_tokens"):
         EAGLEConfig(prompt_tokens=0)
+
+
+@pytest.fixture
+def stretches(monkeypatch):
+    """Forwards of 128 to 256 rows behind 64 are launched as one prompt's; which these were, by start and end."""
+    monkeypatch.setattr(long_prompts, "LEAST_ROWS", 128)
+    monkeypatch.setattr(long_prompts, "LEAST_WORK", 64 * 64)
+    monkeypatch.setitem(SIZES, PIECE_ROWS, (1, 2, 3, 4))
+    found, choose = [], long_prompts.LongPrompts.stretch_of
+
+    def stretch_of(self, forward):
+        stretch = choose(self, forward)
+        if stretch is not None:
+            found.append(tuple(stretch))
+        return stretch
+
+    monkeypatch.setattr(long_prompts.LongPrompts, "stretch_of", stretch_of)
+    return found
+
+
+def reading_long_prompts(kernels=False, **options):
+    """An engine that launches forwards over one long prompt as such, and one that reads prompts one by one."""
+    model = tiny_model(layers=5, **options)
+    engines = [engine_for(model) for _ in range(2)]
+    engines[0].pack_prompts = engines[0].long_prompts = True
+    engines[0].ops = make_operations(kernels)
+    return engines
+
+
+@pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
+def test_a_long_prompt_fills_the_caches_as_any_does(eagle3, stretches):
+    """Forwards of whole pieces, one that ends in a page, and one that is filled up with nobody's pieces."""
+    long, plain = reading_long_prompts(eagle3=eagle3, **SMALL)
+    for length, read in ((512, [(256, 512)]), (500, [(256, 500)]), (130, []), (66, []), (430, [(256, 430)])):
+        request = Request(prompt(length, length), 5)
+        batches = [Batch(engine, 2, engine.draft.read_tree(), 640) for engine in (long, plain)]
+        for batch in batches:
+            batch.admit_all([request])
+        assert stretches == read
+        stretches.clear()
+        for cache in (target_cache, draft_cache):
+            rows = [cache(batch.sequences)[:, :, 0, :, :length] for batch in batches]
+            torch.testing.assert_close(*rows, atol=2e-5, rtol=1e-4)
+        for name in ("tokens", "parents", "depths", "ancestors"):
+            assert torch.equal(*(getattr(batch.state.tree, name)[:1] for batch in batches))
+        for batch in batches:
+            batch.close()
+    target, draft = len(long.view.layers) - 1, 0 if eagle3 else 1  # the last layers are asked for one row, or none
+    assert long.ops.calls["prompt_attention"] == 3 * (target + draft + (0 if eagle3 else 1))
+
+
+def test_long_prompts_among_others_give_what_each_gives_alone(stretches):
+    """Behind pages that others have read, beside those who decode, and two in one forward."""
+    long, plain = reading_long_prompts(eagle3=False, vocab=12, seed=2, **LARGER)
+    tokens = prompt(700, 2, vocab=12)
+    first = Request(tokens, 8)
+    second = Request(torch.cat((tokens[:330], prompt(300, 3, vocab=12))), 8, SamplingParams(temperature=1.0, seed=3))
+    running, third = Request(prompt(9, 1, vocab=12), 60), Request(prompt(400, 4, vocab=12), 8)
+    expected = [alone(plain, request) for request in (running, first, second, third)]
+    with Batch(long, 4, long.draft.read_tree(), 720, prompt_tokens=128) as batch:
+        got: dict[int, list[int]] = {}
+        batch.enter_all([running])
+        steps_of(batch, got, 1)
+        assert not stretches and batch.enter_all([first]) == [1]
+        steps_of(batch, got, 5)
+        assert stretches == [(128 * forward, 128 * forward + 128) for forward in range(1, 5)]
+        batch.enter_all([second, third])
+        while batch.running:
+            steps_of(batch, got, 1)
+        assert stretches[4] == (448, 576)  # five pages are the first one's, and two pieces were read beside it
+    assert got == dict(enumerate(expected))
+
+
+def test_an_interrupt_while_a_long_prompt_is_read_loses_nothing(stretches, monkeypatch):
+    long, plain = reading_long_prompts(eagle3=False, vocab=12, seed=2, **LARGER)
+    running, request = Request(prompt(9, 1, vocab=12), 40), Request(prompt(600, 2, vocab=12), 8)
+    attend, calls = long.ops.prompt_attention, itertools.count(1)
+
+    def interrupt(*args, **kwargs):
+        if next(calls) in (2, 11):
+            raise KeyboardInterrupt
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(long.ops, "prompt_attention", interrupt)
+    with Batch(long, 2, long.draft.read_tree(), 640, prompt_tokens=128) as batch:
+        got: dict[int, list[int]] = {}
+        batch.enter_all([running])
+        steps_of(batch, got, 1)
+        batch.enter_all([request])
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                steps_of(batch, got, 20)
+        while batch.running:
+            steps_of(batch, got, 1)
+    assert got == {0: alone(plain, running), 1: alone(plain, request)}
+
+
+def test_no_memory_for_a_long_prompt_is_said_and_loses_nothing(stretches, monkeypatch):
+    long, plain = reading_long_prompts(**SMALL)
+    request, calls = Request(prompt(700), 9), itertools.count(1)
+    attend = long.ops.prompt_attention
+
+    def no_memory(*args, **kwargs):
+        if next(calls) == 6:
+            raise torch.OutOfMemoryError("out of memory")
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(long.ops, "prompt_attention", no_memory)
+    for _ in range(2):
+        assert alone(long, request) == alone(plain, request)
+        assert stretches == [(256, 512), (512, 700)] and "no memory" in long.notes["long_prompts"]
+        long.pool.forget()
+    long.clear()
+    assert "long_prompts" not in long.notes
+
+
+def test_a_shape_that_cannot_be_is_found_out_before(stretches, monkeypatch):
+    long, plain = reading_long_prompts(**SMALL)
+    monkeypatch.setattr(long_prompts.LongPrompts, "_refused", lambda *_: "No valid engine configs")
+    with Batch(long, 1, PLAIN, 720) as batch:
+        assert batch._prefill._long_prompts._on
+        batch._prefill._long_prompts._by_cudnn = True
+    request = Request(prompt(700), 9)
+    assert alone(long, request) == alone(plain, request)
+    assert not stretches and not long.ops.calls["prompt_attention"]
+    assert long.notes["long_prompts"].endswith("No valid engine configs")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interprets kernels; test_graph.py has it on a GPU")
+def test_kernels_read_a_long_prompt_too(stretches, monkeypatch):
+    from eagle_triton import prompt_attention
+
+    monkeypatch.setattr(prompt_attention, "SEGMENTS", (128,))
+    monkeypatch.setattr(prompt_attention, "_cudnn", torch_instead_of_cudnn)
+    monkeypatch.setitem(SIZES, PIECE_ROWS, (1, 3))
+    long, plain = reading_long_prompts(kernels=True, **SMALL)
+    request = Request(prompt(380), 3)
+    assert alone(long, request, PLAIN) == alone(plain, request, PLAIN)
+    assert stretches == [(192, 380)] and long.ops.calls["prompt_attention"] > 0
+
+
+def test_which_forwards_are_a_long_prompts():
+    def chosen(pieces, rows=PIECE_ROWS, size=None, shapes=((32, 8, 128), None), draft=((64, 8, 128),), wanted=True):
+        notes: dict[str, str] = {}
+        ops = make_operations()
+        chooser = long_prompts.LongPrompts(ops, shapes, draft, torch.float32, torch.device("cpu"), notes, wanted)
+        assert not notes
+        return chooser.stretch_of(Forward(rows, size or len(pieces), pieces))
+
+    def pieces(count, first=4096, slot=0):
+        starts = range(first, first + count * PIECE_ROWS, PIECE_ROWS)
+        return [Piece(slot, start, start + PIECE_ROWS, False) for start in starts]
+
+    assert chosen(pieces(32)) == Stretch(4096, 6144) and chosen(pieces(64, 64 * 77)) == Stretch(64 * 77, 64 * 141)
+    assert chosen(pieces(31)) is None and chosen(pieces(31), size=32) == Stretch(4096, 4096 + 31 * 64)
+    assert chosen([*pieces(31), Piece(0, 6080, 6090, True)]) == Stretch(4096, 6090)
+    assert chosen(pieces(32, 4032)) is None and chosen(pieces(32), shapes=[(16, 8, 128)]) is None
+    assert chosen(pieces(32, 8192), shapes=[(16, 8, 128)]) is not None
+    assert chosen([*pieces(31), *pieces(1, 0, slot=1)]) is None and chosen([*pieces(16), *pieces(16, 9000)]) is None
+    assert chosen(pieces(32), shapes=[None]) is None and chosen(pieces(32), wanted=None) is None
+    assert chosen(pieces(32), wanted=False) is None and chosen(pieces(1), FEW_ROWS) is None

@@ -281,10 +281,38 @@ MUTATIONS = [
     Mutation(
         "a failed forward is not read again",
         "engine/batch.py",
-        "        self._prefill.read(forward, self.engine.draft if self._drafts else None)\n",
+        "        if self._prefill.read(forward, self.engine.draft if self._drafts else None):\n",
         "        self._prompts.take(forward)\n"
-        "        self._prefill.read(forward, self.engine.draft if self._drafts else None)\n",
+        "        if self._prefill.read(forward, self.engine.draft if self._drafts else None):\n",
         "tests/test_prefill.py -k interrupt_while",
+    ),
+    Mutation(
+        "a forward for which there was no memory is not read again",
+        "engine/batch.py",
+        "self.engine.draft if self._drafts else None):\n            return 0\n",
+        "self.engine.draft if self._drafts else None):\n            pass\n",
+        "tests/test_prefill.py -k no_memory_for_a_long",
+    ),
+    Mutation(
+        "a forward with a gap is read as one long prompt's",
+        "engine/long_prompts.py",
+        "if starts != [(piece.slot, piece.start) for piece in forward.pieces]:",
+        "if False:",
+        "tests/test_prefill.py -k which_forwards",
+    ),
+    Mutation(
+        "stretches of a long prompt weigh alike",
+        "prompt_attention.py",
+        "weight = tl.exp(lse - top)",
+        "weight = tl.exp(tl.maximum(lse - top, 0.0))",
+        "tests/test_prompt_attention.py -k parts_are_added",
+    ),
+    Mutation(
+        "rows behind a long prompt are copied too",
+        "prompt_attention.py",
+        "mask=(index < count)[:, None] & inside, other=0.0)",
+        "mask=(index < rows)[:, None] & inside, other=0.0)",
+        "tests/test_prompt_attention.py -k rows_behind",
     ),
     Mutation(
         "random numbers come again after a pause",

@@ -490,14 +490,15 @@ class Batch:
         return [(slot, entry) for slot, entry in enumerate(self._entries) if entry is not None and entry.waits == wait]
 
     def _read_prompts(self, most: int | None) -> int:
-        """Launch the next forward over prompts, of about `most` tokens, and return how many it reads.
+        """Launch the next forward over prompts, of about `most` tokens, and return how many are read by it.
 
         What fails on the way touches nobody who decodes, and is done again next time.
         """
         forward = self._prompts.next(most)
         if not self.engine.view.by_token:  # who interrupts leaves layers that have taken these tokens in, and others
             self._prompts.restart(forward)
-        self._prefill.read(forward, self.engine.draft if self._drafts else None)
+        if self._prefill.read(forward, self.engine.draft if self._drafts else None):
+            return 0
         with self._must_finish():
             self._prompts.take(forward)
             for slot in forward.ended:

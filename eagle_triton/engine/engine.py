@@ -15,6 +15,7 @@ import torch
 
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.graph import LaunchGraph, StepGraph, median_milliseconds
+from eagle_triton.engine.long_prompts import LongPrompts
 from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.model_watch import ModelWatch
 from eagle_triton.engine.operations import Operations
@@ -60,6 +61,7 @@ class Engine:
     prompts in pieces of fixed sizes, several in a forward; None: on a GPU. Layers that cannot read one by one all the
     same. cache_tokens: room for so many tokens of all sequences, taken at once; None: it grows with what is asked for.
     prefixes: keep the pages of prompts, and of what was decoded behind them, for requests that begin alike.
+    long_prompts: launch forwards over one long prompt by `prompt_attention`, not captured; None: where cuDNN does it.
     `notes` tells of what fell back and why.
     One batch (see batch.py) runs at a time; a second one is refused with RuntimeError, never interleaved.
     """
@@ -75,6 +77,7 @@ class Engine:
     pack_prompts: bool | None = None
     cache_tokens: int | None = None
     prefixes: bool = True
+    long_prompts: bool | None = None
 
     def __post_init__(self) -> None:
         self.accept_lengths: list[int] = []  # of the last generation's first sequence, one for each step
@@ -99,6 +102,8 @@ class Engine:
         self._launched: set[tuple[Any, ...]] = set()  # keys of prompts' launches that have been done once
         self._prompt_launches: dict[tuple[Any, ...], Callable[[], None]] = {}
         self._called_state = [] if self.watch is None else self.watch.called_state()
+        self._long_prompts: LongPrompts | None = None
+        self.notes.pop("long_prompts", None)  # tried again
 
     def acquire(self) -> Hold:
         """Claim the engine until the hold is released. Raises RuntimeError if somebody has it."""
@@ -207,7 +212,15 @@ class Engine:
             share = self.prefixes and self.view.by_token and (self.draft is None or self.draft.by_token)
             if self.prefixes and not share:
                 self.notes["prefixes"] = "computed again: recurrent layers keep no state inside a prompt"
-            self._prefills[sequences] = Prefill(self.ops, self.view, sequences, packed, share, self._on_return)
+            if self._long_prompts is None:
+                shapes = [layer.mixer.stretch_shape for layer in self.view.layers]
+                of_draft = [] if self.draft is None else [mixer.stretch_shape for mixer in self.draft.mixers]
+                self._long_prompts = LongPrompts(
+                    self.ops, shapes, of_draft, self.view.dtype, self.device, self.notes, self.long_prompts
+                )
+            self._prefills[sequences] = Prefill(
+                self.ops, self.view, sequences, packed, share, self._on_return, self._long_prompts
+            )
         return self._prefills[sequences]
 
     def _on_return(self, key: tuple[Any, ...], launches: Callable[[], None]) -> Callable[[], None]:

@@ -15,6 +15,7 @@ from eagle_triton import layers as _layers
 from eagle_triton import linear as _linear
 from eagle_triton import logit_processing as _logit_processing
 from eagle_triton import ngram_table as _ngram_table
+from eagle_triton import prompt_attention as _prompt_attention
 from eagle_triton import suffix_match as _suffix_match
 from eagle_triton import tree_decoding as _tree_decoding
 from eagle_triton import verification as _verification
@@ -35,6 +36,7 @@ class KernelOperations(Operations):
     swiglu = staticmethod(_layers.swiglu)
     rotary_append = staticmethod(_layers.rotary_append)
     tree_attention = staticmethod(_attention.tree_attention)
+    prompt_attention = staticmethod(_prompt_attention.prompt_attention)
     gate_heads = staticmethod(_layers.gate_heads)
     causal_conv = staticmethod(_gated_delta.causal_conv)
     delta_tree = staticmethod(_gated_delta.delta_tree)

@@ -20,11 +20,13 @@ from torch import Tensor
 from eagle_triton.engine.modules import Norm, Projection, Rotary, project_split, project_stack
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pages import PAGE_ROWS, PageMemory, SlotPages
-from eagle_triton.engine.pieces import Pieces
+from eagle_triton.engine.pieces import Pieces, Stretch
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+STRETCH_WIDTH = 128  # of heads that prompt_attention takes
 
 
 class Rows(NamedTuple):
@@ -36,6 +38,7 @@ class Rows(NamedTuple):
     ancestors: Tensor | None  # [B, n, W] int64, bit j: row lengths + j is visible; None: causal
     launch_nodes: int | None = None  # nodes that launches are chosen for, the same in all passes of a draft; None: n
     depth: int = 0  # of a tree: no node lies more below its root
+    stretch: Stretch | None = None  # see Pieces
 
     @property
     def in_draft_pass(self) -> bool:
@@ -105,6 +108,12 @@ class Mixer(ABC):
     most_nodes: ClassVar[int | None] = None  # of a tree; None: any number
     reads_pieces: ClassVar[bool] = False  # whether a causal forward may read pieces of several prompts
     by_token: ClassVar[bool] = False  # whether each token is remembered by itself, where others may find it
+
+    @property
+    def stretch_shape(self) -> tuple[int, int, int] | None:
+        """Heads of queries, of keys, and their width, by which this takes a stretch of one prompt; None: it reads that
+        as it reads any pieces."""
+        return None
 
     @property
     @abstractmethod
@@ -220,6 +229,12 @@ class Attention(Mixer):
     by_token: ClassVar[bool] = True
 
     @property
+    def stretch_shape(self) -> tuple[int, int, int] | None:
+        if self.sliding_window is not None or self.head_dim % 8 or self.head_dim > STRETCH_WIDTH:
+            return None
+        return self.num_heads, self.num_kv_heads, self.head_dim
+
+    @property
     def cache_shape(self) -> tuple[int, int]:
         return self.num_kv_heads, self.head_dim
 
@@ -257,16 +272,21 @@ class Attention(Mixer):
     def attend(self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows) -> Tensor:
         """Project, rotate, append to the cache and attend: x [B, n, *] -> [B, n, Hq * d], the input of o."""
         q, gate = self._append(ops, x, cache, rows)
-        out = ops.tree_attention(
-            q,
-            cache.data,
-            rows.lengths,
-            rows.ancestors,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            launch_nodes=rows.launch_nodes,
-            table=cache.table,
-        )
+        if rows.stretch is not None and self.stretch_shape is not None:
+            assert cache.table is not None, "a prompt that is read in pieces lies in pages"
+            stretch, table = q.flatten(0, 1), cache.table[0]
+            out = ops.prompt_attention(stretch, cache.data, *rows.stretch, scale=self.scale, table=table).view_as(q)
+        else:
+            out = ops.tree_attention(
+                q,
+                cache.data,
+                rows.lengths,
+                rows.ancestors,
+                scale=self.scale,
+                sliding_window=self.sliding_window,
+                launch_nodes=rows.launch_nodes,
+                table=cache.table,
+            )
         if gate is not None:
             out = ops.gate_heads(out, gate)
         return out.flatten(-2)

@@ -8,6 +8,13 @@ import torch
 from torch import Tensor
 
 
+class Stretch(NamedTuple):
+    """Tokens start .. end of one prompt, known to the host."""
+
+    start: int
+    end: int
+
+
 class Pieces(NamedTuple):
     """P pieces of n tokens, each of one sequence, several perhaps of the same.
 
@@ -19,6 +26,7 @@ class Pieces(NamedTuple):
     starts: Tensor  # [P] int32: where they stand in their sequences
     seen: Tensor  # [P] int32: rows before them, as many; 0 where a piece is nobody's
     rows: int  # n
+    stretch: Stretch | None = None  # they are of one prompt, in turn, and these; behind it nobody's; None: any
 
     def counts(self, lengths: Tensor) -> Tensor:
         """How many tokens of prompts of lengths [B] int32, of all slots, are in each: [P] int32."""

@@ -2,8 +2,8 @@
 
 A prompt is read in pieces. Where they are of fixed sizes, several of one prompt and of others stand in one forward,
 which is captured when it comes again: a piece sees the keys of its own sequence alone, and every layer appends all keys
-before it attends, and a recurrent one takes in the pieces of a sequence in turn. On a CPU, and where a kind of layer
-cannot, prompts are read one by one.
+before it attends, and a recurrent one takes in the pieces of a sequence in turn. One over a long prompt alone is not
+captured (long_prompts.py). On a CPU, and where a kind of layer cannot, prompts are read one by one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.long_prompts import NO_MEMORY, LongPrompts
 from eagle_triton.engine.mixers import Rows
 from eagle_triton.engine.model import ModelView, prompt_forward
 from eagle_triton.engine.modules import project
 from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.pieces import Pieces
+from eagle_triton.engine.pieces import Pieces, Stretch
 from eagle_triton.engine.prompt_queue import SIZES, Forward
 from eagle_triton.engine.state import DecodeState, Sequences, Tree
 from eagle_triton.engine.step import Mode, token_logprobs, verify
@@ -87,12 +88,19 @@ class Prefill:
     """
 
     def __init__(
-        self, ops: Operations, view: ModelView, sequences: Sequences, packed: bool, share: bool, capture: Capture
+        self,
+        ops: Operations,
+        view: ModelView,
+        sequences: Sequences,
+        packed: bool,
+        share: bool,
+        capture: Capture,
+        long_prompts: LongPrompts,
     ):
         """packed: forwards are of fixed sizes, with pieces of several prompts; else each is one prompt. share:
         sequences may hold pages of others that begin alike; else they copy what is equal."""
         self.ops, self.view, self.sequences, self.packed, self._capture = ops, view, sequences, packed, capture
-        self.share = share
+        self.share, self._long_prompts = share, long_prompts
         self.ends = PromptEnds.new(view, sequences.slots)
         self._entering = torch.zeros(sequences.slots, dtype=torch.bool, device=sequences.device)
         self._inputs: dict[tuple[int, int], _Inputs] = {}
@@ -108,15 +116,27 @@ class Prefill:
         sequences.tokens[slots, : rows.shape[1]] = rows
         sequences.lengths[slots] = upload(lengths, torch.int32, sequences.device)
 
-    def read(self, forward: Forward, draft: Draft | None) -> None:
-        """Launch a forward of target and draft. `draft` None: the sequences will be decoded plainly."""
+    def read(self, forward: Forward, draft: Draft | None) -> bool:
+        """Launch a forward of target and draft. `draft` None: the sequences will be decoded plainly.
+
+        Returns whether it must be read again, in another way: some layers have taken in its tokens, others have not.
+        """
         if not self.packed:
             (piece,) = forward.pieces
             self._read_alone(piece.slot, piece.end, draft, piece.start)
-            return
+            return False
         self._inputs_of(forward).fill(forward)
+        stretch = self._long_prompts.stretch_of(forward)
+        if stretch is not None:
+            try:
+                self._forward(forward, draft, stretch)
+            except torch.OutOfMemoryError:
+                self._long_prompts.give_up(NO_MEMORY)
+                return True
+            return False
         key = (self.sequences, forward.rows, forward.size, draft is not None)
         self._capture(key, lambda: self._forward(forward, draft))()
+        return False
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Let slot `target`, whose prompt of `length` tokens is written, take what was read of it in slot `source`."""
@@ -163,10 +183,11 @@ class Prefill:
                 self._read_alone(slot, min(len(prompt), CHUNK + (len(prompt) - 1) % CHUNK + 1), draft)
         self._begin(draft, state, mode)
 
-    def _forward(self, forward: Forward, draft: Draft | None) -> None:
+    def _forward(self, forward: Forward, draft: Draft | None, stretch: Stretch | None = None) -> None:
         inputs = self._inputs_of(forward)
         last = inputs.ends.clamp(min=0).long()
-        hidden, features = read_pieces(self.ops, self.view, draft, self.sequences, inputs.pieces, last)
+        pieces = inputs.pieces._replace(stretch=stretch)
+        hidden, features = read_pieces(self.ops, self.view, draft, self.sequences, pieces, last)
         self.ends.keep(inputs.ends, hidden, features)
 
     def _inputs_of(self, forward: Forward) -> _Inputs:
@@ -227,7 +248,7 @@ def read_pieces(
     """
     tokens = pieces.tokens(sequences.tokens, sequences.lengths)
     caches = sequences.caches.of_pieces(pieces, sequences.lengths)
-    rows = Rows(pieces.seen, pieces.starts, pieces.positions, None)
+    rows = Rows(pieces.seen, pieces.starts, pieces.positions, None, stretch=pieces.stretch)
     hidden, features = prompt_forward(ops, view, tokens, caches, rows, last)
     if draft is not None:
         draft.read_prompt(ops, sequences, pieces, features)

@@ -37,11 +37,20 @@ def _case(name: str, kernel, constexprs: dict, tensors: dict[str, str], options:
 
 
 def _cases(
-    nodes: int, words: int, window: bool, width: int, dtype: str, arch: str, page: int | None = None, batch: int = 1
+    nodes: int,
+    words: int,
+    window: bool,
+    width: int,
+    dtype: str,
+    arch: str,
+    page: int | None = None,
+    batch: int = 1,
+    lse: bool = False,
 ) -> list[tuple]:
-    """page: rows of a page where there is a table, 0: a page for each sequence."""
+    """page: rows of a page where there is a table, 0: a page for each sequence. lse: as attend_committed."""
     types = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16}
     use = settings_for(nodes * GROUP, width, KV_HEADS, batch, types[dtype], CAPABILITIES[arch])
+    use = use._replace(splits=1, programs=1, pdl=0) if lse else use
     tma = use.tma and not window
     constexprs = {
         "D": width, "STRIDE_T": width, "GROUP": GROUP, "HEADS": KV_HEADS, "WORDS": words, "WINDOW": window,
@@ -49,7 +58,8 @@ def _cases(
         "BLOCK_M": use.block_m, "BLOCK_N": use.block_n, "BLOCK_T": use.block_t, "BLOCK_D": width, "PAGE": page or 0,
         **({"table_ptr": None} if page is None else {}),
         **({} if words else {"ancestors_ptr": None}), **({} if tma else {"cache_desc": None}),
-        **({} if use.programs > 1 else {"partial_ptr": None, "softmax_ptr": None}),
+        **({} if use.programs > 1 else {"partial_ptr": None}),
+        **({} if use.programs > 1 or lse else {"softmax_ptr": None}),
         **({"nodes": 1} if nodes == 1 else {}),
     }  # fmt: skip
     tensors = {f"{name}_ptr": f"*{dtype}" for name in ("q", "cache", "out")}
@@ -57,6 +67,7 @@ def _cases(
     mask = f"{words} words" if words else "causal"
     name = f"N {nodes} {mask} d {width} {dtype}{' window' if window else ''}"
     name += "" if page is None else f" pages of {page}"
+    name += " and its sum" if lse else ""
     options = {**EXACT, "num_warps": use.num_warps, "num_stages": use.num_stages, "targets": (arch,)}
     if batch > 1:
         name += f" of {batch}"
@@ -99,4 +110,10 @@ CASES += [
     for arch in CAPABILITIES
     for shape in ((60, 1, False), (1, 1, False))
     for case in _cases(*shape, 128, "bf16", arch, 64, batch=64)
+]
+CASES += [
+    case
+    for arch in CAPABILITIES
+    for width in (64, 128)
+    for case in _cases(2048, 0, False, width, "bf16", arch, 64, lse=True)
 ]

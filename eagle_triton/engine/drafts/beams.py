@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.layer_caches import LayerCaches
-from eagle_triton.engine.mixers import AcceptedPath, Rows
+from eagle_triton.engine.mixers import AcceptedPath, Mixer, Rows
 from eagle_triton.engine.model import Layer, decoder_layer
 from eagle_triton.engine.modules import Norm, Projection, add_norm, project
 from eagle_triton.engine.operations import Operations
@@ -174,6 +174,10 @@ class BeamDraft(Draft):
         return all(layer.mixer.by_token for layer in self.layers)
 
     @property
+    def mixers(self) -> Sequence[Mixer]:
+        return [layer.mixer for layer in self.layers]
+
+    @property
     def hidden_size(self) -> int:
         return self.embedding.shape[1]
 
@@ -190,7 +194,7 @@ class BeamDraft(Draft):
 
     def new_slot_tensors(self, pages: SlotPages) -> BeamSlots:
         slots, device, dtype = pages.slots, pages.table.device, self.embedding.dtype
-        caches = LayerCaches([layer.mixer for layer in self.layers], slots, pages, dtype, device)
+        caches = LayerCaches(self.mixers, slots, pages, dtype, device)
         hidden, normed = (torch.zeros(slots, 1, self.hidden_size, dtype=dtype, device=device) for _ in range(2))
         return BeamSlots(caches, hidden, normed, None if self.egag is None else GuideTensors.new(slots, device))
 
@@ -215,7 +219,7 @@ class BeamDraft(Draft):
         # the last token's follower is not known: `begin` has it
         known = pieces.tokens(sequences.tokens, sequences.lengths, self.first_token)
         caches = sequences.draft_tensors.caches.of_pieces(pieces, sequences.lengths)
-        rows = self.consecutive(pieces.starts, pieces.rows)._replace(lengths=pieces.seen)
+        rows = self.consecutive(pieces.starts, pieces.rows)._replace(lengths=pieces.seen, stretch=pieces.stretch)
         self.remember(ops, self.inputs_of(ops, features, rows), known, caches, rows)
 
     def begin(self, ops: Operations, sequences: Sequences, features: Tensor, entering: Tensor) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.mixers import AcceptedPath
+from eagle_triton.engine.mixers import AcceptedPath, Mixer
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.pieces import Pieces
@@ -36,6 +37,11 @@ class Draft(ABC):
     def by_token(self) -> bool:
         """Whether each token is remembered by itself, so that it can do without those that pages hold already."""
         return True
+
+    @property
+    def mixers(self) -> Sequence[Mixer]:
+        """Those of its layers, by which it reads prompts; none by default."""
+        return ()
 
     @abstractmethod
     def read_tree(self) -> TreeSpec:

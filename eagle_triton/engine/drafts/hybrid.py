@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +21,7 @@ from eagle_triton.engine.drafts.repeats import (
     SuffixSource,
     write_repeats,
 )
-from eagle_triton.engine.mixers import AcceptedPath
+from eagle_triton.engine.mixers import AcceptedPath, Mixer
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.pieces import Pieces
@@ -58,6 +59,10 @@ class WrappedDraft(Draft):
     @property
     def by_token(self) -> bool:
         return self.beams.by_token
+
+    @property
+    def mixers(self) -> Sequence[Mixer]:
+        return self.beams.mixers
 
     @property
     def vocabulary(self) -> int | None:
