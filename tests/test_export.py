@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from itertools import product
@@ -310,6 +311,9 @@ def test_what_is_no_head_or_has_no_target_is_refused(saved, tmp_path):
         export_head(3, "vllm", out)
     with pytest.raises(ValueError, match="is no draft head: it has no fc.weight"):
         export_head(str(demo_directory("draft")), "vllm", out, "demo")
+    for name in ("demo-draft", "demo-gdn"):
+        with pytest.raises(ValueError, match=f"'{name}' is no draft head"):
+            export_head(name, "vllm", out, "demo")
     with pytest.raises(ValueError, match="vocabulary"):
         export_head(str(pair / "eagle3"), "vllm", out, "demo")
     assert not out.exists()
@@ -325,6 +329,15 @@ def test_a_full_directory_is_left_alone(saved, tmp_path):
         export_head(str(saved()), "sglang", tmp_path / "out" / "config.json")
     assert sorted((path.name, path.read_bytes()) for path in (tmp_path / "out").iterdir()) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="permissions of POSIX")
+def test_others_may_read_what_was_written(saved, tmp_path):
+    export_head(str(saved()), "vllm", tmp_path / "out")
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o777 & ~mask
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o666 & ~mask}
 
 
 def test_what_fails_on_the_way_leaves_nothing(saved, tmp_path, monkeypatch):

@@ -654,6 +654,15 @@ def test_truncated_or_unsafe_bin_files_are_refused(tmp_path):
         EaModel.from_pretrained(str(base), str(path))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "config.json' is no JSON"), ("[]", "must hold an object, got list")]
+)
+def test_a_config_that_cannot_be_read_is_named(checkpoints, text, message):
+    (checkpoints[1] / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        EaModel.from_pretrained(*map(str, checkpoints))
+
+
 def test_missing_and_unexpected_tensors_are_named(checkpoints):
     base, path = checkpoints
     tensors = dict(model().ea_layer.state_dict())

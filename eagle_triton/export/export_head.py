@@ -121,7 +121,8 @@ def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) 
     try:
         (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, beside / "model.safetensors", metadata={"format": "pt"})
-        beside.chmod(0o777 & ~_umask())
+        for made, mode in ((beside, 0o777), *((file, 0o666) for file in beside.iterdir())):
+            made.chmod(mode & ~_umask())  # both writers make what only their user may read
         if folder.is_dir():
             folder.rmdir()
         beside.rename(folder)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from eagle_triton.demo import DRAFT, HYBRID, demo_directory
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.loading import HEAD_FOLDERS, TARGET_FOLDER, locate, tensor_names
 
@@ -57,9 +58,10 @@ def find_source(head: Any, target: Any) -> Source:
 
 
 def _check_is_head(path: str) -> None:
-    """ValueError for a directory with the weights of something else, which needs no export."""
-    files = sorted(Path(path).expanduser().glob("*.safetensors"))
-    names = [name for file in files for name in tensor_names(file)]
+    """ValueError for the weights of something else, which need no export."""
+    brought = {DRAFT: "draft", HYBRID: "gdn"}  # models of this package that go by a name
+    folder = demo_directory(brought[path]) if path in brought else Path(path).expanduser()
+    names = [name for file in sorted(folder.glob("*.safetensors")) for name in tensor_names(file)]
     if names and not any(name.removeprefix("model.") == "fc.weight" for name in names):
         raise ValueError(
             f"head: {path!r} is no draft head: it has no fc.weight. Draft models and multi-token-prediction layers are "

@@ -15,7 +15,7 @@ EAGLE1 = "EagleLlamaForCausalLM"
 FEATURES = 3  # width of `fc`, in target layers
 EAGLE3_TARGETS = ("llama", "qwen")  # in their model_type; of the families that are targets here
 CHAIN = (
-    "vLLM drafts a chain of {} tokens a step, where this package drafts a tree of {} nodes: fewer drafts are accepted"
+    "vLLM drafts a chain of {} tokens a step, where this package drafts a tree of {} nodes: it accepts another number"
 )
 
 
@@ -74,4 +74,5 @@ def chain_notes(head: HeadContents, chain: int) -> tuple[str, ...]:
     """What is another way in vLLM than here."""
     tree = head.tree
     told = CHAIN.format(chain, tree.total_token)
-    return (*((told,) if tree.top_k > 1 else ()), *head.notes)
+    branches = tree.total_token > tree.levels + 1
+    return (*((told,) if branches or chain != tree.levels else ()), *head.notes)

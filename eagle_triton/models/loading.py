@@ -254,7 +254,18 @@ def read_head(path: str, **hub: Any) -> tuple[dict[str, Any], dict[str, Tensor]]
             tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
         except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"draft head: {str(file)!r} cannot be read, truncated or not weights: {error}") from error
-    return json.loads((directory / "config.json").read_text(encoding="utf-8")), tensors
+    return _read_json(directory / "config.json"), tensors
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in a file. Raises ValueError for what is none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"draft head: {str(file)!r} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"draft head: {str(file)!r} must hold an object, got {type(found).__name__}")
+    return found
 
 
 def read_draft_config(raw: Mapping[str, Any]) -> DraftConfig:
