@@ -80,6 +80,7 @@ def _written(
     head: HeadContents, to: str, folder: Path, chain: int, ranks: int
 ) -> tuple[dict[str, Any], dict[str, Tensor], LaunchPlan]:
     """(config.json, tensors, plan); raises ExportError for what the engine cannot do."""
+    _check_ranks(head, ranks)
     if to == "vllm":
         vllm.check(head)
         plan = vllm.plan(head, folder, chain, ranks)
@@ -93,6 +94,20 @@ def _written(
         return config, speculators.tensors(head), speculators.plan(head, folder, chain, ranks)
     safeailab.check(head)
     return safeailab.config(head), safeailab.tensors(head), safeailab.plan(head, folder)
+
+
+def _check_ranks(head: HeadContents, ranks: int) -> None:
+    """ExportError unless engines can divide the layers of both models by so many GPUs."""
+    for whose, config in (("head", head.config), ("target", head.target.config)):
+        for name in ("num_attention_heads", "intermediate_size"):
+            if (size := getattr(config, name)) % ranks:
+                raise ExportError(f"tensor_parallel_size={ranks} must divide the {whose}'s {name}, which is {size}")
+        keys = config.num_key_value_heads
+        if keys % ranks and ranks % keys:
+            raise ExportError(
+                f"tensor_parallel_size={ranks} must divide the {whose}'s num_key_value_heads, or be a multiple of it, "
+                f"which is {keys}"
+            )
 
 
 def _for_sglang(head: HeadContents) -> tuple[str, ...]:

@@ -26,6 +26,11 @@ def check(head: HeadContents) -> None:
     if not head.eagle3:
         return
     check_layers_in_order(head, "SGLang")
+    if 0 in head.feature_layers:
+        raise ExportError(
+            f"SGLang: eagle_aux_hidden_state_layer_ids={list(head.feature_layers)} begin with the embedding (0), which "
+            "it cannot hand over; vLLM can (to='vllm')"
+        )
     if head.config.norm_before_residual:
         raise ExportError(
             "SGLang: norm_before_residual=True is not read by it, its residual is always taken before the norm; vLLM "
