@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from itertools import product
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle_triton import EaModel, export_head
+from eagle_triton.cli import main
 from eagle_triton.demo import demo_directory
 from eagle_triton.export.comparison import compare_drafts
 from eagle_triton.export.contents import EMBEDDING, ExportError, HeadContents, read_contents
@@ -448,3 +450,36 @@ def test_other_drafts_are_counted(saved, tmp_path, monkeypatch):
     save_file(tensors, file)
     monkeypatch.setattr("eagle_triton.export.comparison._check_bits", lambda *heads: None)
     assert not compare_drafts(str(pair), tmp_path / "out", prompts=2).same
+
+
+# --- the program ---
+
+
+def test_the_program_prints_what_can_be_pasted(tmp_path, capsys):
+    assert (
+        main.main(["export", "demo", "--to", "vllm", "-o", str(tmp_path / "out"), "--tensor-parallel-size", "2"]) == 0
+    )
+    printed = capsys.readouterr()
+    command, _, python = printed.out.partition("\n\n")
+    assert shlex.split(command)[:2] == ["vllm", "serve"] and "--tensor-parallel-size 2" in command
+    assert python.startswith("from vllm import LLM\n") and compile(python, "printed", "exec")
+    assert printed.err.splitlines()[0] == f"wrote {tmp_path / 'out'}" and "a tree of 60 nodes" in printed.err
+
+
+def test_the_program_checks_and_prints_json(saved, tmp_path, capsys, monkeypatch):
+    pair = saved()
+    words = ["export", str(pair / "eagle3"), "--target", str(pair / "target"), "--to", "speculators", "--check"]
+    assert main.main([*words, "--json", "-o", str(tmp_path / "one")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["check"] == dict(prompts=32, equal=32) and found["command"] == ["vllm", "serve", found["folder"]]
+    monkeypatch.setattr("eagle_triton.export.comparison._draft", lambda *given: (torch.rand(3),))
+    assert main.main([*words, "-o", str(tmp_path / "two")]) == 1
+    assert "0 of 32 draft trees are equal" in capsys.readouterr().err
+
+
+def test_the_program_says_in_one_line_what_an_engine_cannot_do(saved, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main.main(["export", str(saved(norm_before_residual=True)), "--to", "sglang", "-o", str(tmp_path / "out")])
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert stopped.value.code == 2 and line.startswith("eagle-triton export: SGLang: norm_before_residual=True")
+    assert not (tmp_path / "out").exists()

@@ -72,7 +72,12 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
     add("--total-token", type=whole(2, 1024), metavar="N", help="nodes of the tree (default: the head's)")
     add("--depth", type=whole(1, 1024), metavar="N", help="its beam passes behind the first (default: the head's)")
     add("--top-k", type=whole(1, 1024), metavar="N", help="its beam width (default: the head's)")
-    add("--num-speculative-tokens", type=whole(1, 1024), metavar="N", help="drafts a step of vLLM (default: the depth)")
+    add(
+        "--num-speculative-tokens",
+        type=whole(1, 1024),
+        metavar="N",
+        help="drafts a step of vLLM (default: the tree's levels)",
+    )
     add("--tensor-parallel-size", type=whole(1, 1024), default=1, metavar="N", help="GPUs of the engine (default: 1)")
     add("--check", action="store_true", help="read it back, and compare its drafts of 32 prompts")
     add("--device", type=arguments.device, metavar="NAME", help="of --check: cpu, cuda or cuda:N (default: cpu)")
