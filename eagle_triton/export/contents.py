@@ -148,7 +148,7 @@ def _tree(head: DraftHead, asked: Mapping[str, int | None]) -> Tree:
     """The head's tree with the changes that were asked for. Raises ValueError for one that cannot be drafted."""
     changes = {name: value for name, value in asked.items() if value is not None}
     if head.tree_choices is not None and not changes:
-        raise ExportError("tree_choices: no engine here drafts a fixed tree; give total_token, depth and top_k instead")
+        raise ExportError("tree_choices: a fixed tree is not handed over; give total_token, depth and top_k instead")
     tree = replace(Tree(head.total_tokens + 1, head.depth, head.top_k), **changes)
     check_dynamic_tree(tree.total_token - 1, tree.depth, tree.top_k, head.config.draft_vocab_size)
     return tree

@@ -13,7 +13,7 @@ from eagle_triton.export.flat_config import EAGLE3, check_layers_in_order, flat_
 from eagle_triton.export.launch_plan import LaunchPlan, flags
 
 EAGLE1 = "LlamaForCausalLMEagle"
-BACKENDS = "trees need one of SGLang's attention backends fa3, flashinfer and triton"
+BACKENDS = "trees need pages of one token, or one of SGLang's attention backends fa3, flashinfer and triton"
 
 
 def check(head: HeadContents) -> None:
