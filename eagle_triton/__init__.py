@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eagle_triton.adapters.module_reader import UnsupportedModelError as UnsupportedModelError
     from eagle_triton.drop_in.patching import PatchError as PatchError
+    from eagle_triton.export.export_head import export_head as export_head
     from eagle_triton.integration import EagleTritonConfig as EagleTritonConfig
     from eagle_triton.integration import TritonConfig as TritonConfig
     from eagle_triton.integration import optimize_eagle_with_triton as optimize_eagle_with_triton
@@ -33,6 +34,7 @@ _HOMES = {
     "PatchError": "eagle_triton.drop_in.patching",
     "TritonConfig": "eagle_triton.integration",
     "UnsupportedModelError": "eagle_triton.adapters.module_reader",
+    "export_head": "eagle_triton.export.export_head",
     "load_mtp": "eagle_triton.models.mtp",
     "optimize_eagle_with_triton": "eagle_triton.integration",
     "optimize_with_triton": "eagle_triton.integration",

@@ -741,8 +741,8 @@ def test_bench_is_the_benchmark(capsys):
 # --- Its arguments.
 
 REFUSED = [
-    ("", "command must be one of check, generate, chat, bench, ablation, got none"),
-    ("frob", "command must be one of check, generate, chat, bench, ablation, got 'frob'"),
+    ("", "command must be one of check, generate, chat, bench, ablation, export, got none"),
+    ("frob", "command must be one of check, generate, chat, bench, ablation, export, got 'frob'"),
     ("--frob", "'--frob' is no argument of this command"),
     ("check --frob", "'--frob' is no argument of this command"),
     ("chat --frob", "'--frob' is no argument of this command"),
@@ -771,6 +771,15 @@ REFUSED = [
     ("generate x --model some/model --method drafter", "--draft must name a smaller model for --method drafter"),
     ("generate x --gamma 2 --egag --egag-gamma-min 3", "egag_gamma_min must be at most 2"),
     ("generate ''", "PROMPT must be a text that is not empty"),
+    ("export demo -o out", "the following arguments are required: --to"),
+    ("export demo --to tgi -o out", "--to must be one of vllm, sglang, speculators, safeailab, got 'tgi'"),
+    ("export some/head --to vllm -o out", "--target must name the model that some/head drafts for"),
+    ("export ./nowhere --to vllm -o out", "HEAD must be a directory or a hub id, and ./nowhere does not exist"),
+    ("export demo --to vllm -o binary", "-o/--output must be a directory to be made, and binary is none"),
+    ("export demo --to vllm -o .", "-o/--output must be a directory to be made, and . holds something already"),
+    ("export demo --to sglang --num-speculative-tokens 4 -o out", "--num-speculative-tokens is not read by --to "),
+    ("export demo --to safeailab --tensor-parallel-size 4 -o out", "--tensor-parallel-size is not read by --to s"),
+    ("export demo --to vllm --device cpu -o out", "--device must come with --check, which alone runs a model"),
 ]  # fmt: skip
 
 
@@ -801,7 +810,9 @@ def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["check"], ["generate"], ["chat"], ["bench"], ["bench", "step"], ["ablation"]], ids=" ".join
+    "words",
+    [[], ["check"], ["generate"], ["chat"], ["bench"], ["bench", "step"], ["ablation"], ["export"]],
+    ids=" ".join,
 )
 def test_help(words, capsys):
     with pytest.raises(SystemExit) as stopped:

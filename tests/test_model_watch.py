@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from eagle_triton import EAGLEConfig, EAGLEInference, optimize_eagle_with_triton, restore_eagle
+from eagle_triton import (
+    EAGLEConfig,
+    EAGLEInference,
+    EaModel,
+    optimize_eagle_with_triton,
+    optimize_with_triton,
+    restore_eagle,
+)
 from eagle_triton.adapters.module_reader import UnsupportedModelError
 from eagle_triton.drop_in.patching import PatchError
 from tests.tiny import random_prompt, tiny_model
@@ -208,8 +215,26 @@ def test_a_sharded_weight_is_refused():
     m = model()
     layer = m.base_model.model.layers[1].mlp.up_proj
     layer.weight = nn.Parameter(layer.weight.detach().as_subclass(DTensor), requires_grad=False)
-    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.up_proj\.weight is sharded over several devices"):
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.up_proj\.weight is sharded .* vLLM or SGLang"):
         optimize_eagle_with_triton(m)
+
+
+@pytest.mark.parametrize("how", ["an EaModel", "a plain model", "the engine"])
+def test_a_model_that_device_map_spreads_is_refused_with_the_remedy(how, tmp_path):
+    m = model()
+    m.save_pretrained(tmp_path)
+    layers = {f"model.layers.{index}": "cpu" if index else "disk" for index in range(5)}
+    places = {**layers, **{f"model.{name}": "cpu" for name in ("embed_tokens", "norm", "rotary_emb")}, "lm_head": "cpu"}
+    spread = EaModel.from_pretrained(str(tmp_path), device_map=places, offload_folder=str(tmp_path / "offload"))
+    calls = {
+        "an EaModel": lambda: optimize_eagle_with_triton(spread),
+        "a plain model": lambda: optimize_with_triton(spread.base_model, spread.ea_layer),
+        "the engine": lambda: EAGLEInference(spread.ea_layer, spread.base_model),
+    }
+    with pytest.raises(
+        UnsupportedModelError, match="must lie on one device, got cpu, meta.* without device_map.* vLLM"
+    ):
+        calls[how]()
 
 
 @pytest.mark.parametrize(

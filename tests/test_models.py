@@ -542,6 +542,25 @@ def test_an_eagle1_checkpoint_and_a_full_draft_vocabulary(tmp_path):
         assert torch.equal(got.eagenerate(prompt(5), max_new_tokens=8)[:, :13], got.generate(prompt(5), 13))
 
 
+def test_biases_are_those_of_the_weights(tmp_path, eagle3):
+    """Engines name them otherwise in config.json, and have one in o_proj wherever queries have one."""
+    base = write_target(tmp_path)
+    want = head(target(), eagle3, config=draft_config(eagle3, qkv_bias=True, bias=not eagle3))
+    path = write_head(tmp_path, want)
+    layer = "midlayer" if eagle3 else "layers.0"
+    tensors = {**want.state_dict(), f"{layer}.self_attn.o_proj.bias": torch.zeros(H)}
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "qkv_bias": None, "bias": False, "attention_bias": True}))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    got = EaModel.from_pretrained(str(base), str(path), use_eagle3=eagle3).ea_layer
+    assert got.config.qkv_bias and got.state_dict().keys() == want.state_dict().keys()
+    assert all(torch.equal(got.state_dict()[name], tensor) for name, tensor in want.state_dict().items())
+    tensors[f"{layer}.self_attn.o_proj.bias"] += 1
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"unexpected .*o_proj.bias"):
+        EaModel.from_pretrained(str(base), str(path), use_eagle3=eagle3)
+
+
 def test_save_pretrained_round_trip(tmp_path, eagle3):
     tree = dict(tree_choices=[(0,), (1,), (0, 0)]) if eagle3 else TREES["8/3/2"]
     want = model(eagle3=eagle3, **tree)
@@ -633,6 +652,15 @@ def test_truncated_or_unsafe_bin_files_are_refused(tmp_path):
     torch.save({"fc.weight": nn.Linear(2, 2)}, file)
     with pytest.raises(ValueError, match="cannot be read"):
         EaModel.from_pretrained(str(base), str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "config.json' is no JSON"), ("[]", "must hold an object, got list")]
+)
+def test_a_config_that_cannot_be_read_is_named(checkpoints, text, message):
+    (checkpoints[1] / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        EaModel.from_pretrained(*map(str, checkpoints))
 
 
 def test_missing_and_unexpected_tensors_are_named(checkpoints):

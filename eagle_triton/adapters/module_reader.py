@@ -14,6 +14,10 @@ from eagle_triton.engine.model_watch import interference, is_plain_linear, is_pl
 from eagle_triton.engine.modules import MLP, Norm, Projection, Rotary
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ELSEWHERE = (
+    "load it on one, without device_map and tp_plan, or hand it over to vLLM or SGLang, which serve a model on several "
+    "GPUs (eagle-triton export)"
+)
 
 
 class UnsupportedModelError(ValueError):
@@ -57,14 +61,14 @@ def check_one_device(module: nn.Module, root: str = "model") -> None:
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         if any(base.__name__ == "DTensor" for base in type(tensor.data).__mro__):
             raise UnsupportedModelError(
-                f"{root}.{path} is sharded over several devices (tp_plan), not supported yet", "devices"
+                f"{root}.{path} is sharded over several devices (tp_plan), not supported yet; {ELSEWHERE}", "devices"
             )
     devices = sorted({str(tensor.device) for tensor in (*module.parameters(), *module.buffers())})
     hooked = any(hasattr(part, "_hf_hook") for part in module.modules())
     if len(devices) > 1 or hooked or torch.device(devices[0]).type == "meta":
         raise UnsupportedModelError(
-            f"{root} must lie on one device; models spread over several or offloaded are not supported yet, got "
-            f"{', '.join(devices)}{' with offloading hooks' if hooked else ''}",
+            f"{root} must lie on one device, got {', '.join(devices)}{' with offloading hooks' if hooked else ''}; "
+            f"{ELSEWHERE}",
             "devices",
         )
 

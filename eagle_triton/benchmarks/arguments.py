@@ -197,6 +197,21 @@ def existing_directory(text: str) -> Path:
     return Path(text)
 
 
+def new_directory(text: str) -> Path:
+    """A directory that does not exist yet, or is empty. Nothing is created."""
+    path = Path(text)
+    if not text or (path.exists() and not path.is_dir()):
+        raise argparse.ArgumentTypeError(f"must be a directory to be made, and {text or 'an empty path'} is none")
+    if path.is_dir() and any(path.iterdir()):
+        raise argparse.ArgumentTypeError(f"must be a directory to be made, and {text} holds something already")
+    place = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    try:
+        try_to_write_into(place)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"must be a directory that can be made: {place}: {error.strerror}") from None
+    return path
+
+
 def output_file(*suffixes: str) -> Callable[[str], Path]:
     """A file that can be written, with one of the suffixes if some are given. Nothing is created."""
 
@@ -248,12 +263,17 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eagle1", action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3")
 
 
+def holds_target(directory: str) -> bool:
+    """Whether a target lies in a directory beside its heads."""
+    return (Path(directory) / "target" / "config.json").is_file()
+
+
 def check_model(parser: argparse.ArgumentParser, target: str, draft: str | None) -> None:
     """Refuse a target without a head, and the demo with somebody else's."""
     if draft is not None:
         if target == "demo":
             parser.error("--draft must come with the --model that it drafts for: the demo has heads of its own")
-    elif target != "demo" and not (Path(target) / "target" / "config.json").is_file():
+    elif target != "demo" and not holds_target(target):
         here = "was not saved with one" if Path(target).is_dir() else "is no directory here"
         parser.error(f"--draft must name the head (a directory or a hub id) for --model {target}, which {here}")
 

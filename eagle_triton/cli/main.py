@@ -5,6 +5,7 @@
     eagle-triton chat                       prompts, commands, and figures of every method side by side
     eagle-triton bench                      time generations, decode steps and single operations
     eagle-triton ablation                   compare the methods over prompts, as CSV
+    eagle-triton export demo --to vllm -o OUT   a draft head for vLLM, SGLang and others
 
 Each has options of its own: eagle-triton chat --help
 Exit code 0: done; 1: it failed, or figures are missing; 2: a wrong argument; 130: ended by Ctrl-C or SIGTERM.
@@ -27,6 +28,7 @@ COMMANDS = {  # the modules that have them
     "chat": "eagle_triton.cli.chat",
     "bench": "eagle_triton.benchmarks.main",
     "ablation": "eagle_triton.cli.ablation",
+    "export": "eagle_triton.cli.export",
 }
 PROGRAM = "eagle-triton"
 

@@ -9,7 +9,7 @@ speculators, vLLM and SGLang: the layer called `layers.0`, an optional `model.` 
 import json
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from packaging.version import Version
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -27,13 +27,15 @@ from transformers.utils import logging as transformers_logging
 
 from .head_fields import check_head_fields
 from .heads import DraftConfig, DraftHead, Eagle1Head, Eagle3Head
-from .mtp import mtp_names
+from .mtp import INDEX, mtp_names
 from .target import SUPPORTED, check_architecture, default_feature_layers
 
 DEMO = Path(__file__).parent.parent / "demo"
 TARGET_FOLDER = "target"
 HEAD_FOLDERS = {True: "eagle3", False: "eagle1"}  # by use_eagle3
 TREE_FIELDS = ("total_token", "depth", "top_k", "threshold", "tree_choices")
+
+EMBEDDING = "model.embed_tokens.weight"  # of every target here
 
 HUB = ("token", "cache_dir", "local_files_only", "force_download")  # how to reach the hub, whatever is fetched
 OF_A_REPOSITORY = ("revision", "code_revision", "subfolder", "trust_remote_code", "proxies")  # for the target's alone
@@ -179,6 +181,50 @@ def load_tokenizer(path: str, **hub: Any) -> Any | None:
         return AutoTokenizer.from_pretrained(path, **hub)
 
 
+def read_target_embedding(path: str, **hub: Any) -> Tensor:
+    """The embedding [V, H] of a target, alone, from the safetensors of a directory or hub id. hub: as for `read_head`.
+
+    Raises FileNotFoundError where there are none, ValueError where they hold no embedding or cannot be read.
+    """
+    folder = Path(_existing("target", path))
+    if not folder.is_dir():
+        folder = _fetch_target(path, [INDEX], hub)
+        named = _weight_map(folder).get(EMBEDDING)
+        folder = _fetch_target(path, [named or "*.safetensors"], hub)
+    files = [folder / name for name in (_weight_map(folder).get(EMBEDDING),) if name] or sorted(
+        folder.glob("*.safetensors")
+    )
+    if not files or not files[0].is_file():
+        raise FileNotFoundError(f"target: no safetensors with {EMBEDDING} in {path!r}")
+    for file in files:
+        if EMBEDDING in tensor_names(file):
+            with safe_open(file, "pt") as tensors:
+                return tensors.get_tensor(EMBEDDING)
+    raise ValueError(f"target: no {EMBEDDING} in {path!r}")
+
+
+def tensor_names(file: Path) -> list[str]:
+    """The names of the tensors in a file of safetensors. Raises ValueError for one that cannot be read."""
+    try:
+        with safe_open(file, "pt") as tensors:
+            return list(tensors.keys())
+    except SafetensorError as error:
+        raise ValueError(f"{str(file)!r} cannot be read, truncated or not weights: {error}") from error
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Which file has which tensor, empty where no index says."""
+    index = folder / INDEX
+    return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"]) if index.is_file() else {}
+
+
+def _fetch_target(path: str, patterns: list[str], hub: Mapping[str, Any]) -> Path:
+    try:
+        return Path(snapshot_download(path, allow_patterns=patterns, **hub))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"target: {path!r} is no directory, and no hub id to be had: {error}") from error
+
+
 # --- the head ---
 
 
@@ -208,7 +254,18 @@ def read_head(path: str, **hub: Any) -> tuple[dict[str, Any], dict[str, Tensor]]
             tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
         except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"draft head: {str(file)!r} cannot be read, truncated or not weights: {error}") from error
-    return json.loads((directory / "config.json").read_text(encoding="utf-8")), tensors
+    return _read_json(directory / "config.json"), tensors
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in a file. Raises ValueError for what is none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"draft head: {str(file)!r} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"draft head: {str(file)!r} must hold an object, got {type(found).__name__}")
+    return found
 
 
 def read_draft_config(raw: Mapping[str, Any]) -> DraftConfig:
@@ -244,16 +301,36 @@ def rename_tensors(tensors: Mapping[str, Tensor], use_eagle3: bool) -> dict[str,
     return renamed
 
 
-def load_head(path: str, use_eagle3: bool, target_config: Any, tree: Mapping[str, Any], **hub: Any) -> DraftHead:
+def is_eagle3(tensors: Iterable[str]) -> bool:
+    """Whether tensors of these names, in any layout, are an EAGLE-3 head's: none before it norms the hidden states."""
+    return any(name.endswith("hidden_norm.weight") for name in tensors)
+
+
+def settle_biases(config: DraftConfig, tensors: dict[str, Tensor]) -> DraftConfig:
+    """The config with the biases that the weights show, which engines name otherwise or not at all.
+
+    vLLM, SGLang and speculators have a bias in `o_proj` wherever queries have one. No head here has: zeros are left out
+    of `tensors`.
+    """
+    for name in [name for name in tensors if name.endswith("o_proj.bias")]:
+        if not tensors[name].any():
+            del tensors[name]
+    queries = any(name.endswith("q_proj.bias") for name in tensors)
+    return config.replace(bias=config.bias or "fc.bias" in tensors, qkv_bias=config.qkv_bias or queries)
+
+
+def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapping[str, Any], **hub: Any) -> DraftHead:
     """A head that fits the target. Without an embedding of its own, `embed_tokens.weight` stays on the meta device.
 
-    tree: keyword arguments of `DraftHead`; where `save_pretrained` stored a tree, None takes the stored value. hub: as
-    for `read_head`.
+    use_eagle3: whether it is an EAGLE-3 head; None: its weights tell. tree: keyword arguments of `DraftHead`; where
+    `save_pretrained` stored a tree, None takes the stored value. hub: as for `read_head`.
     Raises FileNotFoundError and ValueError, before any weight of the target is read.
     """
     raw, tensors = read_head(path, **hub)
     config = read_draft_config(raw)
+    use_eagle3 = is_eagle3(tensors) if use_eagle3 is None else use_eagle3
     tensors = rename_tensors(tensors, use_eagle3)
+    config = settle_biases(config, tensors)
     query = tensors.get("midlayer.self_attn.q_proj.weight" if use_eagle3 else "layers.0.self_attn.q_proj.weight")
     if query is not None:  # some configs leave head_dim out or wrong; the weights decide
         config = config.replace(head_dim=query.shape[0] // config.num_attention_heads)

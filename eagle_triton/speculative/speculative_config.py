@@ -16,6 +16,7 @@ from typing import Any, NoReturn, get_args
 from eagle_triton.engine.drafts.counted import MOST_FILLERS, MOST_N, NgramStorageKind
 from eagle_triton.engine.tree_spec import MOST_NODES
 from eagle_triton.reference.suffix_match import Match
+from eagle_triton.speculative import serving_options
 from eagle_triton.speculative.arguments import check_switches, integer
 
 __all__ = ["MAX_SLOTS", "AcceptPolicy", "MTPStrategy", "SpecMethod", "SpeculativeConfig", "VerifyStrategy"]
@@ -267,8 +268,24 @@ class SpeculativeConfig:
 
     def to_json(self) -> str:
         """What differs from the defaults, as JSON that `from_json` makes the same configuration of."""
-        values = {name: getattr(self, name) for name in self._given()}
+        values = {name: getattr(self, name) for name in self.given()}
         return json.dumps({"method": self.method, **values})
+
+    def to_vllm(self) -> dict[str, Any] | None:
+        """The same for vLLM: `vllm.LLM(target, speculative_config=...)`, and as JSON behind `--speculative-config`.
+
+        None where nothing is drafted. `model` must be one that vLLM reads, an EAGLE-3 head for method eagle
+        (`export_head` writes it). suffix needs its arctic-inference. Raises ValueError naming what vLLM does not offer:
+        a method (nasd, hybrid), an option, a strategy that is not lossless.
+        """
+        return serving_options.vllm_options(self)
+
+    def to_sglang(self) -> dict[str, Any]:
+        """The same for SGLang: keyword arguments of `sglang.Engine`, and with dashes options of its server.
+
+        Empty where nothing is drafted; else a chain. Raises as `to_vllm`, and for method suffix.
+        """
+        return serving_options.sglang_options(self)
 
     @property
     def lossless(self) -> bool:
@@ -323,7 +340,7 @@ class SpeculativeConfig:
             self._set("method", SpecMethod.HYBRID)
 
     def _refuse_what_is_not_read(self) -> None:
-        for name in self._given():
+        for name in self.given():
             value = getattr(self, name)
             if self.method is None:
                 raise ValueError(f"{name}={value} needs a method, one of {', '.join(SpecMethod)}; method is None")
@@ -413,7 +430,7 @@ class SpeculativeConfig:
         if self.benchmark_mode:
             self._set("accept_policy", AcceptPolicy.REJECT_ALL)
 
-    def _given(self) -> list[str]:
+    def given(self) -> list[str]:
         """The options beside the method that are not as by default."""
         hybrid = ("mtp_strategy",) if self.method is SpecMethod.HYBRID else ()
         return [

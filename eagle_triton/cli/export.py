@@ -1,0 +1,96 @@
+"""`eagle-triton export`: write a draft head for vLLM, SGLang, speculators or SafeAILab's EaModel, and how to serve it.
+
+    eagle-triton export demo --to vllm -o OUT
+    eagle-triton export HEAD --target MODEL --to sglang -o OUT
+    eagle-triton export HEAD --target MODEL --to vllm --tensor-parallel-size 4 --check -o OUT
+
+HEAD is a directory or hub id in any layout; demo is the embedded EAGLE-3 head. What is on stdout can be pasted: the
+command, then the same in Python. What changes is on stderr.
+Exit code 0: written; 1: written, and --check found other drafts; 2: a wrong argument, or the engine cannot do it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from eagle_triton.benchmarks import arguments
+from eagle_triton.benchmarks.arguments import Parser
+from eagle_triton.export.engines import ENGINES, READERS
+
+TREE = ("total_token", "depth", "top_k")
+
+
+def main(argv: list[str] | None = None, program: str = "eagle-triton export") -> int:
+    """Export a head; `program` is what it is called in its help and its errors."""
+    parser, args = _parse(argv, program)
+    tree = {name: getattr(args, name) for name in TREE}
+    compared = None
+    with parser.explains():
+        import torch
+
+        from eagle_triton.export.comparison import compare_drafts
+        from eagle_triton.export.export_head import export_head
+
+        plan = export_head(
+            args.head,
+            args.to,
+            args.output,
+            args.target,
+            **tree,
+            num_speculative_tokens=args.num_speculative_tokens,
+            tensor_parallel_size=args.tensor_parallel_size,
+        )
+        if args.check:
+            dtype = args.dtype and getattr(torch, args.dtype)
+            device = args.device or "cpu"
+            compared = compare_drafts(args.head, plan.folder, args.target, device=device, dtype=dtype, **tree)
+    if args.json:
+        print(json.dumps({**plan.to_dict(), "check": None if compared is None else vars(compared)}, indent=2))
+    else:
+        _tell(plan, compared)
+    return 0 if compared is None or compared.same else 1
+
+
+def _tell(plan: Any, compared: Any) -> None:
+    told = [f"wrote {plan.folder}", *plan.notes]
+    if compared is not None:
+        told.append(f"read back: the same bits, {compared.equal} of {compared.prompts} draft trees are equal")
+    print(*told, sep="\n", file=sys.stderr, flush=True)
+    print(*([plan.shell] if plan.command else []), plan.python, sep="\n\n")
+
+
+def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Namespace]:
+    parser = Parser(program, (__doc__ or "").replace("eagle-triton export", program))
+    add, whole = parser.add_argument, arguments.whole
+    add("head", type=arguments.model, metavar="HEAD", help="directory or hub id; demo: the embedded EAGLE-3 head")
+    add("--target", type=arguments.model, metavar="PATH_OR_ID", help="the model that HEAD drafts for")
+    add("--to", choices=ENGINES, required=True, help="who takes it")
+    add("-o", "--output", type=arguments.new_directory, required=True, metavar="OUT", help="a directory to be made")
+    add("--total-token", type=whole(2, 1024), metavar="N", help="nodes of the tree (default: the head's)")
+    add("--depth", type=whole(1, 1024), metavar="N", help="its beam passes behind the first (default: the head's)")
+    add("--top-k", type=whole(1, 1024), metavar="N", help="its beam width (default: the head's)")
+    add(
+        "--num-speculative-tokens",
+        type=whole(1, 1024),
+        metavar="N",
+        help="drafts a step of vLLM (default: the tree's levels)",
+    )
+    add("--tensor-parallel-size", type=whole(1, 1024), default=1, metavar="N", help="GPUs of the engine (default: 1)")
+    add("--check", action="store_true", help="read it back, and compare its drafts of 32 prompts")
+    add("--device", type=arguments.device, metavar="NAME", help="of --check: cpu, cuda or cuda:N (default: cpu)")
+    add("--dtype", choices=arguments.DTYPES, help="of --check (default: float32)")
+    add("--json", action="store_true", help="print all of it as JSON")
+    args = parser.parse_args(argv)
+    if args.target is None and args.head != "demo" and not arguments.holds_target(args.head):
+        parser.error(f"--target must name the model that {args.head} drafts for")
+    for name in ("device", "dtype"):
+        if getattr(args, name) is not None and not args.check:
+            parser.error(f"--{name} must come with --check, which alone runs a model")
+    for name, engines in READERS.items():
+        if getattr(args, name) not in (None, 1) and args.to not in engines:
+            parser.error(f"--{name.replace('_', '-')} is not read by --to {args.to}, but by {', '.join(engines)}")
+    arguments.check_device(parser, args.device or "cpu")
+    return parser, args

@@ -1,0 +1,104 @@
+"""An exported head, read back: the same bits, and the same drafts as before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle_triton.demo import demo_prompts
+from eagle_triton.export.contents import HeadContents, read_contents
+from eagle_triton.models.heads import DraftHead, Eagle1Head, Eagle3Head
+from eagle_triton.models.loading import fit_head, load_target, load_tokenizer
+from eagle_triton.models.target import TargetCache, run_target
+
+PROMPT_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Prompts that both heads drafted trees for, and how many of these trees were equal in tokens and shape."""
+
+    prompts: int
+    equal: int
+
+    @property
+    def same(self) -> bool:
+        """Whether all were."""
+        return self.equal == self.prompts
+
+
+def compare_drafts(
+    head: Any,
+    folder: str | Path,
+    target: Any = None,
+    *,
+    prompts: int = 32,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    **tree: int | None,
+) -> Comparison:
+    """Read a folder that `export_head` wrote, and let both heads draft a tree for each of some prompts.
+
+    head, target, and tree (total_token, depth, top_k): as `export_head` was given them. prompts: how many, pieces of
+    Python code, at most 64 tokens of each; without a tokenizer beside the target, random tokens. The target runs on
+    `device`; dtype: None for float32. Raises as loading does, and ValueError for tensors that differ in a bit.
+    """
+    before = read_contents(head, target, tree)
+    after = read_contents(str(folder), before.target.path, {**tree, **vars(before.tree)})
+    _check_bits(before, after)
+    model: Any = load_target(before.target.path, dtype=dtype or torch.float32).to(device)
+    first, second = (fit_head(_module(contents), model) for contents in (before, after))
+    features = before.feature_layers or None
+    trees = [
+        tuple(_draft(each, model, ids.to(device), features) for each in (first, second))
+        for ids in _prompts(prompts, before.target)
+    ]
+    return Comparison(prompts, sum(all(map(torch.equal, one, other)) for one, other in trees))
+
+
+def _check_bits(before: HeadContents, after: HeadContents) -> None:
+    if before.config != after.config:
+        raise ValueError(f"export: config.json says {after.config}, the head is {before.config}")
+    if missing := before.tensors.keys() ^ after.tensors.keys():
+        raise ValueError(f"export: {', '.join(sorted(missing))} is in one of both heads alone")
+    for name, tensor in before.tensors.items():
+        if tensor.dtype != after.tensors[name].dtype or not torch.equal(tensor, after.tensors[name]):
+            raise ValueError(f"export: {name} is not what it was")
+
+
+def _module(head: HeadContents) -> DraftHead:
+    """The head, to run; without an embedding of its own `embed_tokens.weight` stays on the meta device."""
+    with torch.device("meta"):
+        module = (Eagle3Head if head.eagle3 else Eagle1Head)(head.config, **vars(head.tree))
+    module.load_state_dict({name: tensor.clone() for name, tensor in head.tensors.items()}, strict=False, assign=True)
+    return module
+
+
+def _prompts(count: int, target: Any) -> Iterator[Tensor]:
+    """Token ids [1, at most 64] int64."""
+    tokenizer = load_tokenizer(target.path)
+    random = torch.Generator().manual_seed(0)
+    for text in demo_prompts(count):
+        ids = None if tokenizer is None else tokenizer(text, return_tensors="pt").input_ids[:, :PROMPT_TOKENS]
+        if ids is None or not ids.shape[1]:
+            ids = torch.randint(target.config.vocab_size, (1, PROMPT_TOKENS), generator=random)
+        yield ids.long()
+
+
+@torch.no_grad()
+def _draft(
+    head: DraftHead, target: nn.Module, ids: Tensor, features: tuple[int, ...] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, mask, depths) of the first tree behind a prompt."""
+    model: Any = target
+    head.reset_kv()
+    hidden, seen = run_target(model, ids, TargetCache(), feature_layers=features)
+    root = model.lm_head(hidden[0, -1]).argmax()
+    sequence = torch.cat((ids, root.view(1, 1)), dim=1)
+    tokens, _, mask, depths = head.topK_genrate(seen, sequence, model.lm_head)
+    return tokens, mask, depths

@@ -1,0 +1,154 @@
+"""What a draft head is apart from any layout: sizes, tensors, the tree it drafts, and the target it was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_triton.export.source import Source, find_source
+from eagle_triton.models.heads import DraftConfig, DraftHead, Eagle3Head, rope_type
+from eagle_triton.models.loading import check_fit, load_head, read_target_config, read_target_embedding
+from eagle_triton.models.target import default_feature_layers
+from eagle_triton.models.tree import check_dynamic_tree
+
+EMBEDDING = "embed_tokens.weight"
+POSITIONS = (
+    "max_position_embeddings is raised from {} to the target's {}, as far as this package drafts too: behind the "
+    "former, drafts may be accepted less often"
+)
+
+
+class ExportError(ValueError):
+    """An engine cannot do what a head needs; the message names the field, tensor or option. Nothing was written."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model that a head drafts for. `path`: a directory or hub id, as commands name it."""
+
+    path: str
+    config: Any
+
+    @property
+    def family(self) -> str:
+        """Its model_type."""
+        return str(self.config.model_type)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A dynamic tree: nodes with the root, beam passes behind the first, beam width. As `EaModel.from_pretrained`."""
+
+    total_token: int
+    depth: int
+    top_k: int
+
+    @property
+    def levels(self) -> int:
+        """Tokens on its longest path, the root not counted; so many passes of the head draft it."""
+        return min(self.depth + 1, self.total_token - 1)
+
+
+@dataclass(frozen=True)
+class HeadContents:
+    """A head.
+
+    `tensors` go by the names of `models.heads`; `embed_tokens.weight` is among them only if it is not the target's.
+    `config` says which layers feed an EAGLE-3 head, reaches as many positions as the target, and knows only biases that
+    are not zero. `trained_positions`: what the head's own config says of positions.
+    """
+
+    eagle3: bool
+    config: DraftConfig
+    tensors: Mapping[str, Tensor]
+    tree: Tree
+    target: Target
+    trained_positions: int
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of its matrices, by the name that configurations have for it."""
+        return str(self.tensors["fc.weight"].dtype).removeprefix("torch.")
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The target's layers whose inputs feed an EAGLE-3 head; none for another."""
+        return self.config.feature_layers or ()
+
+    @property
+    def has_own_width(self) -> bool:
+        """Whether its hidden states are not as wide as the target's."""
+        return self.config.target_hidden_size != self.config.hidden_size
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is new in the head, whoever takes it."""
+        trained, written = self.trained_positions, self.config.max_position_embeddings
+        return (POSITIONS.format(trained, written),) if trained < written else ()
+
+
+def read_contents(head: Any, target: Any, tree: Mapping[str, int | None]) -> HeadContents:
+    """A head from what `export_head` takes; `tree`: its arguments of these names. Raises as it does."""
+    source = find_source(head, target)
+    config = read_target_config(source.path) if source.model is None else source.model.config
+    if isinstance(source.head, DraftHead):
+        module = source.head
+        check_fit(module.config, config, isinstance(module, Eagle3Head))
+    else:
+        module = load_head(source.head, None, config, tree)
+    return _contents(module, _own_embedding(module, source), Target(source.path_for_commands, config), tree)
+
+
+def _own_embedding(head: DraftHead, source: Source) -> Tensor | None:
+    """The head's embedding, None where it is the target's."""
+    own = head.embed_tokens.weight.detach()
+    if own.is_meta:
+        return None
+    if head.config.hidden_size != head.config.target_hidden_size:
+        return own
+    model = source.model
+    theirs = read_target_embedding(source.path) if model is None else model.get_input_embeddings().weight.detach()
+    return None if torch.equal(own, theirs.to(own.device, own.dtype)) else own
+
+
+def _contents(
+    head: DraftHead, embedding: Tensor | None, target: Target, asked: Mapping[str, int | None]
+) -> HeadContents:
+    tensors = {name: tensor for name, tensor in head.state_dict().items() if name != EMBEDDING}
+    if embedding is not None:
+        tensors[EMBEDDING] = embedding
+    if "fc.bias" in tensors and not tensors["fc.bias"].any():
+        del tensors["fc.bias"]
+    config, eagle3 = head.config, isinstance(head, Eagle3Head)
+    layers = (config.feature_layers or default_feature_layers(target.config.num_hidden_layers)) if eagle3 else None
+    settled = config.replace(
+        bias="fc.bias" in tensors,
+        feature_layers=layers,
+        rope_scaling=_rope_scaling(config),
+        max_position_embeddings=max(config.max_position_embeddings, target.config.max_position_embeddings),
+    )
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return HeadContents(eagle3, settled, tensors, _tree(head, asked), target, config.max_position_embeddings)
+
+
+def _rope_scaling(config: DraftConfig) -> dict[str, Any] | None:
+    """With its kind under the newer name; None where nothing is scaled."""
+    kind = rope_type(config.rope_scaling)
+    if config.rope_scaling is None or kind == "default":
+        return None
+    rest = {name: value for name, value in config.rope_scaling.items() if name not in ("type", "rope_type")}
+    return {"rope_type": kind, **rest}
+
+
+def _tree(head: DraftHead, asked: Mapping[str, int | None]) -> Tree:
+    """The head's tree with the changes that were asked for. Raises ValueError for one that cannot be drafted."""
+    changes = {name: value for name, value in asked.items() if value is not None}
+    if head.tree_choices is not None and not changes:
+        raise ExportError("tree_choices: a fixed tree is not handed over; give total_token, depth and top_k instead")
+    tree = replace(Tree(head.total_tokens + 1, head.depth, head.top_k), **changes)
+    check_dynamic_tree(tree.total_token - 1, tree.depth, tree.top_k, head.config.draft_vocab_size)
+    return tree

@@ -1,0 +1,7 @@
+"""Who takes a head, and which options each reads. The standard library alone."""
+
+ENGINES = ("vllm", "sglang", "speculators", "safeailab")
+READERS = {  # of the options that not all of them read
+    "num_speculative_tokens": ("vllm", "speculators"),
+    "tensor_parallel_size": ("vllm", "sglang", "speculators"),
+}

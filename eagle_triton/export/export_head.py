@@ -1,0 +1,153 @@
+"""The door: a head is read, checked for an engine, written in its layout, and a way to serve it comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eagle_triton.export import safeailab, sglang, speculators, vllm
+from eagle_triton.export.contents import ExportError, HeadContents, read_contents
+from eagle_triton.export.engines import ENGINES, READERS
+from eagle_triton.export.launch_plan import LaunchPlan
+
+
+def export_head(
+    head: Any,
+    to: str,
+    path: str | Path,
+    target: Any = None,
+    *,
+    total_token: int | None = None,
+    depth: int | None = None,
+    top_k: int | None = None,
+    num_speculative_tokens: int | None = None,
+    tensor_parallel_size: int = 1,
+) -> LaunchPlan:
+    """Write a draft head in the layout of an engine, and say how to serve it.
+
+    head: an EaModel, a draft head, or the directory or hub id of one in any layout that `EaModel.from_pretrained`
+    reads; "demo" and what `EaModel.save_pretrained` wrote hold their targets, too. to: "vllm", "sglang", "speculators"
+    or "safeailab". path: a directory that does not exist yet, or is empty; it gets config.json and model.safetensors.
+    target: directory or hub id of the model that the head drafts for, or beside a draft head the model itself; None:
+    the one that lies with `head`.
+
+    total_token, depth, top_k: the tree, as `EaModel.from_pretrained` takes it; None: the head's own. SGLang drafts that
+    tree. num_speculative_tokens: drafts a step of vLLM, which has chains alone; None: as deep as the tree.
+    tensor_parallel_size: GPUs that share target and head.
+
+    Tensors keep their dtype and their bits. An embedding that is the target's is left out, and engines take it from
+    there. `max_position_embeddings` is raised to the target's.
+
+    Raises ExportError, a ValueError, naming what the engine cannot do; ValueError, TypeError and FileNotFoundError as
+    loading does, and FileExistsError for a directory that holds something. Nothing is written then.
+    """
+    options = dict(num_speculative_tokens=num_speculative_tokens, tensor_parallel_size=tensor_parallel_size)
+    check_options(to, options)
+    folder = _free(Path(path).expanduser())
+    contents = read_contents(head, target, dict(total_token=total_token, depth=depth, top_k=top_k))
+    chain = num_speculative_tokens or contents.tree.levels
+    config, tensors, plan = _written(contents, to, folder, chain, tensor_parallel_size)
+    _write(folder, config, tensors)
+    return plan
+
+
+def check_options(to: str, options: Mapping[str, Any]) -> None:
+    """ValueError for an unknown engine, an option that it does not read, or one out of range; TypeError for no int."""
+    if to not in ENGINES:
+        raise ValueError(f"to must be one of {', '.join(ENGINES)}, got {to!r}")
+    for name, unset in (("num_speculative_tokens", None), ("tensor_parallel_size", 1)):
+        value = options[name]
+        if value == unset and not isinstance(value, bool):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an integer, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+        if to not in READERS[name]:
+            raise ValueError(f"{name}={value} is not read by {to}, but by {', '.join(READERS[name])}")
+
+
+def _written(
+    head: HeadContents, to: str, folder: Path, chain: int, ranks: int
+) -> tuple[dict[str, Any], dict[str, Tensor], LaunchPlan]:
+    """(config.json, tensors, plan); raises ExportError for what the engine cannot do."""
+    _check_ranks(head, ranks)
+    if to == "vllm":
+        vllm.check(head)
+        plan = vllm.plan(head, folder, chain, ranks)
+        return vllm.config(head), vllm.tensors(head), replace(plan, notes=(*plan.notes, *_for_sglang(head)))
+    if to == "sglang":
+        sglang.check(head)
+        return sglang.config(head), sglang.tensors(head), sglang.plan(head, folder, ranks)
+    if to == "speculators":
+        speculators.check(head)
+        config = speculators.config(head, chain)
+        return config, speculators.tensors(head), speculators.plan(head, folder, chain, ranks)
+    safeailab.check(head)
+    return safeailab.config(head), safeailab.tensors(head), safeailab.plan(head, folder)
+
+
+def _check_ranks(head: HeadContents, ranks: int) -> None:
+    """ExportError unless engines can divide the layers of both models by so many GPUs."""
+    for whose, config in (("head", head.config), ("target", head.target.config)):
+        for name in ("num_attention_heads", "intermediate_size"):
+            if (size := getattr(config, name)) % ranks:
+                raise ExportError(f"tensor_parallel_size={ranks} must divide the {whose}'s {name}, which is {size}")
+        keys = config.num_key_value_heads
+        if keys % ranks and ranks % keys:
+            raise ExportError(
+                f"tensor_parallel_size={ranks} must divide the {whose}'s num_key_value_heads, or be a multiple of it, "
+                f"which is {keys}"
+            )
+
+
+def _for_sglang(head: HeadContents) -> tuple[str, ...]:
+    """Whether SGLang serves what was written for vLLM."""
+    if not head.eagle3:
+        return ()
+    try:
+        sglang.check(head)
+    except ExportError as error:
+        return (f"SGLang does not serve this folder; {error}",)
+    return ("SGLang serves the same folder: what is written for it is the same",)
+
+
+def _free(folder: Path) -> Path:
+    """An absolute path at which nothing lies that would be lost."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        what = "holds something already" if folder.is_dir() else "is a file"
+        raise FileExistsError(f"path: {str(folder)!r} {what}; give a directory that does not exist yet, or is empty")
+    return folder.absolute()
+
+
+def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+    """All or nothing: what is interrupted leaves no folder that an engine could take for whole."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, beside / "model.safetensors", metadata={"format": "pt"})
+        for made, mode in ((beside, 0o777), *((file, 0o666) for file in beside.iterdir())):
+            made.chmod(mode & ~_umask())  # both writers make what only their user may read
+        if folder.is_dir():
+            folder.rmdir()
+        beside.rename(folder)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def _umask() -> int:
+    """What a new directory's permissions lack; it can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,80 @@
+"""The layout that vLLM and SGLang both read: all fields at the top level of config.json, the layers called `layers.N`.
+
+What either reads of it (vLLM 0.20.2, SGLang 0.5.13): the first its `eagle_aux_hidden_state_layer_ids` at the top level,
+layers by their input, and norm_before_residual; the second those in `eagle_config`, layers by their output. Both make
+biases in attention where `attention_bias` or `bias` is true, in `o_proj` too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_triton.export.contents import ExportError, HeadContents
+
+EAGLE3 = "LlamaForCausalLMEagle3"  # a name that both engines know
+
+
+def flat_config(head: HeadContents, architecture: str) -> dict[str, Any]:
+    """config.json of a head, `architecture` being the class that reads it."""
+    sizes = layer_fields(head)
+    config: dict[str, Any] = dict(architectures=[architecture], model_type="llama", dtype=head.dtype, **sizes)
+    if head.eagle3:
+        layers = list(head.feature_layers)
+        config |= dict(
+            draft_vocab_size=head.config.draft_vocab_size,
+            norm_before_residual=head.config.norm_before_residual,
+            eagle_aux_hidden_state_layer_ids=layers,
+            eagle_config=dict(
+                use_aux_hidden_state=True, eagle_aux_hidden_state_layer_ids=[layer - 1 for layer in layers]
+            ),
+        )
+        if head.has_own_width:  # a field that, once it is there, must be a number
+            config["target_hidden_size"] = head.config.target_hidden_size
+    return config
+
+
+def layer_fields(head: HeadContents) -> dict[str, Any]:
+    """Sizes, positions and switches of a Llama layer, as transformers names them before and since its version 5."""
+    config = head.config
+    return dict(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        hidden_act=config.hidden_act,
+        rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_theta=config.rope_theta,
+        rope_scaling=config.rope_scaling,
+        rope_parameters={"rope_theta": config.rope_theta, **(config.rope_scaling or {"rope_type": "default"})},
+        attention_bias=config.qkv_bias,
+        bias=False,
+        mlp_bias=False,
+        tie_word_embeddings=False,
+    )
+
+
+def layer_tensors(head: HeadContents) -> dict[str, Tensor]:
+    """The tensors with the layers called `layers.N`, and zeros for the biases in `o_proj` that no head here has."""
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in head.tensors.items()}
+    if head.config.qkv_bias:
+        for name in [name for name in tensors if name.endswith("o_proj.weight")]:
+            weight = tensors[name]
+            tensors[name.replace("weight", "bias")] = torch.zeros(weight.shape[0], dtype=weight.dtype)
+    return tensors
+
+
+def check_layers_in_order(head: HeadContents, engine: str) -> None:
+    """ExportError for feature layers that an engine, which collects them while it runs, would hand over reordered."""
+    layers = head.feature_layers
+    if list(layers) != sorted(set(layers)):
+        raise ExportError(
+            f"{engine}: eagle_aux_hidden_state_layer_ids must rise, because it hands features over in the order of the "
+            f"layers; got {list(layers)}"
+        )

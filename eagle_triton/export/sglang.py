@@ -1,0 +1,76 @@
+"""SGLang: one folder that its server takes as the draft model. By the code of SGLang 0.5.13."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_triton.export.contents import EMBEDDING, ExportError, HeadContents
+from eagle_triton.export.flat_config import EAGLE3, check_layers_in_order, flat_config, layer_tensors
+from eagle_triton.export.launch_plan import LaunchPlan, flags
+
+EAGLE1 = "LlamaForCausalLMEagle"
+BACKENDS = "trees need pages of one token, or one of SGLang's attention backends fa3, flashinfer and triton"
+
+
+def check(head: HeadContents) -> None:
+    """ExportError for what SGLang cannot do."""
+    if EMBEDDING in head.tensors and not head.has_own_width:
+        raise ExportError(
+            f"SGLang: {EMBEDDING} is not the target's, and SGLang gives every head of the target's width the target's; "
+            "vLLM keeps it (to='vllm')"
+        )
+    if not head.eagle3:
+        return
+    check_layers_in_order(head, "SGLang")
+    if 0 in head.feature_layers:
+        raise ExportError(
+            f"SGLang: eagle_aux_hidden_state_layer_ids={list(head.feature_layers)} begin with the embedding (0), which "
+            "it cannot hand over; vLLM can (to='vllm')"
+        )
+    if head.config.norm_before_residual:
+        raise ExportError(
+            "SGLang: norm_before_residual=True is not read by it, its residual is always taken before the norm; vLLM "
+            "reads it (to='vllm')"
+        )
+    if head.config.qkv_bias:
+        raise ExportError(
+            "SGLang: midlayer.self_attn.q_proj.bias would be left out, its EAGLE-3 layer has no biases; vLLM's has "
+            "(to='vllm')"
+        )
+
+
+def config(head: HeadContents) -> dict[str, Any]:
+    """config.json."""
+    return flat_config(head, EAGLE3 if head.eagle3 else EAGLE1)
+
+
+def tensors(head: HeadContents) -> dict[str, Tensor]:
+    """model.safetensors. An EAGLE-1 head's fc has a bias in SGLang, which would be random if it were left out."""
+    named = layer_tensors(head)
+    if not head.eagle3 and "fc.bias" not in named:
+        named["fc.bias"] = torch.zeros(head.config.hidden_size, dtype=named["fc.weight"].dtype)
+    return named
+
+
+def plan(head: HeadContents, folder: Path, ranks: int) -> LaunchPlan:
+    """ranks: GPUs that share the target and the head."""
+    speculative = dict(
+        speculative_algorithm="EAGLE3" if head.eagle3 else "EAGLE",
+        speculative_draft_model_path=str(folder),
+        speculative_num_steps=head.tree.levels,
+        speculative_eagle_topk=head.tree.top_k,
+        speculative_num_draft_tokens=head.tree.total_token,
+    )
+    shared = dict(tp_size=ranks) if ranks > 1 else {}
+    arguments: dict[str, Any] = dict(model_path=head.target.path, **shared, **speculative)
+    return LaunchPlan(
+        folder,
+        ("python", "-m", "sglang.launch_server", *flags(arguments)),
+        "sglang.Engine",
+        arguments,
+        ((BACKENDS,) if head.tree.top_k > 1 else ()) + head.notes,
+    )

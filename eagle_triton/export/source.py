@@ -1,0 +1,86 @@
+"""Where a head and its target are: in memory, in one directory, or in two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from eagle_triton.demo import DRAFT, HYBRID, demo_directory
+from eagle_triton.models.heads import DraftHead
+from eagle_triton.models.loading import HEAD_FOLDERS, TARGET_FOLDER, locate, tensor_names
+
+
+@dataclass(frozen=True)
+class Source:
+    """A head and the model that it drafts for."""
+
+    head: DraftHead | str  # as a module, or where one lies
+    path: str  # of the target
+    model: Any | None = None  # the target, where it is in memory
+
+    @property
+    def path_for_commands(self) -> str:
+        """The target's path, from wherever a command is typed."""
+        folder = Path(self.path).expanduser()
+        return str(folder.resolve()) if folder.is_dir() else self.path
+
+
+def find_source(head: Any, target: Any) -> Source:
+    """From what `export_head` takes. Raises as it does."""
+    if hasattr(head, "ea_layer") and hasattr(head, "base_model"):
+        if not isinstance(head.ea_layer, DraftHead):
+            raise TypeError(
+                f"head: {type(head).__module__}.{type(head).__name__} is not this package's EaModel; give the "
+                "directory of its head"
+            )
+        path = head.base_model_name_or_path if target is None else str(target)
+        return Source(head.ea_layer, _saved_target(_named(path)), head.base_model)
+    if isinstance(head, DraftHead):
+        if isinstance(target, nn.Module):
+            return Source(head, _named(getattr(target.config, "_name_or_path", "")), target)
+        if target is None:
+            raise ValueError("target: needed, because a head alone does not say what it drafts for")
+        return Source(head, _saved_target(str(target)))
+    if not isinstance(head, (str, Path)):
+        raise TypeError(f"head must be an EaModel, a draft head, a directory or a hub id, got {type(head).__name__}")
+    path = str(head)
+    saved = _is_saved_pair(path)
+    if target is None and not saved:
+        raise ValueError(f"target: needed, because {path!r} does not hold the model that the head drafts for")
+    if isinstance(target, nn.Module):
+        raise TypeError("target: a head that is given by its path needs the target's path too")
+    head_path = locate(path, None, True)[1] if saved else path
+    _check_is_head(head_path)
+    return Source(head_path, _saved_target(path if target is None else str(target)))
+
+
+def _check_is_head(path: str) -> None:
+    """ValueError for the weights of something else, which need no export."""
+    brought = {DRAFT: "draft", HYBRID: "gdn"}  # models of this package that go by a name
+    folder = demo_directory(brought[path]) if path in brought else Path(path).expanduser()
+    names = [name for file in sorted(folder.glob("*.safetensors")) for name in tensor_names(file)]
+    if names and not any(name.removeprefix("model.") == "fc.weight" for name in names):
+        raise ValueError(
+            f"head: {path!r} is no draft head: it has no fc.weight. Draft models and multi-token-prediction layers are "
+            "served as they lie: SpeculativeConfig(...).to_vllm() and .to_sglang() say how"
+        )
+
+
+def _named(path: Any) -> str:
+    if not path:
+        raise ValueError("target: needed, because the model does not say where it came from: a directory or hub id")
+    return str(path)
+
+
+def _is_saved_pair(path: str) -> bool:
+    """Whether a path is the demo, or a directory that `EaModel.save_pretrained` wrote."""
+    heads = (Path(path) / folder / "config.json" for folder in HEAD_FOLDERS.values())
+    return path == "demo" or ((Path(path) / TARGET_FOLDER / "config.json").is_file() and any(map(Path.is_file, heads)))
+
+
+def _saved_target(path: str) -> str:
+    """The target in a directory that holds a head, too; any other path as it is."""
+    return locate(path, None, True)[0] if _is_saved_pair(path) else path

@@ -1,0 +1,78 @@
+"""The layout of speculators, which vLLM serves by itself: the head names its target. By the code of speculators 0.9.0.
+
+Its sizes stand in `transformer_layer_config`, what is an EAGLE-3 head's own at the top level.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from eagle_triton.export import vllm
+from eagle_triton.export.contents import ExportError, HeadContents
+from eagle_triton.export.flat_config import layer_fields, layer_tensors
+from eagle_triton.export.launch_plan import LaunchPlan, flags
+
+ARCHITECTURE = "Eagle3Speculator"
+
+
+def check(head: HeadContents) -> None:
+    """ExportError for what speculators, or vLLM behind it, cannot do."""
+    if not head.eagle3:
+        raise ExportError(
+            "speculators: an EAGLE-1/2 head (midlayer.hidden_norm is missing) has no place in it since 0.5; vLLM and "
+            "SGLang have (to='vllm', to='sglang')"
+        )
+    if head.has_own_width:
+        raise ExportError(
+            f"speculators: target_hidden_size={head.config.target_hidden_size} must be the head's hidden_size "
+            f"({head.config.hidden_size}), as wide as its fc takes features; vLLM takes both (to='vllm')"
+        )
+    vllm.check_eagle3(head)
+
+
+def config(head: HeadContents, chain: int) -> dict[str, Any]:
+    """config.json. chain: drafts a step, which vLLM takes from here."""
+    layer = dict(model_type="llama", dtype=head.dtype, **layer_fields(head))
+    verifier = dict(name_or_path=head.target.path, architectures=list(head.target.config.architectures or ()))
+    return dict(
+        architectures=[ARCHITECTURE],
+        speculators_model_type="eagle3",
+        dtype=head.dtype,
+        draft_vocab_size=head.config.draft_vocab_size,
+        norm_before_residual=head.config.norm_before_residual,
+        norm_before_fc=False,
+        fc_norm=False,
+        norm_output=False,
+        target_hidden_size=None,
+        eagle_aux_hidden_state_layer_ids=list(head.feature_layers),
+        tie_word_embeddings=False,
+        transformer_layer_config=layer,
+        speculators_config=dict(
+            algorithm="eagle3",
+            default_proposal_method="greedy",
+            proposal_methods=[
+                dict(proposal_type="greedy", speculative_tokens=chain, verifier_accept_k=1, accept_tolerance=0.0)
+            ],
+            verifier=verifier,
+        ),
+    )
+
+
+def tensors(head: HeadContents) -> dict[str, Tensor]:
+    """model.safetensors."""
+    return layer_tensors(head)
+
+
+def plan(head: HeadContents, folder: Path, chain: int, ranks: int) -> LaunchPlan:
+    """chain, ranks: as for vLLM, which takes all but the latter from the folder."""
+    shared = dict(tensor_parallel_size=ranks) if ranks > 1 else {}
+    return LaunchPlan(
+        folder,
+        ("vllm", "serve", str(folder), *flags(shared)),
+        "vllm.LLM",
+        dict(model=str(folder), **shared),
+        (*vllm.chain_notes(head, chain), f"the folder names its target, {head.target.path}, which must stay there"),
+    )

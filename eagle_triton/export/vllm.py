@@ -1,0 +1,78 @@
+"""vLLM: one folder that `vllm serve` takes as the model of its speculative config. By the code of vLLM 0.20.2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from eagle_triton.export.contents import ExportError, HeadContents
+from eagle_triton.export.flat_config import EAGLE3, check_layers_in_order, flat_config, layer_tensors
+from eagle_triton.export.launch_plan import LaunchPlan, flags
+
+EAGLE1 = "EagleLlamaForCausalLM"
+FEATURES = 3  # width of `fc`, in target layers
+EAGLE3_TARGETS = ("llama", "qwen")  # in their model_type; of the families that are targets here
+CHAIN = (
+    "vLLM drafts a chain of {} tokens a step, where this package drafts a tree of {} nodes: it accepts another number"
+)
+
+
+def check(head: HeadContents) -> None:
+    """ExportError for what vLLM cannot do."""
+    if "fc.bias" in head.tensors:
+        raise ExportError("vLLM: fc.bias is not zero, and its EAGLE-1 heads have none; SGLang's have (to='sglang')")
+    if head.eagle3:
+        check_eagle3(head)
+
+
+def check_eagle3(head: HeadContents) -> None:
+    """ExportError for an EAGLE-3 head that vLLM cannot run, in whichever layout."""
+    check_layers_in_order(head, "vLLM")
+    if len(head.feature_layers) != FEATURES:
+        raise ExportError(
+            f"vLLM: eagle_aux_hidden_state_layer_ids must name {FEATURES} layers, whose features its fc takes; got "
+            f"{list(head.feature_layers)}"
+        )
+    if not any(family in head.target.family for family in EAGLE3_TARGETS):
+        raise ExportError(f"vLLM: EAGLE-3 heads for a target of model_type {head.target.family!r} are not run by it")
+
+
+def config(head: HeadContents) -> dict[str, Any]:
+    """config.json. An EAGLE-1 head's has qkv_bias, which leaves `o_proj` without one."""
+    if head.eagle3:
+        return flat_config(head, EAGLE3)
+    return {**flat_config(head, EAGLE1), "attention_bias": False, "qkv_bias": head.config.qkv_bias}
+
+
+def tensors(head: HeadContents) -> dict[str, Tensor]:
+    """model.safetensors."""
+    named = layer_tensors(head)
+    return named if head.eagle3 else {name: value for name, value in named.items() if not name.endswith("o_proj.bias")}
+
+
+def plan(head: HeadContents, folder: Path, chain: int, ranks: int) -> LaunchPlan:
+    """chain: drafts a step. ranks: GPUs that share the target, and the head with it."""
+    speculative: dict[str, Any] = dict(
+        method="eagle3" if head.eagle3 else "eagle", model=str(folder), num_speculative_tokens=chain
+    )
+    shared: dict[str, Any] = {}
+    if ranks > 1:
+        shared["tensor_parallel_size"] = ranks
+        speculative["draft_tensor_parallel_size"] = ranks
+    return LaunchPlan(
+        folder,
+        ("vllm", "serve", head.target.path, *flags({**shared, "speculative_config": speculative})),
+        "vllm.LLM",
+        dict(model=head.target.path, **shared, speculative_config=speculative),
+        chain_notes(head, chain),
+    )
+
+
+def chain_notes(head: HeadContents, chain: int) -> tuple[str, ...]:
+    """What is another way in vLLM than here."""
+    tree = head.tree
+    told = CHAIN.format(chain, tree.total_token)
+    branches = tree.total_token > tree.levels + 1
+    return (*((told,) if branches or chain != tree.levels else ()), *head.notes)
