@@ -20,7 +20,8 @@ class Request:
     """A sequence to decode. prompt: int64 [L], on any device.
 
     It ends at the first of `stop_ids` (which is kept) or after `max_new_tokens`. With `exact` False it ends as the
-    original EaModel ends: only after a step, whose other tokens are kept.
+    original EaModel ends: only after a step, whose other tokens are kept. logprobs: report the log-probability of each
+    token, as `Batch(logprobs=True)` does for all requests; steps report them while a request that asks for them is there.
     """
 
     prompt: Tensor
@@ -28,6 +29,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_ids: frozenset[int] = frozenset()
     exact: bool = True
+    logprobs: bool = False
 
 
 class GuideReading(NamedTuple):

@@ -37,13 +37,15 @@ HINTS = {
 
 @dataclass(frozen=True)
 class Call:
-    """What one prompt asks for, checked. stop_ids: None takes the target's."""
+    """What one prompt asks for, checked. stop_ids: None takes the target's. logprobs: also where the session reports
+    none."""
 
     prompt: Tensor
     max_new_tokens: int
     sampling: SamplingParams
     stop_ids: frozenset[int] | None
     stop_strings: tuple[str, ...]
+    logprobs: bool = False
 
 
 @dataclass(frozen=True)
