@@ -21,7 +21,7 @@ class Request:
 
     It ends at the first of `stop_ids` (which is kept) or after `max_new_tokens`. With `exact` False it ends as the
     original EaModel ends: only after a step, whose other tokens are kept. logprobs: report the log-probability of each
-    token, as `Batch(logprobs=True)` does for all requests; steps report them while a request that asks for them is there.
+    token, as `Batch(logprobs=True)` does for all requests.
     """
 
     prompt: Tensor
