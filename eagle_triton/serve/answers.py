@@ -106,8 +106,8 @@ class Answer:
                 tokens.append([self._stream.push(token), self._drafters.of(tree, depth) if depth else None])
         if piece.completion is not None and (rest := self._stream.finish()):
             tokens.append([rest, None])
-        facts = {"accepted": piece.accepted, "proposed": piece.proposed, "drafter": self._drafters.of(tree)}
-        return {**facts, "tokens": tokens}
+        facts = {"emitted": len(piece.tokens), "accepted": piece.accepted, "proposed": piece.proposed}
+        return {**facts, "drafter": self._drafters.of(tree), "tokens": tokens}
 
     def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> dict[str, Any] | None:
         if not self._body.logprobs:
