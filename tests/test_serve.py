@@ -265,6 +265,13 @@ def test_ignore_eos(client, alone):
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 12
 
 
+def test_min_tokens(client):
+    options = dict(model="demo", prompt=PROMPT, max_tokens=12, temperature=0, logit_bias={"0": 100})
+    assert client.openai.completions.create(**options).usage.completion_tokens == 1
+    answer = client.openai.completions.create(**options, extra_body={"min_tokens": 7})
+    assert answer.usage.completion_tokens == 8 and answer.choices[0].finish_reason == "stop"
+
+
 def test_log_probabilities(client, alone):
     want = alone(PROMPT, 10, temperature=0.0, logprobs=True)
     got = client.openai.completions.create(model="demo", prompt=PROMPT, max_tokens=10, temperature=0, logprobs=0)
@@ -351,6 +358,8 @@ BAD = [
     ({"prompt": "x", "max_tokens": True}, "max_tokens", "got true"),
     ({"prompt": "x", "max_tokens": 512}, "prompt", "room for 512 tokens, and the prompt has 1 and 512 new ones"),
     ({"prompt": "x " * 600}, "prompt", "room for 512 tokens, and the prompt has"),
+    ({"prompt": "x", "min_tokens": -1}, "min_tokens", "min_tokens must be a whole number from 0 on"),
+    ({"prompt": "x", "min_tokens": 17}, "min_tokens", "min_tokens must be at most max_tokens, 16, got 17"),
     ({"prompt": "x", "temperature": -1}, "temperature", "temperature must be a number from 0 on, got -1"),
     ({"prompt": "x", "temperature": "hot"}, "temperature", "temperature must be a number"),
     ({"prompt": "x", "top_p": 0}, "top_p", "top_p must be a number above 0 and at most 1"),

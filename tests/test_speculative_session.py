@@ -169,6 +169,8 @@ BAD = [
     ([1], dict(sampling=0.7), TypeError, "sampling must be a SamplingParams"),
     ([1], dict(sampling=SamplingParams(), temperature=1.0), ValueError, "not both"),
     ([1], dict(logit_bias={99: 1.0}), ValueError, "logit_bias"),
+    ([1], dict(min_new_tokens=101), ValueError, "min_new_tokens must lie in 0..100"),
+    ([1], dict(min_new_tokens="5"), TypeError, "min_new_tokens must be an integer"),
     ([1], dict(logprobs=1), TypeError, "logprobs must be True or False"),
     ([1], dict(best_of=2), ValueError, "submit: unknown option best_of.*options are prompt, max_new_tokens"),
     ([1], dict(stop="x"), ValueError, "did you mean stop_strings or stop_token_ids"),

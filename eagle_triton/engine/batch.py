@@ -690,7 +690,7 @@ class Batch:
         sequences.first_root[where] = upload([entering[slot].root for slot in slots], torch.int64, sequences.device)
         if sequences.rules is not None:
             for slot, entry in entering.items():
-                write_rules(sequences.rules, slot, entry.request.sampling, entry.prompt)
+                write_rules(sequences.rules, slot, entry.request, entry.prompt)
         self._prefill.write(prompts)
         rehearsal = functools.partial(self._prefill.rehearse, prompts, draft, self.state, mode)
         engine.compile_ahead(self.state, mode, rehearsal)
@@ -727,7 +727,7 @@ class Batch:
             top_p_first=True in orders,
             keep_features=self._catches_up and not self._spec.drafts,
             learns=self._learns and not self._spec.drafts,
-            processed=any(request.sampling.processed for request in requests),
+            processed=any(request.processed for request in requests),
             logprobs=self._logprobs or any(request.logprobs for request in requests),
             drafts=self._report_drafts,
             levels=self._wanted_levels(),
@@ -752,6 +752,10 @@ class Batch:
             )
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
+        if not 0 <= request.min_new_tokens <= request.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must lie in 0..{request.max_new_tokens} (max_new_tokens), got {request.min_new_tokens}"
+            )
         overshoot = 0 if request.exact else self._spec.depth
         if len(prompt) + request.max_new_tokens + overshoot > self.rows:
             raise ValueError(

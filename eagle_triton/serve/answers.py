@@ -26,7 +26,7 @@ class Answer:
         self._body, self._prompt, self._tokenizer, self._drafters = body, prompt, tokenizer, drafters
         self._sent = 0  # tokens
         self._characters = 0
-        self._stream = TextStream(tokenizer, prompt[-16:], body.stop) if body.drafts else None
+        self._stream = TextStream(tokenizer, prompt[-16:], body.stop, body.min_tokens) if body.drafts else None
         kind = ("chatcmpl", "chat.completion") if body.chat else ("cmpl", "text_completion")
         self._head = {
             "id": f"{kind[0]}-{uuid.uuid4().hex}",

@@ -135,6 +135,7 @@ _STREAM_OPTIONS: dict[str, Kind] = {
 _BOTH: dict[str, Kind] = {
     "model": _TEXT,
     "max_tokens": _whole(1),
+    "min_tokens": _whole(0),
     "temperature": _number("from 0 on", lambda value: value >= 0),
     "top_p": _number("above 0 and at most 1", lambda value: 0 < value <= 1),
     "top_k": _whole(-1),
@@ -170,7 +171,6 @@ _NOT_OFFERED: dict[str, tuple[tuple[Any, ...], str]] = {  # known fields: the va
     "frequency_penalty": ((0,), "repetition_penalty is the penalty that the engine has"),
     "top_logprobs": ((0,), "the engine reports the log-probability of each chosen token, not those of others"),
     "echo": ((False,), "the engine reports new tokens alone"),
-    "min_tokens": ((0,), "stop tokens cannot be put off yet"),
     "suffix": ((), "the engine continues prompts and fills no gaps"),
     "response_format": (({"type": "text"},), "decoding is not constrained to a format"),
     "tools": (([],), _NO_TOOLS),
@@ -269,9 +269,6 @@ def _body(
     options = _checked(asked.get("stream_options", {}), _STREAM_OPTIONS, "stream_options.")
     if "stream_options" in asked and not stream:
         raise RequestError(400, "stream_options must come with stream=true", "stream_options")
-    if max_tokens is not None and asked.get("min_tokens", 0) > max_tokens:
-        raise RequestError(400, f"min_tokens must be at most max_tokens, {max_tokens}, got {asked['min_tokens']}",
-                           "min_tokens")  # fmt: skip
     return Body(
         prompt,
         chat,

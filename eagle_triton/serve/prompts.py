@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from jinja2 import TemplateError
@@ -42,8 +41,10 @@ class PromptReader:
         if options.get("temperature", self._config.temperature) == 0:  # any filter keeps the likeliest token
             options = {name: value for name, value in options.items() if name not in FILTERS}
         with _blames(None):
-            call = self._reader.call(prompt, limit, self._config.sampling(**options), stops, body.stop)
-        return replace(call, logprobs=body.logprobs)
+            return self._reader.call(
+                prompt, limit, self._config.sampling(**options), stops, body.stop,
+                min_new_tokens=body.min_tokens, logprobs=body.logprobs,
+            )  # fmt: skip
 
     def _limit(self, tokens: int, body: Body) -> int:
         """How many new tokens a prompt of so many may get."""
@@ -56,7 +57,11 @@ class PromptReader:
                 "messages" if body.chat else "prompt", "context_length_exceeded",
             )  # fmt: skip
         if most is None:
-            return room if body.chat else min(room, COMPLETION_TOKENS)
+            most = room if body.chat else min(room, COMPLETION_TOKENS)
+        if body.min_tokens > most:
+            raise RequestError(
+                400, f"min_tokens must be at most max_tokens, {most}, got {body.min_tokens}", "min_tokens"
+            )
         return most
 
     def _ids(self, body: Body) -> list[int]:

@@ -205,6 +205,7 @@ class Session:
         stop_token_ids: int | Iterable[int] | None = None,
         stop_strings: str | Iterable[str] = (),
         logprobs: bool = False,
+        min_new_tokens: int = 0,
         **options: Any,
     ) -> int:
         """Put a prompt in line; returns its index, by which pieces and completions name it.
@@ -212,16 +213,19 @@ class Session:
         prompt: text, a list of token ids, or a tensor [L] or [1, L]. sampling: a `SamplingParams`, or instead of it
         temperature, top_p, top_k, min_p, repetition_penalty, logit_bias and seed by their names; what is not given is
         as configured. stop_token_ids: None takes the session's. logprobs: report this request's, where the session does
-        not report all. The request ends where the session's rows or the target's positions do, if it comes so far.
-        Raises ValueError or TypeError for a bad argument, RuntimeError if the session is closed; a prompt that is too
-        long fails alone, in its completion.
+        not report all. min_new_tokens: no stop token and no stop string before. The request ends where the session's
+        rows or the target's positions do, if it comes so far. Raises ValueError or TypeError for a bad argument,
+        RuntimeError if the session is closed; a prompt that is too long fails alone, in its completion.
         """
         self._check_open()
         check_options("submit", options, self.submit)
         check_switches(logprobs=logprobs)
         chosen = self._sampling(sampling, options)
-        call = self._reader.call(self._reader.prompt(prompt), max_new_tokens, chosen, stop_token_ids, stop_strings)
-        return self.enqueue(replace(call, logprobs=logprobs))
+        call = self._reader.call(
+            self._reader.prompt(prompt), max_new_tokens, chosen, stop_token_ids, stop_strings,
+            min_new_tokens=min_new_tokens, logprobs=logprobs,
+        )  # fmt: skip
+        return self.enqueue(call)
 
     def enqueue(self, call: Call) -> int:
         """`submit` for what has been read and checked."""
@@ -230,10 +234,11 @@ class Session:
         stops = self._stop_ids if call.stop_ids is None else call.stop_ids
         prompt = call.prompt.to("cpu", copy=True)  # the caller may write another one there
         limit = max(min(call.max_new_tokens, room), 0)
-        request = Request(prompt, limit, call.sampling, stops, logprobs=call.logprobs)
+        least = min(call.min_new_tokens, limit)
+        request = Request(prompt, limit, call.sampling, stops, logprobs=call.logprobs, min_new_tokens=least)
         stream = None
         if self.tokenizer is not None:
-            stream = TextStream(self.tokenizer, call.prompt[-16:].tolist(), call.stop_strings)
+            stream = TextStream(self.tokenizer, call.prompt[-16:].tolist(), call.stop_strings, least)
         error = self._too_long(length) or self._batch.never_fits(request)
         self._waiting.append(_Job(self._submitted, request, stream, error))
         self._submitted += 1
