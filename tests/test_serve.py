@@ -589,6 +589,31 @@ def test_a_step_that_fails_loses_those_who_run_and_no_others(server, client, mon
     assert client.ask("/health")[0] == 200 and not server.engine._tickets
 
 
+def test_an_engine_that_cannot_go_on_says_so(inference):
+    own = EAGLEInference(None, inference.pair.target_model, EAGLEConfig(slots=1))
+
+    def fail(*_):
+        raise RuntimeError("the device is gone")
+
+    with serving(own) as running:
+        body, got = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}, []
+        threads = [
+            threading.Thread(target=lambda: got.append(running.client.ask("/v1/completions", body))) for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(running.engine._live) == 3)
+        running.engine._open_session = fail
+        running.engine._step = fail
+        for thread in threads:
+            thread.join()
+        assert [status for status, _, _ in got] == [500] * 3
+        wait_until(lambda: not running.engine.alive)
+        assert running.client.ask("/health")[0] == 503
+        status, _, answer = running.client.ask("/v1/completions", body)
+        assert status == 503 and "the engine has stopped" in answer["error"]["message"]
+
+
 def test_a_full_queue(inference, server, client, monkeypatch):
     monkeypatch.setattr(server.engine, "max_queue", 0)
     body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
@@ -769,6 +794,16 @@ def test_wrong_config_files_are_one_sentence(text, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         serve.main(["--config", str(file)])
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_what_is_not_installed_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(serve, "NEEDS", ("uvicorn", "no_such_module"))
+    with pytest.raises(SystemExit) as ended:
+        serve.main(["--device", "cpu"])
+    assert (
+        ended.value.code == 2
+        and 'no_such_module is not installed: pip install "eagle_triton[serve]"' in capsys.readouterr().err
+    )
 
 
 def test_a_port_that_is_taken(capsys):

@@ -106,7 +106,9 @@ def _routes(service: Service) -> APIRouter:
                 return JSONResponse(answer.whole(await _completion(ticket)))
         events = _events(service, body, ticket, request, answer)
         first = await anext(events)  # what fails before it has a status of its own
-        return _EventStream(_after(first, events), media_type="text/event-stream")
+        return _EventStream(
+            _after(first, events), headers={"Cache-Control": "no-cache"}, media_type="text/event-stream"
+        )
 
     @routes.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -127,7 +129,7 @@ async def _attended(service: Service, body: Body, ticket: Ticket, request: Reque
     """Watch whether the client leaves, give up what has not ended inside the block, and write one line of it."""
     leaving = asyncio.ensure_future(_leave(request, ticket))
     if service.log_prompts:
-        log.info("request %d: prompt %r", ticket.number, body.prompt)
+        log.info("request %d: prompt %r", ticket.number, body.messages if body.chat else body.prompt)
     try:
         yield
     finally:
@@ -256,6 +258,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
+    log.info("%s %s: %d, %s", request.method, request.url.path, error.status, error.param or error.code or "refused")
     return JSONResponse(error.body, error.status, error.headers)
 
 

@@ -43,13 +43,13 @@ class RequestError(Exception):
 class Body:
     """What a request asks for, checked but for what only the model knows.
 
-    prompt: text or token ids; of a chat, its messages, each with "role" and "content" as text. max_tokens: None takes
+    prompt: text or token ids, or instead of it messages, each with "role" and "content" as text. max_tokens: None takes
     what the endpoint does by default. sampling: options of `EAGLEConfig.sampling`, those that were given. stop_ids:
     beside the model's own. logprobs: of each token. usage, continuous_usage, drafts: what a stream tells beside text.
     """
 
-    prompt: str | list[int] | list[dict[str, str]]
-    chat: bool
+    prompt: str | list[int] = ""
+    messages: list[dict[str, str]] | None = None
     model: str | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -63,6 +63,11 @@ class Body:
     continuous_usage: bool = False
     drafts: bool = False
     user: str | None = None
+
+    @property
+    def chat(self) -> bool:
+        """Whether it came to /v1/chat/completions."""
+        return self.messages is not None
 
 
 # --- kinds of values: what is expected, in words, and whether a value is that ---
@@ -207,7 +212,9 @@ def read_completion(given: Mapping[str, Any]) -> Body:
     if asked.get("logprobs"):
         reason = _NOT_OFFERED["top_logprobs"][1]
         raise RequestError(400, f"logprobs must be 0 or null, got {asked['logprobs']}: {reason}", "logprobs")
-    return _body(_prompt(asked.get("prompt")), False, asked, asked.get("max_tokens"), "logprobs" in asked)
+    return _body(
+        asked, prompt=_prompt(asked.get("prompt")), max_tokens=asked.get("max_tokens"), logprobs="logprobs" in asked
+    )
 
 
 def read_chat(given: Mapping[str, Any]) -> Body:
@@ -221,7 +228,8 @@ def read_chat(given: Mapping[str, Any]) -> Body:
     if not messages:
         raise RequestError(400, "messages must be a list of at least one message", "messages")
     said = [_message(message, f"messages.{index}") for index, message in enumerate(messages)]
-    return _body(said, True, asked, older if most is None else most, asked.get("logprobs", False))
+    limit = older if most is None else most
+    return _body(asked, messages=said, max_tokens=limit, logprobs=asked.get("logprobs", False))
 
 
 # --- details ---
@@ -250,13 +258,8 @@ def _checked(given: Mapping[str, Any], kinds: Mapping[str, Kind], within: str = 
     return asked
 
 
-def _body(
-    prompt: str | list[int] | list[dict[str, str]],
-    chat: bool,
-    asked: Mapping[str, Any],
-    max_tokens: int | None,
-    logprobs: bool,
-) -> Body:
+def _body(asked: Mapping[str, Any], **own: Any) -> Body:
+    """What both endpoints share, and what is an endpoint's own."""
     names = ("temperature", "top_p", "min_p", "repetition_penalty", "seed")
     sampling = {name: asked[name] for name in names if name in asked}
     if "top_k" in asked:
@@ -270,21 +273,18 @@ def _body(
     if "stream_options" in asked and not stream:
         raise RequestError(400, "stream_options must come with stream=true", "stream_options")
     return Body(
-        prompt,
-        chat,
-        asked.get("model"),
-        max_tokens,
-        asked.get("min_tokens", 0),
-        sampling,
-        (stop,) if isinstance(stop, str) else tuple(stop),
-        tuple(asked.get("stop_token_ids", ())),
-        asked.get("ignore_eos", False),
-        logprobs,
-        stream,
-        options.get("include_usage", False),
-        options.get("continuous_usage_stats", False),
-        options.get("include_drafts", False),
-        asked.get("user"),
+        model=asked.get("model"),
+        min_tokens=asked.get("min_tokens", 0),
+        sampling=sampling,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_ids=tuple(asked.get("stop_token_ids", ())),
+        ignore_eos=asked.get("ignore_eos", False),
+        stream=stream,
+        usage=options.get("include_usage", False),
+        continuous_usage=options.get("continuous_usage_stats", False),
+        drafts=options.get("include_drafts", False),
+        user=asked.get("user"),
+        **own,
     )
 
 

@@ -168,11 +168,13 @@ class EngineThread:
 
     def _begin_again(self, session: Session) -> Session:
         """Another session for those who wait; what ran is lost, since its batch was left half-way."""
-        waiting = [self._live.pop(index) for index in session.waiting if index in self._live]
+        waiting = {index: self._live.pop(index) for index in session.waiting if index in self._live}
         self._lose("the engine failed in a step of this request; the server's log says how")
+        self._live = waiting  # who is told if there is no other session
         session.close()
         session = self._open_session()
-        for ticket in waiting:
+        self._live = {}
+        for ticket in waiting.values():
             self._enter(session, ticket)
         return session
 

@@ -13,6 +13,7 @@ cannot be served.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import os
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NEEDS = ("fastapi", "uvicorn", "prometheus_client", "jinja2", "yaml")  # the extra serve
 SWITCH_SECONDS = 0.0005  # that Python lets one thread run while the other waits: the engine's must not wait for HTTP
 CLOSING_SECONDS = 5  # for connections, behind the last answer
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -43,6 +45,10 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
     parser = _parser(program)
     args = _parse(parser, sys.argv[1:] if argv is None else argv)
     arguments.check_device(parser, args.device)
+    if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
+        parser.stop(
+            f'{", ".join(missing)} is not installed: pip install "eagle_triton[serve]", or ".[serve]" in a clone'
+        )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if os.environ.get("RANK", "0") != "0":
         log.info("rank %s of %s: rank 0 answers", os.environ["RANK"], os.environ.get("WORLD_SIZE", "?"))

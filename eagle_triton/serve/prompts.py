@@ -26,6 +26,9 @@ class PromptReader:
             raise ValueError("the target has no tokenizer beside it, and a server answers with text")
         self.max_model_len, self.chat_template = max_model_len, chat_template
         self.tokenizer = copy.deepcopy(inference.tokenizer)  # the engine's thread has its own
+        self.tokenizer(
+            "", verbose=False
+        )  # settles its options, which no later call changes: other threads decode by it
         self._config, self._stop_ids = inference.config, inference.pair.stop_ids
         self._reader = ArgumentReader(
             inference.config, inference.pair.view.vocab_size, torch.device("cpu"), self.tokenizer
@@ -65,12 +68,10 @@ class PromptReader:
         return most
 
     def _ids(self, body: Body) -> list[int]:
-        given = body.prompt
-        if isinstance(given, str):
-            return self.tokenizer(given, verbose=False).input_ids
-        if not body.chat:
-            return [token for token in given if isinstance(token, int)]
-        messages = [message for message in given if isinstance(message, dict)]
+        messages = body.messages
+        if messages is None:
+            text = body.prompt
+            return self.tokenizer(text, verbose=False).input_ids if isinstance(text, str) else text
         if not (self.chat_template or getattr(self.tokenizer, "chat_template", None)):
             return self.tokenizer(_plain_text(messages), verbose=False).input_ids
         try:
