@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "jinja2", "yaml")  # the extra serve
+TREE_OPTIONS = ("topk", "num_steps", "num_draft_tokens", "suffix_drafts")  # of EAGLEConfig
 SWITCH_SECONDS = 0.0005  # that Python lets one thread run while the other waits: the engine's must not wait for HTTP
 CLOSING_SECONDS = 5  # for connections, behind the last answer
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -108,7 +109,7 @@ def _load(args: argparse.Namespace) -> EAGLEInference:
     from eagle_triton.speculative.inference import EAGLEInference
     from eagle_triton.speculative.speculative_config import SpeculativeConfig
 
-    given = {name: getattr(args, name) for name in ("topk", "num_steps", "num_draft_tokens", "suffix_drafts")}
+    given = {name: getattr(args, name) for name in TREE_OPTIONS}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if args.speculative_config is not None:
         options["speculative"] = SpeculativeConfig.from_json(args.speculative_config)
@@ -142,7 +143,10 @@ def _max_model_len(asked: int | None, positions: int | None) -> int:
 
 def _bind(host: str, port: int) -> socket.socket:
     """A socket that is bound and does not listen yet. OSError where that cannot be."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise OSError(f"--host {host} cannot be listened at: {error.strerror}") from None
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -215,6 +219,10 @@ def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
         if args.model is None and model is not None:
             args.model = parser.parse_args(["--", model]).model
     args.model = args.model or "demo"
+    if args.draft is not None and args.model == "demo":
+        parser.error("--draft must come with a MODEL that it drafts for: the demo has a head of its own")
+    if shaped := [name for name in TREE_OPTIONS if getattr(args, name) is not None and args.speculative_config]:
+        parser.error(f"--{shaped[0].replace('_', '-')} is not read with --speculative-config, which says how to draft")
     return args
 
 
