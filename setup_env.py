@@ -86,7 +86,7 @@ def install(directory: Path, constraints: Path, extra_no_deps: list[str], verbos
         log("no NVIDIA driver here: EAGLE_TRITON_TORCH_SPEC can choose a torch without CUDA (see --help)")
     # torch first and alone, so that the build chosen here is in place when the other packages ask for one.
     pip(python, "-c", str(constraints), *torch_requirement(torch_spec), verbose=verbose)
-    pip(python, "-c", str(constraints), "-e", f"{ROOT}[test,benchmark,dev,cli]", verbose=verbose)
+    pip(python, "-c", str(constraints), "-e", f"{ROOT}[test,benchmark,dev,cli,serve]", verbose=verbose)
     if extra_no_deps:
         pip(python, "--no-deps", *extra_no_deps, verbose=verbose)
     stamp.write_text(wanted)

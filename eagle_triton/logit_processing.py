@@ -1,6 +1,8 @@
-"""What a request asks of the target's logits before they become a distribution: repetition penalty, then logit bias.
+"""What a request asks of the target's logits before they become a distribution: repetition penalty, then logit bias,
+and no stop token too early.
 
     x' = (x < 0 ? x * penalty : x / penalty) where the token is in the sequence or on the node's path, else x;  + bias
+    - inf at stop tokens where lengths + nodes of the path < least, the place from which they may stand
 
 | name      | shape, dtype       | meaning                                                        |
 |---|---|---|
@@ -10,10 +12,13 @@
 | penalty   | [B] f32            | 1: off                                                         |
 | bias      | [B, V] f32         | 0: off                                                         |
 | seen      | [B, V] u8          | tokens of the prompt and of what is committed                  |
+| least     | [B] i32            | 0: off                                                         |
+| lengths   | [B] i32            | the root's place                                               |
+| stop_ids  | [B, S] i64         | -1: none                                                       |
 | out       | [B, N, V] f32      |                                                                |
 
-One pass over the logits; a program looks for the few tokens of its node's path that lie in its chunk. Numerics: fp32,
-division rounded to nearest, so that the result is the reference's bit for bit.
+One pass over the logits; a program looks for the few tokens of its node's path, and the stop tokens, that lie in its
+chunk. Numerics: fp32, division rounded to nearest, so that the result is the reference's bit for bit.
 """
 
 from __future__ import annotations
@@ -30,7 +35,10 @@ _NOWHERE = tl.constexpr(2**31 - 1)
 _CHUNK = 4096  # tokens per program
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "ancestors_ptr", "penalty_ptr", "nodes"])
+_UNALIGNED = ["tokens_ptr", "ancestors_ptr", "penalty_ptr", "least_ptr", "lengths_ptr", "stops_ptr", "nodes", "stops"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
 def _process_logits_kernel(
     x_ptr,
     tokens_ptr,
@@ -38,9 +46,13 @@ def _process_logits_kernel(
     penalty_ptr,
     bias_ptr,
     seen_ptr,
+    least_ptr,
+    lengths_ptr,
+    stops_ptr,
     out_ptr,
     nodes,
     vocabulary,
+    stops,
     stride_xb,
     stride_xn,
     stride_xv,
@@ -49,7 +61,9 @@ def _process_logits_kernel(
     stride_an,
     stride_bb,
     stride_sb,
+    stride_pb,
     NODES: tl.constexpr,
+    STOPS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Grid (B * N, chunks): one chunk of one node's logits."""
@@ -77,15 +91,27 @@ def _process_logits_kernel(
     penalty = tl.load(penalty_ptr + batch) + tl.zeros((CHUNK,), tl.float32)
     x = tl.where(held, tl.where(x < 0, x * penalty, tl.div_rn(x, penalty)), x)
     x += tl.load(bias_ptr + batch * stride_bb + index, mask=inside, other=0.0)
+
+    early = tl.load(lengths_ptr + batch) + tl.sum(on_path, 0) < tl.load(least_ptr + batch)
+    stop = tl.arange(0, STOPS)
+    stop_id = tl.load(stops_ptr + batch * stride_pb + stop, mask=(stop < stops) & early, other=-1)
+    left = tl.where((stop_id >= low) & (stop_id < low + CHUNK), stop_id.to(tl.int32), _NOWHERE)
+    first = tl.min(left, 0)
+    while first < _NOWHERE:
+        x = tl.where(index == first, x - float("inf"), x)
+        left = tl.where(left == first, _NOWHERE, left)
+        first = tl.min(left, 0)
     tl.store(out_ptr + row * vocabulary + index, x, mask=inside)
 
 
-def process_logits(logits: Tensor, tokens: Tensor, ancestors: Tensor, rules: LogitRules) -> Tensor:
+def process_logits(
+    logits: Tensor, tokens: Tensor, ancestors: Tensor, rules: LogitRules, lengths: Tensor, stop_ids: Tensor
+) -> Tensor:
     """The logits that a tree's nodes are judged by, float32 [B, N, V]; see reference.logit_processing.process_logits.
 
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    check_process_logits(logits, tokens, ancestors, rules)
+    check_process_logits(logits, tokens, ancestors, rules, lengths, stop_ids)
     batch, nodes, vocabulary = logits.shape
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     chunk = min(_CHUNK, max(16, triton.next_power_of_2(vocabulary)))
@@ -94,15 +120,20 @@ def process_logits(logits: Tensor, tokens: Tensor, ancestors: Tensor, rules: Log
         tokens,
         ancestors,
         *rules,
+        lengths,
+        stop_ids,
         out,
         nodes,
         vocabulary,
+        stop_ids.shape[1],
         *logits.stride(),
         tokens.stride(0),
         *ancestors.stride()[:2],
         rules.bias.stride(0),
         rules.seen.stride(0),
+        stop_ids.stride(0),
         NODES=triton.next_power_of_2(nodes),
+        STOPS=triton.next_power_of_2(stop_ids.shape[1]),
         CHUNK=chunk,
         num_warps=8,
     )

@@ -138,6 +138,11 @@ def test_a_request_that_cannot_enter_harms_nobody():
         (Request(torch.tensor([[1]]), 5), ValueError, "prompt must be int64 \\[L\\]"),
         (Request(torch.tensor([], dtype=torch.int64), 5), ValueError, "prompt must be int64 \\[L\\]"),
         (Request(prompt(5), 5, stop_ids=frozenset([-1])), ValueError, "stop_ids must not be negative"),
+        (
+            Request(prompt(5), 5, min_new_tokens=6),
+            ValueError,
+            r"min_new_tokens must lie in 0..5 \(max_new_tokens\), got 6",
+        ),
         (poisoned, RuntimeError, "NaN after the prompts of sequences \\[0\\]"),
     ]
     with Batch(engine, 3, engine.draft.read_tree(), 80) as batch:
@@ -564,18 +569,23 @@ def test_a_batch_without_a_draft_decodes_plainly():
 
 
 def rewarded(model, request: Request) -> tuple[list[int], list[float]]:
-    """A greedy request decoded by the bare target with Hugging Face's penalty: tokens, and their log-probabilities."""
+    """A greedy request decoded by the bare target with Hugging Face's penalty, without stop tokens that would come too
+    early: tokens, and their log-probabilities."""
     penalise = RepetitionPenaltyLogitsProcessor(request.sampling.repetition_penalty)
     sequence, logprobs = request.prompt[None], []
-    for _ in range(request.max_new_tokens):
+    for place in range(request.max_new_tokens):
         with torch.no_grad():
             logits = model.base_model(sequence).logits[:, -1].float()
         scores = penalise(sequence, logits.clone())
         for token, value in request.sampling.logit_bias:
             scores[0, token] += value
+        if place < request.min_new_tokens:
+            scores[0, list(request.stop_ids)] = -torch.inf
         token = scores.argmax(-1, keepdim=True)
         logprobs.append(logits.log_softmax(-1)[0, token.item()].item())
         sequence = torch.cat((sequence, token), dim=1)
+        if token.item() in request.stop_ids:
+            break
     return sequence[0, len(request.prompt) :].tolist(), logprobs
 
 
@@ -584,6 +594,7 @@ PROCESSED = [
     Request(prompt(20), 20, SamplingParams(logit_bias={5: 3.0, 9: float("-inf")})),
     Request(prompt(4), 25, SamplingParams(repetition_penalty=0.8, logit_bias=[(3, -2.0)])),
     Request(prompt(11), 20),
+    Request(prompt(15), 25, stop_ids=frozenset(range(1, 10)), min_new_tokens=11),
 ]
 
 
@@ -597,7 +608,7 @@ def test_penalties_and_biases_are_those_of_plain_decoding(tree, in_flight):
     spec = PLAIN if tree == "plain" else engine.draft.read_tree()
     with Batch(engine, 2, spec, 60, logprobs=True) as batch:
         batch.max_in_flight = in_flight
-        waiting, rows = [requests[3], neighbour, *requests[:3]], {}
+        waiting, rows = [*requests[3:], neighbour, *requests[:3]], {}
         accepted = 0
         while waiting or batch.running:
             while waiting and batch.free:
@@ -613,8 +624,9 @@ def test_penalties_and_biases_are_those_of_plain_decoding(tree, in_flight):
         tokens, logprobs = rewarded(model, request)
         assert rows[id(request)][0] == tokens
         torch.testing.assert_close(torch.tensor(rows[id(request)][1]), torch.tensor(logprobs), atol=1e-4, rtol=1e-4)
-        differ += tokens != alone(engine, replace(request, sampling=SamplingParams()))
-    assert differ == 3, "a penalty or bias had no effect: the test shows little"
+        differ += tokens != alone(engine, replace(request, sampling=SamplingParams(), min_new_tokens=0))
+    assert differ == 4, "a penalty, bias or least length had no effect: the test shows little"
+    assert 11 < len(rows[id(requests[4])][0]) < 25
     assert accepted > 0 or tree == "plain"
     assert rows[id(neighbour)][0] == alone(engine, neighbour, spec)  # coins are drawn for a tree's nodes
 

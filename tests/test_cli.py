@@ -741,8 +741,8 @@ def test_bench_is_the_benchmark(capsys):
 # --- Its arguments.
 
 REFUSED = [
-    ("", "command must be one of check, generate, chat, bench, ablation, export, got none"),
-    ("frob", "command must be one of check, generate, chat, bench, ablation, export, got 'frob'"),
+    ("", "command must be one of check, generate, chat, serve, bench, ablation, export, got none"),
+    ("frob", "command must be one of check, generate, chat, serve, bench, ablation, export, got 'frob'"),
     ("--frob", "'--frob' is no argument of this command"),
     ("check --frob", "'--frob' is no argument of this command"),
     ("chat --frob", "'--frob' is no argument of this command"),

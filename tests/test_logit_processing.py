@@ -24,6 +24,7 @@ def ancestors_of(parents: torch.Tensor) -> torch.Tensor:
 
 
 def arguments(nodes: int, vocabulary: int, batch: int = 2, dtype: torch.dtype = torch.float32):
+    """The operation's arguments: in the first sequence shallow nodes are too early for its stop tokens."""
     source = torch.Generator().manual_seed(nodes)
     logits = (3 * torch.randn(batch, nodes, vocabulary, generator=source)).to(dtype)
     parents = random_tree(batch, nodes, 5, source)
@@ -32,14 +33,25 @@ def arguments(nodes: int, vocabulary: int, batch: int = 2, dtype: torch.dtype = 
         penalty=torch.tensor([1.3, 0.7])[:batch],
         bias=(torch.rand(batch, vocabulary, generator=source) < 0.2) * torch.randn(batch, vocabulary, generator=source),
         seen=(torch.rand(batch, vocabulary, generator=source) < 0.1).to(torch.uint8),
+        least=torch.tensor([13, 0], dtype=torch.int32)[:batch],
     )
     rules.bias[0, 0] = float("-inf")
-    return logits, tokens, pack_ancestors(ancestors_of(parents)), rules
+    lengths = torch.tensor([10, 20], dtype=torch.int32)[:batch]
+    stop_ids = torch.tensor([[1, vocabulary - 1, -1], [0, 2, -1]])[:batch]
+    return logits, tokens, pack_ancestors(ancestors_of(parents)), rules, lengths, stop_ids
+
+
+def moved_to(device: str, given: tuple) -> list:
+    return [
+        value.to(device) if isinstance(value, torch.Tensor) else type(value)(*(one.to(device) for one in value))
+        for value in given
+    ]
 
 
 def test_the_reference_is_hugging_faces_rule_at_every_node():
-    logits, tokens, ancestors, rules = arguments(12, 40)
-    got = reference.process_logits(logits, tokens, ancestors, rules)
+    logits, tokens, ancestors, rules, lengths, stop_ids = arguments(12, 40)
+    rules.least.zero_()
+    got = reference.process_logits(logits, tokens, ancestors, rules, lengths, stop_ids)
     prompts = [rules.seen[b].nonzero().flatten() for b in range(2)]
     for b in range(2):
         penalise = RepetitionPenaltyLogitsProcessor(penalty=rules.penalty[b].item())
@@ -49,51 +61,64 @@ def test_the_reference_is_hugging_faces_rule_at_every_node():
             assert torch.equal(got[b, i], penalise(sequence, logits[b, i : i + 1].clone())[0] + rules.bias[b])
 
 
+def test_stop_tokens_are_forbidden_where_they_would_stand_too_early():
+    """Least 13, roots at 10 and 20: the tokens behind depths 0 and 1 stand at 11 and 12."""
+    given = arguments(26, 40)
+    free = reference.process_logits(*given[:3], given[3]._replace(least=torch.zeros(2, dtype=torch.int32)), *given[4:])
+    got, forbidden = reference.process_logits(*given), torch.zeros_like(free, dtype=torch.bool)
+    depths = torch.tensor([[bin(int(row)).count("1") - 1 for row in rows[:, 0]] for rows in given[2]])
+    assert {0, 1, 2} <= set(depths[0].tolist())
+    for token in (1, 39):
+        forbidden[0, depths[0] < 2, token] = True
+    assert torch.equal(got, free.masked_fill(forbidden, float("-inf")))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("nodes", "vocabulary"), SIZES)
 def test_kernel(device, nodes, vocabulary, dtype):
-    logits, tokens, ancestors, rules = arguments(nodes, vocabulary, dtype=dtype)
-    expected = reference.process_logits(logits, tokens, ancestors, rules)
-    moved = [value.to(device) for value in (logits, tokens, ancestors)]
-    rules = reference.LogitRules(*(value.to(device) for value in rules))
-    out = logit_processing.process_logits(*moved, rules)
+    given = arguments(nodes, vocabulary, dtype=dtype)
+    expected = reference.process_logits(*given)
+    moved = moved_to(device, given)
+    out = logit_processing.process_logits(*moved)
     assert out.dtype == torch.float32 and torch.equal(out.cpu(), expected)
     wide = torch.stack((moved[0], moved[0]), dim=-1)[..., 0]  # strided
-    assert torch.equal(logit_processing.process_logits(wide, *moved[1:], rules), out)
+    assert torch.equal(logit_processing.process_logits(wide, *moved[1:]), out)
 
 
 def test_rules_that_are_off_change_no_bit(device):
-    logits, tokens, ancestors, rules = arguments(7, 50, dtype=torch.bfloat16)
-    off = reference.LogitRules(torch.ones(2), torch.zeros(2, 50), rules.seen)
+    given = arguments(7, 50, dtype=torch.bfloat16)
+    off = reference.LogitRules(torch.ones(2), torch.zeros(2, 50), given[3].seen, torch.zeros(2, dtype=torch.int32))
     for module, where in ((reference, "cpu"), (logit_processing, device)):
-        moved = [value.to(where) for value in (logits, tokens, ancestors)]
-        out = module.process_logits(*moved, reference.LogitRules(*(value.to(where) for value in off)))
-        assert torch.equal(out.cpu(), logits.float())
+        out = module.process_logits(*moved_to(where, (*given[:3], off, *given[4:])))
+        assert torch.equal(out.cpu(), given[0].float())
 
 
 def test_nan_and_infinity_stay(device):
-    logits, tokens, ancestors, rules = arguments(3, 20)
-    logits[0, 1, 3], logits[1, 2, 4] = float("nan"), float("-inf")
+    given = arguments(3, 20)
+    logits, rules = given[0], given[3]
+    logits[0, 1, 1], logits[1, 2, 4] = float("nan"), float("-inf")  # at a stop token, too
     rules.seen.fill_(1)
     for module, where in ((reference, "cpu"), (logit_processing, device)):
-        moved = [value.to(where) for value in (logits, tokens, ancestors)]
-        out = module.process_logits(*moved, reference.LogitRules(*(value.to(where) for value in rules))).cpu()
-        assert out.isnan().nonzero().tolist() == [[0, 1, 3]] and out[1, 2, 4] == float("-inf")
+        out = module.process_logits(*moved_to(where, given)).cpu()
+        assert out.isnan().nonzero().tolist() == [[0, 1, 1]] and out[1, 2, 4] == float("-inf")
 
 
 @pytest.mark.parametrize("module", [logit_processing, reference], ids=["kernel", "reference"])
 def test_refusals(device, module):
-    logits, tokens, ancestors, rules = arguments(7, 50)
-    logits, tokens, ancestors = (value.to(device) for value in (logits, tokens, ancestors))
-    rules = reference.LogitRules(*(value.to(device) for value in rules))
+    logits, tokens, ancestors, rules, lengths, stop_ids = moved_to(device, arguments(7, 50))
+    ends = (lengths, stop_ids)
     bad = [
-        ((logits[0], tokens, ancestors, rules), "logits"),
-        ((logits, tokens.int(), ancestors, rules), "tokens"),
-        ((logits, tokens, ancestors[:, :3], rules), "ancestors"),
-        ((logits, tokens, ancestors, rules._replace(penalty=rules.penalty.double())), "rules.penalty"),
-        ((logits, tokens, ancestors, rules._replace(bias=rules.bias[:, :9])), "rules.bias"),
-        ((logits, tokens, ancestors, rules._replace(seen=rules.seen.bool())), "rules.seen"),
-        ((logits, tokens, ancestors, rules._replace(seen=rules.seen.mT.contiguous().mT)), "stride 1"),
+        ((logits[0], tokens, ancestors, rules, *ends), "logits"),
+        ((logits, tokens.int(), ancestors, rules, *ends), "tokens"),
+        ((logits, tokens, ancestors[:, :3], rules, *ends), "ancestors"),
+        ((logits, tokens, ancestors, rules._replace(penalty=rules.penalty.double()), *ends), "rules.penalty"),
+        ((logits, tokens, ancestors, rules._replace(bias=rules.bias[:, :9]), *ends), "rules.bias"),
+        ((logits, tokens, ancestors, rules._replace(seen=rules.seen.bool()), *ends), "rules.seen"),
+        ((logits, tokens, ancestors, rules._replace(seen=rules.seen.mT.contiguous().mT), *ends), "stride 1"),
+        ((logits, tokens, ancestors, rules._replace(least=rules.least.long()), *ends), "rules.least"),
+        ((logits, tokens, ancestors, rules, lengths.long(), stop_ids), "lengths"),
+        ((logits, tokens, ancestors, rules, lengths, stop_ids[:1]), "stop_ids"),
+        ((logits, tokens, ancestors, rules, lengths, stop_ids.int()), "stop_ids"),
     ]
     for given, message in bad:
         with pytest.raises(ValueError, match=f"process_logits: .*{message}"):

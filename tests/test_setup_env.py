@@ -190,7 +190,7 @@ def test_install_takes_torch_first_then_the_rest(tmp_path, calls, constraints):
     make, torch, rest, extra = calls
     assert make == [sys.executable, "-m", "venv", str(tmp_path / "env")]
     assert torch[-3:] == ["-c", str(constraints), "torch"]
-    assert rest[-4:] == ["-c", str(constraints), "-e", f"{ROOT}[test,benchmark,dev,cli]"]
+    assert rest[-4:] == ["-c", str(constraints), "-e", f"{ROOT}[test,benchmark,dev,cli,serve]"]
     assert extra[-2:] == ["--no-deps", "eagle-llm==1.2.1"]
 
 

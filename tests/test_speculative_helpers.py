@@ -331,6 +331,13 @@ def test_byte_fallback_tokens(fallback_tokenizer):
     assert "".join(pieces) == text and all("\ufffd" not in piece for piece in pieces)
 
 
+def test_stop_strings_that_come_too_early_do_not_count(bytes_tokenizer):
+    for least, text in ((0, "a"), (1, "a"), (2, "a;b"), (4, "a;b;c;")):
+        stream = TextStream(bytes_tokenizer, stop_strings=[";"], min_new_tokens=least)
+        pieces = [stream.push(token) for token in bytes_tokenizer("a;b;c;").input_ids if not stream.stopped]
+        assert "".join(pieces) + stream.finish() == (text if least < 4 else "a;b;c") and stream.stopped
+
+
 def test_bytes_that_are_no_character_come_out_in_the_end(bytes_tokenizer):
     ids = bytes_tokenizer("a€").input_ids[:-1] + bytes_tokenizer("b").input_ids + bytes_tokenizer("€").input_ids[:2]
     stream = TextStream(bytes_tokenizer)

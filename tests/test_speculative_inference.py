@@ -255,6 +255,18 @@ def test_logprobs_are_the_targets(device):
     assert eagle.generate(prompts, 3)[1].completions[0].logprobs is None
 
 
+def test_min_new_tokens(demo):
+    """Of each prompt, whatever ends it: a stop token or a stop string."""
+    prompt, stop = "import os\nimport sys\n", demo.tokenizer("\n").input_ids
+    free = demo.generate(prompt, 40, stop_token_ids=[])[1].completions[0]
+    assert free.text.count("\n") > 2
+    own = demo.generate([prompt] * 3, 40, stop_token_ids=stop, min_new_tokens=[0, 12, 40])[1].completions
+    assert len(own[0].tokens) < 12 <= len(own[1].tokens) and len(own[2].tokens) == 40
+    assert not set(stop) & set(own[1].tokens[:12]) and not set(stop) & set(own[2].tokens)
+    late = demo.generate(prompt, 40, stop_token_ids=[], stop_strings="\n", min_new_tokens=12)[1].completions[0]
+    assert free.text.startswith(late.text) and 12 <= len(late.tokens) < 40 and late.finished == "stop"
+
+
 # --- text ---
 
 

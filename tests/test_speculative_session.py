@@ -169,7 +169,10 @@ BAD = [
     ([1], dict(sampling=0.7), TypeError, "sampling must be a SamplingParams"),
     ([1], dict(sampling=SamplingParams(), temperature=1.0), ValueError, "not both"),
     ([1], dict(logit_bias={99: 1.0}), ValueError, "logit_bias"),
-    ([1], dict(logprobs=True), ValueError, "submit: unknown option logprobs.*options are prompt, max_new_tokens"),
+    ([1], dict(min_new_tokens=101), ValueError, "min_new_tokens must lie in 0..100"),
+    ([1], dict(min_new_tokens="5"), TypeError, "min_new_tokens must be an integer"),
+    ([1], dict(logprobs=1), TypeError, "logprobs must be True or False"),
+    ([1], dict(best_of=2), ValueError, "submit: unknown option best_of.*options are prompt, max_new_tokens"),
     ([1], dict(stop="x"), ValueError, "did you mean stop_strings or stop_token_ids"),
     ([1], dict(stop_ids=[1]), ValueError, "stop_token_ids"),
 ]
@@ -192,6 +195,38 @@ def test_a_prompt_that_is_too_long_says_so_in_its_completion(eagle):
     assert [got[index].finished for index in range(4)] == ["error", "length", "length", "length"]
     assert "33 tokens does not fit into the 32 rows" in got[0].error
     assert [len(got[index].tokens) for index in range(4)] == [0, 0, 2, 5]
+
+
+def test_log_probabilities_of_the_requests_that_ask_for_them(eagle):
+    """They enter and leave in the middle of others, whose tokens stay as they are."""
+    prompts, wanted = [random_prompt(length)[0] for length in (5, 8, 11, 6)], (False, True, False, True)
+    alone = [
+        eagle.generate([prompt], 12 + 5 * index, logprobs=True)[1].completions[0]
+        for index, prompt in enumerate(prompts)
+    ]
+    with eagle.session(rows=64) as session:
+        for index, prompt in enumerate(prompts):
+            session.submit(prompt, 12 + 5 * index, logprobs=wanted[index])
+        got = finish(session)
+    for index, completion in enumerate(alone):
+        assert got[index].tokens == completion.tokens
+        assert (got[index].logprobs is not None) == wanted[index]
+        if wanted[index]:
+            torch.testing.assert_close(
+                torch.tensor(got[index].logprobs), torch.tensor(completion.logprobs), atol=1e-4, rtol=1e-4
+            )
+
+
+def test_a_piece_is_the_targets_token_and_accepted_drafts(demo):
+    with demo.session(rows=256) as session:
+        session.submit("import os\nimport sys\n", 60)
+        assert session.waiting == [0]
+        pieces = session.step()
+        assert session.waiting == []
+        while not session.idle:
+            pieces += session.step()
+    assert any(piece.accepted for piece in pieces)
+    assert all(len(piece.tokens) == piece.accepted + 1 and piece.tree.nodes == 8 for piece in pieces[:-1])
 
 
 def test_cancel_knows_its_indices(eagle):

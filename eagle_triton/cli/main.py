@@ -3,6 +3,7 @@
     eagle-triton check                      what this machine has and lacks
     eagle-triton generate 'import os'       one answer to one prompt
     eagle-triton chat                       prompts, commands, and figures of every method side by side
+    eagle-triton serve                      OpenAI's endpoints, and a page in the browser
     eagle-triton bench                      time generations, decode steps and single operations
     eagle-triton ablation                   compare the methods over prompts, as CSV
     eagle-triton export demo --to vllm -o OUT   a draft head for vLLM, SGLang and others
@@ -26,6 +27,7 @@ COMMANDS = {  # the modules that have them
     "check": "eagle_triton.cli.check",
     "generate": "eagle_triton.cli.generate",
     "chat": "eagle_triton.cli.chat",
+    "serve": "eagle_triton.serve.main",
     "bench": "eagle_triton.benchmarks.main",
     "ablation": "eagle_triton.cli.ablation",
     "export": "eagle_triton.cli.export",

@@ -105,7 +105,7 @@ class Batch:
         """rows: the most tokens of a sequence, prompt included. spec: the tree of the next step; see there.
 
         logprobs: report the log-probability of each token, the log-softmax of the target's own logits there: before
-        penalties, biases, temperature and filters.
+        penalties, biases, temperature and filters. False: for requests that ask for it.
         report_drafts: report what was drafted.
         drafts: False if nothing will ever be drafted, which makes plain decoding a little cheaper; None: it may be,
         if the engine has a draft.
@@ -615,7 +615,8 @@ class Batch:
         flight = self._in_flight.popleft()
         report, state = self._reports.receive(), flight.state
         rows = report.tolist()
-        logprobs = state.logprobs_of(report).tolist() if self._logprobs else None
+        wanted = self._logprobs or any(entry is not None and entry.request.logprobs for entry in flight.entries)
+        logprobs = state.logprobs_of(report).tolist() if wanted else None
         guided = state.guide_of(report).tolist() if state.spec.adaptive else None
         if any(row[REASON] == FAULT for row in rows):
             raise self.engine.disable_megakernel()
@@ -629,7 +630,8 @@ class Batch:
                     h_norm, h_ema, gamma, following = guided[slot]
                     reading = _reading(h_norm, h_ema, gamma, flight.levels)
                     entry.gamma = following if math.isinf(entry.gamma) else max(following, entry.gamma - 1)
-                values = None if logprobs is None else logprobs[slot]
+                asked = self._logprobs or entry.request.logprobs
+                values = logprobs[slot] if asked and logprobs is not None else None
                 progress.append(self._progress(slot, entry.request, flight, rows[slot], values, reading))
         for row in progress:
             self.lengths[row.slot] += len(row.tokens)
@@ -689,7 +691,7 @@ class Batch:
         sequences.first_root[where] = upload([entering[slot].root for slot in slots], torch.int64, sequences.device)
         if sequences.rules is not None:
             for slot, entry in entering.items():
-                write_rules(sequences.rules, slot, entry.request.sampling, entry.prompt)
+                write_rules(sequences.rules, slot, entry.request, entry.prompt)
         self._prefill.write(prompts)
         rehearsal = functools.partial(self._prefill.rehearse, prompts, draft, self.state, mode)
         engine.compile_ahead(self.state, mode, rehearsal)
@@ -726,8 +728,8 @@ class Batch:
             top_p_first=True in orders,
             keep_features=self._catches_up and not self._spec.drafts,
             learns=self._learns and not self._spec.drafts,
-            processed=any(request.sampling.processed for request in requests),
-            logprobs=self._logprobs,
+            processed=any(request.processed for request in requests),
+            logprobs=self._logprobs or any(request.logprobs for request in requests),
             drafts=self._report_drafts,
             levels=self._wanted_levels(),
             filtered=any(sampling.filtered for sampling in sampled),
@@ -751,6 +753,10 @@ class Batch:
             )
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
+        if not 0 <= request.min_new_tokens <= request.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must lie in 0..{request.max_new_tokens} (max_new_tokens), got {request.min_new_tokens}"
+            )
         overshoot = 0 if request.exact else self._spec.depth
         if len(prompt) + request.max_new_tokens + overshoot > self.rows:
             raise ValueError(

@@ -277,7 +277,8 @@ def _choose(ops: Operations, state: DecodeState, logits: Tensor, mode: Mode) -> 
     parents = torch.full_like(tokens, -1, dtype=torch.int32)
     tree = Tree(tokens, parents, torch.zeros_like(parents), torch.ones_like(tokens)[..., None])
     if mode.processed and state.sequences.rules is not None:
-        logits = ops.process_logits(logits, tokens, tree.ancestors, state.sequences.rules)
+        rules = state.sequences.rules
+        logits = ops.process_logits(logits, tokens, tree.ancestors, rules, before, state.stops.ids)
     return verify(ops, logits, tree, 0, before, state.sampling, mode)[2][:, None]
 
 

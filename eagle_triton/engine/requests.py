@@ -19,8 +19,10 @@ REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
 class Request:
     """A sequence to decode. prompt: int64 [L], on any device.
 
-    It ends at the first of `stop_ids` (which is kept) or after `max_new_tokens`. With `exact` False it ends as the
-    original EaModel ends: only after a step, whose other tokens are kept.
+    It ends at the first of `stop_ids` (which is kept) or after `max_new_tokens`; before `min_new_tokens` none of these
+    is chosen. With `exact` False it ends as the
+    original EaModel ends: only after a step, whose other tokens are kept. logprobs: report the log-probability of each
+    token, as `Batch(logprobs=True)` does for all requests.
     """
 
     prompt: Tensor
@@ -28,6 +30,13 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_ids: frozenset[int] = frozenset()
     exact: bool = True
+    logprobs: bool = False
+    min_new_tokens: int = 0
+
+    @property
+    def processed(self) -> bool:
+        """Whether the logits themselves are changed."""
+        return self.sampling.processed or self.min_new_tokens > 0
 
 
 class GuideReading(NamedTuple):

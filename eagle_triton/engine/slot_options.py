@@ -28,9 +28,11 @@ def write_options(sequences: Sequences, slots: Tensor, requests: Sequence[Reques
     stops.exact[slots] = upload([request.exact for request in requests], torch.bool, device)
 
 
-def write_rules(rules: LogitRules, slot: int, sampling: SamplingParams, seen: Tensor) -> None:
-    """Write the penalties and biases of the request in a slot, and which tokens it has: `seen` [L] int64."""
-    device = rules.seen.device
+def write_rules(rules: LogitRules, slot: int, request: Request, seen: Tensor) -> None:
+    """Write the penalties and biases of the request in a slot, from where on it may stop, and which tokens it has:
+    `seen` [L] int64."""
+    device, sampling = rules.seen.device, request.sampling
+    rules.least[slot] = len(request.prompt) + request.min_new_tokens if request.min_new_tokens else 0
     rules.penalty[slot] = sampling.repetition_penalty
     rules.bias[slot], rules.seen[slot] = 0, 0
     rules.seen[slot].index_fill_(0, to_device(seen, device), 1)

@@ -116,13 +116,14 @@ class Sequences:
         self.root_logprob = zeros(dtype=torch.float32)  # of the root, in steps that report log-probabilities
 
     def add_rules(self) -> None:
-        """Make room for penalties and biases, all off."""
+        """Make room for penalties, biases and least lengths, all off."""
         if self.rules is None:
             shape, device = (self.slots, self.vocabulary), self.device
             self.rules = LogitRules(
                 penalty=torch.ones(self.slots, dtype=torch.float32, device=device),
                 bias=torch.zeros(shape, dtype=torch.float32, device=device),
                 seen=torch.zeros(shape, dtype=torch.uint8, device=device),
+                least=torch.zeros(self.slots, dtype=torch.int32, device=device),
             )
 
     def widen_stops(self, count: int) -> bool:

@@ -71,7 +71,11 @@ def decode_step(
     logits = project(ops, view.head, hidden)
     before = state.lengths.clone() if mode.logprobs else None
     rules = sequences.rules if mode.processed else None
-    judged = logits if rules is None else ops.process_logits(logits, tokens, tree.ancestors, rules)
+    judged = (
+        logits
+        if rules is None
+        else ops.process_logits(logits, tokens, tree.ancestors, rules, state.lengths, state.stops.ids)
+    )
     path = verify_and_draft(ops, draft, state, judged, features, pending, mode, megakernel)
     if rules is not None:  # beside what is committed, the next root: it is on every path
         committed = torch.where(state.emitted < 0, tree.tokens[:, :1], state.emitted)

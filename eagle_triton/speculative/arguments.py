@@ -37,13 +37,16 @@ HINTS = {
 
 @dataclass(frozen=True)
 class Call:
-    """What one prompt asks for, checked. stop_ids: None takes the target's."""
+    """What one prompt asks for, checked. stop_ids: None takes the target's. logprobs: also where the session reports
+    none. min_new_tokens: no stop before."""
 
     prompt: Tensor
     max_new_tokens: int
     sampling: SamplingParams
     stop_ids: frozenset[int] | None
     stop_strings: tuple[str, ...]
+    logprobs: bool = False
+    min_new_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,19 +98,30 @@ class ArgumentReader:
         return [self._numbered(index, prompt) for index, prompt in enumerate(found)]
 
     def call(
-        self, prompt: Tensor, max_new_tokens: Any, sampling: SamplingParams, stop_token_ids: Any, stop_strings: Any
+        self,
+        prompt: Tensor,
+        max_new_tokens: Any,
+        sampling: SamplingParams,
+        stop_token_ids: Any,
+        stop_strings: Any,
+        *,
+        min_new_tokens: Any = 0,
+        logprobs: bool = False,
     ) -> Call:
         """What one prompt asks for."""
         limit = integer("max_new_tokens", max_new_tokens)
         if limit < 0:
             raise ValueError(f"max_new_tokens must not be negative, got {limit}")
+        least = integer("min_new_tokens", min_new_tokens)
+        if not 0 <= least <= limit:
+            raise ValueError(f"min_new_tokens must lie in 0..{limit} (max_new_tokens), got {least}")
         strings = _strings(stop_strings)
         check_stop_strings(strings)
         if strings and self.tokenizer is None:
             raise ValueError("stop_strings need a tokenizer, the target has none")
         if unknown := [token for token, _ in sampling.biases if token >= self.vocabulary]:
             raise ValueError(f"logit_bias: tokens must lie in 0..{self.vocabulary - 1}, got {unknown}")
-        return Call(prompt, limit, sampling, self._stop_ids(stop_token_ids), strings)
+        return Call(prompt, limit, sampling, self._stop_ids(stop_token_ids), strings, logprobs, least)
 
     def calls(
         self,
@@ -116,6 +130,7 @@ class ArgumentReader:
         stop_token_ids: Any,
         stop_strings: Any,
         seed: Any,
+        min_new_tokens: Any = 0,
         **sampling: Any,
     ) -> list[Call]:
         """One for each prompt, from options that are one value or a list with one for each prompt."""
@@ -128,6 +143,7 @@ class ArgumentReader:
         }
         self._spare_greedy_prompts(sampling, options)
         limits = [integer("max_new_tokens", limit) for limit in _each("max_new_tokens", max_new_tokens, count)]
+        least = _each("min_new_tokens", min_new_tokens, count)
         stops, strings = _each_stop_ids(stop_token_ids, count), _each_strings(stop_strings, count)
         return [
             self.call(
@@ -136,6 +152,7 @@ class ArgumentReader:
                 self.config.sampling(**{name: values[index] for name, values in options.items()}),
                 stops[index],
                 strings[index],
+                min_new_tokens=least[index],
             )
             for index in range(count)
         ]

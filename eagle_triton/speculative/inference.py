@@ -169,6 +169,7 @@ class EAGLEInference:
         stop_strings: StopStrings = (),
         logprobs: bool = False,
         seed: int | Sequence[int] | None = None,
+        min_new_tokens: int | Sequence[int] = 0,
         on_step: Callable[[StepInfo], None] | None = None,
         progress: bool = False,
         baseline: bool = False,
@@ -181,7 +182,8 @@ class EAGLEInference:
         takes the configuration's. sampling: min_p, repetition_penalty, logit_bias. seed: that of the first prompt if it
         is one number, prompt i then has seed + i. logit_bias: a mapping or a list of (token, value) pairs is meant for
         all prompts, any other list has one of these for each. A filter (top_p, top_k, min_p) needs a temperature above
-        0. stop_token_ids: None takes the target's end tokens. A sequence ends where `config.max_length` or the target's
+        0. stop_token_ids: None takes the target's end tokens. min_new_tokens: no stop token comes before so many, and a
+        stop string that begins in them does not count. A sequence ends where `config.max_length` or the target's
         max_position_embeddings does. on_step is called after every step. progress: show a bar. baseline: decode once
         more with the target alone, so that `speedup` is measured.
 
@@ -201,7 +203,7 @@ class EAGLEInference:
         if len(prompts) == 1:
             check_positions(len(prompts[0]), self.pair.max_positions)
         calls = self._reader.calls(
-            prompts, max_new_tokens, stop_token_ids, stop_strings, seed,
+            prompts, max_new_tokens, stop_token_ids, stop_strings, seed, min_new_tokens,
             temperature=temperature, top_p=top_p, top_k=top_k, **sampling,
         )  # fmt: skip
         policy = self.policy(min(self.config.slots, len(prompts)))
@@ -229,6 +231,7 @@ class EAGLEInference:
         logprobs: bool = False,
         report_drafts: bool = False,
         seed: int | Sequence[int] | None = None,
+        min_new_tokens: int | Sequence[int] = 0,
         **sampling: Any,
     ) -> Generator[Piece, None, None]:
         """Decode as `generate` does and hand out every piece when it is there.
@@ -241,7 +244,9 @@ class EAGLEInference:
         check_options("stream", sampling, self.stream)
         check_switches(logprobs=logprobs, report_drafts=report_drafts)
         prompts = self._reader.prompts(input_ids)
-        calls = self._reader.calls(prompts, max_new_tokens, stop_token_ids, stop_strings, seed, **sampling)
+        calls = self._reader.calls(
+            prompts, max_new_tokens, stop_token_ids, stop_strings, seed, min_new_tokens, **sampling
+        )
         return self._stream(calls, self.policy(min(self.config.slots, len(calls))), logprobs, report_drafts)
 
     def stream_text(self, prompt: Prompt, max_new_tokens: int = 100, **options: Any) -> Iterator[str]:

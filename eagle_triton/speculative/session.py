@@ -23,7 +23,7 @@ from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.engine.upload import to_device
 from eagle_triton.models.checks import check_positions
 from eagle_triton.reference.verification import Verification
-from eagle_triton.speculative.arguments import ArgumentReader, Call, Prompt, check_options
+from eagle_triton.speculative.arguments import ArgumentReader, Call, Prompt, check_options, check_switches
 from eagle_triton.speculative.config import FILTERS, EAGLEConfig, check_filters
 from eagle_triton.speculative.policy import TreePolicy
 from eagle_triton.speculative.statistics import Statistics
@@ -60,8 +60,8 @@ class Piece:
 
     It is no string: `piece.text` is its text, as is `str(piece)`; `"".join` takes those, or `stream_text`'s. accepted,
     proposed: drafts of the step, also those that a stop cut off. drafts: these, if asked for, the root's children
-    first. egag: by what EGAG bounded them. draft_forwards: passes of the draft for it. The first token of a request,
-    which follows its prompt without a step, comes with the first piece.
+    first. egag: by what EGAG bounded them. draft_forwards: passes of the draft for it. tree: the shape that was
+    verified, None where nothing was. The first of the tokens is the target's own, those behind it are accepted drafts.
     """
 
     index: int
@@ -74,6 +74,7 @@ class Piece:
     drafts: list[int] | None = None
     egag: GuideReading | None = None
     draft_forwards: int = 0
+    tree: TreeSpec | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -203,22 +204,28 @@ class Session:
         *,
         stop_token_ids: int | Iterable[int] | None = None,
         stop_strings: str | Iterable[str] = (),
+        logprobs: bool = False,
+        min_new_tokens: int = 0,
         **options: Any,
     ) -> int:
         """Put a prompt in line; returns its index, by which pieces and completions name it.
 
         prompt: text, a list of token ids, or a tensor [L] or [1, L]. sampling: a `SamplingParams`, or instead of it
         temperature, top_p, top_k, min_p, repetition_penalty, logit_bias and seed by their names; what is not given is
-        as configured. stop_token_ids: None takes the session's. The request ends where
-        the session's rows or the target's positions do, if it comes so far. Raises ValueError or TypeError for a bad
-        argument, RuntimeError if the session is closed; a prompt that is too long fails alone, in its completion.
+        as configured. stop_token_ids: None takes the session's. logprobs: report this request's, where the session does
+        not report all. min_new_tokens: no stop token and no stop string before. The request ends where the session's
+        rows or the target's positions do, if it comes so far. Raises ValueError or TypeError for a bad argument,
+        RuntimeError if the session is closed; a prompt that is too long fails alone, in its completion.
         """
         self._check_open()
         check_options("submit", options, self.submit)
+        check_switches(logprobs=logprobs)
         chosen = self._sampling(sampling, options)
-        return self.enqueue(
-            self._reader.call(self._reader.prompt(prompt), max_new_tokens, chosen, stop_token_ids, stop_strings)
-        )
+        call = self._reader.call(
+            self._reader.prompt(prompt), max_new_tokens, chosen, stop_token_ids, stop_strings,
+            min_new_tokens=min_new_tokens, logprobs=logprobs,
+        )  # fmt: skip
+        return self.enqueue(call)
 
     def enqueue(self, call: Call) -> int:
         """`submit` for what has been read and checked."""
@@ -226,14 +233,21 @@ class Session:
         length, room = len(call.prompt), min(self.rows, self._positions or self.rows) - len(call.prompt)
         stops = self._stop_ids if call.stop_ids is None else call.stop_ids
         prompt = call.prompt.to("cpu", copy=True)  # the caller may write another one there
-        request = Request(prompt, max(min(call.max_new_tokens, room), 0), call.sampling, stops)
+        limit = max(min(call.max_new_tokens, room), 0)
+        least = min(call.min_new_tokens, limit)
+        request = Request(prompt, limit, call.sampling, stops, logprobs=call.logprobs, min_new_tokens=least)
         stream = None
         if self.tokenizer is not None:
-            stream = TextStream(self.tokenizer, call.prompt[-16:].tolist(), call.stop_strings)
+            stream = TextStream(self.tokenizer, call.prompt[-16:].tolist(), call.stop_strings, least)
         error = self._too_long(length) or self._batch.never_fits(request)
         self._waiting.append(_Job(self._submitted, request, stream, error))
         self._submitted += 1
         return self._submitted - 1
+
+    @property
+    def waiting(self) -> list[int]:
+        """Requests in line, by their indices."""
+        return [job.index for job in self._waiting]
 
     def cancel(self, index: int) -> None:
         """Forget a request, waiting or running; it gives no further pieces.
@@ -393,8 +407,9 @@ class Session:
             job.statistics.add_step(row.accepted, row.proposed, row.depth, len(tokens), row.passes)
         passes = job.statistics.draft_forwards - before
         piece = Piece(
-            job.index, tokens, text, row.logprobs, None, row.accepted, row.proposed, row.drafts, row.egag, passes
-        )
+            job.index, tokens, text, row.logprobs, None, row.accepted, row.proposed, row.drafts, row.egag, passes,
+            row.tree,
+        )  # fmt: skip
         if finished is not None:
             del self._running[row.slot]
             if row.finished is None:

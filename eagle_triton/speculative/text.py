@@ -17,8 +17,12 @@ class TextStream:
     text of all tokens, cut before the first stop string; `stopped` says that one came. Special tokens have no text.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), stop_strings: Iterable[str] = ()) -> None:
-        """prompt: what the text follows. Raises ValueError for a stop string that is empty or no string."""
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int] = (), stop_strings: Iterable[str] = (), min_new_tokens: int = 0
+    ) -> None:
+        """prompt: what the text follows. min_new_tokens: a stop string that begins in the text of so many first tokens
+        does not count. Raises ValueError for a stop string that is empty or no string."""
+        self._least = min_new_tokens
         self.stop_strings = tuple(stop_strings)
         check_stop_strings(self.stop_strings)
         self.stopped = False
@@ -73,6 +77,9 @@ class TextStream:
         return self._release(fresh, last=True)
 
     def _release(self, fresh: str, last: bool = False) -> str:
+        if len(self._ends) <= self._least:
+            self._released += len(fresh)
+            return fresh
         held = self._held + fresh
         found = [place for stop in self.stop_strings if (place := held.find(stop)) >= 0]
         self.stopped = bool(found)

@@ -3,11 +3,12 @@
 from eagle_triton.logit_processing import _CHUNK, _process_logits_kernel
 
 _TYPES = {
-    **dict.fromkeys(("tokens_ptr", "ancestors_ptr"), "*i64"),
+    **dict.fromkeys(("tokens_ptr", "ancestors_ptr", "stops_ptr"), "*i64"),
     **dict.fromkeys(("penalty_ptr", "bias_ptr", "out_ptr"), "*fp32"),
+    **dict.fromkeys(("least_ptr", "lengths_ptr"), "*i32"),
     "seen_ptr": "*u8",
 }
-_SIZES = {"NODES": 64, "CHUNK": _CHUNK, "stride_xv": 1}
+_SIZES = {"NODES": 64, "STOPS": 16, "CHUNK": _CHUNK, "stride_xv": 1}
 
 
 def _case(dtype: str) -> tuple:

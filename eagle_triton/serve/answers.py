@@ -1,0 +1,137 @@
+"""What is answered: bodies of completions and chunks of streams, in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from eagle_triton.engine.tree_spec import PLAIN
+from eagle_triton.serve.bodies import Body
+from eagle_triton.serve.drafters import Drafters
+from eagle_triton.speculative.session import Completion, Piece
+from eagle_triton.speculative.text import TextStream
+
+
+class Answer:
+    """One request's answer, as a whole or in chunks.
+
+    `chunk` is called with every piece; `whole` with the completion alone.
+    """
+
+    def __init__(self, body: Body, prompt: Sequence[int], model: str, tokenizer: Any, drafters: Drafters) -> None:
+        """prompt: token ids. model: the name that is answered. tokenizer: for the text of single tokens."""
+        self._body, self._prompt, self._tokenizer, self._drafters = body, prompt, tokenizer, drafters
+        self._sent = 0  # tokens
+        self._characters = 0
+        self._stream = TextStream(tokenizer, prompt[-16:], body.stop, body.min_tokens) if body.drafts else None
+        kind = ("chatcmpl", "chat.completion") if body.chat else ("cmpl", "text_completion")
+        self._head = {
+            "id": f"{kind[0]}-{uuid.uuid4().hex}",
+            "object": kind[1],
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        """The answer at once."""
+        text, logprobs = completion.text, self._logprobs(completion.tokens, completion.logprobs)
+        said = (
+            {"message": {"role": "assistant", "content": text, "refusal": None}} if self._body.chat else {"text": text}
+        )
+        choice = {"index": 0, **said, "logprobs": logprobs, "finish_reason": completion.finished}
+        return {**self._head, "choices": [choice], "usage": self._usage(len(completion.tokens), completion)}
+
+    def begin(self) -> list[bytes]:
+        """What a stream begins with."""
+        if not self._body.chat:
+            return []
+        return [self._event([self._choice({"role": "assistant", "content": ""})], 0)]
+
+    def chunk(self, piece: Piece) -> list[bytes]:
+        """The events of a piece; with the last one all that ends a stream."""
+        completion = piece.completion
+        tokens, logprobs = piece.tokens, piece.logprobs
+        if completion is not None:  # a stop string takes tokens away, perhaps some that were sent
+            tokens = completion.tokens[self._sent :]
+            logprobs = None if completion.logprobs is None else completion.logprobs[self._sent :]
+        self._sent += len(tokens)
+        events = []
+        if piece.text or tokens:
+            listed = self._logprobs(tokens, logprobs)
+            drafts = self._drafts(piece) if self._stream is not None else None
+            if piece.text or listed or drafts:
+                events.append(self._event([self._choice({"content": piece.text}, listed)], self._sent, drafts=drafts))
+        if completion is not None:
+            used = len(completion.tokens)
+            events.append(self._event([self._choice({}, finished=completion.finished)], used))
+            if self._body.usage:
+                events.append(self._event([], used, usage=self._usage(used, completion)))
+            events.append(b"data: [DONE]\n\n")
+        return events
+
+    def _choice(self, said: dict[str, str], logprobs: Any = None, finished: str | None = None) -> dict[str, Any]:
+        content = {"delta": said} if self._body.chat else {"text": said.get("content", "")}
+        return {"index": 0, **content, "logprobs": logprobs, "finish_reason": finished}
+
+    def _event(self, choices: list[Any], tokens: int, *, usage: Any = None, drafts: Any = None) -> bytes:
+        body: dict[str, Any] = {**self._head, "choices": choices}
+        if self._body.chat:
+            body["object"] = "chat.completion.chunk"
+        if self._body.usage or self._body.continuous_usage:
+            body["usage"] = self._usage(tokens) if self._body.continuous_usage and usage is None else usage
+        if drafts is not None:
+            body["drafts"] = drafts
+        return event(body)
+
+    def _usage(self, tokens: int, completion: Completion | None = None) -> dict[str, Any]:
+        prompt = len(self._prompt)
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": tokens,
+            "total_tokens": prompt + tokens,
+        }
+        if completion is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": completion.statistics.found_tokens}
+        return usage
+
+    def _drafts(self, piece: Piece) -> dict[str, Any]:
+        """What a step drafted, and who did; `tokens`: the text that each made certain, and who had drafted it."""
+        assert self._stream is not None
+        tree, tokens = piece.tree or PLAIN, []
+        for depth, token in enumerate(piece.tokens):
+            if not self._stream.stopped:
+                tokens.append([self._stream.push(token), self._drafters.of(tree, depth) if depth else None])
+        if piece.completion is not None and (rest := self._stream.finish()):
+            tokens.append([rest, None])
+        facts = {"emitted": len(piece.tokens), "accepted": piece.accepted, "proposed": piece.proposed}
+        return {**facts, "drafter": self._drafters.of(tree), "tokens": tokens}
+
+    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        texts = [self._tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in tokens]
+        values = list(logprobs or [])
+        if self._body.chat:
+            content = [
+                {"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []}
+                for text, value in zip(texts, values, strict=True)
+            ]
+            return {"content": content, "refusal": None}
+        offsets = []
+        for text in texts:
+            offsets.append(self._characters)
+            self._characters += len(text)
+        return {"tokens": texts, "token_logprobs": values, "text_offset": offsets, "top_logprobs": None}
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode(errors="replace")
+
+
+def _bytes(text: str) -> list[int] | None:
+    """The bytes of a token's text; None where that is no whole character."""
+    return None if "\ufffd" in text else list(text.encode())

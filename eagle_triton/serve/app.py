@@ -1,0 +1,271 @@
+"""The endpoints. Everything here runs in the event loop's thread; the engine has its own."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from eagle_triton.engine.requests import NAN
+from eagle_triton.serve.answers import Answer, event
+from eagle_triton.serve.bodies import Body, RequestError, read_chat, read_completion, read_json
+from eagle_triton.serve.drafters import Drafters
+from eagle_triton.serve.engine_thread import EngineThread, Ticket
+from eagle_triton.serve.prompts import PromptReader
+from eagle_triton.speculative.session import Completion, Piece
+
+log = logging.getLogger(__name__)
+
+MOST_BYTES = 4 << 20  # of a body
+PAGE = Path(__file__).parent / "page.html"
+MOST_READ = 16 * MOST_BYTES  # of one that is refused, before the connection is closed
+_LEFT = RequestError(499, "the client has left")
+
+
+@dataclass(frozen=True)
+class Service:
+    """What the endpoints stand on. model: the name that it is served under; api_key: None asks for none; log_prompts:
+    write prompts and answers to the log."""
+
+    engine: EngineThread
+    prompts: PromptReader
+    drafters: Drafters
+    model: str
+    api_key: str | None = None
+    log_prompts: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application. The engine must be started before it is asked, and closed by who started it."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_fault)
+    app.include_router(_open_routes(service))
+    app.include_router(_routes(service))
+    return app
+
+
+def _open_routes(service: Service) -> APIRouter:
+    """What needs no key."""
+    routes = APIRouter()
+
+    @routes.get("/health")
+    async def health() -> Response:
+        if not service.engine.alive:
+            raise RequestError(503, service.engine.refusal)
+        return Response(status_code=200)
+
+    @routes.get("/")
+    async def page() -> Response:
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+
+    return routes
+
+
+def _routes(service: Service) -> APIRouter:
+    routes = APIRouter(dependencies=[Depends(_key_checker(service.api_key))])
+    threads = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")  # long texts take a while
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.engine.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @routes.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service)]}
+
+    @routes.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        _check_model(service, name)
+        return _model(service)
+
+    async def answer(request: Request, read: Callable[[Mapping[str, Any]], Body]) -> Response:
+        body = read(read_json(await _bytes_of(request)))
+        if body.model is not None:
+            _check_model(service, body.model)
+        call = await asyncio.get_running_loop().run_in_executor(threads, service.prompts.call, body)
+        ticket = service.engine.submit(call)
+        answer = Answer(body, call.prompt.tolist(), service.model, service.prompts.tokenizer, service.drafters)
+        if not body.stream:
+            async with _attended(service, body, ticket, request):
+                return JSONResponse(answer.whole(await _completion(ticket)))
+        events = _events(service, body, ticket, request, answer)
+        first = await anext(events)  # what fails before it has a status of its own
+        return _EventStream(
+            _after(first, events), headers={"Cache-Control": "no-cache"}, media_type="text/event-stream"
+        )
+
+    @routes.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await answer(request, read_chat)
+
+    @routes.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        return await answer(request, read_completion)
+
+    return routes
+
+
+# --- one request ---
+
+
+@asynccontextmanager
+async def _attended(service: Service, body: Body, ticket: Ticket, request: Request) -> AsyncIterator[None]:
+    """Watch whether the client leaves, give up what has not ended inside the block, and write one line of it."""
+    leaving = asyncio.ensure_future(_leave(request, ticket))
+    if service.log_prompts:
+        log.info("request %d: prompt %r", ticket.number, body.messages if body.chat else body.prompt)
+    try:
+        yield
+    finally:
+        leaving.cancel()
+        service.engine.cancel(ticket)
+        log.info("request %d: %s", ticket.number, _facts(service, body, ticket))
+
+
+async def _leave(request: Request, ticket: Ticket) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    ticket.pieces.put_nowait(_LEFT)
+
+
+async def _next(ticket: Ticket) -> Piece:
+    """What the next step gave. Raises RequestError if it was the last and is no answer."""
+    piece = await ticket.pieces.get()
+    if isinstance(piece, RequestError):
+        raise piece
+    ticket.completion = piece.completion
+    if ticket.completion is not None and ticket.completion.error is not None:
+        error = ticket.completion.error
+        raise RequestError(500 if error == NAN else 400, f"the request could not be decoded: {error}")
+    return piece
+
+
+async def _completion(ticket: Ticket) -> Completion:
+    while (completion := (await _next(ticket)).completion) is None:
+        pass
+    return completion
+
+
+async def _events(
+    service: Service, body: Body, ticket: Ticket, request: Request, answer: Answer
+) -> AsyncGenerator[bytes, None]:
+    """The events of a stream. What fails after the first is an event, too."""
+    async with _attended(service, body, ticket, request):
+        begun = False
+        try:
+            while ticket.completion is None:
+                events = answer.chunk(await _next(ticket))
+                if not begun:
+                    events = [*answer.begin(), *events]
+                if events:
+                    begun = True
+                    yield b"".join(events)
+        except RequestError as error:
+            if not begun:
+                raise
+            yield event(error.body)
+
+
+async def _after(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
+        yield first
+        async for some in events:
+            yield some
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events of a generator that sees for itself whether the client has left."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self.body_iterator):
+            await self.stream_response(send)
+
+
+def _facts(service: Service, body: Body, ticket: Ticket) -> str:
+    """What became of a request, without its words unless they are asked for."""
+    seconds, whose = time.perf_counter() - ticket.came, "" if body.user is None else f", user {body.user!r:.100}"
+    completion = ticket.completion
+    if completion is None:
+        return f"{len(ticket.call.prompt)} prompt tokens, gave up after {seconds:.2f} s{whose}"
+    counts = f"{len(ticket.call.prompt)} prompt tokens, {len(completion.tokens)} new, {completion.finished}"
+    said = f", answer {completion.text!r}" if service.log_prompts else ""
+    return f"{counts}, tau {completion.statistics.tau:.2f}, {seconds:.2f} s{whose}{said}"
+
+
+# --- what is checked before a request is read, and how it is refused ---
+
+
+def _key_checker(key: str | None) -> Callable[[Request], Awaitable[None]]:
+    """Refuse whoever does not know the key, in a time that does not say how much of it was right."""
+
+    async def check(request: Request) -> None:
+        if key is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if not (hmac.compare_digest(given.strip().encode("latin-1"), key.encode()) and scheme.lower() == "bearer"):
+            raise RequestError(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key",
+                               headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+
+    return check
+
+
+async def _bytes_of(request: Request) -> bytes:
+    """A body of JSON, not too large. What is refused is read to its end, so that the client hears why."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kept, read = bytearray(), 0
+    try:
+        async for some in request.stream():
+            read += len(some)
+            if read <= MOST_BYTES:
+                kept += some
+            elif read > MOST_READ:
+                break
+    except ClientDisconnect:
+        raise _LEFT from None
+    if read > MOST_BYTES:
+        raise RequestError(413, f"the body must have at most {MOST_BYTES} bytes")
+    if kind != "application/json":
+        raise RequestError(415, f"the body must be of type application/json, got {kind or 'none'!r:.60}")
+    return bytes(kept)
+
+
+def _check_model(service: Service, name: str) -> None:
+    if name != service.model:
+        raise RequestError(404, f"model {name!r:.100} is not served here, but {service.model!r}", "model",
+                           "model_not_found")  # fmt: skip
+
+
+def _model(service: Service) -> dict[str, Any]:
+    facts = {"created": service.created, "owned_by": "eagle_triton", "max_model_len": service.prompts.max_model_len}
+    return {"id": service.model, "object": "model", **facts}
+
+
+async def _on_request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    log.info("%s %s: %d, %s", request.method, request.url.path, error.status, error.param or error.code or "refused")
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse(RequestError(error.status_code, str(error.detail)).body, error.status_code, error.headers)
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    return JSONResponse(RequestError(500, "the server has failed; its log says how").body, 500)

@@ -1,0 +1,52 @@
+"""Who proposes drafts, in a word."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
+from eagle_triton.engine.drafts.eagle import EagleDraft
+from eagle_triton.engine.drafts.hybrid import ContinuedDraft, WrappedDraft
+from eagle_triton.engine.drafts.mtp import MTPDraft
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.speculative.inference import EAGLEInference
+
+_MODELS = ((MTPDraft, "mtp"), (EagleDraft, "eagle"), (CausalLMDraft, "draft_model"))
+
+
+@dataclass(frozen=True)
+class Drafters:
+    """By the names of `SpecMethod`. model: what scores candidates, None: nothing does. text: what looks for text that
+    occurred before. chain: so many drafts are the model's and those behind them the text's, 0: both stand in one tree.
+
+    In one tree the engine does not keep whose a draft was: prefixes that both propose are one node.
+    """
+
+    model: str | None
+    text: str | None
+    chain: int = 0
+
+    @staticmethod
+    def read(inference: EAGLEInference) -> Drafters:
+        """Those of an engine."""
+        draft, options = inference.pair.draft, inference.config.speculative
+        inner = draft.beams if isinstance(draft, WrappedDraft) else draft
+        model = next((name for kind, name in _MODELS if isinstance(inner, kind)), None)
+        if draft is None or (inner is draft and model is not None):
+            return Drafters(model, None)
+        if options is None:
+            return Drafters(model, "suffix")
+        if isinstance(draft, ContinuedDraft):
+            return Drafters(model, "ngram", draft.chain)
+        return Drafters(None, str(options.method))
+
+    def of(self, tree: TreeSpec, depth: int | None = None) -> str | None:
+        """Who proposed the drafts of such a tree, "a+b" for both; None where nothing was drafted. depth: of one of
+        them, from 1 on."""
+        if not tree.drafts:
+            return None
+        if self.chain and depth is not None:
+            return self.model if depth <= self.chain else self.text
+        model = self.model if tree.top_k else None
+        text = self.text if tree.grafts or model is None else None
+        return "+".join(filter(None, (model, text))) or None

@@ -1,0 +1,252 @@
+"""The one thread that touches the model: requests come to it by a queue, what each step gave goes back by others."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from eagle_triton.serve.bodies import RequestError
+from eagle_triton.serve.metrics import Metrics
+from eagle_triton.speculative.arguments import Call
+from eagle_triton.speculative.session import Completion, Piece, Session
+
+log = logging.getLogger(__name__)
+
+_numbers = itertools.count(1)
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request on its way through the engine. pieces: what it gave so far, or why it gives no more."""
+
+    call: Call
+    number: int = field(default_factory=lambda: next(_numbers))
+    pieces: asyncio.Queue[Piece | RequestError] = field(default_factory=asyncio.Queue)
+    came: float = field(default_factory=time.perf_counter)
+    began: float | None = None  # when its first tokens came
+    completion: Completion | None = None  # as far as who waits for it has seen
+
+
+@dataclass(frozen=True)
+class _Cancel:
+    ticket: Ticket
+
+
+@dataclass(frozen=True)
+class _Drain:
+    deadline: float
+
+
+class EngineThread:
+    """Decodes tickets in a session that it alone uses.
+
+    `submit` and `cancel` are called from the event loop's thread, and tickets get their pieces there. `drain` and
+    `close` may be called from anywhere, `drain` also by a signal's handler.
+    """
+
+    def __init__(self, open_session: Callable[[], Session], metrics: Metrics, slots: int, max_queue: int) -> None:
+        """open_session: called in the thread, first and after a step that failed. slots: requests that run at a time;
+        max_queue: those that may wait beside them."""
+        self.metrics, self.slots, self.max_queue = metrics, slots, max_queue
+        self._open_session = open_session
+        self._orders: queue.SimpleQueue[Ticket | _Cancel | _Drain | None] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tickets: set[Ticket] = set()  # not at their ends; of the event loop's thread
+        self._seconds = 1.0  # that a request takes, by the last ones
+        self._refusal: str | None = None  # why nobody may come any more
+        self._live: dict[int, Ticket] = {}  # by the session's index; of this thread, as all below
+        self._deadline: float | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._opened: Future[None] = Future()
+
+    # --- for the event loop's thread ---
+
+    def start(self) -> None:
+        """Open the session, and decode until `close`. Raises what opening it raises."""
+        self._thread.start()
+        self._opened.result()
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are taken and decoded."""
+        return self._refusal is None and self._thread.is_alive()
+
+    @property
+    def refusal(self) -> str:
+        """Why requests are not taken, if they are not."""
+        return self._refusal or "the engine has stopped"
+
+    def submit(self, call: Call) -> Ticket:
+        """Put a request in line. Raises RequestError if the line is full (429), or nobody may come any more (503)."""
+        if not self.alive:
+            raise RequestError(503, self.refusal, code="shutting_down")
+        if len(self._tickets) >= self.slots + self.max_queue:
+            raise RequestError(429, f"{self.max_queue} requests wait already, try again later", code="queue_full",
+                               headers={"Retry-After": str(self._retry_after())})  # fmt: skip
+        self._loop = asyncio.get_running_loop()
+        ticket = Ticket(call)
+        self._tickets.add(ticket)
+        self._orders.put(ticket)
+        return ticket
+
+    def _retry_after(self) -> int:
+        """Seconds after which there may be room in the line, a guess by how long requests took."""
+        return min(max(1, math.ceil(self._seconds * len(self._tickets) / self.slots / 2)), 60)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Give up a request, wherever it is; one that has ended is left alone."""
+        if ticket in self._tickets:
+            self._tickets.remove(ticket)
+            self.metrics.add_end("abort", time.perf_counter() - ticket.came)
+            self._orders.put(_Cancel(ticket))
+
+    def _hand_out(self, given: list[tuple[Ticket, Piece | RequestError]]) -> None:
+        now = time.perf_counter()
+        for ticket, piece in given:
+            if ticket not in self._tickets:
+                continue
+            if isinstance(piece, Piece) and piece.tokens and ticket.began is None:
+                ticket.began = now
+                self.metrics.first_token.observe(now - ticket.came)
+            completion = None if isinstance(piece, RequestError) else piece.completion
+            if isinstance(piece, RequestError) or completion is not None:
+                self._tickets.remove(ticket)
+                self._seconds += 0.1 * (now - ticket.came - self._seconds)
+                self.metrics.add_end("error" if completion is None else completion.finished, now - ticket.came)
+                if completion is not None and ticket.began is not None and len(completion.tokens) > 1:
+                    self.metrics.token.observe((now - ticket.began) / (len(completion.tokens) - 1))
+            ticket.pieces.put_nowait(piece)
+
+    # --- from anywhere ---
+
+    def drain(self, seconds: float) -> None:
+        """Refuse who waits and who comes, and finish what runs, within so many seconds."""
+        self._refusal = "the server is shutting down"
+        self._orders.put(_Drain(time.monotonic() + seconds))
+
+    def close(self) -> None:
+        """End after the step that runs, whatever is not finished."""
+        self._refusal = self._refusal or "the server is shutting down"
+        self._orders.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        try:
+            session = self._open_session()
+        except BaseException as error:
+            self._opened.set_exception(error)
+            return
+        self._opened.set_result(None)
+        try:
+            while True:
+                try:
+                    if not self._follow_orders(session):
+                        break
+                    self._step(session)
+                except Exception:
+                    log.exception("a step failed: its requests are lost, another batch begins")
+                    session = self._begin_again(session)
+        except BaseException:
+            self._refusal = "the engine has stopped; the server's log says why"
+            log.exception("the engine has stopped")
+        finally:
+            self._lose(self.refusal)
+            self._refuse_orders()
+            session.close()
+
+    def _begin_again(self, session: Session) -> Session:
+        """Another session for those who wait; what ran is lost, since its batch was left half-way."""
+        waiting = {index: self._live.pop(index) for index in session.waiting if index in self._live}
+        self._lose("the engine failed in a step of this request; the server's log says how")
+        self._live = waiting  # who is told if there is no other session
+        session.close()
+        session = self._open_session()
+        self._live = {}
+        for ticket in waiting.values():
+            self._enter(session, ticket)
+        return session
+
+    def _step(self, session: Session) -> None:
+        if session.idle:
+            return
+        info = session.advance()
+        given: list[tuple[Ticket, Piece | RequestError]] = []
+        for piece in info.pieces:
+            self.metrics.add_piece(piece)
+            if (ticket := self._live.get(piece.index)) is not None:
+                given.append((ticket, piece))
+            if (completion := piece.completion) is not None:
+                self._live.pop(piece.index, None)
+                self.metrics.add_prompt(completion.statistics.prompt_tokens, completion.statistics.found_tokens)
+        self._give(given)
+        self._count(session)
+
+    def _follow_orders(self, session: Session) -> bool:
+        """Do what was asked for meanwhile, waiting for it if there is nothing else to do. False: end here."""
+        while True:
+            try:
+                order = self._orders.get(block=session.idle)
+            except queue.Empty:
+                break
+            if order is None:
+                return False
+            if isinstance(order, _Drain):
+                self._deadline = order.deadline
+                self._refuse(session, session.waiting)
+            elif isinstance(order, _Cancel):
+                for index in [index for index, ticket in self._live.items() if ticket is order.ticket]:
+                    del self._live[index]
+                    session.cancel(index)
+            elif self._refusal is not None:
+                self._give([(order, RequestError(503, self.refusal, code="shutting_down"))])
+            else:
+                self._enter(session, order)
+            self._count(session)
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self._refuse(session, list(self._live))
+        return True
+
+    def _enter(self, session: Session, ticket: Ticket) -> None:
+        try:
+            self._live[session.enqueue(ticket.call)] = ticket
+        except Exception as error:  # of this request alone, whatever it is
+            log.exception("request %d cannot be decoded", ticket.number)
+            self._give([(ticket, RequestError(500, f"the request cannot be decoded: {error}"))])
+
+    def _refuse(self, session: Session, indices: list[int]) -> None:
+        for index in indices:
+            session.cancel(index)
+            ticket = self._live.pop(index)
+            self._give([(ticket, RequestError(503, self.refusal, code="shutting_down"))])
+
+    def _lose(self, reason: str) -> None:
+        self._give([(ticket, RequestError(500, reason)) for ticket in self._live.values()])
+        self._live.clear()
+
+    def _refuse_orders(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                if isinstance(order := self._orders.get_nowait(), Ticket):
+                    self._give([(order, RequestError(503, self.refusal))])
+
+    def _give(self, given: list[tuple[Ticket, Piece | RequestError]]) -> None:
+        if given and self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+                self._loop.call_soon_threadsafe(self._hand_out, given)
+
+    def _count(self, session: Session) -> None:
+        waiting = len(session.waiting)
+        self.metrics.waiting.set(waiting)
+        self.metrics.running.set(len(self._live) - waiting)

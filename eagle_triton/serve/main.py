@@ -1,0 +1,268 @@
+"""`eagle-triton serve`: OpenAI's endpoints over one model, and a page to try it at.
+
+    eagle-triton serve                              the embedded checkpoint, at http://127.0.0.1:8000
+    eagle-triton serve PATH_OR_ID --draft HEAD      a target and an EAGLE head
+    eagle-triton serve PATH_OR_ID --speculative-config '{"method": "suffix", "num_speculative_tokens": 8}'
+    eagle-triton serve --config FILE.yaml           options by their names; those of the command line go before
+
+POST /v1/chat/completions, /v1/completions; GET /v1/models, /health, /metrics, and / for the page.
+SIGTERM and Ctrl-C finish what runs and refuse the rest. Exit code 0: ended so; 2: a wrong argument, or a model that
+cannot be served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from eagle_triton.benchmarks import arguments
+from eagle_triton.benchmarks.arguments import Parser
+
+if TYPE_CHECKING:
+    from eagle_triton.serve.engine_thread import EngineThread
+    from eagle_triton.speculative.inference import EAGLEInference
+    from eagle_triton.speculative.session import Session
+
+log = logging.getLogger(__name__)
+
+NEEDS = ("fastapi", "uvicorn", "prometheus_client", "jinja2", "yaml")  # the extra serve
+TREE_OPTIONS = ("topk", "num_steps", "num_draft_tokens", "suffix_drafts")  # of EAGLEConfig
+SWITCH_SECONDS = 0.0005  # that Python lets one thread run while the other waits: the engine's must not wait for HTTP
+CLOSING_SECONDS = 5  # for connections, behind the last answer
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> int:
+    """Serve until a signal ends it; `program` is what it is called in its help and its errors."""
+    parser = _parser(program)
+    args = _parse(parser, sys.argv[1:] if argv is None else argv)
+    arguments.check_device(parser, args.device)
+    if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
+        parser.stop(
+            f'{", ".join(missing)} is not installed: pip install "eagle_triton[serve]", or ".[serve]" in a clone'
+        )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if os.environ.get("RANK", "0") != "0":
+        log.info("rank %s of %s: rank 0 answers", os.environ["RANK"], os.environ.get("WORLD_SIZE", "?"))
+        return 0
+    sys.setswitchinterval(SWITCH_SECONDS)
+    with parser.explains():
+        import uvicorn
+
+        from eagle_triton.serve.app import Service, make_app
+        from eagle_triton.serve.drafters import Drafters
+        from eagle_triton.serve.engine_thread import EngineThread
+        from eagle_triton.serve.metrics import Metrics
+        from eagle_triton.serve.prompts import PromptReader
+
+        template = None if args.chat_template is None else args.chat_template.read_text(encoding="utf-8")
+        bound = _bind(args.host, args.port)
+        inference = _load(args)
+        rows = _max_model_len(args.max_model_len, inference.pair.max_positions)
+        prompts, name = PromptReader(inference, rows, template), args.served_model_name or args.model
+        engine = EngineThread(lambda: _open(inference, rows), Metrics(name), inference.config.slots, args.max_queue)
+        app = make_app(Service(engine, prompts, Drafters.read(inference), name, args.api_key, args.log_prompts))
+        engine.start()
+    try:
+        if args.host not in LOOPBACK and args.api_key is None:
+            log.warning("whoever reaches %s may ask: there is no --api-key", args.host)
+        log.info("%r", inference)
+        log.info("%s is served at http://%s:%d", name, args.host, bound.getsockname()[1])
+        options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "ws": "none"}
+        patience = args.shutdown_timeout + CLOSING_SECONDS
+        config = uvicorn.Config(app, lifespan="off", timeout_graceful_shutdown=patience, **options)
+        _server(config, engine, args.shutdown_timeout).run(sockets=[bound])
+    finally:
+        engine.close()
+    return 0
+
+
+def _server(config: Any, engine: EngineThread, seconds: int) -> Any:
+    """A server that lets the engine finish when a signal comes; a second Ctrl-C does not wait for it."""
+    import uvicorn
+
+    server: Any = uvicorn.Server(config)
+
+    def stop(sig: int, frame: FrameType | None) -> None:
+        if not server.should_exit:
+            engine.drain(seconds)
+        server.force_exit = server.should_exit and sig == signal.SIGINT
+        server.should_exit = True
+
+    server.handle_exit = stop
+    return server
+
+
+def _load(args: argparse.Namespace) -> EAGLEInference:
+    import torch
+
+    from eagle_triton.speculative.config import EAGLEConfig
+    from eagle_triton.speculative.inference import EAGLEInference
+    from eagle_triton.speculative.speculative_config import SpeculativeConfig
+
+    given = {name: getattr(args, name) for name in TREE_OPTIONS}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if args.speculative_config is not None:
+        options["speculative"] = SpeculativeConfig.from_json(args.speculative_config)
+    config = EAGLEConfig(
+        temperature=args.temperature,
+        slots=args.max_num_seqs,
+        cache_tokens=args.cache_tokens,
+        dtype=args.dtype and getattr(torch, args.dtype),
+        **options,
+    )
+    return EAGLEInference.from_pretrained(args.model, args.draft, config, args.device)
+
+
+def _open(inference: EAGLEInference, rows: int) -> Session:
+    """A session that has compiled and captured what most requests need."""
+    session = inference.session(rows)
+    for temperature in (0.0, 1.0):
+        session.submit([0, 0], min(4, rows - 2), temperature=temperature)
+        while not session.idle:
+            session.step()
+    return session
+
+
+def _max_model_len(asked: int | None, positions: int | None) -> int:
+    if asked is None and positions is None:
+        raise ValueError("--max-model-len must be given: the model does not say how many positions it has")
+    if None not in (asked, positions) and asked > positions:  # type: ignore[operator]
+        raise ValueError(f"--max-model-len must be at most the model's {positions} positions, got {asked}")
+    return asked or positions  # type: ignore[return-value]
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound and does not listen yet. OSError where that cannot be."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise OSError(f"--host {host} cannot be listened at: {error.strerror}") from None
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise OSError(f"{host}:{port} cannot be listened at: {error.strerror}") from None
+    return bound
+
+
+# --- the command line ---
+
+
+def _parser(program: str) -> Parser:
+    parser = Parser(program, (__doc__ or "").replace("eagle-triton serve", program))
+    add, whole, number = parser.add_argument, arguments.whole, arguments.number
+    add(
+        "model",
+        nargs="?",
+        type=arguments.model,
+        metavar="MODEL",
+        help="the target: directory or hub id (default: demo)",
+    )
+    add(
+        "--draft",
+        type=arguments.model,
+        metavar="HEAD",
+        help="an EAGLE head, or mtp (default: what lies beside the target)",
+    )
+    add(
+        "--speculative-config",
+        type=arguments.some_text,
+        metavar="JSON",
+        help="how to draft, as serving engines are told",
+    )
+    add("--topk", type=whole(), metavar="K", help="children of each expanded node of the tree")
+    add("--num-steps", type=whole(), metavar="D", help="levels of the tree")
+    add("--num-draft-tokens", type=_nodes, metavar="N", help="nodes of the tree, root included, or auto")
+    add("--suffix-drafts", type=whole(0), metavar="N", help="tokens drafted from text that occurred before")
+    add("--host", type=arguments.some_text, default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
+    add("--port", type=whole(0, 65535), default=8000, metavar="N", help="default: 8000; 0: a free one")
+    add("--api-key", type=arguments.some_text, metavar="KEY", help="that requests must bring (default: none)")
+    add("--served-model-name", type=arguments.some_text, metavar="NAME", help="what clients call it (default: MODEL)")
+    add("--max-model-len", type=whole(8), metavar="N", help="most tokens of prompt and answer (default: the positions)")
+    add(
+        "--max-num-seqs",
+        type=whole(most=256),
+        default=16,
+        metavar="N",
+        help="requests that run at a time (default: 16)",
+    )
+    add("--max-queue", type=whole(0), default=256, metavar="N", help="requests that may wait (default: 256); else 429")
+    add("--cache-tokens", type=whole(), metavar="N", help="room for keys and values (default: it grows)")
+    add("--temperature", type=number(0, 100), default=1.0, metavar="T", help="of requests that do not say (default: 1)")
+    add("--chat-template", type=arguments.existing_file, metavar="FILE", help="Jinja (default: the tokenizer's)")
+    add("--shutdown-timeout", type=whole(0, 86400), default=30, metavar="SECONDS",
+        help="that SIGTERM leaves to what runs (default: 30)")  # fmt: skip
+    add("--log-prompts", action="store_true", help="write prompts and answers to the log")
+    add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--dtype", choices=arguments.DTYPES, help="default: float32 on a CPU, else the checkpoint's")
+    add("--config", type=arguments.existing_file, metavar="FILE", help="YAML with these options by their names")
+    return parser
+
+
+def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
+    args = parser.parse_args(argv)
+    if args.config is not None:
+        model, options = _read_config(parser, args.config)
+        args = parser.parse_args([*options, *argv])  # what comes later goes before
+        if args.model is None and model is not None:
+            args.model = parser.parse_args(["--", model]).model
+    args.model = args.model or "demo"
+    if args.draft is not None and args.model == "demo":
+        parser.error("--draft must come with a MODEL that it drafts for: the demo has a head of its own")
+    if shaped := [name for name in TREE_OPTIONS if getattr(args, name) is not None and args.speculative_config]:
+        parser.error(f"--{shaped[0].replace('_', '-')} is not read with --speculative-config, which says how to draft")
+    return args
+
+
+def _read_config(parser: Parser, path: Path) -> tuple[str | None, list[str]]:
+    """A file's model, and its options as a command line has them."""
+    import yaml
+
+    try:
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        parser.error(f"--config: {path} cannot be read: {arguments.one_line(error)}")
+    if not isinstance(read, dict):
+        parser.error(f"--config: {path} must be a mapping of options to values")
+    names = {name: action for action in parser._actions for name in action.option_strings}
+    model, options = None, []
+    for key, value in read.items():
+        option = f"--{str(key).replace('_', '-')}"
+        if value is None:
+            continue
+        if key == "model":
+            model = str(value)
+        elif option not in names or option in ("--config", "--help"):
+            known = sorted(name[2:] for name in names if name.startswith("--") and name not in ("--config", "--help"))
+            parser.error(f"--config: {key!r:.60} is no option; the options are model, {', '.join(known)}")
+        elif names[option].nargs == 0:
+            if not isinstance(value, bool):
+                parser.error(f"--config: {key} must be true or false, got {value!r:.60}")
+            options += [option] * value
+        elif isinstance(value, dict) and option == "--speculative-config":
+            options.append(f"{option}={json.dumps(value)}")
+        elif isinstance(value, (bool, dict, list)):
+            parser.error(f"--config: {key} must be one value, got {value!r:.60}")
+        else:
+            options.append(f"{option}={value}")
+    return model, options
+
+
+def _nodes(text: str) -> int | str:
+    return text if text == "auto" else arguments.whole(2)(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

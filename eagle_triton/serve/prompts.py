@@ -1,0 +1,104 @@
+"""From a request's body to what the engine decodes: tokens by the tokenizer and its chat template, limits, stops."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from jinja2 import TemplateError
+
+from eagle_triton.serve.bodies import Body, RequestError
+from eagle_triton.speculative.arguments import ArgumentReader, Call
+from eagle_triton.speculative.config import FILTERS
+from eagle_triton.speculative.inference import EAGLEInference
+
+COMPLETION_TOKENS = 16  # of /v1/completions, where a request does not say
+
+
+class PromptReader:
+    """Reads bodies for one engine, in one thread at a time. max_model_len: the most tokens of prompt and answer."""
+
+    def __init__(self, inference: EAGLEInference, max_model_len: int, chat_template: str | None = None) -> None:
+        """chat_template: None takes the tokenizer's. Raises ValueError if the target has no tokenizer."""
+        if inference.tokenizer is None:
+            raise ValueError("the target has no tokenizer beside it, and a server answers with text")
+        self.max_model_len, self.chat_template = max_model_len, chat_template
+        self.tokenizer = copy.deepcopy(inference.tokenizer)  # the engine's thread has its own
+        self.tokenizer(
+            "", verbose=False
+        )  # settles its options, which no later call changes: other threads decode by it
+        self._config, self._stop_ids = inference.config, inference.pair.stop_ids
+        self._reader = ArgumentReader(
+            inference.config, inference.pair.view.vocab_size, torch.device("cpu"), self.tokenizer
+        )
+
+    def call(self, body: Body) -> Call:
+        """What a body asks of the engine. Raises RequestError naming the field."""
+        with _blames("messages" if body.chat else "prompt"):
+            prompt = self._reader.prompt(self._ids(body))
+        stops = frozenset(body.stop_ids) if body.ignore_eos else self._stop_ids | frozenset(body.stop_ids)
+        limit = self._limit(len(prompt), body)
+        options = dict(body.sampling)
+        if options.get("temperature", self._config.temperature) == 0:  # any filter keeps the likeliest token
+            options = {name: value for name, value in options.items() if name not in FILTERS}
+        with _blames(None):
+            return self._reader.call(
+                prompt, limit, self._config.sampling(**options), stops, body.stop,
+                min_new_tokens=body.min_tokens, logprobs=body.logprobs,
+            )  # fmt: skip
+
+    def _limit(self, tokens: int, body: Body) -> int:
+        """How many new tokens a prompt of so many may get."""
+        room = self.max_model_len - tokens
+        most = body.max_tokens
+        if room < 1 or (most is not None and most > room):
+            asked = "" if most is None else f" and {most} new ones"
+            raise RequestError(
+                400, f"the model has room for {self.max_model_len} tokens, and the prompt has {tokens}{asked}",
+                "messages" if body.chat else "prompt", "context_length_exceeded",
+            )  # fmt: skip
+        if most is None:
+            most = room if body.chat else min(room, COMPLETION_TOKENS)
+        if body.min_tokens > most:
+            raise RequestError(
+                400, f"min_tokens must be at most max_tokens, {most}, got {body.min_tokens}", "min_tokens"
+            )
+        return most
+
+    def _ids(self, body: Body) -> list[int]:
+        messages = body.messages
+        if messages is None:
+            text = body.prompt
+            return self.tokenizer(text, verbose=False).input_ids if isinstance(text, str) else text
+        if not (self.chat_template or getattr(self.tokenizer, "chat_template", None)):
+            return self.tokenizer(_plain_text(messages), verbose=False).input_ids
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, chat_template=self.chat_template
+            )
+        except TemplateError as error:
+            raise RequestError(400, f"messages: the chat template refuses them: {error}", "messages") from error
+        return self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+
+
+def _plain_text(messages: Sequence[dict[str, str]]) -> str:
+    """A conversation for a base model, which has no chat template: texts follow each other, an answer directly behind
+    its prompt, anything else in a new line."""
+    text = ""
+    for message in messages:
+        if text and not text.endswith("\n") and message["role"] != "assistant":
+            text += "\n"
+        text += message["content"]
+    return text
+
+
+@contextmanager
+def _blames(param: str | None) -> Iterator[None]:
+    """What is refused inside is the request's fault: of `param`, None: of the field that the message begins with."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        field = param or str(error).split()[0].rstrip(":").partition("=")[0]
+        raise RequestError(400, str(error), field) from error

@@ -1,0 +1,843 @@
+"""The server: the openai client's own calls, bodies that make no sense, keys, queues, who leaves, faults, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
+from eagle_triton.demo import demo_prompts
+from eagle_triton.serve import main as serve
+
+for missing in ("fastapi", "uvicorn", "prometheus_client", "openai"):
+    pytest.importorskip(missing, reason='pip install ".[serve,test]"')
+
+import openai
+import uvicorn
+
+from eagle_triton.serve.app import MOST_BYTES, Service, make_app
+from eagle_triton.serve.bodies import RequestError, read_chat
+from eagle_triton.serve.drafters import Drafters
+from eagle_triton.serve.engine_thread import EngineThread
+from eagle_triton.serve.metrics import Metrics
+from eagle_triton.serve.prompts import PromptReader
+
+ROOT = Path(__file__).resolve().parents[1]
+POISON = 3000  # a token behind which the target's logits are NaN
+PROMPT = "import os\nimport sys\n\n\ndef main(argv):\n"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ 'assistant: ' }}"
+
+
+class Client:
+    """Bodies as bytes, for what the openai client would not send."""
+
+    def __init__(self, port: int, key: str | None = None) -> None:
+        self.port, self.key = port, key
+        base = f"http://127.0.0.1:{port}/v1"
+        self.openai = openai.OpenAI(base_url=base, api_key=key or "none", max_retries=0)
+        self._options = dict(base_url=base, api_key=key or "none", max_retries=0)
+
+    @property
+    def asynchronous(self) -> openai.AsyncOpenAI:
+        """A new one, which belongs to an event loop."""
+        return openai.AsyncOpenAI(**self._options)
+
+    def ask(self, path: str, body: bytes | dict | None = None, method: str | None = None, **headers: str):
+        """(status, headers, body as JSON or text)."""
+        from http.client import HTTPConnection
+
+        if isinstance(body, dict):
+            body = json.dumps(body).encode()
+        sent = {"Content-Type": "application/json"} if body is not None else {}
+        if self.key:
+            sent["Authorization"] = f"Bearer {self.key}"
+        sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request(method or ("GET" if body is None else "POST"), path, body, sent)
+            answer = connection.getresponse()
+            text = answer.read().decode()
+        finally:
+            connection.close()
+        is_json = (answer.headers.get("content-type") or "").startswith("application/json")
+        return answer.status, dict(answer.headers), json.loads(text) if is_json else text
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's values whose labels are these."""
+        total = 0.0
+        for line in self.ask("/metrics")[2].splitlines():
+            what, _, value = line.rpartition(" ")
+            if what.split("{")[0] == name and all(f'{label}="{text}"' in what for label, text in labels.items()):
+                total += float(value)
+        return total
+
+
+@contextmanager
+def serving(inference: EAGLEInference, *, rows: int = 512, max_queue: int = 64, template: str | None = None, **options):
+    """A server in a thread; its client, and the engine's thread."""
+    metrics = Metrics("demo")
+    engine = EngineThread(lambda: inference.session(rows), metrics, inference.config.slots, max_queue)
+    prompts = PromptReader(inference, rows, template)
+    app = make_app(Service(engine, prompts, Drafters.read(inference), "demo", **options))
+    bound = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, ws="none"))
+    engine.start()
+    thread = threading.Thread(target=server.run, args=([bound],))
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield SimpleNamespace(
+            client=Client(bound.getsockname()[1], options.get("api_key")), engine=engine, inference=inference
+        )
+    finally:
+        server.should_exit = True
+        thread.join()
+        engine.close()
+        bound.close()
+
+
+@pytest.fixture(scope="module")
+def inference() -> EAGLEInference:
+    model = EaModel.from_pretrained("demo")
+    model.base_model.model.embed_tokens.weight.data[POISON] = float("nan")
+    return EAGLEInference(None, model, EAGLEConfig(temperature=1.0, slots=4, fallback=False))
+
+
+@pytest.fixture(scope="module")
+def server(inference) -> Iterator[SimpleNamespace]:
+    with serving(inference) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server) -> Client:
+    return server.client
+
+
+@pytest.fixture(scope="module")
+def alone(inference, server):
+    """What the engine gives a prompt without a server and without neighbours, in a process whose engine is another."""
+    other = EAGLEInference(None, inference.pair.target_model, EAGLEConfig(temperature=1.0))
+
+    def decode(prompt, max_tokens, **options):
+        return other.generate(prompt, max_tokens, **options)[1].completions[0]
+
+    return decode
+
+
+def wait_until(holds, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.01)
+
+
+# --- the client's own calls ---
+
+
+def test_a_completion_is_what_the_engine_gives(client, alone):
+    answer = client.openai.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0)
+    want = alone(PROMPT, 24, temperature=0.0)
+    assert answer.choices[0].text == want.text and answer.choices[0].finish_reason == want.finished
+    assert answer.usage.completion_tokens == len(want.tokens)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + len(want.tokens)
+    assert answer.model == "demo" and answer.object == "text_completion" and answer.id.startswith("cmpl-")
+
+
+def test_a_stream_is_the_completion_in_pieces(client, alone):
+    options = dict(model="demo", prompt=PROMPT, max_tokens=24, temperature=0)
+    chunks = list(client.openai.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    want = alone(PROMPT, 24, temperature=0.0)
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == want.text
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + [want.finished]
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == len(want.tokens)
+    assert all(chunk.usage is None for chunk in chunks[:-1]) and len({chunk.id for chunk in chunks}) == 1
+    assert 2 < len(chunks) < len(want.tokens)  # several tokens come at a time
+
+
+def test_chat_and_its_stream(client):
+    options = dict(model="demo", messages=[{"role": "user", "content": PROMPT}], max_tokens=16, temperature=0)
+    answer = client.openai.chat.completions.create(**options)
+    assert answer.object == "chat.completion" and answer.choices[0].message.role == "assistant"
+    chunks = list(client.openai.chat.completions.create(**options, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].object == "chat.completion.chunk"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == answer.choices[0].message.content != ""
+    assert chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason == "length"
+
+
+def test_the_asynchronous_client(client, alone):
+    async def ask():
+        options = dict(model="demo", prompt=PROMPT, max_tokens=12, temperature=0.8, seed=5)
+        async with client.asynchronous as made:
+            whole, stream = await asyncio.gather(
+                made.completions.create(**options), made.completions.create(**options, stream=True)
+            )
+            return whole.choices[0].text, "".join([chunk.choices[0].text async for chunk in stream])
+
+    whole, pieces = asyncio.run(ask())
+    assert whole == pieces == alone(PROMPT, 12, temperature=0.8, seed=5).text
+
+
+def test_token_ids_as_a_prompt(client, alone):
+    ids = alone(PROMPT, 1).prompt.tolist()
+    for prompt in (ids, [ids], [PROMPT]):
+        answer = client.openai.completions.create(model="demo", prompt=prompt, max_tokens=8, temperature=0)
+        assert answer.choices[0].text == alone(PROMPT, 8, temperature=0.0).text
+
+
+def test_defaults_are_those_of_the_endpoints(client):
+    """A temperature of 1, 16 tokens of a completion, and of a chat as many as there is room for."""
+    answer = client.openai.completions.create(model="demo", prompt=PROMPT, seed=1, extra_body={"ignore_eos": True})
+    same = client.openai.completions.create(
+        model="demo", prompt=PROMPT, seed=1, temperature=1, max_tokens=16, extra_body={"ignore_eos": True}
+    )
+    assert answer.choices[0].text == same.choices[0].text and answer.usage.completion_tokens == 16
+    messages = [{"role": "user", "content": PROMPT * 30}]
+    long = client.openai.chat.completions.create(model="demo", messages=messages, extra_body={"ignore_eos": True})
+    assert long.usage.total_tokens == 512 and long.choices[0].finish_reason == "length"
+
+
+OPTIONS = {
+    "top_p": (dict(temperature=1.0, seed=3, top_p=0.6), {}),
+    "top_k": (dict(temperature=1.0, seed=3), dict(top_k=3)),
+    "min_p": (dict(temperature=1.0, seed=3), dict(min_p=0.2)),
+    "repetition_penalty": (dict(temperature=0.0), dict(repetition_penalty=1.3)),
+    "logit_bias": (dict(temperature=0.0, logit_bias={"30": 12, "31": -100}), {}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_sampling_options_reach_the_engine(client, alone, name):
+    own, extra = OPTIONS[name]
+    answer = client.openai.completions.create(model="demo", prompt=PROMPT, max_tokens=20, **own, extra_body=extra)
+    options = {**own, **extra}
+    if "logit_bias" in options:
+        options["logit_bias"] = {int(token): value for token, value in options["logit_bias"].items()}
+    assert answer.choices[0].text == alone(PROMPT, 20, **options).text
+    plain = {key: value for key, value in options.items() if key in ("temperature", "seed")}
+    assert answer.choices[0].text != alone(PROMPT, 20, **plain).text
+
+
+def test_filters_of_greedy_answers_keep_the_likeliest_token(client):
+    plain, filtered = (
+        client.openai.completions.create(model="demo", prompt=PROMPT, max_tokens=12, temperature=0, top_p=top_p)
+        for top_p in (1, 0.5)
+    )
+    assert plain.choices[0].text == filtered.choices[0].text
+
+
+def test_stops(client, alone):
+    whole = alone(PROMPT, 40, temperature=0.0)
+    stop = whole.text[9:13]
+    for given in (stop, ["never there", stop]):
+        answer = client.openai.completions.create(model="demo", prompt=PROMPT, max_tokens=40, temperature=0, stop=given)
+        assert answer.choices[0].text == whole.text[: whole.text.find(stop)]
+        assert answer.choices[0].finish_reason == "stop"
+    token = whole.tokens[5]
+    answer = client.openai.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=40, temperature=0, extra_body={"stop_token_ids": [token]}
+    )
+    assert answer.usage.completion_tokens == whole.tokens.index(token) + 1
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_ignore_eos(client, alone):
+    """The demo's end of text, made likely."""
+    options = dict(model="demo", prompt=PROMPT, max_tokens=12, temperature=0, logit_bias={"0": 100})
+    assert client.openai.completions.create(**options).choices[0].finish_reason == "stop"
+    answer = client.openai.completions.create(**options, extra_body={"ignore_eos": True})
+    assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 12
+
+
+def test_min_tokens(client):
+    options = dict(model="demo", prompt=PROMPT, max_tokens=12, temperature=0, logit_bias={"0": 100})
+    assert client.openai.completions.create(**options).usage.completion_tokens == 1
+    answer = client.openai.completions.create(**options, extra_body={"min_tokens": 7})
+    assert answer.usage.completion_tokens == 8 and answer.choices[0].finish_reason == "stop"
+
+
+def test_log_probabilities(client, alone):
+    want = alone(PROMPT, 10, temperature=0.0, logprobs=True)
+    got = client.openai.completions.create(model="demo", prompt=PROMPT, max_tokens=10, temperature=0, logprobs=0)
+    logprobs = got.choices[0].logprobs
+    assert logprobs.token_logprobs == pytest.approx(want.logprobs, abs=1e-4)
+    assert "".join(logprobs.tokens) == want.text == got.choices[0].text
+    for place, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
+        assert want.text[place:].startswith(token)
+    messages = [{"role": "user", "content": PROMPT}]
+    chunks = client.openai.chat.completions.create(
+        model="demo", messages=messages, max_tokens=10, temperature=0, logprobs=True, stream=True
+    )
+    listed = [one for chunk in chunks if (found := chunk.choices[0].logprobs) for one in found.content]
+    assert [one.logprob for one in listed] == pytest.approx(want.logprobs, abs=1e-4)
+    assert b"".join(bytes(one.bytes) for one in listed).decode() == want.text
+
+
+def test_a_stream_says_what_was_drafted(client, alone):
+    body = dict(prompt=PROMPT, max_tokens=30, temperature=0, stream=True, stream_options={"include_drafts": True})
+    events = [line[6:] for line in client.ask("/v1/completions", body)[2].splitlines() if line]
+    assert events.pop() == "[DONE]"
+    steps = [step for event in events if (step := json.loads(event).get("drafts"))]
+    assert "".join(text for step in steps for text, _ in step["tokens"]) == alone(PROMPT, 30, temperature=0.0).text
+    assert all(step["proposed"] == 7 and step["drafter"] == "eagle" for step in steps)
+    for step in steps[:-1]:
+        assert [drafter for _, drafter in step["tokens"]] == [None] + ["eagle"] * step["accepted"]
+
+
+def test_usage_in_every_chunk(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        client.openai.completions.create(
+            model="demo", prompt=PROMPT, max_tokens=20, temperature=0, stream=True, stream_options=options
+        )
+    )
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == 20
+
+
+def test_models(client):
+    (listed,) = client.openai.models.list().data
+    assert listed.id == "demo" and client.openai.models.retrieve("demo").max_model_len == 512
+    with pytest.raises(openai.NotFoundError, match="model 'gpt' is not served here, but 'demo'"):
+        client.openai.models.retrieve("gpt")
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        client.openai.completions.create(model="gpt", prompt=PROMPT)
+
+
+def test_a_chat_template(inference):
+    reader = PromptReader(inference, 512, TEMPLATE)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "import os"}]
+    got = reader.call(read_chat({"messages": messages})).prompt.tolist()
+    text = "system: Be brief.\nuser: import os\nassistant: "
+    assert got == inference.tokenizer(text, add_special_tokens=False).input_ids
+    refusing = PromptReader(inference, 512, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(RequestError, match="messages: the chat template refuses them: roles must alternate"):
+        refusing.call(read_chat({"messages": messages}))
+
+
+def test_a_base_model_reads_a_conversation_as_text(inference):
+    reader = PromptReader(inference, 512)
+    said = [("user", "import os"), ("assistant", "\nimport sys"), ("user", [{"type": "text", "text": "x = "}])]
+    body = read_chat({"messages": [{"role": role, "content": content} for role, content in said]})
+    assert reader.call(body).prompt.tolist() == inference.tokenizer("import os\nimport sys\nx = ").input_ids
+
+
+# --- what makes no sense ---
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+BAD = [
+    ({}, "prompt", "prompt must be a string or a list of token ids, and not empty"),
+    ({"prompt": ""}, "prompt", "and not empty"),
+    ({"prompt": 5}, "prompt", "prompt must be a string"),
+    ({"prompt": [1, -1]}, "prompt", "prompt must be"),
+    ({"prompt": [1, True]}, "prompt", "prompt must be"),
+    ({"prompt": [99999]}, "prompt", "out of range"),
+    ({"prompt": ["a", "b"]}, "prompt", "send a request for each"),
+    ({"prompt": "x", "max_token": 5}, "max_token", "unknown field max_token, did you mean max_tokens"),
+    ({"prompt": "x", "guided_json": {}}, "guided_json", "unknown field guided_json; the fields are"),
+    ({"prompt": "x", "messages": []}, "messages", "unknown field messages"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens", "max_tokens must be a whole number from 1 on, got 0"),
+    ({"prompt": "x", "max_tokens": "5"}, "max_tokens", 'got "5"'),
+    ({"prompt": "x", "max_tokens": 5.5}, "max_tokens", "got 5.5"),
+    ({"prompt": "x", "max_tokens": True}, "max_tokens", "got true"),
+    ({"prompt": "x", "max_tokens": 512}, "prompt", "room for 512 tokens, and the prompt has 1 and 512 new ones"),
+    ({"prompt": "x " * 600}, "prompt", "room for 512 tokens, and the prompt has"),
+    ({"prompt": "x", "min_tokens": -1}, "min_tokens", "min_tokens must be a whole number from 0 on"),
+    ({"prompt": "x", "min_tokens": 17}, "min_tokens", "min_tokens must be at most max_tokens, 16, got 17"),
+    ({"prompt": "x", "temperature": -1}, "temperature", "temperature must be a number from 0 on, got -1"),
+    ({"prompt": "x", "temperature": "hot"}, "temperature", "temperature must be a number"),
+    ({"prompt": "x", "top_p": 0}, "top_p", "top_p must be a number above 0 and at most 1"),
+    ({"prompt": "x", "top_p": 1.5}, "top_p", "got 1.5"),
+    ({"prompt": "x", "top_k": -2}, "top_k", "top_k must be a whole number from -1 on"),
+    ({"prompt": "x", "min_p": 2}, "min_p", "min_p must be a number from 0 to 1"),
+    ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    ({"prompt": "x", "seed": 2**63}, "seed", "seed must be a whole number"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "a mapping of token ids to numbers"),
+    ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias", "from -100 to 100"),
+    ({"prompt": "x", "logit_bias": {"1": 1, "01": 2}}, "logit_bias", "names a token twice"),
+    ({"prompt": "x", "logit_bias": {"5000": 1}}, "logit_bias", "tokens must lie in 0..4095"),
+    ({"prompt": "x", "stop": ""}, "stop", "a string that is not empty"),
+    ({"prompt": "x", "stop": ["a"] * 17}, "stop", "at most 16"),
+    ({"prompt": "x", "stop_token_ids": [4096]}, "stop_token_ids", "stop_token_ids must lie in 0..4095"),
+    ({"prompt": "x", "stop_token_ids": 5}, "stop_token_ids", "a list of token ids"),
+    ({"prompt": "x", "logprobs": 3}, "logprobs", "logprobs must be 0 or null"),
+    ({"prompt": "x", "logprobs": True}, "logprobs", "a whole number"),
+    ({"prompt": "x", "n": 2}, "n", "n=2 is not offered: one answer to one prompt"),
+    ({"prompt": "x", "n": True}, "n", "n=true is not offered"),
+    ({"prompt": "x", "best_of": 3}, "best_of", "not offered"),
+    ({"prompt": "x", "echo": True}, "echo", "not offered"),
+    ({"prompt": "x", "suffix": "y"}, "suffix", "not offered"),
+    ({"prompt": "x", "presence_penalty": 0.5}, "presence_penalty", "repetition_penalty is the penalty"),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "must come with stream=true"),
+    ({"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "unknown field"),
+    ({"prompt": "x", "stream": 1}, "stream", "stream must be true or false, got 1"),
+    ({"prompt": "x", "user": 7}, "user", "user must be a string"),
+    ({"messages": []}, "messages", "at least one message"),
+    ({"messages": "hello"}, "messages", "a list of messages"),
+    ({"messages": ["hello"]}, "messages", "a list of messages"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content", "messages.0.content is missing"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "one of system, developer, user, assistant"),
+    ({"messages": [{"role": "user", "content": "x", "name": "a"}]}, "messages.0.name", "unknown field"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", '"text"'),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0", "type and text"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0", "a part of type text"),
+    ({**CHAT, "prompt": "x"}, "prompt", "unknown field prompt"),
+    ({**CHAT, "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "mean the same, got 6 and 5"),
+    ({**CHAT, "logprobs": 1}, "logprobs", "true or false"),
+    ({**CHAT, "logprobs": True, "top_logprobs": 2}, "top_logprobs", "not offered"),
+    ({**CHAT, "tools": [{"type": "function"}]}, "tools", "tools are not offered"),
+    ({**CHAT, "tool_choice": "auto"}, "tool_choice", "tools are not offered"),
+    ({**CHAT, "response_format": {"type": "json_object"}}, "response_format", "not constrained"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), BAD, ids=lambda value: json.dumps(value)[:40])
+def test_what_makes_no_sense_is_refused_by_its_name(client, body, param, message):
+    chats = next(iter(body), None) == "messages"
+    status, _, answer = client.ask("/v1/chat/completions" if chats else "/v1/completions", body)
+    assert status == 400 and message in answer["error"]["message"]
+    assert answer["error"]["param"] == param and answer["error"]["type"] == "invalid_request_error"
+
+
+def test_null_counts_as_absent_and_what_asks_for_nothing_is_taken(client):
+    nothing = dict(
+        n=1, best_of=1, presence_penalty=0, frequency_penalty=0.0, echo=False, suffix=None, user=None, stop=None
+    )
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 2,
+        "temperature": None,
+        "logit_bias": None,
+        "stream_options": None,
+        **nothing,
+    }
+    assert client.ask("/v1/completions", body)[0] == 200
+    chat = dict(tools=[], tool_choice="none", response_format={"type": "text"}, top_logprobs=0, logprobs=False)
+    assert client.ask("/v1/chat/completions", {**CHAT, "max_tokens": 2, "max_completion_tokens": 2, **chat})[0] == 200
+
+
+RAW = {
+    "no JSON": (b"{", 400, "must be JSON"),
+    "empty": (b"", 400, "must be JSON"),
+    "no object": (b"[1]", 400, "a JSON object"),
+    "invalid UTF-8": (b'{"prompt": "\xff"}', 400, "UTF-8, and byte 12 is not"),
+    "NaN": (b'{"prompt": "x", "temperature": NaN}', 400, "which has no NaN"),
+    "twice": (b'{"prompt": "x", "prompt": "y"}', 400, "prompt comes twice"),
+    "deep": (b'{"prompt": ' + b"[" * 200_000, 400, "nested too deeply"),
+    "deep and closed": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "nested too deeply"),
+    "long number": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400, "must be JSON"),
+    "large": (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', 413, f"at most {MOST_BYTES} bytes"),
+    "many names": (json.dumps({f"a{index}": 0 for index in range(200_000)}).encode(), 400, "unknown field"),
+    "lone surrogate": (b'{"prompt": "\\ud800"}', 400, "surrogate"),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_bodies_that_are_none(client, name):
+    body, status, message = RAW[name]
+    got, _, answer = client.ask("/v1/completions", body)
+    assert got == status and message in answer["error"]["message"]
+    assert client.ask("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
+def test_other_paths_methods_and_types(client):
+    assert client.ask("/v1/nothing")[0] == 404 and "message" in client.ask("/v1/nothing")[2]["error"]
+    assert client.ask("/v1/completions")[0] == 405
+    status, _, answer = client.ask("/v1/completions", {"prompt": "x"}, Content_Type="text/plain")
+    assert status == 415 and "application/json" in answer["error"]["message"]
+
+
+def test_keys(inference, server):
+    """The engine is the other server's: only what is answered without it is asked for here."""
+    service = Service(server.engine, PromptReader(inference, 512), Drafters.read(inference), "demo", api_key="geheim-ü")
+    bound = socket.create_server(("127.0.0.1", 0))
+    made = uvicorn.Server(uvicorn.Config(make_app(service), lifespan="off", log_config=None))
+    thread = threading.Thread(target=made.run, args=([bound],))
+    thread.start()
+    try:
+        wait_until(lambda: made.started)
+        client = Client(bound.getsockname()[1])
+        for header in (None, "Bearer wrong", "Bearer ", "geheim-ü", "Basic geheim-ü", "Bearer geheim-ü2"):
+            headers = {} if header is None else {"Authorization": header.encode().decode("latin-1")}
+            for path, body in (("/v1/models", None), ("/metrics", None), ("/v1/completions", {"prompt": "x"})):
+                status, answered, answer = client.ask(path, body, **headers)
+                assert status == 401 and answered["www-authenticate"] == "Bearer"
+                assert answer["error"]["code"] == "invalid_api_key"
+        assert client.ask("/health")[0] == 200 and client.ask("/")[0] == 200
+        right = {"Authorization": "Bearer geheim-ü".encode().decode("latin-1")}
+        assert client.ask("/v1/models", **right)[0] == 200
+    finally:
+        made.should_exit = True
+        thread.join()
+        bound.close()
+
+
+# --- many at a time ---
+
+
+def test_metrics_have_the_names_that_clients_read(client):
+    before = client.metric("vllm:spec_decode_num_draft_tokens_total")
+    client.openai.completions.create(model="demo", prompt=PROMPT, max_tokens=20, temperature=0)
+    drafts = client.metric("vllm:spec_decode_num_drafts_total", model_name="demo")
+    proposed = client.metric("vllm:spec_decode_num_draft_tokens_total")
+    accepted = client.metric("vllm:spec_decode_num_accepted_tokens_total")
+    assert proposed > before and 0 < accepted < proposed and drafts > 0
+    assert client.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total") == accepted
+    assert client.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0") <= drafts
+    assert client.metric("vllm:request_success_total", finished_reason="length") >= 1
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+        assert client.metric(f"vllm:{name}_count") >= 1
+    wait_until(lambda: client.metric("vllm:num_requests_running") == client.metric("vllm:num_requests_waiting") == 0)
+
+
+def leave_in_the_middle(client: Client, body: dict) -> None:
+    """Read the beginning of a stream, and go."""
+    with sent(client, {**body, "stream": True}) as connection:
+        assert b"200 OK" in connection.recv(1 << 16)
+
+
+def sent(client: Client, body: dict) -> socket.socket:
+    """A connection on which a request for a completion was sent."""
+    raw = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
+    connection = socket.create_connection(("127.0.0.1", client.port))
+    connection.sendall(head.encode() + b"\r\n\r\n" + raw)
+    return connection
+
+
+def test_who_leaves_frees_the_slot_within_two_steps(server, client, monkeypatch):
+    steps = []
+    original = server.engine._step
+
+    def step(session):
+        original(session)
+        steps.append(len(server.engine._live))
+
+    monkeypatch.setattr(server.engine, "_step", step)
+    body = {"prompt": PROMPT, "max_tokens": 480, "ignore_eos": True}
+    aborted = client.metric("vllm:request_success_total", finished_reason="abort")
+    leave_in_the_middle(client, body)
+    wait_until(lambda: client.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1)
+    seen = len(steps)
+    wait_until(lambda: not server.engine._live)
+    assert len(steps) - seen <= 2 and not server.engine._tickets
+    with sent(client, body):  # who waits for a whole answer, too
+        wait_until(lambda: server.engine._live)
+    wait_until(lambda: not server.engine._live and not server.engine._tickets)
+    assert client.metric("vllm:request_success_total", finished_reason="abort") == aborted + 2
+
+
+def test_a_request_that_fails_by_nan_gets_its_error_and_the_others_finish(client, alone):
+    async def ask():
+        async with client.asynchronous as made:
+            good = [
+                made.completions.create(model="demo", prompt=PROMPT, max_tokens=30, temperature=0) for _ in range(2)
+            ]
+            bad = [
+                made.completions.create(model="demo", prompt=[5, POISON, 7], max_tokens=30, stream=stream)
+                for stream in (False, True)
+            ]
+            return await asyncio.gather(*good, *bad, return_exceptions=True)
+
+    first, second, *failed = asyncio.run(ask())
+    assert first.choices[0].text == second.choices[0].text == alone(PROMPT, 30, temperature=0.0).text
+    for error in failed:
+        assert isinstance(error, openai.InternalServerError) and "NaN" in str(error)
+
+
+def test_a_step_that_fails_loses_those_who_run_and_no_others(server, client, monkeypatch, caplog):
+    from eagle_triton.engine.batch import Batch
+
+    original, failing = Batch._read_report, threading.Event()
+
+    def read_report(batch):
+        if failing.is_set() and len(batch.running) == 4:
+            failing.clear()
+            raise RuntimeError("out of everything")
+        return original(batch)
+
+    monkeypatch.setattr(Batch, "_read_report", read_report)
+
+    async def ask():
+        async with client.asynchronous as made:
+            asked = [
+                made.completions.create(model="demo", prompt=PROMPT, max_tokens=40, temperature=0) for _ in range(7)
+            ]
+            failing.set()
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    answers = asyncio.run(ask())
+    failed = [answer for answer in answers if isinstance(answer, Exception)]
+    assert len(failed) == 4 and all("the engine failed in a step" in str(error) for error in failed)
+    assert "out of everything" in caplog.text
+    assert client.ask("/health")[0] == 200 and not server.engine._tickets
+
+
+def test_an_engine_that_cannot_go_on_says_so(inference):
+    own = EAGLEInference(None, inference.pair.target_model, EAGLEConfig(slots=1))
+
+    def fail(*_):
+        raise RuntimeError("the device is gone")
+
+    with serving(own) as running:
+        body, got = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}, []
+        threads = [
+            threading.Thread(target=lambda: got.append(running.client.ask("/v1/completions", body))) for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(running.engine._live) == 3)
+        running.engine._open_session = fail
+        running.engine._step = fail
+        for thread in threads:
+            thread.join()
+        assert [status for status, _, _ in got] == [500] * 3
+        wait_until(lambda: not running.engine.alive)
+        assert running.client.ask("/health")[0] == 503
+        status, _, answer = running.client.ask("/v1/completions", body)
+        assert status == 503 and "the engine has stopped" in answer["error"]["message"]
+
+
+def test_a_full_queue(inference, server, client, monkeypatch):
+    monkeypatch.setattr(server.engine, "max_queue", 0)
+    body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
+    threads = [threading.Thread(target=client.ask, args=("/v1/completions", body)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(server.engine._tickets) == 4)
+    status, headers, answer = client.ask("/v1/completions", body)
+    assert status == 429 and answer["error"]["code"] == "queue_full" and int(headers["retry-after"]) >= 1
+    with pytest.raises(openai.RateLimitError):
+        client.openai.completions.create(model="demo", prompt="x")
+    for thread in threads:
+        thread.join()
+    assert client.ask("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
+def test_load(server, client, alone):
+    """Clients at random, half of which leave in the middle: every answer is that of the request alone."""
+    random_of, prompts = random.Random(0), demo_prompts(12)
+    asked, wrong, refused = [], [], []
+    for index in range(40):
+        body = {"prompt": prompts[index % 12][-200:], "max_tokens": random_of.randint(1, 40), "seed": index}
+        body["temperature"] = random_of.choice([0, 0.7, 1.0])
+        asked.append((body, random_of.random() < 0.5, random_of.uniform(0, 2.0)))
+
+    def run(body: dict, leaves: bool, pause: float) -> None:
+        time.sleep(pause)
+        if leaves:
+            leave_in_the_middle(client, {**body, "max_tokens": 300})
+            return
+        status, _, answer = client.ask("/v1/completions", body)
+        if status != 200:
+            refused.append(answer)
+            return
+        body["got"] = answer["choices"][0]["text"]
+
+    threads = [threading.Thread(target=run, args=row) for row in asked]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for body, leaves, _ in asked:
+        if not leaves:
+            own = {name: body[name] for name in ("temperature", "seed")}
+            want = alone(body["prompt"], body["max_tokens"], **own).text
+            wrong += [] if body.get("got") == want else [(body, want)]
+    assert not wrong and not refused
+    wait_until(lambda: not server.engine._tickets and not server.engine._live)
+    assert client.metric("vllm:num_requests_running") == 0
+
+
+# --- the program ---
+
+
+@contextmanager
+def program(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen, Client]]:
+    """`eagle-triton serve`, once it listens."""
+    command = [sys.executable, "-m", "eagle_triton.cli.main", "serve", "--port", "0", *arguments]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "is served at" in line:
+                break
+        else:
+            raise AssertionError("".join(lines))
+        client = Client(int(line.rpartition(":")[2]), "secret" if "--config" in arguments else None)
+        wait_until(lambda: answers(client))
+        yield process, client
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def answers(client: Client) -> bool:
+    try:
+        return client.ask("/health")[0] == 200
+    except OSError:
+        return False
+
+
+def test_sigterm_finishes_what_runs_and_refuses_the_rest():
+    with program("--max-num-seqs", "1", "--device", "cpu") as (process, client):
+        body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
+        got: dict[str, tuple] = {}
+
+        def ask(name: str) -> None:
+            got[name] = client.ask("/v1/completions", body)
+
+        threads = [threading.Thread(target=ask, args=(name,)) for name in ("runs", "waits")]
+        threads[0].start()
+        wait_until(lambda: client.metric("vllm:num_requests_running") == 1)
+        threads[1].start()
+        wait_until(lambda: client.metric("vllm:num_requests_waiting") == 1)
+        process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join()
+        assert got["runs"][0] == 200 and got["runs"][2]["usage"]["completion_tokens"] == 300
+        assert got["waits"][0] == 503 and "shutting down" in got["waits"][2]["error"]["message"]
+        assert process.wait(20) == 0
+        log = process.stdout.read()
+        assert "300 new, length" in log and "import os" not in log
+
+
+def test_sigterm_does_not_wait_for_ever():
+    with program("--shutdown-timeout", "1", "--device", "cpu") as (process, client):
+        answer: list = []
+        body = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True}
+        thread = threading.Thread(target=lambda: answer.append(client.ask("/v1/completions", body)))
+        thread.start()
+        wait_until(lambda: client.metric("vllm:num_requests_running") == 1)
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert process.wait(20) == 0 and time.monotonic() - began < 10
+        thread.join()
+        assert answer[0][0] == 503
+
+
+def test_a_config_file_and_prompts_in_the_log(tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "model: demo\nmax_model_len: 128\nmax-num-seqs: 2\napi-key: secret\nlog-prompts: true\nport: 1\n"
+        "speculative-config:\n  method: suffix\n  num_speculative_tokens: 4\nserved-model-name: little\n"
+    )
+    with program("--config", str(file), "--device", "cpu") as (process, client):
+        assert client.ask("/v1/models")[2]["data"][0]["id"] == "little"
+        assert client.ask("/v1/completions", {"prompt": PROMPT, "max_tokens": 128})[0] == 400
+        body = dict(prompt="x = 1\nx = 1\nx = 1\n", max_tokens=30, temperature=0, stream=True)
+        text = client.ask("/v1/completions", {**body, "stream_options": {"include_drafts": True}})[2]
+        assert '"drafter":"suffix"' in text
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0 and "x = 1" in process.stdout.read()
+
+
+WRONG = {
+    "--port 99999": "--port must be a whole number from 0 to 65535, got '99999'",
+    "--max-model-len 4096 --device cpu": "--max-model-len must be at most the model's 2048 positions, got 4096",
+    "--speculative-config {": "speculative config",
+    '--topk 4 --speculative-config {"method":"suffix"}': "--topk is not read with --speculative-config",
+    "--draft some/head": "--draft must come with a MODEL that it drafts for",
+    "--host 300.1.1.1 --device cpu": "--host 300.1.1.1 cannot be listened at",
+    "--temperature -1": "--temperature must be a number from 0 to 100",
+    "nowhere/at/all/": "MODEL must be a directory or a hub id",
+    "--config nowhere.yaml": "--config must be a file, and nowhere.yaml does not exist",
+    "--num-draft-tokens none": "--num-draft-tokens must be a whole number",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_arguments_are_one_sentence(line, capsys):
+    with pytest.raises(SystemExit) as ended:
+        serve.main(line.split())
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and WRONG[line] in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 1", "'prot' is no option; the options are model, api-key"),
+        ("- a", "must be a mapping of options to values"),
+        ("a: [", "cannot be read"),
+        ("log-prompts: 5", "log-prompts must be true or false, got 5"),
+        ("port: [1]", "port must be one value, got [1]"),
+        ("port: many", "--port must be a whole number from 0 to 65535, got 'many'"),
+        ("config: x.yaml", "'config' is no option"),
+    ],
+)
+def test_wrong_config_files_are_one_sentence(text, message, tmp_path, capsys):
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        serve.main(["--config", str(file)])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_what_is_not_installed_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(serve, "NEEDS", ("uvicorn", "no_such_module"))
+    with pytest.raises(SystemExit) as ended:
+        serve.main(["--device", "cpu"])
+    assert (
+        ended.value.code == 2
+        and 'no_such_module is not installed: pip install "eagle_triton[serve]"' in capsys.readouterr().err
+    )
+
+
+def test_a_port_that_is_taken(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as ended:
+        serve.main(["--port", str(taken.getsockname()[1]), "--device", "cpu"])
+    assert ended.value.code == 2 and "cannot be listened at" in capsys.readouterr().err
+
+
+def test_other_ranks_leave_the_answering_to_rank_0(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert serve.main(["--device", "cpu"]) == 0
+
+
+# --- who drafts ---
+
+
+def test_drafters_by_name(inference):
+    target = inference.pair.target_model
+    configs = {
+        (None, None, 0): EAGLEConfig(speculative=serve_config("naive")),
+        (None, "suffix", 0): EAGLEConfig(speculative=serve_config("suffix", num_speculative_tokens=4)),
+        (None, "ngram", 0): EAGLEConfig(speculative=serve_config("ngram", num_speculative_tokens=4)),
+        (None, "nasd", 0): EAGLEConfig(speculative=serve_config("nasd", num_speculative_tokens=4)),
+        ("eagle", "suffix", 0): EAGLEConfig(suffix_drafts=4),
+    }
+    for (model, text, chain), config in configs.items():
+        read = Drafters.read(EAGLEInference(None, target, config))
+        assert read == Drafters(model, text, chain)
+
+
+def serve_config(method: str, **options):
+    from eagle_triton.speculative import SpeculativeConfig
+
+    return SpeculativeConfig(method=method, **options)
