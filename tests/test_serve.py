@@ -841,3 +841,88 @@ def serve_config(method: str, **options):
     from eagle_triton.speculative import SpeculativeConfig
 
     return SpeculativeConfig(method=method, **options)
+
+
+@pytest.fixture
+def other_engines(tmp_path, monkeypatch):
+    """Programs by the names of vLLM and SGLang that write down how they were called, and end with 7."""
+    told = tmp_path / "told.json"
+    script = (
+        "import json, os, pathlib, sys\n"
+        "heads = [word for word in sys.argv if os.path.isdir(word)]\n"
+        "heads += [json.loads(word).get('model') for word in sys.argv if word.startswith('{')]\n"
+        "files = {head: sorted(os.listdir(head)) for head in heads if head}\n"
+        f"pathlib.Path({str(told)!r}).write_text(json.dumps([sys.argv[1:], files]))\n"
+        "sys.exit(7)\n"
+    )
+    programs, packages = tmp_path / "programs", tmp_path / "packages" / "sglang"
+    programs.mkdir()
+    packages.mkdir(parents=True)
+    (programs / "vllm").write_text(f"#!{sys.executable}\n{script}")
+    (programs / "vllm").chmod(0o755)
+    (packages / "__init__.py").touch()
+    (packages / "launch_server.py").write_text(script)
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(packages.parent), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(packages.parent)
+    return lambda: json.loads(told.read_text())
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the programs are scripts")
+def test_another_engine_serves_an_exported_head(other_engines):
+    assert serve.main(["demo", "--engine", "vllm", "--port", "8000", "--api-key", "secret", "--num-steps", "4"]) == 7
+    (command, model, *options), files = other_engines()
+    options = dict(zip(options[::2], options[1::2], strict=True))
+    assert (command, Path(model).name) == ("serve", "target")
+    speculative = json.loads(options.pop("--speculative-config"))
+    assert options == {"--host": "127.0.0.1", "--port": "8000", "--api-key": "secret"}
+    assert (speculative["method"], speculative["num_speculative_tokens"]) == ("eagle3", 4)
+    assert files[speculative["model"]] == ["config.json", "model.safetensors"]
+    assert not Path(speculative["model"]).exists()
+
+    assert serve.main(["--engine", "sglang", "--max-model-len", "512", "--topk", "3", "--num-draft-tokens", "9"]) == 7
+    options, files = other_engines()
+    options = dict(zip(options[::2], options[1::2], strict=True))
+    head = options["--speculative-draft-model-path"]
+    assert files[head] == ["config.json", "model.safetensors"]
+    assert (options["--context-length"], options["--port"], options["--speculative-eagle-topk"]) == ("512", "8000", "3")
+    assert options["--speculative-num-draft-tokens"] == "9"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the programs are scripts")
+def test_another_engine_is_told_a_speculative_config(other_engines):
+    suffix = '{"method": "suffix", "num_speculative_tokens": 8}'
+    assert serve.main(["demo", "--engine", "vllm", "--speculative-config", suffix]) == 7
+    words, _ = other_engines()
+    assert json.loads(words[words.index("--speculative-config") + 1])["method"] == "suffix"
+    ngram = '{"method": "ngram", "num_speculative_tokens": 4}'
+    assert serve.main(["some/model", "--engine", "sglang", "--speculative-config", ngram]) == 7
+    words, _ = other_engines()
+    assert words[:4] == ["--model-path", "some/model", "--speculative-algorithm", "NGRAM"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--engine vllm --max-queue 256", "--max-queue is not read with --engine vllm"),
+        ("--engine sglang --suffix-drafts 4", "--suffix-drafts is not read with --engine sglang"),
+        ("./target --draft mtp --engine vllm", "says the same"),
+        ("--engine vllm --num-draft-tokens auto", "must be a number with --engine vllm"),
+        ("./target --engine sglang", "target: needed, because './target' does not hold the model"),
+        ('--engine sglang --speculative-config {"method":"suffix"}', "method suffix is not offered by SGLang"),
+        ("--engine trt", "--engine must be one of vllm, sglang"),
+    ],
+)
+def test_what_another_engine_does_not_have_is_refused(line, message, other_engines, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "target").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        serve.main(line.split())
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_another_engine_that_is_not_installed_is_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        serve.main(["--engine", "vllm"])
+    assert ended.value.code == 2 and "vllm is not installed: pip install vllm" in capsys.readouterr().err

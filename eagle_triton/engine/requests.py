@@ -20,9 +20,8 @@ class Request:
     """A sequence to decode. prompt: int64 [L], on any device.
 
     It ends at the first of `stop_ids` (which is kept) or after `max_new_tokens`; before `min_new_tokens` none of these
-    is chosen. With `exact` False it ends as the
-    original EaModel ends: only after a step, whose other tokens are kept. logprobs: report the log-probability of each
-    token, as `Batch(logprobs=True)` does for all requests.
+    is chosen. With `exact` False it ends as the original EaModel ends: only after a step, whose other tokens are kept.
+    logprobs: report the log-probability of each token, as `Batch(logprobs=True)` does for all requests.
     """
 
     prompt: Tensor

@@ -4,6 +4,7 @@
     eagle-triton serve PATH_OR_ID --draft HEAD      a target and an EAGLE head
     eagle-triton serve PATH_OR_ID --speculative-config '{"method": "suffix", "num_speculative_tokens": 8}'
     eagle-triton serve --config FILE.yaml           options by their names; those of the command line go before
+    eagle-triton serve PATH_OR_ID --draft HEAD --engine vllm    by vLLM's own server, with the head in its layout
 
 POST /v1/chat/completions, /v1/completions; GET /v1/models, /health, /metrics, and / for the page.
 SIGTERM and Ctrl-C finish what runs and refuse the rest. Exit code 0: ended so; 2: a wrong argument, or a model that
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_triton.benchmarks import arguments
 from eagle_triton.benchmarks.arguments import Parser
+from eagle_triton.serve.other_engines import ENGINES, serve_elsewhere
 
 if TYPE_CHECKING:
     from eagle_triton.serve.engine_thread import EngineThread
@@ -45,12 +47,14 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
     """Serve until a signal ends it; `program` is what it is called in its help and its errors."""
     parser = _parser(program)
     args = _parse(parser, sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if args.engine is not None:
+        return serve_elsewhere(parser, args)
     arguments.check_device(parser, args.device)
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         parser.stop(
             f'{", ".join(missing)} is not installed: pip install "eagle_triton[serve]", or ".[serve]" in a clone'
         )
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if os.environ.get("RANK", "0") != "0":
         log.info("rank %s of %s: rank 0 answers", os.environ["RANK"], os.environ.get("WORLD_SIZE", "?"))
         return 0
@@ -207,23 +211,35 @@ def _parser(program: str) -> Parser:
     add("--log-prompts", action="store_true", help="write prompts and answers to the log")
     add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--dtype", choices=arguments.DTYPES, help="default: float32 on a CPU, else the checkpoint's")
+    add("--engine", choices=ENGINES, help="serve by that engine's own server instead (default: this package's)")
     add("--config", type=arguments.existing_file, metavar="FILE", help="YAML with these options by their names")
     return parser
 
 
 def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
-    args = parser.parse_args(argv)
+    args, words = parser.parse_args(argv), argv
     if args.config is not None:
         model, options = _read_config(parser, args.config)
-        args = parser.parse_args([*options, *argv])  # what comes later goes before
+        words = [*options, *argv]  # what comes later goes before
+        args = parser.parse_args(words)
         if args.model is None and model is not None:
             args.model = parser.parse_args(["--", model]).model
     args.model = args.model or "demo"
+    args.named = _named(parser.prog, words)
     if args.draft is not None and args.model == "demo":
         parser.error("--draft must come with a MODEL that it drafts for: the demo has a head of its own")
     if shaped := [name for name in TREE_OPTIONS if getattr(args, name) is not None and args.speculative_config]:
         parser.error(f"--{shaped[0].replace('_', '-')} is not read with --speculative-config, which says how to draft")
     return args
+
+
+def _named(program: str, words: list[str]) -> frozenset[str]:
+    """The options that a command line names, be it with their defaults."""
+    parser = _parser(program)
+    for action in parser._actions:
+        if action.option_strings:
+            action.default = argparse.SUPPRESS
+    return frozenset(vars(parser.parse_args(words)))
 
 
 def _read_config(parser: Parser, path: Path) -> tuple[str | None, list[str]]:

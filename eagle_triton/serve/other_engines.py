@@ -1,0 +1,135 @@
+"""`eagle-triton serve --engine vllm|sglang`: the same model and drafts, served by that engine's own server.
+
+A head is exported into a directory that lives as long as the server; a speculative config is translated. What that
+server does not have is refused by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
+
+from eagle_triton.benchmarks.arguments import Parser
+from eagle_triton.demo import HYBRID, demo_directory
+from eagle_triton.export.launch_plan import flags
+
+log = logging.getLogger(__name__)
+
+ENGINES = ("vllm", "sglang")
+SHARED = ("model", "draft", "speculative_config", "engine", "config")  # read here
+PASSED_ON: dict[str, dict[str, str]] = {  # options here, and what they are called there
+    "vllm": {
+        "host": "host",
+        "port": "port",
+        "api_key": "api_key",
+        "served_model_name": "served_model_name",
+        "max_model_len": "max_model_len",
+        "max_num_seqs": "max_num_seqs",
+        "chat_template": "chat_template",
+        "dtype": "dtype",
+    },
+    "sglang": {
+        "host": "host",
+        "port": "port",
+        "api_key": "api_key",
+        "served_model_name": "served_model_name",
+        "max_model_len": "context_length",
+        "max_num_seqs": "max_running_requests",
+        "chat_template": "chat_template",
+        "dtype": "dtype",
+    },
+}
+TREE = {"topk": "top_k", "num_draft_tokens": "total_token"}  # of an exported head
+
+
+def serve_elsewhere(parser: Parser, args: argparse.Namespace) -> int:
+    """Run the engine's server until it ends; signals are handed on. Returns its exit code.
+
+    args: as `serve` has read them, `named` those that were given. Others are that server's own, but for host and port.
+    """
+    _check(parser, args)
+    with tempfile.TemporaryDirectory(prefix="eagle_triton-") as folder, parser.explains():
+        command = _command(parser, args, Path(folder) / "head")
+        known = PASSED_ON[args.engine]
+        handed_on = args.named | {"host", "port"}
+        command += flags({theirs: getattr(args, name) for name, theirs in known.items() if name in handed_on})
+        log.info("%s", " ".join(_hidden(command, args.api_key)))
+        return _run(command)
+
+
+def _check(parser: Parser, args: argparse.Namespace) -> None:
+    """Refuse what that server does not read, and where it is not installed."""
+    heads = () if args.speculative_config else (*TREE, "num_steps")
+    for name in sorted(args.named):
+        if name not in (*SHARED, *heads, *PASSED_ON[args.engine]):
+            parser.error(f"--{name.replace('_', '-')} is not read with --engine {args.engine}")
+    if args.draft == "mtp":
+        parser.error(
+            f"--draft mtp is not read with --engine {args.engine}: "
+            '--speculative-config \'{"method": "mtp", "num_model_steps": 1}\' says the same'
+        )
+    if args.draft and args.speculative_config:
+        parser.error(f"--draft must come without --speculative-config with --engine {args.engine}: it names the head")
+    if args.num_draft_tokens == "auto":
+        parser.error(f"--num-draft-tokens must be a number with --engine {args.engine}, which does not measure")
+    missing = not shutil.which("vllm") if args.engine == "vllm" else importlib.util.find_spec("sglang") is None
+    if missing:
+        parser.stop(f"{args.engine} is not installed: pip install {args.engine}")
+
+
+def _command(parser: Parser, args: argparse.Namespace, folder: Path) -> list[str]:
+    """The server's command, to which options may be added."""
+    vllm = args.engine == "vllm"
+    if args.speculative_config is not None:
+        from eagle_triton.speculative.speculative_config import SpeculativeConfig
+
+        config, target = SpeculativeConfig.from_json(args.speculative_config), _target(args.model)
+        if vllm:
+            options = config.to_vllm()
+            words = ["vllm", "serve", target, *flags({} if options is None else {"speculative_config": options})]
+        else:
+            words = ["python", "-m", "sglang.launch_server", *flags({"model_path": target, **config.to_sglang()})]
+    else:
+        from eagle_triton.export.export_head import export_head
+
+        tree = {theirs: getattr(args, ours) for ours, theirs in TREE.items()}
+        depth = None if args.num_steps is None else args.num_steps - 1
+        head, target_of = (args.model, None) if args.draft is None else (args.draft, args.model)
+        plan = export_head(head, args.engine, folder, target_of, **tree, depth=depth)
+        for note in plan.notes:
+            log.info("%s", note)
+        words = list(plan.command)
+    return [sys.executable, *words[1:]] if words[0] == "python" else words
+
+
+def _target(model: str) -> str:
+    """The target's path, for a program that does not know the names of what this package brings."""
+    brought = {"demo": "target", HYBRID: "gdn"}
+    return str(demo_directory(brought[model])) if model in brought else model
+
+
+def _hidden(command: list[str], key: str | None) -> list[str]:
+    """The command without the key."""
+    return ["..." if key is not None and word == key else word for word in command]
+
+
+def _run(command: list[str]) -> int:
+    process = subprocess.Popen(command)
+
+    def hand_on(sig: int, frame: FrameType | None) -> None:
+        process.send_signal(sig)
+
+    before = {sig: signal.signal(sig, hand_on) for sig in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return process.wait()
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
