@@ -33,6 +33,11 @@ def prompt(length: int, seed: int = 0, vocab: int = 32) -> torch.Tensor:
 
 def alone(engine: Engine, request: Request, spec: TreeSpec | None = None) -> list[int]:
     """The new tokens of a request that has the engine to itself."""
+    if request.min_new_tokens:  # which `generate` does not take
+        rows = len(request.prompt) + request.max_new_tokens
+        with Batch(engine, 1, spec or engine.draft.read_tree(), rows) as batch:
+            batch.admit(request)
+            return drain(batch, [])[id(request)][0]
     sequence = generate(
         engine,
         [request.prompt],

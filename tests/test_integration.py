@@ -165,7 +165,7 @@ def test_unknown_and_bad_options():
 def test_a_model_over_several_devices_is_refused():
     model = tiny_model()
     model.base_model.model.layers[1].to("meta")
-    with pytest.raises(UnsupportedModelError, match="spread over several"):
+    with pytest.raises(UnsupportedModelError, match="must lie on one device, got cpu, meta; load it on one"):
         optimize_eagle_with_triton(model)
 
 
