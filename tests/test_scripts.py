@@ -95,8 +95,8 @@ BENCHMARK = [
     *PATHS,
     (
         "nothing",
-        "mode must be one of generate, step, batches, megakernel, drafters, egag, prefill, plain, mtp, operations, "
-        "got 'nothing'",
+        "mode must be one of generate, step, batches, megakernel, drafters, questions, egag, prefill, plain, mtp, "
+        "operations, got 'nothing'",
     ),
     ("--num=3", f"'--num=3' {UNKNOWN}"),
     ("--num-runs 3 step", "step is a mode and must come first"),
