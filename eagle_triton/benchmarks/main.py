@@ -6,7 +6,7 @@ python benchmark.py step --shape llama-3.1-8b --context 512,2048 --batch 1,4,8 -
 python benchmark.py batches --shape llama-3.1-8b         trees as they pay against plain decoding, 1 to 32 sequences
 python benchmark.py megakernel --shape llama-3.2-1b      all behind the target's logits as one launch and as many
 python benchmark.py drafters                             with and without a model, over three kinds of work
-python benchmark.py questions --questions FILE.jsonl     MT-bench's and Spec-Bench's, over drafters and tree sizes
+python benchmark.py questions                            files as MT-bench's, over drafters, tree sizes, temperatures
 python benchmark.py egag                                 chains of a draft model, as long as its entropy lets them be
 python benchmark.py prefill --shape llama-3.1-8b         first tokens, prompts that enter a batch, short requests
 python benchmark.py plain --shape llama-3.1-8b           generate of a plain Hugging Face model

@@ -74,8 +74,8 @@ def _question(value: Any) -> Question:
     name, category, turns = (value[key] for key in Question._fields)
     if isinstance(name, bool) or not isinstance(name, int | str) or name == "":
         raise ValueError(f"question_id must be a whole number or a text, got {name!r:.60}")
-    if not isinstance(category, str) or not category:
-        raise ValueError(f"category must be a text that is not empty, got {category!r:.60}")
+    if not isinstance(category, str):
+        raise ValueError(f"category must be a text, got {category!r:.60}")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ValueError(f"turns must be a list of texts that are not empty, got {turns!r:.60}")
     return Question(name, category, tuple(turns))
