@@ -9,6 +9,7 @@ from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks import models, questions
 from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, Question, of_categories, read_questions
 from eagle_triton.benchmarks.questions import acceptance_rates
+from eagle_triton.demo import demo_directory
 
 RUN = ["questions", "--device", "cpu", "--category", "docstring", "--max-length", "8", "--json"]
 GOOD = {"question_id": 81, "category": "writing", "turns": ["one", "two"], "reference": ["not read"]}
@@ -80,6 +81,12 @@ def test_our_own_questions():
     [
         (("--category", "maths"), "--category must be of function, class, test, docstring, edit, conversation, got 'm"),
         (("--nodes", "8", "--drafters", "suffix"), "--nodes is not read by --drafters suffix, but by head, both"),
+        (
+            ("--eagle1", "--drafters", "nasd", "ngram"),
+            "--eagle1 is not read by --drafters nasd ngram, but by head, both",
+        ),
+        (("--draft", "some/head", "--drafters", "suffix"), "--draft is not read by --drafters suffix, but by head, bo"),
+        (("--model", "some/target"), "--draft must name the head "),
         (("--nodes", "1"), "--nodes must be whole numbers from 2 to 1024"),
         (("--nodes", "1000"), "--nodes 1000: num_draft_tokens counts the root and must be in "),
         (("--temperatures", "0,-1"), "--temperatures must be numbers from 0 to 100, separated by commas, got '0,-1'"),
@@ -217,6 +224,12 @@ def test_a_chat_template_is_used_where_there_is_one(tmp_path, monkeypatch, capsy
     answer = json.loads((tmp_path / "demo-plain-temperature-0.0.jsonl").read_text())["choices"][0]["turns"][0]
     assert prompts[-1] == f"[user]one[assistant]{answer}[user]two[assistant]"
     assert not any("chat template" in note for note in record["notes"]) and record["options"]["questions"] == "q.jsonl"
+
+
+@pytest.mark.parametrize("part", ["target", "gdn"])
+def test_a_target_needs_no_head_where_none_drafts(part, capsys):
+    rows = run(capsys, "--model", demo_directory(part), "--drafters", "ngram", "suffix")["rows"]
+    assert [row["variant"] for row in rows] == ["plain", "ngram", "suffix"] and rows[2]["tokens"] == 24
 
 
 # --- for others ---

@@ -330,8 +330,15 @@ def _check_questions(parser: Parser, args: argparse.Namespace) -> None:
     except ValueError as error:
         parser.error(f"--category {error}")
     args.questions_sha256 = digest(questions)
-    if args.nodes and not set(args.drafters) & set(OF_THE_HEAD):
-        parser.error(f"--nodes is not read by --drafters {' '.join(args.drafters)}, but by {', '.join(OF_THE_HEAD)}")
+    for option in () if _grows_trees(args) else ("draft", "eagle1", "nodes"):
+        if getattr(args, option):
+            drafters = f"--drafters {' '.join(args.drafters)}"
+            parser.error(f"--{option} is not read by {drafters}, but by {', '.join(OF_THE_HEAD)}")
+
+
+def _grows_trees(args: argparse.Namespace) -> bool:
+    """Whether a head is needed."""
+    return args.mode != "questions" or bool(set(args.drafters) & set(OF_THE_HEAD))
 
 
 def _check_model(parser: Parser, args: argparse.Namespace) -> None:
@@ -341,7 +348,7 @@ def _check_model(parser: Parser, args: argparse.Namespace) -> None:
         parser.error("--shape builds the model and random prompts: no --model, --draft or --prompt with it")
     if getattr(args, "context", None) and prompt:
         parser.error("--context makes random prompts: no --prompt with it")
-    if not shape:
+    if not shape and _grows_trees(args):
         arguments.check_model(parser, args.model, args.draft)
     positions = arguments.SHAPES[shape] if shape else arguments.stored_positions(args.model)
     if problem := arguments.context_too_long(args, positions):

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from eagle_triton import EaModel
-from eagle_triton.benchmarks import models
+from eagle_triton.benchmarks import targets
 from eagle_triton.benchmarks.answers import write_answers, write_records
-from eagle_triton.benchmarks.arguments import too_long
+from eagle_triton.benchmarks.arguments import OF_THE_HEAD, too_long
 from eagle_triton.benchmarks.parity import MARGIN_BOUND, check_parity
 from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, Question, of_categories, read_questions
 from eagle_triton.benchmarks.record import machine, table
 from eagle_triton.benchmarks.sweep import Configuration, configurations
 from eagle_triton.benchmarks.sweep_file import SweepFile
+from eagle_triton.benchmarks.targets import Target
 from eagle_triton.benchmarks.timing import noise
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.speculative.conversation import Conversation
@@ -40,17 +40,16 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     """Add rows for each configuration, of all questions and of each category; notes of answers that are not plain
     decoding's."""
     questions = asked(args)
-    model = models.load_pair(args.model, args.draft, args.eagle1, getattr(torch, args.dtype), args.device)
-    if model.tokenizer is None:
-        raise ValueError("--model must hold a tokenizer, and none lies beside the target")
-    room = check_room(questions, model, args.max_length)
-    parts = configurations(args, model.ea_layer)
+    with_head = bool(set(args.drafters) & set(OF_THE_HEAD))
+    target = targets.load(args.model, args.draft, args.eagle1, with_head, getattr(torch, args.dtype), args.device)
+    room = check_room(questions, target, args.max_length)
+    parts = configurations(args, target.head)
     check_trees(parts)
     sweep = SweepFile(args.results, machine(torch.device(args.device), args.commit), _options(args))
     done = sum(part.name in sweep.found for part in parts)
     if done:
         notes.append(f"{done} of {len(parts)} configurations were measured before, and are in {args.results.name}")
-    if not getattr(model.tokenizer, "chat_template", None):
+    if not getattr(target.tokenizer, "chat_template", None):
         notes.append("no chat template: the texts of a conversation follow each other as they are")
     turns = sum(len(question.turns) for question in questions)
     try:
@@ -61,7 +60,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
                 plain = sweep.found.get(part._replace(drafter="plain").name)
                 if part.name not in sweep.found:
                     bar.set_description(part.name)
-                    sweep.add(part.name, _result(model, part, questions, args.max_length, room, plain, bar))
+                    sweep.add(part.name, _result(target, part, questions, args.max_length, room, plain, bar))
                 result = sweep.found[part.name]
                 rows += figures(part, result, plain or result)
                 notes += result["notes"]
@@ -88,7 +87,7 @@ def check_trees(parts: Sequence[Configuration]) -> None:
             raise ValueError(f"--nodes {part.nodes}: {error}") from None
 
 
-def check_room(questions: Sequence[Question], model: EaModel, new: int) -> int:
+def check_room(questions: Sequence[Question], target: Target, new: int) -> int:
     """The most tokens of a conversation: its prompts, and `new` for the answer to each turn.
 
     Raises ValueError naming the first question that does not fit the model's positions.
@@ -96,11 +95,11 @@ def check_room(questions: Sequence[Question], model: EaModel, new: int) -> int:
     room = 0
     for question in questions:
         *before, last = question.turns
-        prompts = len(Conversation([(turn, "") for turn in before]).ids(last, model.tokenizer))
+        prompts = len(Conversation([(turn, "") for turn in before]).ids(last, target.tokenizer))
         if not prompts:
             raise ValueError(f"question {question.question_id} gives no token")
         answers = len(question.turns) * (new + 1)  # and a line end behind each
-        if problem := too_long(f"question {question.question_id}", prompts, answers, models.positions(model)):
+        if problem := too_long(f"question {question.question_id}", prompts, answers, target.positions):
             raise ValueError(problem)
         room = max(room, prompts + answers)
     return room
@@ -127,7 +126,7 @@ def _hand_out(args: argparse.Namespace, parts: Sequence[Configuration], sweep: S
 
 
 def _result(
-    model: EaModel,
+    target: Target,
     part: Configuration,
     questions: Sequence[Question],
     new: int,
@@ -139,7 +138,7 @@ def _result(
 
     Raises ValueError for a question that cannot be answered, and for plain greedy tokens that are not the target's.
     """
-    inference = EAGLEInference(None, model, part.engine_config())
+    inference = EAGLEInference(None, target.model, part.engine_config(), tokenizer=target.tokenizer)
     device = inference.pair.view.device
     on_gpu = device.type == "cuda"
     with _session(inference, room) as session:  # what compiles and captures is not timed
@@ -159,9 +158,9 @@ def _result(
             seed += len(turns)
             answers.append({"question_id": question.question_id, "category": question.category, "turns": turns})
     if plain is not None:
-        notes = differences(part, answers, plain["answers"], model)
+        notes = differences(part, answers, plain["answers"], target)
     elif not part.temperature:
-        check_parity(model.base_model, *_sequence(answers[0]["turns"][0], model), SamplingParams())
+        check_parity(target.causal_lm, *_sequence(answers[0]["turns"][0], target), SamplingParams())
     for turn in (turn for answer in answers for turn in answer["turns"]):
         del turn["prompt"]  # it follows from the question and the answers before
     return {"answers": answers, "notes": notes, "time": time.time()}
@@ -214,7 +213,7 @@ def _decode(
 
 
 def differences(
-    part: Configuration, answers: list[dict[str, Any]], plain: list[dict[str, Any]], model: EaModel
+    part: Configuration, answers: list[dict[str, Any]], plain: list[dict[str, Any]], target: Target
 ) -> list[str]:
     """A note if answers are not plain decoding's: an error in fp32; in 16 bits an error where a greedy token is not
     one of the target's best, up to rounding. Behind a first difference a conversation is another one."""
@@ -227,22 +226,22 @@ def differences(
     if not differ:
         return []
     told = f"{part.name}: {len(differ)} of {len(answers)} answers are not plain decoding's"
-    dtype = model.base_model.dtype
+    dtype = target.causal_lm.dtype
     if dtype == torch.float32:
         return [f"FAIL: {told}, the first that of question {next(iter(differ))}"]
     if part.temperature:
         return [told]
     for name, turn in differ.items():
         try:
-            check_parity(model.base_model, *_sequence(turn, model), SamplingParams())
+            check_parity(target.causal_lm, *_sequence(turn, target), SamplingParams())
         except ValueError as error:
             return [f"FAIL: {told}; question {name}: {str(error).partition(';')[0]}"]
     return [f"{told}, by rounding: each token's logit is less than {MARGIN_BOUND[dtype]} below the best"]
 
 
-def _sequence(turn: dict[str, Any], model: EaModel) -> tuple[torch.Tensor, int]:
+def _sequence(turn: dict[str, Any], target: Target) -> tuple[torch.Tensor, int]:
     """Prompt and answer [L] on the model's device, and the length of the prompt."""
-    return torch.tensor([*turn["prompt"], *turn["tokens"]], device=model.device), len(turn["prompt"])
+    return torch.tensor([*turn["prompt"], *turn["tokens"]], device=target.causal_lm.device), len(turn["prompt"])
 
 
 # --- figures ---

@@ -60,9 +60,10 @@ class Configuration(NamedTuple):
         )
 
 
-def configurations(args: argparse.Namespace, head: DraftHead) -> list[Configuration]:
+def configurations(args: argparse.Namespace, head: DraftHead | None) -> list[Configuration]:
     """The parts in the order in which they run: at each temperature plain decoding, with which the others are compared,
-    then these. Without --nodes a tree has the head's own size; a small one is no deeper nor wider than it can be."""
+    then these. Without --nodes a tree has the head's own size; a small one is no deeper nor wider than it can be.
+    head: None where none of the drafters needs it."""
     found = []
     for temperature in args.temperatures:
         for drafter in dict.fromkeys(["plain", *args.drafters]):
@@ -70,6 +71,7 @@ def configurations(args: argparse.Namespace, head: DraftHead) -> list[Configurat
                 drafts = METHODS[drafter][1]
                 found.append(Configuration(drafter, drafts + 1, drafts, min(drafts, 1), temperature))
                 continue
+            assert head is not None
             for nodes in dict.fromkeys(args.nodes or [head.total_tokens + 1]):
                 steps, topk = min(head.depth + 1, nodes - 1), min(head.top_k, nodes - 1)
                 found.append(Configuration(drafter, nodes, steps, topk, temperature))
