@@ -31,6 +31,7 @@ MODES = {
     "batches": ["batches", *TINY, "--context", "9", "--batch", "1,2", "--max-length", "24"],
     "operations": ["operations", "--device", "cpu"],
     "drafters": ["drafters", *TINY, "--max-length", "12"],
+    "questions": ["questions", "--category", "docstring", "--drafters", "head", "--max-length", "8", "--device", "cpu"],
     "egag": ["egag", *TINY, "--max-length", "4"],
     "prefill": ["prefill", *TINY, "--context", "9,70", "--batch", "2"],
     "plain": ["plain", *TINY, "--max-length", "6", "--context", "9"],

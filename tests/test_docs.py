@@ -13,6 +13,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import re
 import shlex
@@ -25,7 +26,9 @@ import pytest
 import torch
 
 from eagle_triton.adapters.module_reader import UnsupportedModelError
+from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.engine.operations import Operations, operation_names
+from tools import results_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -254,8 +257,48 @@ def test_what_the_site_is_built_with_is_pinned():
 
 
 def test_every_page_is_in_the_navigation():
-    listed = set(re.findall(r"(\S+\.md)$", read("mkdocs.yml"), re.MULTILINE))
-    assert listed == {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+    listed = set(re.findall(r"^ +- .*?(\S+\.md)(?: #.*)?$", read("mkdocs.yml"), re.MULTILINE))
+    assert listed == {results_page.PAGE, *(page.removeprefix("docs/") for page in PAGES if page.startswith("docs/"))}
+
+
+def test_the_page_of_results_shows_every_file_with_machine_commit_and_command():
+    page = results_page.page()
+    for path in (ROOT / "results").iterdir():
+        if path.suffix == ".png":
+            assert f"](results/{path.name})" in page
+        elif not (path.suffix == ".csv" and path.with_suffix(".json").exists()):
+            (part,) = re.findall(rf"^### {re.escape(path.name)}\n\n(.*?)(?=^##|\Z)", page, re.DOTALL | re.MULTILINE)
+            assert re.match(r"\S.+; commit (\w{7,}(\+changes)?|not recorded)", part) and "\n```sh\n" in part
+            assert len(re.findall(r"^\| .*\|$", part, re.MULTILINE)) > 1, f"{path.name}: no rows"
+    assert "tools/results_page.py" in read("mkdocs.yml") and not (ROOT / "docs" / results_page.PAGE).exists()
+
+
+def records() -> list[Path]:
+    return [path for path in sorted((ROOT / "results").glob("*.json")) if "mode" in json.loads(path.read_text())]
+
+
+@pytest.mark.parametrize("path", records(), ids=lambda path: path.stem)
+def test_the_command_of_a_file_gives_its_options(path, tmp_path, monkeypatch):
+    record = json.loads(path.read_text())
+    words = shlex.split(results_page.command(record))
+    if record["mode"] not in benchmark.MODES:
+        assert (ROOT / words[1]).exists()
+        return
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "CHECKOUT").mkdir()
+    _, args = benchmark._parse(words[2:])
+    args.device = record["options"]["device"]
+    benchmark._settle(args)
+    for name, value in record["options"].items():
+        if f"--{name.replace('_', '-')}" in benchmark.MODES[record["mode"]].options and value is not None:
+            found = getattr(args, name)
+            assert (found is not None if name == "upstream" and value else found or False) == (value or False), name
+
+
+def test_a_file_that_the_page_cannot_show_is_named(tmp_path):
+    (tmp_path / "figures.txt").write_text("1")
+    with pytest.raises(ValueError, match="figures.txt: only .json, .csv and the .png of a .json are known"):
+        results_page.page(tmp_path)
 
 
 def test_the_reference_has_every_public_name():

@@ -25,6 +25,8 @@ SHAPES = dict.fromkeys(
 HYBRIDS = ("tiny", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", "demo-gdn")  # shapes of the same module, and the demo
 TREES = ("plain", "chain-4", "tree-32", "tree-60")  # of benchmarks/mtp.py
 DECODINGS = ("greedy", "sampled", "plain", "chain-3", "chain-7", "tree-128", "tree-256")  # of benchmarks/step.py
+DRAFTERS = ("plain", "head", "ngram", "nasd", "suffix", "both")  # of benchmarks/drafters.py
+OF_THE_HEAD = ("head", "both")  # those that grow the head's trees
 DTYPES = ("float32", "bfloat16", "float16")
 PLOTS = (".png", ".svg", ".pdf")
 MOST_RUNS = 10_000
@@ -129,16 +131,31 @@ def number(least: float, most: float) -> Callable[[str], float]:
     return read
 
 
-def sizes(most: int = MOST_TOKENS) -> Callable[[str], list[int]]:
-    """Whole numbers from 1 to `most`, separated by commas."""
+def sizes(most: int = MOST_TOKENS, least: int = 1) -> Callable[[str], list[int]]:
+    """Whole numbers from `least` to `most`, separated by commas."""
 
     def read(text: str) -> list[int]:
         parts = text.split(",")
-        if not all(re.fullmatch(r"\s*\d{1,18}\s*", part) and 1 <= int(part) <= most for part in parts):
+        if not all(re.fullmatch(r"\s*\d{1,18}\s*", part) and least <= int(part) <= most for part in parts):
             raise argparse.ArgumentTypeError(
-                f"must be whole numbers from 1 to {most}, separated by commas, got {text!r}"
+                f"must be whole numbers from {least} to {most}, separated by commas, got {text!r}"
             )
         return [int(part) for part in parts]
+
+    return read
+
+
+def numbers(least: float, most: float) -> Callable[[str], list[float]]:
+    """Numbers from `least` to `most`, separated by commas; one that comes again counts once."""
+    read_one = number(least, most)
+
+    def read(text: str) -> list[float]:
+        try:
+            return list(dict.fromkeys(read_one(part) for part in text.split(",")))
+        except argparse.ArgumentTypeError:
+            raise argparse.ArgumentTypeError(
+                f"must be numbers from {least:g} to {most:g}, separated by commas, got {text!r}"
+            ) from None
 
     return read
 
@@ -209,6 +226,23 @@ def new_directory(text: str) -> Path:
         try_to_write_into(place)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"must be a directory that can be made: {place}: {error.strerror}") from None
+    return path
+
+
+def output_directory(text: str) -> Path:
+    """A directory that can be written into, or made in one that exists. Nothing is created."""
+    path = Path(text)
+    if not text or (path.exists() and not path.is_dir()):
+        raise argparse.ArgumentTypeError(f"must be a directory, and {text or 'an empty path'} is none")
+    place = path.absolute() if path.is_dir() else path.absolute().parent
+    if not place.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a directory in one that exists, and {place} does not exist")
+    try:
+        try_to_write_into(place)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"must be a directory that can be written, and {text} cannot: {error.strerror}"
+        ) from None
     return path
 
 

@@ -6,6 +6,7 @@ python benchmark.py step --shape llama-3.1-8b --context 512,2048 --batch 1,4,8 -
 python benchmark.py batches --shape llama-3.1-8b         trees as they pay against plain decoding, 1 to 32 sequences
 python benchmark.py megakernel --shape llama-3.2-1b      all behind the target's logits as one launch and as many
 python benchmark.py drafters                             with and without a model, over three kinds of work
+python benchmark.py questions                            files as MT-bench's, over drafters, tree sizes, temperatures
 python benchmark.py egag                                 chains of a draft model, as long as its entropy lets them be
 python benchmark.py prefill --shape llama-3.1-8b         first tokens, prompts that enter a batch, short requests
 python benchmark.py plain --shape llama-3.1-8b           generate of a plain Hugging Face model
@@ -24,12 +25,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle_triton.benchmarks import arguments
-from eagle_triton.benchmarks.arguments import Parser, check_outputs, sentence
+from eagle_triton.benchmarks.arguments import OF_THE_HEAD, Parser, check_outputs, sentence
+from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, digest, of_categories, read_questions
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.benchmarks.record import Record
 
-UNRECORDED = ("mode", "json", "commit", "output", "csv", "plot")  # options that change no figure
+UNRECORDED = ("mode", "json", "commit", "output", "csv", "plot", "results", "answers")  # options that change no figure
 OPTIONS: dict[str, dict[str, Any]] = {
     "--model": dict(
         type=arguments.model,
@@ -65,6 +67,37 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "--batch": dict(type=arguments.sizes(arguments.MOST_SEQUENCES), metavar="B[,B...]", help="sequences at a time"),
     "--only": dict(type=arguments.some_text, metavar="TEXT", help="operations whose name contains TEXT (default: all)"),
+    "--questions": dict(
+        type=arguments.existing_file,
+        metavar="FILE.jsonl",
+        help="a line for each question: question_id, category, turns (default: those of this package, for the demo)",
+    ),
+    "--category": dict(nargs="+", metavar="NAME", help="only questions of these categories (default: all)"),
+    "--drafters": dict(
+        nargs="+",
+        choices=arguments.DRAFTERS,
+        default=list(arguments.DRAFTERS),
+        metavar="NAME",
+        help=f"of {', '.join(arguments.DRAFTERS)} (default: all; plain is always measured, and first)",
+    ),
+    "--nodes": dict(
+        type=arguments.sizes(arguments.MOST_SEQUENCES, 2),
+        metavar="N[,N...]",
+        help="sizes of the head's tree, root included (default: the head's own)",
+    ),
+    "--temperatures": dict(
+        type=arguments.numbers(0, 100), default=[0.0], metavar="T[,T...]", help="default: 0, greedy"
+    ),
+    "--results": dict(
+        type=arguments.output_file(),
+        metavar="FILE.jsonl",
+        help="keep each finished configuration there; the same command again goes on behind the last one",
+    ),
+    "--answers": dict(
+        type=arguments.output_directory,
+        metavar="DIR",
+        help="write SafeAILab/EAGLE's answer files there, one for each configuration, and SGLang's records",
+    ),
     "--max-length": dict(type=arguments.whole(), default=100, metavar="N", help="new tokens per prompt (default: 100)"),
     "--num-runs": dict(
         type=arguments.whole(most=arguments.MOST_RUNS),
@@ -136,6 +169,16 @@ MODES = {
         {"max_length": 128, "num_runs": 10},
         on_cpu={"max_length": 48, "num_runs": 2},
     ),
+    "questions": Mode(
+        "questions of a file answered with each drafter, tree size and temperature (default: 128 tokens a turn; on a "
+        "CPU 32)",
+        (
+            *("--model", "--draft", "--eagle1", "--questions", "--category", "--drafters", "--nodes"),
+            *("--temperatures", "--max-length", "--results", "--answers"),
+        ),
+        {"max_length": 128},
+        on_cpu={"max_length": 32},
+    ),
     "egag": Mode(
         "chains of a draft model, of fixed lengths and by EGAG, over easy and hard work (default: 10 prompts of each, "
         "128 tokens; on a CPU 2 of 32)",
@@ -205,6 +248,8 @@ def _publish(parser: Parser, mode: Any, args: argparse.Namespace, rows: list[dic
     from eagle_triton.benchmarks.record import Record, machine
 
     options = {name: value for name, value in vars(args).items() if name not in UNRECORDED}
+    if options.get("questions") is not None:
+        options["questions"] = args.questions.name
     if "upstream" in options:
         options["upstream"] = args.upstream is not None  # where it lies is nobody's business
     record = Record(args.mode, machine(torch.device(args.device), args.commit), options, rows, notes)
@@ -270,18 +315,42 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
     """What no option alone can tell."""
     if "--model" in MODES[args.mode].options:
         _check_model(parser, args)
-    check_outputs(parser, output=args.output, csv=args.csv, plot=args.plot)
+    if args.mode == "questions":
+        _check_questions(parser, args)
+    check_outputs(parser, output=args.output, csv=args.csv, plot=args.plot, results=getattr(args, "results", None))
+
+
+def _check_questions(parser: Parser, args: argparse.Namespace) -> None:
+    try:
+        questions = read_questions(args.questions or OWN_QUESTIONS)
+    except (ValueError, OSError) as error:
+        parser.error(f"--questions: {sentence(error)}")
+    try:
+        questions = of_categories(questions, args.category) if args.category else questions
+    except ValueError as error:
+        parser.error(f"--category {error}")
+    args.questions_sha256 = digest(questions)
+    for option in () if _grows_trees(args) else ("draft", "eagle1", "nodes"):
+        if getattr(args, option):
+            drafters = f"--drafters {' '.join(args.drafters)}"
+            parser.error(f"--{option} is not read by {drafters}, but by {', '.join(OF_THE_HEAD)}")
+
+
+def _grows_trees(args: argparse.Namespace) -> bool:
+    """Whether a head is needed."""
+    return args.mode != "questions" or bool(set(args.drafters) & set(OF_THE_HEAD))
 
 
 def _check_model(parser: Parser, args: argparse.Namespace) -> None:
     prompt = getattr(args, "prompt", None)
-    if args.shape and (args.model != "demo" or args.draft or prompt):
+    shape = getattr(args, "shape", None)
+    if shape and (args.model != "demo" or args.draft or prompt):
         parser.error("--shape builds the model and random prompts: no --model, --draft or --prompt with it")
-    if args.context and prompt:
+    if getattr(args, "context", None) and prompt:
         parser.error("--context makes random prompts: no --prompt with it")
-    if not args.shape:
+    if not shape and _grows_trees(args):
         arguments.check_model(parser, args.model, args.draft)
-    positions = arguments.SHAPES[args.shape] if args.shape else arguments.stored_positions(args.model)
+    positions = arguments.SHAPES[shape] if shape else arguments.stored_positions(args.model)
     if problem := arguments.context_too_long(args, positions):
         parser.error(problem)
 

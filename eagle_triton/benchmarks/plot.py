@@ -20,6 +20,7 @@ def plot(record: Record, path: Path) -> None:
         "step": _step,
         "batches": _batches,
         "drafters": _drafters,
+        "questions": _questions,
         "egag": _drafters,
         "prefill": _prefill,
         "plain": _plain,
@@ -101,6 +102,21 @@ def _drafters(figure: Any, rows: list[dict[str, Any]]) -> None:
         axes.set_xticks([place + 0.5 - 1 / (len(variants) + 1) for place in range(len(kinds))], kinds)
         axes.set_ylabel(label)
     axes.legend(fontsize=8)
+
+
+def _questions(figure: Any, rows: list[dict[str, Any]]) -> None:
+    rows = [row for row in rows if row["category"] == "all"]
+    several = len({row["temperature"] for row in rows}) > 1
+    names = [row["variant"] + f"\nT {row['temperature']:g}" * several for row in rows]
+    left, middle, right = figure.subplots(1, 3)
+    for axes, key, label in ((left, "tau", "tokens per step"), (middle, "speedup", "times plain decoding")):
+        _bars(axes, [(name, row[key] or 0.0) for name, row in zip(names, rows, strict=True)], label)
+        axes.tick_params(axis="x", labelrotation=90)
+    for name, row in zip(names, rows, strict=True):
+        if rates := row["synthetic_acceptance_rates"]:
+            right.plot(range(1, len(rates) + 1), rates, marker="o", label=name.replace("\n", ", "))
+    right.set(xlabel="place in the draft", ylabel="share of steps that accepted up to there", ylim=(0, 1))
+    right.legend(fontsize=7)
 
 
 def _prefill(figure: Any, rows: list[dict[str, Any]]) -> None:

@@ -1,0 +1,81 @@
+"""Question files as MT-bench, Spec-Bench and SafeAILab/EAGLE have them. The standard library alone.
+
+Each line is a JSON object with `question_id`, `category` and `turns`, the texts that are asked one after another; what
+else it holds (references, say) is not read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from eagle_triton.benchmarks.arguments import DEMO
+
+OWN_QUESTIONS = DEMO / "questions.jsonl"
+
+
+class Question(NamedTuple):
+    """One question of one or more turns."""
+
+    question_id: int | str
+    category: str
+    turns: tuple[str, ...]
+
+
+def read_questions(path: Path) -> list[Question]:
+    """The questions of a file, in its order; empty lines are passed over.
+
+    Raises ValueError naming file and line for what is no such question and for an id that comes twice, and for a file
+    without questions; OSError for one that cannot be read.
+    """
+    questions: dict[str, Question] = {}
+    for number, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            question = _question(json.loads(line.decode("utf-8")))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}, line {number}: no UTF-8 at its byte {error.start + 1}") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: no JSON: {error.msg} at its character {error.colno}") from None
+        except RecursionError:
+            raise ValueError(f"{path}, line {number}: JSON that is nested too deep") from None
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        if questions.setdefault(str(question.question_id), question) is not question:
+            raise ValueError(f"{path}, line {number}: question_id {question.question_id} comes a second time")
+    if not questions:
+        raise ValueError(f"{path} holds no question")
+    return list(questions.values())
+
+
+def of_categories(questions: Sequence[Question], names: Sequence[str]) -> list[Question]:
+    """The questions of these categories, in their order. Raises ValueError for a category that none has."""
+    known = list(dict.fromkeys(question.category for question in questions))
+    for name in names:
+        if name not in known:
+            raise ValueError(f"must be of {', '.join(known)}, got {name!r}")
+    return [question for question in questions if question.category in names]
+
+
+def digest(questions: Sequence[Question]) -> str:
+    """The same for the same questions in the same order, whatever file they came from: 16 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(questions).encode()).hexdigest()[:16]
+
+
+def _question(value: Any) -> Question:
+    if not isinstance(value, dict):
+        raise ValueError(f"an object expected, got {type(value).__name__}")
+    if missing := [key for key in Question._fields if key not in value]:
+        raise ValueError(f"{' and '.join(missing)} missing")
+    name, category, turns = (value[key] for key in Question._fields)
+    if isinstance(name, bool) or not isinstance(name, int | str) or name == "":
+        raise ValueError(f"question_id must be a whole number or a text, got {name!r:.60}")
+    if not isinstance(category, str):
+        raise ValueError(f"category must be a text, got {category!r:.60}")
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise ValueError(f"turns must be a list of texts that are not empty, got {turns!r:.60}")
+    return Question(name, category, tuple(turns))

@@ -1,0 +1,48 @@
+"""A target with its head, or alone where nothing is drafted by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eagle_triton.benchmarks import models
+from eagle_triton.benchmarks.arguments import holds_target, sentence
+from eagle_triton.models.generate_arguments import max_positions
+from eagle_triton.models.heads import DraftHead
+from eagle_triton.models.loading import load_target, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Target:
+    """model: as EAGLEInference takes it; causal_lm: the Hugging Face model in it."""
+
+    model: Any
+    causal_lm: Any
+    head: DraftHead | None
+    tokenizer: Any
+
+    @property
+    def positions(self) -> int | None:
+        """The most tokens of a sequence that it was made for, None if its configuration does not say."""
+        return max_positions(self.causal_lm)
+
+
+def load(path: str, draft: str | None, eagle1: bool, with_head: bool, dtype: torch.dtype, device: str) -> Target:
+    """A target and its tokenizer. with_head: whether a head is needed; one that lies beside the target comes, too.
+
+    Raises ValueError in one sentence, whatever it is that keeps it from being loaded.
+    """
+    if with_head or path == "demo" or holds_target(path):
+        pair = models.load_pair(path, draft, eagle1, dtype, device)
+        target = Target(pair, pair.base_model, pair.ea_layer, pair.tokenizer)
+    else:
+        try:
+            causal_lm = load_target(path, hybrids=True, dtype=dtype).to(device)
+            target = Target(causal_lm, causal_lm, None, load_tokenizer(path))
+        except (ValueError, TypeError, OSError) as error:
+            raise ValueError(f"--model {path} cannot be loaded: {sentence(error)}") from error
+    if target.tokenizer is None:
+        raise ValueError("--model must hold a tokenizer, and none lies beside the target")
+    return target
