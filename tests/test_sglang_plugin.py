@@ -270,3 +270,15 @@ def test_inputs_need_not_be_contiguous():
     replacements.build_tree(*loose, *outputs[0], K, DEPTH, NODES, 1)
     replacements.build_tree(parent_list, chosen, lengths, *outputs[1], K, DEPTH, NODES, 1)
     assert_same(*outputs)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_one_step_with_an_empty_parent_list_of_floats(monkeypatch, version):
+    modules = sglang_stub.install(monkeypatch, version, "cuda")
+    chosen, lengths = torch.tensor([[0, 1]]), torch.tensor([4])
+    with patch_sglang():
+        _, positions, *links, tokens = modules.eagle_utils.build_tree_kernel_efficient(
+            torch.tensor([7]), torch.empty(1, 0), chosen, chosen + 5, lengths, 4, 2, 1, 3
+        )
+    assert positions.tolist() == [4, 5, 5] and tokens.tolist() == [7, 5, 6]
+    assert [link.tolist() for link in links] == [[[0, 1, 2]], [[1, -1, -1]], [[-1, 2, -1]]]

@@ -18,7 +18,6 @@ from eagle_triton.sglang_plugin.replacements import SAMPLING_KERNEL
 
 _SPECULATIVE = "sglang.srt.speculative"
 _BUILD, _GREEDY, _SAMPLED = "tree building", "greedy verification", "sampled verification"
-
 _RENORM = {
     "top_k_renorm_prob": replacements.top_k_renorm_prob,
     "top_p_renorm_prob": replacements.top_p_renorm_prob,

@@ -33,9 +33,12 @@ def build_tree(
     num_verify_tokens: int,
     tree_mask_mode: int,
 ) -> None:
-    """The kernel behind `build_tree_kernel_efficient`; see integrators.build_tree_in_place, also for what it raises."""
+    """The kernel behind `build_tree_kernel_efficient`; see integrators.build_tree_in_place, also for what it raises.
+
+    parent_list may have another dtype: of one step, where it is empty, a worker makes it as float32.
+    """
     integrators.build_tree_in_place(
-        parent_list.contiguous(),
+        parent_list.long().contiguous(),
         top_scores_index.contiguous(),
         seq_lens.contiguous(),
         tree_mask,
