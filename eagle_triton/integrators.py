@@ -11,6 +11,7 @@ chunk and the token.
 | parent_list                         | [bs, k (D - 1) + 1] int64                                                 |
 | top_scores_index, draft_tokens      | [bs, N - 1] int64                                                         |
 | candidates, retrive_*, target_predict | [bs, N] int64                                                           |
+| positions                           | [bs * N] int64                                                            |
 | predicts, accept_index, accept_token_num | [bs * N], [bs, S], [bs] int32                                        |
 | target_probs, draft_probs           | [bs, N, V] f32                                                            |
 
@@ -34,6 +35,7 @@ from eagle_triton.reference.integrators import (
     TreeMaskMode,
     both_spellings,
     check_build,
+    check_in_place,
     check_sampling,
     check_verify,
     packed_dtypes,
@@ -71,7 +73,9 @@ def build_tree_kernel_triton(
     NODES: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Grid (bs,): one request's tree. MODE is a TreeMaskMode; starts: sum of the lengths of the requests before."""
+    """Grid (bs,): one request's tree. MODE is a TreeMaskMode; starts: sum of the lengths of the requests before.
+
+    No tokens are written if tokens_ptr is None; verified_id and draft_tokens are not read then."""
     batch = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     real = node < nodes
@@ -105,9 +109,10 @@ def build_tree_kernel_triton(
     tl.store(next_token_ptr + out, tl.where(child < _NOWHERE, child, -1).to(tl.int64), mask=real)
     tl.store(next_sibling_ptr + out, tl.where(sibling < _NOWHERE, sibling, -1).to(tl.int64), mask=real)
     tl.store(retrive_index_ptr + out, out, mask=real)
-    token = tl.load(draft_tokens_ptr + batch * (nodes - 1) + node - 1, mask=draft, other=0)
-    token = tl.where(node == 0, tl.load(verified_id_ptr + batch).to(tl.int64), token)
-    tl.store(tokens_ptr + out, token, mask=real)
+    if tokens_ptr is not None:
+        token = tl.load(draft_tokens_ptr + batch * (nodes - 1) + node - 1, mask=draft, other=0)
+        token = tl.where(node == 0, tl.load(verified_id_ptr + batch).to(tl.int64), token)
+        tl.store(tokens_ptr + out, token, mask=real)
 
     length = tl.load(seq_lens_ptr + batch).to(tl.int64)
     width = nodes.to(tl.int64)
@@ -349,9 +354,7 @@ def build_tree_efficient_triton(
         tree_mask_mode, status,
     )  # fmt: skip
     batch, nodes, device = len(verified_id), num_verify_tokens, verified_id.device
-    starts = None
     if tree_mask_mode == TreeMaskMode.FULL_MASK:
-        starts = seq_lens.cumsum(0, dtype=torch.int64) - seq_lens
         mask = torch.ones(nodes * seq_lens_sum + batch * nodes**2, dtype=torch.bool, device=device)
     elif tree_mask_mode == TreeMaskMode.QLEN_ONLY:
         mask = torch.empty(batch * nodes * nodes, dtype=torch.bool, device=device)
@@ -359,16 +362,73 @@ def build_tree_efficient_triton(
         mask = torch.empty(batch * nodes, dtype=packed_dtypes(nodes)[0], device=device)
     positions, tokens = (torch.empty(batch * nodes, dtype=torch.int64, device=device) for _ in range(2))
     index, next_token, next_sibling = (torch.empty(batch, nodes, dtype=torch.int64, device=device) for _ in range(3))
-    links = torch.empty(batch, nodes, dtype=torch.int32, device=device)
-    width = triton.next_power_of_2(nodes)
-    launch(build_tree_kernel_triton, (batch,))(
-        verified_id, parent_list, top_scores_index, draft_tokens, seq_lens, starts, links, mask, positions, index,
-        next_token, next_sibling, tokens, status, parent_list.shape[1], topk, spec_steps, nodes,
-        MODE=int(tree_mask_mode), NODES=width, PAIRS=min(width, 64),
+    _launch_build(
+        verified_id, parent_list, top_scores_index, draft_tokens, seq_lens, mask, positions, index, next_token,
+        next_sibling, tokens, status, topk, spec_steps, nodes, tree_mask_mode,
     )  # fmt: skip
     if tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
         mask = mask.view(packed_dtypes(nodes)[1])
     return mask, positions, index, next_token, next_sibling, tokens
+
+
+@_reference_on_cpu
+@both_spellings
+def build_tree_in_place(
+    parent_list: Tensor,
+    top_scores_index: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    topk: int,
+    spec_steps: int,
+    num_verify_tokens: int,
+    tree_mask_mode: int = TreeMaskMode.FULL_MASK,
+) -> None:
+    """The tree in tensors of the caller's; see reference.integrators.build_tree_in_place.
+
+    These are the arguments of SGLang's kernel itself: nothing is allocated that the caller keeps. Raises ValueError if
+    arguments do not fit.
+    """
+    outputs = (positions, retrive_index, retrive_next_token, retrive_next_sibling)
+    mask = check_in_place(
+        parent_list, top_scores_index, seq_lens, tree_mask, *outputs, topk, spec_steps, num_verify_tokens,
+        tree_mask_mode,
+    )  # fmt: skip
+    _launch_build(
+        None, parent_list, top_scores_index, None, seq_lens, mask, *outputs, None, None, topk, spec_steps,
+        num_verify_tokens, tree_mask_mode,
+    )  # fmt: skip
+
+
+def _launch_build(
+    verified_id: Tensor | None,
+    parent_list: Tensor,
+    top_scores_index: Tensor,
+    draft_tokens: Tensor | None,
+    seq_lens: Tensor,
+    mask: Tensor,
+    positions: Tensor,
+    retrive_index: Tensor,
+    next_token: Tensor,
+    next_sibling: Tensor,
+    tokens: Tensor | None,
+    status: Tensor | None,
+    topk: int,
+    spec_steps: int,
+    nodes: int,
+    mode: int,
+) -> None:
+    batch, width = len(seq_lens), triton.next_power_of_2(nodes)
+    starts = seq_lens.cumsum(0, dtype=torch.int64) - seq_lens if mode == TreeMaskMode.FULL_MASK else None
+    links = torch.empty(batch, nodes, dtype=torch.int32, device=seq_lens.device)
+    launch(build_tree_kernel_triton, (batch,))(
+        verified_id, parent_list, top_scores_index, draft_tokens, seq_lens, starts, links, mask, positions,
+        retrive_index, next_token, next_sibling, tokens, status, parent_list.shape[1], topk, spec_steps, nodes,
+        MODE=int(mode), NODES=width, PAIRS=min(width, 64),
+    )  # fmt: skip
 
 
 @_reference_on_cpu

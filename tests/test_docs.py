@@ -19,15 +19,15 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from eagle_triton.adapters.module_reader import UnsupportedModelError
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.engine.operations import Operations, operation_names
+from eagle_triton.sglang_plugin import patch_sglang
+from tests import sglang_stub
 from tools import results_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,7 +72,9 @@ def run(page: str, capsys: pytest.CaptureFixture | None = None) -> dict:
 WITH_SNIPPETS = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
 
 
-@pytest.mark.parametrize("page", [page for page in WITH_SNIPPETS if page not in ("docs/engine.md",)])
+@pytest.mark.parametrize(
+    "page", [page for page in WITH_SNIPPETS if page not in ("docs/engine.md", "docs/integrators.md")]
+)
 def test_snippets_run_as_they_stand(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(page, capsys)
@@ -89,37 +91,24 @@ def test_engine_page(capsys, tmp_path, monkeypatch):
     assert names["accepted"].shape[0] == 1 and names["accept_length"].item() >= 0
 
 
-def test_integrators_page(device):
+def test_integrators_page(device, monkeypatch, capsys):
+    sglang_stub.install(monkeypatch, "0.5.23", "hip")
     names = run("docs/integrators.md")
     assert names["device"] == device
     assert names["accepted"].shape == (2,) and names["draft_tokens"].shape == (2, 4)
+    assert "patched sglang.srt.speculative.eagle_utils." in capsys.readouterr().out and names["originals"].restored
 
 
-def test_a_worker_in_sglangs_manner(device):
-    """Rebound names, called as SGLang calls them: a mask buffer, predicts with an element to spare, keywords."""
-    names = run("docs/integrators.md")
-    calls = []
-    worker = SimpleNamespace(build_tree_kernel_efficient=calls.append, verify_tree_greedy=calls.append, other=1)
-    original = worker.verify_tree_greedy
-    undo = names["use_triton_trees"](worker)
-    root, parents = torch.tensor([11], device=device), torch.tensor([[-1, 0, 1]], device=device)
-    chosen, drafts = torch.tensor([[0, 1, 2]], device=device), torch.tensor([[5, 6, 7]], device=device)
-    buffer = torch.zeros(64, dtype=torch.bool, device=device)
-    mask, _, *links, tokens = worker.build_tree_kernel_efficient(
-        root, parents, chosen, drafts, torch.tensor([3], device=device), 3, 2, 2, 4, 0, tree_mask_buf=buffer
-    )
-    assert mask is buffer and mask.sum() == 4 * 3 + 4 + 3 + 1
-    predicts = torch.zeros(5, dtype=torch.int32, device=device)
-    accept_index = torch.full((1, 3), -1, dtype=torch.int32, device=device)
-    count = torch.zeros(1, dtype=torch.int32, device=device)
-    worker.verify_tree_greedy(
-        predicts=predicts, accept_index=accept_index, accept_token_num=count, candidates=tokens.view(1, 4),
-        retrive_index=links[0], retrive_next_token=links[1], retrive_next_sibling=links[2],
-        target_predict=torch.tensor([[6, 0, 9, 0]], device=device),
-    )  # fmt: skip
-    assert predicts.tolist() == [6, 0, 9, 0, 0] and accept_index.tolist() == [[0, 2, -1]] and count.tolist() == [1]
-    undo()
-    assert worker.verify_tree_greedy is original and not calls
+def test_integrators_page_names_what_the_plugin_replaces(monkeypatch):
+    """Every name of the table, and the versions."""
+    page = read("docs/integrators.md")
+    for version in ("0.5.13", "0.5.23"):
+        assert page.count(version) > 1
+        sglang_stub.install(monkeypatch, version, "xpu")
+        with patch_sglang() as originals:
+            for path in originals:
+                leaf, name = path.split(".")[-2:]
+                assert leaf in page and (name in page or name.endswith("renorm_prob") or name.startswith("sgl_")), path
 
 
 def test_the_readme_says_what_its_snippet_prints():

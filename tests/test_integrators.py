@@ -310,3 +310,60 @@ def test_refusals(device, module):
     ):
         with pytest.raises(ValueError, match="tree_speculative_sampling"):
             module.tree_speculative_sampling_target_only(*out, *moved[:4], *bad)
+
+
+@pytest.mark.parametrize("mode", list(TreeMaskMode), ids=lambda mode: mode.name)
+@pytest.mark.parametrize(("batch", "nodes", "k", "depth"), [(1, 5, 1, 7), (3, 16, 4, 4), (2, 31, 4, 7), (2, 9, 8, 2)])
+def test_build_in_place(device, batch, nodes, k, depth, mode):
+    """Longer buffers keep their ends, a full mask keeps the prefix's columns; the rest is the built tree."""
+    parent_list, chosen = drafted(batch, k, depth, nodes, nodes)
+    lengths = torch.tensor([2, 0, 5][:batch])
+    built = build(reference, "cpu", lengths, parent_list, chosen, chosen, lengths, k, depth, mode)
+    packed = mode == TreeMaskMode.QLEN_ONLY_BITPACKING
+    for module, where in ((reference, "cpu"), (integrators, device)):
+        dtypes = {built[0].dtype} | (set() if packed else {torch.uint8})
+        for dtype in dtypes:
+            mask = torch.zeros(len(built[0]) + 9, dtype=dtype, device=where)
+            positions = torch.full((batch * nodes + 4,), -5, device=where)
+            links = [torch.full((batch, nodes), -5, device=where) for _ in range(3)]
+            inputs = [value.to(where) for value in (parent_list, chosen, lengths)]
+            module.build_tree_in_place(*inputs, mask, positions, *links, k, depth, nodes, mode)
+            assert_same([positions[: batch * nodes], *links], built[1:5])
+            assert (positions[batch * nodes :] == -5).all() and not signed(mask)[len(built[0]) :].any()
+            expected = signed(built[0]).clone()
+            if mode == TreeMaskMode.FULL_MASK:
+                start = 0
+                for length in lengths.tolist():
+                    end = start + nodes * (length + nodes)
+                    expected[start:end].view(nodes, -1)[:, :length] = False
+                    start = end
+            assert torch.equal(signed(mask)[: len(expected)].to(expected.dtype), expected)
+            if dtype == torch.uint8:
+                assert mask.max() <= 1 or packed
+
+
+@pytest.mark.parametrize("module", [integrators, reference], ids=["kernel", "reference"])
+def test_refusals_in_place(device, module):
+    parent_list, chosen = (value.to(device) for value in drafted(2, 2, 3, 6, 0))
+    lengths = torch.ones(2, dtype=torch.int64, device=device)
+    links = torch.zeros(3, 2, 6, dtype=torch.int64, device=device)
+    positions, mask = (
+        torch.zeros(12, dtype=torch.int64, device=device),
+        torch.zeros(72, dtype=torch.bool, device=device),
+    )
+    good = (parent_list, chosen, lengths, mask, positions, *links, 2, 3, 6, 1)
+    module.build_tree_in_place(*good)
+    for place, value, name in (
+        (0, parent_list[:, 1:], "parent_list"),
+        (3, mask[:71], "tree_mask"),
+        (3, mask.float(), "tree_mask"),
+        (4, positions[:11], "positions"),
+        (4, positions.int(), "positions"),
+        (5, links[0, :1], "retrive_index"),
+        (7, links[0].t(), "retrive_next_sibling"),
+        (11, 3, "tree_mask_mode"),
+    ):
+        with pytest.raises(ValueError, match=f"build_tree: {name}"):
+            module.build_tree_in_place(*good[:place], value, *good[place + 1 :])
+    with pytest.raises(ValueError, match="tree_mask"):  # a packed word of 6 nodes is one byte
+        module.build_tree_in_place(*good[:3], mask.int(), *good[4:-1], 2)

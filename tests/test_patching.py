@@ -49,6 +49,19 @@ def test_restore_gives_back_the_very_same_objects():
     assert vars(thing) == state
 
 
+def test_a_constant_is_set_as_it_is_and_given_back():
+    thing = Thing()
+    thing.available = thing.other_constant = original = object()
+    with patch(thing, seam(thing, "available", True), seam(thing, "missing", 3, adds=True)) as originals:
+        assert thing.available is True and thing.missing == 3 and originals["available"] is original
+        assert [line.calls for line in originals.report() if line.status == "patched"] == [0, 0]
+        thing.available = False
+        with pytest.raises(PatchError, match="available was replaced"):
+            originals.restore()
+        thing.available = True
+    assert thing.available is original and not hasattr(thing, "missing")
+
+
 def test_context_manager_restores_after_an_exception():
     thing = Thing()
     with pytest.raises(ZeroDivisionError), patch(thing, seam(thing, "method", lambda: 1 / 0)):

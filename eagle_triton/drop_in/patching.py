@@ -25,13 +25,14 @@ class PatchError(RuntimeError):
 class Seam:
     """One attribute to replace.
 
+    replacement: a callable, whose calls are counted, or a constant, which is set as it is.
     path: the dotted path that people know it by. feature: what the replacement brings, in a few words.
     adds: the attribute does not exist yet (restore removes it again).
     """
 
     owner: Any
     attribute: str
-    replacement: Callable
+    replacement: Any
     path: str
     feature: str
     adds: bool = False
@@ -58,7 +59,7 @@ class _Applied:
     seam: Seam
     own: Any  # the owner's instance attribute before, or MISSING
     original: Any  # what an attribute access gave before, or MISSING
-    installed: _Installed | None = None
+    installed: Any = None
     calls: int = 0
     fallbacks: int = 0
     reason: str = ""
@@ -170,7 +171,7 @@ def apply(
                 vars(seam.owner).get(seam.attribute, MISSING),
                 getattr(seam.owner, seam.attribute, MISSING),
             )
-            entry.installed = _Installed(entry)
+            entry.installed = _Installed(entry) if callable(seam.replacement) else seam.replacement
             setattr(seam.owner, seam.attribute, entry.installed)
             originals._applied.append(entry)
         setattr(marked, MARKER, originals)

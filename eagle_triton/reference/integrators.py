@@ -93,6 +93,52 @@ def build_tree_efficient_triton(
     return packed, (lengths + depth).flatten(), index, next_token, next_sibling, tokens
 
 
+@both_spellings
+def build_tree_in_place(
+    parent_list: Tensor,
+    top_scores_index: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    topk: int,
+    spec_steps: int,
+    num_verify_tokens: int,
+    tree_mask_mode: int = TreeMaskMode.FULL_MASK,
+) -> None:
+    """The tree of build_tree_efficient_triton in tensors of the caller's, which may be longer than it needs.
+
+    positions [bs * N] and retrive_* [bs, N] int64 are filled. tree_mask is flat and may have more elements than are
+    written; its words are those of build_tree_efficient_triton (for bool: any dtype of one byte). Of a FULL_MASK only
+    the N x N tree block of each row is written: the columns of the prefix stay as the caller filled them, and whether
+    it holds all lengths is not checked, since these lie on the device. Raises ValueError if other arguments do not fit.
+    """
+    outputs = (positions, retrive_index, retrive_next_token, retrive_next_sibling)
+    mask = check_in_place(
+        parent_list, top_scores_index, seq_lens, tree_mask, *outputs, topk, spec_steps, num_verify_tokens,
+        tree_mask_mode,
+    )  # fmt: skip
+    batch, nodes = len(seq_lens), num_verify_tokens
+    full = tree_mask_mode == TreeMaskMode.FULL_MASK
+    built, where, *links, _ = build_tree_efficient_triton(
+        seq_lens, parent_list, top_scores_index, top_scores_index, seq_lens, 0, topk, spec_steps, nodes,
+        TreeMaskMode.QLEN_ONLY if full else tree_mask_mode,
+    )  # fmt: skip
+    positions[: batch * nodes] = where
+    for output, link in zip(outputs[1:], links, strict=True):
+        output.copy_(link)
+    if not full:
+        mask[: len(built)] = built.view(mask.dtype)
+        return
+    start = 0
+    for length, block in zip(seq_lens.tolist(), built.view(batch, nodes, nodes), strict=True):
+        end = start + nodes * (length + nodes)
+        mask[start:end].view(nodes, length + nodes)[:, length:] = block
+        start = end
+
+
 def _packed(mask: Tensor, seq_lens: Tensor, mode: int) -> Tensor:
     nodes = mask.shape[1]
     if mode == TreeMaskMode.QLEN_ONLY:
@@ -254,6 +300,41 @@ def check_build(
     _check("build_tree", "parent_list", parent_list, (batch, width), integers[1:], verified_id.device)
     if status is not None:
         _check("build_tree", "status", status, (batch,), (torch.int32,), verified_id.device)
+
+
+def check_in_place(
+    parent_list: Tensor,
+    top_scores_index: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    topk: int,
+    spec_steps: int,
+    num_verify_tokens: int,
+    tree_mask_mode: int,
+) -> Tensor:
+    """Check the arguments of build_tree_in_place; the mask in the dtype in which it is written."""
+    name, batch, nodes, device = "build_tree", len(seq_lens), num_verify_tokens, seq_lens.device
+    check_build(
+        seq_lens, parent_list, top_scores_index, top_scores_index, seq_lens, topk, spec_steps, nodes, tree_mask_mode,
+        None,
+    )  # fmt: skip
+    if positions.numel() < batch * nodes:
+        raise ValueError(f"{name}: positions must have {batch} * {nodes} elements or more, got {positions.numel()}")
+    _check(name, "positions", positions, (positions.numel(),), (torch.int64,), device)
+    links = {"index": retrive_index, "next_token": retrive_next_token, "next_sibling": retrive_next_sibling}
+    for field, value in links.items():
+        _check(name, f"retrive_{field}", value, (batch, nodes), (torch.int64,), device)
+    packed = tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING
+    dtypes = packed_dtypes(nodes) if packed else (torch.bool, torch.uint8, torch.int8)
+    needed = batch * nodes * (1 if packed else nodes)
+    if tree_mask.numel() < needed:
+        raise ValueError(f"{name}: tree_mask must have {needed} elements or more, got {tree_mask.numel()}")
+    _check(name, "tree_mask", tree_mask, (tree_mask.numel(),), dtypes, device)
+    return tree_mask.view(dtypes[0])
 
 
 def check_verify(

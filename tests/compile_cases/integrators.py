@@ -31,9 +31,11 @@ def _case(name: str, kernel, warps: int, sizes: dict | None = None, **types: str
 
 
 _WITHOUT = {"starts_ptr": None, "status_ptr": None}
+_IN_PLACE = dict.fromkeys(("verified_id_ptr", "draft_tokens_ptr", "tokens_ptr", "status_ptr"))
 
 CASES = [
     _case("build full mask", build_tree_kernel_triton, 4, {"MODE": 0}, mask_ptr="*i1"),
+    _case("build in place", build_tree_kernel_triton, 4, {"MODE": 0, **_IN_PLACE}, mask_ptr="*i1"),
     _case("build tree mask", build_tree_kernel_triton, 4, {"MODE": 1, **_WITHOUT}, mask_ptr="*i1"),
     _case(
         "build packed", build_tree_kernel_triton, 4, {"MODE": 2, "NODES": 32, "PAIRS": 32, **_WITHOUT}, mask_ptr="*i32"
