@@ -10,7 +10,7 @@
 | part   | [N, Hq, d]       | q            | what the rows attend to in one stretch of the keys (workspace)      |
 | lse    | [Hq, N]          | float32      | the natural logarithm of the sum of that stretch's weights (workspace) |
 
-cuDNN makes a plan for each shape, in 45 ms on an H200, and keeps it. So the committed rows are taken in stretches of a
+cuDNN makes a plan for each shape, in 45 ms on an H200, and torch keeps it for the thread. So the committed rows are taken in stretches of a
 few lengths, SEGMENTS, which are copied out of their pages one after another, and what is left, less than the shortest,
 is `attention.attend_committed`'s. The new rows among themselves are a causal square of cuDNN's.
 
@@ -22,6 +22,7 @@ up in fp32, in the order of the tokens. Which parts there are depends on `start`
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -153,12 +154,12 @@ def refused(
 ) -> str | None:
     """Why cuDNN does not take a shape that `prompt_attention` will ask it for, None if it takes all.
 
-    `rows` query rows, behind `start`. Each is tried once in a process, which makes cuDNN's plan for it. What is tried
-    needs memory like the operation: torch.OutOfMemoryError is the caller's.
+    `rows` query rows, behind `start`. Each is tried once in a thread, which makes cuDNN's plan for it: torch keeps
+    plans by thread. What is tried needs memory like the operation: torch.OutOfMemoryError is the caller's.
     """
     squares = [(length, False) for _, length in segments(start) if length in SEGMENTS]
     for length, causal in (*dict.fromkeys(squares), (rows, True)):
-        key = (heads, kv_heads, width, dtype, device, rows, length, causal)
+        key = (threading.get_ident(), heads, kv_heads, width, dtype, device, rows, length, causal)
         if key not in _plans:
             q = torch.empty(rows, heads, width, dtype=dtype, device=device)
             cache = torch.empty(2, kv_heads, length, width, dtype=dtype, device=device)

@@ -86,7 +86,8 @@ class Batch:
     everything after it was closed, or after an exception out of a step (an interrupt, no memory), which leaves the
     sequences half-way. On a GPU the next step is launched before the last one is read, so that the device never waits
     for the host; what that step does for a request that has ended is nothing. What a request gives depends neither on
-    its slot nor on who else is there; in 16 bits its last bits depend on how much is read or decoded at once.
+    its slot nor on who else is there; in 16 bits its last bits depend on how much is read or decoded at once,
+    and on whether a long prompt is read alone.
     """
 
     def __init__(

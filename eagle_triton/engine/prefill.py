@@ -22,14 +22,18 @@ from eagle_triton.engine.model import ModelView, prompt_forward
 from eagle_triton.engine.modules import project
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pieces import Pieces, Stretch
-from eagle_triton.engine.prompt_queue import SIZES, Forward
+from eagle_triton.engine.prompt_queue import FEW_ROWS, PIECE_ROWS, Forward
 from eagle_triton.engine.state import DecodeState, Sequences, Tree
 from eagle_triton.engine.step import Mode, token_logprobs, verify
 from eagle_triton.engine.upload import to_device, upload
 
 CHUNK = 512  # prompt tokens in one forward where prompts are read one by one: bounds the activations of a long one
 
-_REHEARSED = [Forward(rows, size, ()) for rows, sizes in SIZES.items() for size in (sizes[0], sizes[-1])]
+_REHEARSED = [  # a size of each way in which products are launched: 64 rows, 128, 256, and more
+    Forward(rows, size, ())
+    for rows, sizes in ((PIECE_ROWS, (1, 2, 4, 64)), (FEW_ROWS, (1, 4, 16, 64)))
+    for size in sizes
+]
 
 Capture = Callable[[tuple[Any, ...], Callable[[], None]], Callable[[], None]]
 """By a key, the launches as they are, or a graph of them once they have run."""
