@@ -105,7 +105,7 @@ def _drafters(figure: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _questions(figure: Any, rows: list[dict[str, Any]]) -> None:
-    rows = [row for row in rows if row["category"] == "all"]
+    rows = [row for row in rows if row["category"] == "all questions"]
     several = len({row["temperature"] for row in rows}) > 1
     names = [row["variant"] + f"\nT {row['temperature']:g}" * several for row in rows]
     left, middle, right = figure.subplots(1, 3)
