@@ -10,9 +10,9 @@
 | part   | [N, Hq, d]       | q            | what the rows attend to in one stretch of the keys (workspace)      |
 | lse    | [Hq, N]          | float32      | the natural logarithm of the sum of that stretch's weights (workspace) |
 
-cuDNN makes a plan for each shape, in 45 ms on an H200, and torch keeps it for the thread. So the committed rows are taken in stretches of a
-few lengths, SEGMENTS, which are copied out of their pages one after another, and what is left, less than the shortest,
-is `attention.attend_committed`'s. The new rows among themselves are a causal square of cuDNN's.
+cuDNN makes a plan for each shape, in 45 ms on an H200, and torch keeps it for the thread. So the committed rows are
+taken in stretches of a few lengths, SEGMENTS, which are copied out of their pages one after another, and what is left,
+less than the shortest, is `attention.attend_committed`'s. The new rows among themselves are a causal square of cuDNN's.
 
     out = sum_p exp(lse_p - max lse) part_p / sum_p exp(lse_p - max lse)
 
