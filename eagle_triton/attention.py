@@ -806,12 +806,16 @@ def attend_committed(q: Tensor, cache: Tensor, length: int, *, scale: float, tab
     """What N nodes of each sequence, however many, see of its first `length` rows, all that the table's pages have.
 
     q, cache and table as in `tree_attention`, length = W * R. Returns [B, N, Hq, d], and the natural logarithm of the
-    sum of each row's weights, [B, Hq, N] float32, by which others can be added.
+    sum of each row's weights, [B, Hq, N] float32, by which others can be added. Raises ValueError before the launch if
+    shapes, dtypes, strides, devices or the length do not fit.
     """
     lengths = torch.full((len(q),), length, dtype=torch.int32, device=q.device)
     check_tree_attention(q, cache, lengths, None, scale, None, table)
     _check_kernel_limits(q, cache, lengths, None, table)
-    assert length == capacity_of(cache, table), "no node sees rows of others"
+    if length != capacity_of(cache, table):
+        raise ValueError(
+            f"attend_committed: length must be all {capacity_of(cache, table)} rows of the table's pages, got {length}"
+        )
     batch, nodes, heads, width = q.shape
     rows = nodes * (heads // cache.shape[2])
     use = settings_for(rows, width, cache.shape[2], batch, q.dtype, _capability(q.device))

@@ -9,6 +9,8 @@ import torch
 import triton
 
 from eagle_triton import EaModel, attention, optimize_eagle_with_triton
+from eagle_triton.engine import prefill
+from eagle_triton.engine.prompt_queue import SIZES
 from eagle_triton.layers import add_rms_norm, rms_norm
 from eagle_triton.linear import products as kernels
 from eagle_triton.linear import settings as table
@@ -71,6 +73,21 @@ def test_splits_of_k_begin_where_those_of_linear_do(monkeypatch, key):
 def test_what_can_be_streamed(rows, block_n, block_k, swap):
     use = streamed.settings_for(rows, (512,), 512, block_n, block_k, 2)
     assert (None if use is None else use[:4]) == (None if swap is None else (block_n, block_k, 2, swap))
+
+
+@pytest.mark.parametrize("cols", [(4096, 1024, 1024), (14336, 14336), (4096,), (2048, 512, 512)], ids=str)
+def test_prompts_of_every_length_launch_products_that_were_rehearsed(monkeypatch, cols):
+    monkeypatch.setattr(table, "compute_capability", lambda device: (9, 0))
+    weights = [torch.empty(n, 4096, dtype=torch.bfloat16) for n in cols]
+
+    def launched(rows: int):
+        x = torch.empty(rows, 4096, dtype=torch.bfloat16)
+        use = kernels._choose(x, weights, None, True, fused=len(cols) == 2)
+        return use, use and streamed._block_m(use.swap, rows)
+
+    rehearsed = {launched(forward.rows * forward.size) for forward in prefill._REHEARSED}
+    read = {launched(rows * size) for rows, sizes in SIZES.items() for size in sizes}
+    assert read <= rehearsed and len(read) > 1
 
 
 def test_no_more_stages_than_steps():

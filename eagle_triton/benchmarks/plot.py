@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from eagle_triton.benchmarks.question_file import ALL
 from eagle_triton.benchmarks.record import Record
 
 
@@ -105,7 +106,7 @@ def _drafters(figure: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _questions(figure: Any, rows: list[dict[str, Any]]) -> None:
-    rows = [row for row in rows if row["category"] == "all questions"]
+    rows = [row for row in rows if row["category"] == ALL]
     several = len({row["temperature"] for row in rows}) > 1
     names = [row["variant"] + f"\nT {row['temperature']:g}" * several for row in rows]
     left, middle, right = figure.subplots(1, 3)

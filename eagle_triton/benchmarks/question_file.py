@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from eagle_triton.benchmarks.arguments import DEMO
 
 OWN_QUESTIONS = DEMO / "questions.jsonl"
+ALL = "all questions"  # of a row, in the place of a category
 
 
 class Question(NamedTuple):

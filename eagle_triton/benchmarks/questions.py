@@ -19,7 +19,7 @@ from eagle_triton.benchmarks import targets
 from eagle_triton.benchmarks.answers import write_answers, write_records
 from eagle_triton.benchmarks.arguments import OF_THE_HEAD, too_long
 from eagle_triton.benchmarks.parity import MARGIN_BOUND, check_parity
-from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, Question, of_categories, read_questions
+from eagle_triton.benchmarks.question_file import ALL, OWN_QUESTIONS, Question, of_categories, read_questions
 from eagle_triton.benchmarks.record import machine, table
 from eagle_triton.benchmarks.sweep import Configuration, configurations
 from eagle_triton.benchmarks.sweep_file import SweepFile
@@ -33,7 +33,6 @@ from eagle_triton.speculative.timing import Stopwatch
 
 SEED = 7  # of the first turn of the first question; of each further turn one more
 WARM_UP = 8  # tokens, on a CPU
-ALL = "all questions"  # in the place of a category
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:

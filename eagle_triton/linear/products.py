@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle_triton.layers import swiglu
 from eagle_triton.linear import small
-from eagle_triton.linear.settings import Settings, can_stream, has_descriptors, launch_settings
+from eagle_triton.linear.settings import MOST_STREAMED, Settings, can_stream, has_descriptors, launch_settings
 from eagle_triton.reference.linear import check_product
 from eagle_triton.runtime.overlap import triton_version
 from eagle_triton.runtime.split_sums import SplitSums
@@ -221,8 +221,8 @@ def _check_streaming(
 ) -> None:
     if residual is not None or (settings.splits > 1 and not keep_splits):
         raise ValueError(f"{name}: streamed products take no residual and leave split sums to the reader (keep_splits)")
-    if not has_descriptors([matrix, *weights]) or len(matrix) > 256:
+    if not has_descriptors([matrix, *weights]) or len(matrix) > MOST_STREAMED:
         raise ValueError(
-            f"{name}: streamed products need a Hopper GPU, 16 bits, rows aligned to 16 bytes, and at most 256 of them, "
-            f"got {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
+            f"{name}: streamed products need a Hopper GPU, 16 bits, rows aligned to 16 bytes, and at most "
+            f"{MOST_STREAMED} of them, got {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
         )

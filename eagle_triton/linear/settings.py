@@ -45,6 +45,7 @@ _HOPPER = {
     (64, (32000,), 4096): Settings(128, 64, 1, 4, 4),  # 64.9; 67.7
 }
 _MAX_ROWS = 64  # more rows are cuBLAS's, or streamed.wide_settings'
+MOST_STREAMED = 256  # rows of a streamed product
 _PROGRAMS = 112  # enough of them to load every multiprocessor
 
 

@@ -42,7 +42,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from eagle_triton.linear.settings import tiles_of
+from eagle_triton.linear.settings import MOST_STREAMED, tiles_of
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
@@ -91,7 +91,6 @@ _WIDE = {
 # Aims of unmeasured shapes: what a program takes that has a multiprocessor to itself, one of two, and SwiGLU's.
 _ALONE, _SHARED, _SWIGLU = 176 * 1024, 113 * 1024, 100 * 1024
 _FEW = 32  # rows, for which the weights are the left operand
-_MOST = 256  # rows
 _PREFETCH_BYTES = 32 * 1024  # in flight before the input is there: more would slow the kernel that makes the input
 _MULTIPROCESSOR = 228 * 1024  # bytes of shared memory, of which each program takes 1024 more than it asks for
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -378,12 +377,13 @@ def wide_settings(rows: int, cols: tuple[int, ...], depth: int, fused: bool = Fa
     """Settings for a product of 65 to 256 rows, or None: cuBLAS's.
 
     Beside what was measured, stacks, of which cuBLAS makes each weight by itself, and SwiGLU up to 128 rows. On an
-    H200, us of 128 and 256 rows, behind a small kernel of 2.8 us; cuBLAS's: q, k and v of Llama-3.2-1B 8.5, 11.1; 21.9,
-    22.0; of 3B 14.7, 24.8; 27.3, 30.3; of Llama-3.1-8B 21.2, 31.1; 33.1, 40.8; of Qwen3-32B 38.0, 65.4; 45.3, 55.2.
-    Gate and up of Llama-3.2-1B 24.3, 30.2; 30.1, 36.8; of 3B 33.1, 40.7; 39.1, 47.5; of Llama-3.1-8B 66.5, 97.4; 74.9,
-    98.1; but of 192 rows, padded to 256, 104.7; 82.2. What more rows need is that programs share their loads.
+    H200, us of 128 and 256 rows, behind a small kernel of 2.8 us (tools/tune_linear.py --streamed); cuBLAS's: q, k and
+    v of Llama-3.2-1B 8.5, 11.1; 21.9, 22.0; of 3B 14.7, 24.8; 27.3, 30.3; of Llama-3.1-8B 21.2, 31.1; 33.1, 40.8; of
+    Qwen3-32B 38.0, 65.4; 45.3, 55.2. Gate and up of Llama-3.2-1B 24.3, 30.2; 30.1, 36.8; of 3B 33.1, 40.7; 39.1, 47.5;
+    of Llama-3.1-8B 66.5, 97.4; 74.9, 98.1; but of 192 rows, padded to 256, 104.7; 82.2. What more rows need is that
+    programs share their loads.
     """
-    if not 64 < rows <= _MOST:
+    if not 64 < rows <= MOST_STREAMED:
         return None
     few = rows <= 128
     if few and (128, cols, depth) in _WIDE:

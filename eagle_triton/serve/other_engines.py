@@ -25,27 +25,10 @@ log = logging.getLogger(__name__)
 
 ENGINES = ("vllm", "sglang")
 SHARED = ("model", "draft", "speculative_config", "engine", "config")  # read here
-PASSED_ON: dict[str, dict[str, str]] = {  # options here, and what they are called there
-    "vllm": {
-        "host": "host",
-        "port": "port",
-        "api_key": "api_key",
-        "served_model_name": "served_model_name",
-        "max_model_len": "max_model_len",
-        "max_num_seqs": "max_num_seqs",
-        "chat_template": "chat_template",
-        "dtype": "dtype",
-    },
-    "sglang": {
-        "host": "host",
-        "port": "port",
-        "api_key": "api_key",
-        "served_model_name": "served_model_name",
-        "max_model_len": "context_length",
-        "max_num_seqs": "max_running_requests",
-        "chat_template": "chat_template",
-        "dtype": "dtype",
-    },
+_BY_ONE_NAME = {name: name for name in ("host", "port", "api_key", "served_model_name", "chat_template", "dtype")}
+PASSED_ON = {  # options here, and what they are called there
+    "vllm": {**_BY_ONE_NAME, "max_model_len": "max_model_len", "max_num_seqs": "max_num_seqs"},
+    "sglang": {**_BY_ONE_NAME, "max_model_len": "context_length", "max_num_seqs": "max_running_requests"},
 }
 TREE = {"topk": "top_k", "num_draft_tokens": "total_token"}  # of an exported head
 

@@ -204,7 +204,7 @@ def tune(
 
 
 def _apart(product: Product, x: Tensor, weights: list[Tensor]) -> Tensor | list[Tensor]:
-    """As many rows as are cuBLAS's are multiplied."""
+    """The product as a step makes it with cuBLAS: each weight by itself, and SwiGLU behind them."""
     outs = [F.linear(x, weight) for weight in weights]
     return swiglu(*outs) if product.fused else outs
 
