@@ -1,4 +1,5 @@
-"""Products of few rows with weights as they lie in the model: [out, in], one tensor per projection."""
+"""Products of few rows with weights as they lie in the model: [out, in], one tensor per projection, or one of eight bits
+with its scales (Float8Weight): then the product is that of the weight itself, in fp32, rounded once."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.split_sums import SplitSums
 
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Float8Weight,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
@@ -25,13 +27,13 @@ def linear(
     `launch_rows` matters to the kernel alone.
     """
     check_product("linear", x, (weight,), (bias,), residual, keep_splits=keep_splits)
-    out = F.linear(x, weight, bias)
+    out = _product(x, weight, bias)
     return out if residual is None else residual + out
 
 
 def linear_stack(
     x: Tensor,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor | Float8Weight],
     biases: Sequence[Tensor | None],
     *,
     keep_splits: bool = False,
@@ -39,19 +41,28 @@ def linear_stack(
 ) -> tuple[Tensor | SplitSums, ...]:
     """Several products of the same rows, e.g. q, k and v. x [..., K], weights [Ni, K]; returns one [..., Ni] each."""
     check_product("linear_stack", x, weights, biases, None)
-    return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    return tuple(_product(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
-def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, *, launch_rows: int | None = None) -> Tensor:
+def linear_swiglu(
+    x: Tensor, gate: Tensor | Float8Weight, up: Tensor | Float8Weight, *, launch_rows: int | None = None
+) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I]."""
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
-    return F.silu(F.linear(x, gate)) * F.linear(x, up)
+    return F.silu(_product(x, gate)) * _product(x, up)
+
+
+def _product(x: Tensor, weight: Tensor | Float8Weight, bias: Tensor | None = None) -> Tensor:
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight, bias)
+    wide = None if bias is None else bias.float()
+    return F.linear(x.float(), weight.dequantised(), wide).to(x.dtype)
 
 
 def check_product(
     name: str,
     x: Tensor,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor | Float8Weight],
     biases: Sequence[Tensor | None],
     residual: Tensor | None,
     same: bool = False,
@@ -64,7 +75,7 @@ def check_product(
         raise ValueError(f"{name}: expected one bias or None per weight, got {len(weights)} and {len(biases)}")
     if x.dim() < 1 or not x.is_floating_point():
         raise ValueError(f"{name}: x must be floating point [..., K], got {x.dtype} {tuple(x.shape)}")
-    operands = []
+    operands: list[Tensor] = []
     for weight, bias in zip(weights, biases, strict=True):
         if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
             raise ValueError(f"{name}: weight must be [N, {x.shape[-1]}], got {tuple(weight.shape)}")
@@ -72,7 +83,12 @@ def check_product(
             raise ValueError(f"{name}: weights must be {tuple(weights[0].shape)} alike, got {tuple(weight.shape)}")
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"{name}: bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
-        operands += [weight] if bias is None else [weight, bias]
+        if isinstance(weight, Tensor):
+            operands.append(weight)
+        elif weight.device != x.device:
+            raise ValueError(f"{name}: expected a weight on {x.device} as x, got {weight.device}")
+        if bias is not None:
+            operands.append(bias)
     if residual is not None:
         expected = (*x.shape[:-1], weights[0].shape[0])
         if residual.shape != expected:
