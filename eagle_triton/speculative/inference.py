@@ -95,11 +95,13 @@ class EAGLEInference:
             draft,
             operations,
             graph,
-            watch=ModelWatch(self.pair.models),
+            watch=ModelWatch(self.pair.models, self.pair.float8_modules),
             verification=self.config.verification,
             cache_tokens=self.config.cache_tokens,
             prefixes=self.config.prefixes,
         )
+        if self.pair.float8_note is not None:
+            self.engine.notes["activations"] = self.pair.float8_note
         if self.config.draft_vocabulary is not None and draft is not None:
             self.engine.notes["draft_vocabulary"] = vocabulary_note(beams_of(draft))
         self._table = CostTable.find(CostTable.read() if costs is None else costs, view)
