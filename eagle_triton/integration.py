@@ -26,6 +26,7 @@ from eagle_triton.drop_in.methods import check_tree
 from eagle_triton.drop_in.patching import Originals, PatchError
 from eagle_triton.engine.drafts.beams import checked_vocabulary, vocabulary_note, with_vocabulary
 from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.drafts.float8 import check_draft_dtype, float8_draft
 from eagle_triton.engine.drafts.hybrid import beams_of, scoring, with_suffix_drafts
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
@@ -105,6 +106,9 @@ class EagleTritonConfig(_Options):
     prefixes: keep the keys and values of prompts and answers, while there is room, for requests that begin alike.
     activations: of projections that were published with FP8 weights. "exact" reads the weights, and what they are
     multiplied with stays as it is; "as published" calls the modules, which round that to eight bits too.
+    draft_dtype: "fp8" drafts by copies of the draft's projections in eight bits, with a scale for each row, until it
+    is restored. The target decides as before, so the output is the same. `ea_layer.topK_genrate` drafts by the head's
+    own. None: as they are.
     """
 
     strict: bool = False
@@ -117,11 +121,13 @@ class EagleTritonConfig(_Options):
     cache_tokens: int | None = None
     prefixes: bool = True
     activations: str = EXACT
+    draft_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        self._check_switches("verify_strategy", "suffix_drafts", "cache_tokens", "activations")
+        self._check_switches("verify_strategy", "suffix_drafts", "cache_tokens", "activations", "draft_dtype")
         self._check_drafts()
         check_activations(self.activations)
+        check_draft_dtype(self.draft_dtype)
         check_cache_tokens(self.cache_tokens)
 
 
@@ -130,9 +136,9 @@ class TritonConfig(_Options):
     """Options of `optimize_with_triton`.
 
     strict: raise where a call of `generate` would run the original, instead of counting it in the report.
-    kernels, cuda_graph, megakernel, verify_strategy, cache_tokens, prefixes, activations: as in `EagleTritonConfig`;
-    so is suffix_drafts, and draft="suffix" makes it 15. More than 15 make a head slower: with the root they are 16
-    rows, one tile of a product.
+    kernels, cuda_graph, megakernel, verify_strategy, cache_tokens, prefixes, activations, draft_dtype: as in
+    `EagleTritonConfig`; so is suffix_drafts, and draft="suffix" makes it 15. More than 15 make a head slower: with the
+    root they are 16 rows, one tile of a product.
     topk: children of each expanded node of a draft tree. num_steps: drafted levels. num_draft_tokens: nodes of a tree,
     root included. With all three None a head or a `Draft` drafts its own tree; else what is None is 4, 3 and 8 (or as
     many as there are).
@@ -152,15 +158,17 @@ class TritonConfig(_Options):
     cache_tokens: int | None = None
     prefixes: bool = True
     activations: str = EXACT
+    draft_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.draft_vocabulary is not None:
             object.__setattr__(self, "draft_vocabulary", checked_vocabulary(self.draft_vocabulary))
         tree = {"topk": self.topk, "num_steps": self.num_steps, "num_draft_tokens": self.num_draft_tokens}
-        others = ("verify_strategy", "suffix_drafts", "draft_vocabulary", "cache_tokens", "activations")
+        others = ("verify_strategy", "suffix_drafts", "draft_vocabulary", "cache_tokens", "activations", "draft_dtype")
         self._check_switches(*tree, *others)
         self._check_drafts()
         check_activations(self.activations)
+        check_draft_dtype(self.draft_dtype)
         check_cache_tokens(self.cache_tokens)
         for name, value in tree.items():
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
@@ -231,7 +239,8 @@ def optimize_eagle_with_triton(model: Any, config: EagleTritonConfig | None = No
     if config.patch_modules:
         more, skipped = methods.module_seams(model, engine)
         seams += more
-    skipped |= _no_megakernel(config, engine.draft)
+    drafting = _drafting(config, engine)
+    skipped |= _no_megakernel(config, drafting)
     if skipped and config.strict:
         raise UnsupportedModelError("; ".join(f"{path}: {reason}" for path, reason in skipped.items()))
 
@@ -240,7 +249,7 @@ def optimize_eagle_with_triton(model: Any, config: EagleTritonConfig | None = No
         engine.clear()
 
     engine.notes.update(skipped)
-    return _patched(model, seams, drop_caches, engine)
+    return _patched(model, seams, drop_caches, engine, drafting)
 
 
 def optimize_with_triton(
@@ -278,7 +287,8 @@ def optimize_with_triton(
     engine = _engine(read, config, roots)
     if config.draft_vocabulary is not None and drafted is not None:
         engine.notes["draft_vocabulary"] = vocabulary_note(beams_of(drafted))
-    if config.strict and (skipped := _no_megakernel(config, drafted)):
+    drafting = _drafting(config, engine)
+    if config.strict and (skipped := _no_megakernel(config, drafting)):
         raise UnsupportedModelError(f"megakernel: {skipped['megakernel']}")
 
     def read_tree() -> TreeSpec:
@@ -290,7 +300,7 @@ def optimize_with_triton(
 
     read_tree()
     seams = causal_lm_methods.seams(model, engine, read_tree, config.strict)
-    return _patched(model, seams, engine.clear, engine)
+    return _patched(model, seams, engine.clear, engine, drafting)
 
 
 def make_draft(draft: Any, view: ModelView, config: TritonConfig) -> Draft | None:
@@ -415,9 +425,28 @@ def _no_megakernel(config: EagleTritonConfig | TritonConfig, draft: Draft | None
     return {} if reason is None else {"megakernel": reason}
 
 
-def _patched(model: Any, seams: tuple[patching.Seam, ...], on_change: Callable[[], None], engine: Engine) -> Optimized:
+def _drafting(config: EagleTritonConfig | TritonConfig, engine: Engine) -> Draft | None:
+    """The engine's draft as it is to draft, while the model is optimised."""
+    if config.draft_dtype is None:
+        return engine.draft
+    draft, engine.notes["draft_dtype"] = float8_draft(engine.draft)
+    return draft
+
+
+def _patched(
+    model: Any,
+    seams: tuple[patching.Seam, ...],
+    on_change: Callable[[], None],
+    engine: Engine,
+    drafting: Draft | None,
+) -> Optimized:
+    """drafting: what the engine drafts with until the model is restored, then again with what it has now."""
+    loaded, engine.draft = engine.draft, drafting
+
     def change() -> None:
         on_change()
+        if patching.MARKER not in vars(model):
+            engine.draft = loaded
         if engine.draft is not None:
             engine.draft.forget()
 

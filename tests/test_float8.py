@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +16,19 @@ from eagle_triton import (
     EAGLEConfig,
     EAGLEInference,
     UnsupportedModelError,
+    integration,
     optimize_eagle_with_triton,
     optimize_with_triton,
 )
+from eagle_triton.adapters import native
+from eagle_triton.engine.drafts import float8
+from eagle_triton.engine.drafts.float8 import float8_draft
+from eagle_triton.engine.drafts.hybrid import beams_of
+from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.modules import Projection, with_projections
+from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.ea_model import EaModel
+from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 from tests.float8_models import LAYOUTS, FP8Linear, in_blocks, in_rows, with_fp8
 from tests.tiny import random_prompt, tiny_model
 
@@ -295,3 +305,190 @@ def test_with_projections_changes_each_and_keeps_what_is_the_same() -> None:
     changed = with_projections(view, change)
     assert len(seen) == 3 * 7 + 1 and changed.embedding is view.embedding
     assert changed.layers[0].mlp.down is not view.layers[0].mlp.down
+
+
+# --- a draft in eight bits ---
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """The engines of models that were optimised, in turn."""
+    made: list[Engine] = []
+
+    def make(*args: Any, **options: Any) -> Engine:
+        made.append(Engine(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(integration, "Engine", make)
+    return made
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
+@pytest.mark.parametrize("suffix_drafts", [0, 5])
+def test_a_head_in_fp8_gives_the_same_tokens(eagle3: bool, suffix_drafts: int, engines: list[Engine]) -> None:
+    model, prompt = tiny_model(eagle3=eagle3), random_prompt(11)
+    with optimize_eagle_with_triton(model, suffix_drafts=suffix_drafts):
+        expected = model.eagenerate(prompt, max_new_tokens=40)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    _, originals = optimize_eagle_with_triton(model, draft_dtype="fp8", suffix_drafts=suffix_drafts)
+    engine = engines[-1]
+    head = beams_of(engine.draft)
+    projections = _all_projections(head)
+    assert len(projections) == 9 and all(isinstance(p.weight, Float8Weight) for p in projections)
+    ours = [tensor for projection in projections for tensor in projection.weight.tensors]
+    loaded = {parameter.data_ptr() for parameter in model.parameters()}
+    assert not loaded & {tensor.data_ptr() for tensor in ours}
+    note = next(entry.reason for entry in originals.report() if entry.path == "draft_dtype")
+    size = f"{_bytes(ours) / 2**20:.1f} MiB"
+    assert note == f"fp8: 9 projections of the draft are copies in eight bits, {size}"
+    assert torch.equal(model.eagenerate(prompt, max_new_tokens=40), expected)
+
+    kept = [weakref.ref(tensor) for tensor in ours]
+    del head, projections, ours
+    originals.restore()
+    gc.collect()
+    assert not any(reference() is not None for reference in kept)
+    assert all(isinstance(p.weight, torch.Tensor) for p in _all_projections(beams_of(engine.draft)))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def _all_projections(draft: Any) -> list[Projection]:
+    found: list[Projection] = []
+
+    def see(projection: Projection) -> Projection:
+        found.append(projection)
+        return projection
+
+    with_projections(draft, see)
+    return found
+
+
+def test_what_a_head_in_fp8_drafts_is_that_of_its_rounded_weights(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its drafts are those of a head with the rounded weights, to the accepted length of each step; wrong weights
+    change these, and no token."""
+    model, rounded, prompt = tiny_model(), tiny_model(), random_prompt(11)
+    for module in rounded.ea_layer.modules():
+        if type(module) is nn.Linear:
+            with torch.no_grad():
+                module.weight.copy_(quantised(module.weight).dequantised())
+
+    def run(subject: Any, **options: Any) -> tuple[list[int], list[int]]:
+        with optimize_eagle_with_triton(subject, **options):
+            tokens = subject.eagenerate(prompt, max_new_tokens=60)[0, :71].tolist()
+            return tokens, engines[-1].accept_lengths
+
+    fp8, expected = run(model, draft_dtype="fp8"), run(rounded)
+    assert fp8 == expected
+    monkeypatch.setattr(float8, "quantised", lambda weight: quantised(weight.flip(0)))
+    wrong = run(model, draft_dtype="fp8")
+    assert wrong[0] == fp8[0] and wrong[1] != fp8[1]
+
+
+def test_drop_ins_draft_by_the_head_as_it_is() -> None:
+    model, prompt = tiny_model(), random_prompt(11)
+    model.ea_layer.reset_kv()
+    hidden = torch.randn(1, 11, 3 * 64, generator=torch.Generator().manual_seed(1))
+    ids, head = torch.cat((prompt, prompt[:, :1]), 1), model.base_model.lm_head
+    with torch.no_grad():
+        expected = model.ea_layer.topK_genrate(hidden, ids, head, None)
+        with optimize_eagle_with_triton(model, draft_dtype="fp8"):
+            model.ea_layer.reset_kv()
+            found = model.ea_layer.topK_genrate(hidden, ids, head, None)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("vocabulary", [None, 12])
+def test_a_plain_model_with_a_draft_in_fp8(vocabulary: int | None) -> None:
+    target, draft, prompt = tiny_target(), tiny_target(seed=1), random_prompt(10)
+    expected = plain_tokens(target, prompt)
+    options = dict(draft_dtype="fp8", draft_vocabulary=vocabulary)
+    with optimize_with_triton(target, draft, **options) as (model, originals):
+        assert torch.equal(model.generate(prompt, max_new_tokens=24, do_sample=False), expected)
+        paths = {entry.path for entry in originals.report()}
+        assert {"draft_dtype"} | ({"draft_vocabulary"} if vocabulary else set()) <= paths
+    inference = EAGLEInference(draft, target, EAGLEConfig(num_draft_tokens=6, fallback=False, **options))
+    ids, _ = inference.generate(prompt, max_new_tokens=24, stop_token_ids=())
+    assert torch.equal(ids, expected)
+    assert "draft_dtype: fp8: 22 projections of the draft are copies" in inference.report()
+    head = inference.engine.draft.head.weight
+    assert len(head) == (vocabulary or 32) and head.scale.shape == (len(head), 1)
+
+
+def test_an_fp8_target_lends_its_head_to_a_draft_in_fp8(engines: list[Engine]) -> None:
+    whole = tiny_model(eagle3=False)
+    base, _ = with_fp8(whole.base_model, in_rows, ("_proj", "lm_head"))
+    model, prompt = EaModel(base, whole.ea_layer).eval(), random_prompt(10)
+    _, originals = optimize_eagle_with_triton(model, draft_dtype="fp8")
+    engine = engines[-1]
+    assert engine.draft.head.weight.values.data_ptr() == base.lm_head.weight.data_ptr()
+    fp8 = model.eagenerate(prompt, max_new_tokens=24)
+    originals.restore()
+    with optimize_eagle_with_triton(model):
+        assert torch.equal(model.eagenerate(prompt, max_new_tokens=24), fp8)
+
+
+def test_weights_of_a_draft_in_fp8_are_counted_in_their_bytes(engines: list[Engine]) -> None:
+    whole = tiny_model()
+    with optimize_eagle_with_triton(whole, draft_dtype="fp8"):
+        engine = engines[-1]
+        spec = TreeSpec.chain(3)
+        layer, loaded = engine.draft.layers[0], whole.ea_layer
+        norms = 4 * 64  # bytes of one in fp32
+        weights = [module.weight for module in loaded.midlayer.modules() if type(module) is nn.Linear]
+        each = sum(w.numel() + 4 * len(w) for w in (*weights, loaded.lm_head.weight))
+        once = loaded.fc.weight.numel() + 4 * len(loaded.fc.weight)
+        assert sum(1 for n in (layer.input_norm, layer.post_norm) if n is not None) == 2
+        assert engine.draft.weight_bytes(spec) == spec.beam_levels * (each + 2 * norms) + once
+
+
+@pytest.mark.parametrize("draft", [None, "suffix", "ngram"])
+def test_drafts_without_weights_are_not_in_fp8(draft: str | None) -> None:
+    target = tiny_target()
+    with pytest.raises(ValueError, match='draft_dtype="fp8" needs a draft with weights, a head or a language model'):
+        optimize_with_triton(target, draft, draft_dtype="fp8")
+    assert "generate" not in vars(target)
+
+
+def test_a_draft_that_cannot_be_rounded_is_refused() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.ea_layer.fc.weight[3, 4] = float("nan")
+    with pytest.raises(ValueError, match='draft_dtype="fp8": a weight with infinities or NaN cannot be quantised'):
+        optimize_eagle_with_triton(model, draft_dtype="fp8")
+    model = tiny_model()
+    model.ea_layer.midlayer.mlp.up_proj = nn.Sequential(model.ea_layer.midlayer.mlp.up_proj)
+    with pytest.raises(ValueError, match='draft_dtype="fp8": the draft has a projection .* a Sequential'):
+        optimize_eagle_with_triton(model, draft_dtype="fp8")
+    assert "eagenerate" not in vars(model)
+
+
+@pytest.mark.parametrize("draft_dtype", ["int8", "float8", torch.float8_e4m3fn])
+def test_the_dtype_of_a_draft_must_be_known(draft_dtype: Any) -> None:
+    with pytest.raises(ValueError, match='draft_dtype must be None, for that of the model, or "fp8"'):
+        EAGLEConfig(draft_dtype=draft_dtype)
+    with pytest.raises(ValueError, match="draft_dtype must be None"):
+        optimize_with_triton(None, draft_dtype=draft_dtype)
+
+
+def test_a_long_weight_is_rounded_in_parts_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(100, 32)
+    monkeypatch.setattr(float8, "ROWS", 33)
+    parts, whole = float8._quantised(weight), quantised(weight)
+    assert torch.equal(parts.values.view(torch.uint8), whole.values.view(torch.uint8))
+    assert torch.equal(parts.scale, whole.scale)
+
+
+def test_the_megakernel_refuses_a_head_in_fp8() -> None:
+    pytest.importorskip("triton")
+    from eagle_triton.engine.megakernel_step import unsupported_draft
+
+    _, draft = native.read(tiny_model())
+    assert unsupported_draft(draft) is None
+    assert unsupported_draft(float8_draft(draft)[0]) == "the weight of the draft head's fc is FP8"

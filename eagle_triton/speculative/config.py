@@ -12,6 +12,7 @@ import torch
 from eagle_triton.adapters.float8 import EXACT, check_activations
 from eagle_triton.engine.batch import PROMPT_TOKENS
 from eagle_triton.engine.drafts.beams import checked_vocabulary
+from eagle_triton.engine.drafts.float8 import check_draft_dtype
 from eagle_triton.engine.pages import check_cache_tokens
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import MOST_NODES, TreeSpec
@@ -59,6 +60,8 @@ class EAGLEConfig:
     for each pass becomes faster for a few guesses less. None: all.
     activations: of projections that were published with FP8 weights: "exact" reads the weights, and what they are
     multiplied with stays as it is; "as published" calls the modules, which round that to eight bits too.
+    draft_dtype: "fp8" drafts by copies of the draft's projections in eight bits, with a scale for each row; the target
+    decides as before. None: as they are.
     egag: end drafts early, by their entropy, see `EGAGConfig`; None: they are as deep as the tree.
     speculative: a method with options of its own, in place of the shape of the tree, suffix_drafts and how drafts are
     judged.
@@ -91,6 +94,7 @@ class EAGLEConfig:
     suffix_ring: int = 1 << 20
     draft_vocabulary: int | Collection[int] | None = None
     activations: str = EXACT
+    draft_dtype: str | None = None
     egag: EGAGConfig | None = None
     speculative: SpeculativeConfig | None = None
 
@@ -132,6 +136,7 @@ class EAGLEConfig:
         if self.draft_vocabulary is not None:
             object.__setattr__(self, "draft_vocabulary", checked_vocabulary(self.draft_vocabulary))
         check_activations(self.activations)
+        check_draft_dtype(self.draft_dtype)
         self._check_egag()
         reads_ring = self.suffix_drafts or (self.speculative is not None and self.speculative.method == "suffix")
         if self.suffix_ring != type(self).suffix_ring and not reads_ring:

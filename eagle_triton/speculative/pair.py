@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from eagle_triton.demo import DRAFT, HYBRID, demo_directory
 from eagle_triton.engine.drafts.beams import BeamDraft, with_vocabulary
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.drafts.float8 import float8_draft
 from eagle_triton.engine.drafts.hybrid import scoring
 from eagle_triton.engine.model import ModelView
 from eagle_triton.integration import FAMILIES
@@ -47,7 +48,7 @@ class Pair:
     stop_ids: frozenset[int]
     max_positions: int | None  # the most tokens of a sequence that the target was made for
     float8_modules: frozenset[nn.Module] = frozenset()  # whose weights are read
-    float8_note: str | None = None  # what a report says of them
+    notes: dict[str, str] = field(default_factory=dict)  # what a report says of them, and of the draft
 
     @property
     def models(self) -> dict[str, nn.Module]:
@@ -138,7 +139,10 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
         raise ValueError(f"topk must not pass the draft's vocabulary ({vocabulary}), got {config.topk}")
     stop_ids, positions = _stop_ids(tokenizer, view), max_positions(base)
     draft = propose_with(config, view, draft)
-    return Pair(target, draft_model, view, draft, tokenizer, stop_ids, positions, read.modules, read.note)
+    notes = {} if read.note is None else {"activations": read.note}
+    if config.draft_dtype is not None:
+        draft, notes["draft_dtype"] = float8_draft(draft)
+    return Pair(target, draft_model, view, draft, tokenizer, stop_ids, positions, read.modules, notes)
 
 
 def _configured_head(draft_model: Any, config: EAGLEConfig) -> Any:
