@@ -29,6 +29,7 @@ from eagle_triton.engine.modules import Projection, with_projections
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
+from eagle_triton.serve import main as serve
 from tests.float8_models import LAYOUTS, FP8Linear, in_blocks, in_rows, with_fp8
 from tests.tiny import random_prompt, tiny_model
 
@@ -492,3 +493,12 @@ def test_the_megakernel_refuses_a_head_in_fp8() -> None:
     _, draft = native.read(tiny_model())
     assert unsupported_draft(draft) is None
     assert unsupported_draft(float8_draft(draft)[0]) == "the weight of the draft head's fc is FP8"
+
+
+def test_serve_takes_both_options() -> None:
+    parser = serve._parser("serve")
+    args = serve._parse(parser, ["--device", "cpu", "--dtype", "float32", "--draft-dtype", "fp8"])
+    assert "draft_dtype: fp8: 9 projections of the draft" in serve._load(args).report()
+    args = serve._parse(parser, ["--device", "cpu", "--dtype", "float32", "--activations", "as-published"])
+    with pytest.raises(ValueError, match='activations="as published": no projection of the model has FP8 weights'):
+        serve._load(args)

@@ -151,6 +151,11 @@ class EAGLEConfig:
         return Verification(self.verify_strategy, self.accept_policy, self.verify_window, self.max_candidate_len)
 
     @property
+    def drafting_dtype(self) -> str | None:
+        """`draft_dtype`, or what speculative says of it."""
+        return self.draft_dtype or (None if self.speculative is None else self.speculative.quantization)
+
+    @property
     def candidates(self) -> int:
         """C: what one step of drafting scores, k + (D - 1) k^2."""
         return self.topk + (self.num_steps - 1) * self.topk**2

@@ -140,7 +140,7 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     stop_ids, positions = _stop_ids(tokenizer, view), max_positions(base)
     draft = propose_with(config, view, draft)
     notes = {} if read.note is None else {"activations": read.note}
-    if config.draft_dtype is not None:
+    if config.drafting_dtype is not None:
         draft, notes["draft_dtype"] = float8_draft(draft)
     return Pair(target, draft_model, view, draft, tokenizer, stop_ids, positions, read.modules, notes)
 
