@@ -14,6 +14,7 @@ from eagle_triton.engine.model_watch import interference, is_plain_linear, is_pl
 from eagle_triton.engine.modules import MLP, Norm, Projection, Rotary
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 ELSEWHERE = (
     "load it on one, without device_map and tp_plan, or hand it over to vLLM or SGLang, which serve a model on several "
     "GPUs (eagle-triton export)"
@@ -147,9 +148,18 @@ def _tried_norm(layer: nn.Module, weight: torch.Tensor, eps: float, where: str) 
 
 
 def read_projection(module: Any, path: str, *, root: str = "model") -> Projection:
-    """A plain nn.Linear by its weight and bias, anything else as the module it is."""
+    """A plain nn.Linear by its weight and bias, anything else as the module it is.
+
+    Which of the latter have FP8 weights that are read, adapters/float8.py says.
+    """
     layer = attribute_at(module, path, nn.Module, root=root)
     if is_plain_linear(layer):
+        if layer.weight.dtype in FLOAT8:
+            raise UnsupportedModelError(
+                f"{root}.{path}.weight is {layer.weight.dtype} in a plain nn.Linear, which has no scale: what its "
+                "numbers stand for is not known",
+                "quantisation",
+            )
         return Projection(layer.weight, layer.bias)
     return Projection(module=layer)
 

@@ -31,6 +31,7 @@ from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, digest, of_cate
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.benchmarks.record import Record
 
+FP8 = "fp8"
 UNRECORDED = ("mode", "json", "commit", "output", "csv", "plot", "results", "answers")  # options that change no figure
 OPTIONS: dict[str, dict[str, Any]] = {
     "--model": dict(
@@ -114,6 +115,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--upstream": dict(
         type=arguments.existing_directory, metavar="DIR", help="checkout of SafeAILab/EAGLE, timed as well"
     ),
+    "--target-weights": dict(
+        choices=(FP8,), help="projections of the target with scales for blocks, as fine-grained checkpoints have them"
+    ),
+    "--draft-weights": dict(choices=(FP8,), help="projections of the head with scales for rows, as draft_dtype=fp8"),
     "--dtype": dict(
         choices=arguments.DTYPES, help="default: float32; bfloat16 on a GPU for random weights and operations"
     ),
@@ -127,6 +132,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--commit": dict(type=arguments.some_text, help="what to record as the commit instead of what git says"),
 }
 MODEL = ("--model", "--draft", "--shape", "--eagle1", "--context")
+WEIGHTS = ("--target-weights", "--draft-weights")
 EVERYWHERE = ("--dtype", "--device", "--json", "--output", "--csv", "--plot", "--commit")
 
 
@@ -147,13 +153,13 @@ MODES = {
     ),
     "step": Mode(
         "one decode step, greedy, sampled, plain or of other trees, over contexts and batches (default: a batch of 1)",
-        (*MODEL, "--decoding", "--batch", "--num-runs", "--accept-length", "--upstream"),
+        (*MODEL, *WEIGHTS, "--decoding", "--batch", "--num-runs", "--accept-length", "--upstream"),
         {"batch": [1]},
     ),
     "batches": Mode(
         "trees as they pay against plain decoding (default: batches of 1 to 32, 3 drafts accepted; on a CPU batches of "
         "1 and 4, 32 tokens, one run, which take less than a minute)",
-        (*MODEL, "--batch", "--max-length", "--num-runs", "--accept-length"),
+        (*MODEL, *WEIGHTS, "--batch", "--max-length", "--num-runs", "--accept-length"),
         {"batch": [1, 2, 4, 8, 16, 32], "accept_length": 3.0, "max_length": 100, "num_runs": 5},
         on_cpu={"batch": [1, 4], "max_length": 32, "num_runs": 1},
     ),
@@ -189,7 +195,7 @@ MODES = {
     "prefill": Mode(
         "first tokens over contexts and batches, prompts that enter a running batch, and many short requests (default: "
         "contexts of 64, 512 and 2048 tokens, batches of 1 and 8, 5 runs; on a CPU 32 tokens, a batch of 2, one run)",
-        (*MODEL, "--batch", "--num-runs"),
+        (*MODEL, *WEIGHTS, "--batch", "--num-runs"),
         {"batch": [1, 8], "num_runs": 5},
         on_cpu={"batch": [2], "num_runs": 1},
     ),
@@ -317,6 +323,8 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
         _check_model(parser, args)
     if args.mode == "questions":
         _check_questions(parser, args)
+    if getattr(args, "target_weights", None) and getattr(args, "upstream", None):
+        parser.error("--upstream has no FP8 weights: no --target-weights with it")
     check_outputs(parser, output=args.output, csv=args.csv, plot=args.plot, results=getattr(args, "results", None))
 
 

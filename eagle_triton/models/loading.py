@@ -361,7 +361,8 @@ def fit_head(head: DraftHead, target: Any) -> DraftHead:
     to the target is copied."""
     if head.embed_tokens.weight.is_meta:
         head.embed_tokens.weight = nn.Parameter(target.get_input_embeddings().weight.detach().clone())
-    return head.to(device=target.lm_head.weight.device, dtype=target.dtype).eval()
+    embedding = target.get_input_embeddings().weight  # of the model's dtype, also where projections have FP8 weights
+    return head.to(device=embedding.device, dtype=embedding.dtype).eval()
 
 
 def resolve_tree(asked: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:

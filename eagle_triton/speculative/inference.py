@@ -95,14 +95,16 @@ class EAGLEInference:
             draft,
             operations,
             graph,
-            watch=ModelWatch(self.pair.models),
+            watch=ModelWatch(self.pair.models, self.pair.float8_modules),
             verification=self.config.verification,
             cache_tokens=self.config.cache_tokens,
             prefixes=self.config.prefixes,
         )
+        self.engine.notes.update(self.pair.notes)
         if self.config.draft_vocabulary is not None and draft is not None:
             self.engine.notes["draft_vocabulary"] = vocabulary_note(beams_of(draft))
-        self._table = CostTable.find(CostTable.read() if costs is None else costs, view)
+        measured = [] if self.pair.notes else CostTable.read()  # in 16 and 32 bits
+        self._table = CostTable.find(measured if costs is None else costs, view)
         self._policies: dict[int, TreePolicy] = {}
         self.reset_statistics()
 
