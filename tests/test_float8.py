@@ -28,10 +28,13 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.modules import Projection, with_projections
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.ea_model import EaModel
-from eagle_triton.runtime.float8_weight import Float8Weight, quantised
+from eagle_triton.reference import linear
+from eagle_triton.runtime.float8_weight import Float8Weight, quantised, rows_of
 from eagle_triton.serve import main as serve
+from eagle_triton.speculative_decoding import autoregressive_generate, release_engine
 from tests.float8_models import LAYOUTS, FP8Linear, in_blocks, in_rows, with_fp8
 from tests.tiny import random_prompt, tiny_model
+from tests.tiny_hybrids import KINDS, tiny_hybrid
 
 
 def tiny_target(family: str = "llama", seed: int = 0) -> Any:
@@ -502,3 +505,133 @@ def test_serve_takes_both_options() -> None:
     args = serve._parse(parser, ["--device", "cpu", "--dtype", "float32", "--activations", "as-published"])
     with pytest.raises(ValueError, match='activations="as published": no projection of the model has FP8 weights'):
         serve._load(args)
+
+
+def test_functions_over_the_model_s_own_forward_round_as_it_does() -> None:
+    model, _ = with_fp8(tiny_target(), _rounding)
+    prompt = random_prompt(9)[0].tolist()
+    outputs = [autoregressive_generate(prompt, model, 20, use_cache=True, engine=engine) for engine in (True, False)]
+    release_engine()
+    assert outputs[0] == outputs[1]
+
+
+# --- layers of other kinds ---
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "moe" not in kind and kind != "qwen3_next"])
+def test_gated_delta_nets_with_fp8_projections(kind: str) -> None:
+    target = tiny_hybrid(kind)
+    model, dequantised = with_fp8(target, in_blocks, ("_proj", "in_proj_qkv", "in_proj_z"))
+    prompt = random_prompt(9, 24)
+    with optimize_with_triton(dequantised):
+        expected = dequantised.generate(prompt, max_new_tokens=20, do_sample=False)
+    with optimize_with_triton(model) as (_, originals):
+        assert torch.equal(model.generate(prompt, max_new_tokens=20, do_sample=False), expected)
+        note = next(entry.reason for entry in originals.report() if entry.path == "activations")
+    linear = sum(type(module) is FP8Linear for module in model.modules())
+    assert linear > 20 and f"{linear} FP8 projections" in note
+
+
+# --- the products ---
+
+
+def _weights(rows: int, depth: int) -> dict[str, Float8Weight]:
+    wide = torch.randn(rows, depth, generator=torch.Generator().manual_seed(rows)) * 3
+    wide[: rows // 2] *= 100
+    wide[rows // 3] = 0
+    one = Float8Weight(wide.clamp(-448, 448).to(torch.float8_e4m3fn), torch.full((1, 1), 0.37))
+    return {"blocks": quantised(wide, block=True), "rows": quantised(wide), "one": one}
+
+
+@pytest.mark.parametrize("kind", ["blocks", "rows", "one"])
+@pytest.mark.parametrize("shape", [(7, 200, 300), (1, 128, 128), (60, 130, 64), (3, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_are_those_of_the_weights_themselves(
+    kind: str, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    count, rows, depth = shape
+    weight = _weights(rows, depth)[kind]
+    x = torch.randn(count, depth, generator=torch.Generator().manual_seed(1)).to(dtype)
+    bias = torch.randn(rows, generator=torch.Generator().manual_seed(2)).to(dtype)
+    expected = x.double() @ _exactly(weight).T + bias.double()
+    out = linear.linear(x, weight, bias)
+    assert out.dtype == dtype
+    plain = torch.nn.functional.linear(x, _exactly(weight).to(dtype), bias).double()
+    scale = expected.abs().max().clamp(min=1)
+    error = (out.double() - expected).abs().max() / scale
+    assert error <= 2 * (plain - expected).abs().max() / scale + 1e-5
+    (stacked, raw) = linear.linear_stack(x, (weight, _exactly(weight).to(dtype)), (bias, None))
+    assert torch.equal(stacked, out) and raw.shape == out.shape
+    swiglu = linear.linear_swiglu(x, weight, weight).double()
+    product = x.double() @ _exactly(weight).T
+    wide = torch.nn.functional.silu(product) * product
+    assert (swiglu - wide).abs().max() <= 0.03 * wide.abs().max().clamp(min=1e-3)
+
+
+def _exactly(weight: Float8Weight) -> torch.Tensor:
+    """The weight in fp64, element by element, by no code of the package."""
+    rows, depth = weight.shape
+    values, scale = weight.values.double(), weight.scale.double()
+    if tuple(scale.shape) in ((rows, 1), (1, 1)):
+        return values * scale
+    row, column = torch.arange(rows) // 128, torch.arange(depth) // 128
+    return values * scale[row][:, column]
+
+
+def test_a_weight_is_rounded_to_the_nearest_of_its_scale() -> None:
+    wide = torch.randn(300, 200, generator=torch.Generator().manual_seed(3))
+    wide[128:256, 128:] = 0
+    for block in (False, True):
+        weight = quantised(wide, block)
+        assert weight.scale.shape == ((3, 2) if block else (300, 1))
+        step = (wide.abs() / 16).clamp(min=2.0**-10 * float(weight.scale.max()))  # half a unit in the last place
+        assert ((_exactly(weight) - wide).abs() <= step).all()
+        assert weight.values.float().abs().max() == 448
+    assert weight.scale[1, 1] == 1 and not weight.values[128:256, 128:].float().any()
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="a weight with infinities or NaN cannot be quantised"):
+            quantised(torch.tensor([[1.0, bad]]))
+
+
+def test_rows_of_a_weight_are_copies() -> None:
+    wide = torch.randn(40, 16)
+    for weight in (quantised(wide), Float8Weight(wide.to(torch.float8_e4m3fn), torch.ones(1, 1))):
+        some = rows_of(weight, torch.tensor([3, 39, 3]))
+        assert isinstance(some, Float8Weight)
+        assert torch.equal(some.dequantised(), weight.dequantised()[[3, 39, 3]])
+        assert some.values.data_ptr() != weight.values.data_ptr() and some.scale.data_ptr() != weight.scale.data_ptr()
+    with pytest.raises(ValueError, match="whose scales are for blocks cannot be taken apart"):
+        rows_of(quantised(torch.randn(200, 300), block=True), torch.tensor([1]))
+
+
+VALUES, ONES = torch.zeros(200, 300, dtype=torch.float8_e4m3fn), torch.ones
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "message"),
+    [
+        (VALUES.float(), ONES(1, 1), r"values must be float8_e4m3fn \[N, K\], got torch.float32 \(200, 300\)"),
+        (VALUES.to(torch.float8_e5m2), ONES(1, 1), "values must be float8_e4m3fn .* got torch.float8_e5m2"),
+        (VALUES[0], ONES(1, 1), r"values must be float8_e4m3fn \[N, K\]"),
+        (VALUES, ONES(1), r"the scale of \[200, 300\] must be \[200, 1\], \[1, 1\] or, .* \[2, 3\], got \[1\]"),
+        (VALUES, ONES(3, 2), r"got \[3, 2\]"),
+        (VALUES, ONES(1, 1).half(), "the scale must be float32 or bfloat16, got torch.float16"),
+        (VALUES, ONES(1, 1, device="meta"), "the scale must lie where the values do, on cpu, got meta"),
+    ],
+    ids=["fp32", "e5m2", "one row", "dims", "blocks", "fp16", "device"],
+)
+def test_what_is_no_weight_of_eight_bits_is_refused(values: Any, scale: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Float8Weight(values, scale)
+
+
+def test_products_refuse_what_does_not_fit() -> None:
+    weight = quantised(torch.randn(20, 30))
+    with pytest.raises(ValueError, match=r"linear: weight must be \[N, 31\], got \(20, 30\)"):
+        linear.linear(torch.randn(2, 31), weight)
+    with pytest.raises(ValueError, match=r"linear: bias must be \[20\], got \(21,\)"):
+        linear.linear(torch.randn(2, 30), weight, torch.randn(21))
+    with pytest.raises(ValueError, match=r"linear_swiglu: weights must be \(20, 30\) alike"):
+        linear.linear_swiglu(torch.randn(2, 30), weight, quantised(torch.randn(21, 30)))
+    with pytest.raises(ValueError, match="linear: expected a weight on meta as x, got cpu"):
+        linear.linear(torch.randn(2, 30, device="meta"), weight)
