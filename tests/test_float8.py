@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from eagle_triton import (
     optimize_with_triton,
 )
 from eagle_triton.adapters import native
+from eagle_triton.adapters.float8 import SCALES
 from eagle_triton.engine.drafts import float8
 from eagle_triton.engine.drafts.float8 import float8_draft
 from eagle_triton.engine.drafts.hybrid import beams_of
@@ -141,6 +143,47 @@ def test_a_scale_that_changes_in_place_is_seen() -> None:
     assert not torch.equal(first, second)
 
 
+def _bf16_scales(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[nn.Module, Float8Weight]:
+    _, found = in_blocks(weight, bias)
+    rounded = Float8Weight(found.values, found.scale.bfloat16())
+    return FP8Linear(rounded.values, rounded.scale, bias), rounded
+
+
+def _transformers_linear(kind: str) -> Callable:
+    """A layout of transformers' own modules. Skips where its version has none."""
+    home = {
+        "FP8Linear": "finegrained_fp8",
+        "CompressedTensorsFP8Linear": "compressed_tensors",
+        "FbgemmFp8Linear": "fbgemm_fp8",
+    }[kind]
+    made = getattr(pytest.importorskip(f"transformers.integrations.{home}"), kind, None)
+    if made is None:
+        pytest.skip(f"this transformers has no {kind}")
+
+    def layout(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[nn.Module, Float8Weight]:
+        rows, depth = weight.shape
+        options = {"FP8Linear": {"block_size": (128, 128)}, "FbgemmFp8Linear": {"bias": False}}.get(kind, {})
+        module, found = made(depth, rows, **options), quantised(weight, block=kind == "FP8Linear")
+        name = SCALES[kind]
+        scale = found.scale.view(getattr(module, name).shape)
+        module.weight = nn.Parameter(found.values, requires_grad=False)
+        setattr(module, name, nn.Parameter(scale, requires_grad=False))
+        module.bias = None
+        return module, found
+
+    return layout
+
+
+@pytest.mark.parametrize("kind", ["bf16 scales", *SCALES])
+def test_modules_of_transformers_are_read(kind: str) -> None:
+    layout = _bf16_scales if kind == "bf16 scales" else _transformers_linear(kind)
+    model, dequantised = with_fp8(tiny_target(), layout)
+    prompt = random_prompt(9)
+    with optimize_with_triton(model) as (optimised, _):
+        tokens = optimised.generate(prompt, max_new_tokens=24, do_sample=False)
+    assert torch.equal(tokens, plain_tokens(dequantised, prompt))
+
+
 # --- as published ---
 
 
@@ -166,6 +209,10 @@ def test_as_published_calls_the_modules() -> None:
     with optimize_with_triton(model, activations="as published") as (optimised, originals):
         assert torch.equal(optimised.generate(prompt, max_new_tokens=24, do_sample=False), expected)
         assert any("21 FP8 projections are called as they are" in entry.reason for entry in originals.report())
+    whole = EaModel(model, tiny_model(eagle3=False).ea_layer).eval()
+    ours = whole.eagenerate(prompt, max_new_tokens=24)
+    with optimize_eagle_with_triton(whole, activations="as published"):
+        assert torch.equal(whole.eagenerate(prompt, max_new_tokens=24), ours)
     config = EAGLEConfig(suffix_drafts=4, activations="as published", fallback=False)
     ids, _ = EAGLEInference(None, model, config).generate(prompt, max_new_tokens=24, stop_token_ids=())
     assert torch.equal(ids, expected)
@@ -487,6 +534,16 @@ def test_a_long_weight_is_rounded_in_parts_to_the_same_bits(monkeypatch: pytest.
     parts, whole = float8._quantised(weight), quantised(weight)
     assert torch.equal(parts.values.view(torch.uint8), whole.values.view(torch.uint8))
     assert torch.equal(parts.scale, whole.scale)
+
+
+def test_a_strict_megakernel_does_not_go_with_a_head_in_fp8() -> None:
+    pytest.importorskip("triton")
+    model = tiny_model()
+    options = dict(megakernel=True, kernels=True, strict=True, patch_modules=False, draft_dtype="fp8")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("kernels need a GPU or the interpreter")
+    with pytest.raises(UnsupportedModelError, match="megakernel: the weight of the draft head's fc is FP8"):
+        optimize_eagle_with_triton(model, **options)
 
 
 def test_the_megakernel_refuses_a_head_in_fp8() -> None:
