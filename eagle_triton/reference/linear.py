@@ -1,5 +1,8 @@
-"""Products of few rows with weights as they lie in the model: [out, in], one tensor per projection, or one of eight
-bits with its scales (Float8Weight): then the product is that of the weight itself, in fp32, rounded once."""
+"""Products of few rows with weights as they lie in the model: [out, in], one tensor per projection.
+
+Or one of eight bits with its scales (Float8Weight): then the product is that of the weight itself, in fp32, rounded
+once.
+"""
 
 from __future__ import annotations
 
