@@ -692,3 +692,14 @@ def test_products_refuse_what_does_not_fit() -> None:
         linear.linear_swiglu(torch.randn(2, 30), weight, quantised(torch.randn(21, 30)))
     with pytest.raises(ValueError, match="linear: expected a weight on meta as x, got cpu"):
         linear.linear(torch.randn(2, 30, device="meta"), weight)
+
+
+@pytest.mark.parametrize("only", [("_proj",), ("q_proj", "up_proj", "down_proj")], ids=["all", "some"])
+def test_a_few_tokens_by_the_kernels(only: tuple[str, ...]) -> None:
+    pytest.importorskip("triton")
+    target = tiny_model(eagle3=False, layers=1).base_model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model, dequantised = with_fp8(target, in_blocks, only)
+    prompt = random_prompt(4).to(target.device)
+    expected = plain_tokens(dequantised, prompt, 3)
+    with optimize_with_triton(model, kernels=True, cuda_graph=False):
+        assert torch.equal(model.generate(prompt, max_new_tokens=3, do_sample=False), expected)
