@@ -217,7 +217,9 @@ def optimize_eagle_with_triton(model: Any, config: EagleTritonConfig | None = No
         draft.read_tree()  # refuses one that has no place for them
     engine = _engine(view, draft, config, {"model": model})
     seams, skipped = (*methods.seams(model, engine), generate_seam(model, engine)), {}
-    if config.patch_modules:
+    if config.patch_modules and view.ranks is not None:
+        skipped = {"ea_layer.topK_genrate, self_attn.forward": "the originals run: ranks share the target (tp_plan)"}
+    elif config.patch_modules:
         more, skipped = methods.module_seams(model, engine)
         seams += more
     skipped |= _no_megakernel(config, draft)
@@ -368,6 +370,10 @@ def _engine(
 ) -> Engine:
     """roots: the models that were read, by the names that messages call them."""
     operations, cuda_graph = choose_operations(view.device, config.kernels, config.cuda_graph)
+    if config.megakernel is True and view.ranks is not None:
+        raise UnsupportedModelError(
+            "megakernel=True: not supported yet where ranks share the target (tp_plan); leave it out", "devices"
+        )
     if config.megakernel is True and not operations.kernels:
         raise ValueError("megakernel=True needs the kernels")
     megakernel = None if config.megakernel == "auto" else bool(config.megakernel)

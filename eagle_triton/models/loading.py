@@ -358,10 +358,16 @@ def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapp
 
 def fit_head(head: DraftHead, target: Any) -> DraftHead:
     """A head of `load_head` in eval mode, where its target lies and of its dtype. An embedding that the checkpoint left
-    to the target is copied."""
+    to the target is copied, whole where that is spread over ranks, all of which call this."""
     if head.embed_tokens.weight.is_meta:
-        head.embed_tokens.weight = nn.Parameter(target.get_input_embeddings().weight.detach().clone())
+        shared = target.get_input_embeddings().weight.detach()
+        head.embed_tokens.weight = nn.Parameter(shared.full_tensor() if is_sharded(target) else shared.clone())
     return head.to(device=target.lm_head.weight.device, dtype=target.dtype).eval()
+
+
+def is_sharded(target: nn.Module) -> bool:
+    """Whether a target's weights are spread over ranks (tp_plan), each of which has loaded a part."""
+    return any(hasattr(weight, "full_tensor") for weight in target.parameters())
 
 
 def resolve_tree(asked: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,8 @@ class EAGLEInference:
         )
         if self.config.draft_vocabulary is not None and draft is not None:
             self.engine.notes["draft_vocabulary"] = vocabulary_note(beams_of(draft))
-        self._table = CostTable.find(CostTable.read() if costs is None else costs, view)
+        known = CostTable.read() if costs is None and view.ranks is None else costs or ()  # ours are of one GPU
+        self._table = CostTable.find(known, view)
         self._policies: dict[int, TreePolicy] = {}
         self.reset_statistics()
 
@@ -272,8 +273,14 @@ class EAGLEInference:
         """A batch that stays open: submit requests at any time, `step()` for their pieces. Use as a context manager.
 
         rows: the most tokens of a sequence, prompt included (default config.max_length, which must then be set); slots:
-        default config.slots. report_drafts: as for `stream`. Raises ValueError if no rows are known.
+        default config.slots. report_drafts: as for `stream`. Raises ValueError if no rows are known, and where ranks
+        share the target, to each of which requests would come at another time.
         """
+        if self.pair.view.ranks is not None:
+            raise ValueError(
+                "session: not supported yet over several ranks (tp_plan), to each of which requests would come at "
+                "another time: give them together, to generate or stream (docs/limits.md#devices)"
+            )
         check_switches(logprobs=logprobs, report_drafts=report_drafts)
         rows = self.config.max_length if rows is None else integer("rows", rows)
         slots = self.config.slots if slots is None else integer("slots", slots)
@@ -384,9 +391,9 @@ class EAGLEInference:
         sequences to come (default config.max_length), for which the graphs captured here will do. Keep the table with
         `CostTable.write([table], path)` and hand it to the next EAGLEInference as `costs=CostTable.read(path)`.
         """
-        self._table = measure_costs(
-            self.engine, self._trees(), batches, context, steps, rows or self.config.max_length or 0
-        )
+        table = measure_costs(self.engine, self._trees(), batches, context, steps, rows or self.config.max_length or 0)
+        ranks = self.pair.view.ranks
+        self._table = table if ranks is None else ranks.agreed(table)
         self._policies.clear()
         return self._table
 
