@@ -42,7 +42,7 @@ def _named(exchange: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return exchange(*args, **kwargs)
-        except RanksError:
+        except (RanksError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
             raise RanksError(f"another rank has gone or hangs; end all ranks and start again ({error})") from error

@@ -358,11 +358,16 @@ def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapp
 
 def fit_head(head: DraftHead, target: Any) -> DraftHead:
     """A head of `load_head` in eval mode, where its target lies and of its dtype. An embedding that the checkpoint left
-    to the target is copied, whole where that is spread over ranks, all of which call this."""
+    to the target is copied."""
     if head.embed_tokens.weight.is_meta:
-        shared = target.get_input_embeddings().weight.detach()
-        head.embed_tokens.weight = nn.Parameter(shared.full_tensor() if is_sharded(target) else shared.clone())
+        borrow_embedding(head, target)
     return head.to(device=target.lm_head.weight.device, dtype=target.dtype).eval()
+
+
+def borrow_embedding(head: DraftHead, target: Any) -> None:
+    """Give a head a copy of its target's embedding, whole where that is spread over ranks, all of which call this."""
+    shared = target.get_input_embeddings().weight.detach()
+    head.embed_tokens.weight = nn.Parameter(shared.full_tensor() if is_sharded(target) else shared.clone())
 
 
 def is_sharded(target: nn.Module) -> bool:
