@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from transformers import StoppingCriteria
 from transformers.distributed import DistributedConfig
 
 from eagle_triton import EaModel, UnsupportedModelError, optimize_eagle_with_triton, optimize_with_triton
+from eagle_triton.adapters import native
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.adapters.mtp import read_mtp
+from eagle_triton.adapters.sharded import share_head
 from eagle_triton.engine.batch import Batch
+from eagle_triton.engine.modules import Projection
 from eagle_triton.engine.ranks import RanksError
 from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -98,8 +102,8 @@ def tokens_equal_those_of_one_rank(folder: Path) -> None:
                 got = []
                 for options in (dict(), dict(temperature=0.8, top_p=0.9)):
                     torch.manual_seed(seed)  # the other rank's draws must not count
-                    for decode in (model.eagenerate, model.naivegenerate):
-                        got.append(decode(prompts[1], max_new_tokens=16, **options))
+                    for decode, new in ((model.eagenerate, 16), (model.naivegenerate, 6)):
+                        got.append(decode(prompts[1], max_new_tokens=new, **options))
                         got.append(torch.tensor(model.accept_lengths))
                 batch = torch.nn.utils.rnn.pad_sequence([prompt[0] for prompt in prompts], True, 0, "left")
                 mask = torch.nn.utils.rnn.pad_sequence(
@@ -247,6 +251,26 @@ def what_is_refused(folder: Path) -> None:
         EAGLEInference(None, eagle1, EAGLEConfig(draft_vocabulary=16))
 
 
+def a_head_is_shared_where_it_divides(folder: Path) -> None:
+    """By views of its own weights, and its cache has this rank's heads."""
+    model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE)
+    view, draft = native.read(model)
+    layer, weights = draft.layers[0], model.ea_layer.midlayer
+    assert layer.mixer.cache_shape == view.layers[0].mixer.cache_shape == (1, 16)
+    for mine, whole in (
+        (layer.mixer.o, weights.self_attn.o_proj),
+        (layer.mlp.up, weights.mlp.up_proj),
+        (draft.head, model.ea_layer.lm_head),
+    ):
+        assert 2 * mine.weight.numel() == whole.weight.numel()
+        assert mine.weight.untyped_storage().data_ptr() == whole.weight.untyped_storage().data_ptr()
+    ranks = view.ranks
+    odd = replace(draft, head=Projection(torch.zeros(19, 64)))
+    odd = replace(odd, layers=(replace(layer, mixer=replace(layer.mixer, num_heads=3)),))
+    left = share_head(odd, ranks)
+    assert left.head is odd.head and left.layers[0].mixer is odd.layers[0].mixer
+
+
 def changes_are_found(folder: Path) -> None:
     model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE)
     prompt = random_prompt(9)
@@ -268,6 +292,7 @@ CASES: tuple[Callable[[Path], None], ...] = (
     reports_are_the_same_over_many_steps,
     plain_models_and_inference,
     what_is_refused,
+    a_head_is_shared_where_it_divides,
     changes_are_found,
 )
 

@@ -26,24 +26,39 @@ two_processes = pytest.mark.skipif(
 )
 
 
+def torchrun(*command):
+    """What two processes print, which must end well."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launcher, *command], cwd=ROOT, env=environment, timeout=SECONDS, text=True, capture_output=True
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return done.stdout
+
+
 @pytest.mark.slow
 @two_processes
 def test_two_ranks_decode_as_one(tmp_path):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "tests/tensor_parallel_script.py", str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"}, timeout=SECONDS, text=True, capture_output=True
-    )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-    shown = json.loads(done.stdout.splitlines()[-1])
-    assert shown == [
+    shown = torchrun("tests/tensor_parallel_script.py", str(tmp_path)).splitlines()[-1]
+    assert json.loads(shown) == [
         "tokens_equal_those_of_one_rank",
         "restored_it_is_as_it_was",
         "reports_are_the_same_over_many_steps",
         "plain_models_and_inference",
         "what_is_refused",
+        "a_head_is_shared_where_it_divides",
         "changes_are_found",
     ]
+
+
+@pytest.mark.slow
+@two_processes
+def test_the_benchmark_of_a_step_is_printed_once():
+    options = ["--shape", "tiny", "--decoding", "plain", "--context", "16", "--num-runs", "1", "--json"]
+    record = json.loads(torchrun("benchmark.py", "step", *options, "--device", "cpu"))
+    assert [row["variant"] for row in record["rows"]] == ["optimised", "original"]
+    assert any(note.startswith("ranks: 2 share the target") for note in record["notes"])
 
 
 @pytest.mark.slow

@@ -8,14 +8,18 @@ knows, and every part must be what the plan's style makes of the whole.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from eagle_triton.adapters.refusal import UnsupportedModelError
+from eagle_triton.engine.drafts.eagle import EagleDraft
+from eagle_triton.engine.mixers import Attention
+from eagle_triton.engine.model import Layer
 from eagle_triton.engine.model_watch import is_sharded_tensor, is_tensor_parallel_forward
-from eagle_triton.engine.modules import Projection
+from eagle_triton.engine.modules import MLP, Projection
 from eagle_triton.engine.ranks import Ranks, SharedEmbedding
 
 
@@ -141,6 +145,56 @@ def local_heads(attention: nn.Module, num_heads: int, num_kv_heads: int, where: 
         if heads % size:
             raise _refused(f"{where}.{name}", f"its {heads} heads do not divide by {size} ranks")
     return num_heads // size, num_kv_heads // size
+
+
+# --- a head, which every rank has loaded whole ---
+
+
+def share_head(draft: EagleDraft, ranks: Ranks) -> EagleDraft:
+    """The same head, of whose matrices each rank reads its part: views, nothing is copied.
+
+    What does not divide by the ranks, or is no plain matrix, every rank reads whole.
+    """
+    head = draft.head
+    if head.joined_over is None and _divides(ranks, head):  # EAGLE-1's is the target's
+        head = _rows_of(head, ranks, joined=True)
+    return replace(draft, layers=tuple(_share_layer(layer, ranks) for layer in draft.layers), head=head)
+
+
+def _share_layer(layer: Layer, ranks: Ranks) -> Layer:
+    mixer, mlp = layer.mixer, layer.mlp
+    if isinstance(mixer, Attention):
+        mixer = _share_attention(mixer, ranks)
+    if isinstance(mlp, MLP) and _divides(ranks, mlp.gate, mlp.up, mlp.down):
+        mlp = MLP(_rows_of(mlp.gate, ranks), _rows_of(mlp.up, ranks), _columns_of(mlp.down, ranks))
+    return replace(layer, mixer=mixer, mlp=mlp)
+
+
+def _share_attention(mixer: Attention, ranks: Ranks) -> Attention:
+    heads, kv_heads = mixer.num_heads, mixer.num_kv_heads
+    if heads % ranks.size or kv_heads % ranks.size or not _divides(ranks, mixer.q, mixer.k, mixer.v, mixer.o):
+        return mixer
+    q, k, v = (_rows_of(projection, ranks) for projection in (mixer.q, mixer.k, mixer.v))
+    heads, kv_heads = heads // ranks.size, kv_heads // ranks.size
+    return replace(mixer, q=q, k=k, v=v, o=_columns_of(mixer.o, ranks), num_heads=heads, num_kv_heads=kv_heads)
+
+
+def _divides(ranks: Ranks, *projections: Projection) -> bool:
+    weights = [projection.weight for projection in projections]
+    return all(isinstance(weight, Tensor) and not any(size % ranks.size for size in weight.shape) for weight in weights)
+
+
+def _rows_of(projection: Projection, ranks: Ranks, joined: bool = False) -> Projection:
+    assert isinstance(projection.weight, Tensor)
+    weight = projection.weight.detach().chunk(ranks.size)[ranks.rank]
+    bias = None if projection.bias is None else projection.bias.detach().chunk(ranks.size)[ranks.rank]
+    return Projection(weight, bias, joined_over=ranks if joined else None)
+
+
+def _columns_of(projection: Projection, ranks: Ranks) -> Projection:
+    assert isinstance(projection.weight, Tensor)
+    weight = projection.weight.detach().chunk(ranks.size, dim=1)[ranks.rank]
+    return Projection(weight, projection.bias if ranks.rank == 0 else None, summed_over=ranks)
 
 
 @torch.no_grad()

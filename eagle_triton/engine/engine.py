@@ -99,8 +99,7 @@ class Engine:
                 raise ValueError(f"{option}=True: not supported yet over several ranks (tp_plan)")
         self.megakernel = self.long_prompts = False
         self.notes["ranks"] = (
-            f"{self.view.ranks.size} share the target, the draft is whole on each; the megakernel is not used, and "
-            "long prompts are read as others"
+            f"{self.view.ranks.size} share the target; the megakernel is not used, and long prompts are read as others"
         )
 
     def clear(self) -> None:

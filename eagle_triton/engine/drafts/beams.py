@@ -65,7 +65,7 @@ def with_vocabulary(draft: BeamDraft, tokens: int | Collection[int]) -> BeamDraf
         raise ValueError(f"draft_vocabulary: the draft has a vocabulary of its own already, of {len(draft.d2t)} tokens")
     if draft.head.joined_over is not None:
         raise ValueError(
-            "draft_vocabulary: the head drafts by the target's vocabulary projection, which is sharded (tp_plan)"
+            "draft_vocabulary: the draft's vocabulary projection is shared among ranks (tp_plan), each with some rows"
         )
     if draft.head.weight is None:
         raise ValueError("draft_vocabulary: the draft's vocabulary projection is no plain matrix to take rows of")
