@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers import AutoModelForCausalLM, StoppingCriteria
 from transformers.distributed import DistributedConfig
 
 from eagle_triton import EaModel, UnsupportedModelError, optimize_eagle_with_triton, optimize_with_triton
@@ -37,6 +37,7 @@ from eagle_triton.models.loading import HEAD_FOLDERS
 from eagle_triton.models.mtp import MTPHead, new_unit
 from eagle_triton.speculative import EAGLEConfig, EAGLEInference
 from tests.tiny import random_prompt, tiny_model
+from tests.tiny_hybrids import tiny_hybrid
 
 STEPS = 500
 TREE = dict(total_token=10, depth=3, top_k=3)
@@ -233,6 +234,10 @@ def what_is_refused(folder: Path) -> None:
     with refused(ValueError, "33", "divi"):  # older transformers say so themselves
         optimize_eagle_with_triton(load("odd vocabulary"))
 
+    hybrid = AutoModelForCausalLM.from_pretrained(folder / "hybrid", tp_plan="auto")
+    with refused(UnsupportedModelError, "model.model.layers.0.linear_attn", "(tp_plan)"):
+        optimize_with_triton(hybrid)
+
     model = load()
     view = read_causal_lm(model.base_model)
     with refused(UnsupportedModelError, "draft_model.model is sharded", "load it without tp_plan"):
@@ -320,7 +325,8 @@ def main(argv: list[str]) -> int:
 
 
 def write_unfit(folder: Path) -> None:
-    """Targets that do not divide by two."""
+    """Targets that do not divide by two, or whose layers are not all attention."""
+    tiny_hybrid("qwen3_5").save_pretrained(folder / "hybrid")
     for name, vocab, kv_heads in (("one head of keys", 32, 1), ("odd vocabulary", 33, 2)):
         model = tiny_model(eagle3=False, vocab=vocab)
         options = {**model.config.to_dict(), "num_key_value_heads": kv_heads, "vocab_size": vocab}

@@ -21,7 +21,7 @@ SECONDS = 300  # that a run may take
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 two_processes = pytest.mark.skipif(
-    not dist.is_gloo_available() or Version(transformers.__version__) < Version("5.20"),
+    not (dist.is_available() and dist.is_gloo_available()) or Version(transformers.__version__) < Version("5.20"),
     reason="needs gloo, and transformers from 5.20 on, which spreads models as it does now",
 )
 

@@ -112,6 +112,13 @@ def _check_tensor(tensor: Any, style: _Style, name: str, where: str) -> None:
         )
 
 
+def refuse_sharded(module: nn.Module, root: str) -> None:
+    """Raise UnsupportedModelError for a model of whose family none may be sharded."""
+    for path, tensor in module.named_parameters():
+        if is_sharded_tensor(tensor):
+            raise _refused(f"{root}.{path}", "only Hugging Face's models may be, also in this package's EaModel")
+
+
 def ranks_of(module: nn.Module) -> Ranks | None:
     """The ranks that a module's parameters are spread over, None where they are not. All ranks ask together."""
     sharded: Any = next((tensor for tensor in module.parameters() if is_sharded_tensor(tensor)), None)

@@ -133,7 +133,7 @@ class Ranks:
 _KNOWN: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SharedEmbedding:
     """An embedding [V, H] of which each rank has V / size rows, read as a tensor is: table[tokens]."""
 

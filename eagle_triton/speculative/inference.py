@@ -403,7 +403,9 @@ class EAGLEInference:
         if self.pair.draft is None:
             return None
         if slots not in self._policies:
-            cost, trees = pass_cost(self.pair.view, self.pair.draft), self._trees()
+            cost, trees, ranks = pass_cost(self.pair.view, self.pair.draft), self._trees(), self.pair.view.ranks
+            if ranks is not None:
+                cost = ranks.agreed(cost)  # by bytes, and not all have the same
             usual = TreePolicy(trees, StepCosts(self.config.slots, cost, self._table))
             costs = StepCosts(slots, cost, self._table)
             self._policies[slots] = TreePolicy(trees, costs, self.config.fallback, fixed_tree=usual.spec)
