@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from eagle_triton.adapters.refusal import UnsupportedModelError as UnsupportedModelError
     from eagle_triton.drop_in.patching import PatchError as PatchError
     from eagle_triton.export.export_head import export_head as export_head
+    from eagle_triton.export.quantize import quantize_checkpoint as quantize_checkpoint
     from eagle_triton.integration import EagleTritonConfig as EagleTritonConfig
     from eagle_triton.integration import TritonConfig as TritonConfig
     from eagle_triton.integration import optimize_eagle_with_triton as optimize_eagle_with_triton
@@ -38,6 +39,7 @@ _HOMES = {
     "load_mtp": "eagle_triton.models.mtp",
     "optimize_eagle_with_triton": "eagle_triton.integration",
     "optimize_with_triton": "eagle_triton.integration",
+    "quantize_checkpoint": "eagle_triton.export.quantize",
     "restore": "eagle_triton.integration",
     "restore_eagle": "eagle_triton.integration",
 }

@@ -13,6 +13,7 @@ from torch import nn
 
 from eagle_triton.adapters import eagle_llm, native, upstream
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
+from eagle_triton.adapters.float8 import EXACT, Read, check_activations, with_float8
 from eagle_triton.adapters.module_reader import UnsupportedModelError, check_readable
 from eagle_triton.adapters.mtp import read_mtp
 from eagle_triton.drop_in import causal_lm as causal_lm_methods
@@ -25,6 +26,7 @@ from eagle_triton.drop_in.methods import check_tree
 from eagle_triton.drop_in.patching import Originals, PatchError
 from eagle_triton.engine.drafts.beams import checked_vocabulary, vocabulary_note, with_vocabulary
 from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.drafts.float8 import check_draft_dtype, float8_draft
 from eagle_triton.engine.drafts.hybrid import beams_of, scoring, with_suffix_drafts
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
@@ -102,6 +104,11 @@ class EagleTritonConfig(_Options):
     cache_tokens: room for the keys and values of so many tokens, of all sequences together, taken at the first call;
     None: it grows with what calls ask for. A request takes its prompt, its new tokens and some 130 behind them.
     prefixes: keep the keys and values of prompts and answers, while there is room, for requests that begin alike.
+    activations: of projections that were published with FP8 weights. "exact" reads the weights, and what they are
+    multiplied with stays as it is; "as published" calls the modules, which round that to eight bits too.
+    draft_dtype: "fp8" drafts by copies of the draft's projections in eight bits, with a scale for each row, until it
+    is restored. The target decides as before, so the output is the same. `ea_layer.topK_genrate` drafts by the head's
+    own. None: as they are.
     """
 
     strict: bool = False
@@ -113,10 +120,14 @@ class EagleTritonConfig(_Options):
     suffix_drafts: int = 0
     cache_tokens: int | None = None
     prefixes: bool = True
+    activations: str = EXACT
+    draft_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        self._check_switches("verify_strategy", "suffix_drafts", "cache_tokens")
+        self._check_switches("verify_strategy", "suffix_drafts", "cache_tokens", "activations", "draft_dtype")
         self._check_drafts()
+        check_activations(self.activations)
+        check_draft_dtype(self.draft_dtype)
         check_cache_tokens(self.cache_tokens)
 
 
@@ -125,9 +136,9 @@ class TritonConfig(_Options):
     """Options of `optimize_with_triton`.
 
     strict: raise where a call of `generate` would run the original, instead of counting it in the report.
-    kernels, cuda_graph, megakernel, verify_strategy, cache_tokens, prefixes: as in `EagleTritonConfig`; so is
-    suffix_drafts, and draft="suffix" makes it 15. More than 15 make a head slower: with the root they are 16 rows, one
-    tile of a product.
+    kernels, cuda_graph, megakernel, verify_strategy, cache_tokens, prefixes, activations, draft_dtype: as in
+    `EagleTritonConfig`; so is suffix_drafts, and draft="suffix" makes it 15. More than 15 make a head slower: with the
+    root they are 16 rows, one tile of a product.
     topk: children of each expanded node of a draft tree. num_steps: drafted levels. num_draft_tokens: nodes of a tree,
     root included. With all three None a head or a `Draft` drafts its own tree; else what is None is 4, 3 and 8 (or as
     many as there are).
@@ -146,13 +157,18 @@ class TritonConfig(_Options):
     draft_vocabulary: int | Collection[int] | None = None
     cache_tokens: int | None = None
     prefixes: bool = True
+    activations: str = EXACT
+    draft_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.draft_vocabulary is not None:
             object.__setattr__(self, "draft_vocabulary", checked_vocabulary(self.draft_vocabulary))
         tree = {"topk": self.topk, "num_steps": self.num_steps, "num_draft_tokens": self.num_draft_tokens}
-        self._check_switches(*tree, "verify_strategy", "suffix_drafts", "draft_vocabulary", "cache_tokens")
+        others = ("verify_strategy", "suffix_drafts", "draft_vocabulary", "cache_tokens", "activations", "draft_dtype")
+        self._check_switches(*tree, *others)
         self._check_drafts()
+        check_activations(self.activations)
+        check_draft_dtype(self.draft_dtype)
         check_cache_tokens(self.cache_tokens)
         for name, value in tree.items():
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
@@ -211,18 +227,22 @@ def optimize_eagle_with_triton(model: Any, config: EagleTritonConfig | None = No
     _check_original(model)
     adapter, methods = _family(model)
     check_readable(model)
+    roots = {"model": model}
     view, draft = adapter.read(model)
+    read = with_float8(view, draft, roots, config.activations)
     if config.suffix_drafts:
-        draft = with_suffix_drafts(draft, config.suffix_drafts, view.device)
+        draft = with_suffix_drafts(read.draft, config.suffix_drafts, view.device)
         draft.read_tree()  # refuses one that has no place for them
-    engine = _engine(view, draft, config, {"model": model})
+        read = read._replace(draft=draft)
+    engine = _engine(read, config, roots)
     seams, skipped = (*methods.seams(model, engine), generate_seam(model, engine)), {}
     if config.patch_modules and view.ranks is not None:
         skipped = {"ea_layer.topK_genrate, self_attn.forward": "the originals run: ranks share the target (tp_plan)"}
     elif config.patch_modules:
         more, skipped = methods.module_seams(model, engine)
         seams += more
-    skipped |= _no_megakernel(config, draft)
+    drafting = _drafting(config, engine)
+    skipped |= _no_megakernel(config, drafting)
     if skipped and config.strict:
         raise UnsupportedModelError("; ".join(f"{path}: {reason}" for path, reason in skipped.items()))
 
@@ -231,7 +251,7 @@ def optimize_eagle_with_triton(model: Any, config: EagleTritonConfig | None = No
         engine.clear()
 
     engine.notes.update(skipped)
-    return _patched(model, seams, drop_caches, engine)
+    return _patched(model, seams, drop_caches, engine, drafting)
 
 
 def optimize_with_triton(
@@ -261,14 +281,16 @@ def optimize_with_triton(
         draft = draft.ea_layer
     if draft == MTP:
         draft = load_mtp(model)
-    view, drafted = _read(model, draft, config)
     roots = {"model": model}
     if isinstance(draft, nn.Module) and draft is not model:
         roots["draft"] = draft
-    engine = _engine(view, drafted, config, roots)
+    read = _read(model, draft, config, roots)
+    view, drafted = read.view, read.draft
+    engine = _engine(read, config, roots)
     if config.draft_vocabulary is not None and drafted is not None:
         engine.notes["draft_vocabulary"] = vocabulary_note(beams_of(drafted))
-    if config.strict and (skipped := _no_megakernel(config, drafted)):
+    drafting = _drafting(config, engine)
+    if config.strict and (skipped := _no_megakernel(config, drafting)):
         raise UnsupportedModelError(f"megakernel: {skipped['megakernel']}")
 
     def read_tree() -> TreeSpec:
@@ -280,7 +302,7 @@ def optimize_with_triton(
 
     read_tree()
     seams = causal_lm_methods.seams(model, engine, read_tree, config.strict)
-    return _patched(model, seams, engine.clear, engine)
+    return _patched(model, seams, engine.clear, engine, drafting)
 
 
 def make_draft(draft: Any, view: ModelView, config: TritonConfig) -> Draft | None:
@@ -336,7 +358,7 @@ def restore_eagle(model: Any, originals: Originals | None = None) -> Any:
     return restore(model, originals)
 
 
-def _read(model: Any, draft: Any, config: TritonConfig) -> tuple[ModelView, Draft | None]:
+def _read(model: Any, draft: Any, config: TritonConfig, roots: dict[str, nn.Module]) -> Read:
     """A plain model and its draft. A head decides which of the target's layers it sees, so both are read at once."""
     drafted: Draft | None
     if isinstance(draft, DraftHead):
@@ -344,11 +366,13 @@ def _read(model: Any, draft: Any, config: TritonConfig) -> tuple[ModelView, Draf
     else:
         view = read_causal_lm(model)
         drafted = make_draft(draft, view, config)
+    read = with_float8(view, drafted, roots, config.activations)
+    drafted = read.draft
     if config.draft_vocabulary is not None:
         drafted = with_vocabulary(scoring(drafted, "draft_vocabulary"), config.draft_vocabulary)
     if config.suffix_drafts and draft != "suffix":
         drafted = with_suffix_drafts(drafted, config.suffix_drafts, view.device)
-    return view, drafted
+    return read._replace(draft=drafted)
 
 
 def _configuration(kind: type[Any], config: Any, options: dict[str, Any]) -> Any:
@@ -365,12 +389,10 @@ def _check_original(model: Any) -> None:
         raise PatchError(f"this {type(model).__name__} is optimised already; restore it first")
 
 
-def _engine(
-    view: ModelView, draft: Draft | None, config: EagleTritonConfig | TritonConfig, roots: dict[str, nn.Module]
-) -> Engine:
+def _engine(read: Read, config: EagleTritonConfig | TritonConfig, roots: dict[str, nn.Module]) -> Engine:
     """roots: the models that were read, by the names that messages call them."""
-    operations, cuda_graph = choose_operations(view.device, config.kernels, config.cuda_graph)
-    if config.megakernel is True and view.ranks is not None:
+    operations, cuda_graph = choose_operations(read.view.device, config.kernels, config.cuda_graph)
+    if config.megakernel is True and read.view.ranks is not None:
         raise UnsupportedModelError(
             "megakernel=True: not supported yet where ranks share the target (tp_plan); leave it out", "devices"
         )
@@ -379,19 +401,21 @@ def _engine(
     megakernel = None if config.megakernel == "auto" else bool(config.megakernel)
     verification = Verification(config.verify_strategy)
     engine = Engine(
-        view,
-        draft,
+        read.view,
+        read.draft,
         operations,
         cuda_graph,
         megakernel,
         config.strict,
-        ModelWatch(roots),
+        ModelWatch(roots, read.modules),
         verification,
         cache_tokens=config.cache_tokens,
         prefixes=config.prefixes,
     )
     if not verification.lossless:
         engine.notes["verification"] = verification.summary
+    if read.note is not None:
+        engine.notes["activations"] = read.note
     return engine
 
 
@@ -407,9 +431,28 @@ def _no_megakernel(config: EagleTritonConfig | TritonConfig, draft: Draft | None
     return {} if reason is None else {"megakernel": reason}
 
 
-def _patched(model: Any, seams: tuple[patching.Seam, ...], on_change: Callable[[], None], engine: Engine) -> Optimized:
+def _drafting(config: EagleTritonConfig | TritonConfig, engine: Engine) -> Draft | None:
+    """The engine's draft as it is to draft, while the model is optimised."""
+    if config.draft_dtype is None:
+        return engine.draft
+    draft, engine.notes["draft_dtype"] = float8_draft(engine.draft)
+    return draft
+
+
+def _patched(
+    model: Any,
+    seams: tuple[patching.Seam, ...],
+    on_change: Callable[[], None],
+    engine: Engine,
+    drafting: Draft | None,
+) -> Optimized:
+    """drafting: what the engine drafts with until the model is restored, then again with what it has now."""
+    loaded, engine.draft = engine.draft, drafting
+
     def change() -> None:
         on_change()
+        if patching.MARKER not in vars(model):
+            engine.draft = loaded
         if engine.draft is not None:
             engine.draft.forget()
 

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from eagle_triton import EaModel
+from eagle_triton.adapters import native
+from eagle_triton.adapters.float8 import with_float8
 from eagle_triton.benchmarks import generate, mtp, operations, step, timing
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.acceptance import deepest_path, fix_acceptance
 from eagle_triton.benchmarks.arguments import DECODINGS, PLOTS, SHAPES, TREES, stored_positions
 from eagle_triton.benchmarks.comparison import Run, accepted_histogram
+from eagle_triton.benchmarks.float8 import round_target
 from eagle_triton.benchmarks.operations import Case, Provider, measure_case
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.plot import plot
@@ -109,6 +112,36 @@ def test_step_measures_every_decoding_context_and_batch(capsys):
     assert cases == list(itertools.product(("greedy", "sampled", "plain"), (1, 2), (20, 30)))
     floors = {row["decoding"]: row["floor_ms"] for row in rows}
     assert floors["greedy"] == floors["sampled"] > floors["plain"] > 0
+
+
+@pytest.mark.parametrize("mode", ["step", "batches", "prefill"])
+def test_weights_of_target_and_draft_may_be_fp8(mode, capsys):
+    short = {"batches": ["--max-length", "12"]}.get(mode, [])
+    fp8 = [mode, *TINY, "--context", "9", "--batch", "1", *short, "--target-weights", "fp8", "--draft-weights", "fp8"]
+    assert benchmark.main([*fp8, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    notes = "\n".join(record["notes"])
+    assert "FP8 projections are read by their weights" in notes and "projections of the draft are copies" in notes
+    assert record["options"]["target_weights"] == record["options"]["draft_weights"] == "fp8"
+    if mode == "step":
+        assert {row["variant"] for row in record["rows"]} == {"optimised"}  # the original's would say nothing
+
+
+def test_fp8_weights_are_a_floor_of_their_own_bytes():
+    model = shapes.random_model("tiny")
+    whole = native.read(model)[0].weight_bytes
+    head = model.base_model.lm_head.weight.nbytes
+    norms = sum(p.nbytes for name, p in model.base_model.named_parameters() if "norm" in name)
+    round_target(model.base_model)
+    view = with_float8(*native.read(model), {"model": model}).view
+    scales = sum(p.nbytes for name, p in model.base_model.named_parameters() if name.endswith("scale_inv"))
+    assert view.weight_bytes == (whole - head - norms) // 4 + scales + head + norms
+
+
+def test_upstream_has_no_fp8_weights(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        benchmark.main(["step", *TINY, "--target-weights", "fp8", "--upstream", str(tmp_path)])
+    assert "--upstream has no FP8 weights" in capsys.readouterr().err
 
 
 def test_step_measures_the_trees_that_are_named(capsys, tmp_path):

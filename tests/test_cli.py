@@ -741,8 +741,8 @@ def test_bench_is_the_benchmark(capsys):
 # --- Its arguments.
 
 REFUSED = [
-    ("", "command must be one of check, generate, chat, serve, bench, ablation, export, got none"),
-    ("frob", "command must be one of check, generate, chat, serve, bench, ablation, export, got 'frob'"),
+    ("", "command must be one of check, generate, chat, serve, bench, ablation, export, quantize, got none"),
+    ("frob", "command must be one of check, generate, chat, serve, bench, ablation, export, quantize, got 'frob'"),
     ("--frob", "'--frob' is no argument of this command"),
     ("check --frob", "'--frob' is no argument of this command"),
     ("chat --frob", "'--frob' is no argument of this command"),
@@ -771,6 +771,9 @@ REFUSED = [
     ("generate x --model some/model --method drafter", "--draft must name a smaller model for --method drafter"),
     ("generate x --gamma 2 --egag --egag-gamma-min 3", "egag_gamma_min must be at most 2"),
     ("generate ''", "PROMPT must be a text that is not empty"),
+    ("quantize demo -o out", "the following arguments are required: --to"),
+    ("quantize demo --to int4 -o out", "--to must be one of fp8, got 'int4'"),
+    ("quantize demo --to fp8 -o .", "-o/--output must be a directory to be made, and . holds something already"),
     ("export demo -o out", "the following arguments are required: --to"),
     ("export demo --to tgi -o out", "--to must be one of vllm, sglang, speculators, safeailab, got 'tgi'"),
     ("export some/head --to vllm -o out", "--target must name the model that some/head drafts for"),

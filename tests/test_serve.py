@@ -782,7 +782,7 @@ def test_wrong_arguments_are_one_sentence(line, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prot: 1", "'prot' is no option; the options are model, api-key"),
+        ("prot: 1", "'prot' is no option; the options are model, activations, api-key"),
         ("- a", "must be a mapping of options to values"),
         ("a: [", "cannot be read"),
         ("log-prompts: 5", "log-prompts must be true or false, got 5"),

@@ -85,6 +85,19 @@ def test_to_sglang_without_a_model():
     )
 
 
+def test_a_draft_in_eight_bits_is_handed_on():
+    for method in ("eagle", "draft_model"):
+        config = options(method=method, model="M", quantization="fp8")
+        assert config.to_vllm()["quantization"] == "fp8"
+        assert config.to_sglang()["speculative_draft_model_quantization"] == "fp8"
+    for call in (
+        options(method="mtp", quantization="fp8").to_vllm,
+        options(method="mtp", quantization="fp8").to_sglang,
+    ):
+        with pytest.raises(ValueError, match="quantization=fp8 is not offered by"):
+            call()
+
+
 SAME = {  # what means nothing else there
     ("joined", "ngram"),  # always
     ("match", "ngram"),  # SGLang's is always the latest

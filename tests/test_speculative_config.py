@@ -43,6 +43,7 @@ OTHER = {  # a valid value of each option that is not the default
     "filler_weight": 0.5,
     "reset_in_between": False,
     "model": "folder",
+    "quantization": "fp8",
     "verify_strategy": "greedy",
     "accept_policy": "accept_all",
     "benchmark_mode": True,
@@ -193,12 +194,26 @@ def test_options_are_for_the_methods_that_read_them(method, name):
     assert str(refused.value).endswith(f"method is {method}")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("quantization", "WINT4"), ("prefill_one_step_stop", True), ("enable_draft_logprob", True)]
-)
+@pytest.mark.parametrize(("name", "value"), [("prefill_one_step_stop", True), ("enable_draft_logprob", True)])
 def test_what_is_not_offered_says_what_is(name, value):
     with pytest.raises(ValueError, match=f"{name}={value!r} is not offered; {INSTEAD[name][:20]}"):
         SpeculativeConfig(method="mtp", **{name: value})
+
+
+@pytest.mark.parametrize("value", ["WINT4", "WINT8", "int4", ""])
+@pytest.mark.parametrize("method", ["mtp", "ngram", None])
+def test_other_quantization_is_refused_by_name(value, method):
+    with pytest.raises(ValueError, match=f'quantization={value!r} is not offered; .* quantization="fp8"'):
+        SpeculativeConfig(method=method, quantization=value)
+
+
+def test_quantization_in_fp8_is_the_dtype_of_the_draft():
+    config = EAGLEConfig(speculative=SpeculativeConfig(method="draft_model", quantization="FP8"))
+    assert config.drafting_dtype == "fp8" and EAGLEConfig(draft_dtype="fp8").drafting_dtype == "fp8"
+    target, draft = (tiny_model(eagle3=False, layers=2, seed=seed).base_model for seed in (0, 1))
+    eagle = EAGLEInference(draft, target, config)
+    assert "draft_dtype: fp8: 15 projections of the draft are copies" in eagle.report()
+    assert EAGLEConfig(speculative=SpeculativeConfig(method="draft_model")).drafting_dtype is None
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from eagle_triton.engine.model_watch import is_mixture
 from eagle_triton.engine.modules import MLP, Experts, Projection, Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.target import HYBRIDS, SUPPORTED, text_config
+from eagle_triton.runtime.float8_weight import Float8Weight
 
 ROPE_TYPES = ("default", "linear", "llama3")  # frequencies that do not depend on the length
 
@@ -123,7 +124,7 @@ def draft_from_causal_lm(
     check_fits_target(root, target, others, view.embedding)
     embedding, head = view.embedding, view.head
     if mine > others:  # its padding names no token of the target's
-        if head.weight is None:
+        if not isinstance(head.weight, torch.Tensor):
             raise UnsupportedModelError(
                 f"{root} and the target do not fit: vocabulary {mine}, the target's is {others}, and the rows that are "
                 "too many cannot be left out of a vocabulary projection that is no plain matrix",
@@ -186,10 +187,11 @@ def _mixer(layer: nn.Module, config: Any, index: int, rotary: Rotary, where: str
 
 
 def _check_dtypes(view: ModelView, root: str, body: str) -> None:
-    """Raise UnsupportedModelError for a plain weight that is not of the embedding's dtype."""
+    """Raise UnsupportedModelError for a plain weight that is not of the embedding's dtype. FP8 projections are modules
+    still, see adapters/float8.py."""
     check_dtype(view.dtype, f"{root}.{body}.embed_tokens.weight")
     for path, tensor in _plain_weights(view, body):
-        if tensor is not None and tensor.dtype != view.dtype:
+        if isinstance(tensor, torch.Tensor) and tensor.dtype != view.dtype:
             raise UnsupportedModelError(
                 f"{root}.{path} must be {view.dtype} as the embedding is, or a module of its own kind, "
                 f"got {tensor.dtype}",
@@ -197,7 +199,7 @@ def _check_dtypes(view: ModelView, root: str, body: str) -> None:
             )
 
 
-def _plain_weights(view: ModelView, body: str) -> Iterator[tuple[str, torch.Tensor | None]]:
+def _plain_weights(view: ModelView, body: str) -> Iterator[tuple[str, torch.Tensor | Float8Weight | None]]:
     """Dotted paths and tensors of the norms and of the projections that are no modules."""
     yield f"{body}.norm", view.norm.weight
     yield "lm_head", view.head.weight

@@ -28,6 +28,7 @@ from eagle_triton.engine.modules import MLP, Norm, Projection, Rotary
 from eagle_triton.engine.ranks import SharedEmbedding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 ELSEWHERE = (
     'load it on one, without device_map, or spread it by tp_plan="auto" under torchrun, or hand it over to vLLM or '
     "SGLang, which serve a model on several GPUs (eagle-triton export)"
@@ -157,12 +158,20 @@ def _tried_norm(layer: nn.Module, weight: torch.Tensor, eps: float, where: str) 
 
 
 def read_projection(module: Any, path: str, *, root: str = "model") -> Projection:
-    """A plain nn.Linear by its weight and bias, this rank's part of a sharded one, anything else as the module it
-    is."""
+    """A plain nn.Linear by its weight and bias, this rank's part of a sharded one, anything else as the module it is.
+
+    Which of the latter have FP8 weights that are read, adapters/float8.py says.
+    """
     layer = attribute_at(module, path, nn.Module, root=root)
     if is_sharded_linear(layer):
         return read_sharded_projection(layer, path)
     if is_plain_linear(layer):
+        if layer.weight.dtype in FLOAT8:
+            raise UnsupportedModelError(
+                f"{root}.{path}.weight is {layer.weight.dtype} in a plain nn.Linear, which has no scale: what its "
+                "numbers stand for is not known",
+                "quantisation",
+            )
         return Projection(layer.weight, layer.bias)
     return Projection(module=layer)
 

@@ -60,7 +60,12 @@ def _case(
     """
     head = model.ea_layer
     config = EAGLEConfig(
-        topk=head.top_k, num_steps=head.depth + 1, num_draft_tokens="auto", slots=batch, prefixes=False
+        topk=head.top_k,
+        num_steps=head.depth + 1,
+        num_draft_tokens="auto",
+        slots=batch,
+        prefixes=False,
+        draft_dtype=args.draft_weights,
     )
     eagle = EAGLEInference(head, model, config)
     _check(eagle, model, batch, context)

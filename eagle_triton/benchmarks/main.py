@@ -34,6 +34,7 @@ from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, digest, of_cate
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.benchmarks.record import Record
 
+FP8 = "fp8"
 UNRECORDED = ("mode", "json", "commit", "output", "csv", "plot", "results", "answers")  # options that change no figure
 OPTIONS: dict[str, dict[str, Any]] = {
     "--model": dict(
@@ -117,6 +118,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--upstream": dict(
         type=arguments.existing_directory, metavar="DIR", help="checkout of SafeAILab/EAGLE, timed as well"
     ),
+    "--target-weights": dict(
+        choices=(FP8,), help="projections of the target with scales for blocks, as fine-grained checkpoints have them"
+    ),
+    "--draft-weights": dict(choices=(FP8,), help="projections of the head with scales for rows, as draft_dtype=fp8"),
     "--dtype": dict(
         choices=arguments.DTYPES, help="default: float32; bfloat16 on a GPU for random weights and operations"
     ),
@@ -130,6 +135,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--commit": dict(type=arguments.some_text, help="what to record as the commit instead of what git says"),
 }
 MODEL = ("--model", "--draft", "--shape", "--eagle1", "--context")
+WEIGHTS = ("--target-weights", "--draft-weights")
 EVERYWHERE = ("--dtype", "--device", "--json", "--output", "--csv", "--plot", "--commit")
 
 
@@ -150,13 +156,13 @@ MODES = {
     ),
     "step": Mode(
         "one decode step, greedy, sampled, plain or of other trees, over contexts and batches (default: a batch of 1)",
-        (*MODEL, "--decoding", "--batch", "--num-runs", "--accept-length", "--upstream"),
+        (*MODEL, *WEIGHTS, "--decoding", "--batch", "--num-runs", "--accept-length", "--upstream"),
         {"batch": [1]},
     ),
     "batches": Mode(
         "trees as they pay against plain decoding (default: batches of 1 to 32, 3 drafts accepted; on a CPU batches of "
         "1 and 4, 32 tokens, one run, which take less than a minute)",
-        (*MODEL, "--batch", "--max-length", "--num-runs", "--accept-length"),
+        (*MODEL, *WEIGHTS, "--batch", "--max-length", "--num-runs", "--accept-length"),
         {"batch": [1, 2, 4, 8, 16, 32], "accept_length": 3.0, "max_length": 100, "num_runs": 5},
         on_cpu={"batch": [1, 4], "max_length": 32, "num_runs": 1},
     ),
@@ -192,7 +198,7 @@ MODES = {
     "prefill": Mode(
         "first tokens over contexts and batches, prompts that enter a running batch, and many short requests (default: "
         "contexts of 64, 512 and 2048 tokens, batches of 1 and 8, 5 runs; on a CPU 32 tokens, a batch of 2, one run)",
-        (*MODEL, "--batch", "--num-runs"),
+        (*MODEL, *WEIGHTS, "--batch", "--num-runs"),
         {"batch": [1, 8], "num_runs": 5},
         on_cpu={"batch": [2], "num_runs": 1},
     ),
@@ -233,8 +239,8 @@ def _share(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
     """`_measure` as one of torchrun's processes, of which the first prints and writes."""
     import torch.distributed as dist
 
-    if args.mode != "step" or args.upstream:
-        parser.stop("under torchrun there is only the mode step, without --upstream")
+    if args.mode != "step" or args.upstream or args.target_weights:
+        parser.stop("under torchrun there is only the mode step, without --upstream and --target-weights")
     dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
     with open(os.devnull, "w") as nowhere, ExitStack() as last:
         last.callback(dist.destroy_process_group)
@@ -341,6 +347,8 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
         _check_model(parser, args)
     if args.mode == "questions":
         _check_questions(parser, args)
+    if getattr(args, "target_weights", None) and getattr(args, "upstream", None):
+        parser.error("--upstream has no FP8 weights: no --target-weights with it")
     check_outputs(parser, output=args.output, csv=args.csv, plot=args.plot, results=getattr(args, "results", None))
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from eagle_triton import EaModel
 from eagle_triton.benchmarks.arguments import context_too_long, sentence, too_long
+from eagle_triton.benchmarks.float8 import round_target
 from eagle_triton.demo import demo_prompts
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model import ModelView
@@ -60,6 +61,8 @@ def load(args: argparse.Namespace) -> EaModel:
             with torch.no_grad():
                 head: Any = model.ea_layer if model.use_eagle3 else model.base_model
                 head.lm_head.weight.mul_(20)
+    if getattr(args, "target_weights", None) is not None:
+        round_target(model.base_model)
     if problem := context_too_long(args, positions(model)):
         raise ValueError(problem)
     return model

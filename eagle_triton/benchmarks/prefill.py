@@ -15,8 +15,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_triton import EaModel
-from eagle_triton.adapters import native
 from eagle_triton.benchmarks import models
+from eagle_triton.benchmarks.float8 import read
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import Quantiles, synchronise
@@ -42,7 +42,8 @@ LARGEST_TREES = 1024  # nodes of a batch; above it first trees are not drafted
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
     """Add a row for each batch and context, for each context that enters a batch, and one of short requests."""
     model = models.load(args)
-    view, draft = native.read(model)
+    view, draft, *_ = read(model, args, notes)
+    assert draft is not None
     cuda = view.device.type == "cuda"
     engine = Engine(view, draft, make_operations(cuda), cuda_graph=cuda)
     contexts = args.context or ([64, 512, 2048] if cuda else [32])

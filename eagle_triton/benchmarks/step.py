@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from eagle_triton.adapters import native
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.acceptance import WARNING, fix_acceptance, fixed_acceptance
 from eagle_triton.benchmarks.comparison import decode
+from eagle_triton.benchmarks.float8 import read
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth, noise, synchronise
@@ -52,7 +52,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     """Add a row for each model, decoding, batch size and context; and notes."""
     module = models.import_safeailab(args.upstream) if args.upstream else None
     model = models.load(args)
-    view, draft = native.read(model)
+    view, draft, *_ = read(model, args, notes)
+    assert draft is not None
     cuda = view.device.type == "cuda"
     mean = args.accept_length
     operations = make_operations(cuda)
@@ -87,11 +88,14 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             add("optimised", decoding, batch, context, figures)
         engine.clear()
         originals: dict[str, Any] = {"original": model}
+        if args.target_weights is not None:
+            originals = {}
+            notes.append("original: not timed, it makes its weights wide in every call")
         if module is not None:
             originals["SafeAILab"] = models.safeailab_model(module, model)
         room = max(contexts) + 1024
         theirs = [decoding for decoding in dict.fromkeys(args.decoding) if decoding in ORIGINALS]
-        if len(theirs) < len(set(args.decoding)):
+        if originals and len(theirs) < len(set(args.decoding)):
             notes.append(f"{' and '.join(originals)}: only {', '.join(ORIGINALS)}, over the head's own tree")
         for name, decoding, context in itertools.product(originals, theirs, contexts):
             (prompt,) = models.random_prompts(model, 1, context)

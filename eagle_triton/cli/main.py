@@ -7,6 +7,7 @@
     eagle-triton bench                      time generations, decode steps and single operations
     eagle-triton ablation                   compare the methods over prompts, as CSV
     eagle-triton export demo --to vllm -o OUT   a draft head for vLLM, SGLang and others
+    eagle-triton quantize demo --to fp8 -o OUT  a target with its projections in eight bits
 
 Each has options of its own: eagle-triton chat --help
 Exit code 0: done; 1: it failed, or figures are missing; 2: a wrong argument; 130: ended by Ctrl-C or SIGTERM.
@@ -31,6 +32,7 @@ COMMANDS = {  # the modules that have them
     "bench": "eagle_triton.benchmarks.main",
     "ablation": "eagle_triton.cli.ablation",
     "export": "eagle_triton.cli.export",
+    "quantize": "eagle_triton.cli.quantize",
 }
 PROGRAM = "eagle-triton"
 

@@ -20,6 +20,7 @@ from eagle_triton.engine.pages import PAGE_ROWS
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.linear.settings import Settings, block_m_of, descriptors, launch_settings
 from eagle_triton.megakernel.kernel import draft_verify_update_kernel
+from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.launch import DRAFT_WARPS, EXACT, launch
 from eagle_triton.tree_decoding import topk_chunk_of
 
@@ -101,6 +102,8 @@ _BIASED = ("fc", "q", "k", "v")  # products that may have a bias
 def _plain_weight(name: str, projection: Projection) -> Tensor:
     if projection.weight is None:
         raise _UnsupportedError(f"the draft head's {name} is not a plain product")
+    if isinstance(projection.weight, Float8Weight):
+        raise _UnsupportedError(f"the weight of the draft head's {name} is FP8")
     if projection.bias is not None and name not in _BIASED:
         raise _UnsupportedError(f"the draft head's {name} has a bias")
     if not projection.weight.is_contiguous():

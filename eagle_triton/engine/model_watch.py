@@ -6,7 +6,7 @@ weights may change in place, but whatever is put in their place, or around them,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -67,17 +67,20 @@ def is_plain_tensor(tensor: Tensor) -> bool:
     return type(tensor.data) is Tensor
 
 
-def modules_read(root: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Every module below `root` that is read, with its dotted path, and whether it is called as it is instead."""
+def modules_read(root: nn.Module, path: str, also: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Every module below `root` that is read, with its dotted path, and whether it is called as it is instead.
+
+    also: projections that are no plain linear layers and are read all the same.
+    """
     yield path, root, False
     for name, child in root._modules.items():
         if child is None:
             continue
-        read = is_plain_linear(child) or is_sharded_linear(child)
+        read = is_plain_linear(child) or is_sharded_linear(child) or child in also
         if (name in PROJECTIONS and not read) or is_mixture(child):
             yield f"{path}.{name}", child, True
         else:
-            yield from modules_read(child, f"{path}.{name}")
+            yield from modules_read(child, f"{path}.{name}", also)
 
 
 def interference(root: nn.Module, path: str) -> str | None:
@@ -103,9 +106,9 @@ def interference(root: nn.Module, path: str) -> str | None:
 class ModelWatch:
     """Remembers how some models were when they were read."""
 
-    def __init__(self, roots: Mapping[str, nn.Module]):
-        """roots: the models by the names that messages call them."""
-        parts = [part for path, root in roots.items() for part in modules_read(root, path)]
+    def __init__(self, roots: Mapping[str, nn.Module], also: Collection[nn.Module] = ()):
+        """roots: the models by the names that messages call them. also: see `modules_read`."""
+        parts = [part for path, root in roots.items() for part in modules_read(root, path, also)]
         self._read = [_Part.of(path, module) for path, module, called in parts if not called]
         self._called = [(path, module) for path, module, called in parts if called]
 

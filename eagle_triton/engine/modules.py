@@ -6,12 +6,14 @@ Shapes: B sequences, n rows of each, H hidden size, I intermediate size, d head 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks
+from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 
@@ -32,7 +34,7 @@ class Projection:
     joined_over: ranks that have some of its rows each, and put together what these give.
     """
 
-    weight: Tensor | None = None  # [out, in]
+    weight: Tensor | Float8Weight | None = None  # [out, in]
     bias: Tensor | None = None  # [out]
     module: Callable[[Tensor], Tensor] | None = None
     summed_over: Ranks | None = None
@@ -47,7 +49,12 @@ class Projection:
     @property
     def tensors(self) -> Iterator[Tensor]:
         """All that one product reads."""
-        yield from (tensor for tensor in (self.weight, self.bias) if tensor is not None)
+        if isinstance(self.weight, Float8Weight):
+            yield from self.weight.tensors
+        elif self.weight is not None:
+            yield self.weight
+        if self.bias is not None:
+            yield self.bias
         if isinstance(self.module, nn.Module):
             yield from self.module.parameters()
 
@@ -85,6 +92,21 @@ class Experts:
     def tensors(self) -> Iterator[Tensor]:
         """All weights, of which one call reads those of the chosen experts."""
         yield from self.module.parameters()
+
+
+def with_projections(part: Any, change: Callable[[Projection], Projection]) -> Any:
+    """A copy of a part of a model, such as a layer, with each of its projections changed; the same part if none is."""
+    if isinstance(part, Projection):
+        return change(part)
+    if isinstance(part, tuple):
+        changed = tuple(with_projections(item, change) for item in part)
+        return part if all(new is old for new, old in zip(changed, part, strict=True)) else changed
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    old = {field.name: getattr(part, field.name) for field in fields(part) if field.init}
+    new = {name: with_projections(value, change) for name, value in old.items()}
+    new = {name: value for name, value in new.items() if value is not old[name]}
+    return replace(part, **new) if new else part
 
 
 def project(ops: Operations, projection: Projection, x: Tensor, launch_rows: int | None = None) -> Tensor:

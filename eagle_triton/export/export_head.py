@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +14,7 @@ from torch import Tensor
 from eagle_triton.export import safeailab, sglang, speculators, vllm
 from eagle_triton.export.contents import ExportError, HeadContents, read_contents
 from eagle_triton.export.engines import ENGINES, READERS
+from eagle_triton.export.folder import free_folder, made_whole
 from eagle_triton.export.launch_plan import LaunchPlan
 
 
@@ -52,7 +50,7 @@ def export_head(
     """
     options = dict(num_speculative_tokens=num_speculative_tokens, tensor_parallel_size=tensor_parallel_size)
     check_options(to, options)
-    folder = _free(Path(path).expanduser())
+    folder = free_folder(path)
     contents = read_contents(head, target, dict(total_token=total_token, depth=depth, top_k=top_k))
     chain = num_speculative_tokens or contents.tree.levels
     config, tensors, plan = _written(contents, to, folder, chain, tensor_parallel_size)
@@ -121,33 +119,7 @@ def _for_sglang(head: HeadContents) -> tuple[str, ...]:
     return ("SGLang serves the same folder: what is written for it is the same",)
 
 
-def _free(folder: Path) -> Path:
-    """An absolute path at which nothing lies that would be lost."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        what = "holds something already" if folder.is_dir() else "is a file"
-        raise FileExistsError(f"path: {str(folder)!r} {what}; give a directory that does not exist yet, or is empty")
-    return folder.absolute()
-
-
 def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-    """All or nothing: what is interrupted leaves no folder that an engine could take for whole."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
+    with made_whole(folder) as beside:
         (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, beside / "model.safetensors", metadata={"format": "pt"})
-        for made, mode in ((beside, 0o777), *((file, 0o666) for file in beside.iterdir())):
-            made.chmod(mode & ~_umask())  # both writers make what only their user may read
-        if folder.is_dir():
-            folder.rmdir()
-        beside.rename(folder)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
-
-
-def _umask() -> int:
-    """What a new directory's permissions lack; it can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

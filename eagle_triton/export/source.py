@@ -37,13 +37,13 @@ def find_source(head: Any, target: Any) -> Source:
                 "directory of its head"
             )
         path = head.base_model_name_or_path if target is None else str(target)
-        return Source(head.ea_layer, _saved_target(_named(path)), head.base_model)
+        return Source(head.ea_layer, saved_target(_named(path)), head.base_model)
     if isinstance(head, DraftHead):
         if isinstance(target, nn.Module):
             return Source(head, _named(getattr(target.config, "_name_or_path", "")), target)
         if target is None:
             raise ValueError("target: needed, because a head alone does not say what it drafts for")
-        return Source(head, _saved_target(str(target)))
+        return Source(head, saved_target(str(target)))
     if not isinstance(head, (str, Path)):
         raise TypeError(f"head must be an EaModel, a draft head, a directory or a hub id, got {type(head).__name__}")
     path = str(head)
@@ -54,7 +54,7 @@ def find_source(head: Any, target: Any) -> Source:
         raise TypeError("target: a head that is given by its path needs the target's path too")
     head_path = locate(path, None, True)[1] if saved else path
     _check_is_head(head_path)
-    return Source(head_path, _saved_target(path if target is None else str(target)))
+    return Source(head_path, saved_target(path if target is None else str(target)))
 
 
 def _check_is_head(path: str) -> None:
@@ -81,6 +81,6 @@ def _is_saved_pair(path: str) -> bool:
     return path == "demo" or ((Path(path) / TARGET_FOLDER / "config.json").is_file() and any(map(Path.is_file, heads)))
 
 
-def _saved_target(path: str) -> str:
+def saved_target(path: str) -> str:
     """The target in a directory that holds a head, too; any other path as it is."""
     return locate(path, None, True)[0] if _is_saved_pair(path) else path

@@ -14,11 +14,12 @@ import triton
 from torch import Tensor
 
 from eagle_triton.layers import swiglu
-from eagle_triton.linear import small
+from eagle_triton.linear import float8, small
 from eagle_triton.linear.settings import MOST_STREAMED, Settings, can_stream, has_descriptors, launch_settings
 from eagle_triton.reference.linear import check_product
+from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.overlap import triton_version
-from eagle_triton.runtime.split_sums import SplitSums
+from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 if TYPE_CHECKING:  # Gluon's
     from eagle_triton.linear.streamed import Streaming
@@ -30,7 +31,7 @@ _STACKED = 4  # weights to a launch
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Float8Weight,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
@@ -45,6 +46,8 @@ def linear(
     ValueError on shapes, dtypes, strides or devices that do not fit, and on Streaming settings that cannot be.
     """
     check_product("linear", x, (weight,), (bias,), residual, keep_splits=keep_splits)
+    if isinstance(weight, Float8Weight):
+        return float8.linear(x, weight, bias, residual, keep_splits=keep_splits, settings=_of_float8(settings))
     settings = settings or _choose(x, (weight,), launch_rows, keep_splits, residual)
     if settings is None:
         out = F.linear(x, weight, bias)
@@ -54,7 +57,7 @@ def linear(
 
 def linear_stack(
     x: Tensor,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor | Float8Weight],
     biases: Sequence[Tensor | None],
     *,
     keep_splits: bool = False,
@@ -66,12 +69,19 @@ def linear_stack(
     Returns one [..., Ni] each: views of one tensor, side by side in its last dimension. Options as for `linear`.
     """
     check_product("linear_stack", x, weights, biases, None)
-    settings = settings or _choose(x, weights, launch_rows, keep_splits)
+    narrow = [weight for weight in weights if isinstance(weight, Float8Weight)]
+    if len(narrow) == len(weights):
+        return float8.linear_stack(x, narrow, biases, keep_splits=keep_splits, settings=_of_float8(settings))
+    if narrow:
+        options: dict[str, Any] = {"keep_splits": keep_splits, "launch_rows": launch_rows}
+        return tuple(linear(x, weight, bias, **options) for weight, bias in zip(weights, biases, strict=True))
+    plain = [weight for weight in weights if isinstance(weight, Tensor)]
+    settings = settings or _choose(x, plain, launch_rows, keep_splits)
     if settings is None:
-        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(plain, biases, strict=True))
     outs: list[Tensor | SplitSums] = []
-    for i in range(0, len(weights), _STACKED):
-        some = list(weights[i : i + _STACKED])
+    for i in range(0, len(plain), _STACKED):
+        some = plain[i : i + _STACKED]
         out = _multiply(
             "linear_stack",
             x,
@@ -92,14 +102,18 @@ def linear_stack(
 
 def linear_swiglu(
     x: Tensor,
-    gate: Tensor,
-    up: Tensor,
+    gate: Tensor | Float8Weight,
+    up: Tensor | Float8Weight,
     *,
     launch_rows: int | None = None,
     settings: Settings | Streaming | None = None,
 ) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I]."""
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
+    if isinstance(gate, Float8Weight) and isinstance(up, Float8Weight):
+        return float8.linear_swiglu(x, gate, up, settings=_of_float8(settings))
+    if isinstance(gate, Float8Weight) or isinstance(up, Float8Weight):
+        return swiglu(total_of(linear(x, gate)), total_of(linear(x, up)))
     settings = settings or _choose(x, (gate, up), launch_rows, fused=True)
     if settings is None:
         return swiglu(F.linear(x, gate), F.linear(x, up))
@@ -113,6 +127,12 @@ def linear_swiglu(
         _check_streaming("linear_swiglu", matrix, (gate, up), settings, None, False)
         _streamed().linear_swiglu(matrix, gate, up, out, settings)
     return out.view(*x.shape[:-1], len(gate))
+
+
+def _of_float8(settings: Settings | Streaming | None) -> Streaming | None:
+    if isinstance(settings, Settings):
+        raise ValueError(f"weights of eight bits take Streaming settings, or none, got {settings}")
+    return settings
 
 
 def _multiply(

@@ -361,7 +361,8 @@ def fit_head(head: DraftHead, target: Any) -> DraftHead:
     to the target is copied."""
     if head.embed_tokens.weight.is_meta:
         borrow_embedding(head, target)
-    return head.to(device=target.lm_head.weight.device, dtype=target.dtype).eval()
+    embedding = target.get_input_embeddings().weight  # of the model's dtype, also where projections have FP8 weights
+    return head.to(device=embedding.device, dtype=embedding.dtype).eval()
 
 
 def borrow_embedding(head: DraftHead, target: Any) -> None:

@@ -1,5 +1,8 @@
-"""Products of few rows with weights as they lie in the model: [out, in], one tensor per projection, or one of eight bits
-with its scales (Float8Weight): then the product is that of the weight itself, in fp32, rounded once."""
+"""Products of few rows with weights as they lie in the model: [out, in], one tensor per projection.
+
+Or one of eight bits with its scales (Float8Weight): then the product is that of the weight itself, in fp32, rounded
+once.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ def check_product(
         raise ValueError(f"{name}: x must be floating point [..., K], got {x.dtype} {tuple(x.shape)}")
     operands: list[Tensor] = []
     for weight, bias in zip(weights, biases, strict=True):
-        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        if len(weight.shape) != 2 or weight.shape[1] != x.shape[-1]:
             raise ValueError(f"{name}: weight must be [N, {x.shape[-1]}], got {tuple(weight.shape)}")
         if same and weight.shape != weights[0].shape:
             raise ValueError(f"{name}: weights must be {tuple(weights[0].shape)} alike, got {tuple(weight.shape)}")

@@ -122,6 +122,8 @@ def _load(args: argparse.Namespace) -> EAGLEInference:
         slots=args.max_num_seqs,
         cache_tokens=args.cache_tokens,
         dtype=args.dtype and getattr(torch, args.dtype),
+        activations=args.activations.replace("-", " "),
+        draft_dtype=args.draft_dtype,
         **options,
     )
     return EAGLEInference.from_pretrained(args.model, args.draft, config, args.device)
@@ -211,6 +213,13 @@ def _parser(program: str) -> Parser:
     add("--log-prompts", action="store_true", help="write prompts and answers to the log")
     add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--dtype", choices=arguments.DTYPES, help="default: float32 on a CPU, else the checkpoint's")
+    add(
+        "--activations",
+        choices=("exact", "as-published"),
+        default="exact",
+        help="of FP8 projections: not rounded (default), or as their modules round them",
+    )
+    add("--draft-dtype", choices=("fp8",), help="draft by copies of the draft in eight bits (default: as it is)")
     add("--engine", choices=ENGINES, help="serve by that engine's own server instead (default: this package's)")
     add("--config", type=arguments.existing_file, metavar="FILE", help="YAML with these options by their names")
     return parser

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from eagle_triton.adapters.float8 import EXACT, check_activations
 from eagle_triton.engine.batch import PROMPT_TOKENS
 from eagle_triton.engine.drafts.beams import checked_vocabulary
+from eagle_triton.engine.drafts.float8 import check_draft_dtype
 from eagle_triton.engine.pages import check_cache_tokens
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import MOST_NODES, TreeSpec
@@ -56,6 +58,10 @@ class EAGLEConfig:
     draft_vocabulary: the only tokens that a draft's vocabulary projection scores, by their ids, or the first so many,
     which in byte-pair vocabularies are the most frequent; the rows are copied. A draft that reads a large projection
     for each pass becomes faster for a few guesses less. None: all.
+    activations: of projections that were published with FP8 weights: "exact" reads the weights, and what they are
+    multiplied with stays as it is; "as published" calls the modules, which round that to eight bits too.
+    draft_dtype: "fp8" drafts by copies of the draft's projections in eight bits, with a scale for each row; the target
+    decides as before. None: as they are.
     egag: end drafts early, by their entropy, see `EGAGConfig`; None: they are as deep as the tree.
     speculative: a method with options of its own, in place of the shape of the tree, suffix_drafts and how drafts are
     judged.
@@ -87,6 +93,8 @@ class EAGLEConfig:
     suffix_drafts: int = 0
     suffix_ring: int = 1 << 20
     draft_vocabulary: int | Collection[int] | None = None
+    activations: str = EXACT
+    draft_dtype: str | None = None
     egag: EGAGConfig | None = None
     speculative: SpeculativeConfig | None = None
 
@@ -127,6 +135,8 @@ class EAGLEConfig:
             raise ValueError(f"suffix_ring must be 0, or 2 to {MOST_TIMES} tokens, got {self.suffix_ring}")
         if self.draft_vocabulary is not None:
             object.__setattr__(self, "draft_vocabulary", checked_vocabulary(self.draft_vocabulary))
+        check_activations(self.activations)
+        check_draft_dtype(self.draft_dtype)
         self._check_egag()
         reads_ring = self.suffix_drafts or (self.speculative is not None and self.speculative.method == "suffix")
         if self.suffix_ring != type(self).suffix_ring and not reads_ring:
@@ -139,6 +149,11 @@ class EAGLEConfig:
             names = (str(options.verify_strategy), str(options.accept_policy))
             return Verification(*names, options.verify_window, options.max_candidate_len)
         return Verification(self.verify_strategy, self.accept_policy, self.verify_window, self.max_candidate_len)
+
+    @property
+    def drafting_dtype(self) -> str | None:
+        """`draft_dtype`, or what speculative says of it."""
+        return self.draft_dtype or (None if self.speculative is None else self.speculative.quantization)
 
     @property
     def candidates(self) -> int:

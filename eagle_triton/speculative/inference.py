@@ -95,15 +95,17 @@ class EAGLEInference:
             draft,
             operations,
             graph,
-            watch=ModelWatch(self.pair.models),
+            watch=ModelWatch(self.pair.models, self.pair.float8_modules),
             verification=self.config.verification,
             cache_tokens=self.config.cache_tokens,
             prefixes=self.config.prefixes,
         )
+        self.engine.notes.update(self.pair.notes)
         if self.config.draft_vocabulary is not None and draft is not None:
             self.engine.notes["draft_vocabulary"] = vocabulary_note(beams_of(draft))
-        known = CostTable.read() if costs is None and view.ranks is None else costs or ()  # ours are of one GPU
-        self._table = CostTable.find(known, view)
+        elsewhere = self.pair.notes or view.ranks is not None  # ours are of one GPU, in 16 and 32 bits
+        measured = [] if elsewhere else CostTable.read()
+        self._table = CostTable.find(measured if costs is None else costs, view)
         self._policies: dict[int, TreePolicy] = {}
         self.reset_statistics()
 

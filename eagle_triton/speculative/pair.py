@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,14 @@ from torch import nn
 
 from eagle_triton.adapters import native
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
+from eagle_triton.adapters.float8 import with_float8
 from eagle_triton.adapters.module_reader import UnsupportedModelError, check_readable
 from eagle_triton.adapters.mtp import read_mtp
 from eagle_triton.demo import DRAFT, HYBRID, demo_directory
 from eagle_triton.engine.drafts.beams import BeamDraft, with_vocabulary
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.drafts.float8 import float8_draft
 from eagle_triton.engine.drafts.hybrid import scoring
 from eagle_triton.engine.model import ModelView
 from eagle_triton.integration import FAMILIES
@@ -45,15 +47,21 @@ class Pair:
     tokenizer: Any | None
     stop_ids: frozenset[int]
     max_positions: int | None  # the most tokens of a sequence that the target was made for
+    float8_modules: frozenset[nn.Module] = frozenset()  # whose weights are read
+    notes: dict[str, str] = field(default_factory=dict)  # what a report says of them, and of the draft
 
     @property
     def models(self) -> dict[str, nn.Module]:
         """Those that were read, by the names that messages call them."""
-        models = {"target_model": self.target_model}
-        part_of_target = self.draft_model in (self.target_model, getattr(self.target_model, "ea_layer", None))
-        if isinstance(self.draft_model, nn.Module) and not part_of_target:
-            models["draft_model"] = self.draft_model
-        return models
+        return _models(self.target_model, self.draft_model)
+
+
+def _models(target_model: Any, draft_model: Any) -> dict[str, nn.Module]:
+    models = {"target_model": target_model}
+    part_of_target = draft_model in (target_model, getattr(target_model, "ea_layer", None))
+    if isinstance(draft_model, nn.Module) and not part_of_target:
+        models["draft_model"] = draft_model
+    return models
 
 
 def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: torch.device | None) -> Pair:
@@ -117,6 +125,8 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     else:
         view = read_causal_lm(base, root="target_model")
         draft = draft_from_causal_lm(draft_model, view, config.tree, root="draft_model")
+    read = with_float8(view, draft, _models(target, draft_model), config.activations)
+    view, draft = read.view, read.draft
     if draft is not None and config.speculative is None:
         view.check_tree(config.tree(), "num_draft_tokens")
     _check_places(view, draft, device)
@@ -129,7 +139,10 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
         raise ValueError(f"topk must not pass the draft's vocabulary ({vocabulary}), got {config.topk}")
     stop_ids, positions = _stop_ids(tokenizer, view), max_positions(base)
     draft = propose_with(config, view, draft)
-    return Pair(target, draft_model, view, draft, tokenizer, stop_ids, positions)
+    notes = {} if read.note is None else {"activations": read.note}
+    if config.drafting_dtype is not None:
+        draft, notes["draft_dtype"] = float8_draft(draft)
+    return Pair(target, draft_model, view, draft, tokenizer, stop_ids, positions, read.modules, notes)
 
 
 def _configured_head(draft_model: Any, config: EAGLEConfig) -> Any:

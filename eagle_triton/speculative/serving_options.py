@@ -27,14 +27,14 @@ HANDED_ON: dict[str, dict[str, tuple[str, ...]]] = {  # by engine and method, th
             "suffix_decoding_min_token_prob",
         ),
         "mtp": ("num_model_steps", "model"),
-        "eagle": ("model",),
-        "draft_model": ("model",),
+        "eagle": ("model", "quantization"),
+        "draft_model": ("model", "quantization"),
     },
     "SGLang": {
         "ngram": ("max_ngram_size", "joined", "match"),
         "mtp": ("num_model_steps", "model"),
-        "eagle": ("model",),
-        "draft_model": ("model",),
+        "eagle": ("model", "quantization"),
+        "draft_model": ("model", "quantization"),
     },
 }
 WHY_NOT = {
@@ -71,7 +71,8 @@ def vllm_options(config: SpeculativeConfig) -> dict[str, Any] | None:
         beside = {} if config.model is None else dict(model=_place(config.model))
         return dict(method="mtp", **beside, num_speculative_tokens=config.num_model_steps)
     name = "eagle3" if method == "eagle" else "draft_model"
-    return dict(method=name, model=_model(config), num_speculative_tokens=config.num_speculative_tokens)
+    options = dict(method=name, model=_model(config), num_speculative_tokens=config.num_speculative_tokens)
+    return options if config.quantization is None else {**options, "quantization": config.quantization}
 
 
 def sglang_options(config: SpeculativeConfig) -> dict[str, Any]:
@@ -93,7 +94,10 @@ def sglang_options(config: SpeculativeConfig) -> dict[str, Any]:
         beside = {} if config.model is None else dict(speculative_draft_model_path=_place(config.model))
         return dict(speculative_algorithm="NEXTN", **beside, **_chain(config.num_model_steps))
     name = "EAGLE3" if method == "eagle" else "STANDALONE"
-    return dict(speculative_algorithm=name, speculative_draft_model_path=_model(config), **_chain(drafts))
+    options = dict(speculative_algorithm=name, speculative_draft_model_path=_model(config), **_chain(drafts))
+    if config.quantization is not None:
+        options["speculative_draft_model_quantization"] = config.quantization
+    return options
 
 
 def _chain(drafts: int) -> dict[str, int]:

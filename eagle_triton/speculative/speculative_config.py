@@ -14,6 +14,7 @@ from numbers import Integral, Real
 from typing import Any, NoReturn, get_args
 
 from eagle_triton.engine.drafts.counted import MOST_FILLERS, MOST_N, NgramStorageKind
+from eagle_triton.engine.drafts.float8 import FP8
 from eagle_triton.engine.tree_spec import MOST_NODES
 from eagle_triton.reference.suffix_match import Match
 from eagle_triton.speculative import serving_options
@@ -159,13 +160,13 @@ READERS: dict[str, tuple[SpecMethod, ...]] = {  # the methods that each option m
     "filler_weight": (SpecMethod.NASD,),
     "reset_in_between": (SpecMethod.NASD,),
     "model": (*_MTP, SpecMethod.EAGLE, SpecMethod.DRAFT_MODEL),
+    "quantization": (*_MTP, SpecMethod.EAGLE, SpecMethod.DRAFT_MODEL),
     "verify_strategy": _ANY,
     "accept_policy": _DRAFTING,
     "benchmark_mode": _DRAFTING,
 }
 OF_TOPP = ("max_candidate_len", "verify_window")
 INSTEAD = {  # what is known by name and not offered
-    "quantization": "a draft runs in the dtype it was loaded in: load it in float32, float16 or bfloat16",
     "prefill_one_step_stop": "prefill and decoding run in one process: to prefill alone, generate with "
     "max_new_tokens=1",
     "enable_draft_logprob": "log-probabilities are the target's: generate(..., logprobs=True)",
@@ -196,14 +197,15 @@ class SpeculativeConfig:
     the target are counted too, filler_weight times each; 1: none. reset_in_between: a slot's counts begin anew with
     each request. A draft ends before an unknown context.
 
-    model: path of the draft, None: the one that the engine is given. verify_strategy: also 0 (topp), 1 (greedy), 2
-    (target_match). Of topp, which is lossy: max_candidate_len, the most candidates; verify_window: a second-best draft
-    is accepted if so many best ones follow it, 0: never. accept_policy: "accept_all" and "reject_all" are for
-    debugging. benchmark_mode: the same as "reject_all".
+    model: path of the draft, None: the one that the engine is given. quantization: "fp8" drafts by copies of the draft
+    in eight bits, as `EAGLEConfig(draft_dtype="fp8")`; None: as it was loaded.
+    verify_strategy: also 0 (topp), 1 (greedy), 2 (target_match). Of topp, which is lossy: max_candidate_len, the most
+    candidates; verify_window: a second-best draft is accepted if so many best ones follow it, 0: never. accept_policy:
+    "accept_all" and "reject_all" are for debugging. benchmark_mode: the same as "reject_all".
 
     Raises ValueError or TypeError naming the option: for a value out of range, for an option that the method does not
-    read, for two that contradict each other, and for what this package does not offer (quantization,
-    prefill_one_step_stop, enable_draft_logprob).
+    read, for two that contradict each other, and for what this package does not offer (other
+    quantization, WINT4 and WINT8 among it, prefill_one_step_stop, enable_draft_logprob).
     """
 
     method: SpecMethod | str | None = None
@@ -331,6 +333,13 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if value not in (None, False):
                 raise ValueError(f"{name}={value!r} is not offered; {instead}")
+        if self.quantization is not None:
+            if self.quantization.lower() != FP8:
+                raise ValueError(
+                    f"quantization={self.quantization!r} is not offered; a draft runs in the dtype it was loaded in, "
+                    f'or in eight bits: quantization="{FP8}"'
+                )
+            self._set("quantization", FP8)
 
     def _merge_mtp_strategy(self) -> None:
         """Hybrid is MTP with n-grams, by either name."""

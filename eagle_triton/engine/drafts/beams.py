@@ -23,6 +23,7 @@ from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.adaptive_length import EGAGConfig, GuideTensors
 from eagle_triton.reference.attention import pack_ancestors
+from eagle_triton.runtime.float8_weight import Float8Weight, rows_of
 from eagle_triton.runtime.split_sums import SplitSums
 
 if TYPE_CHECKING:
@@ -72,10 +73,13 @@ def with_vocabulary(draft: BeamDraft, tokens: int | Collection[int]) -> BeamDraf
     most = tokens - 1 if isinstance(tokens, int) else max(tokens)
     if most >= known:
         raise ValueError(f"draft_vocabulary: tokens must lie in 0..{known - 1}, got {most}")
+    if isinstance(draft.head.weight, Float8Weight) and draft.head.weight.in_blocks:
+        raise ValueError("draft_vocabulary: the draft's vocabulary projection has FP8 scales for blocks, not for rows")
     device = draft.head.weight.device
     ids = torch.arange(tokens, device=device) if isinstance(tokens, int) else torch.tensor(tokens, device=device)
     bias = None if draft.head.bias is None else draft.head.bias[ids]
-    head = Projection(draft.head.weight[ids].detach(), bias)
+    rows = rows_of(draft.head.weight, ids)
+    head = Projection(rows.detach() if isinstance(rows, Tensor) else rows, bias)
     return replace(draft, head=head, d2t=ids - torch.arange(len(ids), device=device))
 
 

@@ -1,0 +1,174 @@
+"""A target with its projections in eight bits, in the fine-grained layout that transformers, vLLM and SGLang load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from eagle_triton.demo import DRAFT, HYBRID, demo_directory
+from eagle_triton.export.contents import ExportError
+from eagle_triton.export.folder import free_folder, made_whole
+from eagle_triton.export.source import saved_target
+from eagle_triton.models.loading import read_target_config, tensor_names
+from eagle_triton.runtime.float8_weight import BLOCK, quantised
+
+FORMATS = ("fp8",)
+KEPT = ("lm_head", "model.embed_tokens")  # as they are: few layers, and the ones that rounding harms most
+INDEX = "model.safetensors.index.json"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*")
+
+
+@dataclass(frozen=True)
+class QuantizedCheckpoint:
+    """What `quantize_checkpoint` has written: where, how many projections are in eight bits, and the bytes of all
+    tensors before and after. notes: sentences on who may not take it."""
+
+    folder: Path
+    projections: int
+    bytes_before: int
+    bytes_after: int
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**vars(self), "folder": str(self.folder), "notes": list(self.notes)}
+
+
+def quantize_checkpoint(target: str | Path, path: str | Path, to: str = "fp8") -> QuantizedCheckpoint:
+    """Write a checkpoint with float8_e4m3fn weights and an fp32 scale for each block of 128 by 128.
+
+    target: directory or hub id of a dense Llama, Mistral, Qwen2 or Qwen3, or "demo"; of a directory that
+    `EaModel.save_pretrained` wrote, the target. path: a directory that does not exist yet, or is empty. All projections
+    of the layers are rounded, each block so that its largest number becomes 448; vocabulary projection, embedding,
+    norms and biases keep their bits, and so do the tokenizer and other files. One file of weights after the other is
+    read, and the same number is written.
+
+    Raises ExportError, a ValueError, for a checkpoint that is quantised already, weights that are not finite or not
+    there, and other formats than safetensors; ValueError for another architecture and another `to`; FileNotFoundError
+    for missing files, FileExistsError for a directory that holds something. Nothing is written then.
+    """
+    if to not in FORMATS:
+        raise ValueError(f"to must be {' or '.join(FORMATS)}, got {to!r}")
+    folder = free_folder(path)
+    source = _fetched(target)
+    config = read_target_config(str(source))
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    for name in ("quantization_config", "compression_config"):
+        if raw.get(name):
+            method = raw[name].get("quant_method", "") if isinstance(raw[name], dict) else raw[name]
+            raise ExportError(f"config.json: {name} says that {str(target)!r} is quantised already, by {method!r}")
+    files = _weight_files(source)
+    wanted = _projections(config)
+    if missing := sorted(wanted - {name for names in files.values() for name in names}):
+        raise ExportError(f"{missing[0]} is not among the tensors of {str(source)!r}")
+    before, after, placed = 0, 0, {}
+    with made_whole(folder) as beside:
+        for file, names in files.items():
+            tensors, read = _rounded(source / file, names, wanted)
+            before += read
+            after += sum(tensor.nbytes for tensor in tensors.values())
+            placed.update(dict.fromkeys(tensors, file))
+            save_file(tensors, beside / file, metadata={"format": "pt"})
+        if (source / INDEX).is_file():
+            index = {"metadata": {"total_size": after}, "weight_map": dict(sorted(placed.items()))}
+            (beside / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        raw["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": list(KEPT),
+        }
+        (beside / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+        for other in source.iterdir():
+            if other.is_file() and other.name != "config.json" and not other.name.endswith(WEIGHTS):
+                shutil.copyfile(other, beside / other.name)
+    return QuantizedCheckpoint(folder, len(wanted), before, after, _notes(config))
+
+
+def _fetched(target: str | Path) -> Path:
+    """The directory of a target. Raises FileNotFoundError without one."""
+    name = str(target)
+    named = {DRAFT: "draft", HYBRID: "gdn"}.get(name)
+    place = Path(demo_directory(named) if named else saved_target(name)).expanduser()
+    if place.is_dir():
+        return place
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(FETCHED)))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"target: {name!r} is no directory, and no hub id to be had: {error}") from error
+
+
+def _weight_files(source: Path) -> dict[str, list[str]]:
+    """The files of safetensors that hold a target, and the tensors of each."""
+    if (source / INDEX).is_file():
+        named = json.loads((source / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+    else:
+        named = [file.name for file in source.glob("model*.safetensors")]
+    files = sorted(set(named))
+    if not files:
+        others = sorted(file.name for file in source.iterdir() if file.name.endswith(WEIGHTS))
+        found = f"holds {', '.join(others)}" if others else "holds no weights"
+        raise ExportError(f"target: only safetensors are read, and {str(source)!r} {found}")
+    if lost := [file for file in files if not (source / file).is_file()]:
+        raise FileNotFoundError(f"target: {INDEX} names {lost[0]}, which is not in {str(source)!r}")
+    return {file: tensor_names(source / file) for file in files}
+
+
+def _projections(config: Any) -> set[str]:
+    """The names of the weights that are rounded."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {f"{name}.weight" for name in linear if name not in KEPT}
+
+
+def _rounded(file: Path, names: Iterable[str], wanted: set[str]) -> tuple[dict[str, Tensor], int]:
+    """The tensors of a file as they are to be written, and the bytes that they had."""
+    tensors: dict[str, Tensor] = {}
+    size = 0
+    try:
+        with safe_open(file, "pt") as stored:
+            for name in names:
+                tensor = stored.get_tensor(name)
+                size += tensor.nbytes
+                if name not in wanted:
+                    tensors[name] = tensor
+                    continue
+                if tensor.dtype not in DTYPES:
+                    raise ExportError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
+                try:
+                    weight = quantised(tensor, block=True)
+                except ValueError as error:
+                    raise ExportError(f"{name}: {error}") from error
+                tensors[name], tensors[f"{name}_scale_inv"] = weight.tensors
+    except SafetensorError as error:
+        raise ExportError(f"{str(file)!r} cannot be read, truncated or not weights: {error}") from error
+    return tensors, size
+
+
+def _notes(config: Any) -> tuple[str, ...]:
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "queries": config.num_attention_heads * head,
+        "keys": config.num_key_value_heads * head,
+    }
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % BLOCK]
+    if not odd:
+        return ()
+    return (f"{', '.join(odd)}: no multiple of {BLOCK}, which vLLM and SGLang ask for; transformers takes it",)

@@ -1,0 +1,287 @@
+"""Products with weights of eight bits and their scales (Float8Weight), which are converted as they are read.
+
+Nothing of x is lost: a weight becomes a number of 16 bits before it is multiplied, exactly, sums are fp32, and so are
+scales, which stay out of the products. On Hopper the kernels of `streamed_float8.py` make them, elsewhere the one of
+this file, which converts by shifts and so needs no device that knows e4m3. `products.py` takes the calls.
+
+| name   | shape                           | dtype, layout                                                 |
+|--------|---------------------------------|---------------------------------------------------------------|
+| x      | [rows, K]                       | fp16, bf16 or fp32; a row is contiguous                       |
+| values | [N, K]                          | e4m3 as uint8; a row is contiguous                            |
+| scale  | [N or 1, 1], [N / 128, K / 128] | fp32 or bf16                                                  |
+| bias   | [N]                             | as x                                                          |
+| out    | [rows, N], [splits, rows, N]    | as x; fp32 if the splits' sums stay apart                     |
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.layers import swiglu
+from eagle_triton.linear.settings import compute_capability, has_descriptors
+from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
+from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.overlap import triton_version
+from eagle_triton.runtime.split_sums import SplitSums, total_of
+
+if TYPE_CHECKING:  # Gluon's
+    from eagle_triton.linear.streamed import Streaming
+
+_STACKED = 4  # weights to a launch
+_PROGRAMS = 112  # enough of them to load every multiprocessor
+_BIASES = tl.constexpr(2.0**120)  # what lies between the exponents' biases of e4m3 and fp32
+
+
+class Portable(NamedTuple):
+    """How a product is launched without Gluon: tiles of [block_n, block_k] of the weights, and `splits` of K."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _converted(values):
+    """e4m3 numbers, seeeemmm to a byte, as fp32, exactly: their bits where fp32 has them, times 2 ** 120."""
+    bits = values.to(tl.int32)
+    wide = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+    return wide.to(tl.float32, bitcast=True) * _BIASES
+
+
+@triton.jit
+def _linear_kernel(
+    x_ptr,
+    values_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    rows,
+    cols,
+    depth,
+    stride_xm,
+    stride_wn,
+    stride_sn,
+    stride_sk,
+    stride_om,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """Grid (column tiles, splits, row tiles): a program makes one split of one tile of the product.
+
+    stride_sn: of the scales from row to row, or block to block, 0 if one is for all. The bias goes with the first
+    split.
+    """
+    col, split, row = tl.program_id(0) * BLOCK_N, tl.program_id(1), tl.program_id(2) * BLOCK_M
+    offs_n = col + tl.arange(0, BLOCK_N)
+    offs_m = row + tl.arange(0, BLOCK_M)
+    of_weights = tl.minimum(offs_n, cols - 1).to(tl.int64)
+    of_x = tl.minimum(offs_m, rows - 1).to(tl.int64)
+    steps = tl.cdiv(depth, BLOCK_K)
+    per_split = tl.cdiv(steps, SPLITS)
+    first = split * per_split
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for step in range(first, tl.minimum(first + per_split, steps)):
+        k = step * BLOCK_K
+        offs_k = k + tl.arange(0, BLOCK_K)
+        within = None if EVEN_K else (offs_k < depth)[None, :]
+        values = tl.load(
+            values_ptr + of_weights[:, None] * stride_wn + offs_k[None, :],
+            mask=within,
+            other=None if EVEN_K else 0,
+        )
+        x = tl.load(x_ptr + of_x[:, None] * stride_xm + offs_k[None, :], mask=within, other=None if EVEN_K else 0.0)
+        w = _converted(values).to(x.dtype)
+        if IN_BLOCKS:
+            scale = tl.load(scale_ptr + of_weights // 128 * stride_sn + k // 128 * stride_sk).to(tl.float32)
+            acc += tl.dot(w, x.T, input_precision="ieee") * scale[:, None]
+        else:
+            acc = tl.dot(w, x.T, acc, input_precision="ieee")
+    if not IN_BLOCKS:
+        acc *= tl.load(scale_ptr + of_weights * stride_sn).to(tl.float32)[:, None]
+    if bias_ptr is not None:
+        of_bias = tl.where(split == 0, cols, 0)
+        acc += tl.load(bias_ptr + offs_n, mask=offs_n < of_bias, other=0.0).to(tl.float32)[:, None]
+    out_ptr += split.to(tl.int64) * rows * stride_om
+    mask = (offs_m < rows)[:, None] & (offs_n < cols)[None, :]
+    out = out_ptr + offs_m.to(tl.int64)[:, None] * stride_om + offs_n[None, :]
+    tl.store(out, acc.T.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def linear(
+    x: Tensor,
+    weight: Float8Weight,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    keep_splits: bool = False,
+    settings: Streaming | None = None,
+) -> Tensor | SplitSums:
+    """x @ weight.T (+ bias) (+ residual), as products.linear, which has checked all."""
+    (out,) = linear_stack(x, [weight], [bias], keep_splits=keep_splits and residual is None, settings=settings)
+    return out if residual is None else residual + total_of(out)
+
+
+def linear_stack(
+    x: Tensor,
+    weights: Sequence[Float8Weight],
+    biases: Sequence[Tensor | None],
+    *,
+    keep_splits: bool = False,
+    settings: Streaming | None = None,
+) -> tuple[Tensor | SplitSums, ...]:
+    """Products of the same rows, as products.linear_stack, which has checked all; on Hopper four to a launch."""
+    matrix = _contiguous_rows(x)
+    outs: list[Tensor | SplitSums] = []
+    for some, some_biases in _launches(matrix, weights, biases, settings):
+        cols = [len(weight) for weight in some]
+        out = _multiply(matrix, some, some_biases, cols, keep_splits, settings)
+        if out.dim() == 3:
+            outs += [SplitSums(sums.unflatten(1, x.shape[:-1]), x.dtype) for sums in out.split(cols, dim=-1)]
+        else:
+            outs += [part.unflatten(0, x.shape[:-1]) for part in out.split(cols, dim=-1)]
+    return tuple(outs)
+
+
+def linear_swiglu(x: Tensor, gate: Float8Weight, up: Float8Weight, *, settings: Streaming | None = None) -> Tensor:
+    """silu(x @ gate.T) * (x @ up.T), as products.linear_swiglu, which has checked all."""
+    matrix = _contiguous_rows(x)
+    streamed = _streamed_for(matrix, (gate, up))
+    if streamed is None:
+        gated, raised = linear_stack(x, (gate, up), (None, None))
+        return swiglu(total_of(gated), total_of(raised))
+    out = x.new_empty(len(matrix), len(gate))
+    if out.numel():
+        settings = settings or streamed.settings_for(len(matrix), _cols((gate, up)), x.shape[-1], True, gate.in_blocks)
+        streamed.linear_swiglu(matrix, gate, up, out, settings)
+    return out.unflatten(0, x.shape[:-1])
+
+
+def _launches(
+    matrix: Tensor, weights: Sequence[Float8Weight], biases: Sequence[Tensor | None], settings: Streaming | None
+) -> list[tuple[list[Float8Weight], list[Tensor | None]]]:
+    """Weights and biases of each launch: four on Hopper, if all have the same kind of scale, else one."""
+    some = _STACKED if settings is not None or _streamed_for(matrix, weights) is not None else 1
+    return [(list(weights[i : i + some]), list(biases[i : i + some])) for i in range(0, len(weights), some)]
+
+
+def _multiply(
+    matrix: Tensor,
+    weights: list[Float8Weight],
+    biases: list[Tensor | None],
+    cols: list[int],
+    keep_splits: bool,
+    settings: Streaming | None,
+) -> Tensor:
+    """One launch: [rows, N of all weights], or fp32 [splits, rows, N of all weights]."""
+    rows, depth = matrix.shape
+    streamed = _streamed_for(matrix, weights)
+    if streamed is None:
+        portable = portable_settings(rows, len(weights[0]), depth, keep_splits)
+        out = _room(matrix, cols, portable.splits)
+        if out.numel():
+            _launch_portable(matrix, weights[0], biases[0], out, portable)
+        return out
+    settings = settings or streamed.settings_for(rows, tuple(cols), depth, False, weights[0].in_blocks)
+    if not keep_splits:
+        settings = settings._replace(splits=1)
+    out = _room(matrix, cols, settings.splits)
+    if len(weights) == 2:  # the kernel knows one, three or four
+        weights, biases, cols = [*weights, weights[1]], [*biases, biases[1]], [*cols, 0]
+    if any(bias is not None for bias in biases):
+        biases = [matrix.new_zeros(n) if b is None else b.contiguous() for n, b in zip(cols, biases, strict=True)]
+    if out.numel():
+        streamed.linear(matrix, weights, cols, biases, out, settings)
+    return out
+
+
+def _room(matrix: Tensor, cols: list[int], splits: int) -> Tensor:
+    if splits > 1:
+        return matrix.new_empty(splits, len(matrix), sum(cols), dtype=torch.float32)
+    return matrix.new_empty(len(matrix), sum(cols))
+
+
+def portable_settings(rows: int, cols: int, depth: int, keep_splits: bool) -> Portable:
+    """Settings where Gluon's kernels do not run; unmeasured, and small enough for any device."""
+    block_m = min(max(16, triton.next_power_of_2(rows)), 64)
+    tiles, splits = triton.cdiv(cols, 64), 1
+    while keep_splits and splits < 8 and tiles * splits < _PROGRAMS and depth >= 8 * splits * BLOCK:
+        splits *= 2
+    return Portable(block_m, 64, 64, splits, 4, 3)
+
+
+def _launch_portable(
+    matrix: Tensor, weight: Float8Weight, bias: Tensor | None, out: Tensor, settings: Portable
+) -> None:
+    values, scale = weight.values.view(torch.uint8), weight.scale
+    rows, depth = matrix.shape
+    block_k = settings.block_k if matrix.element_size() == 2 else 32
+    launch(
+        _linear_kernel,
+        (triton.cdiv(len(weight), settings.block_n), settings.splits, triton.cdiv(rows, settings.block_m)),
+    )(
+        matrix,
+        values,
+        scale,
+        bias,
+        out,
+        rows,
+        len(weight),
+        depth,
+        matrix.stride(0),
+        values.stride(0),
+        scale.stride(0) if len(scale) > 1 else 0,
+        scale.stride(1) if weight.in_blocks else 0,
+        out.stride(-2),
+        settings.block_m,
+        settings.block_n,
+        block_k,
+        settings.splits,
+        weight.in_blocks,
+        depth % block_k == 0,
+        num_warps=settings.warps,
+        num_stages=settings.stages,
+        **EXACT,
+    )
+
+
+def _streamed_for(matrix: Tensor, weights: Sequence[Float8Weight]) -> Any:
+    """The module streamed_float8.py if its kernels can take these, else None."""
+    alike = len({weight.in_blocks for weight in weights}) == 1
+    sixteen = all(weight.values.data_ptr() % 16 == 0 and weight.values.stride(0) % 16 == 0 for weight in weights)
+    if not (alike and sixteen and compute_capability(matrix.device) == (9, 0) and has_descriptors([matrix])):
+        return None
+    return _streamed()
+
+
+@functools.cache
+def _streamed() -> Any:
+    if triton_version() < (3, 6):
+        return None
+    try:
+        return importlib.import_module("eagle_triton.linear.streamed_float8")
+    except ImportError:
+        return None
+
+
+def _contiguous_rows(x: Tensor) -> Tensor:
+    x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _cols(weights: Sequence[Float8Weight]) -> tuple[int, ...]:
+    return tuple(len(weight) for weight in weights)

@@ -1,0 +1,461 @@
+"""Products of few rows with weights of eight bits on Hopper, whose weights are under way before their input is.
+
+    linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; split sums of K, or the product
+    swiglu_kernel:  out = silu(x @ gate.T) * (x @ up.T)
+
+As streamed.py, with whose rings they work. The weights are always the left operand: tiles of e4m3 come through TMA, and
+are converted on their way from shared memory to the registers that the tensor cores read, exactly. While they multiply
+one tile, the next is converted. Scales are fp32 and stay out of the products: one for each row is applied to the sum,
+one for each block of 128 by 128 to the sum of each step of K, which is 128 wide. Needs Triton 3.6.
+
+| name         | shape                           | dtype, layout                                           |
+|--------------|---------------------------------|---------------------------------------------------------|
+| x            | [rows, K]                       | bf16 or fp16, rows 16-byte aligned                      |
+| weights      | [N, K / 2]                      | pairs of e4m3 as int16, rows 16-byte aligned            |
+| scales       | [N or 1, 1], [N / 128, K / 128] | fp32 or bf16                                            |
+| bias         | [N]                             | as x                                                    |
+| out          | [rows, N], [splits, rows, N]    | as x; fp32 if the splits' sums stay apart               |
+
+Tried without gain (H200, 64 rows, us behind a small kernel of 2.8): weights read four at a time by `ldmatrix`, which
+takes x with its even columns before its odd ones. If x comes so, gate and up take 40.4 instead of 44.9, but down 24.8
+instead of 24.0; if x is put in that order on its way through registers, gate and up take 59: what writes shared memory
+for the tensor cores must be fenced, and the fence waits for the next loads. What bounds 64 rows is the traffic between
+L2 and shared memory: 3.1 TB/s of weights and as much of x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import debug_barrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from eagle_triton.linear.settings import tiles_of
+from eagle_triton.linear.streamed import (
+    TILE_LAYOUT,
+    Streaming,
+    _issue_load,
+    _multiprocessors,
+    _ring,
+    _rounded,
+    _store,
+    _wait_full,
+    _zeros,
+)
+from eagle_triton.runtime.float8_weight import Float8Weight
+from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.overlap import prefer_shared_memory
+
+_BLOCK_K = 128  # that of a block of scales
+_PROGRAMS = 256  # enough of them: two to a multiprocessor
+_WIDE = 200  # tiles of 128 rows of weights: enough of them, which read x half as often
+_ROOM = 113 * 1024  # shared memory of one of two programs
+_PREFETCH_BYTES = 32 * 1024  # as in streamed.py
+_MULTIPROCESSOR = 228 * 1024  # bytes of shared memory, of which each program takes 1024 more than it asks for
+# Two pairs of e4m3 numbers, seeeemmm to a byte, one pair to a row, as two pairs of bf16: the sign goes to the top of a
+# half, exponent and mantissa to where bf16 has the lowest four bits of its exponent, and times 2 ** 120, which is the
+# difference of the biases. Exact, subnormals too.
+_TO_BF16 = gl.constexpr("""{
+    .reg .b32 bytes, up, down, bias;
+    mov.b32 bias, 0x7b807b80;
+    prmt.b32 bytes, $2, 0, 0x3120;
+    shl.b32 up, bytes, 8;
+    shl.b32 down, bytes, 4;
+    and.b32 down, down, 0x07f007f0;
+    lop3.b32 up, up, 0x80008000, down, 0xea;
+    mul.rn.bf16x2 $0, up, bias;
+    shr.u32 down, bytes, 4;
+    and.b32 down, down, 0x07f007f0;
+    lop3.b32 up, bytes, 0x80008000, down, 0xea;
+    mul.rn.bf16x2 $1, up, bias;
+}""")
+_TO_FP16 = gl.constexpr("""{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+
+
+@gluon.jit
+def _load_weights(tile, acc, KIND: gl.constexpr):
+    """A tile of weights, two to an element, as the left operand of products that are added to `acc`.
+
+    A thread holds a pair of a row, and that eight rows below. Converted, a pair is a register; so what comes out as two
+    rows is a pair, and what comes out as two tensors is two rows.
+    """
+    pairs = tile.load(gl.DotOperandLayout(0, acc.type.layout, 1))
+    if KIND.is_bf16():
+        upper, lower = gl.inline_asm_elementwise(
+            _TO_BF16, "=r,=r,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        upper, lower = gl.inline_asm_elementwise(
+            _TO_FP16, "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+        )
+    HEIGHT: gl.constexpr = pairs.shape[0]
+    WIDTH: gl.constexpr = pairs.shape[1]
+    w = gl.join(upper, lower).reshape((HEIGHT // 16, 2, 8, WIDTH, 2)).permute((0, 4, 2, 3, 1))
+    return gl.convert_layout(w.reshape((HEIGHT, 2 * WIDTH)), gl.DotOperandLayout(0, acc.type.layout, 2))
+
+
+@gluon.jit
+def _load_scale(scale_ptr, col, cols, k, stride_sn, stride_sk, acc, IN_BLOCKS: gl.constexpr):
+    """The scales [BLOCK_N, 1] of a tile of weights at (col, k)."""
+    layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    row = gl.minimum(col + gl.arange(0, acc.shape[0], layout), cols - 1)
+    if IN_BLOCKS:
+        row = row // 128
+    return gl.load(scale_ptr + row * stride_sn + k // 128 * stride_sk).to(gl.float32)[:, None]
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def linear_kernel(
+    x_desc,
+    w0_desc,
+    w1_desc,
+    w2_desc,
+    w3_desc,
+    scale0_ptr,
+    scale1_ptr,
+    scale2_ptr,
+    scale3_ptr,
+    bias0_ptr,
+    bias1_ptr,
+    bias2_ptr,
+    bias3_ptr,
+    out_ptr,
+    rows,
+    cols0,
+    cols1,
+    cols2,
+    cols3,
+    depth,
+    stride_sn0,
+    stride_sn1,
+    stride_sn2,
+    stride_sn3,
+    stride_sk,
+    stride_om,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SPLITS: gl.constexpr,
+    IN_BLOCKS: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+    PREFETCH: gl.constexpr,
+):
+    """Grid (column tiles of all weights, splits, row tiles): a program makes one split of one tile of one product.
+
+    As streamed.linear_kernel. stride_sn: of a weight's scales from row to row, or block to block, 0 if one is for all.
+    """
+    tile, split, row = gl.program_id(0), gl.program_id(1), gl.program_id(2) * BLOCK_M
+    w_desc, scale_ptr, bias_ptr, cols, stride_sn = w0_desc, scale0_ptr, bias0_ptr, cols0, stride_sn0
+    if w1_desc is not None:
+        tiles0, tiles1, tiles2 = gl.cdiv(cols0, BLOCK_N), gl.cdiv(cols1, BLOCK_N), gl.cdiv(cols2, BLOCK_N)
+        if tile >= tiles0 + tiles1:
+            tile -= tiles0 + tiles1
+            out_ptr += cols0 + cols1
+            w_desc, scale_ptr, cols, stride_sn = w2_desc, scale2_ptr, cols2, stride_sn2
+            if bias_ptr is not None:
+                bias_ptr = bias2_ptr
+            if w3_desc is not None:  # noqa: SIM102 (known before tile is)
+                if tile >= tiles2:
+                    tile -= tiles2
+                    out_ptr += cols2
+                    w_desc, scale_ptr, cols, stride_sn = w3_desc, scale3_ptr, cols3, stride_sn3
+                    if bias_ptr is not None:
+                        bias_ptr = bias3_ptr
+        elif tile >= tiles0:
+            tile -= tiles0
+            out_ptr += cols0
+            w_desc, scale_ptr, cols, stride_sn = w1_desc, scale1_ptr, cols1, stride_sn1
+            if bias_ptr is not None:
+                bias_ptr = bias1_ptr
+    col = tile * BLOCK_N
+    steps = gl.cdiv(depth, BLOCK_K)
+    per_split = gl.cdiv(steps, SPLITS)
+    first = split * per_split
+    count = gl.minimum(per_split, steps - first)
+
+    w_tiles, w_full = _ring(w_desc, W_STAGES)
+    x_tiles, x_full = _ring(x_desc, X_STAGES)
+    fence_async_shared()
+    for i in gl.static_range(W_STAGES):
+        if i >= PREFETCH:
+            mbarrier.wait(w_full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
+        _issue_load(w_desc, col, (first + i) * (BLOCK_K // 2), w_tiles, w_full, i, i < count)
+    acc = _zeros(BLOCK_M, BLOCK_N, True)
+    total = acc
+    scale = _load_scale(scale_ptr, col, cols, first * BLOCK_K, stride_sn, stride_sk, acc, IN_BLOCKS)
+    mbarrier.wait(w_full.index(0), 0, pred=count > 0)
+    w = _load_weights(w_tiles.index(0), acc, x_desc.dtype)
+    gdc_wait()
+    for i in gl.static_range(X_STAGES):
+        _issue_load(x_desc, row, (first + i) * BLOCK_K, x_tiles, x_full, i, i < count)
+
+    for step in range(count):
+        _wait_full(x_full, step, X_STAGES)
+        x = x_tiles.index(step % X_STAGES).permute((1, 0))
+        part = warpgroup_mma(w, x, acc, use_acc=not IN_BLOCKS, is_async=True)
+        after = gl.minimum(step + 1, count - 1)
+        _wait_full(w_full, after, W_STAGES)
+        next_w = _load_weights(w_tiles.index(after % W_STAGES), acc, x_desc.dtype)
+        next_scale = scale
+        if IN_BLOCKS:
+            k = (first + after) * BLOCK_K
+            next_scale = _load_scale(scale_ptr, col, cols, k, stride_sn, stride_sk, acc, IN_BLOCKS)
+        part, w = warpgroup_mma_wait(0, deps=[part, w])
+        if IN_BLOCKS:
+            total += part * scale
+        else:
+            acc = part
+        w, scale = next_w, next_scale
+        behind = step + W_STAGES  # into the slot of this step, which was emptied a step before
+        _issue_load(w_desc, col, (first + behind) * (BLOCK_K // 2), w_tiles, w_full, behind % W_STAGES, behind < count)
+        behind = step + X_STAGES
+        _issue_load(x_desc, row, (first + behind) * BLOCK_K, x_tiles, x_full, behind % X_STAGES, behind < count)
+    if not IN_BLOCKS:
+        total = acc * scale
+    debug_barrier()  # no warpgroup still reads the rings, whose memory the store may reuse
+    gdc_launch_dependents()
+
+    out_ptr += (split.to(gl.int64) * rows + row) * stride_om
+    rows -= row
+    _store(total, out_ptr, bias_ptr, col, rows, gl.where(split == 0, cols, 0), cols, stride_om, BLOCK_M, BLOCK_N, True)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def swiglu_kernel(
+    x_desc,
+    gate_desc,
+    up_desc,
+    gate_scale_ptr,
+    up_scale_ptr,
+    out_ptr,
+    rows,
+    cols,
+    depth,
+    stride_sn0,
+    stride_sn1,
+    stride_sk,
+    stride_om,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    IN_BLOCKS: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+    PREFETCH: gl.constexpr,
+):
+    """Grid (column tiles, 1, row tiles): a program makes one tile of both products and multiplies them."""
+    col, row = gl.program_id(0) * BLOCK_N, gl.program_id(2) * BLOCK_M
+    count = gl.cdiv(depth, BLOCK_K)
+    gate_tiles, gate_full = _ring(gate_desc, W_STAGES)
+    up_tiles, up_full = _ring(up_desc, W_STAGES)
+    x_tiles, x_full = _ring(x_desc, X_STAGES)
+    fence_async_shared()
+    gdc_launch_dependents()
+    for i in gl.static_range(W_STAGES):
+        if i >= PREFETCH:
+            mbarrier.wait(gate_full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
+            mbarrier.wait(up_full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
+        _issue_load(gate_desc, col, i * (BLOCK_K // 2), gate_tiles, gate_full, i, i < count)
+        _issue_load(up_desc, col, i * (BLOCK_K // 2), up_tiles, up_full, i, i < count)
+    gate = _zeros(BLOCK_M, BLOCK_N, True)
+    up, gate_total, up_total = gate, gate, gate
+    gate_scale = _load_scale(gate_scale_ptr, col, cols, 0, stride_sn0, stride_sk, gate, IN_BLOCKS)
+    up_scale = _load_scale(up_scale_ptr, col, cols, 0, stride_sn1, stride_sk, gate, IN_BLOCKS)
+    mbarrier.wait(gate_full.index(0), 0)
+    w = _load_weights(gate_tiles.index(0), gate, x_desc.dtype)
+    gdc_wait()
+    for i in gl.static_range(X_STAGES):
+        _issue_load(x_desc, row, i * BLOCK_K, x_tiles, x_full, i, i < count)
+
+    for step in range(count):
+        _wait_full(x_full, step, X_STAGES)
+        x = x_tiles.index(step % X_STAGES).permute((1, 0))
+        part = warpgroup_mma(w, x, gate, use_acc=not IN_BLOCKS, is_async=True)
+        _wait_full(up_full, step, W_STAGES)
+        next_w = _load_weights(up_tiles.index(step % W_STAGES), gate, x_desc.dtype)
+        part, w = warpgroup_mma_wait(0, deps=[part, w])
+        if IN_BLOCKS:
+            gate_total += part * gate_scale
+        else:
+            gate = part
+        w = next_w
+
+        part = warpgroup_mma(w, x, up, use_acc=not IN_BLOCKS, is_async=True)
+        after = gl.minimum(step + 1, count - 1)
+        _wait_full(gate_full, after, W_STAGES)
+        next_w = _load_weights(gate_tiles.index(after % W_STAGES), gate, x_desc.dtype)
+        next_gate, next_up = gate_scale, up_scale
+        if IN_BLOCKS:
+            k = after * BLOCK_K
+            next_gate = _load_scale(gate_scale_ptr, col, cols, k, stride_sn0, stride_sk, gate, IN_BLOCKS)
+            next_up = _load_scale(up_scale_ptr, col, cols, k, stride_sn1, stride_sk, gate, IN_BLOCKS)
+        part, w = warpgroup_mma_wait(0, deps=[part, w])
+        if IN_BLOCKS:
+            up_total += part * up_scale
+        else:
+            up = part
+        w, gate_scale, up_scale = next_w, next_gate, next_up
+        behind = step + W_STAGES
+        _issue_load(gate_desc, col, behind * (BLOCK_K // 2), gate_tiles, gate_full, behind % W_STAGES, behind < count)
+        _issue_load(up_desc, col, behind * (BLOCK_K // 2), up_tiles, up_full, behind % W_STAGES, behind < count)
+        behind = step + X_STAGES
+        _issue_load(x_desc, row, behind * BLOCK_K, x_tiles, x_full, behind % X_STAGES, behind < count)
+    if not IN_BLOCKS:
+        gate_total, up_total = gate * gate_scale, up * up_scale
+    debug_barrier()  # as above
+
+    out_kind: gl.constexpr = out_ptr.dtype.element_ty
+    gate, up = _rounded(gate_total, out_kind), _rounded(up_total, out_kind)
+    out = _rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), out_kind) * up
+    out_ptr += row.to(gl.int64) * stride_om
+    rows -= row
+    _store(out.to(out_kind), out_ptr, None, col, rows, cols, cols, stride_om, BLOCK_M, BLOCK_N, True)
+
+
+def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool, in_blocks: bool) -> Streaming:
+    """Settings for the product of so many rows with weights [n, depth] for n in `cols`; `fused`: swiglu_kernel.
+
+    Splits of K do not depend on the rows, so that the bits of a row do not. Behind each shape of Llama-3.1-8B and its
+    draft, on an H200, us of 16 and 64 rows, behind a small kernel of 2.8 us, and cuBLAS's with weights of 16 bits: q, k
+    and v 11.6, 13.6; 18.5, 19.8; o 9.4, 10.6; 15.7, 15.2; gate and up 37.9, 44.9; 62.6, 67.6; with scales of blocks
+    51.2 for 64 rows; down 21.2, 24.0; 36.6, 38.4; draft head 39.8, 44.5; 78.4, 80.0. (tools/tune_linear.py --float8.)
+    """
+    block_m, wide = block_m_of(rows), not fused and tiles_of(cols, 128) >= _WIDE
+    block_n, splits = (128 if wide else 64), 1
+    tiles = tiles_of(cols, block_n, fused)
+    while not (fused or wide) and splits < 4 and tiles * splits < _PROGRAMS and depth >= 8 * splits * _BLOCK_K:
+        splits *= 2
+    sums = block_m * block_n * (2 if fused else 1) * (2 if in_blocks else 1)
+    warps = 8 if block_m * block_n > 64 * 128 or sums > 128 * 128 else 4
+    w_stage, x_stage = block_n * _BLOCK_K * (2 if fused else 1), block_m * _BLOCK_K * 2
+    room = 2 * _ROOM if warps == 8 else _ROOM
+    x_stages = next(n for n in (4, 3, 2) if n == 2 or n * (w_stage + x_stage) <= room)
+    w_stages = min(6, max(x_stages, (room - x_stages * x_stage) // w_stage))
+    return Streaming(block_n, _BLOCK_K, splits, True, w_stages, x_stages, warps)
+
+
+def linear(
+    x: Tensor,
+    weights: Sequence[Float8Weight],
+    cols: Sequence[int],
+    biases: Sequence[Tensor | None],
+    out: Tensor,
+    settings: Streaming,
+) -> None:
+    """x @ weight.T + bias for one, three or four weights, side by side in `out`; see linear_kernel. float8.py has
+    checked all.
+
+    x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; out [rows, sum of cols], or fp32
+    [splits, rows, sum of cols].
+    """
+    tiles = tiles_of(cols, settings.block_n)
+    block_m = block_m_of(len(x))
+    row_tiles = triton.cdiv(len(x), block_m)
+    absent = [None] * (4 - len(weights))
+    compiled = launch(linear_kernel, (tiles, settings.splits, row_tiles))(
+        _descriptor(x, block_m, settings.block_k),
+        *(_pairs(weight, settings) for weight in weights),
+        *absent,
+        *(weight.scale for weight in weights),
+        *absent,
+        *biases,
+        *absent,
+        out,
+        len(x),
+        *cols,
+        *(0 for _ in absent),
+        x.shape[1],
+        *(_stride(weight) for weight in weights),
+        *(0 for _ in absent),
+        weights[0].scale.stride(1) if weights[0].in_blocks else 0,
+        out.stride(-2),
+        block_m,
+        settings.block_n,
+        settings.block_k,
+        settings.splits,
+        weights[0].in_blocks,
+        settings.w_stages,
+        settings.x_stages,
+        _prefetch_stages(settings, 1, block_m, tiles * settings.splits * row_tiles, _multiprocessors(x.device)),
+        num_warps=settings.warps,
+        launch_pdl=True,
+        **EXACT,
+    )
+    prefer_shared_memory(compiled)
+
+
+def linear_swiglu(x: Tensor, gate: Float8Weight, up: Float8Weight, out: Tensor, settings: Streaming) -> None:
+    """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I]; float8.py has checked all."""
+    tiles, block_m = triton.cdiv(len(gate), settings.block_n), block_m_of(len(x))
+    row_tiles = triton.cdiv(len(x), block_m)
+    compiled = launch(swiglu_kernel, (tiles, 1, row_tiles))(
+        _descriptor(x, block_m, settings.block_k),
+        _pairs(gate, settings),
+        _pairs(up, settings),
+        gate.scale,
+        up.scale,
+        out,
+        len(x),
+        len(gate),
+        x.shape[1],
+        _stride(gate),
+        _stride(up),
+        gate.scale.stride(1) if gate.in_blocks else 0,
+        out.stride(0),
+        block_m,
+        settings.block_n,
+        settings.block_k,
+        gate.in_blocks,
+        settings.w_stages,
+        settings.x_stages,
+        _prefetch_stages(settings, 2, block_m, tiles * row_tiles, _multiprocessors(x.device)),
+        num_warps=settings.warps,
+        launch_pdl=True,
+        **EXACT,
+    )
+    prefer_shared_memory(compiled)
+
+
+def block_m_of(rows: int) -> int:
+    """Rows of x to a program: the tensor cores' right operand, whose sums must fit the registers."""
+    return min(max(16, triton.next_power_of_2(rows)), 128)
+
+
+def _prefetch_stages(settings: Streaming, weights: int, block_m: int, programs: int, multiprocessors: int) -> int:
+    """How many tiles of weights are in flight at a time before the input is there: all, if programs come in waves."""
+    w_stage = weights * settings.block_n * settings.block_k
+    shared = settings.w_stages * w_stage + settings.x_stages * block_m * settings.block_k * 2
+    if programs > multiprocessors * (_MULTIPROCESSOR // (shared + 1024)):
+        return settings.w_stages
+    return min(settings.w_stages, max(1, _PREFETCH_BYTES // w_stage))
+
+
+def _descriptor(tensor: Tensor, height: int, width: int) -> TensorDescriptor:
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [height, width], TILE_LAYOUT)
+
+
+def _pairs(weight: Float8Weight, settings: Streaming) -> TensorDescriptor:
+    return _descriptor(weight.values.view(torch.int16), settings.block_n, settings.block_k // 2)
+
+
+def _stride(weight: Float8Weight) -> int:
+    """Of the scales, from one row or block to the next."""
+    return weight.scale.stride(0) if len(weight.scale) > 1 else 0

@@ -1,0 +1,87 @@
+"""Production settings of the products with weights of eight bits: 8b and 1b shapes, and the portable kernel."""
+
+from eagle_triton.linear import streamed_float8 as streamed
+from eagle_triton.linear.float8 import _linear_kernel, portable_settings
+from eagle_triton.linear.settings import tiles_of
+from eagle_triton.linear.streamed import TILE_LAYOUT
+from eagle_triton.runtime.launch import EXACT
+
+_ALIGNED = ("depth", "cols0", "cols1", "cols2", "cols3", "cols", "stride_om", "stride_xm", "stride_wn")
+
+
+def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, in_blocks: bool, dtype: str = "bf16") -> tuple:
+    """cols: of each weight; two are gate and up with SwiGLU."""
+    fused, weights = len(cols) == 2, 0 if len(cols) == 2 else len(cols)
+    use = streamed.settings_for(rows, cols, depth, fused, in_blocks)
+    kernel = streamed.swiglu_kernel if fused else streamed.linear_kernel
+    block_m = streamed.block_m_of(rows)
+    programs = tiles_of(cols, use.block_n, fused) * use.splits
+    constexprs = {
+        "BLOCK_M": block_m,
+        "BLOCK_N": use.block_n,
+        "BLOCK_K": use.block_k,
+        "SPLITS": use.splits,
+        "IN_BLOCKS": in_blocks,
+        "W_STAGES": use.w_stages,
+        "X_STAGES": use.x_stages,
+        "PREFETCH": streamed._prefetch_stages(use, 2 if fused else 1, block_m, programs, 132),
+    }
+    absent = {f"w{i}_desc" for i in range(weights, 4)} | {f"scale{i}_ptr" for i in range(weights, 4)}
+    absent |= {f"bias{i}_ptr" for i in range(4)}
+    signature, given = {}, {}
+    for argument in kernel.arg_names:
+        if argument in constexprs or argument in absent:
+            signature[argument], given[argument] = "constexpr", constexprs.get(argument)
+        elif argument == "x_desc":
+            signature[argument] = f"tensordesc<{dtype}[{block_m}, {use.block_k}],{TILE_LAYOUT!r}>"
+        elif argument.endswith("_desc"):
+            signature[argument] = f"tensordesc<i16[{use.block_n}, {use.block_k // 2}],{TILE_LAYOUT!r}>"
+        elif "scale" in argument:
+            signature[argument] = "*fp32"
+        elif argument == "out_ptr":
+            signature[argument] = "*fp32" if use.splits > 1 else f"*{dtype}"
+        else:
+            signature[argument] = "i32"
+    options = {**EXACT, "num_warps": use.warps, "aligned": _ALIGNED, "targets": ("sm_90",)}
+    return f"{name} {rows} rows{' in blocks' if in_blocks else ''} {dtype}", kernel, signature, given, options
+
+
+def _portable(rows: int, dtype: str, in_blocks: bool, bias: bool) -> tuple:
+    use = portable_settings(rows, 4096, 4096, False)
+    constexprs = {
+        "BLOCK_M": use.block_m,
+        "BLOCK_N": use.block_n,
+        "BLOCK_K": use.block_k if dtype != "fp32" else 32,
+        "SPLITS": use.splits,
+        "IN_BLOCKS": in_blocks,
+        "EVEN_K": True,
+        **({} if bias else {"bias_ptr": None}),
+    }
+    types = {"values_ptr": "*u8", "scale_ptr": "*fp32"}
+    signature = {
+        argument: "constexpr"
+        if argument in constexprs
+        else types.get(argument, f"*{dtype}" if argument.endswith("_ptr") else "i32")
+        for argument in _linear_kernel.arg_names
+    }
+    options = {**EXACT, "num_warps": use.warps, "num_stages": use.stages, "aligned": _ALIGNED}
+    name = f"portable {rows} rows{' in blocks' if in_blocks else ''} {dtype}"
+    return name, _linear_kernel, signature, constexprs, options
+
+
+_SHAPES = {
+    "8b qkv": ((4096, 1024, 1024), 4096),
+    "8b o": ((4096,), 4096),
+    "8b gate_up": ((14336, 14336), 4096),
+    "8b down": ((4096,), 14336),
+    "8b head": ((128256,), 4096),
+    "1b qkv": ((2048, 512, 512), 2048),
+}
+CASES = [
+    _streamed(name, rows, cols, depth, in_blocks)
+    for name, (cols, depth) in _SHAPES.items()
+    for rows in (16, 64, 128)
+    for in_blocks in (False, True)
+]
+CASES += [_streamed("8b o", 64, *_SHAPES["8b o"], False, "fp16")]
+CASES += [_portable(16, "bf16", False, True), _portable(64, "fp16", True, False), _portable(64, "fp32", False, True)]

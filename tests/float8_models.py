@@ -1,0 +1,78 @@
+"""Tiny models whose projections have FP8 weights, in the layouts in which such models are published."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle_triton.runtime.float8_weight import Float8Weight, quantised
+
+SKIPPED = ("lm_head",)
+
+
+class FP8Linear(nn.Linear):
+    """As transformers' module of this name holds its tensors; its forward needs a kernel from the hub."""
+
+    weight_scale_inv: nn.Parameter
+
+    def __init__(self, values: Tensor, scale: Tensor, bias: Tensor | None = None, block: bool = True):
+        super().__init__(values.shape[1], values.shape[0], bias is not None, device="meta")
+        self.block_size = (128, 128) if block else None
+        self.activation_scheme = "dynamic"
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("the module was called")
+
+
+class CompressedTensorsFP8Linear(FP8Linear):
+    """As transformers holds compressed-tensors FP8: a scale for each row, as a row."""
+
+    def __init__(self, values: Tensor, scale: Tensor, bias: Tensor | None = None):
+        super().__init__(values, scale, bias, False)
+        del self.block_size
+        self.weight_scale = self.weight_scale_inv
+        del self.weight_scale_inv
+
+
+def in_blocks(weight: Tensor, bias: Tensor | None) -> tuple[nn.Module, Float8Weight]:
+    """Fine-grained: a scale for each block."""
+    found = quantised(weight, block=True)
+    return FP8Linear(found.values, found.scale, bias), found
+
+
+def in_rows(weight: Tensor, bias: Tensor | None) -> tuple[nn.Module, Float8Weight]:
+    """compressed-tensors: a scale for each row, [1, N]."""
+    found = quantised(weight)
+    return CompressedTensorsFP8Linear(found.values, found.scale.view(1, -1), bias), found
+
+
+def at_once(weight: Tensor, bias: Tensor | None) -> tuple[nn.Module, Float8Weight]:
+    """Fine-grained without blocks: one scale, []."""
+    scale = weight.detach().abs().max() / 448
+    values = (weight.detach() / scale).to(torch.float8_e4m3fn)
+    return FP8Linear(values, scale.clone(), bias, False), Float8Weight(values, scale.view(1, 1))
+
+
+LAYOUTS = {"blocks": in_blocks, "rows": in_rows, "one scale": at_once}
+
+
+def with_fp8(
+    model: Any, layout: Callable[..., Any] = in_blocks, only: tuple[str, ...] = ("_proj",)
+) -> tuple[nn.Module, nn.Module]:
+    """A copy of a model with FP8 modules in place of its projections whose names end so, and one with their exact
+    values in plain ones."""
+    ours, plain = copy.deepcopy(model), copy.deepcopy(model)
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and name.endswith(only):
+            replaced, weight = layout(module.weight, module.bias)
+            ours.set_submodule(name, replaced)
+            with torch.no_grad():
+                plain.get_submodule(name).weight.copy_(weight.dequantised(module.weight.dtype))
+    return ours, plain

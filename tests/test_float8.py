@@ -1,0 +1,504 @@
+"""FP8 weights: targets as they are published, and what is refused of them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from eagle_triton import (
+    EAGLEConfig,
+    EAGLEInference,
+    UnsupportedModelError,
+    integration,
+    optimize_eagle_with_triton,
+    optimize_with_triton,
+)
+from eagle_triton.adapters import native
+from eagle_triton.engine.drafts import float8
+from eagle_triton.engine.drafts.float8 import float8_draft
+from eagle_triton.engine.drafts.hybrid import beams_of
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.modules import Projection, with_projections
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.models.ea_model import EaModel
+from eagle_triton.runtime.float8_weight import Float8Weight, quantised
+from eagle_triton.serve import main as serve
+from tests.float8_models import LAYOUTS, FP8Linear, in_blocks, in_rows, with_fp8
+from tests.tiny import random_prompt, tiny_model
+
+
+def tiny_target(family: str = "llama", seed: int = 0) -> Any:
+    return tiny_model(family, eagle3=False, layers=3, seed=seed).base_model
+
+
+def plain_tokens(model: Any, prompt: torch.Tensor, new: int = 24) -> torch.Tensor:
+    return model.generate(prompt, max_new_tokens=new, do_sample=False, use_cache=False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_greedy_tokens_are_those_of_the_same_weights_in_fp32(layout: Callable, family: str) -> None:
+    target = tiny_target(family)
+    model, dequantised = with_fp8(target, layout)
+    prompt = random_prompt(9)
+    expected = plain_tokens(dequantised, prompt)
+    with torch.no_grad():  # what rounding the weights has changed is seen
+        assert (target(prompt).logits - dequantised(prompt).logits).abs().max() > 0.02
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with optimize_with_triton(model) as (optimised, originals):
+        assert torch.equal(optimised.generate(prompt, max_new_tokens=24, do_sample=False), expected)
+        reasons = {entry.path: entry.reason for entry in originals.report()}
+        assert reasons["activations"] == (
+            "exact: 21 FP8 projections are read by their weights, and their inputs are not rounded"
+        )
+    for name, tensor in model.state_dict().items():
+        old = before[name]
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8)), name
+
+
+def test_an_ea_model_with_some_fp8_projections_drafts_and_gives_the_same() -> None:
+    whole = tiny_model(layers=6)
+    base, dequantised = with_fp8(whole.base_model, in_blocks, ("q_proj", "up_proj", "down_proj"))
+    model = EaModel(base, whole.ea_layer).eval()
+    prompt = random_prompt(12)
+    expected = EaModel(dequantised, copy.deepcopy(whole.ea_layer)).eval().eagenerate(prompt, max_new_tokens=24)
+    optimize_eagle_with_triton(model)
+    assert torch.equal(model.eagenerate(prompt, max_new_tokens=24), expected)
+
+
+def test_eagle_inference_reads_fp8_targets_and_says_so() -> None:
+    base, dequantised = with_fp8(tiny_target(), in_rows)
+    draft = tiny_target(seed=1)
+    engine = EAGLEInference(draft, base, EAGLEConfig(num_draft_tokens=6))
+    prompt = random_prompt(10)
+    ids, _ = engine.generate(prompt, max_new_tokens=20, stop_token_ids=())
+    assert torch.equal(ids, plain_tokens(dequantised, prompt, 20))
+    assert "activations: exact: 42 FP8 projections" not in engine.report()  # the draft's are plain
+    assert "activations: exact: 21 FP8 projections are read by their weights" in engine.report()
+
+
+def test_nothing_is_copied() -> None:
+    model, _ = with_fp8(tiny_target())
+    engine = EAGLEInference(None, model, EAGLEConfig(suffix_drafts=4)).engine
+    for projection, path in _projections(engine.view.layers[1].mlp, ("gate", "up", "down")):
+        module = model.get_submodule(f"model.layers.1.mlp.{path}_proj")
+        assert projection.weight.values.data_ptr() == module.weight.data_ptr()
+        assert projection.weight.scale.data_ptr() == module.weight_scale_inv.data_ptr()
+    plain = sum(p.nbytes for name, p in model.named_parameters() if "embed" not in name)
+    assert engine.view.weight_bytes == plain
+
+
+def _projections(mlp: Any, names: tuple[str, ...]) -> list[tuple[Projection, str]]:
+    return [(getattr(mlp, name), name) for name in names]
+
+
+# --- what happens to such a module afterwards ---
+
+
+@pytest.mark.parametrize("part", ["weight", "weight_scale_inv"])
+def test_a_replaced_weight_or_scale_is_found(part: str) -> None:
+    model, _ = with_fp8(tiny_target())
+    optimize_with_triton(model)
+    module = model.model.layers[1].mlp.up_proj
+    setattr(module, part, nn.Parameter(getattr(module, part).detach().clone(), requires_grad=False))
+    with pytest.raises(RuntimeError, match=rf"model\.model\.layers\.1\.mlp\.up_proj\.{part} was replaced"):
+        model.generate(random_prompt(5), max_new_tokens=3)
+
+
+def test_a_replaced_module_and_a_hook_are_found() -> None:
+    model, _ = with_fp8(tiny_target())
+    optimize_with_triton(model)
+    handle = model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.self_attn\.q_proj has got a forward hook"):
+        model.generate(random_prompt(5), max_new_tokens=3)
+    handle.remove()
+    model.model.layers[2].mlp.down_proj = copy.deepcopy(model.model.layers[2].mlp.down_proj)
+    with pytest.raises(RuntimeError, match=r"a module in model\.model\.layers\.2\.mlp was replaced"):
+        model.generate(random_prompt(5), max_new_tokens=3)
+
+
+def test_a_scale_that_changes_in_place_is_seen() -> None:
+    model, _ = with_fp8(tiny_target())
+    other, _ = with_fp8(tiny_target())
+    engine, prompt = EAGLEInference(None, model, EAGLEConfig(suffix_drafts=4)), random_prompt(70)
+    first = engine.generate(prompt, max_new_tokens=12, stop_token_ids=(), return_stats=False)
+    for changed in (model, other):
+        with torch.no_grad():
+            changed.model.layers[0].mlp.down_proj.weight_scale_inv.mul_(-3)
+    second = engine.generate(prompt, max_new_tokens=12, stop_token_ids=(), return_stats=False)
+    anew = EAGLEInference(None, other, EAGLEConfig(suffix_drafts=4))
+    assert torch.equal(second, anew.generate(prompt, max_new_tokens=12, stop_token_ids=(), return_stats=False))
+    assert not torch.equal(first, second)
+
+
+# --- as published ---
+
+
+class Rounding(FP8Linear):
+    """An FP8 module with a forward that rounds its inputs, as the published ones do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.to(torch.float8_e4m3fn).to(x.dtype), self.weight.to(x.dtype)) * float(
+            self.weight_scale_inv.max()
+        )
+
+
+def _rounding(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[nn.Module, Any]:
+    module, found = LAYOUTS["one scale"](weight, bias)
+    return Rounding(module.weight.detach(), module.weight_scale_inv.detach(), bias, False), found
+
+
+def test_as_published_calls_the_modules() -> None:
+    model, dequantised = with_fp8(tiny_target(), _rounding)
+    prompt = random_prompt(9)
+    expected = plain_tokens(model, prompt)
+    assert not torch.equal(expected, plain_tokens(dequantised, prompt))
+    with optimize_with_triton(model, activations="as published") as (optimised, originals):
+        assert torch.equal(optimised.generate(prompt, max_new_tokens=24, do_sample=False), expected)
+        assert any("21 FP8 projections are called as they are" in entry.reason for entry in originals.report())
+    config = EAGLEConfig(suffix_drafts=4, activations="as published", fallback=False)
+    ids, _ = EAGLEInference(None, model, config).generate(prompt, max_new_tokens=24, stop_token_ids=())
+    assert torch.equal(ids, expected)
+
+
+def test_a_forward_that_was_set_is_called() -> None:
+    model, dequantised = with_fp8(tiny_target())
+    module, twin = model.model.layers[1].mlp.up_proj, dequantised.model.layers[1].mlp.up_proj
+    module.forward = twin.forward
+    prompt = random_prompt(9)
+    with optimize_with_triton(model) as (optimised, _):
+        tokens = optimised.generate(prompt, max_new_tokens=24, do_sample=False)
+    assert torch.equal(tokens, plain_tokens(dequantised, prompt))
+
+
+@pytest.mark.parametrize("activations", ["fp8", None, True])
+def test_activations_must_be_known(activations: Any) -> None:
+    message = "activations must be 'exact' or 'as published'"
+    for call in (
+        lambda: EAGLEConfig(activations=activations),
+        lambda: optimize_with_triton(None, activations=activations),
+        lambda: optimize_eagle_with_triton(None, activations=activations),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_as_published_of_a_model_without_fp8_is_refused() -> None:
+    model = tiny_model()
+    with pytest.raises(ValueError, match='activations="as published": no projection of the model has FP8 weights'):
+        optimize_eagle_with_triton(model, activations="as published")
+    optimize_eagle_with_triton(model, activations="exact").originals.restore()
+
+
+# --- what is refused ---
+
+UP = "model.model.layers.1.mlp.up_proj"
+
+
+def _set(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Any], None]:
+    def apply(module: Any) -> None:
+        changed = change(getattr(module, name).detach().clone())
+        setattr(module, name, None if changed is None else nn.Parameter(changed, requires_grad=False))
+
+    return apply
+
+
+def _bits(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(values: torch.Tensor) -> torch.Tensor:
+        values.view(torch.uint8)[3, 5] = value
+        return values
+
+    return change
+
+
+def _nan(scale: torch.Tensor) -> torch.Tensor:
+    return scale.fill_(float("nan"))
+
+
+def _blocks_of_64(module: Any) -> None:
+    module.block_size = (64, 64)
+
+
+REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "no scale": (_set("weight_scale_inv", lambda _: None), rf"{UP}.weight_scale_inv is missing"),
+    "shape": (
+        _set("weight_scale_inv", lambda s: s.new_ones(2, 3)),
+        rf"{UP}.weight_scale_inv: the scale of \[96, 64\] must be .* got \[2, 3\]",
+    ),
+    "scale dtype": (
+        _set("weight_scale_inv", lambda s: s.half()),
+        rf"{UP}.weight_scale_inv: the scale must be float32 or bfloat16, got torch.float16",
+    ),
+    "scale nan": (_set("weight_scale_inv", _nan), rf"{UP}.weight_scale_inv must be finite"),
+    "e5m2": (
+        _set("weight", lambda w: w.float().to(torch.float8_e5m2)),
+        rf"{UP}.weight must be float8_e4m3fn \[out, in\], .* got torch.float8_e5m2",
+    ),
+    "int8": (_set("weight", lambda w: w.view(torch.int8)), rf"{UP}.weight must be float8_e4m3fn .* got torch.int8"),
+    "nan 0x7f": (_set("weight", _bits(0x7F)), rf"{UP}.weight must be finite, and holds NaN"),
+    "nan 0xff": (_set("weight", _bits(0xFF)), rf"{UP}.weight must be finite, and holds NaN"),
+    "blocks": (_blocks_of_64, rf"{UP} must have scales for blocks of 128 by 128, got \[64, 64\]"),
+    "columns": (
+        _set("weight", lambda w: w.t().contiguous().t()),
+        rf"{UP}.weight must be float8_e4m3fn \[out, in\], rows contiguous",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused_by_its_path(change: Callable[[Any], None], message: str) -> None:
+    model, _ = with_fp8(tiny_target())
+    change(model.model.layers[1].mlp.up_proj)
+    before = {name: id(module) for name, module in model.named_modules()}
+    with pytest.raises(UnsupportedModelError, match=message):
+        optimize_with_triton(model)
+    assert "generate" not in vars(model) and before == {name: id(module) for name, module in model.named_modules()}
+
+
+def test_a_scale_on_another_device_is_refused() -> None:
+    model, _ = with_fp8(tiny_target())
+    _set("weight_scale_inv", lambda s: s.to("meta"))(model.model.layers[1].mlp.up_proj)
+    with pytest.raises(UnsupportedModelError, match="must lie on one device, got cpu, meta"):
+        optimize_with_triton(model)
+
+
+def test_a_bias_of_another_dtype_is_refused() -> None:
+    model, _ = with_fp8(tiny_target("qwen2"))
+    _set("bias", lambda b: b.bfloat16())(model.model.layers[1].self_attn.k_proj)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.self_attn\.k_proj\.bias must be torch.float32 \[32\]"):
+        optimize_with_triton(model)
+
+
+def test_values_without_scales_in_a_plain_linear_are_refused() -> None:
+    model = tiny_target()
+    _set("weight", lambda w: w.to(torch.float8_e4m3fn))(model.model.layers[1].mlp.up_proj)
+    with pytest.raises(UnsupportedModelError, match=rf"{UP}.weight is torch.float8_e4m3fn in a plain nn.Linear"):
+        optimize_with_triton(model)
+
+
+def test_zeros_and_the_largest_values_are_not_nan() -> None:
+    model, _ = with_fp8(tiny_target())
+    for bits in (0x00, 0x80, 0x7E, 0xFE):
+        _set("weight", _bits(bits))(model.model.layers[1].mlp.up_proj)
+    optimize_with_triton(model).originals.restore()
+
+
+# --- parts ---
+
+
+def test_with_projections_changes_each_and_keeps_what_is_the_same() -> None:
+    engine = EAGLEInference(None, tiny_target(), EAGLEConfig(suffix_drafts=4)).engine
+    view = engine.view
+    assert with_projections(view, lambda projection: projection) is view
+    seen: list[Projection] = []
+
+    def change(projection: Projection) -> Projection:
+        seen.append(projection)
+        return Projection(projection.weight)
+
+    changed = with_projections(view, change)
+    assert len(seen) == 3 * 7 + 1 and changed.embedding is view.embedding
+    assert changed.layers[0].mlp.down is not view.layers[0].mlp.down
+
+
+# --- a draft in eight bits ---
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """The engines of models that were optimised, in turn."""
+    made: list[Engine] = []
+
+    def make(*args: Any, **options: Any) -> Engine:
+        made.append(Engine(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(integration, "Engine", make)
+    return made
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
+@pytest.mark.parametrize("suffix_drafts", [0, 5])
+def test_a_head_in_fp8_gives_the_same_tokens(eagle3: bool, suffix_drafts: int, engines: list[Engine]) -> None:
+    model, prompt = tiny_model(eagle3=eagle3), random_prompt(11)
+    with optimize_eagle_with_triton(model, suffix_drafts=suffix_drafts):
+        expected = model.eagenerate(prompt, max_new_tokens=40)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    _, originals = optimize_eagle_with_triton(model, draft_dtype="fp8", suffix_drafts=suffix_drafts)
+    engine = engines[-1]
+    head = beams_of(engine.draft)
+    projections = _all_projections(head)
+    assert len(projections) == 9 and all(isinstance(p.weight, Float8Weight) for p in projections)
+    ours = [tensor for projection in projections for tensor in projection.weight.tensors]
+    loaded = {parameter.data_ptr() for parameter in model.parameters()}
+    assert not loaded & {tensor.data_ptr() for tensor in ours}
+    note = next(entry.reason for entry in originals.report() if entry.path == "draft_dtype")
+    size = f"{_bytes(ours) / 2**20:.1f} MiB"
+    assert note == f"fp8: 9 projections of the draft are copies in eight bits, {size}"
+    assert torch.equal(model.eagenerate(prompt, max_new_tokens=40), expected)
+
+    kept = [weakref.ref(tensor) for tensor in ours]
+    del head, projections, ours
+    originals.restore()
+    gc.collect()
+    assert not any(reference() is not None for reference in kept)
+    assert all(isinstance(p.weight, torch.Tensor) for p in _all_projections(beams_of(engine.draft)))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def _all_projections(draft: Any) -> list[Projection]:
+    found: list[Projection] = []
+
+    def see(projection: Projection) -> Projection:
+        found.append(projection)
+        return projection
+
+    with_projections(draft, see)
+    return found
+
+
+def test_what_a_head_in_fp8_drafts_is_that_of_its_rounded_weights(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its drafts are those of a head with the rounded weights, to the accepted length of each step; wrong weights
+    change these, and no token."""
+    model, rounded, prompt = tiny_model(), tiny_model(), random_prompt(11)
+    for module in rounded.ea_layer.modules():
+        if type(module) is nn.Linear:
+            with torch.no_grad():
+                module.weight.copy_(quantised(module.weight).dequantised())
+
+    def run(subject: Any, **options: Any) -> tuple[list[int], list[int]]:
+        with optimize_eagle_with_triton(subject, **options):
+            tokens = subject.eagenerate(prompt, max_new_tokens=60)[0, :71].tolist()
+            return tokens, engines[-1].accept_lengths
+
+    fp8, expected = run(model, draft_dtype="fp8"), run(rounded)
+    assert fp8 == expected
+    monkeypatch.setattr(float8, "quantised", lambda weight: quantised(weight.flip(0)))
+    wrong = run(model, draft_dtype="fp8")
+    assert wrong[0] == fp8[0] and wrong[1] != fp8[1]
+
+
+def test_drop_ins_draft_by_the_head_as_it_is() -> None:
+    model, prompt = tiny_model(), random_prompt(11)
+    model.ea_layer.reset_kv()
+    hidden = torch.randn(1, 11, 3 * 64, generator=torch.Generator().manual_seed(1))
+    ids, head = torch.cat((prompt, prompt[:, :1]), 1), model.base_model.lm_head
+    with torch.no_grad():
+        expected = model.ea_layer.topK_genrate(hidden, ids, head, None)
+        with optimize_eagle_with_triton(model, draft_dtype="fp8"):
+            model.ea_layer.reset_kv()
+            found = model.ea_layer.topK_genrate(hidden, ids, head, None)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("vocabulary", [None, 12])
+def test_a_plain_model_with_a_draft_in_fp8(vocabulary: int | None) -> None:
+    target, draft, prompt = tiny_target(), tiny_target(seed=1), random_prompt(10)
+    expected = plain_tokens(target, prompt)
+    options = dict(draft_dtype="fp8", draft_vocabulary=vocabulary)
+    with optimize_with_triton(target, draft, **options) as (model, originals):
+        assert torch.equal(model.generate(prompt, max_new_tokens=24, do_sample=False), expected)
+        paths = {entry.path for entry in originals.report()}
+        assert {"draft_dtype"} | ({"draft_vocabulary"} if vocabulary else set()) <= paths
+    inference = EAGLEInference(draft, target, EAGLEConfig(num_draft_tokens=6, fallback=False, **options))
+    ids, _ = inference.generate(prompt, max_new_tokens=24, stop_token_ids=())
+    assert torch.equal(ids, expected)
+    assert "draft_dtype: fp8: 22 projections of the draft are copies" in inference.report()
+    head = inference.engine.draft.head.weight
+    assert len(head) == (vocabulary or 32) and head.scale.shape == (len(head), 1)
+
+
+def test_an_fp8_target_lends_its_head_to_a_draft_in_fp8(engines: list[Engine]) -> None:
+    whole = tiny_model(eagle3=False)
+    base, _ = with_fp8(whole.base_model, in_rows, ("_proj", "lm_head"))
+    model, prompt = EaModel(base, whole.ea_layer).eval(), random_prompt(10)
+    _, originals = optimize_eagle_with_triton(model, draft_dtype="fp8")
+    engine = engines[-1]
+    assert engine.draft.head.weight.values.data_ptr() == base.lm_head.weight.data_ptr()
+    fp8 = model.eagenerate(prompt, max_new_tokens=24)
+    originals.restore()
+    with optimize_eagle_with_triton(model):
+        assert torch.equal(model.eagenerate(prompt, max_new_tokens=24), fp8)
+
+
+def test_weights_of_a_draft_in_fp8_are_counted_in_their_bytes(engines: list[Engine]) -> None:
+    whole = tiny_model()
+    with optimize_eagle_with_triton(whole, draft_dtype="fp8"):
+        engine = engines[-1]
+        spec = TreeSpec.chain(3)
+        layer, loaded = engine.draft.layers[0], whole.ea_layer
+        norms = 4 * 64  # bytes of one in fp32
+        weights = [module.weight for module in loaded.midlayer.modules() if type(module) is nn.Linear]
+        each = sum(w.numel() + 4 * len(w) for w in (*weights, loaded.lm_head.weight))
+        once = loaded.fc.weight.numel() + 4 * len(loaded.fc.weight)
+        assert sum(1 for n in (layer.input_norm, layer.post_norm) if n is not None) == 2
+        assert engine.draft.weight_bytes(spec) == spec.beam_levels * (each + 2 * norms) + once
+
+
+@pytest.mark.parametrize("draft", [None, "suffix", "ngram"])
+def test_drafts_without_weights_are_not_in_fp8(draft: str | None) -> None:
+    target = tiny_target()
+    with pytest.raises(ValueError, match='draft_dtype="fp8" needs a draft with weights, a head or a language model'):
+        optimize_with_triton(target, draft, draft_dtype="fp8")
+    assert "generate" not in vars(target)
+
+
+def test_a_draft_that_cannot_be_rounded_is_refused() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.ea_layer.fc.weight[3, 4] = float("nan")
+    with pytest.raises(ValueError, match='draft_dtype="fp8": a weight with infinities or NaN cannot be quantised'):
+        optimize_eagle_with_triton(model, draft_dtype="fp8")
+    model = tiny_model()
+    model.ea_layer.midlayer.mlp.up_proj = nn.Sequential(model.ea_layer.midlayer.mlp.up_proj)
+    with pytest.raises(ValueError, match='draft_dtype="fp8": the draft has a projection .* a Sequential'):
+        optimize_eagle_with_triton(model, draft_dtype="fp8")
+    assert "eagenerate" not in vars(model)
+
+
+@pytest.mark.parametrize("draft_dtype", ["int8", "float8", torch.float8_e4m3fn])
+def test_the_dtype_of_a_draft_must_be_known(draft_dtype: Any) -> None:
+    with pytest.raises(ValueError, match='draft_dtype must be None, for that of the model, or "fp8"'):
+        EAGLEConfig(draft_dtype=draft_dtype)
+    with pytest.raises(ValueError, match="draft_dtype must be None"):
+        optimize_with_triton(None, draft_dtype=draft_dtype)
+
+
+def test_a_long_weight_is_rounded_in_parts_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(100, 32)
+    monkeypatch.setattr(float8, "ROWS", 33)
+    parts, whole = float8._quantised(weight), quantised(weight)
+    assert torch.equal(parts.values.view(torch.uint8), whole.values.view(torch.uint8))
+    assert torch.equal(parts.scale, whole.scale)
+
+
+def test_the_megakernel_refuses_a_head_in_fp8() -> None:
+    pytest.importorskip("triton")
+    from eagle_triton.engine.megakernel_step import unsupported_draft
+
+    _, draft = native.read(tiny_model())
+    assert unsupported_draft(draft) is None
+    assert unsupported_draft(float8_draft(draft)[0]) == "the weight of the draft head's fc is FP8"
+
+
+def test_serve_takes_both_options() -> None:
+    parser = serve._parser("serve")
+    args = serve._parse(parser, ["--device", "cpu", "--dtype", "float32", "--draft-dtype", "fp8"])
+    assert "draft_dtype: fp8: 9 projections of the draft" in serve._load(args).report()
+    args = serve._parse(parser, ["--device", "cpu", "--dtype", "float32", "--activations", "as-published"])
+    with pytest.raises(ValueError, match='activations="as published": no projection of the model has FP8 weights'):
+        serve._load(args)

@@ -1,0 +1,192 @@
+"""linear/float8.py and streamed_float8.py against their reference: every number, every kind of scale, many rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eagle_triton.linear import float8
+from eagle_triton.linear import products as kernels
+from eagle_triton.linear.settings import Settings
+from eagle_triton.reference import linear as reference
+from eagle_triton.runtime.float8_weight import Float8Weight, quantised
+from eagle_triton.runtime.split_sums import SplitSums
+
+CUDA = torch.cuda.is_available()
+HOPPER = CUDA and torch.version.cuda and torch.cuda.get_device_capability() == (9, 0)
+# bfloat16 products are wrong in Triton's interpreter.
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
+KINDS = ("rows", "blocks", "one")
+
+
+def weight_of(kind: str, rows: int, depth: int, device: str) -> Float8Weight:
+    wide = torch.randn(rows, depth, device=device) / depth**0.5
+    if kind == "one":
+        scale = wide.abs().amax().view(1, 1) / 448
+        return Float8Weight((wide / scale).to(torch.float8_e4m3fn), scale)
+    return quantised(wide, block=kind == "blocks")
+
+
+def assert_close(out, x: torch.Tensor, weight: Float8Weight, extra=None) -> None:
+    """At most twice the error of torch's product of the dequantised weight, against fp64; zeros would fail."""
+    out = out.total() if isinstance(out, SplitSums) else out
+    exact = torch.nn.functional.linear(x.double(), weight.dequantised().double())
+    same = torch.nn.functional.linear(x, weight.dequantised(x.dtype))
+    if extra is not None:
+        exact, same = exact + extra.double(), same + extra
+    bound = 2 * (same.double() - exact).abs().max() + 1e-5
+    assert out.shape == exact.shape and out.dtype == x.dtype
+    assert (out.double() - exact).abs().max() <= bound < exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_finite_number_is_converted_exactly(device, kind, dtype):
+    every = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    finite = every[every.float().isfinite()]
+    values = torch.cat([finite, finite[:2]]).repeat(2, 1)  # [2, 256]
+    scale = torch.tensor({"rows": [[1.0], [2.0]], "blocks": [[2.0, 0.5]], "one": [[0.25]]}[kind], device=device)
+    weight = Float8Weight(values, scale)
+    out = kernels.linear(torch.eye(256, device=device, dtype=dtype), weight)
+    assert torch.equal(out.float().T, weight.dequantised())
+    assert out.abs().max() > 400 * scale.min()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 7, 60, 65] + ([16, 17, 64, 128, 129, 300] if CUDA else []))
+def test_rows(device, rows, kind, dtype):
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, 272, device=device).to(dtype), weight_of(kind, 200, 272, device)
+    bias, residual = (torch.randn(*shape, device=device).to(dtype) for shape in ((200,), (rows, 200)))
+    assert_close(kernels.linear(x, weight), x, weight)
+    assert_close(kernels.linear(x, weight, bias), x, weight, bias)
+    assert_close(kernels.linear(x, weight, bias, residual), x, weight, bias + residual)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("depth", [16, 128, 200] + ([1003, 4096] if CUDA else []))
+def test_splits_add_up(device, depth, kind):
+    torch.manual_seed(depth)
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    x, weight = torch.randn(2, 5, depth, device=device).to(dtype), weight_of(kind, 130, depth, device)
+    bias = torch.randn(130, device=device).to(dtype)
+    assert_close(kernels.linear(x, weight, bias, keep_splits=True), x, weight, bias)
+
+
+def test_long_products_are_split(device):
+    x = torch.randn(3, 2048, device=device)
+    weight = weight_of("rows", 64, 2048, device)
+    out = kernels.linear(x, weight, keep_splits=True)
+    assert isinstance(out, SplitSums) and out.sums.shape == (4, 3, 64)
+    assert_close(out, x, weight)
+    assert isinstance(kernels.linear(x, weight), torch.Tensor)
+
+
+@pytest.mark.parametrize("kinds", [("rows",) * 5, ("blocks", "rows", "one"), ("rows", None, "one"), (None, "blocks")])
+def test_stacks_of_any_kinds(device, kinds):
+    torch.manual_seed(len(kinds))
+    x = torch.randn(4, 160, device=device)
+    weights = [
+        torch.randn(40 + 8 * i, 160, device=device) if kind is None else weight_of(kind, 40 + 8 * i, 160, device)
+        for i, kind in enumerate(kinds)
+    ]
+    biases = [torch.randn(len(weight), device=device) for weight in weights]
+    biases[0] = None
+    outs = kernels.linear_stack(x, weights, biases, keep_splits=True)
+    for out, exact in zip(outs, reference.linear_stack(x, weights, biases), strict=True):
+        out = out.total() if isinstance(out, SplitSums) else out
+        torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kinds", [("rows", "rows"), ("blocks", "blocks"), ("one", "rows"), ("blocks", None)])
+def test_swiglu(device, kinds, dtype):
+    torch.manual_seed(3)
+    x = torch.randn(2, 9, 144, device=device).to(dtype)
+    gate, up = (
+        (torch.randn(96, 144, device=device) / 12).to(dtype) if kind is None else weight_of(kind, 96, 144, device)
+        for kind in kinds
+    )
+    out = kernels.linear_swiglu(x, gate, up)
+    wide = [
+        weight.double() if isinstance(weight, torch.Tensor) else weight.dequantised().double() for weight in (gate, up)
+    ]
+    exact = reference.linear_swiglu(x.double(), *wide)
+    same = reference.linear_swiglu(x, *(weight.to(dtype) for weight in wide))
+    bound = 2 * (same.double() - exact).abs().max() + 1e-5
+    assert out.dtype == dtype and (out.double() - exact).abs().max() <= bound < exact.abs().max()
+
+
+def test_scales_of_zero_and_of_the_largest_numbers(device):
+    values = torch.full((256, 128), 448.0, device=device).to(torch.float8_e4m3fn)
+    for scale in ([[0.0], [2.0**100]], torch.cat([torch.zeros(128, 1), torch.full((128, 1), 2.0**100)])):
+        weight = Float8Weight(values, torch.as_tensor(scale, device=device))
+        out = kernels.linear(torch.ones(2, 128, device=device), weight)
+        assert not out[:, :128].any() and (out[:, 128:] == 448.0 * 128 * 2.0**100).all()
+
+
+def test_rows_apart_and_weights_inside_of_others(device):
+    torch.manual_seed(5)
+    x = torch.randn(160, 6, device=device).T  # columns apart
+    large = weight_of("rows", 96, 192, device)
+    weight = Float8Weight(large.values[:, 32:], large.scale)
+    assert_close(kernels.linear(x, weight), x, weight)
+    assert kernels.linear(x[:0], weight).shape == (0, 96)
+    assert_close(kernels.linear(x[None, :, :], weight, keep_splits=True), x[None], weight)
+
+
+def test_what_cannot_be(device):
+    x, weight = torch.randn(2, 144, device=device), weight_of("rows", 40, 144, device)
+    with pytest.raises(ValueError, match=r"weight must be \[N, 100\]"):
+        kernels.linear(x[:, :100], weight)
+    with pytest.raises(ValueError, match="take Streaming settings"):
+        kernels.linear(x, weight, settings=Settings(32, 32))
+    with pytest.raises(ValueError, match="expected torch.float32"):
+        kernels.linear(x, weight, torch.zeros(40, device=device, dtype=torch.float16))
+    with pytest.raises(ValueError, match="weights must be"):
+        kernels.linear_swiglu(x, weight, weight_of("rows", 48, 144, device))
+
+
+def test_settings_do_not_depend_on_the_rows():
+    def splits(rows: int) -> int:
+        return float8.portable_settings(rows, 4096, 4096, True).splits
+
+    assert {splits(rows) for rows in (1, 16, 64, 300)} == {2}
+
+
+if HOPPER:
+    from eagle_triton.linear import streamed_float8 as streamed
+
+    SHAPES = [(4096, 1024, 1024), (4096,), (1536, 1536), (32000,)]
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("cols", SHAPES, ids=str)
+    def test_a_row_has_the_same_bits_beside_any_others(cols, kind):
+        torch.manual_seed(len(cols))
+        x = torch.randn(300, 4096, device="cuda").bfloat16()
+        weights = [weight_of(kind, n, 4096, "cuda") for n in cols]
+
+        def product(rows: int) -> torch.Tensor:
+            if len(cols) == 2:
+                return kernels.linear_swiglu(x[:rows], *weights)
+            outs = kernels.linear_stack(x[:rows], weights, [None] * len(weights), keep_splits=True)
+            return torch.cat([out.total() if isinstance(out, SplitSums) else out for out in outs], -1)
+
+        whole = product(300)
+        for rows in (1, 2, 16, 17, 33, 60, 64, 65, 128, 129, 256):
+            assert torch.equal(product(rows), whole[:rows]), rows
+        exact = [x.double() @ weight.dequantised().double().T for weight in weights]
+        wanted = torch.nn.functional.silu(exact[0]) * exact[1] if len(cols) == 2 else torch.cat(exact, -1)
+        assert ((whole.double() - wanted).norm() / wanted.norm()) < 5e-3
+
+    @pytest.mark.parametrize("depth", [144, 1040, 4112])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_streamed_depths_and_poisoned_outputs(kind, depth):
+        torch.manual_seed(depth)
+        x, weight = torch.randn(5, depth, device="cuda").bfloat16(), weight_of(kind, 200, depth, "cuda")
+        use = streamed.settings_for(5, (200,), depth, False, weight.in_blocks)
+        out = torch.full((use.splits, 5, 200), float("nan"), device="cuda")
+        streamed.linear(x, [weight], [200], [None], out if use.splits > 1 else out[0].to(x.dtype), use)
+        assert_close(kernels.linear(x, weight, keep_splits=True), x, weight)
+        assert use.splits == 1 or out.isfinite().all()

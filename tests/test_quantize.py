@@ -1,0 +1,221 @@
+"""Writing targets in eight bits: what is rounded, what keeps its bits, what loads it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from eagle_triton import EaModel, optimize_eagle_with_triton, optimize_with_triton, quantize_checkpoint
+from eagle_triton.cli import main
+from eagle_triton.demo import demo_directory
+from eagle_triton.export.contents import ExportError
+from eagle_triton.models.loading import load_target
+from eagle_triton.runtime.float8_weight import Float8Weight, quantised
+from tests.tiny import random_prompt, tiny_model
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quantize_checkpoint("demo", tmp_path_factory.mktemp("fp8") / "demo").folder
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def test_projections_are_rounded_and_all_else_keeps_its_bits(demo: Path) -> None:
+    before, after = tensors_of(demo_directory("target")), tensors_of(demo)
+    rounded = {name.removesuffix("_scale_inv") for name in after if name.endswith("_scale_inv")}
+    assert len(rounded) == 8 * 7 and all(".layers." in name and "_proj." in name for name in rounded)
+    assert set(after) == set(before) | {f"{name}_scale_inv" for name in rounded}
+    for name, tensor in before.items():
+        if name not in rounded:
+            assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
+            continue
+        expected = quantised(tensor, block=True)
+        assert after[name].dtype == torch.float8_e4m3fn and after[f"{name}_scale_inv"].dtype == torch.float32
+        assert torch.equal(after[name].view(torch.uint8), expected.values.view(torch.uint8)), name
+        assert torch.equal(after[f"{name}_scale_inv"], expected.scale), name
+
+
+def test_each_file_of_weights_becomes_one_and_the_others_are_copied(demo: Path) -> None:
+    source = demo_directory("target")
+    assert {file.name for file in demo.iterdir()} == {file.name for file in source.iterdir() if file.is_file()}
+    index = json.loads((demo / "model.safetensors.index.json").read_text())
+    tensors = tensors_of(demo)
+    assert set(index["weight_map"]) == set(tensors)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    for name, file in index["weight_map"].items():
+        with safe_open(demo / file, "pt") as stored:
+            assert stored.get_tensor(name).shape == tensors[name].shape
+    assert (demo / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    config = json.loads((demo / "config.json").read_text())
+    assert config.pop("quantization_config") == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.embed_tokens"],
+    }
+    assert config == json.loads((source / "config.json").read_text())
+
+
+def in_eight_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A checkpoint as transformers loads it on a GPU, on a CPU, where it would make the weights wide."""
+    quantizer = pytest.importorskip("transformers.quantizers.quantizer_finegrained_fp8").FineGrainedFP8HfQuantizer
+    monkeypatch.setattr(quantizer, "validate_environment", lambda *_, **__: None)
+    return load_target(str(folder))
+
+
+def exact(model: Any) -> Any:
+    """The demo's target with the values of FP8 modules in plain ones, fp32."""
+    plain = EaModel.from_pretrained("demo").base_model
+    for name, module in model.named_modules():
+        if type(module).__name__ == "FP8Linear":
+            weight = Float8Weight(module.weight.detach(), module.weight_scale_inv.detach())
+            plain.get_submodule(name).weight.data.copy_(weight.dequantised())
+    return plain
+
+
+def test_transformers_loads_it_in_eight_bits_and_the_engine_reads_that(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = in_eight_bits(demo, monkeypatch)
+    stored, loaded = tensors_of(demo), dict(model.named_parameters())
+    kinds = [type(module).__name__ for module in model.modules()]
+    assert kinds.count("FP8Linear") == 56
+    for name, tensor in stored.items():
+        if name.endswith(("_proj.weight", "scale_inv")):
+            assert torch.equal(loaded[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    plain, prompt = exact(model), torch.arange(5, 25)[None]
+    expected = plain.generate(prompt, max_new_tokens=24, do_sample=False)
+    with optimize_with_triton(model) as (optimised, originals):
+        assert torch.equal(optimised.generate(prompt, max_new_tokens=24, do_sample=False), expected)
+        assert any("56 FP8 projections are read" in entry.reason for entry in originals.report())
+
+
+def test_an_ea_model_takes_it_with_the_demo_head(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = EaModel.from_pretrained("demo")
+    model = EaModel(in_eight_bits(demo, monkeypatch), whole.ea_layer).eval()
+    prompt = torch.arange(5, 25)[None]
+    expected = EaModel(exact(model.base_model), whole.ea_layer).eval().eagenerate(prompt, max_new_tokens=24)
+    with optimize_eagle_with_triton(model, draft_dtype="fp8"):
+        assert torch.equal(model.eagenerate(prompt, max_new_tokens=24), expected)
+
+
+def saved(folder: Path, shards: str = "5GB", family: str = "llama") -> Path:
+    model = tiny_model(family, eagle3=False, layers=2).base_model
+    model.save_pretrained(folder, max_shard_size=shards)
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_every_dense_family_is_written(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = quantize_checkpoint(saved(tmp_path / "in", "60KB", family), tmp_path / "out")
+    assert written.projections == 14 and written.bytes_after < written.bytes_before
+    assert "hidden_size 64, intermediate_size 96, queries 64, keys 32: no multiple of 128" in written.notes[0]
+    assert len(list(written.folder.glob("*.safetensors"))) > 2
+    model = in_eight_bits(written.folder, monkeypatch)
+    with optimize_with_triton(model, "ngram") as (optimised, _):
+        assert optimised.generate(random_prompt(6), max_new_tokens=6, do_sample=False).shape == (1, 12)
+
+
+def test_the_target_of_a_saved_pair_is_meant(tmp_path: Path) -> None:
+    tiny_model(layers=6).save_pretrained(tmp_path / "pair")
+    written = quantize_checkpoint(tmp_path / "pair", tmp_path / "out")
+    assert written.projections == 42 and (written.folder / "config.json").is_file()
+
+
+# --- what is refused ---
+
+
+def edited(folder: Path, **changes: Any) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return folder
+
+
+def test_a_quantised_checkpoint_is_refused(demo: Path, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="is quantised already, by 'fp8'"):
+        quantize_checkpoint(demo, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def _bad(folder: Path, change: Any) -> Path:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    return folder
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t[NAME].fill_(float("nan")), f"{NAME}: a weight with infinities or NaN cannot be quantised"),
+        (lambda t: t.pop(NAME), f"{NAME} is not among the tensors"),
+        (lambda t: t.update({NAME: t[NAME].to(torch.int8)}), f"{NAME} must be float32, bfloat16 or float16, got"),
+    ],
+    ids=["nan", "missing", "int8"],
+)
+def test_weights_that_cannot_be_rounded_are_refused(change: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=message):
+        quantize_checkpoint(_bad(saved(tmp_path / "in"), change), tmp_path / "out")
+    assert [file.name for file in tmp_path.iterdir()] == ["in"]
+
+
+def test_other_formats_and_places_are_refused(tmp_path: Path) -> None:
+    source = saved(tmp_path / "in")
+    with pytest.raises(ValueError, match="to must be fp8, got 'int4'"):
+        quantize_checkpoint(source, tmp_path / "out", "int4")
+    with pytest.raises(FileExistsError, match="holds something already"):
+        quantize_checkpoint(source, source)
+    with pytest.raises(ValueError, match="gpt2"):
+        quantize_checkpoint(edited(saved(tmp_path / "gpt"), model_type="gpt2"), tmp_path / "out")
+    with pytest.raises(ValueError, match="qwen3_moe"):
+        quantize_checkpoint(edited(saved(tmp_path / "moe"), model_type="qwen3_moe"), tmp_path / "out")
+    with pytest.raises(ValueError, match="qwen3_5"):
+        quantize_checkpoint("demo-gdn", tmp_path / "out")
+    with pytest.raises(FileNotFoundError):
+        quantize_checkpoint(tmp_path / "nowhere", tmp_path / "out")
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    with pytest.raises(ExportError, match=r"only safetensors are read, and .* holds pytorch_model.bin"):
+        quantize_checkpoint(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_the_index_names_must_be_there(tmp_path: Path) -> None:
+    source = saved(tmp_path / "in", "60KB")
+    lost = sorted(source.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"names {lost.name}, which is not in"):
+        quantize_checkpoint(source, tmp_path / "out")
+
+
+# --- the command ---
+
+
+def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(tmp_path / "in")
+    assert main.main(["quantize", str(source), "--to", "fp8", "-o", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.strip() == str(tmp_path / "out") and "14 projections are FP8" in printed.err
+    assert "no multiple of 128" in printed.err
+    assert main.main(["quantize", str(source), "--to", "fp8", "-o", str(tmp_path / "more"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["projections"] == 14
+
+
+def test_the_command_refuses_in_one_line(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main.main(["quantize", str(demo), "--to", "fp8", "-o", str(tmp_path / "out")])
+    assert stopped.value.code == 2
+    assert "is quantised already, by 'fp8'" in capsys.readouterr().err
