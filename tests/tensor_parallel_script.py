@@ -200,6 +200,8 @@ def plain_models_and_inference(folder: Path) -> None:
         inference.session(rows=64)
     with refused(RanksError, "must be the same on all ranks: those of [1] are not rank 0's"):
         inference.generate(prompt[0, : 5 + rank], max_new_tokens=4)
+    (again,) = inference.generate([prompt[0]], max_new_tokens=4, return_stats=False)  # it was said to both, in time
+    assert len(again) == 16
 
 
 def what_is_refused(folder: Path) -> None:

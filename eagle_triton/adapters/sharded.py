@@ -11,14 +11,13 @@ import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.engine.drafts.eagle import EagleDraft
 from eagle_triton.engine.mixers import Attention
 from eagle_triton.engine.model import Layer
-from eagle_triton.engine.model_watch import is_sharded_tensor, is_tensor_parallel_forward
+from eagle_triton.engine.model_watch import is_sharded_tensor, is_tensor_parallel_forward, local_part
 from eagle_triton.engine.modules import MLP, Projection
 from eagle_triton.engine.ranks import Ranks, SharedEmbedding
 
@@ -129,7 +128,10 @@ def read_sharded_projection(layer: nn.Linear, path: str) -> Projection:
     """This rank's part of a projection that `check_sharding` has passed. path: the last name counts."""
     ranks, name = ranks_of(layer), path.rpartition(".")[2]
     assert ranks is not None
-    weight, bias = local_part(layer.weight), None if layer.bias is None else local_part(layer.bias)
+    weight, bias = (
+        local_part(tensor) if tensor is not None and is_sharded_tensor(tensor) else tensor
+        for tensor in (layer.weight, layer.bias)
+    )
     if STYLES[name].dim == 1:
         return Projection(weight, bias if ranks.rank == 0 else None, summed_over=ranks)
     return Projection(weight, bias, joined_over=ranks if name == "lm_head" else None)
@@ -202,12 +204,6 @@ def _columns_of(projection: Projection, ranks: Ranks) -> Projection:
     assert isinstance(projection.weight, Tensor)
     weight = projection.weight.detach().chunk(ranks.size, dim=1)[ranks.rank]
     return Projection(weight, projection.bias if ranks.rank == 0 else None, summed_over=ranks)
-
-
-@torch.no_grad()
-def local_part(tensor: Any) -> Tensor:
-    """What this rank holds of a parameter, by its own storage."""
-    return tensor.to_local() if is_sharded_tensor(tensor) else tensor
 
 
 def _refused(where: str, why: str) -> UnsupportedModelError:

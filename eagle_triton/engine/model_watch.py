@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -49,7 +50,13 @@ def is_sharded_linear(module: nn.Module) -> bool:
 
 def is_sharded_tensor(tensor: Tensor) -> bool:
     """Whether a tensor is spread over processes, which is what DTensor is for."""
-    return any(base.__name__ == "DTensor" for base in type(tensor.data).__mro__)
+    return any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
+
+
+@torch.no_grad()
+def local_part(tensor: Any) -> Tensor:
+    """What this process holds of a sharded tensor, by its own storage."""
+    return tensor.to_local()
 
 
 def is_tensor_parallel_forward(forward: Callable | None) -> bool:
@@ -198,7 +205,7 @@ def _addresses(module: nn.Module) -> list[tuple[str, int, tuple[int, ...]]]:
 
 def _stored(tensor: Any) -> Tensor:
     """What a parameter holds in this process."""
-    return tensor.detach().to_local() if is_sharded_tensor(tensor) else tensor
+    return local_part(tensor) if is_sharded_tensor(tensor) else tensor
 
 
 def _hook(module: nn.Module) -> str | None:
