@@ -71,7 +71,7 @@ def _check_module(module: nn.Module, path: str, where: str, plan: dict[str, str]
     """Of a sharded model."""
     own = _own(module)
     spread = [name for name, tensor in own.items() if is_sharded_tensor(tensor)]
-    known, named = STYLES.get(path.rpartition(".")[2]), plan.get(re.sub(r"\d+", "*", path))
+    known, named = STYLES.get(path.rpartition(".")[2]), plan.get(path, plan.get(re.sub(r"\d+", "*", path)))
     if not (spread or named or is_tensor_parallel_forward(vars(module).get("forward"))):
         if known is not None and known.dim is not None and not path.endswith(MAY_BE_WHOLE):
             raise _refused(where, f"{' or '.join(known.names)} is how this must be, and every rank has it whole")

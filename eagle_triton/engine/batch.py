@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eagle_triton.engine import skipped_features
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.graph import ReportQueue
+from eagle_triton.engine.graph import ReportQueue, wait_for
 from eagle_triton.engine.pages import PAGE_ROWS, Beginning, CacheFullError
 from eagle_triton.engine.prefill import NaNLogitsError, grow_first_tree
 from eagle_triton.engine.prompt_queue import PromptQueue
@@ -543,7 +543,9 @@ class Batch:
     def _broken(self, slots: Sequence[int]) -> list[int]:
         """Which of those that have just begun, by their places in `slots`, have NaN logits. Waits for the device."""
         if self.sequences.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+            done = torch.cuda.Event()
+            done.record()
+            wait_for(done, self.engine.view.ranks)
         nan = {slot for begun in self._begun for slot in begun.entries if begun.nan[slot]}
         return [place for place, slot in enumerate(slots) if slot in nan]
 

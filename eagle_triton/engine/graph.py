@@ -108,8 +108,14 @@ class ReportQueue:
     def receive(self) -> Tensor:
         """The oldest report not received yet, waiting for its step only. Valid until `places` more were sent."""
         place, event = self._sent.popleft()
-        if event is not None and self._ranks is not None:
-            self._ranks.wait_for(event)
-        elif event is not None:
-            event.synchronize()
+        if event is not None:
+            wait_for(event, self._ranks)
         return place
+
+
+def wait_for(event: torch.cuda.Event, ranks: Ranks | None) -> None:
+    """Wait for what was launched on the device, but not for ever if it exchanges something with other ranks."""
+    if ranks is None:
+        event.synchronize()
+    else:
+        ranks.wait_for(event)
