@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from eagle_triton import (
     optimize_with_triton,
 )
 from eagle_triton.adapters import native
+from eagle_triton.adapters.float8 import SCALES
 from eagle_triton.engine.drafts import float8
 from eagle_triton.engine.drafts.float8 import float8_draft
 from eagle_triton.engine.drafts.hybrid import beams_of
@@ -28,10 +30,13 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.modules import Projection, with_projections
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.ea_model import EaModel
-from eagle_triton.runtime.float8_weight import Float8Weight, quantised
+from eagle_triton.reference import linear
+from eagle_triton.runtime.float8_weight import Float8Weight, quantised, rows_of
 from eagle_triton.serve import main as serve
+from eagle_triton.speculative_decoding import autoregressive_generate, release_engine
 from tests.float8_models import LAYOUTS, FP8Linear, in_blocks, in_rows, with_fp8
 from tests.tiny import random_prompt, tiny_model
+from tests.tiny_hybrids import KINDS, tiny_hybrid
 
 
 def tiny_target(family: str = "llama", seed: int = 0) -> Any:
@@ -138,6 +143,47 @@ def test_a_scale_that_changes_in_place_is_seen() -> None:
     assert not torch.equal(first, second)
 
 
+def _bf16_scales(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[nn.Module, Float8Weight]:
+    _, found = in_blocks(weight, bias)
+    rounded = Float8Weight(found.values, found.scale.bfloat16())
+    return FP8Linear(rounded.values, rounded.scale, bias), rounded
+
+
+def _transformers_linear(kind: str) -> Callable:
+    """A layout of transformers' own modules. Skips where its version has none."""
+    home = {
+        "FP8Linear": "finegrained_fp8",
+        "CompressedTensorsFP8Linear": "compressed_tensors",
+        "FbgemmFp8Linear": "fbgemm_fp8",
+    }[kind]
+    made = getattr(pytest.importorskip(f"transformers.integrations.{home}"), kind, None)
+    if made is None:
+        pytest.skip(f"this transformers has no {kind}")
+
+    def layout(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[nn.Module, Float8Weight]:
+        rows, depth = weight.shape
+        options = {"FP8Linear": {"block_size": (128, 128)}, "FbgemmFp8Linear": {"bias": False}}.get(kind, {})
+        module, found = made(depth, rows, **options), quantised(weight, block=kind == "FP8Linear")
+        name = SCALES[kind]
+        scale = found.scale.view(getattr(module, name).shape)
+        module.weight = nn.Parameter(found.values, requires_grad=False)
+        setattr(module, name, nn.Parameter(scale, requires_grad=False))
+        module.bias = None
+        return module, found
+
+    return layout
+
+
+@pytest.mark.parametrize("kind", ["bf16 scales", *SCALES])
+def test_modules_of_transformers_are_read(kind: str) -> None:
+    layout = _bf16_scales if kind == "bf16 scales" else _transformers_linear(kind)
+    model, dequantised = with_fp8(tiny_target(), layout)
+    prompt = random_prompt(9)
+    with optimize_with_triton(model) as (optimised, _):
+        tokens = optimised.generate(prompt, max_new_tokens=24, do_sample=False)
+    assert torch.equal(tokens, plain_tokens(dequantised, prompt))
+
+
 # --- as published ---
 
 
@@ -163,6 +209,10 @@ def test_as_published_calls_the_modules() -> None:
     with optimize_with_triton(model, activations="as published") as (optimised, originals):
         assert torch.equal(optimised.generate(prompt, max_new_tokens=24, do_sample=False), expected)
         assert any("21 FP8 projections are called as they are" in entry.reason for entry in originals.report())
+    whole = EaModel(model, tiny_model(eagle3=False).ea_layer).eval()
+    ours = whole.eagenerate(prompt, max_new_tokens=24)
+    with optimize_eagle_with_triton(whole, activations="as published"):
+        assert torch.equal(whole.eagenerate(prompt, max_new_tokens=24), ours)
     config = EAGLEConfig(suffix_drafts=4, activations="as published", fallback=False)
     ids, _ = EAGLEInference(None, model, config).generate(prompt, max_new_tokens=24, stop_token_ids=())
     assert torch.equal(ids, expected)
@@ -486,6 +536,16 @@ def test_a_long_weight_is_rounded_in_parts_to_the_same_bits(monkeypatch: pytest.
     assert torch.equal(parts.scale, whole.scale)
 
 
+def test_a_strict_megakernel_does_not_go_with_a_head_in_fp8() -> None:
+    pytest.importorskip("triton")
+    model = tiny_model()
+    options = dict(megakernel=True, kernels=True, strict=True, patch_modules=False, draft_dtype="fp8")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("kernels need a GPU or the interpreter")
+    with pytest.raises(UnsupportedModelError, match="megakernel: the weight of the draft head's fc is FP8"):
+        optimize_eagle_with_triton(model, **options)
+
+
 def test_the_megakernel_refuses_a_head_in_fp8() -> None:
     pytest.importorskip("triton")
     from eagle_triton.engine.megakernel_step import unsupported_draft
@@ -502,3 +562,144 @@ def test_serve_takes_both_options() -> None:
     args = serve._parse(parser, ["--device", "cpu", "--dtype", "float32", "--activations", "as-published"])
     with pytest.raises(ValueError, match='activations="as published": no projection of the model has FP8 weights'):
         serve._load(args)
+
+
+def test_functions_over_the_model_s_own_forward_round_as_it_does() -> None:
+    model, _ = with_fp8(tiny_target(), _rounding)
+    prompt = random_prompt(9)[0].tolist()
+    outputs = [autoregressive_generate(prompt, model, 20, use_cache=True, engine=engine) for engine in (True, False)]
+    release_engine()
+    assert outputs[0] == outputs[1]
+
+
+# --- layers of other kinds ---
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "moe" not in kind and kind != "qwen3_next"])
+def test_gated_delta_nets_with_fp8_projections(kind: str) -> None:
+    target = tiny_hybrid(kind)
+    model, dequantised = with_fp8(target, in_blocks, ("_proj", "in_proj_qkv", "in_proj_z"))
+    prompt = random_prompt(9, 24)
+    with optimize_with_triton(dequantised):
+        expected = dequantised.generate(prompt, max_new_tokens=20, do_sample=False)
+    with optimize_with_triton(model) as (_, originals):
+        assert torch.equal(model.generate(prompt, max_new_tokens=20, do_sample=False), expected)
+        note = next(entry.reason for entry in originals.report() if entry.path == "activations")
+    linear = sum(type(module) is FP8Linear for module in model.modules())
+    assert linear > 20 and f"{linear} FP8 projections" in note
+
+
+# --- the products ---
+
+
+def _weights(rows: int, depth: int) -> dict[str, Float8Weight]:
+    wide = torch.randn(rows, depth, generator=torch.Generator().manual_seed(rows)) * 3
+    wide[: rows // 2] *= 100
+    wide[rows // 3] = 0
+    one = Float8Weight(wide.clamp(-448, 448).to(torch.float8_e4m3fn), torch.full((1, 1), 0.37))
+    return {"blocks": quantised(wide, block=True), "rows": quantised(wide), "one": one}
+
+
+@pytest.mark.parametrize("kind", ["blocks", "rows", "one"])
+@pytest.mark.parametrize("shape", [(7, 200, 300), (1, 128, 128), (60, 130, 64), (3, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_are_those_of_the_weights_themselves(
+    kind: str, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    count, rows, depth = shape
+    weight = _weights(rows, depth)[kind]
+    x = torch.randn(count, depth, generator=torch.Generator().manual_seed(1)).to(dtype)
+    bias = torch.randn(rows, generator=torch.Generator().manual_seed(2)).to(dtype)
+    expected = x.double() @ _exactly(weight).T + bias.double()
+    out = linear.linear(x, weight, bias)
+    assert out.dtype == dtype
+    plain = torch.nn.functional.linear(x, _exactly(weight).to(dtype), bias).double()
+    scale = expected.abs().max().clamp(min=1)
+    error = (out.double() - expected).abs().max() / scale
+    assert error <= 2 * (plain - expected).abs().max() / scale + 1e-5
+    (stacked, raw) = linear.linear_stack(x, (weight, _exactly(weight).to(dtype)), (bias, None))
+    assert torch.equal(stacked, out) and raw.shape == out.shape
+    swiglu = linear.linear_swiglu(x, weight, weight).double()
+    product = x.double() @ _exactly(weight).T
+    wide = torch.nn.functional.silu(product) * product
+    assert (swiglu - wide).abs().max() <= 0.03 * wide.abs().max().clamp(min=1e-3)
+
+
+def _exactly(weight: Float8Weight) -> torch.Tensor:
+    """The weight in fp64, element by element, by no code of the package."""
+    rows, depth = weight.shape
+    values, scale = weight.values.double(), weight.scale.double()
+    if tuple(scale.shape) in ((rows, 1), (1, 1)):
+        return values * scale
+    row, column = torch.arange(rows) // 128, torch.arange(depth) // 128
+    return values * scale[row][:, column]
+
+
+def test_a_weight_is_rounded_to_the_nearest_of_its_scale() -> None:
+    wide = torch.randn(300, 200, generator=torch.Generator().manual_seed(3))
+    wide[128:256, 128:] = 0
+    for block in (False, True):
+        weight = quantised(wide, block)
+        assert weight.scale.shape == ((3, 2) if block else (300, 1))
+        step = (wide.abs() / 16).clamp(min=2.0**-10 * float(weight.scale.max()))  # half a unit in the last place
+        assert ((_exactly(weight) - wide).abs() <= step).all()
+        assert weight.values.float().abs().max() == 448
+    assert weight.scale[1, 1] == 1 and not weight.values[128:256, 128:].float().any()
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="a weight with infinities or NaN cannot be quantised"):
+            quantised(torch.tensor([[1.0, bad]]))
+
+
+def test_rows_of_a_weight_are_copies() -> None:
+    wide = torch.randn(40, 16)
+    for weight in (quantised(wide), Float8Weight(wide.to(torch.float8_e4m3fn), torch.ones(1, 1))):
+        some = rows_of(weight, torch.tensor([3, 39, 3]))
+        assert isinstance(some, Float8Weight)
+        assert torch.equal(some.dequantised(), weight.dequantised()[[3, 39, 3]])
+        assert some.values.data_ptr() != weight.values.data_ptr() and some.scale.data_ptr() != weight.scale.data_ptr()
+    with pytest.raises(ValueError, match="whose scales are for blocks cannot be taken apart"):
+        rows_of(quantised(torch.randn(200, 300), block=True), torch.tensor([1]))
+
+
+VALUES, ONES = torch.zeros(200, 300, dtype=torch.float8_e4m3fn), torch.ones
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "message"),
+    [
+        (VALUES.float(), ONES(1, 1), r"values must be float8_e4m3fn \[N, K\], got torch.float32 \(200, 300\)"),
+        (VALUES.to(torch.float8_e5m2), ONES(1, 1), "values must be float8_e4m3fn .* got torch.float8_e5m2"),
+        (VALUES[0], ONES(1, 1), r"values must be float8_e4m3fn \[N, K\]"),
+        (VALUES, ONES(1), r"the scale of \[200, 300\] must be \[200, 1\], \[1, 1\] or, .* \[2, 3\], got \[1\]"),
+        (VALUES, ONES(3, 2), r"got \[3, 2\]"),
+        (VALUES, ONES(1, 1).half(), "the scale must be float32 or bfloat16, got torch.float16"),
+        (VALUES, ONES(1, 1, device="meta"), "the scale must lie where the values do, on cpu, got meta"),
+    ],
+    ids=["fp32", "e5m2", "one row", "dims", "blocks", "fp16", "device"],
+)
+def test_what_is_no_weight_of_eight_bits_is_refused(values: Any, scale: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Float8Weight(values, scale)
+
+
+def test_products_refuse_what_does_not_fit() -> None:
+    weight = quantised(torch.randn(20, 30))
+    with pytest.raises(ValueError, match=r"linear: weight must be \[N, 31\], got \(20, 30\)"):
+        linear.linear(torch.randn(2, 31), weight)
+    with pytest.raises(ValueError, match=r"linear: bias must be \[20\], got \(21,\)"):
+        linear.linear(torch.randn(2, 30), weight, torch.randn(21))
+    with pytest.raises(ValueError, match=r"linear_swiglu: weights must be \(20, 30\) alike"):
+        linear.linear_swiglu(torch.randn(2, 30), weight, quantised(torch.randn(21, 30)))
+    with pytest.raises(ValueError, match="linear: expected a weight on meta as x, got cpu"):
+        linear.linear(torch.randn(2, 30, device="meta"), weight)
+
+
+@pytest.mark.parametrize("only", [("_proj",), ("q_proj", "up_proj", "down_proj")], ids=["all", "some"])
+def test_a_few_tokens_by_the_kernels(only: tuple[str, ...]) -> None:
+    pytest.importorskip("triton")
+    target = tiny_model(eagle3=False, layers=1).base_model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model, dequantised = with_fp8(target, in_blocks, only)
+    prompt = random_prompt(4).to(target.device)
+    expected = plain_tokens(dequantised, prompt, 3)
+    with optimize_with_triton(model, kernels=True, cuda_graph=False):
+        assert torch.equal(model.generate(prompt, max_new_tokens=3, do_sample=False), expected)

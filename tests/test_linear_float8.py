@@ -100,6 +100,16 @@ def test_stacks_of_any_kinds(device, kinds):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_is_dequantised_to_the_nearest_number(device, kind, dtype):
+    large = weight_of(kind, 100, 288, device)
+    for weight in (large, Float8Weight(large.values[:, :272], large.scale)):
+        assert torch.equal(float8.dequantise(weight, dtype), weight.dequantised(dtype))
+    x = torch.randn(260, 288, device=device).to(dtype)
+    assert_close(kernels.linear(x, large, keep_splits=True), x, large)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kinds", [("rows", "rows"), ("blocks", "blocks"), ("one", "rows"), ("blocks", None)])
 def test_swiglu(device, kinds, dtype):
     torch.manual_seed(3)
@@ -173,9 +183,10 @@ if HOPPER:
             outs = kernels.linear_stack(x[:rows], weights, [None] * len(weights), keep_splits=True)
             return torch.cat([out.total() if isinstance(out, SplitSums) else out for out in outs], -1)
 
-        whole = product(300)
-        for rows in (1, 2, 16, 17, 33, 60, 64, 65, 128, 129, 256):
+        whole = product(256)
+        for rows in (1, 2, 16, 17, 33, 60, 64, 65, 128, 129):
             assert torch.equal(product(rows), whole[:rows]), rows
+        whole = product(300)  # by cuBLAS, from here on
         exact = [x.double() @ weight.dequantised().double().T for weight in weights]
         wanted = torch.nn.functional.silu(exact[0]) * exact[1] if len(cols) == 2 else torch.cat(exact, -1)
         assert ((whole.double() - wanted).norm() / wanted.norm()) < 5e-3

@@ -2,7 +2,9 @@
 
 Nothing of x is lost: a weight becomes a number of 16 bits before it is multiplied, exactly, sums are fp32, and so are
 scales, which stay out of the products. On Hopper the kernels of `streamed_float8.py` make them, elsewhere the one of
-this file, which converts by shifts and so needs no device that knows e4m3. `products.py` takes the calls.
+this file, which converts by shifts and so needs no device that knows e4m3. More than MOST_STREAMED rows of 16 bits are
+cuBLAS's, with a copy of the weight in 16 bits that lives as long as the product: rounded once more. `products.py` takes
+the calls.
 
 | name   | shape                           | dtype, layout                                                 |
 |--------|---------------------------------|---------------------------------------------------------------|
@@ -21,12 +23,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.layers import swiglu
-from eagle_triton.linear.settings import compute_capability, has_descriptors
+from eagle_triton.linear.settings import MOST_STREAMED, compute_capability, has_descriptors
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import triton_version
@@ -36,6 +39,7 @@ if TYPE_CHECKING:  # Gluon's
     from eagle_triton.linear.streamed import Streaming
 
 _STACKED = 4  # weights to a launch
+_FUSED_ROWS = 64  # with SwiGLU: the sums of more would not fit the registers
 _PROGRAMS = 112  # enough of them to load every multiprocessor
 _BIASES = tl.constexpr(2.0**120)  # what lies between the exponents' biases of e4m3 and fp32
 
@@ -122,6 +126,57 @@ def _linear_kernel(
     tl.store(out, acc.T.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _dequantise_kernel(
+    values_ptr,
+    scale_ptr,
+    out_ptr,
+    cols,
+    depth,
+    stride_wn,
+    stride_sn,
+    stride_sk,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
+):
+    """Grid (row tiles, column tiles) of a weight: a program makes one."""
+    row, k = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_K
+    offs_n, offs_k = (row + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None], k + tl.arange(0, BLOCK_K)[None, :]
+    mask = (offs_n < cols) & (offs_k < depth)
+    values = tl.load(values_ptr + offs_n * stride_wn + offs_k, mask=mask, other=0)
+    if IN_BLOCKS:
+        scale_ptr += offs_n // 128 * stride_sn + offs_k // 128 * stride_sk
+    else:
+        scale_ptr += offs_n * stride_sn
+    scale = tl.load(scale_ptr, mask=mask if IN_BLOCKS else offs_n < cols, other=0.0).to(tl.float32)
+    out = _converted(values) * scale
+    tl.store(out_ptr + offs_n * depth + offs_k, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def dequantise(weight: Float8Weight, dtype: torch.dtype) -> Tensor:
+    """The weight itself, [N, K] of this dtype, rounded once."""
+    cols, depth = weight.shape
+    values, scale = weight.values.view(torch.uint8), weight.scale
+    out = torch.empty(cols, depth, dtype=dtype, device=weight.device)
+    launch(_dequantise_kernel, (triton.cdiv(cols, 16), triton.cdiv(depth, 512)))(
+        values,
+        scale,
+        out,
+        cols,
+        depth,
+        values.stride(0),
+        scale.stride(0) if len(scale) > 1 else 0,
+        scale.stride(1) if weight.in_blocks else 0,
+        16,
+        512,
+        weight.in_blocks,
+        num_warps=8,
+        **EXACT,
+    )
+    return out
+
+
 def linear(
     x: Tensor,
     weight: Float8Weight,
@@ -161,7 +216,7 @@ def linear_swiglu(x: Tensor, gate: Float8Weight, up: Float8Weight, *, settings: 
     """silu(x @ gate.T) * (x @ up.T), as products.linear_swiglu, which has checked all."""
     matrix = _contiguous_rows(x)
     streamed = _streamed_for(matrix, (gate, up))
-    if streamed is None:
+    if streamed is None or (len(matrix) > _FUSED_ROWS and settings is None):
         gated, raised = linear_stack(x, (gate, up), (None, None))
         return swiglu(total_of(gated), total_of(raised))
     out = x.new_empty(len(matrix), len(gate))
@@ -175,6 +230,8 @@ def _launches(
     matrix: Tensor, weights: Sequence[Float8Weight], biases: Sequence[Tensor | None], settings: Streaming | None
 ) -> list[tuple[list[Float8Weight], list[Tensor | None]]]:
     """Weights and biases of each launch: four on Hopper, if all have the same kind of scale, else one."""
+    if _is_wide(matrix):
+        return [([weight], [bias]) for weight, bias in zip(weights, biases, strict=True)]
     some = _STACKED if settings is not None or _streamed_for(matrix, weights) is not None else 1
     return [(list(weights[i : i + some]), list(biases[i : i + some])) for i in range(0, len(weights), some)]
 
@@ -189,6 +246,8 @@ def _multiply(
 ) -> Tensor:
     """One launch: [rows, N of all weights], or fp32 [splits, rows, N of all weights]."""
     rows, depth = matrix.shape
+    if _is_wide(matrix):
+        return F.linear(matrix, dequantise(weights[0], matrix.dtype), biases[0])
     streamed = _streamed_for(matrix, weights)
     if streamed is None:
         portable = portable_settings(rows, len(weights[0]), depth, keep_splits)
@@ -257,6 +316,11 @@ def _launch_portable(
         num_stages=settings.stages,
         **EXACT,
     )
+
+
+def _is_wide(matrix: Tensor) -> bool:
+    """Whether cuBLAS is faster, a copy of the weight and all."""
+    return len(matrix) > MOST_STREAMED and matrix.element_size() == 2
 
 
 def _streamed_for(matrix: Tensor, weights: Sequence[Float8Weight]) -> Any:

@@ -44,6 +44,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from eagle_triton.linear.settings import tiles_of
 from eagle_triton.linear.streamed import (
+    _MULTIPROCESSORS,
     TILE_LAYOUT,
     Streaming,
     _issue_load,
@@ -61,31 +62,30 @@ from eagle_triton.runtime.overlap import prefer_shared_memory
 _BLOCK_K = 128  # that of a block of scales
 _PROGRAMS = 256  # enough of them: two to a multiprocessor
 _WIDE = 200  # tiles of 128 rows of weights: enough of them, which read x half as often
-_ROOM = 113 * 1024  # shared memory of one of two programs
+_SHARED_MEMORY = 228 * 1024  # of a multiprocessor, of which each program takes 1024 bytes more than it asks for
 _PREFETCH_BYTES = 32 * 1024  # as in streamed.py
-_MULTIPROCESSOR = 228 * 1024  # bytes of shared memory, of which each program takes 1024 more than it asks for
-# Two pairs of e4m3 numbers, seeeemmm to a byte, one pair to a row, as two pairs of bf16: the sign goes to the top of a
-# half, exponent and mantissa to where bf16 has the lowest four bits of its exponent, and times 2 ** 120, which is the
-# difference of the biases. Exact, subnormals too.
+# Two pairs of e4m3 numbers, one pair to a row, as two pairs of bf16, exactly: fp16 and fp32 on the way hold them all.
 _TO_BF16 = gl.constexpr("""{
-    .reg .b32 bytes, up, down, bias;
-    mov.b32 bias, 0x7b807b80;
-    prmt.b32 bytes, $2, 0, 0x3120;
-    shl.b32 up, bytes, 8;
-    shl.b32 down, bytes, 4;
-    and.b32 down, down, 0x07f007f0;
-    lop3.b32 up, up, 0x80008000, down, 0xea;
-    mul.rn.bf16x2 $0, up, bias;
-    shr.u32 down, bytes, 4;
-    and.b32 down, down, 0x07f007f0;
-    lop3.b32 up, bytes, 0x80008000, down, 0xea;
-    mul.rn.bf16x2 $1, up, bias;
+    .reg .b16 upper, lower, first, second;
+    .reg .b32 pair;
+    .reg .f32 x, y;
+    mov.b32 {upper, lower}, $2;
+    cvt.rn.f16x2.e4m3x2 pair, upper;
+    mov.b32 {first, second}, pair;
+    cvt.f32.f16 x, first;
+    cvt.f32.f16 y, second;
+    cvt.rn.bf16x2.f32 $0, y, x;
+    cvt.rn.f16x2.e4m3x2 pair, lower;
+    mov.b32 {first, second}, pair;
+    cvt.f32.f16 x, first;
+    cvt.f32.f16 y, second;
+    cvt.rn.bf16x2.f32 $1, y, x;
 }""")
 _TO_FP16 = gl.constexpr("""{
-    .reg .b16 low, high;
-    mov.b32 {low, high}, $2;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high;
+    .reg .b16 upper, lower;
+    mov.b32 {upper, lower}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, upper;
+    cvt.rn.f16x2.e4m3x2 $1, lower;
 }""")
 
 
@@ -201,6 +201,10 @@ def linear_kernel(
     acc = _zeros(BLOCK_M, BLOCK_N, True)
     total = acc
     scale = _load_scale(scale_ptr, col, cols, first * BLOCK_K, stride_sn, stride_sk, acc, IN_BLOCKS)
+    next_scale = scale
+    if IN_BLOCKS:
+        k = (first + gl.minimum(1, count - 1)) * BLOCK_K
+        next_scale = _load_scale(scale_ptr, col, cols, k, stride_sn, stride_sk, acc, IN_BLOCKS)
     mbarrier.wait(w_full.index(0), 0, pred=count > 0)
     w = _load_weights(w_tiles.index(0), acc, x_desc.dtype)
     gdc_wait()
@@ -214,20 +218,19 @@ def linear_kernel(
         after = gl.minimum(step + 1, count - 1)
         _wait_full(w_full, after, W_STAGES)
         next_w = _load_weights(w_tiles.index(after % W_STAGES), acc, x_desc.dtype)
-        next_scale = scale
-        if IN_BLOCKS:
-            k = (first + after) * BLOCK_K
-            next_scale = _load_scale(scale_ptr, col, cols, k, stride_sn, stride_sk, acc, IN_BLOCKS)
         part, w = warpgroup_mma_wait(0, deps=[part, w])
         if IN_BLOCKS:
             total += part * scale
         else:
             acc = part
-        w, scale = next_w, next_scale
+        w = next_w
         behind = step + W_STAGES  # into the slot of this step, which was emptied a step before
         _issue_load(w_desc, col, (first + behind) * (BLOCK_K // 2), w_tiles, w_full, behind % W_STAGES, behind < count)
         behind = step + X_STAGES
         _issue_load(x_desc, row, (first + behind) * BLOCK_K, x_tiles, x_full, behind % X_STAGES, behind < count)
+        if IN_BLOCKS:  # behind the fence that TMA's reuse of a slot takes, which would wait for it
+            scale, k = next_scale, (first + gl.minimum(step + 2, count - 1)) * BLOCK_K
+            next_scale = _load_scale(scale_ptr, col, cols, k, stride_sn, stride_sk, acc, IN_BLOCKS)
     if not IN_BLOCKS:
         total = acc * scale
     debug_barrier()  # no warpgroup still reads the rings, whose memory the store may reuse
@@ -279,6 +282,11 @@ def swiglu_kernel(
     up, gate_total, up_total = gate, gate, gate
     gate_scale = _load_scale(gate_scale_ptr, col, cols, 0, stride_sn0, stride_sk, gate, IN_BLOCKS)
     up_scale = _load_scale(up_scale_ptr, col, cols, 0, stride_sn1, stride_sk, gate, IN_BLOCKS)
+    next_gate, next_up = gate_scale, up_scale
+    if IN_BLOCKS:
+        k = gl.minimum(1, count - 1) * BLOCK_K
+        next_gate = _load_scale(gate_scale_ptr, col, cols, k, stride_sn0, stride_sk, gate, IN_BLOCKS)
+        next_up = _load_scale(up_scale_ptr, col, cols, k, stride_sn1, stride_sk, gate, IN_BLOCKS)
     mbarrier.wait(gate_full.index(0), 0)
     w = _load_weights(gate_tiles.index(0), gate, x_desc.dtype)
     gdc_wait()
@@ -302,22 +310,21 @@ def swiglu_kernel(
         after = gl.minimum(step + 1, count - 1)
         _wait_full(gate_full, after, W_STAGES)
         next_w = _load_weights(gate_tiles.index(after % W_STAGES), gate, x_desc.dtype)
-        next_gate, next_up = gate_scale, up_scale
-        if IN_BLOCKS:
-            k = after * BLOCK_K
-            next_gate = _load_scale(gate_scale_ptr, col, cols, k, stride_sn0, stride_sk, gate, IN_BLOCKS)
-            next_up = _load_scale(up_scale_ptr, col, cols, k, stride_sn1, stride_sk, gate, IN_BLOCKS)
         part, w = warpgroup_mma_wait(0, deps=[part, w])
         if IN_BLOCKS:
             up_total += part * up_scale
         else:
             up = part
-        w, gate_scale, up_scale = next_w, next_gate, next_up
+        w = next_w
         behind = step + W_STAGES
         _issue_load(gate_desc, col, behind * (BLOCK_K // 2), gate_tiles, gate_full, behind % W_STAGES, behind < count)
         _issue_load(up_desc, col, behind * (BLOCK_K // 2), up_tiles, up_full, behind % W_STAGES, behind < count)
         behind = step + X_STAGES
         _issue_load(x_desc, row, behind * BLOCK_K, x_tiles, x_full, behind % X_STAGES, behind < count)
+        if IN_BLOCKS:  # as above
+            gate_scale, up_scale, k = next_gate, next_up, gl.minimum(step + 2, count - 1) * BLOCK_K
+            next_gate = _load_scale(gate_scale_ptr, col, cols, k, stride_sn0, stride_sk, gate, IN_BLOCKS)
+            next_up = _load_scale(up_scale_ptr, col, cols, k, stride_sn1, stride_sk, gate, IN_BLOCKS)
     if not IN_BLOCKS:
         gate_total, up_total = gate * gate_scale, up * up_scale
     debug_barrier()  # as above
@@ -333,23 +340,25 @@ def swiglu_kernel(
 def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool, in_blocks: bool) -> Streaming:
     """Settings for the product of so many rows with weights [n, depth] for n in `cols`; `fused`: swiglu_kernel.
 
-    Splits of K do not depend on the rows, so that the bits of a row do not. Behind each shape of Llama-3.1-8B and its
-    draft, on an H200, us of 16 and 64 rows, behind a small kernel of 2.8 us, and cuBLAS's with weights of 16 bits: q, k
-    and v 11.6, 13.6; 18.5, 19.8; o 9.4, 10.6; 15.7, 15.2; gate and up 37.9, 44.9; 62.6, 67.6; with scales of blocks
-    51.2 for 64 rows; down 21.2, 24.0; 36.6, 38.4; draft head 39.8, 44.5; 78.4, 80.0. (tools/tune_linear.py --float8.)
+    Splits of K do not depend on the rows, so that the bits of a row do not. As many programs as there are share a
+    multiprocessor: what one waits for, the others' work hides. Of Llama-3.1-8B and its draft with scales for rows, on
+    an H200, us of 16 and 64 rows behind a small kernel of 2.8 us, then cuBLAS's with weights of 16 bits: q, k and v
+    11.6, 13.6; 18.5, 19.8; o 9.4, 10.6; 15.7, 15.2; gate and up 37.9, 44.9; 62.6, 67.6; down 21.2, 24.0; 36.6, 38.4;
+    draft head 39.8, 44.5; 78.4, 80.0. (tools/tune_linear.py --float8 rows.)
     """
-    block_m, wide = block_m_of(rows), not fused and tiles_of(cols, 128) >= _WIDE
-    block_n, splits = (128 if wide else 64), 1
-    tiles = tiles_of(cols, block_n, fused)
-    while not (fused or wide) and splits < 4 and tiles * splits < _PROGRAMS and depth >= 8 * splits * _BLOCK_K:
+    many = rows > 64
+    block_m, wide = block_m_of(rows), not fused and (many or tiles_of(cols, 128) >= _WIDE)
+    block_n, splits, narrow = (128 if wide else 64), 1, tiles_of(cols, 64, fused)
+    while not fused and splits < 4 and narrow * splits < _PROGRAMS and depth >= 8 * splits * _BLOCK_K:
         splits *= 2
-    sums = block_m * block_n * (2 if fused else 1) * (2 if in_blocks else 1)
-    warps = 8 if block_m * block_n > 64 * 128 or sums > 128 * 128 else 4
+    warps = 8 if many or (wide and in_blocks and rows > 32) else 4  # else sums would not fit the registers
+    programs = tiles_of(cols, block_n, fused) * splits
+    together = 1 if warps == 8 else min(2 if wide else 4, triton.cdiv(programs, _MULTIPROCESSORS))
+    room = _SHARED_MEMORY // together - 2048
     w_stage, x_stage = block_n * _BLOCK_K * (2 if fused else 1), block_m * _BLOCK_K * 2
-    room = 2 * _ROOM if warps == 8 else _ROOM
-    x_stages = next(n for n in (4, 3, 2) if n == 2 or n * (w_stage + x_stage) <= room)
-    w_stages = min(6, max(x_stages, (room - x_stages * x_stage) // w_stage))
-    return Streaming(block_n, _BLOCK_K, splits, True, w_stages, x_stages, warps)
+    stages = next((n for n in (4, 3) if n * (w_stage + x_stage) <= room), 2)
+    w_stages = 4 if stages == 3 and 4 * w_stage + 3 * x_stage <= room else stages
+    return Streaming(block_n, _BLOCK_K, splits, True, w_stages, stages, warps)
 
 
 def linear(
@@ -443,7 +452,7 @@ def _prefetch_stages(settings: Streaming, weights: int, block_m: int, programs: 
     """How many tiles of weights are in flight at a time before the input is there: all, if programs come in waves."""
     w_stage = weights * settings.block_n * settings.block_k
     shared = settings.w_stages * w_stage + settings.x_stages * block_m * settings.block_k * 2
-    if programs > multiprocessors * (_MULTIPROCESSOR // (shared + 1024)):
+    if programs > multiprocessors * (_SHARED_MEMORY // (shared + 1024)):
         return settings.w_stages
     return min(settings.w_stages, max(1, _PREFETCH_BYTES // w_stage))
 

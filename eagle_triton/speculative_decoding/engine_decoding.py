@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from eagle_triton.adapters.causal_lm import check_causal_lm
+from eagle_triton.adapters.float8 import AS_PUBLISHED, is_float8_module
 from eagle_triton.engine.requests import GuideReading
 from eagle_triton.reference.adaptive_length import EGAGConfig
 from eagle_triton.speculative.config import EAGLEConfig
@@ -149,6 +150,9 @@ def _built(
                 if any(part.training and getattr(part, "attention_dropout", 0) for part in reader.model.modules()):
                     return None, f"the {reader.role} is in training mode with attention dropout"
         wanted, kept = config(), _kept
+        readers = [target] if drafter is None else [target, drafter]
+        if any(is_float8_module(part) for reader in readers for part in reader.model.modules()):
+            wanted = wanted.changed(activations=AS_PUBLISHED)  # as their own forwards compute
         if kept is not None and kept.serves(*models, wanted, target.max_positions):
             return kept.inference, None
         _kept = kept = None  # first, so that there is room for another

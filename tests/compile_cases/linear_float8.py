@@ -1,7 +1,7 @@
 """Production settings of the products with weights of eight bits: 8b and 1b shapes, and the portable kernel."""
 
 from eagle_triton.linear import streamed_float8 as streamed
-from eagle_triton.linear.float8 import _linear_kernel, portable_settings
+from eagle_triton.linear.float8 import _dequantise_kernel, _linear_kernel, portable_settings
 from eagle_triton.linear.settings import tiles_of
 from eagle_triton.linear.streamed import TILE_LAYOUT
 from eagle_triton.runtime.launch import EXACT
@@ -85,3 +85,18 @@ CASES = [
 ]
 CASES += [_streamed("8b o", 64, *_SHAPES["8b o"], False, "fp16")]
 CASES += [_portable(16, "bf16", False, True), _portable(64, "fp16", True, False), _portable(64, "fp32", False, True)]
+CASES += [
+    (
+        f"dequantise{' in blocks' if in_blocks else ''}",
+        _dequantise_kernel,
+        {
+            argument: {"values_ptr": "*u8", "scale_ptr": "*fp32", "out_ptr": "*bf16"}.get(
+                argument, "constexpr" if argument.isupper() else "i32"
+            )
+            for argument in _dequantise_kernel.arg_names
+        },
+        {"BLOCK_N": 16, "BLOCK_K": 512, "IN_BLOCKS": in_blocks},
+        {**EXACT, "num_warps": 8, "aligned": ("depth", "stride_wn")},
+    )
+    for in_blocks in (False, True)
+]

@@ -22,12 +22,20 @@ from eagle_triton.layers import swiglu
 from eagle_triton.linear import settings as table
 from eagle_triton.linear.settings import Settings
 from eagle_triton.models.shapes import HYBRIDS, SHAPES
+from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.runtime.split_sums import SplitSums
 from tools.tuning.graph_time import time_graph
 
 if TYPE_CHECKING:  # Gluon's
     from eagle_triton.linear.streamed import Streaming
+
+
+Weight = Tensor | Float8Weight
+
+
+def _plain(weight: Weight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dequantised(torch.bfloat16)
 
 
 class Product(NamedTuple):
@@ -37,13 +45,13 @@ class Product(NamedTuple):
     depth: int
     fused: bool = False
 
-    def run(self, x: Tensor, weights: list[Tensor], settings: Settings | Streaming, keep_splits: bool) -> tuple:
+    def run(self, x: Tensor, weights: list[Weight], settings: Settings | Streaming, keep_splits: bool) -> tuple:
         if self.fused:
             return (products.linear_swiglu(x, *weights, settings=settings),)
         return products.linear_stack(x, weights, [None] * len(weights), keep_splits=keep_splits, settings=settings)
 
-    def reference(self, x: Tensor, weights: list[Tensor]) -> Tensor:
-        out = [F.linear(x.float(), weight.float()) for weight in weights]
+    def reference(self, x: Tensor, weights: list[Weight]) -> Tensor:
+        out = [F.linear(x.float(), _plain(weight).float()) for weight in weights]
         return F.silu(out[0]) * out[1] if self.fused else torch.cat(out, dim=-1)
 
 
@@ -128,6 +136,26 @@ def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
         yield Streaming(block_n, block_k, splits, swap, w_stages, x_stages, warps)
 
 
+def float8_candidates(product: Product, rows: int) -> Iterator[Streaming]:
+    """The same for weights of eight bits, which are always the left operand."""
+    from eagle_triton.linear.streamed import Streaming
+    from eagle_triton.linear.streamed_float8 import block_m_of
+
+    per_program, block_m = 2 if product.fused else 1, block_m_of(rows)
+    for block_n, splits, (w_stages, x_stages), warps in itertools.product(
+        (64, 128), (1, 2, 4), ((2, 2), (3, 3), (4, 3), (4, 4), (6, 4)), (4, 8)
+    ):
+        shared = block_n * per_program * w_stages * 128 + block_m * x_stages * 256
+        programs = sum(-(-n // block_n) for n in product.cols) // per_program * splits
+        if shared > _SHARED_MEMORY or not 90 <= programs <= (2000 if splits == 1 else 520):
+            continue
+        if (splits > 1 and (product.fused or max(product.cols) > 8192)) or (warps == 8 and block_n < 128):
+            continue
+        if block_m * block_n * per_program > 144 * 32 * warps:
+            continue  # too many registers
+        yield Streaming(block_n, 128, splits, True, w_stages, x_stages, warps)
+
+
 @triton.jit
 def _pause_kernel(zero_ptr, out_ptr, PDL: tl.constexpr):
     """Some loads one after another, as small kernels do."""
@@ -148,32 +176,44 @@ def _pause_tensors() -> Tensor:
     return torch.zeros(2, _PAUSES, dtype=torch.int64, device="cuda")
 
 
-def compile_settings(task: tuple[int, bool, int, Settings | Streaming, bool]) -> str:
+def compile_settings(task: tuple[int, bool, int, Settings | Streaming, bool, str | None]) -> str:
     """In a worker: run one small product, so that its kernel lies in Triton's cache. Returns the error, or ''."""
-    count, fused, rows, settings, keep_splits = task
+    count, fused, rows, settings, keep_splits, float8 = task
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    depth = 2 * settings.block_k * settings.splits
+    depth = 4 * settings.block_k * settings.splits
     product = Product((2 * settings.block_n,) * count, depth, fused)
     try:
         x = torch.zeros(rows, depth, device=device, dtype=torch.bfloat16)
-        weights = [torch.zeros(n, depth, device=device, dtype=torch.bfloat16) for n in product.cols]
+        weights = [_made(torch.zeros(n, depth, device=device, dtype=torch.bfloat16), float8) for n in product.cols]
         product.run(x, weights, settings, keep_splits)
     except Exception as error:  # reported by the caller beside the settings
         return f"{type(error).__name__}: {error}"[:120]
     return ""
 
 
-def make_weights(product: Product, device: str, total_bytes: float = 1.2e9) -> list[list[Tensor]]:
-    """Distinct sets of weights, `total_bytes` together, two sets at least."""
+def make_weights(
+    product: Product, device: str, float8: str | None = None, total_bytes: float = 1.2e9
+) -> list[list[Weight]]:
+    """Distinct sets of weights, `total_bytes` together, two sets at least. float8: what has a scale, if any has."""
     sets = max(2, int(total_bytes / (sum(product.cols) * product.depth * 2)))
     return [
-        [torch.randn(n, product.depth, device=device, dtype=torch.bfloat16) * 0.02 for n in product.cols]
+        [_made(torch.randn(n, product.depth, device=device, dtype=torch.bfloat16) * 0.02, float8) for n in product.cols]
         for _ in range(sets)
     ]
 
 
+def _made(weight: Tensor, float8: str | None) -> Weight:
+    return weight if float8 is None else quantised(weight, block=float8 == "blocks")
+
+
 def tune(
-    product: Product, rows: int, settings: list[Settings | Streaming], keep_splits: bool, streamed: bool, device: str
+    product: Product,
+    rows: int,
+    settings: list[Settings | Streaming],
+    keep_splits: bool,
+    streamed: bool,
+    float8: str | None,
+    device: str,
 ) -> tuple[float, float, list[tuple]]:
     """cuBLAS's µs for one product with concatenated weights, and for each weight alone, with what follows; and (µs,
     settings, relative error) fastest first."""
@@ -181,12 +221,13 @@ def tune(
     def timed(calls: list[Callable[[], object]]) -> float:
         return time_graph([lambda call=call: (pause(), call()) for call in calls] if streamed else calls)
 
-    weights = make_weights(product, device)
+    weights = make_weights(product, device, float8)
     x = torch.randn(rows, product.depth, device=device, dtype=torch.bfloat16)
     expected = product.reference(x, weights[0])
-    joined = weights if len(product.cols) == 1 else [[torch.cat(some)] for some in weights]
+    plain = [[_plain(weight) for weight in some] for some in weights]
+    joined = plain if len(product.cols) == 1 else [[torch.cat(some)] for some in plain]
     blas = [lambda w=w: F.linear(x, w[0]) for w in joined]
-    apart = [functools.partial(_apart, product, x, some) for some in weights]
+    apart = [functools.partial(_apart, product, x, some) for some in plain]
     blas_times, apart_time, found = [timed(blas)], timed(apart), []
     for candidate in settings:
         try:
@@ -209,9 +250,13 @@ def _apart(product: Product, x: Tensor, weights: list[Tensor]) -> Tensor | list[
     return swiglu(*outs) if product.fused else outs
 
 
-def settings_now(product: Product, rows: int, streamed: bool) -> list[Settings | Streaming]:
-    """What is to be beaten: how the product is launched today by small.py, and by streamed.py."""
+def settings_now(product: Product, rows: int, streamed: bool, float8: str | None = None) -> list[Settings | Streaming]:
+    """What is to be beaten: how the product is launched today by small.py, and by streamed.py or its like."""
     cols, depth, fused = product
+    if float8:
+        from eagle_triton.linear import streamed_float8
+
+        return [streamed_float8.settings_for(rows, cols, depth, fused, float8 == "blocks")]
     plain = table.launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, fused)
     stream = None
     if streamed:
@@ -226,15 +271,19 @@ def settings_now(product: Product, rows: int, streamed: bool) -> list[Settings |
 
 def sweep(args: argparse.Namespace) -> None:
     """Compile, check and time what the options ask for, and print it."""
+    args.streamed |= args.float8 is not None
     args.keep_splits |= args.streamed  # they leave split sums to the reader
     started = time.monotonic()
     known, plan = products_of(args.shape), []
     for rows, name in itertools.product(args.rows, [name for name in args.products if name in known]):
-        some = (streamed_candidates if args.streamed else candidates)(known[name], rows)
-        plan.append((rows, name, list(dict.fromkeys((*some, *settings_now(known[name], rows, args.streamed))))))
+        some = (float8_candidates if args.float8 else streamed_candidates if args.streamed else candidates)(
+            known[name], rows
+        )
+        now = settings_now(known[name], rows, args.streamed, args.float8)
+        plan.append((rows, name, list(dict.fromkeys((*some, *now)))))
 
-    def task(rows: int, name: str, settings: Settings | Streaming) -> tuple[int, bool, int, Settings | Streaming, bool]:
-        return len(known[name].cols), known[name].fused, rows, settings, args.keep_splits
+    def task(rows: int, name: str, settings: Settings | Streaming) -> tuple:
+        return len(known[name].cols), known[name].fused, rows, settings, args.keep_splits, args.float8
 
     tasks = list(dict.fromkeys(task(rows, name, settings) for rows, name, some in plan for settings in some))
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
@@ -250,7 +299,7 @@ def sweep(args: argparse.Namespace) -> None:
                 print(f"  {settings}: {error}", flush=True)
             else:
                 good.append(settings)
-        blas, apart, found = tune(product, rows, good, args.keep_splits, args.streamed, "cuda")
+        blas, apart, found = tune(product, rows, good, args.keep_splits, args.streamed, args.float8, "cuda")
         size = sum(product.cols) * product.depth * 2
         best = found[0][0]
         total = sums.setdefault(rows, [0.0, 0.0])
@@ -262,7 +311,7 @@ def sweep(args: argparse.Namespace) -> None:
         )
         for us, settings, error in found[: args.top]:
             print(f"    {us:7.2f}  {tuple(settings)}  {error:.1e}", flush=True)
-        now = settings_now(product, rows, args.streamed)
+        now = settings_now(product, rows, args.streamed, args.float8)
         for us, settings, error in found:
             if settings in now:
                 print(f"    {us:7.2f}  {tuple(settings)}  {error:.1e}  now", flush=True)
