@@ -297,7 +297,8 @@ def test_positions_are_those_of_the_shapes_and_the_demo():
     assert set(SHAPES) == set(shapes.SHAPES) and tuple(mtp.SPECS) == TREES
     assert tuple(step.DECODINGS) == DECODINGS
     assert SHAPES["tiny"] == shapes.random_model("tiny").config.max_position_embeddings
-    for shape, billions in (("llama-3.2-3b", 3.21), ("llama-3.1-8b", 8.03), ("qwen3-0.6b", 0.60), ("qwen3-32b", 32.76)):
+    published = {"llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03, "llama-3.3-70b": 70.55, "qwen3-0.6b": 0.60}
+    for shape, billions in {**published, "qwen3-32b": 32.76}.items():
         base = shapes.random_model(shape, device="meta").base_model
         tied = shape in ("llama-3.2-3b", "qwen3-0.6b")  # as published: these keep one matrix for both
         count = sum(weight.numel() for weight in base.parameters()) - tied * base.lm_head.weight.numel()
