@@ -90,6 +90,14 @@ def test_generate_compares_the_same_tokens(capsys):
     assert record["options"]["shape"] == "tiny" and record["options"]["dtype"] == "float32"
 
 
+def test_generate_drafts_by_fp8_copies(capsys):
+    short = ["--context", "9", "--num-runs", "1", "--max-length", "12", "--draft-weights", "fp8"]
+    assert benchmark.main(["generate", *TINY, *short, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert "same tokens, original and optimised: 1 of 1 prompts" in record["notes"]
+    assert record["options"]["draft_weights"] == "fp8" and record["rows"][1]["tau"] >= 1
+
+
 def test_prefill_measures_first_tokens_gaps_and_short_requests(capsys):
     assert benchmark.main([*MODES["prefill"], "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]

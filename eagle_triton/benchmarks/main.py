@@ -151,7 +151,10 @@ class Mode(NamedTuple):
 MODES = {
     "generate": Mode(
         "whole generations of the model as it is and optimised",
-        (*MODEL, "--prompt", "--max-length", "--num-runs", "--temperature", "--accept-length", "--upstream"),
+        (
+            *(*MODEL, "--draft-weights", "--prompt", "--max-length", "--num-runs", "--temperature"),
+            *("--accept-length", "--upstream"),
+        ),
         {},
     ),
     "step": Mode(
