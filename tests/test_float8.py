@@ -228,6 +228,26 @@ def test_a_forward_that_was_set_is_called() -> None:
     assert torch.equal(tokens, plain_tokens(dequantised, prompt))
 
 
+def test_a_class_with_a_forward_of_its_own_is_called_and_the_report_counts_it() -> None:
+    class Doubled(FP8Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            wide = Float8Weight(self.weight, self.weight_scale_inv).dequantised(x.dtype)
+            return 2 * nn.functional.linear(x, wide)
+
+    model, dequantised = with_fp8(tiny_target())
+    old = model.model.layers[1].mlp.up_proj
+    model.model.layers[1].mlp.up_proj = Doubled(old.weight.detach(), old.weight_scale_inv.detach())
+    with torch.no_grad():
+        dequantised.model.layers[1].mlp.up_proj.weight.mul_(2)
+    prompt = random_prompt(9)
+    with optimize_with_triton(model) as (optimised, originals):
+        assert torch.equal(
+            optimised.generate(prompt, max_new_tokens=24, do_sample=False), plain_tokens(dequantised, prompt)
+        )
+        note = next(entry.reason for entry in originals.report() if entry.path == "activations")
+    assert "exact: 20 FP8 projections" in note and "as published: 1 FP8 projections" in note
+
+
 @pytest.mark.parametrize("activations", ["fp8", None, True])
 def test_activations_must_be_known(activations: Any) -> None:
     message = "activations must be 'exact' or 'as published'"
@@ -272,6 +292,12 @@ def _nan(scale: torch.Tensor) -> torch.Tensor:
     return scale.fill_(float("nan"))
 
 
+def _as_attribute(module: Any) -> None:
+    scale = module.weight_scale_inv.detach().clone()
+    del module.weight_scale_inv
+    module.weight_scale_inv = scale  # nobody sees it replaced, and it stays behind when the model moves
+
+
 def _blocks_of_64(module: Any) -> None:
     module.block_size = (64, 64)
 
@@ -286,6 +312,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
         _set("weight_scale_inv", lambda s: s.half()),
         rf"{UP}.weight_scale_inv: the scale must be float32 or bfloat16, got torch.float16",
     ),
+    "attribute": (_as_attribute, rf"{UP}.weight_scale_inv must be a parameter or a buffer"),
     "scale nan": (_set("weight_scale_inv", _nan), rf"{UP}.weight_scale_inv must be finite"),
     "e5m2": (
         _set("weight", lambda w: w.float().to(torch.float8_e5m2)),
@@ -670,12 +697,17 @@ VALUES, ONES = torch.zeros(200, 300, dtype=torch.float8_e4m3fn), torch.ones
         (VALUES.float(), ONES(1, 1), r"values must be float8_e4m3fn \[N, K\], got torch.float32 \(200, 300\)"),
         (VALUES.to(torch.float8_e5m2), ONES(1, 1), "values must be float8_e4m3fn .* got torch.float8_e5m2"),
         (VALUES[0], ONES(1, 1), r"values must be float8_e4m3fn \[N, K\]"),
+        (
+            torch.zeros(300, 200).to(torch.float8_e4m3fn).T,
+            ONES(1, 1),
+            r"rows of values must be contiguous, .* \(1, 200\)",
+        ),
         (VALUES, ONES(1), r"the scale of \[200, 300\] must be \[200, 1\], \[1, 1\] or, .* \[2, 3\], got \[1\]"),
         (VALUES, ONES(3, 2), r"got \[3, 2\]"),
         (VALUES, ONES(1, 1).half(), "the scale must be float32 or bfloat16, got torch.float16"),
         (VALUES, ONES(1, 1, device="meta"), "the scale must lie where the values do, on cpu, got meta"),
     ],
-    ids=["fp32", "e5m2", "one row", "dims", "blocks", "fp16", "device"],
+    ids=["fp32", "e5m2", "one row", "columns", "dims", "blocks", "fp16", "device"],
 )
 def test_what_is_no_weight_of_eight_bits_is_refused(values: Any, scale: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -144,6 +146,59 @@ def test_rows_apart_and_weights_inside_of_others(device):
     assert_close(kernels.linear(x, weight), x, weight)
     assert kernels.linear(x[:0], weight).shape == (0, 96)
     assert_close(kernels.linear(x[None, :, :], weight, keep_splits=True), x[None], weight)
+
+
+def test_one_row_without_a_dimension_of_its_own(device):
+    torch.manual_seed(6)
+    x, weight = torch.randn(2048, device=device), weight_of("rows", 64, 2048, device)
+    for keep_splits in (False, True):
+        assert_close(kernels.linear(x, weight, keep_splits=keep_splits), x, weight)
+    fused = kernels.linear_swiglu(x, weight, weight)
+    torch.testing.assert_close(fused, reference.linear_swiglu(x, weight, weight), rtol=1e-4, atol=1e-4)
+
+
+def test_a_bias_whose_elements_lie_apart(device):
+    torch.manual_seed(7)
+    x, weight = torch.randn(3, 144, device=device), weight_of("blocks", 40, 144, device)
+    bias = torch.randn(40, 3, device=device)[:, 1]
+    assert_close(kernels.linear(x, weight, bias), x, weight, bias)
+
+
+def test_weights_share_a_launch_if_their_scales_are_alike(monkeypatch):
+    for name in ("has_descriptors", "_streamed"):
+        monkeypatch.setattr(float8, name, lambda *_: True)
+    monkeypatch.setattr(float8, "compute_capability", lambda _: (9, 0))
+    x, blocks, rows = torch.randn(2, 256), weight_of("blocks", 256, 256, "cpu"), weight_of("rows", 256, 256, "cpu")
+    half = Float8Weight(blocks.values, blocks.scale.bfloat16())
+    turned = Float8Weight(blocks.values, blocks.scale.T.contiguous().T)
+    assert float8._streamed_for(x, (blocks, blocks)) and float8._streamed_for(x, (rows, rows))
+    for other in (half, turned, rows):
+        assert float8._streamed_for(x, (other,)) and not float8._streamed_for(x, (blocks, other))
+        assert [len(some) for some, _ in float8._launches(x, (blocks, other), (None, None), None)] == [1, 1]
+    odd = Float8Weight(rows.values[:, :255], rows.scale)
+    assert not float8._streamed_for(x[:, :255], (odd,))
+
+
+def test_settings_that_cannot_be_kept_to(device):
+    class Streaming(NamedTuple):  # as that of streamed.py, which takes Gluon
+        block_n: int = 64
+        block_k: int = 128
+        splits: int = 1
+        swap: bool = True
+        w_stages: int = 2
+        x_stages: int = 2
+        warps: int = 4
+
+    x, weight = torch.randn(2, 144, device=device), weight_of("rows", 40, 144, device)  # not of 16 bits
+    for call in (
+        lambda: kernels.linear(x, weight, settings=Streaming()),
+        lambda: kernels.linear_stack(x, (weight, weight), (None, None), settings=Streaming()),
+        lambda: kernels.linear_swiglu(x, weight, weight, settings=Streaming()),
+    ):
+        with pytest.raises(ValueError, match="products with weights of eight bits are streamed in steps of 128"):
+            call()
+    with pytest.raises(ValueError, match="leave split sums to the reader"):
+        kernels.linear(x, weight, settings=Streaming(splits=2))
 
 
 def test_what_cannot_be(device):

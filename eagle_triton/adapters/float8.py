@@ -61,7 +61,7 @@ def with_float8(view: ModelView, draft: Draft | None, roots: Mapping[str, nn.Mod
         module = projection.module
         if not isinstance(module, nn.Module) or not is_float8_module(module):
             return projection
-        if activations == AS_PUBLISHED or "forward" in vars(module):
+        if activations == AS_PUBLISHED or "forward" in vars(module) or not _is_known(type(module)):
             called.add(module)
             return projection
         if module not in read:
@@ -71,17 +71,24 @@ def with_float8(view: ModelView, draft: Draft | None, roots: Mapping[str, nn.Mod
     view, draft = with_projections(view, change), with_projections(draft, change)
     if activations == AS_PUBLISHED and not called:
         raise ValueError(f'activations="{AS_PUBLISHED}": no projection of the model has FP8 weights')
-    note = None
+    notes = []
     if read:
-        note = f"{EXACT}: {len(read)} FP8 projections are read by their weights, and their inputs are not rounded"
-    elif called:
-        note = f"{AS_PUBLISHED}: {len(called)} FP8 projections are called as they are, and round their inputs"
-    return Read(view, draft, frozenset(read), note)
+        notes.append(
+            f"{EXACT}: {len(read)} FP8 projections are read by their weights, and their inputs are not rounded"
+        )
+    if called:
+        notes.append(f"{AS_PUBLISHED}: {len(called)} FP8 projections are called as they are, and round their inputs")
+    return Read(view, draft, frozenset(read), "; ".join(notes) or None)
 
 
 def is_float8_module(module: nn.Module) -> bool:
     """Whether a module is of a class that holds FP8 weights."""
     return any(base.__name__ in SCALES for base in type(module).__mro__)
+
+
+def _is_known(kind: type[nn.Module]) -> bool:
+    """Whether the forward of a class is that of one in SCALES, and not one of its own around the same weights."""
+    return any(base.__name__ in SCALES and vars(base).get("forward") is kind.forward for base in kind.__mro__)
 
 
 def read_float8(module: nn.Module, path: str, dtype: torch.dtype) -> Projection:
@@ -131,7 +138,11 @@ def _as_read(scale: Tensor, rows: int, in_blocks: bool) -> Tensor:
 
 def _tensor(module: nn.Module, name: str, path: str) -> Tensor | None:
     tensor = getattr(module, name, None)
-    if tensor is not None and not (isinstance(tensor, Tensor) and is_plain_tensor(tensor)):
+    if tensor is None:
+        return None
+    if all(tensor is not own for own in (*module._parameters.values(), *module._buffers.values())):
+        raise _unreadable(f"{path}.{name} must be a parameter or a buffer, whose changes are seen")
+    if not is_plain_tensor(tensor):
         kind = type(getattr(tensor, "data", tensor)).__name__
         raise _unreadable(f"{path}.{name} must be a plain tensor, got {kind}")
     return tensor

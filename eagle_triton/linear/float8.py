@@ -200,21 +200,24 @@ def linear_stack(
     settings: Streaming | None = None,
 ) -> tuple[Tensor | SplitSums, ...]:
     """Products of the same rows, as products.linear_stack, which has checked all; on Hopper four to a launch."""
-    matrix = _contiguous_rows(x)
+    matrix, lead = _contiguous_rows(x), x.shape[:-1]
+    _check_settings("linear_stack", matrix, weights, settings, keep_splits)
     outs: list[Tensor | SplitSums] = []
     for some, some_biases in _launches(matrix, weights, biases, settings):
         cols = [len(weight) for weight in some]
         out = _multiply(matrix, some, some_biases, cols, keep_splits, settings)
+        parts = zip(out.split(cols, dim=-1), cols, strict=True)
         if out.dim() == 3:
-            outs += [SplitSums(sums.unflatten(1, x.shape[:-1]), x.dtype) for sums in out.split(cols, dim=-1)]
+            outs += [SplitSums(sums.view(len(sums), *lead, n), x.dtype) for sums, n in parts]
         else:
-            outs += [part.unflatten(0, x.shape[:-1]) for part in out.split(cols, dim=-1)]
+            outs += [part.view(*lead, n) for part, n in parts]
     return tuple(outs)
 
 
 def linear_swiglu(x: Tensor, gate: Float8Weight, up: Float8Weight, *, settings: Streaming | None = None) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T), as products.linear_swiglu, which has checked all."""
     matrix = _contiguous_rows(x)
+    _check_settings("linear_swiglu", matrix, (gate, up), settings, True)
     streamed = _streamed_for(matrix, (gate, up))
     if streamed is None or (len(matrix) > _FUSED_ROWS and settings is None):
         gated, raised = linear_stack(x, (gate, up), (None, None))
@@ -223,7 +226,7 @@ def linear_swiglu(x: Tensor, gate: Float8Weight, up: Float8Weight, *, settings: 
     if out.numel():
         settings = settings or streamed.settings_for(len(matrix), _cols((gate, up)), x.shape[-1], True, gate.in_blocks)
         streamed.linear_swiglu(matrix, gate, up, out, settings)
-    return out.unflatten(0, x.shape[:-1])
+    return out.view(*x.shape[:-1], len(gate))
 
 
 def _launches(
@@ -232,7 +235,7 @@ def _launches(
     """Weights and biases of each launch: four on Hopper, if all have the same kind of scale, else one."""
     if _is_wide(matrix):
         return [([weight], [bias]) for weight, bias in zip(weights, biases, strict=True)]
-    some = _STACKED if settings is not None or _streamed_for(matrix, weights) is not None else 1
+    some = _STACKED if _streamed_for(matrix, weights) is not None else 1
     return [(list(weights[i : i + some]), list(biases[i : i + some])) for i in range(0, len(weights), some)]
 
 
@@ -296,7 +299,7 @@ def _launch_portable(
         matrix,
         values,
         scale,
-        bias,
+        None if bias is None else bias.contiguous(),
         out,
         rows,
         len(weight),
@@ -323,13 +326,35 @@ def _is_wide(matrix: Tensor) -> bool:
     return len(matrix) > MOST_STREAMED and matrix.element_size() == 2
 
 
+def _check_settings(
+    name: str, matrix: Tensor, weights: Sequence[Float8Weight], settings: Streaming | None, keep_splits: bool
+) -> None:
+    """Raise ValueError for settings that are asked for and could not be kept to."""
+    if settings is None:
+        return
+    if settings.splits > 1 and not keep_splits:
+        raise ValueError(f"{name}: streamed products leave split sums to the reader (keep_splits)")
+    if settings.block_k != BLOCK or _is_wide(matrix) or _streamed_for(matrix, weights) is None:
+        raise ValueError(
+            f"{name}: products with weights of eight bits are streamed in steps of {BLOCK}, on a Hopper GPU, with 16 "
+            f"bits, rows aligned to 16 bytes, at most {MOST_STREAMED} of them, and scales of one kind, got {settings} "
+            f"for {matrix.dtype} {tuple(matrix.shape)}"
+        )
+
+
 def _streamed_for(matrix: Tensor, weights: Sequence[Float8Weight]) -> Any:
     """The module streamed_float8.py if its kernels can take these, else None."""
-    alike = len({weight.in_blocks for weight in weights}) == 1
+    alike = len({_kind_of_scale(weight) for weight in weights}) == 1 and matrix.shape[1] % 2 == 0
     sixteen = all(weight.values.data_ptr() % 16 == 0 and weight.values.stride(0) % 16 == 0 for weight in weights)
     if not (alike and sixteen and compute_capability(matrix.device) == (9, 0) and has_descriptors([matrix])):
         return None
     return _streamed()
+
+
+def _kind_of_scale(weight: Float8Weight) -> tuple[bool, torch.dtype, int]:
+    """What the scales of all weights of a launch have in common."""
+    scale = weight.scale
+    return weight.in_blocks, scale.dtype, scale.stride(1) if scale.shape[1] > 1 else 0
 
 
 @functools.cache

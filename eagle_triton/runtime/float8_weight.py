@@ -24,7 +24,7 @@ class Float8Weight:
     |        | [N, 1]                     | one for each row                                  |
     |        | [1, 1]                     | one for all                                       |
 
-    Stands in for a tensor where products read one. Raises ValueError on other shapes, dtypes and devices.
+    Stands in for a tensor where products read one. Raises ValueError on other shapes, dtypes, strides and devices.
     """
 
     values: Tensor
@@ -35,6 +35,8 @@ class Float8Weight:
         if values.dtype != torch.float8_e4m3fn or values.dim() != 2:
             raise ValueError(f"values must be float8_e4m3fn [N, K], got {values.dtype} {tuple(values.shape)}")
         rows, depth = values.shape
+        if values.stride(1) != 1 and depth > 1:
+            raise ValueError(f"the rows of values must be contiguous, got strides {values.stride()}")
         blocks = (-(-rows // BLOCK), -(-depth // BLOCK))
         if tuple(scale.shape) not in ((rows, 1), (1, 1), blocks):
             raise ValueError(
