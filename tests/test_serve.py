@@ -590,6 +590,16 @@ def test_a_step_that_fails_loses_those_who_run_and_no_others(server, client, mon
     assert client.ask("/health")[0] == 200 and not server.engine._tickets
 
 
+@pytest.mark.parametrize(("error", "logged"), [(ValueError("no room"), False), (TypeError("of ours"), True)])
+def test_an_engine_that_does_not_open_says_why(error, logged, caplog):
+    def fail():
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        EngineThread(fail, Metrics("m"), slots=1, max_queue=1).start()
+    assert ("Traceback" in caplog.text and "the engine cannot be opened" in caplog.text) == logged
+
+
 def test_an_engine_that_cannot_go_on_says_so(inference):
     own = EAGLEInference(None, inference.pair.target_model, EAGLEConfig(slots=1))
 

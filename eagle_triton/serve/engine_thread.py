@@ -146,6 +146,8 @@ class EngineThread:
         try:
             session = self._open_session()
         except BaseException as error:
+            if not isinstance(error, (ValueError, OSError)):  # which are sentences for who started the server
+                log.exception("the engine cannot be opened")
             self._opened.set_exception(error)
             return
         self._opened.set_result(None)
