@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eagle_triton.adapters.module_reader import UnsupportedModelError as UnsupportedModelError
+    from eagle_triton.adapters.refusal import UnsupportedModelError as UnsupportedModelError
     from eagle_triton.drop_in.patching import PatchError as PatchError
     from eagle_triton.export.export_head import export_head as export_head
     from eagle_triton.export.quantize import quantize_checkpoint as quantize_checkpoint
@@ -34,7 +34,7 @@ _HOMES = {
     "EagleTritonConfig": "eagle_triton.integration",
     "PatchError": "eagle_triton.drop_in.patching",
     "TritonConfig": "eagle_triton.integration",
-    "UnsupportedModelError": "eagle_triton.adapters.module_reader",
+    "UnsupportedModelError": "eagle_triton.adapters.refusal",
     "export_head": "eagle_triton.export.export_head",
     "load_mtp": "eagle_triton.models.mtp",
     "optimize_eagle_with_triton": "eagle_triton.integration",

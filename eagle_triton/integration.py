@@ -236,7 +236,9 @@ def optimize_eagle_with_triton(model: Any, config: EagleTritonConfig | None = No
         read = read._replace(draft=draft)
     engine = _engine(read, config, roots)
     seams, skipped = (*methods.seams(model, engine), generate_seam(model, engine)), {}
-    if config.patch_modules:
+    if config.patch_modules and view.ranks is not None:
+        skipped = {"ea_layer.topK_genrate, self_attn.forward": "the originals run: ranks share the target (tp_plan)"}
+    elif config.patch_modules:
         more, skipped = methods.module_seams(model, engine)
         seams += more
     drafting = _drafting(config, engine)
@@ -390,6 +392,10 @@ def _check_original(model: Any) -> None:
 def _engine(read: Read, config: EagleTritonConfig | TritonConfig, roots: dict[str, nn.Module]) -> Engine:
     """roots: the models that were read, by the names that messages call them."""
     operations, cuda_graph = choose_operations(read.view.device, config.kernels, config.cuda_graph)
+    if config.megakernel is True and read.view.ranks is not None:
+        raise UnsupportedModelError(
+            "megakernel=True: not supported yet where ranks share the target (tp_plan); leave it out", "devices"
+        )
     if config.megakernel is True and not operations.kernels:
         raise ValueError("megakernel=True needs the kernels")
     megakernel = None if config.megakernel == "auto" else bool(config.megakernel)

@@ -90,6 +90,14 @@ def test_generate_compares_the_same_tokens(capsys):
     assert record["options"]["shape"] == "tiny" and record["options"]["dtype"] == "float32"
 
 
+def test_generate_drafts_by_fp8_copies(capsys):
+    short = ["--context", "9", "--num-runs", "1", "--max-length", "12", "--draft-weights", "fp8"]
+    assert benchmark.main(["generate", *TINY, *short, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert "same tokens, original and optimised: 1 of 1 prompts" in record["notes"]
+    assert record["options"]["draft_weights"] == "fp8" and record["rows"][1]["tau"] >= 1
+
+
 def test_prefill_measures_first_tokens_gaps_and_short_requests(capsys):
     assert benchmark.main([*MODES["prefill"], "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
@@ -297,7 +305,8 @@ def test_positions_are_those_of_the_shapes_and_the_demo():
     assert set(SHAPES) == set(shapes.SHAPES) and tuple(mtp.SPECS) == TREES
     assert tuple(step.DECODINGS) == DECODINGS
     assert SHAPES["tiny"] == shapes.random_model("tiny").config.max_position_embeddings
-    for shape, billions in (("llama-3.2-3b", 3.21), ("llama-3.1-8b", 8.03), ("qwen3-0.6b", 0.60), ("qwen3-32b", 32.76)):
+    published = {"llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03, "llama-3.3-70b": 70.55, "qwen3-0.6b": 0.60}
+    for shape, billions in {**published, "qwen3-32b": 32.76}.items():
         base = shapes.random_model(shape, device="meta").base_model
         tied = shape in ("llama-3.2-3b", "qwen3-0.6b")  # as published: these keep one matrix for both
         count = sum(weight.numel() for weight in base.parameters()) - tied * base.lm_head.weight.numel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from eagle_triton.linear import products as kernels
@@ -112,6 +113,27 @@ def test_default_settings(device):
 
 
 H200 = (9, 0)
+
+
+@pytest.mark.parametrize(
+    ("cols", "depth"),
+    [
+        *[((4096, 1024, 1024), 4096), ((4096,), 4096), ((14336, 14336), 4096), ((4096,), 14336), ((128256,), 4096)],
+        *[((2048, 512, 512), 2048), ((2048,), 8192), ((8192, 8192), 2048), ((3072,), 3072), ((3072,), 8192)],
+        *[((8192, 1024, 1024), 5120), ((5120,), 25600), ((25600, 25600), 5120), ((896,), 4864), ((17408, 17408), 5120)],
+    ],
+    ids=str,
+)
+def test_sums_of_up_to_64_rows_have_one_order(cols, depth):
+    """docs/questions.md says so. K is summed sixteen at a time, so splits of it are all that could differ."""
+    settings = [table.settings_on((9, 0), torch.bfloat16, rows, cols, depth, len(cols) == 2) for rows in range(1, 65)]
+
+    def split(use: Settings) -> int:
+        return triton.cdiv(triton.cdiv(depth, use.block_k), use.splits) * use.block_k
+
+    assert len({split(use) if use.splits > 1 else depth for use in settings}) == 1
+
+
 LLAMA_1B = [(2048, 512, 512), 2048], [(2048,), 2048], [(2048,), 8192], [(128256,), 2048], [(8192, 8192), 2048]
 
 

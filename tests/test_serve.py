@@ -35,6 +35,7 @@ from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.engine_thread import EngineThread
 from eagle_triton.serve.metrics import Metrics
 from eagle_triton.serve.prompts import PromptReader
+from tools import time_server
 
 ROOT = Path(__file__).resolve().parents[1]
 POISON = 3000  # a token behind which the target's logits are NaN
@@ -926,3 +927,13 @@ def test_another_engine_that_is_not_installed_is_named(monkeypatch, capsys, tmp_
     with pytest.raises(SystemExit) as ended:
         serve.main(["--engine", "vllm"])
     assert ended.value.code == 2 and "vllm is not installed: pip install vllm" in capsys.readouterr().err
+
+
+def test_what_http_adds_can_be_measured(tmp_path):
+    output = tmp_path / "serve.json"
+    assert time_server.main(["--num-runs", "2", "--max-length", "8", "--output", str(output), "--commit", "abc"]) == 0
+    record = json.loads(output.read_text())
+    session, server, added = record["rows"]
+    assert (record["mode"], record["machine"]["commit"]) == ("serve", "abc")
+    assert min(session["first_token_ms"], session["ms_per_step"], server["ms_per_step"]) > 0 and session["steps"] > 1
+    assert set(added) == {"variant", "first_token_ms", "ms_per_step"}

@@ -28,8 +28,12 @@ PAGE = "results.md"  # of the site
 SCRIPTS = {  # modes of other scripts: how they are called, and the options that they read
     "integration": ("python integration_test.py", ("dtype", "max_length", "num_runs")),
     "first call": ("python tools/first_call.py", ("shape",)),
+    "serve": ("python tools/time_server.py", ("model", "draft", "num_runs", "prompt_length", "max_length")),
 }
-DEFAULTS = {"integration": {"dtype": "float32", "max_length": 100, "num_runs": 5}}
+DEFAULTS = {
+    "integration": {"dtype": "float32", "max_length": 100, "num_runs": 5},
+    "serve": {"num_runs": 20, "prompt_length": 64, "max_length": 128},
+}
 FOLDED = 24  # rows from which on a table is shown when it is asked for
 TOP = """# Results
 

@@ -17,12 +17,13 @@ from eagle_triton.adapters.module_reader import (
     check_readable,
     check_silu,
     read_attention,
-    read_embedding,
     read_mlp,
     read_norm,
     read_projection,
     read_rotary,
+    read_target_embedding,
 )
+from eagle_triton.adapters.sharded import ranks_of
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.gated_delta import GatedDelta
 from eagle_triton.engine.mixers import Attention, Mixer
@@ -76,14 +77,17 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         raise UnsupportedModelError(f"{where}.layers has {len(layers)} layers: no features of layers {wrong}", "heads")
     eos = getattr(model.generation_config, "eos_token_id", None)
     view = ModelView(
-        embedding=read_embedding(body, "embed_tokens", root=where),
+        embedding=read_target_embedding(body, "embed_tokens", root=where),
         layers=layers,
         norm=read_norm(body, "norm", root=where),
         head=read_projection(model, "lm_head", root=root),
         feature_layers=tuple(feature_layers),
         eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
         pad_token_id=getattr(text_config(model.config), "pad_token_id", None),
+        ranks=ranks_of(model),
     )
+    if view.ranks is not None:
+        _check_shared_layers(view, where)
     _check_dtypes(view, root, path)
     return view
 
@@ -102,6 +106,12 @@ def draft_from_causal_lm(
             f"{root}: layers {recurrent} are recurrent, and a draft of the engine needs attention, because each branch "
             "of its tree would need states of its own",
             "heads",
+        )
+    if not isinstance(view.embedding, torch.Tensor) or view.ranks is not None:
+        raise UnsupportedModelError(
+            f"{root}.model is sharded over several devices (tp_plan): a draft must be whole on each rank, load it "
+            "without tp_plan",
+            "devices",
         )
     mine, others = view.vocab_size, target.vocab_size
     if 100 * abs(mine - others) > max(mine, others):
@@ -130,6 +140,18 @@ def draft_from_causal_lm(
         norm=view.norm,
         padding=max(others - mine, 0),
     )
+
+
+def _check_shared_layers(view: ModelView, where: str) -> None:
+    """Raise UnsupportedModelError for a layer that is not yet known over several ranks."""
+    for index, layer in enumerate(view.layers):
+        if not (isinstance(layer.mixer, Attention) and isinstance(layer.mlp, MLP)):
+            part = "mlp" if isinstance(layer.mixer, Attention) else "linear_attn"
+            raise UnsupportedModelError(
+                f"{where}.layers.{index}.{part}: over several ranks (tp_plan) every layer must be attention and a "
+                "SwiGLU block; load the model on one device",
+                "devices",
+            )
 
 
 def _layer(model: Any, body: str, index: int, rotary: Rotary, root: str) -> Layer:

@@ -8,27 +8,31 @@ from typing import Any
 import torch
 from torch import nn
 
+from eagle_triton.adapters.refusal import UnsupportedModelError
+from eagle_triton.adapters.sharded import (
+    check_sharding,
+    local_heads,
+    read_sharded_embedding,
+    read_sharded_projection,
+)
 from eagle_triton.engine.mixers import Attention
 from eagle_triton.engine.model import Layer, ModelView
-from eagle_triton.engine.model_watch import interference, is_plain_linear, is_plain_tensor
+from eagle_triton.engine.model_watch import (
+    interference,
+    is_plain_linear,
+    is_plain_tensor,
+    is_sharded_linear,
+    is_sharded_tensor,
+)
 from eagle_triton.engine.modules import MLP, Norm, Projection, Rotary
+from eagle_triton.engine.ranks import SharedEmbedding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 ELSEWHERE = (
-    "load it on one, without device_map and tp_plan, or hand it over to vLLM or SGLang, which serve a model on several "
-    "GPUs (eagle-triton export)"
+    'load it on one, without device_map, or spread it by tp_plan="auto" under torchrun, or hand it over to vLLM or '
+    "SGLang, which serve a model on several GPUs (eagle-triton export)"
 )
-
-
-class UnsupportedModelError(ValueError):
-    """The model, or a part of it, is not one that eagle_triton knows how to decode. Nothing was changed.
-
-    section: that of docs/limits.md which says what is supported instead.
-    """
-
-    def __init__(self, message: str, section: str = "families"):
-        super().__init__(f"{message} (docs/limits.md#{section})")
 
 
 def attribute_at(module: Any, path: str, kind: type | tuple[type, ...] = object, *, root: str = "model") -> Any:
@@ -48,10 +52,11 @@ def attribute_at(module: Any, path: str, kind: type | tuple[type, ...] = object,
 def check_readable(module: nn.Module, root: str = "model") -> None:
     """Raise UnsupportedModelError for a model that cannot be read from its weights.
 
-    That is one that is spread over several devices, offloaded, sharded or without storage; and one with hooks or
-    replaced forwards, which would not run. What is inside a module that is called as it is (a quantised projection)
-    is its own.
+    That is one that is spread over several devices, offloaded, without storage, or sharded in another way than by
+    tp_plan="auto"; and one with hooks or replaced forwards, which would not run. What is inside a module that is called
+    as it is (a quantised projection) is its own.
     """
+    check_sharding(module, root)
     check_one_device(module, root)
     if reason := interference(module, root):
         raise UnsupportedModelError(f"{reason}; remove it before optimising", "hooks")
@@ -59,11 +64,6 @@ def check_readable(module: nn.Module, root: str = "model") -> None:
 
 def check_one_device(module: nn.Module, root: str = "model") -> None:
     """Raise UnsupportedModelError for a model that is spread over several devices, offloaded, or without storage."""
-    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if any(base.__name__ == "DTensor" for base in type(tensor.data).__mro__):
-            raise UnsupportedModelError(
-                f"{root}.{path} is sharded over several devices (tp_plan), not supported yet; {ELSEWHERE}", "devices"
-            )
     devices = sorted({str(tensor.device) for tensor in (*module.parameters(), *module.buffers())})
     hooked = any(hasattr(part, "_hf_hook") for part in module.modules())
     if len(devices) > 1 or hooked or torch.device(devices[0]).type == "meta":
@@ -112,10 +112,20 @@ def read_tensor(module: nn.Module, name: str, path: str) -> torch.Tensor:
 
 def read_embedding(module: Any, path: str, *, root: str = "model") -> torch.Tensor:
     """The table [V, H] of a plain nn.Embedding."""
-    layer, where = attribute_at(module, path, nn.Module, root=root), f"{root}.{path}"
+    return read_weight(_embedding_at(module, path, root), f"{root}.{path}")
+
+
+def read_target_embedding(module: Any, path: str, *, root: str = "model") -> torch.Tensor | SharedEmbedding:
+    """The same of a target, whose table may be shared among ranks."""
+    layer = _embedding_at(module, path, root)
+    return read_sharded_embedding(layer) if is_sharded_tensor(layer.weight) else read_weight(layer, f"{root}.{path}")
+
+
+def _embedding_at(module: Any, path: str, root: str) -> nn.Embedding:
+    layer = attribute_at(module, path, nn.Module, root=root)
     if type(layer) is not nn.Embedding or layer.max_norm is not None:
-        raise UnsupportedModelError(f"{where} must be a plain nn.Embedding, got {layer}", "weights")
-    return read_weight(layer, where)
+        raise UnsupportedModelError(f"{root}.{path} must be a plain nn.Embedding, got {layer}", "weights")
+    return layer
 
 
 def read_norm(module: Any, path: str, *, root: str = "model") -> Norm:
@@ -148,11 +158,13 @@ def _tried_norm(layer: nn.Module, weight: torch.Tensor, eps: float, where: str) 
 
 
 def read_projection(module: Any, path: str, *, root: str = "model") -> Projection:
-    """A plain nn.Linear by its weight and bias, anything else as the module it is.
+    """A plain nn.Linear by its weight and bias, this rank's part of a sharded one, anything else as the module it is.
 
     Which of the latter have FP8 weights that are read, adapters/float8.py says.
     """
     layer = attribute_at(module, path, nn.Module, root=root)
+    if is_sharded_linear(layer):
+        return read_sharded_projection(layer, path)
     if is_plain_linear(layer):
         if layer.weight.dtype in FLOAT8:
             raise UnsupportedModelError(
@@ -221,6 +233,7 @@ def read_attention(
     """
     where = root
     attention = attribute_at(layer, "self_attn", nn.Module, root=where)
+    num_heads, num_kv_heads = local_heads(attention, num_heads, num_kv_heads, f"{where}.self_attn")
     q, k, v, o = (read_projection(layer, f"self_attn.{name}_proj", root=where) for name in "qkvo")
     gated = _is_gated(q, num_heads * head_dim, f"{where}.self_attn.q_proj")
     if 2 * len(rotary.inv_freq) > head_dim:

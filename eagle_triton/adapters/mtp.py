@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from eagle_triton.adapters.module_reader import (
     UnsupportedModelError,
@@ -35,6 +35,12 @@ def read_mtp(
     Raises UnsupportedModelError unless they lie where the target does and have its dtype and its kind of attention.
     """
     check_readable(head, root)
+    if not isinstance(target.embedding, Tensor) or target.ranks is not None:
+        raise UnsupportedModelError(
+            f"{root}.units: multi-token-prediction layers are not supported yet where the target is sharded over "
+            "several devices (tp_plan): draft without them, or load the target on one device",
+            "devices",
+        )
     if target.feature_layers:
         raise UnsupportedModelError(f"{root}: MTP layers read the target's last hidden states alone", "heads")
     like = next((layer.mixer for layer in target.layers if isinstance(layer.mixer, Attention)), None)

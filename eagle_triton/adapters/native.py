@@ -17,6 +17,7 @@ from eagle_triton.adapters.module_reader import (
     read_norm,
     read_projection,
 )
+from eagle_triton.adapters.sharded import share_head
 from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft, EagleDraft
 from eagle_triton.engine.model import Layer, ModelView
 from eagle_triton.engine.modules import Rotary
@@ -85,14 +86,20 @@ def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea
         d2t=head.d2t,
     )
     if not eagle3:
-        return Eagle1Draft(head=target.head, **shared)
-    return Eagle3Draft(
+        return _shared(Eagle1Draft(head=target.head, **shared), target)
+    draft = Eagle3Draft(
         head=read_projection(head, "lm_head", root=root),
         hidden_norm=read_norm(head, "midlayer.hidden_norm", root=root),
         norm=read_norm(head, "norm", root=root),
         norm_before_residual=head.config.norm_before_residual,
         **shared,
     )
+    return _shared(draft, target)
+
+
+def _shared(draft: EagleDraft, target: ModelView) -> EagleDraft:
+    """A head of a target that ranks share is read by all of them, too."""
+    return draft if target.ranks is None else share_head(draft, target.ranks)
 
 
 def read_tree(head: heads.DraftHead) -> TreeSpec:

@@ -22,6 +22,7 @@ from eagle_triton.adapters.module_reader import (
     read_projection,
     read_rotary,
 )
+from eagle_triton.adapters.sharded import refuse_sharded
 from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft, EagleDraft
 from eagle_triton.engine.model import Layer, ModelView
 from eagle_triton.engine.modules import Rotary
@@ -67,6 +68,7 @@ def read_target(model: Any, targets: dict[str, bool], eagle3: bool) -> ModelView
         raise UnsupportedModelError(
             f"model.base_model must come from {' or '.join(targets)}, got {type(model.base_model).__name__} of {source}"
         )
+    refuse_sharded(model.base_model, "model.base_model")
     config = model.base_model.config
     check_tensor_parallel(config, "model.base_model.config")
     body = attribute_at(model, "base_model.model", nn.Module)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 DEMO = Path(__file__).resolve().parents[1] / "demo"
 SHAPES = dict.fromkeys(
-    ("tiny", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-0.6b", "qwen3-32b"), 131072
+    ("tiny", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.3-70b", "qwen3-0.6b", "qwen3-32b"), 131072
 )  # positions of eagle_triton.models.shapes
 HYBRIDS = ("tiny", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", "demo-gdn")  # shapes of the same module, and the demo
 TREES = ("plain", "chain-4", "tree-32", "tree-60")  # of benchmarks/mtp.py

@@ -74,7 +74,8 @@ def _variants(args: argparse.Namespace, model: EaModel, module: ModuleType | Non
 
         yield run("original", model)
         megakernel = "auto" if args.accept_length is None else False  # whose verification knows nothing of it
-        with optimize_eagle_with_triton(model, megakernel=megakernel, prefixes=False)[1]:
+        options: dict[str, Any] = {"megakernel": megakernel, "prefixes": False, "draft_dtype": args.draft_weights}
+        with optimize_eagle_with_triton(model, **options)[1]:
             optimised = run("optimised", model)
         yield optimised
         if module is not None:
@@ -88,7 +89,7 @@ def _notes(args: argparse.Namespace, variants: list[Variant]) -> list[str]:
         notes.append(WARNING.format(args.accept_length))
     elif args.temperature == 0:
         for other in (optimised, *others):
-            same = sum(a.tokens == b.tokens for a, b in zip(original.runs, other.runs, strict=True))
+            same = sum(_same(a.tokens, b.tokens) for a, b in zip(original.runs, other.runs, strict=True))
             notes.append(f"same tokens, original and {other.name}: {same} of {len(original.runs)} prompts")
     for other in (original, *others):
         ratio = statistics.median(r.ms_per_step for r in other.runs) / statistics.median(
@@ -97,6 +98,12 @@ def _notes(args: argparse.Namespace, variants: list[Variant]) -> list[str]:
         notes.append(f"a step of the optimised model is {ratio:.2f} x as fast as one of {other.name}")
     steps = min(sum(len(run.lengths) for run in variant.runs) for variant in variants)
     return notes + noise(steps, "take more of --num-runs or --max-length")
+
+
+def _same(one: list[int], other: list[int]) -> bool:
+    """Whether two runs gave the same tokens; other drafts may have taken the last step further."""
+    length = min(len(one), len(other))
+    return one[:length] == other[:length]
 
 
 def text(rows: list[dict[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 python benchmark.py                                      whole generations, on the embedded checkpoint
 python benchmark.py --model PATH --draft PATH --prompt "..." --max-length 200 --num-runs 5
 python benchmark.py step --shape llama-3.1-8b --context 512,2048 --batch 1,4,8 --output FILE.json --plot FILE.png
+torchrun --nproc-per-node 2 benchmark.py step --shape llama-3.3-70b --batch 1     the same over two GPUs
 python benchmark.py batches --shape llama-3.1-8b         trees as they pay against plain decoding, 1 to 32 sequences
 python benchmark.py megakernel --shape llama-3.2-1b      all behind the target's logits as one launch and as many
 python benchmark.py drafters                             with and without a model, over three kinds of work
@@ -19,8 +20,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack, redirect_stdout
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -148,7 +151,10 @@ class Mode(NamedTuple):
 MODES = {
     "generate": Mode(
         "whole generations of the model as it is and optimised",
-        (*MODEL, "--prompt", "--max-length", "--num-runs", "--temperature", "--accept-length", "--upstream"),
+        (
+            *(*MODEL, "--draft-weights", "--prompt", "--max-length", "--num-runs", "--temperature"),
+            *("--accept-length", "--upstream"),
+        ),
         {},
     ),
     "step": Mode(
@@ -220,15 +226,36 @@ def main(argv: list[str] | None = None, program: str = "benchmark.py") -> int:
     parser, args = _parse(sys.argv[1:] if argv is None else argv, program)
     arguments.check_device(parser, args.device, only_gpu=args.mode == "megakernel")
     with parser.explains():
-        from torch import OutOfMemoryError
-
-        from eagle_triton.benchmarks.models import find_device
+        from eagle_triton.benchmarks.models import find_device, processes
 
         mode: Any = importlib.import_module(f"eagle_triton.benchmarks.{args.mode}")
         args.device = find_device(args.device)
     if args.mode == "megakernel" and args.device == "cpu":
         parser.stop("this mode needs a GPU, and torch sees none")
     _settle(args)
+    if processes() > 1:
+        return _share(parser, mode, args)
+    return _measure(parser, mode, args)
+
+
+def _share(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
+    """`_measure` as one of torchrun's processes, of which the first prints and writes."""
+    import torch.distributed as dist
+
+    if args.mode != "step" or args.upstream or args.target_weights:
+        parser.stop("under torchrun there is only the mode step, without --upstream and --target-weights")
+    dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
+    with open(os.devnull, "w") as nowhere, ExitStack() as last:
+        last.callback(dist.destroy_process_group)
+        if dist.get_rank():
+            args.json, args.output, args.csv, args.plot = True, None, None, None
+            last.enter_context(redirect_stdout(nowhere))
+        return _measure(parser, mode, args)
+
+
+def _measure(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
+    from torch import OutOfMemoryError
+
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -30,8 +31,16 @@ from eagle_triton.models.shapes import random_model
 _ALIAS = "safeailab_eagle"  # an installed eagle-llm would be called `eagle` too
 
 
+def processes() -> int:
+    """How many torchrun has started for this command, one without it."""
+    launched = torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
+    return int(os.environ["WORLD_SIZE"]) if launched else 1
+
+
 def find_device(name: str | None) -> str:
-    """The device of that name, a GPU if there is one and no name. Raises ValueError if it is not here."""
+    """The device of that name, this process's GPU if there is one and no name. Raises ValueError if it is not here."""
+    if name is None and processes() > 1 and torch.cuda.is_available():
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name != "cpu" and (torch.device(name).index or 0) >= torch.cuda.device_count():
@@ -47,7 +56,7 @@ def load(args: argparse.Namespace) -> EaModel:
     if args.shape is None:
         model = load_pair(args.model, args.draft, args.eagle1, dtype, args.device)
     else:
-        model = random_model(args.shape, not args.eagle1, args.device, dtype)
+        model = random_model(args.shape, not args.eagle1, args.device, dtype, ranks=processes())
         if getattr(args, "accept_length", None) is not None:  # a random head is sure of nothing: make it sure
             with torch.no_grad():
                 head: Any = model.ea_layer if model.use_eagle3 else model.base_model
@@ -62,11 +71,12 @@ def load(args: argparse.Namespace) -> EaModel:
 def load_pair(target: str, draft: str | None, eagle1: bool, dtype: torch.dtype, device: str) -> EaModel:
     """A target and its head. Raises ValueError in one sentence, whatever it is that keeps them from being loaded."""
     try:
-        model = EaModel.from_pretrained(target, draft, use_eagle3=not eagle1, dtype=dtype)
+        shared: dict[str, Any] = {"tp_plan": "auto"} if processes() > 1 else {}
+        model = EaModel.from_pretrained(target, draft, use_eagle3=not eagle1, dtype=dtype, **shared)
     except (ValueError, TypeError, OSError) as error:
         names = f"--model {target}" + (f" --draft {draft}" if draft else "")
         raise ValueError(f"{names} cannot be loaded: {sentence(error)}") from error
-    return model.to(device)
+    return model if shared else model.to(device)
 
 
 def positions(model: EaModel) -> int | None:

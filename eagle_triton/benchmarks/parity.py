@@ -8,8 +8,13 @@ from transformers import PreTrainedModel
 
 from eagle_triton.engine.sampling_params import SamplingParams
 
-MARGIN_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
-"""By how much of a logit a greedy choice may fall short of the best one: rounding, by the dtype of the weights."""
+MARGIN_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.05}
+"""By how much of a logit a greedy choice may fall short of the best one: rounding, by the dtype of the weights.
+
+bfloat16 on an H200, random weights of Llama-3.1-8B's shape, 16 prompts of 512 tokens: transformers' logits are 0.086
+(std) off those of the same weights in fp32. Of 384 greedy choices of ours 56 were not the best of fp32, by 0.34 at
+most, of transformers' own 57, by 0.31. Prompts gave the same tokens together and alone.
+"""
 LEAST_BEST = 0.25  # of greedy choices that must be the best: rounding decides now and then, not nearly always
 MASS_BOUND = 0.02  # of the probability that rounding may move across the edge of a nucleus
 

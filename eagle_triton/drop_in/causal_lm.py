@@ -28,6 +28,7 @@ from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.pages import CacheFullError
 from eagle_triton.engine.prefill import NaNLogitsError
+from eagle_triton.engine.ranks import Ranks
 from eagle_triton.engine.requests import NAN, Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -266,7 +267,7 @@ def _decode(
         if known and streamer is None:
             sequences = _all_tokens(steps, input_ids, pad_id)
         else:
-            sequences = _token_by_token(steps, input_ids, pad_id, stopping_criteria, streamer)
+            sequences = _token_by_token(steps, input_ids, pad_id, stopping_criteria, streamer, engine.view.ranks)
     return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
 
 
@@ -388,10 +389,12 @@ def _token_by_token(
     pad: int | None,
     stopping_criteria: StoppingCriteriaList,
     streamer: Any | None,
+    ranks: Ranks | None,
 ) -> Tensor:
     """All rows token by token, in step with each other, until `stopping_criteria` have said of each that it is done.
 
-    pad: what a row that is done gets from then on; None: the target's tokens, as long as others go on.
+    pad: what a row that is done gets from then on; None: the target's tokens, as long as others go on. ranks: those
+    that decode together, of which rank 0's criteria count: they may look at a clock.
     """
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -408,7 +411,10 @@ def _token_by_token(
         sequences = torch.cat((sequences, column[:, None]), dim=1)
         if streamer is not None:
             streamer.put(column.cpu())
-        goes_on = goes_on & ~stopping_criteria(sequences, None)
+        done = stopping_criteria(sequences, None)
+        if ranks is not None:
+            done = torch.tensor(ranks.agreed(done.tolist()), dtype=torch.bool, device=done.device)
+        goes_on = goes_on & ~done
     if streamer is not None:
         streamer.end()
     return sequences

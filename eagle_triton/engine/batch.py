@@ -10,18 +10,19 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from eagle_triton.engine import skipped_features
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.graph import ReportQueue
+from eagle_triton.engine.graph import ReportQueue, wait_for
 from eagle_triton.engine.pages import PAGE_ROWS, Beginning, CacheFullError
 from eagle_triton.engine.prefill import NaNLogitsError, grow_first_tree
 from eagle_triton.engine.prompt_queue import PromptQueue
+from eagle_triton.engine.ranks import Ranks
 from eagle_triton.engine.requests import NAN, REASONS, GuideReading, Progress, Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.slot_options import write_options, write_rules
@@ -145,7 +146,7 @@ class Batch:
             )  # a step is launched before the last is read
             self.lengths = [0] * slots  # committed tokens, as the host knows them
             self._entries: list[_SlotEntry | None] = [None] * slots
-            self._reports = ReportQueue(engine.view.device, places=2)
+            self._reports = ReportQueue(engine.view.device, 2, engine.view.ranks)
             self._in_flight: deque[_InFlight] = deque()
             self._prompts = PromptQueue(
                 self._prefill.packed, self.sequences.pages.pool.unread if self._prefill.share else None
@@ -332,6 +333,8 @@ class Batch:
         requests = list(requests)
         for request in requests:
             self._check(request)
+        if self.engine.view.ranks is not None:
+            requests = _agreed(self.engine.view.ranks, requests, (len(self._entries), self.rows, self._spec))
         slots = self.free[: len(requests)]
         if len(slots) < len(requests):
             raise RuntimeError(f"{len(requests)} requests do not fit into {len(slots)} free slots; step until some end")
@@ -540,7 +543,9 @@ class Batch:
     def _broken(self, slots: Sequence[int]) -> list[int]:
         """Which of those that have just begun, by their places in `slots`, have NaN logits. Waits for the device."""
         if self.sequences.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+            done = torch.cuda.Event()
+            done.record()
+            wait_for(done, self.engine.view.ranks)
         nan = {slot for begun in self._begun for slot in begun.entries if begun.nan[slot]}
         return [place for place, slot in enumerate(slots) if slot in nan]
 
@@ -802,6 +807,25 @@ class Batch:
             egag,
             flight.reads,
         )
+
+
+def _agreed(ranks: Ranks, requests: Sequence[Request], batch: tuple[Any, ...]) -> list[Request]:
+    """The same requests, with the seeds that rank 0 gives or draws. batch: what else decides how they are decoded.
+    Raises RanksError on all ranks where they have others."""
+    asked = [
+        {
+            **{field.name: getattr(request, field.name) for field in fields(request)},
+            "prompt": request.prompt.tolist(),
+            "sampling": replace(request.sampling, seed=None),
+        }
+        for request in requests
+    ]
+    ranks.check_alike("the requests of a batch, and its trees and slots", (batch, asked))
+    seeds = ranks.agreed([request.sampling.seeds(1)[0] for request in requests])
+    return [
+        replace(request, sampling=replace(request.sampling, seed=seed))
+        for request, seed in zip(requests, seeds, strict=True)
+    ]
 
 
 def _reading(h_norm: float, h_ema: float, gamma: float, levels: int) -> GuideReading:

@@ -83,10 +83,24 @@ class Engine:
         self.accept_lengths: list[int] = []  # of the last generation's first sequence, one for each step
         self.notes: dict[str, str] = {}
         self.device = self.view.device
+        if self.view.ranks is not None:
+            self._check_alone()
         check_cache_tokens(self.cache_tokens)
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None  # that of the last launch
         self.clear()
+
+    def _check_alone(self) -> None:
+        """Leave out what one rank might do and another not: for that would be measured, or found out by running out of
+        memory. Raises ValueError where it is asked for."""
+        assert self.view.ranks is not None
+        for option in ("megakernel", "long_prompts"):
+            if getattr(self, option):
+                raise ValueError(f"{option}=True: not supported yet over several ranks (tp_plan)")
+        self.megakernel = self.long_prompts = False
+        self.notes["ranks"] = (
+            f"{self.view.ranks.size} share the target; the megakernel is not used, and long prompts are read as others"
+        )
 
     def clear(self) -> None:
         """Drop all states and graphs, and all that is kept of sequences."""
@@ -238,7 +252,10 @@ class Engine:
 
             return launch
         self._prompt_launches[key] = self._captured(
-            lambda: LaunchGraph(launches, self.ops, self._pool()), launches, "prompt_graph", "reading prompts"
+            lambda: LaunchGraph(launches, self.ops, self._pool(), self.view.ranks is not None),
+            launches,
+            "prompt_graph",
+            "reading prompts",
         )
         return self._prompt_launches[key]
 
@@ -298,7 +315,9 @@ class Engine:
         eager = functools.partial(decode_step, self.ops, self.view, self.draft, state, mode, megakernel)
         if not (self.cuda_graph and state.tokens.is_cuda):
             return eager
-        return self._captured(lambda: StepGraph(eager, state, self.ops, self._pool()), eager, "cuda_graph", "a step")
+        others_run = self.view.ranks is not None
+        capture = functools.partial(StepGraph, eager, state, self.ops, others_run=others_run)
+        return self._captured(lambda: capture(pool=self._pool()), eager, "cuda_graph", "a step")
 
     def _captured(
         self, capture: Callable[[], LaunchGraph], eager: Callable[[], None], path: str, what: str

@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.ranks import Ranks
 from eagle_triton.engine.state import DecodeState
 
 log = logging.getLogger(__name__)
@@ -25,11 +26,13 @@ class LaunchGraph:
     """Launches captured once, replayed at the price of one. They have run before: nothing is compiled or allocated by
     libraries any more."""
 
-    def __init__(self, launches: Callable[[], None], ops: Operations, pool: Any):
-        """pool: torch.cuda.graph_pool_handle() of the graphs that never run at once."""
+    def __init__(self, launches: Callable[[], None], ops: Operations, pool: Any, others_run: bool = False):
+        """pool: torch.cuda.graph_pool_handle() of the graphs that never run at once. others_run: other threads may ask
+        the device for something meanwhile, as the one does that watches over collectives."""
         before = Counter(ops.calls)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
+        mode = "thread_local" if others_run else "global"
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode=mode):
             launches()
         self.calls = ops.calls - before  # what one replay runs
         self.ops = ops
@@ -43,10 +46,12 @@ class LaunchGraph:
 class StepGraph(LaunchGraph):
     """A step captured once for the tensors of one state."""
 
-    def __init__(self, step: Callable[[], None], state: DecodeState, ops: Operations, pool: Any):
+    def __init__(
+        self, step: Callable[[], None], state: DecodeState, ops: Operations, pool: Any, others_run: bool = False
+    ):
         """Run `step` a few times with no sequence active, then capture it. What the state holds stays as it is.
 
-        pool: torch.cuda.graph_pool_handle() of the graphs that never run at once.
+        pool, others_run: see LaunchGraph.
         """
         start = time.perf_counter()
         # a progress line for people at a terminal; gone when the capture is done, which takes seconds once per shape
@@ -59,7 +64,7 @@ class StepGraph(LaunchGraph):
                     step()
                     steps.update()
             torch.cuda.current_stream().wait_stream(stream)
-            super().__init__(step, ops, pool)
+            super().__init__(step, ops, pool, others_run)
         log.info("captured a decode step in %.1f s", time.perf_counter() - start)
 
 
@@ -77,9 +82,9 @@ def median_milliseconds(step: Callable[[], None], rounds: int = 20) -> float:
 class ReportQueue:
     """Carries the reports of steps to the host, in order. On a GPU the copies are asynchronous, into pinned memory."""
 
-    def __init__(self, device: torch.device, places: int):
-        """places: how many reports may be on their way at once."""
-        self.cuda, self.places = device.type == "cuda", places
+    def __init__(self, device: torch.device, places: int, ranks: Ranks | None = None):
+        """places: how many reports may be on their way at once. ranks: with whom the steps exchange something."""
+        self.cuda, self.places, self._ranks = device.type == "cuda", places, ranks
         self._buffers: dict[torch.Size, list[Tensor]] = {}
         self._sent: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._count = 0
@@ -104,5 +109,13 @@ class ReportQueue:
         """The oldest report not received yet, waiting for its step only. Valid until `places` more were sent."""
         place, event = self._sent.popleft()
         if event is not None:
-            event.synchronize()
+            wait_for(event, self._ranks)
         return place
+
+
+def wait_for(event: torch.cuda.Event, ranks: Ranks | None) -> None:
+    """Wait for what was launched on the device, but not for ever if it exchanges something with other ranks."""
+    if ranks is None:
+        event.synchronize()
+    else:
+        ranks.wait_for(event)

@@ -14,6 +14,7 @@ from eagle_triton.engine.mixers import Mixer, Rows
 from eagle_triton.engine.modules import MLP, Experts, Norm, Projection, add_norm, feed_forward
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pages import SlotPages
+from eagle_triton.engine.ranks import Ranks, SharedEmbedding
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.runtime.split_sums import SplitSums
 
@@ -40,16 +41,18 @@ class ModelView:
     """The target model: references into a loaded one, nothing copied. H hidden size, V vocabulary, F feature width.
 
     `feature_layers`: the layers whose inputs, concatenated, feed an EAGLE-3 head (F = 3H); empty for drafts that take
-    the last hidden state after the final norm (F = H).
+    the last hidden state after the final norm (F = H). `ranks`: those that its matrices are spread over; then its
+    layers have this rank's heads, columns and rows.
     """
 
-    embedding: Tensor  # [V, H]
+    embedding: Tensor | SharedEmbedding  # [V, H]
     layers: tuple[Layer, ...]
     norm: Norm
     head: Projection  # [V, H]
     feature_layers: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
+    ranks: Ranks | None = None
 
     @property
     def vocab_size(self) -> int:

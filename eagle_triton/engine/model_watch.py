@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -31,12 +32,36 @@ HARMLESS_HOOKS = (
     "transformers.modeling_utils",  # lets gradients reach the inputs
 )
 
+TENSOR_PARALLEL = "transformers.distributed.tensor_parallel"
+"""Where the forwards come from that exchange what ranks have of a sharded module; the engine does so itself."""
+
 GROWING_TABLES = frozenset({"cos_cached", "sin_cached"})  # of rotary modules that replace them by longer ones
 
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module is a matrix product with its weight and nothing else."""
     return type(module) is nn.Linear and "forward" not in vars(module) and is_plain_tensor(module.weight)
+
+
+def is_sharded_linear(module: nn.Module) -> bool:
+    """Whether a module is a matrix product of which this process holds one part."""
+    return type(module) is nn.Linear and is_sharded_tensor(module.weight)
+
+
+def is_sharded_tensor(tensor: Tensor) -> bool:
+    """Whether a tensor is spread over processes, which is what DTensor is for."""
+    return any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
+
+
+@torch.no_grad()
+def local_part(tensor: Any) -> Tensor:
+    """What this process holds of a sharded tensor, by its own storage."""
+    return tensor.to_local()
+
+
+def is_tensor_parallel_forward(forward: Callable | None) -> bool:
+    """Whether a forward on an instance is what transformers puts there when it spreads a model by a tp_plan."""
+    return getattr(forward, "__module__", None) == TENSOR_PARALLEL
 
 
 def is_mixture(module: nn.Module) -> bool:
@@ -58,8 +83,8 @@ def modules_read(root: nn.Module, path: str, also: Collection[nn.Module] = ()) -
     for name, child in root._modules.items():
         if child is None:
             continue
-        replaced = name in PROJECTIONS and not is_plain_linear(child) and child not in also
-        if replaced or is_mixture(child):
+        read = is_plain_linear(child) or is_sharded_linear(child) or child in also
+        if (name in PROJECTIONS and not read) or is_mixture(child):
             yield f"{path}.{name}", child, True
         else:
             yield from modules_read(child, f"{path}.{name}", also)
@@ -124,7 +149,7 @@ class ModelWatch:
         modules += [part for _, module in self._called for part in module.modules()]
         tensors = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
         try:
-            return sum(tensor._version for tensor in tensors if tensor is not None)
+            return sum(_stored(tensor)._version for tensor in tensors if tensor is not None)
         except RuntimeError:  # an inference tensor
             return None
 
@@ -170,11 +195,17 @@ class _Part:
 def _addresses(module: nn.Module) -> list[tuple[str, int, tuple[int, ...]]]:
     """Names, addresses and strides of a module's own parameters and buffers."""
     return [
-        (name, tensor.data_ptr(), tensor.stride())
+        (name, stored.data_ptr(), stored.stride())
         for own in (module._parameters, module._buffers)
         for name, tensor in own.items()
         if tensor is not None and name not in GROWING_TABLES
+        for stored in [_stored(tensor)]
     ]
+
+
+def _stored(tensor: Any) -> Tensor:
+    """What a parameter holds in this process."""
+    return local_part(tensor) if is_sharded_tensor(tensor) else tensor
 
 
 def _hook(module: nn.Module) -> str | None:
@@ -186,9 +217,11 @@ def _hook(module: nn.Module) -> str | None:
 
 
 def _is_forward_of(module: nn.Module, forward: Callable | None) -> bool:
-    """Whether a forward on an instance is none, the class's own (which some code leaves there), or ours."""
+    """Whether a forward on an instance is none, the class's own (which some code leaves there), ours, or what
+    transformers puts around a sharded module."""
     bound = getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
-    return forward is None or bound or (getattr(forward, "__module__", None) or "").startswith("eagle_triton.")
+    ours = bound or is_tensor_parallel_forward(forward)
+    return forward is None or ours or (getattr(forward, "__module__", None) or "").startswith("eagle_triton.")
 
 
 def _values(values: Mapping[str, Any]) -> str:

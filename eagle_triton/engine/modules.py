@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.ranks import Ranks
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
@@ -27,11 +28,17 @@ class Norm:
 
 @dataclass(frozen=True)
 class Projection:
-    """A matrix product `x @ weight.T + bias`, or `module` called as it is (quantised, sharded)."""
+    """A matrix product `x @ weight.T + bias`, or `module` called as it is (quantised, sharded).
+
+    summed_over: ranks that have some columns of the weight each (one of them the bias), and add up what these give.
+    joined_over: ranks that have some of its rows each, and put together what these give.
+    """
 
     weight: Tensor | Float8Weight | None = None  # [out, in]
     bias: Tensor | None = None  # [out]
     module: Callable[[Tensor], Tensor] | None = None
+    summed_over: Ranks | None = None
+    joined_over: Ranks | None = None
 
     def replaced(self, x: Tensor) -> Tensor:
         """What the module in the place of a plain product gives."""
@@ -122,6 +129,12 @@ def _project(
 ) -> Tensor | SplitSums:
     if projection.weight is None:
         return projection.replaced(x)
+    if projection.joined_over is not None:
+        part = ops.linear(x, projection.weight, projection.bias, launch_rows=launch_rows)
+        return projection.joined_over.joined(total_of(part))
+    if projection.summed_over is not None:
+        part = ops.linear(x, projection.weight, projection.bias, keep_splits=True, launch_rows=launch_rows)
+        return projection.summed_over.summed(part, x.dtype)
     return ops.linear(x, projection.weight, projection.bias, keep_splits=keep_splits, launch_rows=launch_rows)
 
 

@@ -25,6 +25,7 @@ from .loading import (
     HubArguments,
     check_fit,
     fit_head,
+    is_sharded,
     load_head,
     load_target,
     load_tokenizer,
@@ -120,6 +121,11 @@ class EaModel(nn.Module):
         )
         head = load_head(head_path, use_eagle3, read_target_config(target_path, **hub.target), asked, **hub.head)
         base_model: Any = load_target(target_path, **kwargs)
+        if measure and is_sharded(base_model):
+            raise ValueError(
+                "total_token=-1 measures the target, and ranks that share one (tp_plan) would measure different times: "
+                "give a number"
+            )
         tokenizer = load_tokenizer(target_path, **hub.target)
 
         model = cls(base_model, fit_head(head, base_model), tokenizer, str(base_model_path)).eval()

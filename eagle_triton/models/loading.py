@@ -360,9 +360,20 @@ def fit_head(head: DraftHead, target: Any) -> DraftHead:
     """A head of `load_head` in eval mode, where its target lies and of its dtype. An embedding that the checkpoint left
     to the target is copied."""
     if head.embed_tokens.weight.is_meta:
-        head.embed_tokens.weight = nn.Parameter(target.get_input_embeddings().weight.detach().clone())
+        borrow_embedding(head, target)
     embedding = target.get_input_embeddings().weight  # of the model's dtype, also where projections have FP8 weights
     return head.to(device=embedding.device, dtype=embedding.dtype).eval()
+
+
+def borrow_embedding(head: DraftHead, target: Any) -> None:
+    """Give a head a copy of its target's embedding, whole where that is spread over ranks, all of which call this."""
+    shared = target.get_input_embeddings().weight.detach()
+    head.embed_tokens.weight = nn.Parameter(shared.full_tensor() if is_sharded(target) else shared.clone())
+
+
+def is_sharded(target: nn.Module) -> bool:
+    """Whether a target's weights are spread over ranks (tp_plan), each of which has loaded a part."""
+    return any(hasattr(weight, "full_tensor") for weight in target.parameters())
 
 
 def resolve_tree(asked: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:

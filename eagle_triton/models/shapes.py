@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from .ea_model import EaModel
 from .heads import DraftConfig, Eagle1Head, Eagle3Head
+from .loading import borrow_embedding
 from .mtp import MTPHead, new_unit
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -45,6 +46,15 @@ SHAPES: dict[str, dict[str, int]] = {
         intermediate_size=14336,
         num_hidden_layers=32,
         num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        draft_vocab_size=32000,
+    ),
+    "llama-3.3-70b": dict(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
         num_key_value_heads=8,
         vocab_size=128256,
         draft_vocab_size=32000,
@@ -164,10 +174,12 @@ def random_model(
     dtype: torch.dtype = torch.float32,
     std: float = 0.02,
     seed: int = 0,
+    ranks: int = 1,
     **tree: Any,
 ) -> EaModel:
     """An EaModel of a shape in SHAPES, every matrix drawn from N(0, std), no tokenizer; `tree`: the head's arguments.
 
+    ranks: processes of torchrun, each of which makes its part of the target (tensor parallelism) and the whole head.
     Raises ValueError for an unknown shape.
     """
     if shape not in SHAPES:
@@ -180,25 +192,40 @@ def random_model(
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device(device):
+        with torch.device("meta" if ranks > 1 else device):
             if shape.startswith("qwen3"):
                 base = Qwen3ForCausalLM(Qwen3Config(**common, bos_token_id=None, eos_token_id=None))
             else:
                 base = LlamaForCausalLM(LlamaConfig(**common, bos_token_id=None, eos_token_id=None))
+        if ranks > 1:
+            base = _spread(base, ranks, device)
+        with torch.device(device):
             config = DraftConfig.from_dict(dict(common, draft_vocab_size=draft_vocab, num_hidden_layers=1, bias=False))
             head = (Eagle3Head if eagle3 else Eagle1Head)(config, **tree)
     finally:
         torch.set_default_dtype(default)
     _randomise(base, std)
     _randomise(head, std)
-    head.embed_tokens.weight = nn.Parameter(base.model.embed_tokens.weight.detach().clone())
+    borrow_embedding(head, base)
     if eagle3 and head.d2t is not None:
         kept = torch.randperm(sizes["vocab_size"])[:draft_vocab].sort().values
         head.d2t = (kept - torch.arange(draft_vocab)).to(device)
     return EaModel(base, head, base_model_name_or_path=shape).eval()
 
 
+def _spread(model: Any, ranks: int, device: torch.device | str) -> Any:
+    """A model on the meta device spread over processes by its tp_plan, with room for this one's part."""
+    from transformers.distributed import DistributedConfig
+
+    config, _, mesh = type(model).prepare_distribute_model(DistributedConfig(tp_size=ranks))
+    rotary = type(model.model.rotary_emb)(config=model.config)
+    model = type(model).maybe_distribute_model(model, config, mesh).to_empty(device=device)
+    model.model.rotary_emb = rotary.to(device)
+    return model
+
+
 def _randomise(module: nn.Module, std: float) -> None:
     for parameter in module.parameters():
         with torch.no_grad():
-            parameter.normal_(0, std) if parameter.dim() > 1 else parameter.fill_(1)
+            part: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            part.normal_(0, std) if parameter.dim() > 1 else part.fill_(1)

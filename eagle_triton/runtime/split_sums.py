@@ -37,7 +37,11 @@ class SplitSums:
 
     def total(self) -> Tensor:
         """The product itself, for readers that know tensors only."""
-        return functools.reduce(torch.add, self.sums.unbind(0)).to(self.dtype)
+        return self.total_in_fp32().to(self.dtype)
+
+    def total_in_fp32(self) -> Tensor:
+        """The same before it is rounded."""
+        return functools.reduce(torch.add, self.sums.unbind(0))
 
 
 def total_of(x: Tensor | SplitSums) -> Tensor:

@@ -103,7 +103,8 @@ class EAGLEInference:
         self.engine.notes.update(self.pair.notes)
         if self.config.draft_vocabulary is not None and draft is not None:
             self.engine.notes["draft_vocabulary"] = vocabulary_note(beams_of(draft))
-        measured = [] if self.pair.notes else CostTable.read()  # in 16 and 32 bits
+        elsewhere = self.pair.notes or view.ranks is not None  # ours are of one GPU, in 16 and 32 bits
+        measured = [] if elsewhere else CostTable.read()
         self._table = CostTable.find(measured if costs is None else costs, view)
         self._policies: dict[int, TreePolicy] = {}
         self.reset_statistics()
@@ -274,8 +275,14 @@ class EAGLEInference:
         """A batch that stays open: submit requests at any time, `step()` for their pieces. Use as a context manager.
 
         rows: the most tokens of a sequence, prompt included (default config.max_length, which must then be set); slots:
-        default config.slots. report_drafts: as for `stream`. Raises ValueError if no rows are known.
+        default config.slots. report_drafts: as for `stream`. Raises ValueError if no rows are known, and where ranks
+        share the target, to each of which requests would come at another time.
         """
+        if self.pair.view.ranks is not None:
+            raise ValueError(
+                "session: not supported yet over several ranks (tp_plan), to each of which requests would come at "
+                "another time: give them together, to generate or stream (docs/limits.md#devices)"
+            )
         check_switches(logprobs=logprobs, report_drafts=report_drafts)
         rows = self.config.max_length if rows is None else integer("rows", rows)
         slots = self.config.slots if slots is None else integer("slots", slots)
@@ -386,9 +393,9 @@ class EAGLEInference:
         sequences to come (default config.max_length), for which the graphs captured here will do. Keep the table with
         `CostTable.write([table], path)` and hand it to the next EAGLEInference as `costs=CostTable.read(path)`.
         """
-        self._table = measure_costs(
-            self.engine, self._trees(), batches, context, steps, rows or self.config.max_length or 0
-        )
+        table = measure_costs(self.engine, self._trees(), batches, context, steps, rows or self.config.max_length or 0)
+        ranks = self.pair.view.ranks
+        self._table = table if ranks is None else ranks.agreed(table)
         self._policies.clear()
         return self._table
 
@@ -398,7 +405,9 @@ class EAGLEInference:
         if self.pair.draft is None:
             return None
         if slots not in self._policies:
-            cost, trees = pass_cost(self.pair.view, self.pair.draft), self._trees()
+            cost, trees, ranks = pass_cost(self.pair.view, self.pair.draft), self._trees(), self.pair.view.ranks
+            if ranks is not None:
+                cost = ranks.agreed(cost)  # by bytes, and not all have the same
             usual = TreePolicy(trees, StepCosts(self.config.slots, cost, self._table))
             costs = StepCosts(slots, cost, self._table)
             self._policies[slots] = TreePolicy(trees, costs, self.config.fallback, fixed_tree=usual.spec)

@@ -96,9 +96,14 @@ class TreePolicy:
         else:
             self.plain_steps += 1
 
+    @property
+    def has_choice(self) -> bool:
+        """Whether there is more than one tree, plain decoding among them."""
+        return len(self.trees) > 1 or self.fallback
+
     def choose(self) -> TreeSpec:
         """The tree for the next step."""
-        if len(self.trees) == 1 and not self.fallback:
+        if not self.has_choice:
             return self.spec
         if not self.spec.drafts:
             if self._since >= self._pause:

@@ -157,7 +157,7 @@ class Session:
         self.statistics = Statistics()  # of the requests that have ended
         self.steps = self.tokens = 0  # so far, of all requests
         self._config, self._positions = config or EAGLEConfig(), max_positions
-        self._device = engine.view.device
+        self._device, self._ranks = engine.view.device, engine.view.ranks
         self._reader = ArgumentReader(self._config, engine.view.vocab_size, torch.device("cpu"), tokenizer)
         self._text = text
         self._closed = False
@@ -386,6 +386,8 @@ class Session:
 
     def _observe(self, progress: Sequence[Progress], ms: float | None) -> None:
         """Tell the policy, unless the step was launched with another tree than the one it has chosen."""
+        if self._ranks is not None and self.policy is not None and self.policy.has_choice:
+            ms = self._ranks.agreed(ms)  # each has measured another time, and all must choose the same tree
         if self.policy is None or any(row.tree != self.policy.spec for row in progress):
             return
         self.policy.observe([row.accepted for row in progress if row.error is None], ms)

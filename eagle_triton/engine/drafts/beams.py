@@ -64,6 +64,10 @@ def with_vocabulary(draft: BeamDraft, tokens: int | Collection[int]) -> BeamDraf
     known, tokens = draft.embedding.shape[0], checked_vocabulary(tokens)
     if draft.d2t is not None:
         raise ValueError(f"draft_vocabulary: the draft has a vocabulary of its own already, of {len(draft.d2t)} tokens")
+    if draft.head.joined_over is not None:
+        raise ValueError(
+            "draft_vocabulary: the draft's vocabulary projection is shared among ranks (tp_plan), each with some rows"
+        )
     if draft.head.weight is None:
         raise ValueError("draft_vocabulary: the draft's vocabulary projection is no plain matrix to take rows of")
     most = tokens - 1 if isinstance(tokens, int) else max(tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,7 @@ def float8_draft(draft: Draft | None) -> tuple[Draft, str]:
             kind = type(projection.module).__name__
             raise ValueError(f'draft_dtype="{FP8}": the draft has a projection that is no plain matrix, a {kind}')
         if id(projection) not in made:
-            made[id(projection)] = Projection(_quantised(projection.weight), projection.bias)
+            made[id(projection)] = replace(projection, weight=_quantised(projection.weight))
         return made[id(projection)]
 
     changed = with_projections(draft, change)

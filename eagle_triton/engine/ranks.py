@@ -1,0 +1,162 @@
+"""The processes that share a model whose matrices are spread over them (tensor parallelism), and what they exchange.
+
+Every rank runs the same script, and in a step the same operations: products of its own shards, exchanged here, and
+everything behind them whole. All hold the same bits then, so that none has to be told what another chose. What could
+differ all the same, because it was measured or drawn or comes from outside, is rank 0's: `agreed`.
+
+A rank that has gone ends the others with RanksError: at once where its connections close, else after `STEP_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from eagle_triton.runtime.split_sums import SplitSums
+
+STEP_SECONDS = 60.0  # that a rank waits for another inside a generation: the other may be compiling kernels
+POLL_SECONDS = 2e-5
+BETWEEN_SECONDS = 1800.0  # and between generations, where one may read files or talk to somebody
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class RanksError(RuntimeError):
+    """Another rank has gone or hangs, or was asked for something else: this one cannot go on alone."""
+
+
+def _named(exchange: Callable[P, R]) -> Callable[P, R]:
+    """The same, what fails in it as a RanksError that says what to do."""
+
+    @functools.wraps(exchange)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return exchange(*args, **kwargs)
+        except (RanksError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            raise RanksError(f"another rank has gone or hangs; end all ranks and start again ({error})") from error
+
+    return call
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """This process, `rank` of `size`. device_group: for what lies on the device; host_group: for Python's objects."""
+
+    rank: int
+    size: int
+    device_group: Any
+    host_group: Any
+
+    @staticmethod
+    def of(mesh: Any) -> Ranks:
+        """Those of a torch.distributed.DeviceMesh of one dimension, which all of them ask for at the same time.
+
+        They get groups of their own, whose waits are bounded, made once for each mesh.
+        """
+        group = mesh.get_group()
+        if group not in _KNOWN:
+            members = dist.get_process_group_ranks(group)
+            new = functools.partial(
+                dist.new_group, members, timeout=timedelta(seconds=STEP_SECONDS), use_local_synchronization=True
+            )
+            backend = "nccl" if mesh.device_type == "cuda" else "gloo"
+            ranks = Ranks(dist.get_rank(group), len(members), new(backend=backend), new(backend="gloo"))
+            ranks.together(torch.zeros(1, device=mesh.device_type))  # connects, which a capture could not
+            _KNOWN[group] = ranks
+        return _KNOWN[group]
+
+    # --- in a step ---
+
+    def summed(self, part: Tensor | SplitSums, dtype: torch.dtype) -> SplitSums:
+        """What each rank's product of its columns [..., N] comes to: the ranks' parts, which the reader adds up in the
+        order of the ranks, as it adds splits of one product, and rounds to `dtype` once.
+
+        Not an all-reduce: that adds in an order which depends on the number of rows, so that a request's last bits
+        would depend on its neighbours.
+        """
+        total = part.total_in_fp32() if isinstance(part, SplitSums) else part
+        return SplitSums(self.together(total).float(), dtype)
+
+    def joined(self, part: Tensor) -> Tensor:
+        """All columns of a product of which each rank has some: [..., n] -> [..., size * n]."""
+        return self.together(part).movedim(0, -2).flatten(-2)
+
+    @_named
+    def together(self, part: Tensor) -> Tensor:
+        """Every rank's tensor [...], in their order: [size, ...]."""
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        out = part.new_empty((self.size, *part.shape))
+        gather(out.view(-1), part.contiguous().view(-1), group=self.device_group)
+        return out
+
+    # --- on the host ---
+
+    def wait_for(self, event: torch.cuda.Event, seconds: float = STEP_SECONDS) -> None:
+        """Wait for what was launched on the device. Raises RanksError if that takes too long: a graph that exchanges
+        something with a rank that has gone never ends, and nobody else watches over it."""
+        end = time.monotonic() + seconds
+        while not event.query():
+            if time.monotonic() > end:
+                raise RanksError(f"a step did not end in {seconds:g} s: another rank has gone or hangs; end all ranks")
+            time.sleep(POLL_SECONDS)
+
+    @_named
+    def agreed(self, value: Any) -> Any:
+        """Rank 0's value, which can be pickled. The others wait for it."""
+        values = [value]
+        dist.broadcast_object_list(values, dist.get_global_rank(self.host_group, 0), self.host_group)
+        return values[0]
+
+    @_named
+    def check_alike(self, what: str, value: Any) -> None:
+        """Raise RanksError, naming `what` and the ranks, on all of them unless all have equal values, which can be
+        pickled. They may come to this at different times."""
+        dist.monitored_barrier(self.host_group, timeout=timedelta(seconds=BETWEEN_SECONDS))
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.host_group)
+        if others := [rank for rank, other in enumerate(values) if other != values[0]]:
+            raise RanksError(f"{what} must be the same on all ranks: those of {others} are not rank 0's")
+
+
+_KNOWN: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class SharedEmbedding:
+    """An embedding [V, H] of which each rank has V / size rows, read as a tensor is: table[tokens]."""
+
+    rows: Tensor  # [V / size, H]: this rank's
+    ranks: Ranks
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.rows) * self.ranks.size, self.rows.shape[1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    def __getitem__(self, tokens: Tensor) -> Tensor:
+        """tokens [...] int64 -> [..., H]: every rank's look-up of the tokens that are its own, zeros for the others,
+        added up."""
+        count = len(self.rows)
+        place = tokens - self.ranks.rank * count
+        mine = (place >= 0) & (place < count)
+        found = self.rows[place.clamp(0, count - 1)].masked_fill(~mine[..., None], 0)
+        return self.ranks.together(found).sum(0)

@@ -1,0 +1,346 @@
+"""What two ranks must do, run by tests/test_tensor_parallel.py under torchrun: `... tensor_parallel_script.py FOLDER`.
+
+Every rank compares what the ranks give together with what one process gives alone. Rank 0 prints what was shown.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, StoppingCriteria
+from transformers.distributed import DistributedConfig
+
+from eagle_triton import EaModel, UnsupportedModelError, optimize_eagle_with_triton, optimize_with_triton
+from eagle_triton.adapters import native
+from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
+from eagle_triton.adapters.mtp import read_mtp
+from eagle_triton.adapters.sharded import share_head
+from eagle_triton.engine.batch import Batch
+from eagle_triton.engine.modules import Projection
+from eagle_triton.engine.ranks import RanksError
+from eagle_triton.engine.requests import Request
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.models.heads import DraftConfig, Eagle1Head
+from eagle_triton.models.loading import HEAD_FOLDERS
+from eagle_triton.models.mtp import MTPHead, new_unit
+from eagle_triton.speculative import EAGLEConfig, EAGLEInference
+from tests.tiny import random_prompt, tiny_model
+from tests.tiny_hybrids import tiny_hybrid
+
+STEPS = 500
+TREE: dict[str, Any] = dict(total_token=10, depth=3, top_k=3)
+FIXED: dict[str, Any] = dict(tree_choices=[[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+PAIRS: dict[str, dict[str, Any]] = {
+    "llama, EAGLE-3": {},
+    "llama, EAGLE-1": dict(eagle3=False),
+    "llama, tied, EAGLE-3 without an embedding": dict(tied=True, seed=2),
+    "llama, tied, EAGLE-1": dict(tied=True, eagle3=False, seed=1),
+    "qwen2, biases, EAGLE-3": dict(family="qwen2"),
+    "qwen3, norms of heads, EAGLE-3": dict(family="qwen3"),
+    "llama, biases of all, EAGLE-3": dict(bias=True),
+}
+
+
+def save(folder: Path, name: str, tied: bool = False, bias: bool = False, **options: Any) -> None:
+    """A tiny pair as a checkpoint."""
+    model = tiny_model(**options)
+    if bias:
+        model = with_biases(model)
+    if tied:
+        model.base_model.config.tie_word_embeddings = True
+        model.base_model.tie_weights()
+    model.save_pretrained(folder / name)
+    if tied and options.get("eagle3", True):  # the head's embedding is left to the target
+        weights = next((folder / name).glob(f"{HEAD_FOLDERS[True]}/*.safetensors"))
+        tensors = load_file(weights)
+        del tensors["embed_tokens.weight"]
+        save_file(tensors, weights, metadata={"format": "pt"})
+
+
+def with_biases(model: EaModel) -> EaModel:
+    """The same head around a Llama all of whose projections have biases."""
+    config = type(model.config).from_dict({**model.config.to_dict(), "attention_bias": True, "mlp_bias": True})
+    base = type(model.base_model)(config).eval()
+    for parameter in base.parameters():
+        parameter.data.normal_(0, 0.15)
+    return EaModel(base, model.ea_layer).eval()
+
+
+@contextmanager
+def refused(error: type[Exception], *words: str):
+    """The block must raise an error with these words in it."""
+    try:
+        yield
+    except error as found:
+        missing = [word for word in words if word not in str(found)]
+        assert not missing, f"{missing} not in: {found}"
+    else:
+        raise AssertionError(f"{error.__name__} with {words} was not raised")
+
+
+def tokens_equal_those_of_one_rank(folder: Path) -> None:
+    for name in PAIRS:
+        eagle3, tree = PAIRS[name].get("eagle3", True), FIXED if name == "llama, tied, EAGLE-1" else TREE
+        one, shared = (
+            EaModel.from_pretrained(str(folder / name), use_eagle3=eagle3, **tree, **options)
+            for options in ({}, {"tp_plan": "auto"})
+        )
+        prompts = [random_prompt(length) for length in (9, 21, 4)]
+        results = []
+        for model, seed in ((one, 0), (shared, dist.get_rank())):
+            with optimize_eagle_with_triton(model):
+                got = []
+                for options in (dict(), dict(temperature=0.8, top_p=0.9)):
+                    torch.manual_seed(seed)  # the other rank's draws must not count
+                    for decode, new in ((model.eagenerate, 16), (model.naivegenerate, 6)):
+                        got.append(decode(prompts[1], max_new_tokens=new, **options))
+                        got.append(torch.tensor(model.accept_lengths))
+                batch = torch.nn.utils.rnn.pad_sequence([prompt[0] for prompt in prompts], True, 0, "left")
+                mask = torch.nn.utils.rnn.pad_sequence(
+                    [torch.ones_like(prompt[0]) for prompt in prompts], True, 0, "left"
+                )
+                for options in (dict(), dict(do_sample=True, temperature=0.9, top_k=9, seed=5)):
+                    got.append(model.generate(batch, attention_mask=mask, max_new_tokens=12, **options))
+            results.append(got)
+        for place, (expected, found) in enumerate(zip(*results, strict=True)):
+            assert torch.equal(expected, found), f"{name}, {place}: {expected.tolist()} and {found.tolist()}"
+        assert any(int(results[1][place].sum()) for place in (1, 5)), f"{name}: no draft was accepted"
+
+
+def restored_it_is_as_it_was(folder: Path) -> None:
+    """transformers' own way over both ranks, which restore gives back."""
+    model = EaModel.from_pretrained(str(folder / "llama, tied, EAGLE-3 without an embedding"), tp_plan="auto", **TREE)
+    before = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    forwards = {name: vars(part).get("forward") for name, part in model.named_modules()}
+    prompt = random_prompt(11)
+    expected = model.eagenerate(prompt, max_new_tokens=20)
+    _, originals = optimize_eagle_with_triton(model)
+    left = {row.path for row in originals.report() if row.status == "left"}
+    assert {"ea_layer.topK_genrate, self_attn.forward", "ranks"} <= left
+    assert torch.equal(model.eagenerate(prompt, max_new_tokens=20), expected)
+    originals.restore()
+    assert {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()} == before
+    assert {name: vars(part).get("forward") for name, part in model.named_modules()} == forwards
+    assert not {"eagenerate", "naivegenerate", "generate"} & vars(model).keys()
+    assert torch.equal(model.eagenerate(prompt, max_new_tokens=20), expected)
+
+
+def reports_are_the_same_over_many_steps(folder: Path) -> None:
+    model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE)
+    inference = EAGLEInference(None, model)
+    engine, spec = inference.engine, TreeSpec.dynamic(10, 3, 3)
+    reports = []
+    with Batch(engine, 2, spec, 2000) as batch:
+        sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=3)
+        batch.admit_all([Request(random_prompt(9)[0], 1990, sampling), Request(random_prompt(7)[0], 1990)])
+        for step in range(STEPS):
+            batch.spec = PLAIN if step % 50 == 49 else spec
+            batch.step()
+            reports.append(batch.state.report.tolist())
+            for slot in batch.free:
+                batch.admit(Request(random_prompt(5 + slot, seed=step)[0], 1900, sampling))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, reports)
+    assert len(reports) == STEPS and gathered[0] == gathered[1]
+
+
+def plain_models_and_inference(folder: Path) -> None:
+    name = "llama, EAGLE-3"
+    one, shared = (
+        EaModel.from_pretrained(str(folder / name), **TREE, **options) for options in ({}, {"tp_plan": "auto"})
+    )
+    prompt, rank = random_prompt(12), dist.get_rank()
+
+    class Sometime(StoppingCriteria):
+        """Ends after 5 tokens on rank 0 and never on the other: rank 0's counts."""
+
+        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            done = input_ids.shape[1] >= 17 and rank == 0
+            return torch.full((len(input_ids),), done, dtype=torch.bool)
+
+    results = []
+    for model in (one, shared):
+        with optimize_with_triton(model.base_model, model.ea_layer):
+            got = [model.base_model.generate(prompt, max_new_tokens=20, do_sample=False)]
+            torch.manual_seed(4 if model is one else 4 + rank)
+            got.append(model.base_model.generate(prompt, max_new_tokens=20, do_sample=True, top_k=8))
+        for draft, config in (
+            (None, EAGLEConfig(num_draft_tokens=8, topk=3, num_steps=3)),
+            (None, EAGLEConfig(num_draft_tokens="auto", topk=3, num_steps=3, suffix_drafts=3, temperature=0.7)),
+        ):
+            inference = EAGLEInference(draft, model, config)
+            rows, stats = inference.generate([prompt[0], prompt[0, :5]], max_new_tokens=40, seed=2)
+            got += [*rows, torch.tensor(stats.draft_forwards if model is shared else 0)]
+        results.append(got)
+    for expected, found in zip(*results, strict=True):
+        assert expected.dim() == 0 or torch.equal(expected, found), (expected, found)
+    with optimize_eagle_with_triton(shared, draft_dtype="fp8"):
+        rounded = shared.eagenerate(prompt, max_new_tokens=20)
+        assert sum(shared.accept_lengths) > 0
+    assert torch.equal(rounded[:, :32], results[0][0])
+    passes: list[Any] = [None] * 2
+    dist.all_gather_object(passes, [int(row) for row in results[1] if row.dim() == 0])
+    assert passes[0] == passes[1]
+
+    with optimize_with_triton(shared.base_model):
+        cut = shared.base_model.generate(prompt, max_new_tokens=20, do_sample=False, stopping_criteria=[Sometime()])
+    assert cut.shape[1] == 17
+    with refused(ValueError, "session: not supported yet over several ranks"):
+        inference.session(rows=64)
+    with refused(RanksError, "must be the same on all ranks: those of [1] are not rank 0's"):
+        inference.generate(prompt[0, : 5 + rank], max_new_tokens=4)
+    (again,) = inference.generate([prompt[0]], max_new_tokens=4, return_stats=False)  # it was said to both, in time
+    assert len(again) == 16
+
+
+def what_is_refused(folder: Path) -> None:
+    path = str(folder / "llama, EAGLE-3")
+
+    def load(name: str = "llama, EAGLE-3", **plan: str) -> EaModel:
+        options = {"distributed_config": DistributedConfig(tp_size=2, tp_plan=plan)} if plan else {"tp_plan": "auto"}
+        return EaModel.from_pretrained(str(folder / name), **TREE, **options)
+
+    gate = {"model.layers.*.mlp.gate_proj": "colwise_gather_output"}
+    with refused(UnsupportedModelError, "model.base_model.model.layers.0.mlp.gate_proj", "by 'colwise_gather_output'"):
+        optimize_eagle_with_triton(load(**gate))
+    with refused(UnsupportedModelError, "target_model.model.layers.0.self_attn.o_proj", "by 'rowwise_split_input'"):
+        EAGLEInference(None, load(**{"model.layers.*.self_attn.o_proj": "rowwise_split_input"}).base_model)
+
+    model = load()
+    model.base_model.tp_plan = {**model.base_model.tp_plan, "model.layers.*.self_attn.k_proj": "rowwise"}
+    with refused(UnsupportedModelError, "model.base_model.model.layers.0.self_attn.k_proj", "by 'rowwise'"):
+        optimize_eagle_with_triton(model)
+    model = load()
+    layers = model.base_model.model.layers
+    layers[3].mlp.up_proj.weight = layers[3].mlp.down_proj.weight
+    with refused(UnsupportedModelError, "layers.3.mlp.up_proj.weight", "Shard(dim=1)", "must be Shard(dim=0)"):
+        optimize_with_triton(model.base_model)
+    model = load()
+    whole = torch.nn.Linear(64, 96, bias=False)
+    model.base_model.model.layers[2].mlp.up_proj = whole
+    with refused(UnsupportedModelError, "model.model.layers.2.mlp.up_proj", "every rank has it whole"):
+        optimize_with_triton(model.base_model)
+    model = load()
+    model.ea_layer.lm_head.weight = model.base_model.lm_head.weight
+    with refused(UnsupportedModelError, "model.ea_layer.lm_head.weight", "a draft is whole on each rank"):
+        optimize_eagle_with_triton(model)
+    with refused(UnsupportedModelError, "layers.0.self_attn.k_proj", "its 1 heads do not divide by 2 ranks"):
+        optimize_eagle_with_triton(load("one head of keys"))
+    with refused(ValueError, "33", "divi"):  # older transformers say so themselves
+        optimize_eagle_with_triton(load("odd vocabulary"))
+
+    hybrid = AutoModelForCausalLM.from_pretrained(folder / "hybrid", tp_plan="auto")
+    with refused(UnsupportedModelError, "model.model.layers.0.linear_attn", "(tp_plan)"):
+        optimize_with_triton(hybrid)
+
+    model = load()
+    view = read_causal_lm(model.base_model)
+    with refused(UnsupportedModelError, "draft_model.model is sharded", "load it without tp_plan"):
+        draft_from_causal_lm(model.base_model, view, lambda: PLAIN)
+    plain = EaModel.from_pretrained(path, **TREE)
+    with refused(UnsupportedModelError, "draft_model.units", "multi-token-prediction"):
+        read_mtp(MTPHead([new_unit(plain.base_model)]).to_empty(device="cpu"), view, lambda: PLAIN)
+    with refused(UnsupportedModelError, "megakernel=True"):
+        optimize_eagle_with_triton(model, megakernel=True)
+    with refused(UnsupportedModelError, "ea_layer.topK_genrate, self_attn.forward"):
+        optimize_eagle_with_triton(model, strict=True)
+    with refused(ValueError, "total_token=-1 measures the target"):
+        EaModel.from_pretrained(path, total_token=-1, tp_plan="auto")
+    with refused(ValueError, "draft_vocabulary"):
+        eagle1 = EaModel.from_pretrained(str(folder / "llama, EAGLE-1"), use_eagle3=False, tp_plan="auto", **TREE)
+        EAGLEInference(None, eagle1, EAGLEConfig(draft_vocabulary=16))
+
+
+def a_head_is_shared_where_it_divides(folder: Path) -> None:
+    """By views of its own weights, and its cache has this rank's heads."""
+    model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE)
+    view, draft = native.read(model)
+    layer, weights = draft.layers[0], model.ea_layer.midlayer
+    assert layer.mixer.cache_shape == view.layers[0].mixer.cache_shape == (1, 16)
+    for mine, whole in (
+        (layer.mixer.o, weights.self_attn.o_proj),
+        (layer.mlp.up, weights.mlp.up_proj),
+        (draft.head, model.ea_layer.lm_head),
+    ):
+        assert 2 * mine.weight.numel() == whole.weight.numel()
+        assert mine.weight.untyped_storage().data_ptr() == whole.weight.untyped_storage().data_ptr()
+    ranks = view.ranks
+    odd = replace(draft, head=Projection(torch.zeros(19, 64)))
+    odd = replace(odd, layers=(replace(layer, mixer=replace(layer.mixer, num_heads=3)),))
+    left = share_head(odd, ranks)
+    assert left.head is odd.head and left.layers[0].mixer is odd.layers[0].mixer
+
+
+def changes_are_found(folder: Path) -> None:
+    model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE)
+    prompt = random_prompt(9)
+    with optimize_eagle_with_triton(model):
+        before = model.eagenerate(prompt, max_new_tokens=12)
+        with torch.no_grad():
+            model.base_model.lm_head.weight.mul_(-1)  # in place, of a DTensor
+        after = model.eagenerate(prompt, max_new_tokens=12)
+        assert not torch.equal(before, after)
+        kept = model.base_model.model.layers[1].mlp.down_proj.weight
+        model.base_model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(kept.detach().clone())
+        with refused(RuntimeError, "layers.1.mlp.down_proj.weight was replaced"):
+            model.eagenerate(prompt, max_new_tokens=12)
+
+
+CASES: tuple[Callable[[Path], None], ...] = (
+    tokens_equal_those_of_one_rank,
+    restored_it_is_as_it_was,
+    reports_are_the_same_over_many_steps,
+    plain_models_and_inference,
+    what_is_refused,
+    a_head_is_shared_where_it_divides,
+    changes_are_found,
+)
+
+
+def main(argv: list[str]) -> int:
+    """Run all cases on the checkpoints in a folder, which rank 0 fills. An exception ends both ranks."""
+    folder = Path(argv[0])
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        for name, options in PAIRS.items():
+            save(folder, name, **options)
+        write_unfit(folder)
+    dist.barrier()
+    shown = []
+    for case in CASES:
+        start = time.perf_counter()
+        case(folder)
+        shown.append(case.__name__)
+        if dist.get_rank() == 0:
+            print(f"{case.__name__}: {time.perf_counter() - start:.1f} s", flush=True)
+    if dist.get_rank() == 0:
+        print(json.dumps(shown), flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+def write_unfit(folder: Path) -> None:
+    """Targets that do not divide by two, or whose layers are not all attention."""
+    tiny_hybrid("qwen3_5").save_pretrained(folder / "hybrid")
+    for name, vocab, kv_heads in (("one head of keys", 32, 1), ("odd vocabulary", 33, 2)):
+        model = tiny_model(eagle3=False, vocab=vocab)
+        options = {**model.config.to_dict(), "num_key_value_heads": kv_heads, "vocab_size": vocab}
+        base = type(model.base_model)(type(model.config).from_dict(options)).eval()
+        head = Eagle1Head(DraftConfig(64, 96, 4, vocab))
+        EaModel(base, head).save_pretrained(folder / name)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

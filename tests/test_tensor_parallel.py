@@ -1,0 +1,129 @@
+"""Targets that ranks share: two processes on a CPU, by gloo. What they do is in tests/tensor_parallel_script.py."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from packaging.version import Version
+
+from eagle_triton.engine.ranks import Ranks, RanksError, SharedEmbedding
+from eagle_triton.runtime.split_sums import SplitSums
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 300  # that a run may take
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+two_processes = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()) or Version(transformers.__version__) < Version("5.20"),
+    reason="needs gloo, and transformers from 5.20 on, which spreads models as it does now",
+)
+
+
+def torchrun(*command):
+    """What two processes print, which must end well."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launcher, *command], cwd=ROOT, env=environment, timeout=SECONDS, text=True, capture_output=True
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return done.stdout
+
+
+@pytest.mark.slow
+@two_processes
+def test_two_ranks_decode_as_one(tmp_path):
+    shown = torchrun("tests/tensor_parallel_script.py", str(tmp_path)).splitlines()[-1]
+    assert json.loads(shown) == [
+        "tokens_equal_those_of_one_rank",
+        "restored_it_is_as_it_was",
+        "reports_are_the_same_over_many_steps",
+        "plain_models_and_inference",
+        "what_is_refused",
+        "a_head_is_shared_where_it_divides",
+        "changes_are_found",
+    ]
+
+
+@pytest.mark.slow
+@two_processes
+def test_the_benchmark_of_a_step_is_printed_once():
+    options = ["--shape", "tiny", "--decoding", "plain", "--context", "16", "--num-runs", "1", "--json"]
+    record = json.loads(torchrun("benchmark.py", "step", *options, "--device", "cpu"))
+    assert [row["variant"] for row in record["rows"]] == ["optimised", "original"]
+    assert any(note.startswith("ranks: 2 share the target") for note in record["notes"])
+
+
+@pytest.mark.slow
+@two_processes
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL and SIGSTOP")
+@pytest.mark.parametrize(("how", "least", "most"), [("killed", 0, 3), ("stopped", 3, 9)])
+def test_a_lost_rank_ends_the_other_with_an_error(how, least, most, tmp_path):
+    """`stopped`: it hangs, and the other waits as long as it was told to, four seconds."""
+    command = [sys.executable, "tests/lost_rank_script.py", str(tmp_path)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), how], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        out, _ = ranks[0].communicate(timeout=SECONDS)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert ranks[0].returncode == 0, out
+    seconds, _, message = out.strip().splitlines()[-1].partition(" ")
+    assert "another rank has gone or hangs; end all ranks" in message
+    assert least <= float(seconds) <= most
+
+
+class Alone(Ranks):
+    """Two ranks of which the other's part is given."""
+
+    def together(self, part):
+        return torch.stack([part, self.host_group] if self.rank == 0 else [self.host_group, part])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_parts_are_added_in_the_order_of_the_ranks(rank):
+    parts = [torch.tensor([[1e8, 1.0, 3.0]]), torch.tensor([[-1e8, 2.0, 4.0]])]
+    ranks = Alone(rank, 2, None, parts[1 - rank])
+    mine = SplitSums(torch.stack([parts[rank] - 5, torch.full((1, 3), 5.0)]), torch.float32)
+    found = ranks.summed(mine, torch.float32)
+    assert torch.equal(found.sums, torch.stack(parts)) and torch.equal(found.total(), parts[0] + parts[1])
+    assert ranks.summed(parts[rank].bfloat16(), torch.bfloat16).sums.dtype == torch.float32
+    assert ranks.joined(parts[rank]).tolist() == [[1e8, 1.0, 3.0, -1e8, 2.0, 4.0]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shared_embedding_reads_what_the_whole_one_has(rank):
+    table, tokens = torch.randn(10, 4), torch.tensor([[0, 4, 5], [9, 3, 6]])
+    halves = table.split(5)
+    other = SharedEmbedding(halves[1 - rank], Alone(1 - rank, 2, None, torch.zeros(2, 3, 4)))
+    shared = SharedEmbedding(halves[rank], Alone(rank, 2, None, other[tokens]))
+    assert torch.equal(shared[tokens], table[tokens])
+    assert shared.shape == table.shape and shared.dtype == table.dtype and shared.device == table.device
+
+
+def test_the_wait_for_a_step_is_bounded():
+    class Event:
+        def __init__(self, queries):
+            self.queries = queries
+
+        def query(self):
+            self.queries -= 1
+            return self.queries < 0
+
+    ranks = Alone(0, 2, None, None)
+    ranks.wait_for(Event(3), 10)
+    start = time.monotonic()
+    with pytest.raises(RanksError, match=r"did not end in 0.05 s: another rank has gone or hangs"):
+        ranks.wait_for(Event(10**9), 0.05)
+    assert time.monotonic() - start < 5

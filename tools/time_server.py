@@ -1,0 +1,158 @@
+"""What HTTP adds to a request: a session of this process against `eagle-triton serve` in another, one after another.
+
+    python tools/time_server.py --output results/serve-demo-h200.json
+
+Decodes the same prompts of the embedded checkpoint, or of --model, greedily by both, and prints medians over the
+prompts: milliseconds to the first token and for all that follows, and what the server adds, that to each step of the
+session's. Prompts are used once in each, so that none is found in the cache of prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from eagle_triton.benchmarks.arguments import Parser, model, output_file, some_text, whole
+
+SERVE = "import sys; from eagle_triton.serve.main import main; sys.exit(main(sys.argv[1:]))"
+WARM_UPS = 3  # prompts before those that are timed
+
+
+class Times(NamedTuple):
+    """Milliseconds of one request."""
+
+    first_token: float
+    rest: float  # from the first to the last token
+    steps: int  # that gave something
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser("time_server.py", __doc__)
+    add = parser.add_argument
+    add("--model", type=model, metavar="DIR_OR_ID", help="a target (default: the embedded checkpoint)")
+    add("--draft", type=model, metavar="DIR_OR_ID", help="its EAGLE head")
+    add("--num-runs", type=whole(), default=20, metavar="N", help="prompts (default: 20)")
+    add("--prompt-length", type=whole(2), default=64, metavar="N", help="tokens of each prompt (default: 64)")
+    add("--max-length", type=whole(2), default=128, metavar="N", help="new tokens of each (default: 128)")
+    add("--output", type=output_file(), metavar="FILE.json", help="write the figures there")
+    add("--commit", type=some_text, metavar="NAME", help="what to record as the commit instead of what git says")
+    args = parser.parse_args(argv)
+    with parser.explains():
+        import torch
+
+        from eagle_triton.benchmarks.record import Record, machine
+        from eagle_triton.speculative.config import EAGLEConfig
+        from eagle_triton.speculative.inference import EAGLEInference
+        from eagle_triton.speculative.session import Session
+
+    inference = EAGLEInference.from_pretrained(args.model or "demo", args.draft, EAGLEConfig(temperature=0.0, slots=1))
+    vocabulary = inference.pair.view.vocab_size
+    shape = (WARM_UPS + args.num_runs, args.prompt_length)
+    prompts = torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0)).tolist()
+
+    def decode(session: Session, prompt: list[int]) -> Times:
+        start = time.perf_counter()
+        session.submit(prompt, args.max_length, stop_token_ids=())
+        ends = []
+        while not session.idle:
+            if session.step():
+                ends.append(time.perf_counter())
+        return _times(start, ends)
+
+    with inference.session(args.prompt_length + args.max_length) as session:
+        direct = [decode(session, prompt) for prompt in prompts][WARM_UPS:]
+    words = [] if args.model is None else [args.model]
+    words += [] if args.draft is None else ["--draft", args.draft]
+    command = [sys.executable, "-c", SERVE, *words, "--port", "0", "--temperature", "0", "--max-num-seqs", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            port = _port_of(server)
+            served = [_ask(port, prompt, args.max_length) for prompt in prompts][WARM_UPS:]
+        finally:
+            server.terminate()
+            server.wait()
+    rows = [_row("session", direct), _row("server", served)]
+    first = statistics.median(
+        theirs.first_token - ours.first_token for ours, theirs in zip(direct, served, strict=True)
+    )
+    step = statistics.median(
+        (theirs.rest - ours.rest) / max(1, ours.steps - 1) for ours, theirs in zip(direct, served, strict=True)
+    )
+    rows.append({"variant": "added by HTTP", "first_token_ms": first, "ms_per_step": step})
+    options = {name: value for name, value in vars(args).items() if name not in ("output", "commit")}
+    record = Record("serve", machine(inference.pair.view.device, args.commit), options, rows, [])
+    print(record.json())
+    if args.output is not None:
+        record.write_json(args.output)
+    return 0
+
+
+def _port_of(server: subprocess.Popen[str]) -> int:
+    """Where a server listens, as its log says."""
+    lines: list[str] = []
+    assert server.stderr is not None
+    for line in server.stderr:
+        lines.append(line)
+        if found := re.search(r"is served at http://[^:]+:(\d+)", line):
+            threading.Thread(
+                target=lines.extend, args=(server.stderr,), daemon=True
+            ).start()  # a full pipe would stop it
+            return _listening(int(found.group(1)))
+    raise SystemExit("the server ended: " + "".join(lines[-20:]))
+
+
+def _listening(port: int) -> int:
+    """The port, when somebody listens there."""
+    for _ in range(100):
+        try:
+            with socket.create_connection(("127.0.0.1", port)):
+                return port
+        except ConnectionRefusedError:
+            time.sleep(0.1)
+    raise SystemExit(f"nobody listens at port {port}")
+
+
+def _ask(port: int, prompt: list[int], new: int) -> Times:
+    """One streamed completion."""
+    body = {"prompt": prompt, "max_tokens": new, "ignore_eos": True, "stream": True}
+    connection = HTTPConnection("127.0.0.1", port, timeout=120)
+    try:
+        start = time.perf_counter()
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response, ends = connection.getresponse(), []
+        while line := response.readline():
+            if line.startswith(b"data: {"):
+                ends.append(time.perf_counter())
+        if response.status != 200:
+            raise SystemExit(f"the server answered {response.status}")
+        return _times(start, ends)
+    finally:
+        connection.close()
+
+
+def _times(start: float, ends: list[float]) -> Times:
+    return Times((ends[0] - start) * 1e3, (ends[-1] - ends[0]) * 1e3, len(ends))
+
+
+def _row(name: str, times: list[Times]) -> dict:
+    return {
+        "variant": name,
+        "first_token_ms": statistics.median(each.first_token for each in times),
+        "ms_per_step": statistics.median(each.rest / max(1, each.steps - 1) for each in times),
+        "steps": statistics.mean(each.steps for each in times),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
