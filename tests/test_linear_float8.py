@@ -199,6 +199,18 @@ def test_settings_that_cannot_be_kept_to(device):
             call()
     with pytest.raises(ValueError, match="leave split sums to the reader"):
         kernels.linear(x, weight, settings=Streaming(splits=2))
+    for call in (
+        lambda: kernels.linear_stack(x, (weight, weight.dequantised()), (None, None), settings=Streaming()),
+        lambda: kernels.linear_swiglu(x, weight, weight.dequantised(), settings=Streaming()),
+    ):
+        with pytest.raises(ValueError, match="settings are for weights of one kind"):
+            call()
+
+
+def test_an_old_triton_streams_none_and_says_so(monkeypatch, caplog):
+    monkeypatch.setattr("triton.__version__", "3.5.1")
+    assert float8._streamed.__wrapped__() is None
+    assert "this is 3.5.1" in caplog.text
 
 
 def test_what_cannot_be(device):

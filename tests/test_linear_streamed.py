@@ -142,10 +142,10 @@ def test_who_starts_early(monkeypatch, device, capability, version, expected):
 
 
 def test_an_old_triton_streams_nothing_and_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(kernels.triton, "__version__", "3.5.1")
+    monkeypatch.setattr("triton.__version__", "3.5.1")
     assert kernels._streamed.__wrapped__() is None
     assert "this is 3.5.1" in caplog.text
-    monkeypatch.setattr(kernels.triton, "__version__", "3.10.0.post27")
+    monkeypatch.setattr("triton.__version__", "3.10.0.post27")
     assert kernels._streamed.__wrapped__() is streamed
 
 

@@ -201,6 +201,14 @@ def test_a_file_that_the_index_names_must_be_there(tmp_path: Path) -> None:
         quantize_checkpoint(source, tmp_path / "out")
 
 
+@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"weight_map": 3}'])
+def test_an_index_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+    source = saved(tmp_path / "in")
+    (source / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ExportError, match=r"model.safetensors.index.json' is no index of weights"):
+        quantize_checkpoint(source, tmp_path / "out")
+
+
 # --- the command ---
 
 

@@ -115,7 +115,7 @@ def _fetched(target: str | Path) -> Path:
 def _weight_files(source: Path) -> dict[str, list[str]]:
     """The files of safetensors that hold a target, and the tensors of each."""
     if (source / INDEX).is_file():
-        named = json.loads((source / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        named = _index(source / INDEX)
     else:
         named = [file.name for file in source.glob("model*.safetensors")]
     files = sorted(set(named))
@@ -126,6 +126,14 @@ def _weight_files(source: Path) -> dict[str, list[str]]:
     if lost := [file for file in files if not (source / file).is_file()]:
         raise FileNotFoundError(f"target: {INDEX} names {lost[0]}, which is not in {str(source)!r}")
     return {file: tensor_names(source / file) for file in files}
+
+
+def _index(file: Path) -> list[str]:
+    """The files that an index names, once for each tensor."""
+    try:
+        return list(dict(json.loads(file.read_text(encoding="utf-8"))["weight_map"]).values())
+    except (ValueError, KeyError, TypeError) as error:
+        raise ExportError(f"{str(file)!r} is no index of weights: {error!r}") from error
 
 
 def _projections(config: Any) -> set[str]:

@@ -7,7 +7,8 @@
 | name       | shape                         | dtype, layout                                                |
 |------------|-------------------------------|--------------------------------------------------------------|
 | x          | [..., K]                      | fp16, bf16 or fp32                                           |
-| weight     | [N, K]                        | as x; a row is contiguous, rows may be strided               |
+| weight     | [N, K]                        | as x, or a Float8Weight; a row is contiguous, rows may be    |
+|            |                               | strided                                                      |
 | bias       | [N]                           | as x                                                         |
 | residual   | [..., N]                      | as x                                                         |
 | out        | [..., N]                      | as x                                                         |
@@ -20,7 +21,8 @@ to 2 us at the end of the launch.
 
 `products.py` takes the calls and chooses: the Triton kernels of `small.py` for few rows, on Hopper those of
 `streamed.py`, which ask for their weights before their input is there, and cuBLAS where it is faster. `settings.py` has
-the table of launch settings.
+the table of launch settings. Weights of eight bits with their scales are `float8.py`'s, on Hopper
+`streamed_float8.py`'s; there a residual is added to what was rounded.
 """
 
 from eagle_triton.linear.products import linear, linear_stack, linear_swiglu

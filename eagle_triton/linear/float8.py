@@ -18,7 +18,6 @@ the calls.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,10 +28,9 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.layers import swiglu
-from eagle_triton.linear.settings import MOST_STREAMED, compute_capability, has_descriptors
+from eagle_triton.linear.settings import MOST_STREAMED, compute_capability, gluon_module, has_descriptors
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 from eagle_triton.runtime.launch import EXACT, launch
-from eagle_triton.runtime.overlap import triton_version
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 if TYPE_CHECKING:  # Gluon's
@@ -201,7 +199,7 @@ def linear_stack(
 ) -> tuple[Tensor | SplitSums, ...]:
     """Products of the same rows, as products.linear_stack, which has checked all; on Hopper four to a launch."""
     matrix, lead = _contiguous_rows(x), x.shape[:-1]
-    _check_settings("linear_stack", matrix, weights, settings, keep_splits)
+    _check_settings(matrix, weights, settings, keep_splits)
     outs: list[Tensor | SplitSums] = []
     for some, some_biases in _launches(matrix, weights, biases, settings):
         cols = [len(weight) for weight in some]
@@ -217,7 +215,7 @@ def linear_stack(
 def linear_swiglu(x: Tensor, gate: Float8Weight, up: Float8Weight, *, settings: Streaming | None = None) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T), as products.linear_swiglu, which has checked all."""
     matrix = _contiguous_rows(x)
-    _check_settings("linear_swiglu", matrix, (gate, up), settings, True)
+    _check_settings(matrix, (gate, up), settings, True)
     streamed = _streamed_for(matrix, (gate, up))
     if streamed is None or (len(matrix) > _FUSED_ROWS and settings is None):
         gated, raised = linear_stack(x, (gate, up), (None, None))
@@ -327,18 +325,18 @@ def _is_wide(matrix: Tensor) -> bool:
 
 
 def _check_settings(
-    name: str, matrix: Tensor, weights: Sequence[Float8Weight], settings: Streaming | None, keep_splits: bool
+    matrix: Tensor, weights: Sequence[Float8Weight], settings: Streaming | None, keep_splits: bool
 ) -> None:
     """Raise ValueError for settings that are asked for and could not be kept to."""
     if settings is None:
         return
     if settings.splits > 1 and not keep_splits:
-        raise ValueError(f"{name}: streamed products leave split sums to the reader (keep_splits)")
+        raise ValueError("streamed products leave split sums to the reader (keep_splits)")
     if settings.block_k != BLOCK or _is_wide(matrix) or _streamed_for(matrix, weights) is None:
         raise ValueError(
-            f"{name}: products with weights of eight bits are streamed in steps of {BLOCK}, on a Hopper GPU, with 16 "
-            f"bits, rows aligned to 16 bytes, at most {MOST_STREAMED} of them, and scales of one kind, got {settings} "
-            f"for {matrix.dtype} {tuple(matrix.shape)}"
+            f"products with weights of eight bits are streamed in steps of {BLOCK} on a Hopper GPU, with x of 16 bits, "
+            f"rows aligned to 16 bytes, at most {MOST_STREAMED} of them, and scales of one kind, got {settings} for "
+            f"{matrix.dtype} {tuple(matrix.shape)}"
         )
 
 
@@ -359,12 +357,7 @@ def _kind_of_scale(weight: Float8Weight) -> tuple[bool, torch.dtype, int]:
 
 @functools.cache
 def _streamed() -> Any:
-    if triton_version() < (3, 6):
-        return None
-    try:
-        return importlib.import_module("eagle_triton.linear.streamed_float8")
-    except ImportError:
-        return None
+    return gluon_module("streamed_float8")
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:

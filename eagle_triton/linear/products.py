@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from eagle_triton.layers import swiglu
 from eagle_triton.linear import float8, small
-from eagle_triton.linear.settings import MOST_STREAMED, Settings, can_stream, has_descriptors, launch_settings
+from eagle_triton.linear.settings import (
+    MOST_STREAMED,
+    Settings,
+    can_stream,
+    gluon_module,
+    has_descriptors,
+    launch_settings,
+)
 from eagle_triton.reference.linear import check_product
 from eagle_triton.runtime.float8_weight import Float8Weight
-from eagle_triton.runtime.overlap import triton_version
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 if TYPE_CHECKING:  # Gluon's
     from eagle_triton.linear.streamed import Streaming
-
-log = logging.getLogger(__name__)
 
 _STACKED = 4  # weights to a launch
 
@@ -73,6 +74,7 @@ def linear_stack(
     if len(narrow) == len(weights):
         return float8.linear_stack(x, narrow, biases, keep_splits=keep_splits, settings=_of_float8(settings))
     if narrow:
+        _refuse_mixed(settings)
         options: dict[str, Any] = {"keep_splits": keep_splits, "launch_rows": launch_rows}
         return tuple(linear(x, weight, bias, **options) for weight, bias in zip(weights, biases, strict=True))
     plain = [weight for weight in weights if isinstance(weight, Tensor)]
@@ -113,6 +115,7 @@ def linear_swiglu(
     if isinstance(gate, Float8Weight) and isinstance(up, Float8Weight):
         return float8.linear_swiglu(x, gate, up, settings=_of_float8(settings))
     if isinstance(gate, Float8Weight) or isinstance(up, Float8Weight):
+        _refuse_mixed(settings)
         return swiglu(total_of(linear(x, gate)), total_of(linear(x, up)))
     settings = settings or _choose(x, (gate, up), launch_rows, fused=True)
     if settings is None:
@@ -133,6 +136,11 @@ def _of_float8(settings: Settings | Streaming | None) -> Streaming | None:
     if isinstance(settings, Settings):
         raise ValueError(f"weights of eight bits take Streaming settings, or none, got {settings}")
     return settings
+
+
+def _refuse_mixed(settings: Settings | Streaming | None) -> None:
+    if settings is not None:
+        raise ValueError(f"settings are for weights of one kind, not of eight bits beside others, got {settings}")
 
 
 def _multiply(
@@ -207,15 +215,7 @@ def _choose(
 
 @functools.cache
 def _streamed() -> Any:
-    """The module streamed.py, or None with a Triton before 3.6, whose Gluon does not compile it, or without Gluon."""
-    if triton_version() < (3, 6):
-        log.warning("products are not streamed: that takes Triton 3.6, this is %s", triton.__version__)
-        return None
-    try:
-        return importlib.import_module("eagle_triton.linear.streamed")
-    except ImportError as error:
-        log.warning("products are not streamed: %s", error)
-        return None
+    return gluon_module("streamed")
 
 
 def _matrix(name: str, x: Tensor, weights: Sequence[Tensor]) -> Tensor:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # Gluon's
 Weight = Tensor | Float8Weight
 
 
-def _plain(weight: Weight) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.dequantised(torch.bfloat16)
+def _plain(weight: Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantised(dtype)
 
 
 class Product(NamedTuple):
@@ -51,7 +51,7 @@ class Product(NamedTuple):
         return products.linear_stack(x, weights, [None] * len(weights), keep_splits=keep_splits, settings=settings)
 
     def reference(self, x: Tensor, weights: list[Weight]) -> Tensor:
-        out = [F.linear(x.float(), _plain(weight).float()) for weight in weights]
+        out = [F.linear(x.float(), _plain(weight, torch.float32)) for weight in weights]
         return F.silu(out[0]) * out[1] if self.fused else torch.cat(out, dim=-1)
 
 
