@@ -199,6 +199,8 @@ def test_settings_that_cannot_be_kept_to(device):
             call()
     with pytest.raises(ValueError, match="leave split sums to the reader"):
         kernels.linear(x, weight, settings=Streaming(splits=2))
+    with pytest.raises(ValueError, match="4 splits of 2 steps would leave some without any"):
+        kernels.linear(x, weight, keep_splits=True, settings=Streaming(splits=4))
     for call in (
         lambda: kernels.linear_stack(x, (weight, weight.dequantised()), (None, None), settings=Streaming()),
         lambda: kernels.linear_swiglu(x, weight, weight.dequantised(), settings=Streaming()),

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.layers import swiglu
-from eagle_triton.linear.settings import MOST_STREAMED, compute_capability, gluon_module, has_descriptors
+from eagle_triton.linear.settings import MOST_STREAMED, STACKED, compute_capability, gluon_module, has_descriptors
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.split_sums import SplitSums, total_of
@@ -36,7 +36,6 @@ from eagle_triton.runtime.split_sums import SplitSums, total_of
 if TYPE_CHECKING:  # Gluon's
     from eagle_triton.linear.streamed import Streaming
 
-_STACKED = 4  # weights to a launch
 _FUSED_ROWS = 64  # with SwiGLU: the sums of more would not fit the registers
 _PROGRAMS = 112  # enough of them to load every multiprocessor
 _BIASES = tl.constexpr(2.0**120)  # what lies between the exponents' biases of e4m3 and fp32
@@ -198,7 +197,7 @@ def linear_stack(
     settings: Streaming | None = None,
 ) -> tuple[Tensor | SplitSums, ...]:
     """Products of the same rows, as products.linear_stack, which has checked all; on Hopper four to a launch."""
-    matrix, lead = _contiguous_rows(x), x.shape[:-1]
+    matrix, lead = contiguous_rows(x), x.shape[:-1]
     _check_settings(matrix, weights, settings, keep_splits)
     outs: list[Tensor | SplitSums] = []
     for some, some_biases in _launches(matrix, weights, biases, settings):
@@ -214,7 +213,7 @@ def linear_stack(
 
 def linear_swiglu(x: Tensor, gate: Float8Weight, up: Float8Weight, *, settings: Streaming | None = None) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T), as products.linear_swiglu, which has checked all."""
-    matrix = _contiguous_rows(x)
+    matrix = contiguous_rows(x)
     _check_settings(matrix, (gate, up), settings, True)
     streamed = _streamed_for(matrix, (gate, up))
     if streamed is None or (len(matrix) > _FUSED_ROWS and settings is None):
@@ -233,7 +232,7 @@ def _launches(
     """Weights and biases of each launch: four on Hopper, if all have the same kind of scale, else one."""
     if _is_wide(matrix):
         return [([weight], [bias]) for weight, bias in zip(weights, biases, strict=True)]
-    some = _STACKED if _streamed_for(matrix, weights) is not None else 1
+    some = STACKED if _streamed_for(matrix, weights) is not None else 1
     return [(list(weights[i : i + some]), list(biases[i : i + some])) for i in range(0, len(weights), some)]
 
 
@@ -332,6 +331,9 @@ def _check_settings(
         return
     if settings.splits > 1 and not keep_splits:
         raise ValueError("streamed products leave split sums to the reader (keep_splits)")
+    steps = triton.cdiv(matrix.shape[1], BLOCK)
+    if (settings.splits - 1) * triton.cdiv(steps, settings.splits) >= steps:
+        raise ValueError(f"{settings.splits} splits of {steps} steps would leave some without any")
     if settings.block_k != BLOCK or _is_wide(matrix) or _streamed_for(matrix, weights) is None:
         raise ValueError(
             f"products with weights of eight bits are streamed in steps of {BLOCK} on a Hopper GPU, with x of 16 bits, "
@@ -360,7 +362,8 @@ def _streamed() -> Any:
     return gluon_module("streamed_float8")
 
 
-def _contiguous_rows(x: Tensor) -> Tensor:
+def contiguous_rows(x: Tensor) -> Tensor:
+    """x as [rows, K], whose rows are contiguous: copied only where they are not."""
     x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
 

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from eagle_triton.layers import swiglu
 from eagle_triton.linear import float8, small
+from eagle_triton.linear.float8 import contiguous_rows
 from eagle_triton.linear.settings import (
     MOST_STREAMED,
+    STACKED,
     Settings,
     can_stream,
     gluon_module,
@@ -26,8 +28,6 @@ from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 if TYPE_CHECKING:  # Gluon's
     from eagle_triton.linear.streamed import Streaming
-
-_STACKED = 4  # weights to a launch
 
 
 def linear(
@@ -43,8 +43,9 @@ def linear(
     """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
 
     `keep_splits`: the caller takes SplitSums too, and there is no residual. `launch_rows`: choose the launch settings
-    for that many rows, so that passes of different widths share them. `settings` overrides that choice. Raises
-    ValueError on shapes, dtypes, strides or devices that do not fit, and on Streaming settings that cannot be.
+    for that many rows, so that passes of different widths share them; those of weights of eight bits do by themselves.
+    `settings` overrides that choice. Raises ValueError on shapes, dtypes, strides or devices that do not fit, and on
+    Streaming settings that cannot be.
     """
     check_product("linear", x, (weight,), (bias,), residual, keep_splits=keep_splits)
     if isinstance(weight, Float8Weight):
@@ -82,13 +83,13 @@ def linear_stack(
     if settings is None:
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(plain, biases, strict=True))
     outs: list[Tensor | SplitSums] = []
-    for i in range(0, len(plain), _STACKED):
-        some = plain[i : i + _STACKED]
+    for i in range(0, len(plain), STACKED):
+        some = plain[i : i + STACKED]
         out = _multiply(
             "linear_stack",
             x,
             some,
-            list(biases[i : i + _STACKED]),
+            list(biases[i : i + STACKED]),
             None,
             keep_splits,
             launch_rows is not None,
@@ -153,7 +154,7 @@ def _multiply(
     in_draft_pass: bool,
     settings: Settings | Streaming,
 ) -> Tensor | SplitSums:
-    """One launch for up to _STACKED weights: [..., N of all weights]."""
+    """One launch for up to STACKED weights: [..., N of all weights]."""
     matrix = _matrix(name, x, weights)
     rows = len(matrix)
     cols = [weight.shape[0] for weight in weights]
@@ -192,7 +193,7 @@ def _choose(
 
     Splits of K follow from `launch_rows`, if they are more than there are, tiles from the rows that there are.
     """
-    matrix = _contiguous_rows(x)
+    matrix = contiguous_rows(x)
     rows, depth = max(launch_rows or 0, len(matrix)), x.shape[-1]
     cols = tuple(weight.shape[0] for weight in weights)
     settings = launch_settings(x.device, x.dtype, rows, cols, depth, fused, launch_rows is not None)
@@ -223,12 +224,7 @@ def _matrix(name: str, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     for weight in weights:
         if weight.stride(1) != 1 and weight.shape[1] > 1:
             raise ValueError(f"{name}: the rows of a weight must be contiguous, got strides {weight.stride()}")
-    return _contiguous_rows(x)
-
-
-def _contiguous_rows(x: Tensor) -> Tensor:
-    x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()
+    return contiguous_rows(x)
 
 
 def _check_streaming(

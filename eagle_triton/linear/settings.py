@@ -52,6 +52,7 @@ _HOPPER = {
 }
 _MAX_ROWS = 64  # more rows are cuBLAS's, or streamed.wide_settings'
 MOST_STREAMED = 256  # rows of a streamed product
+STACKED = 4  # weights to a launch
 _PROGRAMS = 112  # enough of them to load every multiprocessor
 
 
