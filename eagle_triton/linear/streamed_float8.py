@@ -344,7 +344,9 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool, in_b
     multiprocessor: what one waits for, the others' work hides. Of Llama-3.1-8B and its draft with scales for rows, on
     an H200, us of 16 and 64 rows behind a small kernel of 2.8 us, then cuBLAS's with weights of 16 bits: q, k and v
     11.6, 13.6; 18.5, 19.8; o 9.4, 10.6; 15.7, 15.2; gate and up 37.9, 44.9; 62.6, 67.6; down 21.2, 24.0; 36.6, 38.4;
-    draft head 39.8, 44.5; 78.4, 80.0. (tools/tune_linear.py --float8 rows.)
+    draft head 39.8, 44.5; 78.4, 80.0. That was with conversions by shifts; the card's own take 0.4 to 1.7 us less at 16
+    rows. More than four stages are slower: the first weights are waited for before x is. (tools/tune_linear.py --float8
+    rows.)
     """
     many = rows > 64
     block_m, wide = block_m_of(rows), not fused and (many or tiles_of(cols, 128) >= _WIDE)
