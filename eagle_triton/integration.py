@@ -13,7 +13,7 @@ from torch import nn
 
 from eagle_triton.adapters import eagle_llm, native, upstream
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
-from eagle_triton.adapters.float8 import EXACT, Read, check_activations, with_float8
+from eagle_triton.adapters.float8 import EXACT, Float8Reading, check_activations, with_float8
 from eagle_triton.adapters.module_reader import UnsupportedModelError, check_readable
 from eagle_triton.adapters.mtp import read_mtp
 from eagle_triton.drop_in import causal_lm as causal_lm_methods
@@ -241,8 +241,8 @@ def optimize_eagle_with_triton(model: Any, config: EagleTritonConfig | None = No
     elif config.patch_modules:
         more, skipped = methods.module_seams(model, engine)
         seams += more
-    drafting = _drafting(config, engine)
-    skipped |= _no_megakernel(config, drafting)
+    draft_in_use = _draft_in_use(config, engine)
+    skipped |= _no_megakernel(config, draft_in_use)
     if skipped and config.strict:
         raise UnsupportedModelError("; ".join(f"{path}: {reason}" for path, reason in skipped.items()))
 
@@ -251,7 +251,7 @@ def optimize_eagle_with_triton(model: Any, config: EagleTritonConfig | None = No
         engine.clear()
 
     engine.notes.update(skipped)
-    return _patched(model, seams, drop_caches, engine, drafting)
+    return _patched(model, seams, drop_caches, engine, draft_in_use)
 
 
 def optimize_with_triton(
@@ -289,8 +289,8 @@ def optimize_with_triton(
     engine = _engine(read, config, roots)
     if config.draft_vocabulary is not None and drafted is not None:
         engine.notes["draft_vocabulary"] = vocabulary_note(beams_of(drafted))
-    drafting = _drafting(config, engine)
-    if config.strict and (skipped := _no_megakernel(config, drafting)):
+    draft_in_use = _draft_in_use(config, engine)
+    if config.strict and (skipped := _no_megakernel(config, draft_in_use)):
         raise UnsupportedModelError(f"megakernel: {skipped['megakernel']}")
 
     def read_tree() -> TreeSpec:
@@ -302,7 +302,7 @@ def optimize_with_triton(
 
     read_tree()
     seams = causal_lm_methods.seams(model, engine, read_tree, config.strict)
-    return _patched(model, seams, engine.clear, engine, drafting)
+    return _patched(model, seams, engine.clear, engine, draft_in_use)
 
 
 def make_draft(draft: Any, view: ModelView, config: TritonConfig) -> Draft | None:
@@ -358,7 +358,7 @@ def restore_eagle(model: Any, originals: Originals | None = None) -> Any:
     return restore(model, originals)
 
 
-def _read(model: Any, draft: Any, config: TritonConfig, roots: dict[str, nn.Module]) -> Read:
+def _read(model: Any, draft: Any, config: TritonConfig, roots: dict[str, nn.Module]) -> Float8Reading:
     """A plain model and its draft. A head decides which of the target's layers it sees, so both are read at once."""
     drafted: Draft | None
     if isinstance(draft, DraftHead):
@@ -389,7 +389,7 @@ def _check_original(model: Any) -> None:
         raise PatchError(f"this {type(model).__name__} is optimised already; restore it first")
 
 
-def _engine(read: Read, config: EagleTritonConfig | TritonConfig, roots: dict[str, nn.Module]) -> Engine:
+def _engine(read: Float8Reading, config: EagleTritonConfig | TritonConfig, roots: dict[str, nn.Module]) -> Engine:
     """roots: the models that were read, by the names that messages call them."""
     operations, cuda_graph = choose_operations(read.view.device, config.kernels, config.cuda_graph)
     if config.megakernel is True and read.view.ranks is not None:
@@ -431,7 +431,7 @@ def _no_megakernel(config: EagleTritonConfig | TritonConfig, draft: Draft | None
     return {} if reason is None else {"megakernel": reason}
 
 
-def _drafting(config: EagleTritonConfig | TritonConfig, engine: Engine) -> Draft | None:
+def _draft_in_use(config: EagleTritonConfig | TritonConfig, engine: Engine) -> Draft | None:
     """The engine's draft as it is to draft, while the model is optimised."""
     if config.draft_dtype is None:
         return engine.draft
@@ -444,10 +444,10 @@ def _patched(
     seams: tuple[patching.Seam, ...],
     on_change: Callable[[], None],
     engine: Engine,
-    drafting: Draft | None,
+    draft_in_use: Draft | None,
 ) -> Optimized:
-    """drafting: what the engine drafts with until the model is restored, then again with what it has now."""
-    loaded, engine.draft = engine.draft, drafting
+    """draft_in_use: what the engine drafts with until the model is restored, then again with what it has now."""
+    loaded, engine.draft = engine.draft, draft_in_use
 
     def change() -> None:
         on_change()

@@ -21,7 +21,7 @@ from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 
 EXACT, AS_PUBLISHED = "exact", "as published"
 ACTIVATIONS = (EXACT, AS_PUBLISHED)
-OTHERWISE = f'; activations="{AS_PUBLISHED}" calls the module as it is'
+REMEDY = f'; activations="{AS_PUBLISHED}" calls the module as it is'
 
 SCALES = {
     "FP8Linear": "weight_scale_inv",  # transformers, fine-grained: blocks, or one for all
@@ -31,7 +31,7 @@ SCALES = {
 """Classes of modules that hold FP8 weights, and what they call the scales. Looked at, never imported."""
 
 
-class Read(NamedTuple):
+class Float8Reading(NamedTuple):
     """A target and its draft with their FP8 projections as they are to be run."""
 
     view: ModelView
@@ -46,7 +46,9 @@ def check_activations(activations: str) -> None:
         raise ValueError(f"activations must be {' or '.join(map(repr, ACTIVATIONS))}, got {activations!r}")
 
 
-def with_float8(view: ModelView, draft: Draft | None, roots: Mapping[str, nn.Module], activations: str = EXACT) -> Read:
+def with_float8(
+    view: ModelView, draft: Draft | None, roots: Mapping[str, nn.Module], activations: str = EXACT
+) -> Float8Reading:
     """What adapters have read, its FP8 modules read by weights and scales, of which nothing is copied.
 
     roots: the models that it was read from, by the names that messages call them. activations: "as published" leaves
@@ -78,7 +80,7 @@ def with_float8(view: ModelView, draft: Draft | None, roots: Mapping[str, nn.Mod
         )
     if called:
         notes.append(f"{AS_PUBLISHED}: {len(called)} FP8 projections are called as they are, and round their inputs")
-    return Read(view, draft, frozenset(read), "; ".join(notes) or None)
+    return Float8Reading(view, draft, frozenset(read), "; ".join(notes) or None)
 
 
 def is_float8_module(module: nn.Module) -> bool:
@@ -149,4 +151,4 @@ def _tensor(module: nn.Module, name: str, path: str) -> Tensor | None:
 
 
 def _unreadable(message: str) -> UnsupportedModelError:
-    return UnsupportedModelError(message + OTHERWISE, "quantisation")
+    return UnsupportedModelError(message + REMEDY, "quantisation")

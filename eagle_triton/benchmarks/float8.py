@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_triton.adapters import native
-from eagle_triton.adapters.float8 import Read, with_float8
+from eagle_triton.adapters.float8 import Float8Reading, with_float8
 from eagle_triton.engine.drafts.float8 import float8_draft
 from eagle_triton.engine.model_watch import PROJECTIONS, is_plain_linear
 from eagle_triton.models.ea_model import EaModel
@@ -48,7 +48,7 @@ def round_target(model: nn.Module) -> None:
             model.set_submodule(name, FP8Linear(quantised(module.weight, block=True), bias))
 
 
-def read(model: EaModel, args: argparse.Namespace, notes: list[str]) -> Read:
+def read(model: EaModel, args: argparse.Namespace, notes: list[str]) -> Float8Reading:
     """The target and the head as the engine reads them, the head in FP8 where --draft-weights says so."""
     found = with_float8(*native.read(model), {"model": model})
     if found.note is not None:
