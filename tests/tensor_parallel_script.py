@@ -205,6 +205,38 @@ def plain_models_and_inference(folder: Path) -> None:
     assert len(again) == 16
 
 
+def one_rank_may_stream_alone(folder: Path) -> None:
+    """Or have criteria of its own, which count on rank 0."""
+    model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE).base_model
+    prompt, rank, shown = random_prompt(12), dist.get_rank(), []
+
+    class Streamer:
+        def put(self, tokens: Tensor) -> None:
+            shown.extend(tokens.flatten().tolist())
+
+        def end(self) -> None:
+            pass
+
+    class AfterFour(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 16, dtype=torch.bool)
+
+    with optimize_with_triton(model):
+        expected = model.generate(prompt, max_new_tokens=9, do_sample=False)
+        for streaming in (0, 1):
+            streamer = Streamer() if rank == streaming else None
+            found = model.generate(prompt, max_new_tokens=9, do_sample=False, streamer=streamer)
+            assert torch.equal(found, expected)
+        assert shown == expected.flatten().tolist()
+        for asking, length in ((0, 16), (1, 21)):
+            criteria = [AfterFour()] if rank == asking else []
+            streamer = Streamer() if rank else None
+            found = model.generate(
+                prompt, max_new_tokens=9, do_sample=False, stopping_criteria=criteria, streamer=streamer
+            )
+            assert torch.equal(found, expected[:, :length]), (asking, found.tolist())
+
+
 def what_is_refused(folder: Path) -> None:
     path = str(folder / "llama, EAGLE-3")
 
@@ -303,6 +335,7 @@ CASES: tuple[Callable[[Path], None], ...] = (
     restored_it_is_as_it_was,
     reports_are_the_same_over_many_steps,
     plain_models_and_inference,
+    one_rank_may_stream_alone,
     what_is_refused,
     a_head_is_shared_where_it_divides,
     changes_are_found,

@@ -46,10 +46,19 @@ def test_two_ranks_decode_as_one(tmp_path):
         "restored_it_is_as_it_was",
         "reports_are_the_same_over_many_steps",
         "plain_models_and_inference",
+        "one_rank_may_stream_alone",
         "what_is_refused",
         "a_head_is_shared_where_it_divides",
         "changes_are_found",
     ]
+
+
+@pytest.mark.slow
+@two_processes
+def test_ranks_wait_for_one_that_comes_late(tmp_path):
+    """For longer than within a step, whichever it is: before the first call, and before others."""
+    shown = torchrun("tests/late_rank_script.py", str(tmp_path)).splitlines()[-1]
+    assert shown == "rank 0 was late, then rank 1"
 
 
 @pytest.mark.slow
@@ -94,7 +103,7 @@ class Alone(Ranks):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_parts_are_added_in_the_order_of_the_ranks(rank):
     parts = [torch.tensor([[1e8, 1.0, 3.0]]), torch.tensor([[-1e8, 2.0, 4.0]])]
-    ranks = Alone(rank, 2, None, parts[1 - rank])
+    ranks = Alone(rank, 2, None, parts[1 - rank], None)
     mine = SplitSums(torch.stack([parts[rank] - 5, torch.full((1, 3), 5.0)]), torch.float32)
     found = ranks.summed(mine, torch.float32)
     assert torch.equal(found.sums, torch.stack(parts)) and torch.equal(found.total(), parts[0] + parts[1])
@@ -106,8 +115,8 @@ def test_parts_are_added_in_the_order_of_the_ranks(rank):
 def test_a_shared_embedding_reads_what_the_whole_one_has(rank):
     table, tokens = torch.randn(10, 4), torch.tensor([[0, 4, 5], [9, 3, 6]])
     halves = table.split(5)
-    other = SharedEmbedding(halves[1 - rank], Alone(1 - rank, 2, None, torch.zeros(2, 3, 4)))
-    shared = SharedEmbedding(halves[rank], Alone(rank, 2, None, other[tokens]))
+    other = SharedEmbedding(halves[1 - rank], Alone(1 - rank, 2, None, torch.zeros(2, 3, 4), None))
+    shared = SharedEmbedding(halves[rank], Alone(rank, 2, None, other[tokens], None))
     assert torch.equal(shared[tokens], table[tokens])
     assert shared.shape == table.shape and shared.dtype == table.dtype and shared.device == table.device
 
@@ -121,7 +130,7 @@ def test_the_wait_for_a_step_is_bounded():
             self.queries -= 1
             return self.queries < 0
 
-    ranks = Alone(0, 2, None, None)
+    ranks = Alone(0, 2, None, None, None)
     ranks.wait_for(Event(3), 10)
     start = time.monotonic()
     with pytest.raises(RanksError, match=r"did not end in 0.05 s: another rank has gone or hangs"):

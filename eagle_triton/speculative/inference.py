@@ -407,6 +407,7 @@ class EAGLEInference:
         if slots not in self._policies:
             cost, trees, ranks = pass_cost(self.pair.view, self.pair.draft), self._trees(), self.pair.view.ranks
             if ranks is not None:
+                ranks.meet()
                 cost = ranks.agreed(cost)  # by bytes, and not all have the same
             usual = TreePolicy(trees, StepCosts(self.config.slots, cost, self._table))
             costs = StepCosts(slots, cost, self._table)
