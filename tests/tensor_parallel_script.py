@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from eagle_triton.adapters import native
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.adapters.mtp import read_mtp
 from eagle_triton.adapters.sharded import share_head
+from eagle_triton.engine import pages
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.modules import Projection
 from eagle_triton.engine.ranks import RanksError
@@ -237,6 +239,40 @@ def one_rank_may_stream_alone(folder: Path) -> None:
             assert torch.equal(found, expected[:, :length]), (asking, found.tolist())
 
 
+def one_rank_may_lack_memory(folder: Path) -> None:
+    """Then the caches of all have no more room than its own: the same request ends with an error on each."""
+    model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE)
+    resized = pages.PageMemory.resized
+
+    def short(memory: pages.PageMemory, count: int, known: int) -> Tensor:
+        if count > 5 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("none left")
+        return resized(memory, count, known)
+
+    with patch.object(pages, "_GROWTH", 1.0), patch.object(pages.PageMemory, "resized", short):
+        inference = EAGLEInference(None, model, EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=8, slots=3))
+        prompts = [random_prompt(60, seed=seed)[0] for seed in range(3)]
+        _, results = inference.generate(prompts, [250, 50, 90])
+    ends = [(completion.error, completion.tokens) for completion in results.completions]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, ends)
+    assert gathered[0] == gathered[1]
+    assert "none left" in ends[0][0] and not ends[1][0] and not ends[2][0]
+    assert inference.engine.ops.calls["requests_paused"], "nobody has paused"
+
+
+def steps_that_one_rank_has_alone_are_refused(folder: Path) -> None:
+    """As when a rank leaves a stream before the others, while the device has begun another step."""
+    model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE)
+    inference = EAGLEInference(None, model)
+    with Batch(inference.engine, 1, TreeSpec.dynamic(10, 3, 3), 100) as batch:
+        batch.admit_all([Request(random_prompt(9)[0], 60)])
+        batch.step()
+        inference.engine.launched += dist.get_rank()
+    with refused(RanksError, "the number of steps before must be the same on all ranks"):
+        inference.generate([random_prompt(9)[0]], 5)
+
+
 def what_is_refused(folder: Path) -> None:
     path = str(folder / "llama, EAGLE-3")
 
@@ -336,6 +372,8 @@ CASES: tuple[Callable[[Path], None], ...] = (
     reports_are_the_same_over_many_steps,
     plain_models_and_inference,
     one_rank_may_stream_alone,
+    one_rank_may_lack_memory,
+    steps_that_one_rank_has_alone_are_refused,
     what_is_refused,
     a_head_is_shared_where_it_divides,
     changes_are_found,

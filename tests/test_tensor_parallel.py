@@ -5,7 +5,12 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,8 +18,16 @@ import torch.distributed as dist
 import transformers
 from packaging.version import Version
 
+from eagle_triton.adapters import native
+from eagle_triton.engine import engine as engine_module
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.graph import wait_for_all
+from eagle_triton.engine.operations import choose_operations
+from eagle_triton.engine.pages import CacheFullError, PagePool
 from eagle_triton.engine.ranks import Ranks, RanksError, SharedEmbedding
+from eagle_triton.runtime import compile_ahead
 from eagle_triton.runtime.split_sums import SplitSums
+from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300  # that a run may take
@@ -47,6 +60,8 @@ def test_two_ranks_decode_as_one(tmp_path):
         "reports_are_the_same_over_many_steps",
         "plain_models_and_inference",
         "one_rank_may_stream_alone",
+        "one_rank_may_lack_memory",
+        "steps_that_one_rank_has_alone_are_refused",
         "what_is_refused",
         "a_head_is_shared_where_it_divides",
         "changes_are_found",
@@ -119,6 +134,81 @@ def test_a_shared_embedding_reads_what_the_whole_one_has(rank):
     shared = SharedEmbedding(halves[rank], Alone(rank, 2, None, other[tokens], None))
     assert torch.equal(shared[tokens], table[tokens])
     assert shared.shape == table.shape and shared.dtype == table.dtype and shared.device == table.device
+
+
+def engine_of_two_ranks():
+    view, draft = native.read(tiny_model())
+    return Engine(
+        replace(view, ranks=Alone(0, 2, None, None, None)), draft, choose_operations(view.device, False, False)[0]
+    )
+
+
+def test_what_fails_in_a_capture_is_not_done_in_another_way():
+    """The others may have got further in what they exchange; a rank that runs alone may do as it likes."""
+    engine = engine_of_two_ranks()
+
+    def fails():
+        raise torch.OutOfMemoryError("none left")
+
+    with pytest.raises(torch.OutOfMemoryError, match="none left"):
+        engine._captured(fails, int, "cuda_graph", "a step")
+    engine.view = replace(engine.view, ranks=None)
+    assert engine._captured(fails, int, "cuda_graph", "a step") is int
+
+
+def test_what_fails_in_a_compilation_ahead_ends_a_rank(monkeypatch):
+    def fails(*_):
+        raise RanksError("another rank has gone")
+
+    monkeypatch.setattr(engine_module, "decode_step", fails)
+    monkeypatch.setattr(compile_ahead, "can_compile_ahead", lambda _: True)
+    engine = engine_of_two_ranks()
+    engine.ops = SimpleNamespace(kernels=True, calls=Counter())
+    state = MagicMock(unchanged=nullcontext)
+    with pytest.raises(RanksError, match="has gone"):
+        engine.compile_ahead(state, None)
+    engine.view = replace(engine.view, ranks=None)
+    engine.compile_ahead(state, None)
+    assert "has gone" in engine.notes["compile_ahead"]
+
+
+def test_a_pool_grows_where_all_have_memory():
+    said = []
+
+    def of_all(value):
+        said.append(value)
+        return [value, "the other has none" if len(said) > 1 else None]
+
+    pool = PagePool(of_all=of_all)
+    pool.memory(pool, 1, 1, 8, torch.float32, torch.device("cpu"))
+    pages = pool.take(1)
+    count = pool.pages
+    with pytest.raises(CacheFullError, match="the other has none"):
+        pool.take(count + 1)
+    assert pool.pages == count and said == [None, None]
+    assert pages and not pool.has_room(count + 1)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_wait_for_the_device_is_bounded(on_gpu, monkeypatch):
+    class Event:
+        recorded = 0
+
+        def record(self):
+            Event.recorded += 1
+
+        def query(self):
+            return False
+
+    class Bounded(Alone):
+        def wait_for(self, event, seconds=0.01):
+            super().wait_for(event, seconds)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    ranks = Bounded(0, 2, None, None, None)
+    with pytest.raises(RanksError) if on_gpu else nullcontext():
+        wait_for_all(torch.device("cuda" if on_gpu else "cpu"), ranks)
+    assert Event.recorded == on_gpu
 
 
 def test_the_wait_for_a_step_is_bounded():

@@ -461,7 +461,7 @@ class EAGLEInference:
             self._open(calls, policy, logprobs, on_step is not None, rows) as session,
             tqdm(total=len(calls), desc=name, disable=not progress) as bar,
         ):
-            watch = Stopwatch(self.pair.view.device)
+            watch = Stopwatch(self.pair.view.device, self.pair.view.ranks)
             for call in calls:
                 session.enqueue(call)
             while not session.idle:
