@@ -273,6 +273,15 @@ def steps_that_one_rank_has_alone_are_refused(folder: Path) -> None:
         inference.generate([random_prompt(9)[0]], 5)
 
 
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    eos_token_id, pad_token_id, all_special_ids = None, 0, ()
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return "".join(chr(ord("a") + int(token) % 26) for token in ids)
+
+
 def what_is_refused(folder: Path) -> None:
     path = str(folder / "llama, EAGLE-3")
 
@@ -320,6 +329,10 @@ def what_is_refused(folder: Path) -> None:
     plain = EaModel.from_pretrained(path, **TREE)
     with refused(UnsupportedModelError, "draft_model.units", "multi-token-prediction"):
         read_mtp(MTPHead([new_unit(plain.base_model)]).to_empty(device="cpu"), view, lambda: PLAIN)
+    with refused(RanksError, "stop_strings must be the same on all ranks: those of [1] are not rank 0's"):
+        stops = "an end" if dist.get_rank() else ()
+        inference = EAGLEInference(None, model, tokenizer=Letters())
+        inference.generate([random_prompt(5)[0]], 5, stop_strings=stops)
     with refused(UnsupportedModelError, "megakernel=True"):
         optimize_eagle_with_triton(model, megakernel=True)
     with refused(UnsupportedModelError, "ea_layer.topK_genrate, self_attn.forward"):

@@ -502,7 +502,9 @@ class EAGLEInference:
         rows: int | None = None,
         report_drafts: bool = False,
     ) -> Session:
-        slots = min(self.config.slots, len(calls))
+        slots, ranks = min(self.config.slots, len(calls)), self.pair.view.ranks
+        if ranks is not None:  # the batch compares all else, but does not know of text
+            ranks.check_alike("stop_strings", [call.stop_strings for call in calls])
         return self._session(policy, slots, rows or self._rows(calls), logprobs, text, report_drafts)
 
     def _rows(self, calls: Sequence[Call]) -> int:
