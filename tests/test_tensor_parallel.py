@@ -39,9 +39,9 @@ two_processes = pytest.mark.skipif(
 )
 
 
-def torchrun(*command):
-    """What two processes print, which must end well."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def torchrun(*command, ranks=2):
+    """What some processes print, which must end well."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*launcher, *command], cwd=ROOT, env=environment, timeout=SECONDS, text=True, capture_output=True
@@ -74,6 +74,14 @@ def test_ranks_wait_for_one_that_comes_late(tmp_path):
     """For longer than within a step, whichever it is: before the first call, and before others."""
     shown = torchrun("tests/late_rank_script.py", str(tmp_path)).splitlines()[-1]
     assert shown == "rank 0 was late, then rank 1"
+
+
+@pytest.mark.slow
+@two_processes
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_other_numbers_of_ranks_decode_as_one(ranks, tmp_path):
+    shown = torchrun("tests/more_ranks_script.py", str(tmp_path), ranks=ranks).splitlines()[-1]
+    assert shown == f"{ranks} ranks decode as one"
 
 
 @pytest.mark.slow
