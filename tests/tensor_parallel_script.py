@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from eagle_triton.adapters import native
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.adapters.mtp import read_mtp
 from eagle_triton.adapters.sharded import share_head
+from eagle_triton.engine import pages
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.modules import Projection
 from eagle_triton.engine.ranks import RanksError
@@ -205,6 +207,81 @@ def plain_models_and_inference(folder: Path) -> None:
     assert len(again) == 16
 
 
+def one_rank_may_stream_alone(folder: Path) -> None:
+    """Or have criteria of its own, which count on rank 0."""
+    model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE).base_model
+    prompt, rank, shown = random_prompt(12), dist.get_rank(), []
+
+    class Streamer:
+        def put(self, tokens: Tensor) -> None:
+            shown.extend(tokens.flatten().tolist())
+
+        def end(self) -> None:
+            pass
+
+    class AfterFour(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 16, dtype=torch.bool)
+
+    with optimize_with_triton(model):
+        expected = model.generate(prompt, max_new_tokens=9, do_sample=False)
+        for streaming in (0, 1):
+            streamer = Streamer() if rank == streaming else None
+            found = model.generate(prompt, max_new_tokens=9, do_sample=False, streamer=streamer)
+            assert torch.equal(found, expected)
+        assert shown == expected.flatten().tolist()
+        for asking, length in ((0, 16), (1, 21)):
+            criteria = [AfterFour()] if rank == asking else []
+            streamer = Streamer() if rank else None
+            found = model.generate(
+                prompt, max_new_tokens=9, do_sample=False, stopping_criteria=criteria, streamer=streamer
+            )
+            assert torch.equal(found, expected[:, :length]), (asking, found.tolist())
+
+
+def one_rank_may_lack_memory(folder: Path) -> None:
+    """Then the caches of all have no more room than its own: the same request ends with an error on each."""
+    model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE)
+    resized = pages.PageMemory.resized
+
+    def short(memory: pages.PageMemory, count: int, known: int) -> Tensor:
+        if count > 5 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("none left")
+        return resized(memory, count, known)
+
+    with patch.object(pages, "_GROWTH", 1.0), patch.object(pages.PageMemory, "resized", short):
+        inference = EAGLEInference(None, model, EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=8, slots=3))
+        prompts = [random_prompt(60, seed=seed)[0] for seed in range(3)]
+        _, results = inference.generate(prompts, [250, 50, 90])
+    ends = [(completion.error, completion.tokens) for completion in results.completions]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, ends)
+    assert gathered[0] == gathered[1]
+    assert "none left" in ends[0][0] and not ends[1][0] and not ends[2][0]
+    assert inference.engine.ops.calls["requests_paused"], "nobody has paused"
+
+
+def steps_that_one_rank_has_alone_are_refused(folder: Path) -> None:
+    """As when a rank leaves a stream before the others, while the device has begun another step."""
+    model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE)
+    inference = EAGLEInference(None, model)
+    with Batch(inference.engine, 1, TreeSpec.dynamic(10, 3, 3), 100) as batch:
+        batch.admit_all([Request(random_prompt(9)[0], 60)])
+        batch.step()
+        inference.engine.launched += dist.get_rank()
+    with refused(RanksError, "the number of steps before must be the same on all ranks"):
+        inference.generate([random_prompt(9)[0]], 5)
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    eos_token_id, pad_token_id, all_special_ids = None, 0, ()
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return "".join(chr(ord("a") + int(token) % 26) for token in ids)
+
+
 def what_is_refused(folder: Path) -> None:
     path = str(folder / "llama, EAGLE-3")
 
@@ -252,6 +329,10 @@ def what_is_refused(folder: Path) -> None:
     plain = EaModel.from_pretrained(path, **TREE)
     with refused(UnsupportedModelError, "draft_model.units", "multi-token-prediction"):
         read_mtp(MTPHead([new_unit(plain.base_model)]).to_empty(device="cpu"), view, lambda: PLAIN)
+    with refused(RanksError, "stop_strings must be the same on all ranks: those of [1] are not rank 0's"):
+        stops = "an end" if dist.get_rank() else ()
+        inference = EAGLEInference(None, model, tokenizer=Letters())
+        inference.generate([random_prompt(5)[0]], 5, stop_strings=stops)
     with refused(UnsupportedModelError, "megakernel=True"):
         optimize_eagle_with_triton(model, megakernel=True)
     with refused(UnsupportedModelError, "ea_layer.topK_genrate, self_attn.forward"):
@@ -303,6 +384,9 @@ CASES: tuple[Callable[[Path], None], ...] = (
     restored_it_is_as_it_was,
     reports_are_the_same_over_many_steps,
     plain_models_and_inference,
+    one_rank_may_stream_alone,
+    one_rank_may_lack_memory,
+    steps_that_one_rank_has_alone_are_refused,
     what_is_refused,
     a_head_is_shared_where_it_divides,
     changes_are_found,

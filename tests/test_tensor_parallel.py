@@ -5,7 +5,12 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,8 +18,16 @@ import torch.distributed as dist
 import transformers
 from packaging.version import Version
 
+from eagle_triton.adapters import native
+from eagle_triton.engine import engine as engine_module
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.graph import wait_for_all
+from eagle_triton.engine.operations import choose_operations
+from eagle_triton.engine.pages import CacheFullError, PagePool
 from eagle_triton.engine.ranks import Ranks, RanksError, SharedEmbedding
+from eagle_triton.runtime import compile_ahead
 from eagle_triton.runtime.split_sums import SplitSums
+from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300  # that a run may take
@@ -26,9 +39,9 @@ two_processes = pytest.mark.skipif(
 )
 
 
-def torchrun(*command):
-    """What two processes print, which must end well."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def torchrun(*command, ranks=2):
+    """What some processes print, which must end well."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*launcher, *command], cwd=ROOT, env=environment, timeout=SECONDS, text=True, capture_output=True
@@ -46,10 +59,29 @@ def test_two_ranks_decode_as_one(tmp_path):
         "restored_it_is_as_it_was",
         "reports_are_the_same_over_many_steps",
         "plain_models_and_inference",
+        "one_rank_may_stream_alone",
+        "one_rank_may_lack_memory",
+        "steps_that_one_rank_has_alone_are_refused",
         "what_is_refused",
         "a_head_is_shared_where_it_divides",
         "changes_are_found",
     ]
+
+
+@pytest.mark.slow
+@two_processes
+def test_ranks_wait_for_one_that_comes_late(tmp_path):
+    """For longer than within a step, whichever it is: before the first call, and before others."""
+    shown = torchrun("tests/late_rank_script.py", str(tmp_path)).splitlines()[-1]
+    assert shown == "rank 0 was late, then rank 1"
+
+
+@pytest.mark.slow
+@two_processes
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_other_numbers_of_ranks_decode_as_one(ranks, tmp_path):
+    shown = torchrun("tests/more_ranks_script.py", str(tmp_path), ranks=ranks).splitlines()[-1]
+    assert shown == f"{ranks} ranks decode as one"
 
 
 @pytest.mark.slow
@@ -94,7 +126,7 @@ class Alone(Ranks):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_parts_are_added_in_the_order_of_the_ranks(rank):
     parts = [torch.tensor([[1e8, 1.0, 3.0]]), torch.tensor([[-1e8, 2.0, 4.0]])]
-    ranks = Alone(rank, 2, None, parts[1 - rank])
+    ranks = Alone(rank, 2, None, parts[1 - rank], None)
     mine = SplitSums(torch.stack([parts[rank] - 5, torch.full((1, 3), 5.0)]), torch.float32)
     found = ranks.summed(mine, torch.float32)
     assert torch.equal(found.sums, torch.stack(parts)) and torch.equal(found.total(), parts[0] + parts[1])
@@ -106,10 +138,85 @@ def test_parts_are_added_in_the_order_of_the_ranks(rank):
 def test_a_shared_embedding_reads_what_the_whole_one_has(rank):
     table, tokens = torch.randn(10, 4), torch.tensor([[0, 4, 5], [9, 3, 6]])
     halves = table.split(5)
-    other = SharedEmbedding(halves[1 - rank], Alone(1 - rank, 2, None, torch.zeros(2, 3, 4)))
-    shared = SharedEmbedding(halves[rank], Alone(rank, 2, None, other[tokens]))
+    other = SharedEmbedding(halves[1 - rank], Alone(1 - rank, 2, None, torch.zeros(2, 3, 4), None))
+    shared = SharedEmbedding(halves[rank], Alone(rank, 2, None, other[tokens], None))
     assert torch.equal(shared[tokens], table[tokens])
     assert shared.shape == table.shape and shared.dtype == table.dtype and shared.device == table.device
+
+
+def engine_of_two_ranks():
+    view, draft = native.read(tiny_model())
+    return Engine(
+        replace(view, ranks=Alone(0, 2, None, None, None)), draft, choose_operations(view.device, False, False)[0]
+    )
+
+
+def test_what_fails_in_a_capture_is_not_done_in_another_way():
+    """The others may have got further in what they exchange; a rank that runs alone may do as it likes."""
+    engine = engine_of_two_ranks()
+
+    def fails():
+        raise torch.OutOfMemoryError("none left")
+
+    with pytest.raises(torch.OutOfMemoryError, match="none left"):
+        engine._captured(fails, int, "cuda_graph", "a step")
+    engine.view = replace(engine.view, ranks=None)
+    assert engine._captured(fails, int, "cuda_graph", "a step") is int
+
+
+def test_what_fails_in_a_compilation_ahead_ends_a_rank(monkeypatch):
+    def fails(*_):
+        raise RanksError("another rank has gone")
+
+    monkeypatch.setattr(engine_module, "decode_step", fails)
+    monkeypatch.setattr(compile_ahead, "can_compile_ahead", lambda _: True)
+    engine = engine_of_two_ranks()
+    engine.ops = SimpleNamespace(kernels=True, calls=Counter())
+    state = MagicMock(unchanged=nullcontext)
+    with pytest.raises(RanksError, match="has gone"):
+        engine.compile_ahead(state, None)
+    engine.view = replace(engine.view, ranks=None)
+    engine.compile_ahead(state, None)
+    assert "has gone" in engine.notes["compile_ahead"]
+
+
+def test_a_pool_grows_where_all_have_memory():
+    said = []
+
+    def of_all(value):
+        said.append(value)
+        return [value, "the other has none" if len(said) > 1 else None]
+
+    pool = PagePool(of_all=of_all)
+    pool.memory(pool, 1, 1, 8, torch.float32, torch.device("cpu"))
+    pages = pool.take(1)
+    count = pool.pages
+    with pytest.raises(CacheFullError, match="the other has none"):
+        pool.take(count + 1)
+    assert pool.pages == count and said == [None, None]
+    assert pages and not pool.has_room(count + 1)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_wait_for_the_device_is_bounded(on_gpu, monkeypatch):
+    class Event:
+        recorded = 0
+
+        def record(self):
+            Event.recorded += 1
+
+        def query(self):
+            return False
+
+    class Bounded(Alone):
+        def wait_for(self, event, seconds=0.01):
+            super().wait_for(event, seconds)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    ranks = Bounded(0, 2, None, None, None)
+    with pytest.raises(RanksError) if on_gpu else nullcontext():
+        wait_for_all(torch.device("cuda" if on_gpu else "cpu"), ranks)
+    assert Event.recorded == on_gpu
 
 
 def test_the_wait_for_a_step_is_bounded():
@@ -121,7 +228,7 @@ def test_the_wait_for_a_step_is_bounded():
             self.queries -= 1
             return self.queries < 0
 
-    ranks = Alone(0, 2, None, None)
+    ranks = Alone(0, 2, None, None, None)
     ranks.wait_for(Event(3), 10)
     start = time.monotonic()
     with pytest.raises(RanksError, match=r"did not end in 0.05 s: another rank has gone or hangs"):

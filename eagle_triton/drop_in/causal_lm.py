@@ -262,12 +262,18 @@ def _decode(
         held_ids & frozenset(range(vocabulary)),
     )
     pad_id = int(pad) if pads and pad is not None else None
-    known = all(type(rule) in (EosTokenCriteria, MaxLengthCriteria) for rule in stopping_criteria)
+    kinds = (EosTokenCriteria, MaxLengthCriteria)
+    known = StoppingCriteriaList(rule for rule in stopping_criteria if type(rule) in kinds)
+    asks, ranks = len(known) < len(stopping_criteria), engine.view.ranks
+    if ranks is not None:  # of which one may stream alone, or have criteria that others have not
+        ranks.meet()
+        asks = ranks.agreed(asks)
+    criteria, deciding = (stopping_criteria, ranks) if asks else (known, None)
     with closing(_steps(engine, read_tree(), plan)) as steps:
-        if known and streamer is None:
+        if streamer is None and not asks:
             sequences = _all_tokens(steps, input_ids, pad_id)
         else:
-            sequences = _token_by_token(steps, input_ids, pad_id, stopping_criteria, streamer, engine.view.ranks)
+            sequences = _token_by_token(steps, input_ids, pad_id, criteria, streamer, deciding)
     return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
 
 
@@ -394,7 +400,7 @@ def _token_by_token(
     """All rows token by token, in step with each other, until `stopping_criteria` have said of each that it is done.
 
     pad: what a row that is done gets from then on; None: the target's tokens, as long as others go on. ranks: those
-    that decode together, of which rank 0's criteria count: they may look at a clock.
+    of which rank 0's criteria count, which may look at a clock; None: what these say is the same on all.
     """
     if streamer is not None:
         streamer.put(input_ids.cpu())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eagle_triton.engine import skipped_features
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.graph import ReportQueue, wait_for
+from eagle_triton.engine.graph import ReportQueue, wait_for_all
 from eagle_triton.engine.pages import PAGE_ROWS, Beginning, CacheFullError
 from eagle_triton.engine.prefill import NaNLogitsError, grow_first_tree
 from eagle_triton.engine.prompt_queue import PromptQueue
@@ -334,7 +334,8 @@ class Batch:
         for request in requests:
             self._check(request)
         if self.engine.view.ranks is not None:
-            requests = _agreed(self.engine.view.ranks, requests, (len(self._entries), self.rows, self._spec))
+            batch = (len(self._entries), self.rows, self._spec, self.engine.launched)
+            requests = _agreed(self.engine.view.ranks, requests, batch)
         slots = self.free[: len(requests)]
         if len(slots) < len(requests):
             raise RuntimeError(f"{len(requests)} requests do not fit into {len(slots)} free slots; step until some end")
@@ -462,6 +463,7 @@ class Batch:
         waiting = _SlotEntry(entry.request, entry.committed, entry.beginning, entry.turn)
         waiting.beginning = self._beginning_of(waiting.prompt, entry.beginning.keys)
         waiting.found, waiting.waits, waiting.steps = entry.found, True, entry.steps
+        wait_for_all(self.sequences.device, self.engine.view.ranks)
         waiting.root = int(self.sequences.tokens[slot, self.lengths[slot]]) if entry.decodes else entry.root
         with self._must_finish():
             self._empty(slot)
@@ -542,10 +544,7 @@ class Batch:
 
     def _broken(self, slots: Sequence[int]) -> list[int]:
         """Which of those that have just begun, by their places in `slots`, have NaN logits. Waits for the device."""
-        if self.sequences.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
-            wait_for(done, self.engine.view.ranks)
+        wait_for_all(self.sequences.device, self.engine.view.ranks)
         nan = {slot for begun in self._begun for slot in begun.entries if begun.nan[slot]}
         return [place for place, slot in enumerate(slots) if slot in nan]
 
@@ -579,6 +578,7 @@ class Batch:
                 step()
                 self._levels = levels
                 self._unread += 1
+                self.engine.launched += 1
 
     def _step(self) -> list[Progress]:
         while self.running or self._failed:
@@ -600,6 +600,7 @@ class Batch:
         step, levels = self._next_step()
         with self._must_finish():
             step()
+            self.engine.launched += 1
             self._reports.send(self.state.report)
             entries = [entry if entry is not None and entry.decodes else None for entry in self._entries]
             for entry in entries:
@@ -810,7 +811,8 @@ class Batch:
 
 
 def _agreed(ranks: Ranks, requests: Sequence[Request], batch: tuple[Any, ...]) -> list[Request]:
-    """The same requests, with the seeds that rank 0 gives or draws. batch: what else decides how they are decoded.
+    """The same requests, with the seeds that rank 0 gives or draws. batch: what else decides how they are decoded, and
+    how many steps were launched before: what one rank has launched alone, others' next step would be exchanged with.
     Raises RanksError on all ranks where they have others."""
     asked = [
         {
@@ -820,7 +822,7 @@ def _agreed(ranks: Ranks, requests: Sequence[Request], batch: tuple[Any, ...]) -
         }
         for request in requests
     ]
-    ranks.check_alike("the requests of a batch, and its trees and slots", (batch, asked))
+    ranks.check_alike("the requests of a batch, its trees and slots, and the number of steps before", (batch, asked))
     seeds = ranks.agreed([request.sampling.seeds(1)[0] for request in requests])
     return [
         replace(request, sampling=replace(request.sampling, seed=seed))

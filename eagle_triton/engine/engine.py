@@ -82,6 +82,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.accept_lengths: list[int] = []  # of the last generation's first sequence, one for each step
         self.notes: dict[str, str] = {}
+        self.launched = 0  # steps so far
         self.device = self.view.device
         if self.view.ranks is not None:
             self._check_alone()
@@ -105,7 +106,8 @@ class Engine:
     def clear(self) -> None:
         """Drop all states and graphs, and all that is kept of sequences."""
         pages = None if self.cache_tokens is None else -(-self.cache_tokens // PAGE_ROWS)
-        self.pool = PagePool(pages, self._cache_moved)
+        ranks = {} if self.view.ranks is None else {"of_all": self.view.ranks.of_all}
+        self.pool = PagePool(pages, self._cache_moved, **ranks)
         self._weights: Any = None  # how they were when pages were last kept
         self._sequences: list[Sequences] = []  # none is larger than another in both slots and capacity
         self._parts: dict[tuple[Sequences, int], Sequences] = {}  # the first so many slots of them
@@ -252,7 +254,7 @@ class Engine:
 
             return launch
         self._prompt_launches[key] = self._captured(
-            lambda: LaunchGraph(launches, self.ops, self._pool(), self.view.ranks is not None),
+            lambda: LaunchGraph(launches, self.ops, self._pool(), self.view.ranks),
             launches,
             "prompt_graph",
             "reading prompts",
@@ -294,6 +296,8 @@ class Engine:
                 for which in [megakernel, None] if both else [megakernel]:
                     decode_step(self.ops, self.view, self.draft, state, mode, which)
         except Exception as error:  # whatever it is, a launch or the step itself says it again
+            if self.view.ranks is not None:  # this rank has left the others in the middle of what they exchange
+                raise
             log.warning("kernels are compiled one after another: compiling them ahead failed: %s", error)
             self.notes["compile_ahead"] = f"kernels are compiled one after another: {error}"
         finally:
@@ -315,8 +319,7 @@ class Engine:
         eager = functools.partial(decode_step, self.ops, self.view, self.draft, state, mode, megakernel)
         if not (self.cuda_graph and state.tokens.is_cuda):
             return eager
-        others_run = self.view.ranks is not None
-        capture = functools.partial(StepGraph, eager, state, self.ops, others_run=others_run)
+        capture = functools.partial(StepGraph, eager, state, self.ops, ranks=self.view.ranks)
         return self._captured(lambda: capture(pool=self._pool()), eager, "cuda_graph", "a step")
 
     def _captured(
@@ -326,7 +329,7 @@ class Engine:
         try:
             return capture()
         except RuntimeError as error:  # torch's, for an operation that cannot be captured, or no memory for it
-            if self.strict:
+            if self.strict or self.view.ranks is not None:  # of which the others may have got further
                 raise
             reason = "there was no memory for it" if isinstance(error, torch.OutOfMemoryError) else str(error)
             log.warning("%s without a CUDA graph, several times slower: %s", what, reason)

@@ -26,12 +26,14 @@ class LaunchGraph:
     """Launches captured once, replayed at the price of one. They have run before: nothing is compiled or allocated by
     libraries any more."""
 
-    def __init__(self, launches: Callable[[], None], ops: Operations, pool: Any, others_run: bool = False):
-        """pool: torch.cuda.graph_pool_handle() of the graphs that never run at once. others_run: other threads may ask
-        the device for something meanwhile, as the one does that watches over collectives."""
+    def __init__(self, launches: Callable[[], None], ops: Operations, pool: Any, ranks: Ranks | None = None):
+        """pool: torch.cuda.graph_pool_handle() of the graphs that never run at once. ranks: with whom the launches
+        exchange something: a thread that watches over that may ask the device for something meanwhile."""
         before = Counter(ops.calls)
         self.graph = torch.cuda.CUDAGraph()
-        mode = "thread_local" if others_run else "global"
+        mode = "global" if ranks is None else "thread_local"
+        if ranks is not None:  # a capture waits for the device, without a bound
+            wait_for_all(torch.device("cuda"), ranks)
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode=mode):
             launches()
         self.calls = ops.calls - before  # what one replay runs
@@ -47,11 +49,11 @@ class StepGraph(LaunchGraph):
     """A step captured once for the tensors of one state."""
 
     def __init__(
-        self, step: Callable[[], None], state: DecodeState, ops: Operations, pool: Any, others_run: bool = False
+        self, step: Callable[[], None], state: DecodeState, ops: Operations, pool: Any, ranks: Ranks | None = None
     ):
         """Run `step` a few times with no sequence active, then capture it. What the state holds stays as it is.
 
-        pool, others_run: see LaunchGraph.
+        pool, ranks: see LaunchGraph.
         """
         start = time.perf_counter()
         # a progress line for people at a terminal; gone when the capture is done, which takes seconds once per shape
@@ -64,7 +66,7 @@ class StepGraph(LaunchGraph):
                     step()
                     steps.update()
             torch.cuda.current_stream().wait_stream(stream)
-            super().__init__(step, ops, pool, others_run)
+            super().__init__(step, ops, pool, ranks)
         log.info("captured a decode step in %.1f s", time.perf_counter() - start)
 
 
@@ -119,3 +121,11 @@ def wait_for(event: torch.cuda.Event, ranks: Ranks | None) -> None:
         event.synchronize()
     else:
         ranks.wait_for(event)
+
+
+def wait_for_all(device: torch.device, ranks: Ranks | None) -> None:
+    """`wait_for` all that was launched in the current stream, if the device is one that lets others go on meanwhile."""
+    if device.type == "cuda":
+        event = torch.cuda.Event()
+        event.record()
+        wait_for(event, ranks)

@@ -13,7 +13,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,12 +109,18 @@ class PagePool:
     Page numbers begin at 1. All of it is on the host, but for the memory.
     """
 
-    def __init__(self, limit: int | None = None, on_move: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        limit: int | None = None,
+        on_move: Callable[[], None] = lambda: None,
+        of_all: Callable[[Any], list[Any]] = lambda value: [value],
+    ):
         """limit: the most pages, all of which have memory from the first on; None: it grows as memory allows, and
-        `on_move` is called when that has other addresses."""
+        `on_move` is called when that has other addresses. of_all: what the pools of all ranks say, which must be taken
+        alike: where one has no memory, none grows."""
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be at least 1 page, got {limit}")
-        self.limit, self._on_move = limit, on_move
+        self.limit, self._on_move, self._of_all = limit, on_move, of_all
         self._memories: dict[int, tuple[object, PageMemory]] = {}
         self._pages = 1  # that there is memory for, page 0 included
         self._free: list[int] = []  # the next to take last
@@ -248,11 +254,14 @@ class PagePool:
             pages = self._pages + max(missing, -(-_LEAST_BYTES // max(self.page_bytes, 1)), self._pages // _SHARE)
         if pages < self._pages + missing:
             raise CacheFullError(f"{missing} pages of {PAGE_ROWS} rows are missing in a cache of {self.limit}")
+        failure: torch.OutOfMemoryError | None = None
         try:
             larger = [memory.resized(pages, self._pages) for memory in memories]
         except torch.OutOfMemoryError as error:
+            failure = error
+        if reason := next(filter(None, self._of_all(failure and str(failure))), None):
             self._short = True
-            raise CacheFullError(f"no memory for {pages} pages of {PAGE_ROWS} rows: {error}") from error
+            raise CacheFullError(f"no memory for {pages} pages of {PAGE_ROWS} rows: {reason}") from failure
         for memory, data in zip(memories, larger, strict=True):
             memory.replace(data)
         if moves:

@@ -52,27 +52,33 @@ def _named(exchange: Callable[P, R]) -> Callable[P, R]:
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """This process, `rank` of `size`. device_group: for what lies on the device; host_group: for Python's objects."""
+    """This process, `rank` of `size`. device_group: for what lies on the device; host_group: for Python's objects;
+    meeting_group: for what ranks do first in a call, to which they come at different times."""
 
     rank: int
     size: int
     device_group: Any
     host_group: Any
+    meeting_group: Any
 
     @staticmethod
+    @_named
     def of(mesh: Any) -> Ranks:
-        """Those of a torch.distributed.DeviceMesh of one dimension, which all of them ask for at the same time.
+        """Those of a torch.distributed.DeviceMesh of one dimension, each of which asks for them, once it has loaded
+        its part.
 
         They get groups of their own, whose waits are bounded, made once for each mesh.
         """
         group = mesh.get_group()
         if group not in _KNOWN:
             members = dist.get_process_group_ranks(group)
-            new = functools.partial(
-                dist.new_group, members, timeout=timedelta(seconds=STEP_SECONDS), use_local_synchronization=True
-            )
-            backend = "nccl" if mesh.device_type == "cuda" else "gloo"
-            ranks = Ranks(dist.get_rank(group), len(members), new(backend=backend), new(backend="gloo"))
+
+            def new(backend: str, seconds: float) -> Any:
+                return dist.new_group(members, timedelta(seconds=seconds), backend, use_local_synchronization=True)
+
+            meeting = new("gloo", BETWEEN_SECONDS)  # first: it connects once all have come here
+            device = new("nccl" if mesh.device_type == "cuda" else "gloo", STEP_SECONDS)
+            ranks = Ranks(dist.get_rank(group), len(members), device, new("gloo", STEP_SECONDS), meeting)
             ranks.together(torch.zeros(1, device=mesh.device_type))  # connects, which a capture could not
             _KNOWN[group] = ranks
         return _KNOWN[group]
@@ -113,8 +119,14 @@ class Ranks:
             time.sleep(POLL_SECONDS)
 
     @_named
+    def meet(self) -> None:
+        """Wait for the others, who come to this at different times: before what they do first in a call."""
+        # by the group's own timeout: one that is given holds for rank 0 only
+        dist.monitored_barrier(self.meeting_group)
+
+    @_named
     def agreed(self, value: Any) -> Any:
-        """Rank 0's value, which can be pickled. The others wait for it."""
+        """Rank 0's value, which can be pickled. The others wait for it as long as in a step: see `meet`."""
         values = [value]
         dist.broadcast_object_list(values, dist.get_global_rank(self.host_group, 0), self.host_group)
         return values[0]
@@ -123,11 +135,17 @@ class Ranks:
     def check_alike(self, what: str, value: Any) -> None:
         """Raise RanksError, naming `what` and the ranks, on all of them unless all have equal values, which can be
         pickled. They may come to this at different times."""
-        dist.monitored_barrier(self.host_group, timeout=timedelta(seconds=BETWEEN_SECONDS))
-        values = [None] * self.size
-        dist.all_gather_object(values, value, group=self.host_group)
+        self.meet()
+        values = self.of_all(value)
         if others := [rank for rank, other in enumerate(values) if other != values[0]]:
             raise RanksError(f"{what} must be the same on all ranks: those of {others} are not rank 0's")
+
+    @_named
+    def of_all(self, value: Any) -> list[Any]:
+        """Every rank's value, which can be pickled, in their order."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
 
 
 _KNOWN: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()

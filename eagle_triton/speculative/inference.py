@@ -407,6 +407,7 @@ class EAGLEInference:
         if slots not in self._policies:
             cost, trees, ranks = pass_cost(self.pair.view, self.pair.draft), self._trees(), self.pair.view.ranks
             if ranks is not None:
+                ranks.meet()
                 cost = ranks.agreed(cost)  # by bytes, and not all have the same
             usual = TreePolicy(trees, StepCosts(self.config.slots, cost, self._table))
             costs = StepCosts(slots, cost, self._table)
@@ -460,7 +461,7 @@ class EAGLEInference:
             self._open(calls, policy, logprobs, on_step is not None, rows) as session,
             tqdm(total=len(calls), desc=name, disable=not progress) as bar,
         ):
-            watch = Stopwatch(self.pair.view.device)
+            watch = Stopwatch(self.pair.view.device, self.pair.view.ranks)
             for call in calls:
                 session.enqueue(call)
             while not session.idle:
@@ -501,7 +502,9 @@ class EAGLEInference:
         rows: int | None = None,
         report_drafts: bool = False,
     ) -> Session:
-        slots = min(self.config.slots, len(calls))
+        slots, ranks = min(self.config.slots, len(calls)), self.pair.view.ranks
+        if ranks is not None:  # the batch compares all else, but does not know of text
+            ranks.check_alike("stop_strings", [call.stop_strings for call in calls])
         return self._session(policy, slots, rows or self._rows(calls), logprobs, text, report_drafts)
 
     def _rows(self, calls: Sequence[Call]) -> int:

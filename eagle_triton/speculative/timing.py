@@ -9,6 +9,8 @@ import torch
 
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.graph import wait_for_all
+from eagle_triton.engine.ranks import Ranks
 from eagle_triton.engine.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.speculative.costs import SETTLING, CostTable, Timing, device_name, shape_of
@@ -17,8 +19,9 @@ from eagle_triton.speculative.costs import SETTLING, CostTable, Timing, device_n
 class Stopwatch:
     """Wall seconds since it was made, the device's work included."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, ranks: Ranks | None = None) -> None:
+        """ranks: with whom it exchanges something."""
+        self.device, self._ranks = device, ranks
         self.start = self._now()
 
     def seconds(self) -> float:
@@ -30,7 +33,9 @@ class Stopwatch:
         return max(time.perf_counter() - self.start, 1e-9)
 
     def _now(self) -> float:
-        if self.device.type == "cuda":
+        if self._ranks is not None:
+            wait_for_all(self.device, self._ranks)
+        elif self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
@@ -52,7 +57,7 @@ def measure_costs(
                 running.admit_all(Request(prompt, new) for prompt in prompts)
                 for _ in range(SETTLING + 1):
                     running.step()
-                watch = Stopwatch(view.device)
+                watch = Stopwatch(view.device, view.ranks)
                 for _ in range(steps):
                     running.step()
                 timings.append(Timing(batch, spec.nodes, spec.depth, watch.seconds() / steps * 1e3))

@@ -1,0 +1,55 @@
+"""Two ranks of which one after the other is late, by more than a step may take: `late_rank_script.py FOLDER`.
+
+Run by tests/test_tensor_parallel.py under torchrun.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from eagle_triton import EaModel, optimize_eagle_with_triton, optimize_with_triton
+from eagle_triton.engine import ranks
+from eagle_triton.speculative import EAGLEInference
+from tests.tensor_parallel_script import TREE, save
+from tests.tiny import random_prompt
+
+SECONDS = 2.0  # that ranks wait within a step; the late one takes half as many again
+
+
+def main(argv: list[str]) -> int:
+    """Decode behind each delay. An exception ends both ranks."""
+    folder = argv[0]
+    ranks.STEP_SECONDS = SECONDS
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        save(Path(folder), "pair")
+    dist.barrier()
+    model = EaModel.from_pretrained(f"{folder}/pair", tp_plan="auto", **TREE)
+    prompt = random_prompt(9)
+
+    def be_late(rank: int) -> None:
+        if dist.get_rank() == rank:
+            time.sleep(1.5 * SECONDS)
+
+    for rank in range(2):
+        be_late(rank)
+        with optimize_eagle_with_triton(model):
+            be_late(rank)
+            model.eagenerate(prompt, max_new_tokens=4)
+        with optimize_with_triton(model.base_model):
+            be_late(rank)
+            model.base_model.generate(prompt, max_new_tokens=4, do_sample=False)
+        be_late(rank)
+        EAGLEInference(None, model).generate([prompt[0]], 4)
+    if dist.get_rank() == 0:
+        print("rank 0 was late, then rank 1", flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
