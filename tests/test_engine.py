@@ -263,7 +263,7 @@ def test_no_memory_for_a_graph_is_said_and_raises_if_strict(monkeypatch):
     engine = engine_for(tiny_model(**TREES["8-3-2"]))
     engine.cuda_graph = True
 
-    def no_memory(*_):
+    def no_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("eagle_triton.engine.engine.StepGraph", no_memory)

@@ -332,8 +332,9 @@ def _parser(name: str, named: bool, program: str) -> Parser:
     elsewhere |= dict.fromkeys(MODES, "is a mode and must come first")
     parser = Parser(f"{program} {name}" if named else program, f"{mode.summary}.", elsewhere)
     if not named:
-        command = f"python {program}" if program.endswith(".py") else program
-        parser.description = (__doc__ or "").replace("python benchmark.py", command)
+        script = program.endswith(".py")
+        usage = (__doc__ or "").replace("python benchmark.py", f"python {program}" if script else program)
+        parser.description = usage.replace("2 benchmark.py", f"2 {'' if script else '--no-python '}{program}")
     for option in (*mode.options, *EVERYWHERE):
         parser.add_argument(option, **OPTIONS[option])
     parser.set_defaults(**{**mode.defaults, **dict.fromkeys(mode.on_cpu)})
