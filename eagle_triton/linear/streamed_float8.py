@@ -19,8 +19,8 @@ one for each block of 128 by 128 to the sum of each step of K, which is 128 wide
 Tried without gain (H200, 64 rows, us behind a small kernel of 2.8): weights read four at a time by `ldmatrix`, which
 takes x with its even columns before its odd ones. If x comes so, gate and up take 40.4 instead of 44.9, but down 24.8
 instead of 24.0; if x is put in that order on its way through registers, gate and up take 59: what writes shared memory
-for the tensor cores must be fenced, and the fence waits for the next loads. What bounds 64 rows is the traffic between
-L2 and shared memory: 3.1 TB/s of weights and as much of x.
+for the tensor cores must be fenced, and the fence waits for the next loads (experiments that were not kept). What
+bounds 64 rows is probably the traffic between L2 and shared memory: 3.1 TB/s of weights and as much of x.
 """
 
 from __future__ import annotations
