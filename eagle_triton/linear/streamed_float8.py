@@ -35,11 +35,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from eagle_triton.linear.settings import tiles_of
@@ -47,14 +47,12 @@ from eagle_triton.linear.streamed import (
     _MULTIPROCESSORS,
     TILE_LAYOUT,
     Streaming,
-    _issue_load,
     _multiprocessors,
-    _ring,
     _rounded,
     _store,
-    _wait_full,
     _zeros,
 )
+from eagle_triton.linear.streamed import _ring as _full_ring
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
@@ -63,6 +61,9 @@ _BLOCK_K = 128  # that of a block of scales
 _PROGRAMS = 256  # enough of them: two to a multiprocessor
 _WIDE = 200  # tiles of 128 rows of weights: enough of them, which read x half as often
 _SHARED_MEMORY = 228 * 1024  # of a multiprocessor, of which each program takes 1024 bytes more than it asks for
+_STAGES = 8  # at most
+_REGISTERS = 64 * 1024  # of a multiprocessor
+_LOADER = gl.constexpr(24)  # registers of a thread of the warp that loads
 _PREFETCH_BYTES = 32 * 1024  # as in streamed.py
 # Two pairs of e4m3 numbers, one pair to a row, as two pairs of bf16, exactly: fp16 and fp32 on the way hold them all.
 _TO_BF16 = gl.constexpr("""{
@@ -121,6 +122,122 @@ def _load_scale(scale_ptr, col, cols, k, stride_sn, stride_sk, acc, IN_BLOCKS: g
     return gl.load(scale_ptr + row * stride_sn + k // 128 * stride_sk).to(gl.float32)[:, None]
 
 
+@gluon.jit
+def _ring(desc, STAGES: gl.constexpr):
+    """Room for STAGES tiles, and for each two barriers: it is full, it has been read."""
+    tiles, full = _full_ring(desc, STAGES)
+    read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(read.index(slot), count=1)
+    return tiles, full, read
+
+
+@gluon.jit
+def _put(desc, row, column, ring, step, STAGES: gl.constexpr):
+    """Let TMA load the tile at (row, column) for a step, once the one in its slot has been read."""
+    tiles, full, read = ring
+    slot = step % STAGES
+    mbarrier.wait(read.index(slot), (step // STAGES & 1) ^ 1)
+    mbarrier.expect(full.index(slot), desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [row, column], full.index(slot), tiles.index(slot))
+
+
+@gluon.jit
+def _take_weights(ring, step, acc, KIND: gl.constexpr, STAGES: gl.constexpr):
+    """The tile of weights of a step, converted, in registers."""
+    tiles, full, read = ring
+    slot = step % STAGES
+    mbarrier.wait(full.index(slot), step // STAGES & 1)
+    w = _load_weights(tiles.index(slot), acc, KIND)
+    mbarrier.arrive(read.index(slot))
+    return w
+
+
+@gluon.jit
+def _take_rows(ring, step, STAGES: gl.constexpr):
+    """The tile of x of a step, as the right operand; it has been read when the barrier of its slot is told so."""
+    tiles, full, read = ring
+    slot = step % STAGES
+    mbarrier.wait(full.index(slot), step // STAGES & 1)
+    return tiles.index(slot).permute((1, 0)), read.index(slot)
+
+
+@gluon.jit
+def _load_split(
+    x_desc,
+    w_desc,
+    row,
+    col,
+    first,
+    count,
+    x_ring,
+    w_ring,
+    BLOCK_K: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+    PREFETCH: gl.constexpr,
+):
+    """Load what linear_kernel multiplies: all by one warp, which runs ahead as far as the rings go."""
+    for step in range(gl.minimum(count, W_STAGES)):
+        if step >= PREFETCH:
+            mbarrier.wait(w_ring[1].index(step - PREFETCH), 0)
+        _put(w_desc, col, (first + step) * (BLOCK_K // 2), w_ring, step, W_STAGES)
+    gdc_wait()
+    for step in range(count):
+        _put(x_desc, row, (first + step) * BLOCK_K, x_ring, step, X_STAGES)
+        ahead = step + W_STAGES - 1  # the slot of the step before
+        if (step > 0) & (ahead < count):
+            _put(w_desc, col, (first + ahead) * (BLOCK_K // 2), w_ring, ahead, W_STAGES)
+
+
+@gluon.jit
+def _multiply_split(
+    x_ring,
+    w_ring,
+    scale_ptr,
+    col,
+    cols,
+    k,
+    count,
+    stride_sn,
+    stride_sk,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    IN_BLOCKS: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+):
+    """The sum [BLOCK_N, BLOCK_M] over `count` steps from column k of the weights. While one tile of weights is
+    multiplied, the next is converted."""
+    kind: gl.constexpr = x_ring[0].dtype
+    acc = _zeros(BLOCK_M, BLOCK_N, True)
+    total = acc
+    scale = _load_scale(scale_ptr, col, cols, k, stride_sn, stride_sk, acc, IN_BLOCKS)
+    next_scale = scale
+    w = _take_weights(w_ring, 0, acc, kind, W_STAGES)
+    for step in range(count):
+        after = gl.minimum(step + 1, count - 1)  # the last one is taken twice
+        if IN_BLOCKS:
+            scale = next_scale
+            next_scale = _load_scale(
+                scale_ptr, col, cols, k + after * BLOCK_K, stride_sn, stride_sk, acc, IN_BLOCKS
+            )
+        x, x_read = _take_rows(x_ring, step, X_STAGES)
+        part = warpgroup_mma(w, x, acc, use_acc=not IN_BLOCKS, is_async=True)
+        next_w = _take_weights(w_ring, after, acc, kind, W_STAGES)
+        part, w = warpgroup_mma_wait(0, deps=[part, w])
+        mbarrier.arrive(x_read)
+        if IN_BLOCKS:
+            total += part * scale
+        else:
+            acc = part
+        w = next_w
+    if not IN_BLOCKS:
+        total = acc * scale
+    return (total,)
+
+
 @gluon.jit(do_not_specialize=["rows"])
 def linear_kernel(
     x_desc,
@@ -160,7 +277,8 @@ def linear_kernel(
 ):
     """Grid (column tiles of all weights, splits, row tiles): a program makes one split of one tile of one product.
 
-    As streamed.linear_kernel. stride_sn: of a weight's scales from row to row, or block to block, 0 if one is for all.
+    As streamed.linear_kernel. No split may be without a step. stride_sn: of a weight's scales from row to row, or block
+    to block, 0 if one is for all.
     """
     tile, split, row = gl.program_id(0), gl.program_id(1), gl.program_id(2) * BLOCK_M
     w_desc, scale_ptr, bias_ptr, cols, stride_sn = w0_desc, scale0_ptr, bias0_ptr, cols0, stride_sn0
@@ -191,54 +309,110 @@ def linear_kernel(
     first = split * per_split
     count = gl.minimum(per_split, steps - first)
 
-    w_tiles, w_full = _ring(w_desc, W_STAGES)
-    x_tiles, x_full = _ring(x_desc, X_STAGES)
+    w_ring, x_ring = _ring(w_desc, W_STAGES), _ring(x_desc, X_STAGES)
     fence_async_shared()
-    for i in gl.static_range(W_STAGES):
-        if i >= PREFETCH:
-            mbarrier.wait(w_full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
-        _issue_load(w_desc, col, (first + i) * (BLOCK_K // 2), w_tiles, w_full, i, i < count)
-    acc = _zeros(BLOCK_M, BLOCK_N, True)
-    total = acc
-    scale = _load_scale(scale_ptr, col, cols, first * BLOCK_K, stride_sn, stride_sk, acc, IN_BLOCKS)
-    next_scale = scale
-    if IN_BLOCKS:
-        k = (first + gl.minimum(1, count - 1)) * BLOCK_K
-        next_scale = _load_scale(scale_ptr, col, cols, k, stride_sn, stride_sk, acc, IN_BLOCKS)
-    mbarrier.wait(w_full.index(0), 0, pred=count > 0)
-    w = _load_weights(w_tiles.index(0), acc, x_desc.dtype)
-    gdc_wait()
-    for i in gl.static_range(X_STAGES):
-        _issue_load(x_desc, row, (first + i) * BLOCK_K, x_tiles, x_full, i, i < count)
-
-    for step in range(count):
-        _wait_full(x_full, step, X_STAGES)
-        x = x_tiles.index(step % X_STAGES).permute((1, 0))
-        part = warpgroup_mma(w, x, acc, use_acc=not IN_BLOCKS, is_async=True)
-        after = gl.minimum(step + 1, count - 1)
-        _wait_full(w_full, after, W_STAGES)
-        next_w = _load_weights(w_tiles.index(after % W_STAGES), acc, x_desc.dtype)
-        part, w = warpgroup_mma_wait(0, deps=[part, w])
-        if IN_BLOCKS:
-            total += part * scale
-        else:
-            acc = part
-        w = next_w
-        behind = step + W_STAGES  # into the slot of this step, which was emptied a step before
-        _issue_load(w_desc, col, (first + behind) * (BLOCK_K // 2), w_tiles, w_full, behind % W_STAGES, behind < count)
-        behind = step + X_STAGES
-        _issue_load(x_desc, row, (first + behind) * BLOCK_K, x_tiles, x_full, behind % X_STAGES, behind < count)
-        if IN_BLOCKS:  # behind the fence that TMA's reuse of a slot takes, which would wait for it
-            scale, k = next_scale, (first + gl.minimum(step + 2, count - 1)) * BLOCK_K
-            next_scale = _load_scale(scale_ptr, col, cols, k, stride_sn, stride_sk, acc, IN_BLOCKS)
-    if not IN_BLOCKS:
-        total = acc * scale
-    debug_barrier()  # no warpgroup still reads the rings, whose memory the store may reuse
+    # fmt: off
+    (total,) = gl.warp_specialize([
+        (_multiply_split, (x_ring, w_ring, scale_ptr, col, cols, first * BLOCK_K, count, stride_sn, stride_sk, BLOCK_M,
+                           BLOCK_N, BLOCK_K, IN_BLOCKS, W_STAGES, X_STAGES)),
+        (_load_split, (x_desc, w_desc, row, col, first, count, x_ring, w_ring, BLOCK_K, W_STAGES, X_STAGES, PREFETCH)),
+    ], [1], [_LOADER])
+    # fmt: on
     gdc_launch_dependents()
 
     out_ptr += (split.to(gl.int64) * rows + row) * stride_om
     rows -= row
     _store(total, out_ptr, bias_ptr, col, rows, gl.where(split == 0, cols, 0), cols, stride_om, BLOCK_M, BLOCK_N, True)
+
+
+@gluon.jit
+def _load_both(
+    x_desc,
+    gate_desc,
+    up_desc,
+    row,
+    col,
+    count,
+    x_ring,
+    gate_ring,
+    up_ring,
+    BLOCK_K: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+    PREFETCH: gl.constexpr,
+):
+    """As _load_split, for swiglu_kernel."""
+    for step in range(gl.minimum(count, W_STAGES)):
+        if step >= PREFETCH:
+            mbarrier.wait(gate_ring[1].index(step - PREFETCH), 0)
+            mbarrier.wait(up_ring[1].index(step - PREFETCH), 0)
+        _put(gate_desc, col, step * (BLOCK_K // 2), gate_ring, step, W_STAGES)
+        _put(up_desc, col, step * (BLOCK_K // 2), up_ring, step, W_STAGES)
+    gdc_wait()
+    for step in range(count):
+        _put(x_desc, row, step * BLOCK_K, x_ring, step, X_STAGES)
+        ahead = step + W_STAGES - 1
+        if (step > 0) & (ahead < count):
+            _put(gate_desc, col, ahead * (BLOCK_K // 2), gate_ring, ahead, W_STAGES)
+            _put(up_desc, col, ahead * (BLOCK_K // 2), up_ring, ahead, W_STAGES)
+
+
+@gluon.jit
+def _multiply_both(
+    x_ring,
+    gate_ring,
+    up_ring,
+    gate_scale_ptr,
+    up_scale_ptr,
+    col,
+    cols,
+    count,
+    stride_sn0,
+    stride_sn1,
+    stride_sk,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    IN_BLOCKS: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+):
+    """As _multiply_split, of the gate and of what it gates in turn."""
+    kind: gl.constexpr = x_ring[0].dtype
+    gate = _zeros(BLOCK_M, BLOCK_N, True)
+    up, gate_total, up_total = gate, gate, gate
+    gate_scale = _load_scale(gate_scale_ptr, col, cols, 0, stride_sn0, stride_sk, gate, IN_BLOCKS)
+    up_scale = _load_scale(up_scale_ptr, col, cols, 0, stride_sn1, stride_sk, gate, IN_BLOCKS)
+    next_gate, next_up = gate_scale, up_scale
+    w = _take_weights(gate_ring, 0, gate, kind, W_STAGES)
+    for step in range(count):
+        after = gl.minimum(step + 1, count - 1)
+        if IN_BLOCKS:
+            gate_scale, up_scale, k = next_gate, next_up, after * BLOCK_K
+            next_gate = _load_scale(gate_scale_ptr, col, cols, k, stride_sn0, stride_sk, gate, IN_BLOCKS)
+            next_up = _load_scale(up_scale_ptr, col, cols, k, stride_sn1, stride_sk, gate, IN_BLOCKS)
+        x, x_read = _take_rows(x_ring, step, X_STAGES)
+        part = warpgroup_mma(w, x, gate, use_acc=not IN_BLOCKS, is_async=True)
+        next_w = _take_weights(up_ring, step, gate, kind, W_STAGES)
+        part, w = warpgroup_mma_wait(0, deps=[part, w])
+        if IN_BLOCKS:
+            gate_total += part * gate_scale
+        else:
+            gate = part
+        w = next_w
+
+        part = warpgroup_mma(w, x, up, use_acc=not IN_BLOCKS, is_async=True)
+        next_w = _take_weights(gate_ring, after, gate, kind, W_STAGES)
+        part, w = warpgroup_mma_wait(0, deps=[part, w])
+        mbarrier.arrive(x_read)
+        if IN_BLOCKS:
+            up_total += part * up_scale
+        else:
+            up = part
+        w = next_w
+    if not IN_BLOCKS:
+        gate_total, up_total = gate * gate_scale, up * up_scale
+    return gate_total, up_total
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -267,70 +441,20 @@ def swiglu_kernel(
     """Grid (column tiles, 1, row tiles): a program makes one tile of both products and multiplies them."""
     col, row = gl.program_id(0) * BLOCK_N, gl.program_id(2) * BLOCK_M
     count = gl.cdiv(depth, BLOCK_K)
-    gate_tiles, gate_full = _ring(gate_desc, W_STAGES)
-    up_tiles, up_full = _ring(up_desc, W_STAGES)
-    x_tiles, x_full = _ring(x_desc, X_STAGES)
+    gate_ring, up_ring, x_ring = _ring(gate_desc, W_STAGES), _ring(up_desc, W_STAGES), _ring(x_desc, X_STAGES)
     fence_async_shared()
     gdc_launch_dependents()
-    for i in gl.static_range(W_STAGES):
-        if i >= PREFETCH:
-            mbarrier.wait(gate_full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
-            mbarrier.wait(up_full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
-        _issue_load(gate_desc, col, i * (BLOCK_K // 2), gate_tiles, gate_full, i, i < count)
-        _issue_load(up_desc, col, i * (BLOCK_K // 2), up_tiles, up_full, i, i < count)
-    gate = _zeros(BLOCK_M, BLOCK_N, True)
-    up, gate_total, up_total = gate, gate, gate
-    gate_scale = _load_scale(gate_scale_ptr, col, cols, 0, stride_sn0, stride_sk, gate, IN_BLOCKS)
-    up_scale = _load_scale(up_scale_ptr, col, cols, 0, stride_sn1, stride_sk, gate, IN_BLOCKS)
-    next_gate, next_up = gate_scale, up_scale
-    if IN_BLOCKS:
-        k = gl.minimum(1, count - 1) * BLOCK_K
-        next_gate = _load_scale(gate_scale_ptr, col, cols, k, stride_sn0, stride_sk, gate, IN_BLOCKS)
-        next_up = _load_scale(up_scale_ptr, col, cols, k, stride_sn1, stride_sk, gate, IN_BLOCKS)
-    mbarrier.wait(gate_full.index(0), 0)
-    w = _load_weights(gate_tiles.index(0), gate, x_desc.dtype)
-    gdc_wait()
-    for i in gl.static_range(X_STAGES):
-        _issue_load(x_desc, row, i * BLOCK_K, x_tiles, x_full, i, i < count)
-
-    for step in range(count):
-        _wait_full(x_full, step, X_STAGES)
-        x = x_tiles.index(step % X_STAGES).permute((1, 0))
-        part = warpgroup_mma(w, x, gate, use_acc=not IN_BLOCKS, is_async=True)
-        _wait_full(up_full, step, W_STAGES)
-        next_w = _load_weights(up_tiles.index(step % W_STAGES), gate, x_desc.dtype)
-        part, w = warpgroup_mma_wait(0, deps=[part, w])
-        if IN_BLOCKS:
-            gate_total += part * gate_scale
-        else:
-            gate = part
-        w = next_w
-
-        part = warpgroup_mma(w, x, up, use_acc=not IN_BLOCKS, is_async=True)
-        after = gl.minimum(step + 1, count - 1)
-        _wait_full(gate_full, after, W_STAGES)
-        next_w = _load_weights(gate_tiles.index(after % W_STAGES), gate, x_desc.dtype)
-        part, w = warpgroup_mma_wait(0, deps=[part, w])
-        if IN_BLOCKS:
-            up_total += part * up_scale
-        else:
-            up = part
-        w = next_w
-        behind = step + W_STAGES
-        _issue_load(gate_desc, col, behind * (BLOCK_K // 2), gate_tiles, gate_full, behind % W_STAGES, behind < count)
-        _issue_load(up_desc, col, behind * (BLOCK_K // 2), up_tiles, up_full, behind % W_STAGES, behind < count)
-        behind = step + X_STAGES
-        _issue_load(x_desc, row, behind * BLOCK_K, x_tiles, x_full, behind % X_STAGES, behind < count)
-        if IN_BLOCKS:  # as above
-            gate_scale, up_scale, k = next_gate, next_up, gl.minimum(step + 2, count - 1) * BLOCK_K
-            next_gate = _load_scale(gate_scale_ptr, col, cols, k, stride_sn0, stride_sk, gate, IN_BLOCKS)
-            next_up = _load_scale(up_scale_ptr, col, cols, k, stride_sn1, stride_sk, gate, IN_BLOCKS)
-    if not IN_BLOCKS:
-        gate_total, up_total = gate * gate_scale, up * up_scale
-    debug_barrier()  # as above
+    # fmt: off
+    gate, up = gl.warp_specialize([
+        (_multiply_both, (x_ring, gate_ring, up_ring, gate_scale_ptr, up_scale_ptr, col, cols, count, stride_sn0,
+                          stride_sn1, stride_sk, BLOCK_M, BLOCK_N, BLOCK_K, IN_BLOCKS, W_STAGES, X_STAGES)),
+        (_load_both, (x_desc, gate_desc, up_desc, row, col, count, x_ring, gate_ring, up_ring, BLOCK_K, W_STAGES,
+                      X_STAGES, PREFETCH)),
+    ], [1], [_LOADER])
+    # fmt: on
 
     out_kind: gl.constexpr = out_ptr.dtype.element_ty
-    gate, up = _rounded(gate_total, out_kind), _rounded(up_total, out_kind)
+    gate, up = _rounded(gate, out_kind), _rounded(up, out_kind)
     out = _rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), out_kind) * up
     out_ptr += row.to(gl.int64) * stride_om
     rows -= row
@@ -341,12 +465,8 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool, in_b
     """Settings for the product of so many rows with weights [n, depth] for n in `cols`; `fused`: swiglu_kernel.
 
     Splits of K do not depend on the rows, so that the bits of a row do not. As many programs as there are share a
-    multiprocessor: what one waits for, the others' work hides. Of Llama-3.1-8B and its draft with scales for rows, on
-    an H200, us of 16 and 64 rows behind a small kernel of 2.8 us, then cuBLAS's with weights of 16 bits: q, k and v
-    11.6, 13.6; 18.5, 19.8; o 9.4, 10.6; 15.7, 15.2; gate and up 37.9, 44.9; 62.6, 67.6; down 21.2, 24.0; 36.6, 38.4;
-    draft head 39.8, 44.5; 78.4, 80.0. That was with conversions by shifts; the card's own take 0.4 to 1.7 us less at 16
-    rows. More than four stages are slower: the first weights are waited for before x is. (tools/tune_linear.py --float8
-    rows.)
+    multiprocessor: what one waits for, the others' work hides. Each asks for its share of shared memory, so that no
+    multiprocessor takes more of them than another: programs that start early go wherever there is room.
     """
     many = rows > 64
     block_m, wide = block_m_of(rows), not fused and (many or tiles_of(cols, 128) >= _WIDE)
@@ -354,13 +474,12 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool, in_b
     while not fused and splits < 4 and narrow * splits < _PROGRAMS and depth >= 8 * splits * _BLOCK_K:
         splits *= 2
     warps = 8 if many or (wide and in_blocks and rows > 32) else 4  # else sums would not fit the registers
-    programs = tiles_of(cols, block_n, fused) * splits
-    together = 1 if warps == 8 else min(2 if wide else 4, triton.cdiv(programs, _MULTIPROCESSORS))
+    most = 1 if warps == 8 else 2 if wide or fused else 3 if block_m > 16 else 4
+    together = min(most, triton.cdiv(tiles_of(cols, block_n, fused) * splits, _MULTIPROCESSORS))
     room = _SHARED_MEMORY // together - 2048
     w_stage, x_stage = block_n * _BLOCK_K * (2 if fused else 1), block_m * _BLOCK_K * 2
-    stages = next((n for n in (4, 3) if n * (w_stage + x_stage) <= room), 2)
-    w_stages = 4 if stages == 3 and 4 * w_stage + 3 * x_stage <= room else stages
-    return Streaming(block_n, _BLOCK_K, splits, True, w_stages, stages, warps)
+    stages = min(_STAGES, max(2, room // (w_stage + x_stage)))
+    return Streaming(block_n, _BLOCK_K, splits, True, stages, stages, warps)
 
 
 def linear(
@@ -377,9 +496,9 @@ def linear(
     x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; out [rows, sum of cols], or fp32
     [splits, rows, sum of cols].
     """
-    tiles = tiles_of(cols, settings.block_n)
-    block_m = block_m_of(len(x))
+    tiles, block_m = tiles_of(cols, settings.block_n), block_m_of(len(x))
     row_tiles = triton.cdiv(len(x), block_m)
+    together = _together(settings, 1, block_m, tiles * settings.splits * row_tiles, _multiprocessors(x.device))
     absent = [None] * (4 - len(weights))
     compiled = launch(linear_kernel, (tiles, settings.splits, row_tiles))(
         _descriptor(x, block_m, settings.block_k),
@@ -405,8 +524,9 @@ def linear(
         weights[0].in_blocks,
         settings.w_stages,
         settings.x_stages,
-        _prefetch_stages(settings, 1, block_m, tiles * settings.splits * row_tiles, _multiprocessors(x.device)),
+        _prefetch_stages(settings, 1),
         num_warps=settings.warps,
+        maxnreg=_registers(settings, together),
         launch_pdl=True,
         **EXACT,
     )
@@ -417,6 +537,7 @@ def linear_swiglu(x: Tensor, gate: Float8Weight, up: Float8Weight, out: Tensor, 
     """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I]; float8.py has checked all."""
     tiles, block_m = triton.cdiv(len(gate), settings.block_n), block_m_of(len(x))
     row_tiles = triton.cdiv(len(x), block_m)
+    together = _together(settings, 2, block_m, tiles * row_tiles, _multiprocessors(x.device))
     compiled = launch(swiglu_kernel, (tiles, 1, row_tiles))(
         _descriptor(x, block_m, settings.block_k),
         _pairs(gate, settings),
@@ -437,8 +558,9 @@ def linear_swiglu(x: Tensor, gate: Float8Weight, up: Float8Weight, out: Tensor, 
         gate.in_blocks,
         settings.w_stages,
         settings.x_stages,
-        _prefetch_stages(settings, 2, block_m, tiles * row_tiles, _multiprocessors(x.device)),
+        _prefetch_stages(settings, 2),
         num_warps=settings.warps,
+        maxnreg=_registers(settings, together),
         launch_pdl=True,
         **EXACT,
     )
@@ -450,13 +572,21 @@ def block_m_of(rows: int) -> int:
     return min(max(16, triton.next_power_of_2(rows)), 128)
 
 
-def _prefetch_stages(settings: Streaming, weights: int, block_m: int, programs: int, multiprocessors: int) -> int:
-    """How many tiles of weights are in flight at a time before the input is there: all, if programs come in waves."""
-    w_stage = weights * settings.block_n * settings.block_k
-    shared = settings.w_stages * w_stage + settings.x_stages * block_m * settings.block_k * 2
-    if programs > multiprocessors * (_SHARED_MEMORY // (shared + 1024)):
-        return settings.w_stages
-    return min(settings.w_stages, max(1, _PREFETCH_BYTES // w_stage))
+def _together(settings: Streaming, weights: int, block_m: int, programs: int, multiprocessors: int) -> int:
+    """How many programs share a multiprocessor."""
+    w_stage, x_stage = weights * settings.block_n * settings.block_k, block_m * settings.block_k * 2
+    shared = settings.w_stages * w_stage + settings.x_stages * x_stage
+    return max(1, min(_SHARED_MEMORY // (shared + 1024), triton.cdiv(programs, multiprocessors)))
+
+
+def _registers(settings: Streaming, together: int) -> int:
+    """Of a thread, before those that load give theirs to those that multiply. They are counted as four warps."""
+    return min(_REGISTERS // (together * 32 * (settings.warps + 4)) // 8 * 8, 248)
+
+
+def _prefetch_stages(settings: Streaming, weights: int) -> int:
+    """How many tiles of weights are in flight at a time before the input is there."""
+    return min(settings.w_stages, max(1, _PREFETCH_BYTES // (weights * settings.block_n * settings.block_k)))
 
 
 def _descriptor(tensor: Tensor, height: int, width: int) -> TensorDescriptor:

@@ -24,7 +24,7 @@ def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, in_blocks
         "IN_BLOCKS": in_blocks,
         "W_STAGES": use.w_stages,
         "X_STAGES": use.x_stages,
-        "PREFETCH": streamed._prefetch_stages(use, 2 if fused else 1, block_m, programs, 132),
+        "PREFETCH": streamed._prefetch_stages(use, 2 if fused else 1),
     }
     absent = {f"w{i}_desc" for i in range(weights, 4)} | {f"scale{i}_ptr" for i in range(weights, 4)}
     absent |= {f"bias{i}_ptr" for i in range(4)}
@@ -42,7 +42,8 @@ def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, in_blocks
             signature[argument] = "*fp32" if use.splits > 1 else f"*{dtype}"
         else:
             signature[argument] = "i32"
-    options = {**EXACT, "num_warps": use.warps, "aligned": _ALIGNED, "targets": ("sm_90",)}
+    registers = streamed._registers(use, streamed._together(use, 2 if fused else 1, block_m, programs, 132))
+    options = {**EXACT, "num_warps": use.warps, "maxnreg": registers, "aligned": _ALIGNED, "targets": ("sm_90",)}
     return f"{name} {rows} rows{' in blocks' if in_blocks else ''} {dtype}", kernel, signature, given, options
 
 
@@ -80,7 +81,7 @@ _SHAPES = {
 CASES = [
     _streamed(name, rows, cols, depth, in_blocks)
     for name, (cols, depth) in _SHAPES.items()
-    for rows in (16, 64, 128)
+    for rows in (16, 32, 64, 128)
     for in_blocks in (False, True)
 ]
 CASES += [_streamed("8b o", 64, *_SHAPES["8b o"], False, "fp16")]
