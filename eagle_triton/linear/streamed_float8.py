@@ -177,17 +177,14 @@ def _load_split(
     X_STAGES: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
-    """Load what linear_kernel multiplies: all by one warp, which runs ahead as far as the rings go."""
-    for step in range(gl.minimum(count, W_STAGES)):
-        if step >= PREFETCH:
-            mbarrier.wait(w_ring[1].index(step - PREFETCH), 0)
+    """Load what linear_kernel multiplies, as far ahead as the rings go: PREFETCH tiles of weights before x is there."""
+    for step in range(gl.minimum(count, PREFETCH)):
         _put(w_desc, col, (first + step) * (BLOCK_K // 2), w_ring, step, W_STAGES)
     gdc_wait()
     for step in range(count):
         _put(x_desc, row, (first + step) * BLOCK_K, x_ring, step, X_STAGES)
-        ahead = step + W_STAGES - 1  # the slot of the step before
-        if (step > 0) & (ahead < count):
-            _put(w_desc, col, (first + ahead) * (BLOCK_K // 2), w_ring, ahead, W_STAGES)
+        if step + PREFETCH < count:
+            _put(w_desc, col, (first + step + PREFETCH) * (BLOCK_K // 2), w_ring, step + PREFETCH, W_STAGES)
 
 
 @gluon.jit
@@ -208,8 +205,10 @@ def _multiply_split(
     W_STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
 ):
-    """The sum [BLOCK_N, BLOCK_M] over `count` steps from column k of the weights. While one tile of weights is
-    multiplied, the next is converted."""
+    """The sum [BLOCK_N, BLOCK_M] over `count` steps from column k of the weights.
+
+    While one tile of weights is multiplied, the next is taken. ptxas converts it behind the wait for that product.
+    """
     kind: gl.constexpr = x_ring[0].dtype
     acc = _zeros(BLOCK_M, BLOCK_N, True)
     total = acc
@@ -236,6 +235,50 @@ def _multiply_split(
     if not IN_BLOCKS:
         total = acc * scale
     return (total,)
+
+
+@gluon.jit
+def _multiply_overlapped(
+    x_ring,
+    w_ring,
+    scale_ptr,
+    col,
+    cols,
+    count,
+    stride_sn,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+):
+    """As _multiply_split with scales for rows, but a product is waited for when the next is under way: what lies
+    between is hidden, and two tiles of weights stay in registers, each of which keeps its own."""
+    kind: gl.constexpr = x_ring[0].dtype
+    acc = _zeros(BLOCK_M, BLOCK_N, True)
+    scale = _load_scale(scale_ptr, col, cols, 0, stride_sn, 0, acc, False)
+    even = _take_weights(w_ring, 0, acc, kind, W_STAGES)
+    odd = even
+    x, x_read = _take_rows(x_ring, 0, X_STAGES)
+    acc = warpgroup_mma(even, x, acc, is_async=True)
+    acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
+    for step in range(1, count - 1, 2):
+        odd = _take_weights(w_ring, step, acc, kind, W_STAGES)
+        x, x_read = _take_rows(x_ring, step, X_STAGES)
+        acc = warpgroup_mma(odd, x, acc, is_async=True)
+        acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
+        mbarrier.arrive(x_ring[2].index((step - 1) % X_STAGES))
+        even = _take_weights(w_ring, step + 1, acc, kind, W_STAGES)
+        x, x_read = _take_rows(x_ring, step + 1, X_STAGES)
+        acc = warpgroup_mma(even, x, acc, is_async=True)
+        acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
+        mbarrier.arrive(x_ring[2].index(step % X_STAGES))
+    for step in range((count - 1) // 2 * 2 + 1, count):  # the last one, if their number is even
+        odd = _take_weights(w_ring, step, acc, kind, W_STAGES)
+        x, x_read = _take_rows(x_ring, step, X_STAGES)
+        acc = warpgroup_mma(odd, x, acc, is_async=True)
+        acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
+    acc, even, odd = warpgroup_mma_wait(0, deps=[acc, even, odd])
+    return (acc * scale,)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -312,11 +355,20 @@ def linear_kernel(
     w_ring, x_ring = _ring(w_desc, W_STAGES), _ring(x_desc, X_STAGES)
     fence_async_shared()
     # fmt: off
-    (total,) = gl.warp_specialize([
-        (_multiply_split, (x_ring, w_ring, scale_ptr, col, cols, first * BLOCK_K, count, stride_sn, stride_sk, BLOCK_M,
-                           BLOCK_N, BLOCK_K, IN_BLOCKS, W_STAGES, X_STAGES)),
-        (_load_split, (x_desc, w_desc, row, col, first, count, x_ring, w_ring, BLOCK_K, W_STAGES, X_STAGES, PREFETCH)),
-    ], [1], [_LOADER])
+    if IN_BLOCKS or BLOCK_N > 64:  # two tiles would not fit the registers
+        (total,) = gl.warp_specialize([
+            (_multiply_split, (x_ring, w_ring, scale_ptr, col, cols, first * BLOCK_K, count, stride_sn, stride_sk,
+                               BLOCK_M, BLOCK_N, BLOCK_K, IN_BLOCKS, W_STAGES, X_STAGES)),
+            (_load_split, (x_desc, w_desc, row, col, first, count, x_ring, w_ring, BLOCK_K, W_STAGES, X_STAGES,
+                           PREFETCH)),
+        ], [1], [_LOADER])
+    else:
+        (total,) = gl.warp_specialize([
+            (_multiply_overlapped, (x_ring, w_ring, scale_ptr, col, cols, count, stride_sn, BLOCK_M, BLOCK_N, W_STAGES,
+                                    X_STAGES)),
+            (_load_split, (x_desc, w_desc, row, col, first, count, x_ring, w_ring, BLOCK_K, W_STAGES, X_STAGES,
+                           PREFETCH)),
+        ], [1], [_LOADER])
     # fmt: on
     gdc_launch_dependents()
 
@@ -342,17 +394,14 @@ def _load_both(
     PREFETCH: gl.constexpr,
 ):
     """As _load_split, for swiglu_kernel."""
-    for step in range(gl.minimum(count, W_STAGES)):
-        if step >= PREFETCH:
-            mbarrier.wait(gate_ring[1].index(step - PREFETCH), 0)
-            mbarrier.wait(up_ring[1].index(step - PREFETCH), 0)
+    for step in range(gl.minimum(count, PREFETCH)):
         _put(gate_desc, col, step * (BLOCK_K // 2), gate_ring, step, W_STAGES)
         _put(up_desc, col, step * (BLOCK_K // 2), up_ring, step, W_STAGES)
     gdc_wait()
     for step in range(count):
         _put(x_desc, row, step * BLOCK_K, x_ring, step, X_STAGES)
-        ahead = step + W_STAGES - 1
-        if (step > 0) & (ahead < count):
+        ahead = step + PREFETCH
+        if ahead < count:
             _put(gate_desc, col, ahead * (BLOCK_K // 2), gate_ring, ahead, W_STAGES)
             _put(up_desc, col, ahead * (BLOCK_K // 2), up_ring, ahead, W_STAGES)
 
@@ -383,34 +432,40 @@ def _multiply_both(
     up, gate_total, up_total = gate, gate, gate
     gate_scale = _load_scale(gate_scale_ptr, col, cols, 0, stride_sn0, stride_sk, gate, IN_BLOCKS)
     up_scale = _load_scale(up_scale_ptr, col, cols, 0, stride_sn1, stride_sk, gate, IN_BLOCKS)
-    next_gate, next_up = gate_scale, up_scale
-    w = _take_weights(gate_ring, 0, gate, kind, W_STAGES)
-    for step in range(count):
-        after = gl.minimum(step + 1, count - 1)
-        if IN_BLOCKS:
+    gate_w = _take_weights(gate_ring, 0, gate, kind, W_STAGES)
+    if IN_BLOCKS:
+        next_gate, next_up = gate_scale, up_scale
+        for step in range(count):
+            after = gl.minimum(step + 1, count - 1)
             gate_scale, up_scale, k = next_gate, next_up, after * BLOCK_K
             next_gate = _load_scale(gate_scale_ptr, col, cols, k, stride_sn0, stride_sk, gate, IN_BLOCKS)
             next_up = _load_scale(up_scale_ptr, col, cols, k, stride_sn1, stride_sk, gate, IN_BLOCKS)
-        x, x_read = _take_rows(x_ring, step, X_STAGES)
-        part = warpgroup_mma(w, x, gate, use_acc=not IN_BLOCKS, is_async=True)
-        next_w = _take_weights(up_ring, step, gate, kind, W_STAGES)
-        part, w = warpgroup_mma_wait(0, deps=[part, w])
-        if IN_BLOCKS:
+            x, x_read = _take_rows(x_ring, step, X_STAGES)
+            part = warpgroup_mma(gate_w, x, gate, use_acc=False, is_async=True)
+            up_w = _take_weights(up_ring, step, gate, kind, W_STAGES)
+            part, gate_w = warpgroup_mma_wait(0, deps=[part, gate_w])
             gate_total += part * gate_scale
-        else:
-            gate = part
-        w = next_w
-
-        part = warpgroup_mma(w, x, up, use_acc=not IN_BLOCKS, is_async=True)
-        next_w = _take_weights(gate_ring, after, gate, kind, W_STAGES)
-        part, w = warpgroup_mma_wait(0, deps=[part, w])
-        mbarrier.arrive(x_read)
-        if IN_BLOCKS:
+            part = warpgroup_mma(up_w, x, up, use_acc=False, is_async=True)
+            gate_w = _take_weights(gate_ring, after, gate, kind, W_STAGES)
+            part, up_w = warpgroup_mma_wait(0, deps=[part, up_w])
+            mbarrier.arrive(x_read)
             up_total += part * up_scale
-        else:
-            up = part
-        w = next_w
-    if not IN_BLOCKS:
+    else:  # as _multiply_overlapped
+        x, x_read = _take_rows(x_ring, 0, X_STAGES)
+        gate = warpgroup_mma(gate_w, x, gate, is_async=True)
+        up_w = _take_weights(up_ring, 0, up, kind, W_STAGES)
+        up = warpgroup_mma(up_w, x, up, is_async=True)
+        gate, up, gate_w, up_w = warpgroup_mma_wait(1, deps=[gate, up, gate_w, up_w])
+        for step in range(1, count):
+            gate_w = _take_weights(gate_ring, step, up_total, kind, W_STAGES)
+            x, x_read = _take_rows(x_ring, step, X_STAGES)
+            gate = warpgroup_mma(gate_w, x, gate, is_async=True)
+            gate, up, gate_w, up_w = warpgroup_mma_wait(1, deps=[gate, up, gate_w, up_w])
+            mbarrier.arrive(x_ring[2].index((step - 1) % X_STAGES))
+            up_w = _take_weights(up_ring, step, up_total, kind, W_STAGES)
+            up = warpgroup_mma(up_w, x, up, is_async=True)
+            gate, up, gate_w, up_w = warpgroup_mma_wait(1, deps=[gate, up, gate_w, up_w])
+        gate, up, gate_w, up_w = warpgroup_mma_wait(0, deps=[gate, up, gate_w, up_w])
         gate_total, up_total = gate * gate_scale, up * up_scale
     return gate_total, up_total
 
