@@ -100,14 +100,22 @@ _WIDE_PROGRAMS = 90  # of many rows: enough of them to split K no further
 
 @gluon.jit
 def _ring(desc, STAGES: gl.constexpr):
-    """Room for STAGES tiles, and for each the barrier that says it is full."""
+    """Room for STAGES tiles, and for each the barrier that says it is full, which _ready must make ready."""
     gl.static_assert(STAGES >= 2, "the slot of the step before is refilled")
     shape: gl.constexpr = [STAGES, desc.block_type.shape[0], desc.block_type.shape[1]]
     tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
     return tiles, full
+
+
+@gluon.jit
+def _ready(barriers, SLOTS: gl.constexpr):
+    """Make rows of up to SLOTS barriers ready, slot by slot: between two of a row Triton puts a barrier of its own."""
+    for slot in gl.static_range(SLOTS):
+        for i in gl.static_range(len(barriers)):
+            if slot < barriers[i].shape[0]:
+                mbarrier.init(barriers[i].index(slot), count=1)
+    fence_async_shared()
 
 
 @gluon.jit
@@ -238,7 +246,7 @@ def linear_kernel(
 
     w_tiles, w_full = _ring(w_desc, W_STAGES)
     x_tiles, x_full = _ring(x_desc, X_STAGES)
-    fence_async_shared()
+    _ready((w_full, x_full), max(W_STAGES, X_STAGES))
     for i in gl.static_range(W_STAGES):
         if i >= PREFETCH:
             mbarrier.wait(w_full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
@@ -299,7 +307,7 @@ def swiglu_kernel(
     gate_tiles, gate_full = _ring(gate_desc, W_STAGES)
     up_tiles, up_full = _ring(up_desc, W_STAGES)
     x_tiles, x_full = _ring(x_desc, X_STAGES)
-    fence_async_shared()
+    _ready((gate_full, up_full, x_full), max(W_STAGES, X_STAGES))
     gdc_launch_dependents()
     for i in gl.static_range(W_STAGES):
         if i >= PREFETCH:

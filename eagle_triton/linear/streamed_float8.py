@@ -33,7 +33,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -48,6 +47,7 @@ from eagle_triton.linear.streamed import (
     TILE_LAYOUT,
     Streaming,
     _multiprocessors,
+    _ready,
     _rounded,
     _store,
     _zeros,
@@ -127,8 +127,6 @@ def _ring(desc, STAGES: gl.constexpr):
     """Room for STAGES tiles, and for each two barriers: it is full, it has been read."""
     tiles, full = _full_ring(desc, STAGES)
     read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(read.index(slot), count=1)
     return tiles, full, read
 
 
@@ -353,7 +351,7 @@ def linear_kernel(
     count = gl.minimum(per_split, steps - first)
 
     w_ring, x_ring = _ring(w_desc, W_STAGES), _ring(x_desc, X_STAGES)
-    fence_async_shared()
+    _ready((w_ring[1], w_ring[2], x_ring[1], x_ring[2]), max(W_STAGES, X_STAGES))
     # fmt: off
     if IN_BLOCKS or BLOCK_N > 64:  # two tiles would not fit the registers
         (total,) = gl.warp_specialize([
@@ -497,7 +495,8 @@ def swiglu_kernel(
     col, row = gl.program_id(0) * BLOCK_N, gl.program_id(2) * BLOCK_M
     count = gl.cdiv(depth, BLOCK_K)
     gate_ring, up_ring, x_ring = _ring(gate_desc, W_STAGES), _ring(up_desc, W_STAGES), _ring(x_desc, X_STAGES)
-    fence_async_shared()
+    barriers = (gate_ring[1], gate_ring[2], up_ring[1], up_ring[2], x_ring[1], x_ring[2])
+    _ready(barriers, max(W_STAGES, X_STAGES))
     gdc_launch_dependents()
     # fmt: off
     gate, up = gl.warp_specialize([
