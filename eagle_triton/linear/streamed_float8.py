@@ -143,21 +143,27 @@ def _put(desc, row, column, ring, step, STAGES: gl.constexpr):
 @gluon.jit
 def _take_weights(ring, step, acc, KIND: gl.constexpr, STAGES: gl.constexpr):
     """The tile of weights of a step, converted, in registers."""
-    tiles, full, read = ring
+    tiles, full, _read = ring
     slot = step % STAGES
     mbarrier.wait(full.index(slot), step // STAGES & 1)
     w = _load_weights(tiles.index(slot), acc, KIND)
-    mbarrier.arrive(read.index(slot))
+    _give_back(ring, step, STAGES)
     return w
 
 
 @gluon.jit
 def _take_rows(ring, step, STAGES: gl.constexpr):
-    """The tile of x of a step, as the right operand; it has been read when the barrier of its slot is told so."""
-    tiles, full, read = ring
+    """The tile of x of a step, as the right operand, which stays in its slot until it is given back."""
+    tiles, full, _read = ring
     slot = step % STAGES
     mbarrier.wait(full.index(slot), step // STAGES & 1)
-    return tiles.index(slot).permute((1, 0)), read.index(slot)
+    return tiles.index(slot).permute((1, 0))
+
+
+@gluon.jit
+def _give_back(ring, step, STAGES: gl.constexpr):
+    """The tile of a step has been read."""
+    mbarrier.arrive(ring[2].index(step % STAGES))
 
 
 @gluon.jit
@@ -217,14 +223,12 @@ def _multiply_split(
         after = gl.minimum(step + 1, count - 1)  # the last one is taken twice
         if IN_BLOCKS:
             scale = next_scale
-            next_scale = _load_scale(
-                scale_ptr, col, cols, k + after * BLOCK_K, stride_sn, stride_sk, acc, IN_BLOCKS
-            )
-        x, x_read = _take_rows(x_ring, step, X_STAGES)
+            next_scale = _load_scale(scale_ptr, col, cols, k + after * BLOCK_K, stride_sn, stride_sk, acc, IN_BLOCKS)
+        x = _take_rows(x_ring, step, X_STAGES)
         part = warpgroup_mma(w, x, acc, use_acc=not IN_BLOCKS, is_async=True)
         next_w = _take_weights(w_ring, after, acc, kind, W_STAGES)
         part, w = warpgroup_mma_wait(0, deps=[part, w])
-        mbarrier.arrive(x_read)
+        _give_back(x_ring, step, X_STAGES)
         if IN_BLOCKS:
             total += part * scale
         else:
@@ -256,23 +260,23 @@ def _multiply_overlapped(
     scale = _load_scale(scale_ptr, col, cols, 0, stride_sn, 0, acc, False)
     even = _take_weights(w_ring, 0, acc, kind, W_STAGES)
     odd = even
-    x, x_read = _take_rows(x_ring, 0, X_STAGES)
+    x = _take_rows(x_ring, 0, X_STAGES)
     acc = warpgroup_mma(even, x, acc, is_async=True)
     acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
     for step in range(1, count - 1, 2):
         odd = _take_weights(w_ring, step, acc, kind, W_STAGES)
-        x, x_read = _take_rows(x_ring, step, X_STAGES)
+        x = _take_rows(x_ring, step, X_STAGES)
         acc = warpgroup_mma(odd, x, acc, is_async=True)
         acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
-        mbarrier.arrive(x_ring[2].index((step - 1) % X_STAGES))
+        _give_back(x_ring, step - 1, X_STAGES)
         even = _take_weights(w_ring, step + 1, acc, kind, W_STAGES)
-        x, x_read = _take_rows(x_ring, step + 1, X_STAGES)
+        x = _take_rows(x_ring, step + 1, X_STAGES)
         acc = warpgroup_mma(even, x, acc, is_async=True)
         acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
-        mbarrier.arrive(x_ring[2].index(step % X_STAGES))
+        _give_back(x_ring, step, X_STAGES)
     for step in range((count - 1) // 2 * 2 + 1, count):  # the last one, if their number is even
         odd = _take_weights(w_ring, step, acc, kind, W_STAGES)
-        x, x_read = _take_rows(x_ring, step, X_STAGES)
+        x = _take_rows(x_ring, step, X_STAGES)
         acc = warpgroup_mma(odd, x, acc, is_async=True)
         acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
     acc, even, odd = warpgroup_mma_wait(0, deps=[acc, even, odd])
@@ -438,7 +442,7 @@ def _multiply_both(
             gate_scale, up_scale, k = next_gate, next_up, after * BLOCK_K
             next_gate = _load_scale(gate_scale_ptr, col, cols, k, stride_sn0, stride_sk, gate, IN_BLOCKS)
             next_up = _load_scale(up_scale_ptr, col, cols, k, stride_sn1, stride_sk, gate, IN_BLOCKS)
-            x, x_read = _take_rows(x_ring, step, X_STAGES)
+            x = _take_rows(x_ring, step, X_STAGES)
             part = warpgroup_mma(gate_w, x, gate, use_acc=False, is_async=True)
             up_w = _take_weights(up_ring, step, gate, kind, W_STAGES)
             part, gate_w = warpgroup_mma_wait(0, deps=[part, gate_w])
@@ -446,20 +450,20 @@ def _multiply_both(
             part = warpgroup_mma(up_w, x, up, use_acc=False, is_async=True)
             gate_w = _take_weights(gate_ring, after, gate, kind, W_STAGES)
             part, up_w = warpgroup_mma_wait(0, deps=[part, up_w])
-            mbarrier.arrive(x_read)
+            _give_back(x_ring, step, X_STAGES)
             up_total += part * up_scale
     else:  # as _multiply_overlapped
-        x, x_read = _take_rows(x_ring, 0, X_STAGES)
+        x = _take_rows(x_ring, 0, X_STAGES)
         gate = warpgroup_mma(gate_w, x, gate, is_async=True)
         up_w = _take_weights(up_ring, 0, up, kind, W_STAGES)
         up = warpgroup_mma(up_w, x, up, is_async=True)
         gate, up, gate_w, up_w = warpgroup_mma_wait(1, deps=[gate, up, gate_w, up_w])
         for step in range(1, count):
             gate_w = _take_weights(gate_ring, step, up_total, kind, W_STAGES)
-            x, x_read = _take_rows(x_ring, step, X_STAGES)
+            x = _take_rows(x_ring, step, X_STAGES)
             gate = warpgroup_mma(gate_w, x, gate, is_async=True)
             gate, up, gate_w, up_w = warpgroup_mma_wait(1, deps=[gate, up, gate_w, up_w])
-            mbarrier.arrive(x_ring[2].index((step - 1) % X_STAGES))
+            _give_back(x_ring, step - 1, X_STAGES)
             up_w = _take_weights(up_ring, step, up_total, kind, W_STAGES)
             up = warpgroup_mma(up_w, x, up, is_async=True)
             gate, up, gate_w, up_w = warpgroup_mma_wait(1, deps=[gate, up, gate_w, up_w])
