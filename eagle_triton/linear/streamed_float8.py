@@ -61,10 +61,10 @@ _BLOCK_K = 128  # that of a block of scales
 _PROGRAMS = 256  # enough of them: two to a multiprocessor
 _WIDE = 200  # tiles of 128 rows of weights: enough of them, which read x half as often
 _SHARED_MEMORY = 228 * 1024  # of a multiprocessor, of which each program takes 1024 bytes more than it asks for
-_STAGES = 8  # at most
+_STAGES = 3  # more are slower in a step: programs that take little memory start early
 _REGISTERS = 64 * 1024  # of a multiprocessor
 _LOADER = gl.constexpr(24)  # registers of a thread of the warp that loads
-_PREFETCH_BYTES = 32 * 1024  # as in streamed.py
+_PREFETCH_BYTES = 24 * 1024  # as in streamed.py
 # Two pairs of e4m3 numbers, one pair to a row, as two pairs of bf16, exactly: fp16 and fp32 on the way hold them all.
 _TO_BF16 = gl.constexpr("""{
     .reg .b16 upper, lower, first, second;
