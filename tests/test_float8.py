@@ -23,11 +23,16 @@ from eagle_triton import (
 )
 from eagle_triton.adapters import native
 from eagle_triton.adapters.float8 import SCALES
+from eagle_triton.benchmarks.float8 import round_target
+from eagle_triton.benchmarks.models import encoded
+from eagle_triton.benchmarks.parity import check_parity
+from eagle_triton.demo import demo_prompts
 from eagle_triton.engine.drafts import float8
 from eagle_triton.engine.drafts.float8 import float8_draft
 from eagle_triton.engine.drafts.hybrid import beams_of
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.modules import Projection, with_projections
+from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.reference import linear
@@ -102,6 +107,25 @@ def test_nothing_is_copied() -> None:
 
 def _projections(mlp: Any, names: tuple[str, ...]) -> list[tuple[Projection, str]]:
     return [(getattr(mlp, name), name) for name in names]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_trees_and_plain_decoding_give_the_same_but_for_rounding() -> None:
+    model = EaModel.from_pretrained("demo", dtype=torch.bfloat16).to("cuda")
+    round_target(model.base_model)
+    prompts = [prompt.to("cuda") for prompt in encoded(model, demo_prompts(100), 128)]
+    with optimize_eagle_with_triton(model):
+        trees = [model.eagenerate(prompt, max_new_tokens=128, temperature=0.0)[0] for prompt in prompts]
+        plain = [model.naivegenerate(prompt, max_new_tokens=128, temperature=0.0)[0] for prompt in prompts]
+    same = 0
+    for prompt, ours, alone in zip(prompts, trees, plain, strict=True):
+        length = min(len(ours), len(alone))
+        if torch.equal(ours[:length], alone[:length]):
+            same += 1
+        else:  # another token with as good a logit, as near as rounding lets one say
+            for tokens in (ours, alone):
+                check_parity(model.base_model, tokens, prompt.shape[1], SamplingParams())
+    assert same >= 90, same
 
 
 # --- what happens to such a module afterwards ---
