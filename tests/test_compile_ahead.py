@@ -3,8 +3,10 @@
 import ast
 import math
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -308,3 +310,37 @@ def test_nothing_is_compiled_after_the_dry_pass():
     script = Path(__file__).parent / "decode_without_gpu.py"
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) { return PyLong_FromLong(%d); }
+static PyMethodDef methods[] = {{"launch", launch, METH_NOARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&module); }
+"""
+
+
+@needs_async_compilation
+@pytest.mark.skipif(
+    not (shutil.which("gcc") and Path(sysconfig.get_paths()["include"], "Python.h").exists()),
+    reason="needs a C compiler and Python's headers",
+)
+def test_a_launcher_that_is_loaded_again_leaves_the_others_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    build = compile_ahead.launchers
+    with compile_ahead._launchers_of_their_own():
+        first, second = (build.compile_module_from_src(LAUNCHER % n, "__triton_launcher") for n in (1, 2))
+        build.compile_module_from_src(LAUNCHER % 1, "__triton_launcher")
+    assert (first.launch(), second.launch()) == (1, 2)
+
+
+@needs_async_compilation
+def test_how_triton_loads_launchers_is_given_back(driver):
+    load = compile_ahead.launchers._load_module_from_path
+    kernel = Kernel(lambda: seen.append(compile_ahead.launchers._load_module_from_path))
+    seen = []
+    with compiled_ahead():
+        launch(kernel, (1,))(1)
+    assert seen and seen[0] is not load
+    assert compile_ahead.launchers._load_module_from_path is load

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import contextvars
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
+from triton.runtime import build as launchers
 from triton.runtime import driver
 
 from eagle_triton.runtime.launch import Launch, recorded
@@ -25,6 +28,7 @@ from eagle_triton.runtime.overlap import await_inputs, triton_version
 
 _ATTEMPTS = 4  # see _built
 _MAX_WORKERS = 32
+_turn = threading.Lock()  # of who compiles
 _ALLOCATIONS = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
 
 
@@ -50,6 +54,8 @@ def compiled_ahead() -> Iterator[None]:
 
 def _compile(launches: Collection[Launch]) -> None:
     with (
+        _turn,
+        _launchers_of_their_own(),
         tqdm(total=0, desc="compiling kernels", leave=False, disable=None, delay=0.5) as progress,
         _Loader(progress) as loader,
         triton.AsyncCompileMode(loader, ignore_errors=True),
@@ -60,6 +66,27 @@ def _compile(launches: Collection[Launch]) -> None:
         except BaseException:
             loader.stop()
             raise
+
+
+@contextmanager
+def _launchers_of_their_own() -> Iterator[None]:
+    """Have each kernel launched by its own launcher, in whatever order threads load them.
+
+    In Triton 3.6 launchers are extension modules, all of one name. Where CPython is asked for one a second time, it
+    writes that one's functions into the module of this name that came last, and another thread may be about to take its
+    launcher from there: "function takes exactly 46 arguments (36 given)".
+    """
+    load, one_at_a_time = launchers._load_module_from_path, threading.Lock()
+
+    def load_for_itself(name: str, path: str) -> Any:
+        with one_at_a_time:
+            return SimpleNamespace(**vars(load(name, path)))
+
+    launchers._load_module_from_path = load_for_itself
+    try:
+        yield
+    finally:
+        launchers._load_module_from_path = load
 
 
 class _Loader(ThreadPoolExecutor):
