@@ -3,10 +3,12 @@
     linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; split sums of K, or the product
     swiglu_kernel:  out = silu(x @ gate.T) * (x @ up.T)
 
-As streamed.py, with whose rings they work. The weights are always the left operand: tiles of e4m3 come through TMA, and
-are converted on their way from shared memory to the registers that the tensor cores read, exactly. While they multiply
-one tile, the next is converted. Scales are fp32 and stay out of the products: one for each row is applied to the sum,
-one for each block of 128 by 128 to the sum of each step of K, which is 128 wide. Needs Triton 3.6.
+As streamed.py, but one warp of a program does nothing but load, and the others nothing but convert and multiply: each
+slot of a ring has a barrier that says it is full, and one that says it has been read. The weights are always the left
+operand: tiles of e4m3 come through TMA, and are converted on their way from shared memory to the registers that the
+tensor cores read, exactly. While they multiply one tile, the next is converted. Scales are fp32 and stay out of the
+products: one for each row is applied to the sum, one for each block of 128 by 128 to the sum of each step of K, which
+is 128 wide. Needs Triton 3.6.
 
 | name         | shape                           | dtype, layout                                           |
 |--------------|---------------------------------|---------------------------------------------------------|
@@ -16,11 +18,17 @@ one for each block of 128 by 128 to the sum of each step of K, which is 128 wide
 | bias         | [N]                             | as x                                                    |
 | out          | [rows, N], [splits, rows, N]    | as x; fp32 if the splits' sums stay apart               |
 
-Tried without gain (H200, 64 rows, us behind a small kernel of 2.8): weights read four at a time by `ldmatrix`, which
-takes x with its even columns before its odd ones. If x comes so, gate and up take 40.4 instead of 44.9, but down 24.8
-instead of 24.0; if x is put in that order on its way through registers, gate and up take 59: what writes shared memory
-for the tensor cores must be fenced, and the fence waits for the next loads (experiments that were not kept). What
-bounds 64 rows is probably the traffic between L2 and shared memory: 3.1 TB/s of weights and as much of x.
+They are bound by latency: hardware counters (H200) show neither L2 (65 %) nor any pipe (ALU 33 %) at its limit, but
+half of all cycles without a warp that could go on. Hence the warp that loads (with all warps issuing loads a step of K
+had five barriers of the whole program), and two products in flight where sums need no scaling between. Of Llama-3.1-8B
+with scales for rows, us of 16 and 64 rows behind a small kernel of 2.8: q, k and v 10.4, 13.7; o 8.4, 10.2; gate and up
+34.8, 41.5 (scales for blocks 36.1, 48.7); down 20.9, 23.3 (of forms of these kernels, some with more stages).
+
+Tried without gain there: weights read sixteen at a time for `mma` of either operand from registers, through shared
+memory (gate and up 39.9, 64) or from memory straight to registers, with no barrier at all (47.5), though both have half
+the instructions; gate above up in one tile for eight warps (45, 46); weights read four at a time by `ldmatrix`, which
+takes x with its even columns before its odd ones: 40.4 at 64 rows if x comes so, 59 if it is put in that order on its
+way (what writes shared memory for the tensor cores must be fenced, and the fence waits for the next loads).
 """
 
 from __future__ import annotations
@@ -532,8 +540,7 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool, in_b
     while not fused and splits < 4 and narrow * splits < _PROGRAMS and depth >= 8 * splits * _BLOCK_K:
         splits *= 2
     warps = 8 if many or (wide and in_blocks and rows > 32) else 4  # else sums would not fit the registers
-    most = 1 if warps == 8 else 2 if wide or fused else 3 if block_m > 16 else 4
-    together = min(most, triton.cdiv(tiles_of(cols, block_n, fused) * splits, _MULTIPROCESSORS))
+    together = min(_most_together(block_m, block_n, warps, fused), triton.cdiv(tiles_of(cols, block_n, fused) * splits, _MULTIPROCESSORS))
     room = _SHARED_MEMORY // together - 2048
     w_stage, x_stage = block_n * _BLOCK_K * (2 if fused else 1), block_m * _BLOCK_K * 2
     stages = min(_STAGES, max(2, room // (w_stage + x_stage)))
@@ -634,7 +641,15 @@ def _together(settings: Streaming, weights: int, block_m: int, programs: int, mu
     """How many programs share a multiprocessor."""
     w_stage, x_stage = weights * settings.block_n * settings.block_k, block_m * settings.block_k * 2
     shared = settings.w_stages * w_stage + settings.x_stages * x_stage
-    return max(1, min(_SHARED_MEMORY // (shared + 1024), triton.cdiv(programs, multiprocessors)))
+    most = _most_together(block_m, settings.block_n, settings.warps, weights == 2)
+    return max(1, min(most, _SHARED_MEMORY // (shared + 1024), triton.cdiv(programs, multiprocessors)))
+
+
+def _most_together(block_m: int, block_n: int, warps: int, fused: bool) -> int:
+    """How many programs a multiprocessor has registers for."""
+    if warps == 8:
+        return 1
+    return 2 if fused or block_n > 64 else 3 if block_m > 16 else 4
 
 
 def _registers(settings: Streaming, together: int) -> int:

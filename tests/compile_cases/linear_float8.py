@@ -77,6 +77,7 @@ _SHAPES = {
     "8b down": ((4096,), 14336),
     "8b head": ((128256,), 4096),
     "1b qkv": ((2048, 512, 512), 2048),
+    "32b gate_up": ((25600, 25600), 5120),
 }
 CASES = [
     _streamed(name, rows, cols, depth, in_blocks)
