@@ -540,7 +540,10 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool, in_b
     while not fused and splits < 4 and narrow * splits < _PROGRAMS and depth >= 8 * splits * _BLOCK_K:
         splits *= 2
     warps = 8 if many or (wide and in_blocks and rows > 32) else 4  # else sums would not fit the registers
-    together = min(_most_together(block_m, block_n, warps, fused), triton.cdiv(tiles_of(cols, block_n, fused) * splits, _MULTIPROCESSORS))
+    together = min(
+        _most_together(block_m, block_n, warps, fused),
+        triton.cdiv(tiles_of(cols, block_n, fused) * splits, _MULTIPROCESSORS),
+    )
     room = _SHARED_MEMORY // together - 2048
     w_stage, x_stage = block_n * _BLOCK_K * (2 if fused else 1), block_m * _BLOCK_K * 2
     stages = min(_STAGES, max(2, room // (w_stage + x_stage)))
