@@ -37,7 +37,7 @@ from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.heads import DraftConfig, Eagle1Head
 from eagle_triton.models.loading import HEAD_FOLDERS
 from eagle_triton.models.mtp import MTPHead, new_unit
-from eagle_triton.speculative import EAGLEConfig, EAGLEInference
+from eagle_triton.speculative import EAGLEConfig, EAGLEInference, Session, SharedSession
 from tests.tiny import random_prompt, tiny_model
 from tests.tiny_hybrids import tiny_hybrid
 
@@ -199,12 +199,68 @@ def plain_models_and_inference(folder: Path) -> None:
     with optimize_with_triton(shared.base_model):
         cut = shared.base_model.generate(prompt, max_new_tokens=20, do_sample=False, stopping_criteria=[Sometime()])
     assert cut.shape[1] == 17
-    with refused(ValueError, "session: not supported yet over several ranks"):
-        inference.session(rows=64)
+    with refused(RanksError, "the options of a session must be the same on all ranks"):
+        inference.session(rows=64 + rank)
     with refused(RanksError, "must be the same on all ranks: those of [1] are not rank 0's"):
         inference.generate(prompt[0, : 5 + rank], max_new_tokens=4)
     (again,) = inference.generate([prompt[0]], max_new_tokens=4, return_stats=False)  # it was said to both, in time
     assert len(again) == 16
+
+
+def rank_0_is_asked_by_a_session(folder: Path) -> None:
+    """And gives what a session of one process gives, whatever comes and goes meanwhile."""
+    one, shared = (
+        EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), **TREE, **options)
+        for options in ({}, {"tp_plan": "auto"})
+    )
+    config = EAGLEConfig(num_draft_tokens="auto", topk=3, num_steps=3, suffix_drafts=2, slots=2)
+    inferences = [EAGLEInference(None, model, config, tokenizer=Letters()) for model in (one, shared)]
+
+    def work(session: Session) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+
+        def run(steps: int | None = None) -> None:
+            while not session.idle and steps != 0:
+                steps = None if steps is None else steps - 1
+                for piece in session.step():
+                    if piece.completion is not None:
+                        found[piece.index] = (piece.completion.tokens, piece.completion.text, piece.completion.finished)
+
+        for length in (9, 21, 4):
+            session.submit(random_prompt(length)[0], 24, logprobs=length == 4)
+        run(3)
+        session.submit(random_prompt(7)[0], 16, temperature=0.8, top_p=0.9, seed=5, logit_bias={3: 1.5})
+        session.cancel(1)
+        run()
+        session.keep_alive()
+        session.submit(random_prompt(12)[0], 40, stop_strings=found[0][1][4:7])
+        run(2)
+        session.submit(random_prompt(500)[0], 4)  # does not fit
+        run()
+        return found
+
+    with inferences[0].session(96) as session:
+        expected = work(session)
+    assert sorted(expected) == [0, 2, 3, 4, 5] and expected[5][2] == "error"
+    session = inferences[1].session(96)
+    assert isinstance(session, SharedSession)
+    if session.leads:
+        with refused(RuntimeError, "rank 0 is asked"):
+            session.follow()
+        assert work(session) == expected
+        session.submit(random_prompt(9)[0], 24)  # which the others hear of when it is over
+        session.close()
+        with refused(RuntimeError, "closed"):
+            session.step()
+    else:
+        for ask in (session.step, lambda: session.submit([1, 2]), lambda: session.cancel(0)):
+            with refused(RuntimeError, "rank 0 is asked, the others call follow()"):
+                ask()
+        session.follow()
+        with refused(RuntimeError, "closed"):
+            session.follow()
+    ids, _ = inferences[1].generate([random_prompt(9)[0]], 6)  # they are together
+    assert torch.equal(ids[0], inferences[0].generate([random_prompt(9)[0]], 6)[0][0])
 
 
 def one_rank_may_stream_alone(folder: Path) -> None:
@@ -384,6 +440,7 @@ CASES: tuple[Callable[[Path], None], ...] = (
     restored_it_is_as_it_was,
     reports_are_the_same_over_many_steps,
     plain_models_and_inference,
+    rank_0_is_asked_by_a_session,
     one_rank_may_stream_alone,
     one_rank_may_lack_memory,
     steps_that_one_rank_has_alone_are_refused,

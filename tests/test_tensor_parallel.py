@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -11,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -27,7 +30,9 @@ from eagle_triton.engine.pages import CacheFullError, PagePool
 from eagle_triton.engine.ranks import Ranks, RanksError, SharedEmbedding
 from eagle_triton.runtime import compile_ahead
 from eagle_triton.runtime.split_sums import SplitSums
+from eagle_triton.speculative import EAGLEInference
 from tests.tiny import tiny_model
+from tools import time_server
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300  # that a run may take
@@ -59,6 +64,7 @@ def test_two_ranks_decode_as_one(tmp_path):
         "restored_it_is_as_it_was",
         "reports_are_the_same_over_many_steps",
         "plain_models_and_inference",
+        "rank_0_is_asked_by_a_session",
         "one_rank_may_stream_alone",
         "one_rank_may_lack_memory",
         "steps_that_one_rank_has_alone_are_refused",
@@ -91,6 +97,39 @@ def test_the_benchmark_of_a_step_is_printed_once():
     record = json.loads(torchrun("benchmark.py", "step", *options, "--device", "cpu"))
     assert [row["variant"] for row in record["rows"]] == ["optimised", "original"]
     assert any(note.startswith("ranks: 2 share the target") for note in record["notes"])
+
+
+@pytest.mark.slow
+@two_processes
+@pytest.mark.skipif(sys.platform == "win32", reason="torchrun cannot ask a process there to end")
+def test_rank_0_serves_what_all_share():
+    pytest.importorskip("uvicorn", reason='pip install ".[serve,test]"')
+    script = "import sys; from eagle_triton.serve.main import main; sys.exit(main(sys.argv[1:]))"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    serve = [sys.executable, "-c", script, "--device", "cpu", "--port", "0", "--max-num-seqs", "1"]
+    body = {"prompt": "def add(a, b):", "max_tokens": 12, "temperature": 0}
+    expected = EAGLEInference.from_pretrained("demo", device="cpu").generate(
+        body["prompt"], body["max_tokens"], temperature=0.0
+    )[1]
+    with subprocess.Popen(
+        [*launcher, *serve], cwd=ROOT, env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
+    ) as servers:
+        log = []
+        try:
+            for line in servers.stderr:
+                log.append(line)
+                if found := re.search(r"is served at http://[^:]+:(\d+)", line):
+                    break
+            assert found, "".join(log)
+            threading.Thread(target=log.extend, args=(servers.stderr,), daemon=True).start()
+            url = f"http://127.0.0.1:{time_server._listening(int(found.group(1)))}/v1/completions"
+            request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+            with urlopen(request, timeout=60) as answer:
+                assert json.load(answer)["choices"][0]["text"] == expected.completions[0].text
+        finally:
+            servers.terminate()
+            servers.wait(60)
+    assert any("rank 1 of 2: rank 0 answers" in line for line in log)
 
 
 @pytest.mark.slow

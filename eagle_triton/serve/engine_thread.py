@@ -14,12 +14,15 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from eagle_triton.engine.ranks import BETWEEN_SECONDS, RanksError
 from eagle_triton.serve.bodies import RequestError
 from eagle_triton.serve.metrics import Metrics
 from eagle_triton.speculative.arguments import Call
 from eagle_triton.speculative.session import Completion, Piece, Session
 
 log = logging.getLogger(__name__)
+
+KEEP_ALIVE_SECONDS = BETWEEN_SECONDS / 3
 
 _numbers = itertools.count(1)
 
@@ -157,6 +160,8 @@ class EngineThread:
                     if not self._follow_orders(session):
                         break
                     self._step(session)
+                except RanksError:  # the others have gone, or will
+                    raise
                 except Exception:
                     log.exception("a step failed: its requests are lost, another batch begins")
                     session = self._begin_again(session)
@@ -199,8 +204,11 @@ class EngineThread:
         """Do what was asked for meanwhile, waiting for it if there is nothing else to do. False: end here."""
         while True:
             try:
-                order = self._orders.get(block=session.idle)
+                order = self._orders.get(block=session.idle, timeout=KEEP_ALIVE_SECONDS)
             except queue.Empty:
+                if session.idle:
+                    session.keep_alive()
+                    continue
                 break
             if order is None:
                 return False

@@ -56,8 +56,7 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
             f'{", ".join(missing)} is not installed: pip install "eagle_triton[serve]", or ".[serve]" in a clone'
         )
     if os.environ.get("RANK", "0") != "0":
-        log.info("rank %s of %s: rank 0 answers", os.environ["RANK"], os.environ.get("WORLD_SIZE", "?"))
-        return 0
+        return _follow(parser, args)
     sys.setswitchinterval(SWITCH_SECONDS)
     with parser.explains():
         import uvicorn
@@ -87,6 +86,19 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
         _server(config, engine, args.shutdown_timeout).run(sockets=[bound])
     finally:
         engine.close()
+    return 0
+
+
+def _follow(parser: Parser, args: argparse.Namespace) -> int:
+    """On ranks that share the target with rank 0, which answers: decode with it until it ends."""
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sig, signal.SIG_IGN)  # rank 0 gets them, too
+    with parser.explains():
+        inference = _load(args)
+        rows = _max_model_len(args.max_model_len, inference.pair.max_positions)
+        session = inference.session(rows)
+    log.info("rank %s of %s: rank 0 answers", os.environ["RANK"], os.environ["WORLD_SIZE"])
+    session.follow()  # type: ignore[attr-defined]  # ranks share the target
     return 0
 
 
@@ -126,7 +138,8 @@ def _load(args: argparse.Namespace) -> EAGLEInference:
         draft_dtype=args.draft_dtype,
         **options,
     )
-    return EAGLEInference.from_pretrained(args.model, args.draft, config, args.device)
+    tp_plan = "auto" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    return EAGLEInference.from_pretrained(args.model, args.draft, config, args.device, tp_plan=tp_plan)
 
 
 def _open(inference: EAGLEInference, rows: int) -> Session:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from eagle_triton.speculative.session import Completion as Completion
     from eagle_triton.speculative.session import Session as Session
     from eagle_triton.speculative.session import StepInfo as StepInfo
+    from eagle_triton.speculative.shared_session import SharedSession as SharedSession
     from eagle_triton.speculative.speculative_config import AcceptPolicy as AcceptPolicy
     from eagle_triton.speculative.speculative_config import MTPStrategy as MTPStrategy
     from eagle_triton.speculative.speculative_config import SpecMethod as SpecMethod
@@ -55,6 +56,7 @@ _HOMES = {
     "RequestMetrics": "eagle_triton.speculative.statistics",
     "SamplingParams": "eagle_triton.engine.sampling_params",
     "Session": "eagle_triton.speculative.session",
+    "SharedSession": "eagle_triton.speculative.shared_session",
     "SpecMethod": "eagle_triton.speculative.speculative_config",
     "SpeculativeConfig": "eagle_triton.speculative.speculative_config",
     "Statistics": "eagle_triton.speculative.statistics",

@@ -34,6 +34,7 @@ from eagle_triton.speculative.costs import CostTable, StepCosts, pass_cost
 from eagle_triton.speculative.pair import read_pair
 from eagle_triton.speculative.policy import TreePolicy, tree_sizes
 from eagle_triton.speculative.session import Piece, Results, Session, StepInfo
+from eagle_triton.speculative.shared_session import SharedSession
 from eagle_triton.speculative.speculative_config import SpeculativeConfig
 from eagle_triton.speculative.statistics import Statistics
 from eagle_triton.speculative.timing import Stopwatch, measure_costs
@@ -65,6 +66,7 @@ class EAGLEInference:
         kernels: bool | None = None,
         cuda_graph: bool | None = None,
         costs: Sequence[CostTable] | None = None,
+        tp_plan: str | None = None,
     ) -> None:
         """draft_model: an EAGLE head, an EaModel for its head, a causal language model with the target's vocabulary;
         None for the head of the target, or where the configuration drafts without a model. target_model: an EaModel, a
@@ -72,6 +74,7 @@ class EAGLEInference:
         EAGLEConfig with it as `speculative`. device: goes before config.device. tokenizer: for prompts and output as
         text; None takes the target's.
         kernels, cuda_graph: as for `EagleTritonConfig`. costs: cost tables to consult, None: those of the package.
+        tp_plan: "auto" spreads a target that is given by its path over the ranks that torchrun has started.
 
         Nothing of the models is changed. Raises ValueError (and UnsupportedModelError, which is one) for models that
         are not known, do not fit, or lie elsewhere.
@@ -85,7 +88,7 @@ class EAGLEInference:
         wanted = None if wanted is None else torch.device(wanted)
         if wanted is not None and wanted.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device={str(wanted)!r}: there is no GPU here")
-        self.pair = read_pair(draft_model, target_model, self.config, wanted)
+        self.pair = read_pair(draft_model, target_model, self.config, wanted, tp_plan)
         self.tokenizer = tokenizer or self.pair.tokenizer
         view, draft = self.pair.view, self.pair.draft
         self._reader = ArgumentReader(self.config, view.vocab_size, view.device, self.tokenizer)
@@ -275,14 +278,9 @@ class EAGLEInference:
         """A batch that stays open: submit requests at any time, `step()` for their pieces. Use as a context manager.
 
         rows: the most tokens of a sequence, prompt included (default config.max_length, which must then be set); slots:
-        default config.slots. report_drafts: as for `stream`. Raises ValueError if no rows are known, and where ranks
-        share the target, to each of which requests would come at another time.
+        default config.slots. report_drafts: as for `stream`. Where ranks share the target each opens the same one: rank
+        0 is asked, and the others `follow` (`SharedSession`). Raises ValueError if no rows are known.
         """
-        if self.pair.view.ranks is not None:
-            raise ValueError(
-                "session: not supported yet over several ranks (tp_plan), to each of which requests would come at "
-                "another time: give them together, to generate or stream (docs/limits.md#devices)"
-            )
         check_switches(logprobs=logprobs, report_drafts=report_drafts)
         rows = self.config.max_length if rows is None else integer("rows", rows)
         slots = self.config.slots if slots is None else integer("slots", slots)
@@ -292,7 +290,11 @@ class EAGLEInference:
             raise ValueError(
                 "session: give rows, the most tokens of a sequence, or set max_length in the configuration"
             )
-        return self._session(self.policy(slots), slots, rows, logprobs, report_drafts=report_drafts)
+        ranks = self.pair.view.ranks
+        if ranks is not None:
+            ranks.check_alike("the options of a session", (rows, slots, logprobs, report_drafts))
+        kind = Session if ranks is None else SharedSession
+        return self._session(self.policy(slots), slots, rows, logprobs, report_drafts=report_drafts, kind=kind)
 
     def benchmark(
         self,
@@ -521,8 +523,9 @@ class EAGLEInference:
         logprobs: bool,
         text: bool = True,
         report_drafts: bool = False,
+        kind: type[Session] = Session,
     ) -> Session:
-        return Session(
+        return kind(
             self.engine, policy, slots, rows,
             tokenizer=self.tokenizer, stop_ids=self.pair.stop_ids, logprobs=logprobs, text=text, config=self.config,
             report_drafts=report_drafts, max_positions=self.pair.max_positions,

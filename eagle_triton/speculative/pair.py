@@ -64,7 +64,9 @@ def _models(target_model: Any, draft_model: Any) -> dict[str, nn.Module]:
     return models
 
 
-def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: torch.device | None) -> Pair:
+def read_pair(
+    draft_model: Any, target_model: Any, config: EAGLEConfig, device: torch.device | None, tp_plan: str | None = None
+) -> Pair:
     """Read a draft for a target.
 
     target_model: an EaModel of any family, a Hugging Face causal language model, or the path or hub id of one ("demo":
@@ -72,7 +74,8 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     head is meant, a draft head, "mtp" for the multi-token-prediction layers beside the target's weights, or what
     `load_mtp` makes of them, a causal language model with the target's vocabulary, a `Draft` of one's own, or, beside a
     target's path, that of an EAGLE-3 head. What is configured to draft without a model needs none. device:
-    where the models must lie, None: wherever they do. Raises UnsupportedModelError for what is not known, ValueError
+    where the models must lie, None: wherever they do. tp_plan: how a target is spread over ranks that is given by its
+    path, None: not at all. Raises UnsupportedModelError for what is not known, ValueError
     for a draft that does not fit or models that lie elsewhere.
     """
     draft_model = _configured_head(draft_model, config)
@@ -82,7 +85,7 @@ def read_pair(draft_model: Any, target_model: Any, config: EAGLEConfig, device: 
     if draft_model is None and isinstance(target_model, (str, Path)) and _takes_mtp(config):
         path = _model_path(target_model)
         draft_model = MTP if path != "demo" and has_mtp(path) else None
-    target, tokenizer = _load_target(draft_model, target_model, config, device)
+    target, tokenizer = _load_target(draft_model, target_model, config, device, tp_plan)
     draft_model = _configured_model(draft_model, target, config)
     check_readable(target, "target_model")
     family = _family(target)
@@ -190,10 +193,12 @@ def _configured_model(draft_model: Any, target: nn.Module, config: EAGLEConfig) 
 
 
 def _load_target(
-    draft_model: Any, target_model: Any, config: EAGLEConfig, device: torch.device | None
+    draft_model: Any, target_model: Any, config: EAGLEConfig, device: torch.device | None, tp_plan: str | None
 ) -> tuple[Any, Any | None]:
     """The target, and its tokenizer if one is known."""
     if not isinstance(target_model, (str, Path)):
+        if tp_plan is not None:
+            raise ValueError("tp_plan goes with a target_model that is given by its path; another is spread as it is")
         if isinstance(draft_model, (str, Path)) and draft_model != MTP:
             raise TypeError("draft_model: a path goes with a target_model that is given by its path too")
         if not isinstance(target_model, nn.Module):
@@ -202,15 +207,18 @@ def _load_target(
             )
         return target_model, getattr(target_model, "tokenizer", None)
     path = _model_path(target_model)
+    shared: dict[str, Any] = {} if tp_plan is None else {"tp_plan": tp_plan}
     where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = config.dtype or (torch.float32 if where.type == "cpu" else _stored_dtype(path, draft_model))
     if (isinstance(draft_model, (str, Path)) and draft_model != MTP) or (draft_model is None and _of_head(config)):
-        model = EaModel.from_pretrained(path, None if draft_model is None else str(draft_model), dtype=dtype)
-        return model.to(where), model.tokenizer
+        head = None if draft_model is None else str(draft_model)
+        model = EaModel.from_pretrained(path, head, dtype=dtype, **shared)
+        return model if shared else model.to(where), model.tokenizer
     if path == "demo":
         path, _, _ = locate(path, None, True)
     read_target_config(path, hybrids=True)
-    return load_target(path, hybrids=True, dtype=dtype).to(where), load_tokenizer(path)
+    target = load_target(path, hybrids=True, dtype=dtype, **shared)
+    return target if shared else target.to(where), load_tokenizer(path)
 
 
 def _of_head(config: EAGLEConfig) -> bool:

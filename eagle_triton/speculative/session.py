@@ -283,6 +283,9 @@ class Session:
         pieces, self._undelivered = self._undelivered, []
         return StepInfo(self.steps, time.perf_counter() - start, nodes, len(self._running), len(self._waiting), pieces)
 
+    def keep_alive(self) -> None:
+        """To be called now and then while nothing is asked of a session that ranks share; else nothing happens."""
+
     def _decode(self) -> int:
         """One step; the nodes of the tree that was verified."""
         began = time.perf_counter()
