@@ -424,6 +424,9 @@ def test_a_head_in_fp8_gives_the_same_tokens(eagle3: bool, suffix_drafts: int, e
     size = f"{_bytes(ours) / 2**20:.1f} MiB"
     assert note == f"fp8: 9 projections of the draft are copies in eight bits, {size}"
     assert torch.equal(model.eagenerate(prompt, max_new_tokens=40), expected)
+    lengths = engine.accept_lengths
+    note = next(entry.reason for entry in originals.report() if entry.path == "draft_dtype")
+    assert note.endswith(f"{size}; tau {1 + sum(lengths) / len(lengths):.2f} over {len(lengths)} steps")
 
     kept = [weakref.ref(tensor) for tensor in ours]
     del head, projections, ours
