@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class Float8Tensor(WrappedWeight):
     """By the name that torchao's has."""
 
 
-def as_weight(weight: Tensor, bias: Tensor | None, per: str = "row", kind: type = Float8Tensor) -> Any:
+def as_weight(weight: Tensor, bias: Tensor | None, per: str = "row", kind: Callable[..., Tensor] = Float8Tensor) -> Any:
     """torchao: a plain linear layer whose weight is a tensor of its own, with scales per row, block or tensor."""
     rows, depth = weight.shape
     if per == "tensor":
@@ -120,6 +121,36 @@ def as_weight(weight: Tensor, bias: Tensor | None, per: str = "row", kind: type 
     module.weight = nn.Parameter(kind(found.values, found.scale, size, weight.dtype), requires_grad=False)
     module.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
     return module, found
+
+
+def compressed(weight: Tensor, bias: Tensor | None, per: str = "row") -> Any:
+    """compressed-tensors as transformers loads it by default: a plain linear layer with a forward of that package's,
+    which multiplies once the model's first forward has decompressed the weight."""
+    module, found = as_weight(weight, bias, per, lambda *parts: parts[0])
+    scale = found.scale.view(1) if per == "tensor" else found.scale
+    module.weight_scale = nn.Parameter(scale.clone(), requires_grad=False)
+    size = [128, 128] if per == "block" else None
+    module.quantization_scheme = SimpleNamespace(weights=SimpleNamespace(block_structure=size))
+    module.quantization_status = "compressed"
+    home: dict[str, Any] = {"__name__": "compressed_tensors.quantization.lifecycle.forward"}
+    exec("def forward(self, x): return type(self).forward(self, x)", home)
+    module.forward = home["forward"].__get__(module)
+    return module, found
+
+
+def decompress_at_first(model: nn.Module) -> None:
+    """The hook that decompresses such a model."""
+
+    def hook(model: nn.Module, args: Any) -> None:
+        for module in model.modules():
+            if getattr(module, "quantization_status", None) == "compressed":
+                scale = module.weight_scale.view(-1, 1)
+                module.weight = nn.Parameter(module.weight.float() * scale, requires_grad=False)
+                module.quantization_status = "decompressed"
+        handle.remove()
+
+    hook.__module__ = "compressed_tensors.compressors.model_compressors.model_compressor"
+    handle = model.register_forward_pre_hook(hook)
 
 
 LAYOUTS = {"blocks": in_blocks, "rows": in_rows, "one scale": at_once}

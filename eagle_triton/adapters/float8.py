@@ -1,7 +1,8 @@
 """Projections that were published with FP8 weights, read as what they are: values of eight bits and their scales.
 
 transformers keeps them in modules of its own, torchao in a tensor of its own, which a plain linear layer has for a
-weight. Most of them round their inputs to eight bits too before they multiply. Here the inputs stay as they are
+weight, compressed-tensors beside the scale in a plain linear layer, until the model's first forward decompresses it.
+Most of them round their inputs to eight bits too before they multiply. Here the inputs stay as they are
 (`activations="exact"`), or the module is called (`"as published"`).
 """
 
@@ -36,6 +37,10 @@ WRAPPER, WRAPPED = "Float8Tensor", ("qdata", "scale")
 columns that share a scale."""
 
 
+COMPRESSED, FORWARD = "compressed", "compressed_tensors.quantization."
+"""What compressed-tensors calls the state of a layer before the first forward, and where that layer's comes from."""
+
+
 class Float8Reading(NamedTuple):
     """A target and its draft with their FP8 projections as they are to be run."""
 
@@ -68,7 +73,7 @@ def with_float8(
         module = projection.module
         if not isinstance(module, nn.Module) or not is_float8_module(module):
             return projection
-        if activations == AS_PUBLISHED or "forward" in vars(module) or not _is_known(module):
+        if activations == AS_PUBLISHED or not _is_known(module):
             called.add(module)
             return projection
         if module not in read:
@@ -76,6 +81,13 @@ def with_float8(
         return read[module]
 
     view, draft = with_projections(view, change), with_projections(draft, change)
+    for module, path in paths.items():
+        if _is_compressed(module) and module not in read:
+            raise UnsupportedModelError(
+                f"{path} is compressed until the model's own forward runs, and cannot be called before: load it with "
+                "CompressedTensorsConfig(dequantize=True)",
+                "quantisation",
+            )
     if activations == AS_PUBLISHED and not called:
         raise ValueError(f'activations="{AS_PUBLISHED}": no projection of the model has FP8 weights')
     notes = []
@@ -89,8 +101,20 @@ def with_float8(
 
 
 def is_float8_module(module: nn.Module) -> bool:
-    """Whether a module is of a class that holds FP8 weights, or a linear layer whose weight wraps such."""
-    return any(base.__name__ in SCALES for base in type(module).__mro__) or _wraps_float8(module)
+    """Whether a module is of a class that holds FP8 weights, or a linear layer whose weight is compressed to such or
+    wraps them."""
+    named = any(base.__name__ in SCALES for base in type(module).__mro__)
+    return named or _wraps_float8(module) or (_is_compressed(module) and _dtype(module) in FLOAT8)
+
+
+def _is_compressed(module: nn.Module) -> bool:
+    """Whether compressed-tensors still has to decompress a module."""
+    status: Any = getattr(module, "quantization_status", None)
+    return getattr(module, "quantization_scheme", None) is not None and getattr(status, "value", status) == COMPRESSED
+
+
+def _dtype(module: nn.Module) -> torch.dtype | None:
+    return getattr(getattr(module, "weight", None), "dtype", None)
 
 
 def _wraps_float8(module: nn.Module) -> bool:
@@ -101,9 +125,14 @@ def _wraps_float8(module: nn.Module) -> bool:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether a module computes what one of the classes in SCALES does, or a linear layer with torchao's weight, and
-    nothing of its own around the same weights."""
-    kind = type(module)
+    """Whether a module computes what one of the classes in SCALES does, or a linear layer with a compressed weight or
+    torchao's, and nothing of its own around the same weights."""
+    kind, own = type(module), vars(module).get("forward")
+    if _is_compressed(module):
+        source = getattr(getattr(own, "__func__", None), "__globals__", {}).get("__name__", "")
+        return kind is nn.Linear and (own is None or source.startswith(FORWARD))
+    if own is not None:
+        return False
     if _wraps_float8(module):
         weight: Any = module.weight
         named = any(base.__name__ == WRAPPER for base in type(weight).__mro__)
@@ -152,8 +181,14 @@ class _Parts(NamedTuple):
 
 def _parts(module: nn.Module, path: str) -> _Parts:
     if not _wraps_float8(module):
-        name = next(SCALES[base.__name__] for base in type(module).__mro__ if base.__name__ in SCALES)
-        blocks = getattr(module, "block_size", None)
+        if _is_compressed(module):
+            scheme: Any = module.quantization_scheme
+            name, blocks = "weight_scale", getattr(scheme.weights, "block_structure", None)
+            if getattr(module, "weight_zero_point", None) is not None:
+                raise _unreadable(f"{path}.weight_zero_point must be none, the weight's numbers being signed")
+        else:
+            name = next(SCALES[base.__name__] for base in type(module).__mro__ if base.__name__ in SCALES)
+            blocks = getattr(module, "block_size", None)
         return _Parts("weight", _tensor(module, "weight", path), name, _tensor(module, name, path), blocks)
     weight = module._parameters.get("weight")
     if weight is None:

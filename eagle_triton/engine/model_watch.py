@@ -30,6 +30,7 @@ HARMLESS_HOOKS = (
     "eagle_triton.",
     "transformers.utils.output_capturing",  # records outputs when a caller asks for them
     "transformers.modeling_utils",  # lets gradients reach the inputs
+    "compressed_tensors.compressors",  # decompresses the model; adapters/float8.py sees to what is compressed
 )
 
 TENSOR_PARALLEL = "transformers.distributed.tensor_parallel"
@@ -45,10 +46,10 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 def is_sharded_linear(module: nn.Module) -> bool:
     """Whether a module is a matrix product of which this process holds one part."""
-    return type(module) is nn.Linear and is_sharded_tensor(module.weight)
+    return type(module) is nn.Linear and is_sharded_tensor(getattr(module, "weight", None))
 
 
-def is_sharded_tensor(tensor: Tensor) -> bool:
+def is_sharded_tensor(tensor: Any) -> bool:
     """Whether a tensor is spread over processes, which is what DTensor is for."""
     return any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
 
