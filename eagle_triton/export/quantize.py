@@ -20,7 +20,7 @@ from eagle_triton.demo import DRAFT, HYBRID, demo_directory
 from eagle_triton.export.contents import ExportError
 from eagle_triton.export.folder import free_folder, made_whole
 from eagle_triton.export.source import saved_target
-from eagle_triton.models.loading import read_target_config, tensor_names
+from eagle_triton.models.loading import directory_or_hub_id, read_target_config, tensor_names
 from eagle_triton.runtime.float8_weight import BLOCK, quantised
 
 FORMATS = ("fp8",)
@@ -28,7 +28,8 @@ KEPT = ("lm_head", "model.embed_tokens")  # as they are: few layers, and the one
 INDEX = "model.safetensors.index.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*")
+DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*")
+ELSEWHERE = ("*/*", "consolidated*")  # of a hub id: the same weights again, in other layouts
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,9 @@ def quantize_checkpoint(target: str | Path, path: str | Path, to: str = "fp8") -
     if to not in FORMATS:
         raise ValueError(f"to must be {' or '.join(FORMATS)}, got {to!r}")
     folder = free_folder(path)
-    source = _fetched(target)
-    config = read_target_config(str(source))
-    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    for name in ("quantization_config", "compression_config"):
-        if raw.get(name):
-            method = raw[name].get("quant_method", "") if isinstance(raw[name], dict) else raw[name]
-            raise ExportError(f"config.json: {name} says that {str(target)!r} is quantised already, by {method!r}")
+    _configuration(_fetched(target, DESCRIPTIONS), target)  # before gigabytes are fetched
+    source = _fetched(target, (*DESCRIPTIONS, "*.safetensors"))
+    config, raw = _configuration(source, target)
     files = _weight_files(source)
     wanted = _projections(config)
     if missing := sorted(wanted - {name for names in files.values() for name in names}):
@@ -99,15 +96,28 @@ def quantize_checkpoint(target: str | Path, path: str | Path, to: str = "fp8") -
     return QuantizedCheckpoint(folder, len(wanted), before, after, _notes(config))
 
 
-def _fetched(target: str | Path) -> Path:
-    """The directory of a target. Raises FileNotFoundError without one."""
+def _configuration(source: Path, target: str | Path) -> tuple[Any, dict[str, Any]]:
+    """The configuration of a target that may be quantised, as transformers has it and as it is written."""
+    config = read_target_config(str(source))
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    for name in ("quantization_config", "compression_config"):
+        if raw.get(name):
+            method = raw[name].get("quant_method", "") if isinstance(raw[name], dict) else raw[name]
+            raise ExportError(f"config.json: {name} says that {str(target)!r} is quantised already, by {method!r}")
+    return config, raw
+
+
+def _fetched(target: str | Path, patterns: tuple[str, ...]) -> Path:
+    """The directory of a target; of a hub id, one that has what fits the patterns. Raises FileNotFoundError without
+    one, ValueError for a file."""
     name = str(target)
     named = {DRAFT: "draft", HYBRID: "gdn"}.get(name)
     place = Path(demo_directory(named) if named else saved_target(name)).expanduser()
     if place.is_dir():
         return place
+    name = directory_or_hub_id("target", name)
     try:
-        return Path(snapshot_download(name, allow_patterns=list(FETCHED)))
+        return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=list(ELSEWHERE)))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"target: {name!r} is no directory, and no hub id to be had: {error}") from error
 
