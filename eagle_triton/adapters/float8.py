@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from eagle_triton.adapters.module_reader import FLOAT8, UnsupportedModelError
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model import ModelView
-from eagle_triton.engine.model_watch import is_plain_tensor, stored_tensors
+from eagle_triton.engine.model_watch import is_mixture, is_plain_tensor, stored_tensors
 from eagle_triton.engine.modules import Projection, with_projections
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 
@@ -88,7 +88,8 @@ def with_float8(
                 "CompressedTensorsConfig(dequantize=True)",
                 "quantisation",
             )
-    if activations == AS_PUBLISHED and not called:
+    experts = sum(is_mixture(module) and _holds_float8(module) for module in paths)
+    if activations == AS_PUBLISHED and not (called or experts):
         raise ValueError(f'activations="{AS_PUBLISHED}": no projection of the model has FP8 weights')
     notes = []
     if read:
@@ -97,6 +98,8 @@ def with_float8(
         )
     if called:
         notes.append(f"{AS_PUBLISHED}: {len(called)} FP8 projections are called as they are, and round as they do")
+    if experts:
+        notes.append(f"{experts} mixtures of experts with FP8 weights are called as they are, and round as they do")
     return Float8Reading(view, draft, frozenset(read), "; ".join(notes) or None)
 
 
@@ -115,6 +118,10 @@ def _is_compressed(module: nn.Module) -> bool:
 
 def _dtype(module: nn.Module) -> torch.dtype | None:
     return getattr(getattr(module, "weight", None), "dtype", None)
+
+
+def _holds_float8(module: nn.Module) -> bool:
+    return any(part.dtype in FLOAT8 for tensor in module.parameters() for part in stored_tensors(tensor))
 
 
 def _wraps_float8(module: nn.Module) -> bool:
@@ -149,6 +156,9 @@ def read_float8(module: nn.Module, path: str, dtype: torch.dtype) -> Projection:
     if weight is None or weight.dtype != torch.float8_e4m3fn or weight.dim() != 2 or weight.stride(1) != 1:
         got = "nothing" if weight is None else f"{weight.dtype} {list(weight.shape)}"
         raise _unreadable(f"{path}.{name} must be float8_e4m3fn [out, in], rows contiguous, got {got}")
+    if isinstance(module, nn.Linear) and tuple(weight.shape) != (module.out_features, module.in_features):
+        sizes = [module.out_features, module.in_features]
+        raise UnsupportedModelError(f"{path}.{name} must be {sizes}, got {list(weight.shape)}", "quantisation")
     if scale is None:
         raise UnsupportedModelError(
             f"{path}.{of_scale} is missing: what the weight's numbers stand for is not known", "quantisation"
