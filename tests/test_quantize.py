@@ -214,8 +214,13 @@ NAME = "model.layers.1.mlp.up_proj.weight"
         (lambda t: t[NAME].fill_(float("nan")), f"{NAME}: a weight with infinities or NaN cannot be quantised"),
         (lambda t: t.pop(NAME), f"{NAME} is not among the tensors"),
         (lambda t: t.update({NAME: t[NAME].to(torch.int8)}), f"{NAME} must be float32, bfloat16 or float16, got"),
+        (
+            lambda t: t.update({NAME: t[NAME][:48].clone()}),
+            rf"{NAME} must be \[96, 64\] by config.json, got \[48, 64\]",
+        ),
+        (lambda t: t.update({NAME: t[NAME][0].clone()}), rf"{NAME} must be \[96, 64\] by config.json, got \[64\]"),
     ],
-    ids=["nan", "missing", "int8"],
+    ids=["nan", "missing", "int8", "rows", "one row"],
 )
 def test_weights_that_cannot_be_rounded_are_refused(change: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=message):
@@ -251,10 +256,14 @@ def test_a_file_that_the_index_names_must_be_there(tmp_path: Path) -> None:
         quantize_checkpoint(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"weight_map": 3}'])
+OUTSIDE = '{"weight_map": {"a": "../outside.safetensors"}}'
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', OUTSIDE])
 def test_an_index_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     source = saved(tmp_path / "in")
     (source / "model.safetensors.index.json").write_text(text)
+    save_file({"a": torch.ones(1)}, tmp_path / "outside.safetensors")
     with pytest.raises(ExportError, match=r"model.safetensors.index.json' is no index of weights"):
         quantize_checkpoint(source, tmp_path / "out")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def quantize_checkpoint(target: str | Path, path: str | Path, to: str = "fp8") -
     config, raw = _configuration(source, target)
     files = _weight_files(source)
     wanted = _projections(config)
-    if missing := sorted(wanted - {name for names in files.values() for name in names}):
+    if missing := sorted(wanted.keys() - {name for names in files.values() for name in names}):
         raise ExportError(f"{missing[0]} is not among the tensors of {str(source)!r}")
     before, after, placed = 0, 0, {}
     with made_whole(folder) as beside:
@@ -141,20 +142,24 @@ def _weight_files(source: Path) -> dict[str, list[str]]:
 def _index(file: Path) -> list[str]:
     """The files that an index names, once for each tensor."""
     try:
-        return list(dict(json.loads(file.read_text(encoding="utf-8"))["weight_map"]).values())
+        names = list(dict(json.loads(file.read_text(encoding="utf-8"))["weight_map"]).values())
     except (ValueError, KeyError, TypeError) as error:
         raise ExportError(f"{str(file)!r} is no index of weights: {error!r}") from error
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):  # beside it, nowhere else
+            raise ExportError(f"{str(file)!r} is no index of weights: {name!r} is no file of safetensors beside it")
+    return names
 
 
-def _projections(config: Any) -> set[str]:
-    """The names of the weights that are rounded."""
+def _projections(config: Any) -> dict[str, torch.Size]:
+    """The names and shapes of the weights that are rounded."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {f"{name}.weight" for name in linear if name not in KEPT}
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {f"{name}.weight": module.weight.shape for name, module in linear.items() if name not in KEPT}
 
 
-def _rounded(file: Path, names: Iterable[str], wanted: set[str]) -> tuple[dict[str, Tensor], int]:
+def _rounded(file: Path, names: Iterable[str], wanted: dict[str, torch.Size]) -> tuple[dict[str, Tensor], int]:
     """The tensors of a file as they are to be written, and the bytes that they had."""
     tensors: dict[str, Tensor] = {}
     size = 0
@@ -168,6 +173,8 @@ def _rounded(file: Path, names: Iterable[str], wanted: set[str]) -> tuple[dict[s
                     continue
                 if tensor.dtype not in DTYPES:
                     raise ExportError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
+                if tensor.shape != wanted[name]:
+                    raise ExportError(f"{name} must be {list(wanted[name])} by config.json, got {list(tensor.shape)}")
                 try:
                     weight = quantised(tensor, block=True)
                 except ValueError as error:
