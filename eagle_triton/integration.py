@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -439,6 +439,26 @@ def _draft_in_use(config: EagleTritonConfig | TritonConfig, engine: Engine) -> D
     return draft
 
 
+class _Notes(Mapping[str, str]):
+    """The notes of an engine; that on a draft in eight bits says, too, what its drafts have been worth so far."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def __getitem__(self, path: str) -> str:
+        note, calls = self._engine.notes[path], self._engine.ops.calls
+        if path != "draft_dtype" or not calls["trees_verified"]:
+            return note
+        tau = 1 + calls["drafts_accepted"] / calls["trees_verified"]
+        return f"{note}; tau {tau:.2f} over {calls['trees_verified']} steps"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._engine.notes)
+
+    def __len__(self) -> int:
+        return len(self._engine.notes)
+
+
 def _patched(
     model: Any,
     seams: tuple[patching.Seam, ...],
@@ -456,7 +476,7 @@ def _patched(
         if engine.draft is not None:
             engine.draft.forget()
 
-    originals = patching.apply(seams, model, change, engine.notes, engine.ops.calls)
+    originals = patching.apply(seams, model, change, _Notes(engine), engine.ops.calls)
     log.info("optimised %s: %d attributes replaced", type(model).__name__, len(originals))
     return Optimized(model, originals)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 
@@ -58,6 +60,97 @@ def at_once(weight: Tensor, bias: Tensor | None) -> tuple[nn.Module, Float8Weigh
     scale = weight.detach().abs().max() / 448
     values = (weight.detach() / scale).to(torch.float8_e4m3fn)
     return FP8Linear(values, scale.clone(), bias, False), Float8Weight(values, scale.view(1, 1))
+
+
+class WrappedWeight(Tensor):
+    """A tensor made of two others, as torchao's are. A plain linear layer that has it for a weight raises if called."""
+
+    qdata: Tensor
+    scale: Tensor
+    block_size: list[int] | None
+    rounds = False  # what the layer is given, instead of raising
+
+    @staticmethod
+    def __new__(cls: Any, qdata: Tensor, scale: Tensor, block_size: list[int] | None, dtype: torch.dtype) -> Any:
+        return Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
+
+    def __init__(self, qdata: Tensor, scale: Tensor, block_size: list[int] | None, dtype: torch.dtype):
+        self.qdata, self.scale, self.block_size = qdata, scale, block_size
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["qdata", "scale"], (self.block_size, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Any:
+        return WrappedWeight(inner["qdata"], inner["scale"], *context)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.linear:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        x, weight, bias = args
+        if not weight.rounds:
+            raise RuntimeError("the module was called")
+        return nn.functional.linear(
+            x.to(torch.float8_e4m3fn).to(x.dtype), weight.qdata.to(x.dtype) * weight.scale.to(x.dtype), bias
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default):  # views of the same shape
+            old = args[0]
+            new = type(old)(old.qdata, old.scale, old.block_size, old.dtype)
+            return return_and_correct_aliasing(func, args, kwargs, new)
+        raise NotImplementedError(func)
+
+
+class Float8Tensor(WrappedWeight):
+    """By the name that torchao's has."""
+
+
+def as_weight(weight: Tensor, bias: Tensor | None, per: str = "row", kind: Callable[..., Tensor] = Float8Tensor) -> Any:
+    """torchao: a plain linear layer whose weight is a tensor of its own, with scales per row, block or tensor."""
+    rows, depth = weight.shape
+    if per == "tensor":
+        scale = (weight.detach().abs().max() / 448).view(1, 1)
+        found = Float8Weight((weight.detach() / scale).to(torch.float8_e4m3fn), scale)
+    else:
+        found = quantised(weight, block=per == "block")
+    size = {"row": [1, depth], "block": [128, 128], "tensor": [rows, depth]}[per]
+    module = nn.Linear(depth, rows, bias is not None, device="meta")
+    module.weight = nn.Parameter(kind(found.values, found.scale, size, weight.dtype), requires_grad=False)
+    module.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+    return module, found
+
+
+def compressed(weight: Tensor, bias: Tensor | None, per: str = "row") -> Any:
+    """compressed-tensors as transformers loads it by default: a plain linear layer with a forward of that package's,
+    which multiplies once the model's first forward has decompressed the weight."""
+    module, found = as_weight(weight, bias, per, lambda *parts: parts[0])
+    scale = found.scale.view(1) if per == "tensor" else found.scale
+    module.weight_scale = nn.Parameter(scale.clone(), requires_grad=False)
+    size = [128, 128] if per == "block" else None
+    module.quantization_scheme = SimpleNamespace(weights=SimpleNamespace(block_structure=size))
+    module.quantization_status = "compressed"
+    home: dict[str, Any] = {"__name__": "compressed_tensors.quantization.lifecycle.forward"}
+    exec("def forward(self, x): return type(self).forward(self, x)", home)
+    module.forward = home["forward"].__get__(module)
+    return module, found
+
+
+def decompress_at_first(model: nn.Module) -> None:
+    """The hook that decompresses such a model."""
+
+    def hook(model: nn.Module, args: Any) -> None:
+        for module in model.modules():
+            if getattr(module, "quantization_status", None) == "compressed":
+                scale = module.weight_scale.view(-1, 1)
+                module.weight = nn.Parameter(module.weight.float() * scale, requires_grad=False)
+                module.quantization_status = "decompressed"
+        handle.remove()
+
+    hook.__module__ = "compressed_tensors.compressors.model_compressors.model_compressor"
+    handle = model.register_forward_pre_hook(hook)
 
 
 LAYOUTS = {"blocks": in_blocks, "rows": in_rows, "one scale": at_once}

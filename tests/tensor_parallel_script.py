@@ -37,7 +37,9 @@ from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.heads import DraftConfig, Eagle1Head
 from eagle_triton.models.loading import HEAD_FOLDERS
 from eagle_triton.models.mtp import MTPHead, new_unit
+from eagle_triton.runtime.float8_weight import quantised
 from eagle_triton.speculative import EAGLEConfig, EAGLEInference, Session, SharedSession
+from tests.float8_models import Float8Tensor
 from tests.tiny import random_prompt, tiny_model
 from tests.tiny_hybrids import tiny_hybrid
 
@@ -364,6 +366,12 @@ def what_is_refused(folder: Path) -> None:
     whole = torch.nn.Linear(64, 96, bias=False)
     model.base_model.model.layers[2].mlp.up_proj = whole
     with refused(UnsupportedModelError, "model.model.layers.2.mlp.up_proj", "every rank has it whole"):
+        optimize_with_triton(model.base_model)
+    model = load()
+    weight = model.base_model.model.layers[1].mlp.up_proj.weight
+    size = [1, weight.shape[1]]
+    weight._local_tensor = Float8Tensor(*quantised(weight._local_tensor).tensors, size, weight.dtype)
+    with refused(UnsupportedModelError, "layers.1.mlp.up_proj.weight", "its part is a Float8Tensor"):
         optimize_with_triton(model.base_model)
     model = load()
     model.ea_layer.lm_head.weight = model.base_model.lm_head.weight

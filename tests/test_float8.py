@@ -346,6 +346,8 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
     "nan 0x7f": (_set("weight", _bits(0x7F)), rf"{UP}.weight must be finite, and holds NaN"),
     "nan 0xff": (_set("weight", _bits(0xFF)), rf"{UP}.weight must be finite, and holds NaN"),
     "blocks": (_blocks_of_64, rf"{UP} must have scales for blocks of 128 by 128, got \[64, 64\]"),
+    "rows": (_set("weight", lambda w: w[:48].clone()), rf"{UP}.weight must be \[96, 64\], got \[48, 64\]"),
+    "depth": (_set("weight", lambda w: w[:, :48].clone()), rf"{UP}.weight must be \[96, 64\], got \[96, 48\]"),
     "columns": (
         _set("weight", lambda w: w.t().contiguous().t()),
         rf"{UP}.weight must be float8_e4m3fn \[out, in\], rows contiguous",
@@ -448,6 +450,9 @@ def test_a_head_in_fp8_gives_the_same_tokens(eagle3: bool, suffix_drafts: int, e
     size = f"{_bytes(ours) / 2**20:.1f} MiB"
     assert note == f"fp8: 9 projections of the draft are copies in eight bits, {size}"
     assert torch.equal(model.eagenerate(prompt, max_new_tokens=40), expected)
+    lengths = engine.accept_lengths
+    note = next(entry.reason for entry in originals.report() if entry.path == "draft_dtype")
+    assert note.endswith(f"{size}; tau {1 + sum(lengths) / len(lengths):.2f} over {len(lengths)} steps")
 
     kept = [weakref.ref(tensor) for tensor in ours]
     del head, projections, ours
@@ -638,6 +643,18 @@ def test_gated_delta_nets_with_fp8_projections(kind: str) -> None:
         note = next(entry.reason for entry in originals.report() if entry.path == "activations")
     linear = sum(type(module) is FP8Linear for module in model.modules())
     assert linear > 20 and f"{linear} FP8 projections" in note
+
+
+@pytest.mark.parametrize("activations", ["exact", "as published"])
+def test_experts_in_fp8_are_said_to_be_called(activations: str) -> None:
+    """They stay the modules that they are, and round what they are given, also beside projections that are read."""
+    model, _ = with_fp8(tiny_hybrid("qwen3_5_moe"), in_blocks, ("q_proj",))
+    experts = model.model.layers[0].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    with optimize_with_triton(model, activations=activations) as (_, originals):
+        note = next(entry.reason for entry in originals.report() if entry.path == "activations")
+    assert note.startswith(f"{activations}: 1 FP8 projections")
+    assert note.endswith("; 1 mixtures of experts with FP8 weights are called as they are, and round as they do")
 
 
 # --- the products ---

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from eagle_triton import EaModel, optimize_eagle_with_triton, optimize_with_triton, quantize_checkpoint
 from eagle_triton.cli import main
 from eagle_triton.demo import demo_directory
+from eagle_triton.export import quantize
 from eagle_triton.export.contents import ExportError
 from eagle_triton.models.loading import load_target
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
@@ -132,6 +134,54 @@ def test_the_target_of_a_saved_pair_is_meant(tmp_path: Path) -> None:
     assert written.projections == 42 and (written.folder / "config.json").is_file()
 
 
+@pytest.fixture
+def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What was fetched of the hub id "someone/model", in turn."""
+    source, kept, calls = saved(tmp_path / "there"), tmp_path / "kept", []
+    (source / "consolidated.safetensors").write_bytes(b"the same again")
+
+    def fetch(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        if name != "someone/model":
+            raise OSError(f"no repository {name}")
+        files = [file.name for file in source.iterdir()]
+        calls.append(sorted(filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)))
+        kept.mkdir(exist_ok=True)
+        for file in calls[-1]:
+            (kept / file).write_bytes((source / file).read_bytes())
+        return str(kept)
+
+    monkeypatch.setattr(quantize, "snapshot_download", fetch)
+    return calls
+
+
+def test_a_hub_id_is_fetched_and_quantised(
+    fetched: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["quantize", "someone/model", "--to", "fp8", "-o", str(tmp_path / "out")]) == 0
+    assert "14 projections are FP8" in capsys.readouterr().err
+    assert "model.safetensors" in fetched[-1] and "consolidated.safetensors" not in fetched[-1]
+    by_path = quantize_checkpoint(tmp_path / "there", tmp_path / "again").folder
+    ours, theirs = tensors_of(tmp_path / "out"), tensors_of(by_path)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name].view(torch.uint8), theirs[name].view(torch.uint8)) for name in ours)
+
+
+def test_what_is_refused_of_a_hub_id_is_not_fetched(fetched: list[list[str]], tmp_path: Path) -> None:
+    edited(tmp_path / "there", quantization_config={"quant_method": "gptq"})
+    with pytest.raises(ExportError, match="'someone/model' is quantised already, by 'gptq'"):
+        quantize_checkpoint("someone/model", tmp_path / "out")
+    assert len(fetched) == 1 and not any(name.endswith(".safetensors") for name in fetched[0])
+
+
+@pytest.mark.parametrize("target", ["someone/else", "./nowhere"])
+def test_what_is_no_directory_and_no_hub_id_is_named(target: str, fetched: list[list[str]], tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=rf"target: '{target}' (is no directory, and no hub id|does not exist)"):
+        quantize_checkpoint(target, tmp_path / "out")
+    with pytest.raises(ValueError, match="target: expected a directory or a hub id, .* is a file"):
+        quantize_checkpoint(tmp_path / "there" / "config.json", tmp_path / "out")
+    assert not fetched
+
+
 # --- what is refused ---
 
 
@@ -164,8 +214,13 @@ NAME = "model.layers.1.mlp.up_proj.weight"
         (lambda t: t[NAME].fill_(float("nan")), f"{NAME}: a weight with infinities or NaN cannot be quantised"),
         (lambda t: t.pop(NAME), f"{NAME} is not among the tensors"),
         (lambda t: t.update({NAME: t[NAME].to(torch.int8)}), f"{NAME} must be float32, bfloat16 or float16, got"),
+        (
+            lambda t: t.update({NAME: t[NAME][:48].clone()}),
+            rf"{NAME} must be \[96, 64\] by config.json, got \[48, 64\]",
+        ),
+        (lambda t: t.update({NAME: t[NAME][0].clone()}), rf"{NAME} must be \[96, 64\] by config.json, got \[64\]"),
     ],
-    ids=["nan", "missing", "int8"],
+    ids=["nan", "missing", "int8", "rows", "one row"],
 )
 def test_weights_that_cannot_be_rounded_are_refused(change: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=message):
@@ -201,10 +256,14 @@ def test_a_file_that_the_index_names_must_be_there(tmp_path: Path) -> None:
         quantize_checkpoint(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"weight_map": 3}'])
+OUTSIDE = '{"weight_map": {"a": "../outside.safetensors"}}'
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', OUTSIDE])
 def test_an_index_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     source = saved(tmp_path / "in")
     (source / "model.safetensors.index.json").write_text(text)
+    save_file({"a": torch.ones(1)}, tmp_path / "outside.safetensors")
     with pytest.raises(ExportError, match=r"model.safetensors.index.json' is no index of weights"):
         quantize_checkpoint(source, tmp_path / "out")
 

@@ -1,21 +1,23 @@
 """Projections that were published with FP8 weights, read as what they are: values of eight bits and their scales.
 
-transformers keeps them in modules of its own, each of which rounds its inputs to eight bits too before it multiplies.
-Here the inputs stay as they are (`activations="exact"`), or the module is called (`"as published"`).
+transformers keeps them in modules of its own, torchao in a tensor of its own, which a plain linear layer has for a
+weight, compressed-tensors beside the scale in a plain linear layer, until the model's first forward decompresses it.
+Most of them round their inputs to eight bits too before they multiply. Here the inputs stay as they are
+(`activations="exact"`), or the module is called (`"as published"`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from eagle_triton.adapters.module_reader import UnsupportedModelError
+from eagle_triton.adapters.module_reader import FLOAT8, UnsupportedModelError
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model import ModelView
-from eagle_triton.engine.model_watch import is_plain_tensor
+from eagle_triton.engine.model_watch import is_mixture, is_plain_tensor, stored_tensors
 from eagle_triton.engine.modules import Projection, with_projections
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 
@@ -29,6 +31,14 @@ SCALES = {
     "FbgemmFp8Linear": "weight_scale",  # transformers, fbgemm: one for each row
 }
 """Classes of modules that hold FP8 weights, and what they call the scales. Looked at, never imported."""
+
+WRAPPER, WRAPPED = "Float8Tensor", ("qdata", "scale")
+"""torchao's tensor with FP8 weights, and all that it is made of. Its `block_size` are the rows and
+columns that share a scale."""
+
+
+COMPRESSED, FORWARD = "compressed", "compressed_tensors.quantization."
+"""What compressed-tensors calls the state of a layer before the first forward, and where that layer's comes from."""
 
 
 class Float8Reading(NamedTuple):
@@ -63,7 +73,7 @@ def with_float8(
         module = projection.module
         if not isinstance(module, nn.Module) or not is_float8_module(module):
             return projection
-        if activations == AS_PUBLISHED or "forward" in vars(module) or not _is_known(type(module)):
+        if activations == AS_PUBLISHED or not _is_known(module):
             called.add(module)
             return projection
         if module not in read:
@@ -71,7 +81,15 @@ def with_float8(
         return read[module]
 
     view, draft = with_projections(view, change), with_projections(draft, change)
-    if activations == AS_PUBLISHED and not called:
+    for module, path in paths.items():
+        if _is_compressed(module) and module not in read:
+            raise UnsupportedModelError(
+                f"{path} is compressed until the model's own forward runs, and cannot be called before: load it with "
+                "CompressedTensorsConfig(dequantize=True)",
+                "quantisation",
+            )
+    experts = sum(is_mixture(module) and _holds_float8(module) for module in paths)
+    if activations == AS_PUBLISHED and not (called or experts):
         raise ValueError(f'activations="{AS_PUBLISHED}": no projection of the model has FP8 weights')
     notes = []
     if read:
@@ -79,17 +97,53 @@ def with_float8(
             f"{EXACT}: {len(read)} FP8 projections are read by their weights, and their inputs are not rounded"
         )
     if called:
-        notes.append(f"{AS_PUBLISHED}: {len(called)} FP8 projections are called as they are, and round their inputs")
+        notes.append(f"{AS_PUBLISHED}: {len(called)} FP8 projections are called as they are, and round as they do")
+    if experts:
+        notes.append(f"{experts} mixtures of experts with FP8 weights are called as they are, and round as they do")
     return Float8Reading(view, draft, frozenset(read), "; ".join(notes) or None)
 
 
 def is_float8_module(module: nn.Module) -> bool:
-    """Whether a module is of a class that holds FP8 weights."""
-    return any(base.__name__ in SCALES for base in type(module).__mro__)
+    """Whether a module is of a class that holds FP8 weights, or a linear layer whose weight is compressed to such or
+    wraps them."""
+    named = any(base.__name__ in SCALES for base in type(module).__mro__)
+    return named or _wraps_float8(module) or (_is_compressed(module) and _dtype(module) in FLOAT8)
 
 
-def _is_known(kind: type[nn.Module]) -> bool:
-    """Whether the forward of a class is that of one in SCALES, and not one of its own around the same weights."""
+def _is_compressed(module: nn.Module) -> bool:
+    """Whether compressed-tensors still has to decompress a module."""
+    status: Any = getattr(module, "quantization_status", None)
+    return getattr(module, "quantization_scheme", None) is not None and getattr(status, "value", status) == COMPRESSED
+
+
+def _dtype(module: nn.Module) -> torch.dtype | None:
+    return getattr(getattr(module, "weight", None), "dtype", None)
+
+
+def _holds_float8(module: nn.Module) -> bool:
+    return any(part.dtype in FLOAT8 for tensor in module.parameters() for part in stored_tensors(tensor))
+
+
+def _wraps_float8(module: nn.Module) -> bool:
+    weight: Any = getattr(module, "weight", None) if isinstance(module, nn.Linear) else None
+    if not isinstance(weight, Tensor) or not hasattr(weight, "__tensor_flatten__"):
+        return False
+    return any(part.dtype in FLOAT8 and part.numel() == weight.numel() for part in stored_tensors(weight))
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether a module computes what one of the classes in SCALES does, or a linear layer with a compressed weight or
+    torchao's, and nothing of its own around the same weights."""
+    kind, own = type(module), vars(module).get("forward")
+    if _is_compressed(module):
+        source = getattr(getattr(own, "__func__", None), "__globals__", {}).get("__name__", "")
+        return kind is nn.Linear and (own is None or source.startswith(FORWARD))
+    if own is not None:
+        return False
+    if _wraps_float8(module):
+        weight: Any = module.weight
+        named = any(base.__name__ == WRAPPER for base in type(weight).__mro__)
+        return kind is nn.Linear and named and tuple(weight.__tensor_flatten__()[0]) == WRAPPED
     return any(base.__name__ in SCALES and vars(base).get("forward") is kind.forward for base in kind.__mro__)
 
 
@@ -98,29 +152,80 @@ def read_float8(module: nn.Module, path: str, dtype: torch.dtype) -> Projection:
 
     Raises UnsupportedModelError unless they are e4m3 without NaN, with finite scales for blocks of 128, rows or all.
     """
-    name = next(SCALES[base.__name__] for base in type(module).__mro__ if base.__name__ in SCALES)
-    weight, scale, bias = (_tensor(module, part, path) for part in ("weight", name, "bias"))
+    name, weight, of_scale, scale, blocks = _parts(module, path)
     if weight is None or weight.dtype != torch.float8_e4m3fn or weight.dim() != 2 or weight.stride(1) != 1:
         got = "nothing" if weight is None else f"{weight.dtype} {list(weight.shape)}"
-        raise _unreadable(f"{path}.weight must be float8_e4m3fn [out, in], rows contiguous, got {got}")
+        raise _unreadable(f"{path}.{name} must be float8_e4m3fn [out, in], rows contiguous, got {got}")
+    if isinstance(module, nn.Linear) and tuple(weight.shape) != (module.out_features, module.in_features):
+        sizes = [module.out_features, module.in_features]
+        raise UnsupportedModelError(f"{path}.{name} must be {sizes}, got {list(weight.shape)}", "quantisation")
     if scale is None:
         raise UnsupportedModelError(
-            f"{path}.{name} is missing: what the weight's numbers stand for is not known", "quantisation"
+            f"{path}.{of_scale} is missing: what the weight's numbers stand for is not known", "quantisation"
         )
-    blocks = getattr(module, "block_size", None)
     if blocks is not None and tuple(blocks) != (BLOCK, BLOCK):
         raise _unreadable(f"{path} must have scales for blocks of {BLOCK} by {BLOCK}, got {list(blocks)}")
     try:
         found = Float8Weight(weight.detach(), _as_read(scale.detach(), len(weight), blocks is not None))
     except ValueError as error:
-        raise _unreadable(f"{path}.{name}: {error}") from error
+        raise _unreadable(f"{path}.{of_scale}: {error}") from error
     if not found.scale.isfinite().all():
-        raise UnsupportedModelError(f"{path}.{name} must be finite, and is not", "quantisation")
+        raise UnsupportedModelError(f"{path}.{of_scale} must be finite, and is not", "quantisation")
     if has_nan(found.values):
-        raise UnsupportedModelError(f"{path}.weight must be finite, and holds NaN", "quantisation")
+        raise UnsupportedModelError(f"{path}.{name} must be finite, and holds NaN", "quantisation")
+    bias = _tensor(module, "bias", path)
     if bias is not None and (bias.dtype != dtype or tuple(bias.shape) != (len(weight),)):
         raise _unreadable(f"{path}.bias must be {dtype} [{len(weight)}], got {bias.dtype} {list(bias.shape)}")
     return Projection(found, bias)
+
+
+class _Parts(NamedTuple):
+    """What a module's weight is made of, by its names below the module."""
+
+    name: str
+    values: Tensor | None
+    of_scale: str
+    scale: Tensor | None
+    blocks: tuple[int, ...] | None  # that share a scale; None: rows, or all
+
+
+def _parts(module: nn.Module, path: str) -> _Parts:
+    if not _wraps_float8(module):
+        if _is_compressed(module):
+            scheme: Any = module.quantization_scheme
+            name, blocks = "weight_scale", getattr(scheme.weights, "block_structure", None)
+            if getattr(module, "weight_zero_point", None) is not None:
+                raise _unreadable(f"{path}.weight_zero_point must be none, the weight's numbers being signed")
+        else:
+            name = next(SCALES[base.__name__] for base in type(module).__mro__ if base.__name__ in SCALES)
+            blocks = getattr(module, "block_size", None)
+        return _Parts("weight", _tensor(module, "weight", path), name, _tensor(module, name, path), blocks)
+    weight = module._parameters.get("weight")
+    if weight is None:
+        raise _unreadable(f"{path}.weight must be a parameter, whose changes are seen")
+    names = [f"weight.{name}" for name in WRAPPED]
+    values, scale = (
+        None if getattr(weight, part) is None else _plain(getattr(weight, part), f"{path}.{name}")
+        for part, name in zip(WRAPPED, names, strict=True)
+    )
+    if values is None or scale is None:
+        return _Parts(names[0], values, names[1], scale, None)
+    if values.shape != weight.shape:
+        raise _unreadable(f"{path}.{names[0]} must be {list(weight.shape)} as the weight, got {list(values.shape)}")
+    return _Parts(names[0], values, names[1], scale, _blocks(values, scale, getattr(weight, "block_size", None), path))
+
+
+def _blocks(values: Tensor, scale: Tensor, size: Any, path: str) -> tuple[int, ...] | None:
+    """Rows and columns that share a scale, by the scale's shape, which is what torchao multiplies by; None for whole
+    rows, or all. Raises UnsupportedModelError where the size that the tensor names is another."""
+    whole = tuple(values.shape)
+    parts = (1,) * len(whole) if scale.numel() == 1 else tuple(scale.shape)
+    if len(parts) != len(whole) or any(not n or of % n for of, n in zip(whole, parts, strict=True)):
+        raise _unreadable(f"{path}.weight.scale must divide the weight's {list(whole)} evenly, got {list(scale.shape)}")
+    shared = tuple(of // n for of, n in zip(whole, parts, strict=True))
+    if size and tuple(size) != shared:
+        raise _unreadable(f"{path}.weight.block_size must be {list(shared)} with these scales, got {list(size)}")
+    return None if shared in (whole, (1, *whole[1:])) else shared
 
 
 def has_nan(values: Tensor) -> bool:
@@ -144,9 +249,13 @@ def _tensor(module: nn.Module, name: str, path: str) -> Tensor | None:
         return None
     if all(tensor is not own for own in (*module._parameters.values(), *module._buffers.values())):
         raise _unreadable(f"{path}.{name} must be a parameter or a buffer, whose changes are seen")
-    if not is_plain_tensor(tensor):
+    return _plain(tensor, f"{path}.{name}")
+
+
+def _plain(tensor: Any, where: str) -> Tensor:
+    if not isinstance(tensor, Tensor) or not is_plain_tensor(tensor):
         kind = type(getattr(tensor, "data", tensor)).__name__
-        raise _unreadable(f"{path}.{name} must be a plain tensor, got {kind}")
+        raise _unreadable(f"{where} must be a plain tensor, got {kind}")
     return tensor
 
 

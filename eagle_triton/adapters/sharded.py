@@ -17,7 +17,7 @@ from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.engine.drafts.eagle import EagleDraft
 from eagle_triton.engine.mixers import Attention
 from eagle_triton.engine.model import Layer
-from eagle_triton.engine.model_watch import is_sharded_tensor, is_tensor_parallel_forward, local_part
+from eagle_triton.engine.model_watch import is_plain_tensor, is_sharded_tensor, is_tensor_parallel_forward, local_part
 from eagle_triton.engine.modules import MLP, Projection
 from eagle_triton.engine.ranks import Ranks, SharedEmbedding
 
@@ -98,6 +98,9 @@ def _check_tensor(tensor: Any, style: _Style, name: str, where: str) -> None:
         return
     if not hasattr(tensor, "device_mesh"):
         raise _refused(where, f"a {type(tensor.data).__name__} without a device_mesh")
+    part = local_part(tensor)
+    if not is_plain_tensor(part):
+        raise _refused(where, f"its part is a {type(part.data).__name__}, and must be a plain tensor")
     if tensor.device_mesh.ndim != 1:
         raise _refused(where, f"over a mesh of {tensor.device_mesh.ndim} dimensions, and it must have one")
     (placement,) = tensor.placements

@@ -641,6 +641,9 @@ class Batch:
                 values = logprobs[slot] if asked and logprobs is not None else None
                 progress.append(self._progress(slot, entry.request, flight, rows[slot], values, reading))
         for row in progress:
+            if row.tree.drafts and row.error is None:
+                self.engine.ops.calls["trees_verified"] += 1
+                self.engine.ops.calls["drafts_accepted"] += row.accepted
             self.lengths[row.slot] += len(row.tokens)
             if (entry := self._entries[row.slot]) is not None:
                 entry.tokens += row.tokens

@@ -30,6 +30,7 @@ HARMLESS_HOOKS = (
     "eagle_triton.",
     "transformers.utils.output_capturing",  # records outputs when a caller asks for them
     "transformers.modeling_utils",  # lets gradients reach the inputs
+    "compressed_tensors.compressors",  # decompresses the model; adapters/float8.py sees to what is compressed
 )
 
 TENSOR_PARALLEL = "transformers.distributed.tensor_parallel"
@@ -45,10 +46,10 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 def is_sharded_linear(module: nn.Module) -> bool:
     """Whether a module is a matrix product of which this process holds one part."""
-    return type(module) is nn.Linear and is_sharded_tensor(module.weight)
+    return type(module) is nn.Linear and is_sharded_tensor(getattr(module, "weight", None))
 
 
-def is_sharded_tensor(tensor: Tensor) -> bool:
+def is_sharded_tensor(tensor: Any) -> bool:
     """Whether a tensor is spread over processes, which is what DTensor is for."""
     return any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
 
@@ -57,6 +58,17 @@ def is_sharded_tensor(tensor: Tensor) -> bool:
 def local_part(tensor: Any) -> Tensor:
     """What this process holds of a sharded tensor, by its own storage."""
     return tensor.to_local()
+
+
+def stored_tensors(tensor: Any) -> Iterator[Tensor]:
+    """What this process holds of a parameter: the tensor itself, or the plain ones that a subclass is made of."""
+    if is_sharded_tensor(tensor):
+        yield from stored_tensors(local_part(tensor))
+    elif hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from stored_tensors(getattr(tensor, name))
+    elif tensor is not None:
+        yield tensor
 
 
 def is_tensor_parallel_forward(forward: Callable | None) -> bool:
@@ -149,7 +161,7 @@ class ModelWatch:
         modules += [part for _, module in self._called for part in module.modules()]
         tensors = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
         try:
-            return sum(_stored(tensor)._version for tensor in tensors if tensor is not None)
+            return sum(part._version for tensor in tensors if tensor is not None for part in stored_tensors(tensor))
         except RuntimeError:  # an inference tensor
             return None
 
@@ -193,19 +205,14 @@ class _Part:
 
 
 def _addresses(module: nn.Module) -> list[tuple[str, int, tuple[int, ...]]]:
-    """Names, addresses and strides of a module's own parameters and buffers."""
+    """Names, addresses and strides of what a module's own parameters and buffers are stored in."""
     return [
         (name, stored.data_ptr(), stored.stride())
         for own in (module._parameters, module._buffers)
         for name, tensor in own.items()
         if tensor is not None and name not in GROWING_TABLES
-        for stored in [_stored(tensor)]
+        for stored in stored_tensors(tensor)
     ]
-
-
-def _stored(tensor: Any) -> Tensor:
-    """What a parameter holds in this process."""
-    return local_part(tensor) if is_sharded_tensor(tensor) else tensor
 
 
 def _hook(module: nn.Module) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from eagle_triton.engine.model_watch import stored_tensors
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks
 from eagle_triton.runtime.float8_weight import Float8Weight
@@ -56,7 +57,7 @@ class Projection:
         if self.bias is not None:
             yield self.bias
         if isinstance(self.module, nn.Module):
-            yield from self.module.parameters()
+            yield from _stored_in(self.module)
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,13 @@ class Experts:
     @property
     def tensors(self) -> Iterator[Tensor]:
         """All weights, of which one call reads those of the chosen experts."""
-        yield from self.module.parameters()
+        yield from _stored_in(self.module)
+
+
+def _stored_in(module: nn.Module) -> Iterator[Tensor]:
+    """What the parameters of a module are stored in, each tensor of a quantised one by itself."""
+    for parameter in module.parameters():
+        yield from stored_tensors(parameter)
 
 
 def with_projections(part: Any, change: Callable[[Projection], Projection]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from eagle_triton.demo import DRAFT, HYBRID, demo_directory
 from eagle_triton.export.contents import ExportError
 from eagle_triton.export.folder import free_folder, made_whole
 from eagle_triton.export.source import saved_target
-from eagle_triton.models.loading import read_target_config, tensor_names
+from eagle_triton.models.loading import directory_or_hub_id, read_target_config, tensor_names
 from eagle_triton.runtime.float8_weight import BLOCK, quantised
 
 FORMATS = ("fp8",)
@@ -28,7 +29,8 @@ KEPT = ("lm_head", "model.embed_tokens")  # as they are: few layers, and the one
 INDEX = "model.safetensors.index.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*")
+DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*")
+ELSEWHERE = ("*/*", "consolidated*")  # of a hub id: the same weights again, in other layouts
 
 
 @dataclass(frozen=True)
@@ -63,16 +65,12 @@ def quantize_checkpoint(target: str | Path, path: str | Path, to: str = "fp8") -
     if to not in FORMATS:
         raise ValueError(f"to must be {' or '.join(FORMATS)}, got {to!r}")
     folder = free_folder(path)
-    source = _fetched(target)
-    config = read_target_config(str(source))
-    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    for name in ("quantization_config", "compression_config"):
-        if raw.get(name):
-            method = raw[name].get("quant_method", "") if isinstance(raw[name], dict) else raw[name]
-            raise ExportError(f"config.json: {name} says that {str(target)!r} is quantised already, by {method!r}")
+    _configuration(_fetched(target, DESCRIPTIONS), target)  # before gigabytes are fetched
+    source = _fetched(target, (*DESCRIPTIONS, "*.safetensors"))
+    config, raw = _configuration(source, target)
     files = _weight_files(source)
     wanted = _projections(config)
-    if missing := sorted(wanted - {name for names in files.values() for name in names}):
+    if missing := sorted(wanted.keys() - {name for names in files.values() for name in names}):
         raise ExportError(f"{missing[0]} is not among the tensors of {str(source)!r}")
     before, after, placed = 0, 0, {}
     with made_whole(folder) as beside:
@@ -99,15 +97,28 @@ def quantize_checkpoint(target: str | Path, path: str | Path, to: str = "fp8") -
     return QuantizedCheckpoint(folder, len(wanted), before, after, _notes(config))
 
 
-def _fetched(target: str | Path) -> Path:
-    """The directory of a target. Raises FileNotFoundError without one."""
+def _configuration(source: Path, target: str | Path) -> tuple[Any, dict[str, Any]]:
+    """The configuration of a target that may be quantised, as transformers has it and as it is written."""
+    config = read_target_config(str(source))
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    for name in ("quantization_config", "compression_config"):
+        if raw.get(name):
+            method = raw[name].get("quant_method", "") if isinstance(raw[name], dict) else raw[name]
+            raise ExportError(f"config.json: {name} says that {str(target)!r} is quantised already, by {method!r}")
+    return config, raw
+
+
+def _fetched(target: str | Path, patterns: tuple[str, ...]) -> Path:
+    """The directory of a target; of a hub id, one that has what fits the patterns. Raises FileNotFoundError without
+    one, ValueError for a file."""
     name = str(target)
     named = {DRAFT: "draft", HYBRID: "gdn"}.get(name)
     place = Path(demo_directory(named) if named else saved_target(name)).expanduser()
     if place.is_dir():
         return place
+    name = directory_or_hub_id("target", name)
     try:
-        return Path(snapshot_download(name, allow_patterns=list(FETCHED)))
+        return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=list(ELSEWHERE)))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"target: {name!r} is no directory, and no hub id to be had: {error}") from error
 
@@ -131,20 +142,24 @@ def _weight_files(source: Path) -> dict[str, list[str]]:
 def _index(file: Path) -> list[str]:
     """The files that an index names, once for each tensor."""
     try:
-        return list(dict(json.loads(file.read_text(encoding="utf-8"))["weight_map"]).values())
+        names = list(dict(json.loads(file.read_text(encoding="utf-8"))["weight_map"]).values())
     except (ValueError, KeyError, TypeError) as error:
         raise ExportError(f"{str(file)!r} is no index of weights: {error!r}") from error
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):  # beside it, nowhere else
+            raise ExportError(f"{str(file)!r} is no index of weights: {name!r} is no file of safetensors beside it")
+    return names
 
 
-def _projections(config: Any) -> set[str]:
-    """The names of the weights that are rounded."""
+def _projections(config: Any) -> dict[str, torch.Size]:
+    """The names and shapes of the weights that are rounded."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {f"{name}.weight" for name in linear if name not in KEPT}
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {f"{name}.weight": module.weight.shape for name, module in linear.items() if name not in KEPT}
 
 
-def _rounded(file: Path, names: Iterable[str], wanted: set[str]) -> tuple[dict[str, Tensor], int]:
+def _rounded(file: Path, names: Iterable[str], wanted: dict[str, torch.Size]) -> tuple[dict[str, Tensor], int]:
     """The tensors of a file as they are to be written, and the bytes that they had."""
     tensors: dict[str, Tensor] = {}
     size = 0
@@ -158,6 +173,8 @@ def _rounded(file: Path, names: Iterable[str], wanted: set[str]) -> tuple[dict[s
                     continue
                 if tensor.dtype not in DTYPES:
                     raise ExportError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
+                if tensor.shape != wanted[name]:
+                    raise ExportError(f"{name} must be {list(wanted[name])} by config.json, got {list(tensor.shape)}")
                 try:
                     weight = quantised(tensor, block=True)
                 except ValueError as error:

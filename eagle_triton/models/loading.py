@@ -51,9 +51,12 @@ def locate(base_model_path: str, ea_model_path: str | None, use_eagle3: bool) ->
     one head only, that one is taken. Raises ValueError or FileNotFoundError.
     """
     if ea_model_path is not None:
-        places = _existing("base_model_path", base_model_path), _existing("ea_model_path", ea_model_path)
+        places = (
+            directory_or_hub_id("base_model_path", base_model_path),
+            directory_or_hub_id("ea_model_path", ea_model_path),
+        )
         return *places, use_eagle3
-    root = DEMO if str(base_model_path) == "demo" else Path(_existing("base_model_path", base_model_path))
+    root = DEMO if str(base_model_path) == "demo" else Path(directory_or_hub_id("base_model_path", base_model_path))
     heads = [kind for kind, folder in HEAD_FOLDERS.items() if (root / folder / "config.json").is_file()]
     if not heads or not (root / TARGET_FOLDER / "config.json").is_file():
         raise _without_head(root)
@@ -61,7 +64,7 @@ def locate(base_model_path: str, ea_model_path: str | None, use_eagle3: bool) ->
     return str(root / TARGET_FOLDER), str(root / HEAD_FOLDERS[kind]), kind
 
 
-def _existing(name: str, path: str | Path) -> str:
+def directory_or_hub_id(name: str, path: str | Path) -> str:
     """A directory, or what may be a hub id. Raises FileNotFoundError for a path that does not exist, ValueError for a
     file."""
     text, place = str(path), Path(path).expanduser()
@@ -137,7 +140,7 @@ def read_target_config(path: str, hybrids: bool = False, **hub: Any) -> Any:
     hybrids: see check_architecture.
     Raises FileNotFoundError without a config.json, ValueError for an unknown architecture.
     """
-    path = _existing("target", path)
+    path = directory_or_hub_id("target", path)
     if Path(path).is_dir() and not (Path(path) / hub.get("subfolder", "") / "config.json").is_file():
         raise FileNotFoundError(f"target: no config.json in {path!r}")
     try:
@@ -186,7 +189,7 @@ def read_target_embedding(path: str, **hub: Any) -> Tensor:
 
     Raises FileNotFoundError where there are none, ValueError where they hold no embedding or cannot be read.
     """
-    folder = Path(_existing("target", path))
+    folder = Path(directory_or_hub_id("target", path))
     if not folder.is_dir():
         folder = _fetch_target(path, [INDEX], hub)
         named = _weight_map(folder).get(EMBEDDING)
@@ -234,7 +237,7 @@ def read_head(path: str, **hub: Any) -> tuple[dict[str, Any], dict[str, Tensor]]
     Weights are *.safetensors, else pytorch_model.bin. hub: `revision`, `token` and others of `snapshot_download`.
     Raises FileNotFoundError for missing files, ValueError for files that cannot be read.
     """
-    directory = Path(_existing("draft head", path))
+    directory = Path(directory_or_hub_id("draft head", path))
     if not directory.is_dir():
         files_of_a_head = ["config.json", "*.safetensors", "pytorch_model.bin"]
         try:
