@@ -597,6 +597,25 @@ def test_a_step_that_fails_loses_those_who_run_and_no_others(server, client, mon
     assert client.ask("/health")[0] == 200 and not server.engine._tickets
 
 
+def test_a_request_that_makes_entering_fail_does_not_come_again(client, alone, monkeypatch):
+    from eagle_triton.engine.batch import Batch
+
+    original = Batch.enter_all
+
+    def enter_all(batch, requests):
+        if any(len(request.prompt) == 1 for request in requests):
+            raise RuntimeError("of this request")
+        return original(batch, requests)
+
+    monkeypatch.setattr(Batch, "enter_all", enter_all)
+    options = dict(model="demo", max_tokens=8, temperature=0, timeout=20)
+    for _ in range(2):
+        with pytest.raises(openai.InternalServerError, match="the engine failed in a step of this request"):
+            client.openai.completions.create(prompt=[5], **options)
+    answer = client.openai.completions.create(prompt=PROMPT, **options)
+    assert answer.choices[0].text == alone(PROMPT, 8, temperature=0.0).text
+
+
 @pytest.mark.parametrize(("error", "logged"), [(ValueError("no room"), False), (TypeError("of ours"), True)])
 def test_an_engine_that_does_not_open_says_why(error, logged, caplog):
     def fail():
@@ -620,12 +639,12 @@ def test_an_engine_that_cannot_go_on_says_so(inference):
         ]
         for thread in threads:
             thread.start()
-        wait_until(lambda: len(running.engine._live) == 3)
+        wait_until(lambda: running.client.metric("vllm:num_requests_waiting") == 2)
         running.engine._open_session = fail
         running.engine._step = fail
         for thread in threads:
             thread.join()
-        assert [status for status, _, _ in got] == [500] * 3
+        assert sorted(status for status, _, _ in got) == [500, 503, 503]
         wait_until(lambda: not running.engine.alive)
         assert running.client.ask("/health")[0] == 503
         status, _, answer = running.client.ask("/v1/completions", body)
