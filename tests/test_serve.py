@@ -471,6 +471,13 @@ def test_other_paths_methods_and_types(client):
     assert status == 415 and "application/json" in answer["error"]["message"]
 
 
+def test_a_client_adds_no_lines_to_the_log(client, caplog):
+    caplog.set_level("INFO")
+    assert client.ask("/v1/completions", {"prompt": "x", "a\nINFO: all is well": 1})[0] == 400
+    assert "INFO: all is well" in caplog.text
+    assert not any("\n" in record.getMessage() for record in caplog.records)
+
+
 def test_keys(inference, server):
     """The engine is the other server's: only what is answered without it is asked for here."""
     service = Service(server.engine, PromptReader(inference, 512), Drafters.read(inference), "demo", api_key="geheim-ü")

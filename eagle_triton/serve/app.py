@@ -258,7 +258,8 @@ def _model(service: Service) -> dict[str, Any]:
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    log.info("%s %s: %d, %s", request.method, request.url.path, error.status, error.param or error.code or "refused")
+    why = error.param or error.code or "refused"
+    log.info("%s %r: %d, %r", request.method, request.url.path, error.status, why)  # a client's words stay in the line
     return JSONResponse(error.body, error.status, error.headers)
 
 
