@@ -290,6 +290,22 @@ def test_log_probabilities(client, alone):
     assert b"".join(bytes(one.bytes) for one in listed).decode() == want.text
 
 
+def test_a_stream_holds_back_the_tokens_of_a_stop_string(client, alone):
+    """Its log-probabilities and its usage are the whole answer's, and never take anything back."""
+    text = alone(PROMPT, 40, temperature=0.0).text
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    for begin in range(2, 26, 4):
+        options = dict(prompt=PROMPT, max_tokens=40, temperature=0, logprobs=0, stop=text[begin : begin + 12])
+        whole = client.openai.completions.create(model="demo", **options)
+        chunks = list(client.openai.completions.create(model="demo", **options, stream=True, stream_options=usage))
+        listed = [found for chunk in chunks[:-1] if (found := chunk.choices[0].logprobs)]
+        want = whole.choices[0].logprobs
+        assert [token for one in listed for token in one.tokens] == want.tokens
+        assert [value for one in listed for value in one.token_logprobs] == pytest.approx(want.token_logprobs, abs=1e-4)
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == sorted(counts) and counts[-1] == whole.usage.completion_tokens
+
+
 def test_a_stream_says_what_was_drafted(client, alone):
     body = dict(prompt=PROMPT, max_tokens=30, temperature=0, stream=True, stream_options={"include_drafts": True})
     events = [line[6:] for line in client.ask("/v1/completions", body)[2].splitlines() if line]
