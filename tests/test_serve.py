@@ -29,7 +29,7 @@ for missing in ("fastapi", "uvicorn", "prometheus_client", "openai"):
 import openai
 import uvicorn
 
-from eagle_triton.serve.app import MOST_BYTES, Service, make_app
+from eagle_triton.serve.app import LONG, MOST_BYTES, Service, make_app
 from eagle_triton.serve.bodies import RequestError, read_chat
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.engine_thread import EngineThread
@@ -688,6 +688,28 @@ def test_a_full_queue(inference, server, client, monkeypatch):
     for thread in threads:
         thread.join()
     assert client.ask("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
+def test_a_long_text_keeps_no_short_one_waiting_and_is_not_read_for_a_full_line(server, client, monkeypatch):
+    original, reading, done = PromptReader.call, threading.Event(), threading.Event()
+
+    def call(reader, body):
+        if len(body.prompt) > LONG:
+            reading.set()
+            assert done.wait(30)
+        return original(reader, body)
+
+    monkeypatch.setattr(PromptReader, "call", call)
+    body, got = {"prompt": "x" * 2 * LONG}, []
+    thread = threading.Thread(target=lambda: got.append(client.ask("/v1/completions", body)[0]))
+    thread.start()
+    assert reading.wait(30)
+    assert client.ask("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+    monkeypatch.setattr(server.engine, "max_queue", -server.engine.slots)
+    assert client.ask("/v1/completions", body)[0] == 429
+    done.set()
+    thread.join()
+    assert got == [400]
 
 
 def test_load(server, client, alone):

@@ -87,13 +87,17 @@ class EngineThread:
         """Why requests are not taken, if they are not."""
         return self._refusal or "the engine has stopped"
 
-    def submit(self, call: Call) -> Ticket:
-        """Put a request in line. Raises RequestError if the line is full (429), or nobody may come any more (503)."""
+    def check_room(self) -> None:
+        """Raise RequestError if the line is full (429), or nobody may come any more (503)."""
         if not self.alive:
             raise RequestError(503, self.refusal, code="shutting_down")
         if len(self._tickets) >= self.slots + self.max_queue:
             raise RequestError(429, f"{self.max_queue} requests wait already, try again later", code="queue_full",
                                headers={"Retry-After": str(self._retry_after())})  # fmt: skip
+
+    def submit(self, call: Call) -> Ticket:
+        """Put a request in line. Raises as `check_room`."""
+        self.check_room()
         self._loop = asyncio.get_running_loop()
         ticket = Ticket(call)
         self._tickets.add(ticket)
