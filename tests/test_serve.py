@@ -592,6 +592,14 @@ def test_a_request_that_fails_by_nan_gets_its_error_and_the_others_finish(client
         assert isinstance(error, openai.InternalServerError) and "NaN" in str(error)
 
 
+def test_a_stream_that_fails_in_the_middle_ends_with_its_error(client, alone):
+    body = dict(model="demo", prompt=PROMPT, max_tokens=30, temperature=0, logit_bias={str(POISON): 100}, stream=True)
+    good = client.openai.completions.create(model="demo", prompt=PROMPT, max_tokens=30, temperature=0, stream=True)
+    with pytest.raises(openai.APIError, match="NaN"):
+        assert [chunk.choices[0].finish_reason for chunk in client.openai.completions.create(**body)] == []
+    assert "".join(chunk.choices[0].text for chunk in good) == alone(PROMPT, 30, temperature=0.0).text
+
+
 def test_a_step_that_fails_loses_those_who_run_and_no_others(server, client, monkeypatch, caplog):
     from eagle_triton.engine.batch import Batch
 
@@ -867,6 +875,7 @@ def test_wrong_arguments_are_one_sentence(line, capsys):
         ("prot: 1", "'prot' is no option; the options are model, activations, api-key"),
         ("- a", "must be a mapping of options to values"),
         ("a: [", "cannot be read"),
+        pytest.param("[" * 20_000, "cannot be read: maximum recursion depth exceeded", id="deep"),
         ("log-prompts: 5", "log-prompts must be true or false, got 5"),
         ("port: [1]", "port must be one value, got [1]"),
         ("port: many", "--port must be a whole number from 0 to 65535, got 'many'"),
