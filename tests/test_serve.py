@@ -29,7 +29,7 @@ for missing in ("fastapi", "uvicorn", "prometheus_client", "openai"):
 import openai
 import uvicorn
 
-from eagle_triton.serve.app import MOST_BYTES, Service, make_app
+from eagle_triton.serve.app import LONG, MOST_BYTES, Service, make_app
 from eagle_triton.serve.bodies import RequestError, read_chat
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.engine_thread import EngineThread
@@ -290,6 +290,22 @@ def test_log_probabilities(client, alone):
     assert b"".join(bytes(one.bytes) for one in listed).decode() == want.text
 
 
+def test_a_stream_holds_back_the_tokens_of_a_stop_string(client, alone):
+    """Its log-probabilities and its usage are the whole answer's, and never take anything back."""
+    text = alone(PROMPT, 40, temperature=0.0).text
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    for begin in range(2, 26, 4):
+        options = dict(prompt=PROMPT, max_tokens=40, temperature=0, logprobs=0, stop=text[begin : begin + 12])
+        whole = client.openai.completions.create(model="demo", **options)
+        chunks = list(client.openai.completions.create(model="demo", **options, stream=True, stream_options=usage))
+        listed = [found for chunk in chunks[:-1] if (found := chunk.choices[0].logprobs)]
+        want = whole.choices[0].logprobs
+        assert [token for one in listed for token in one.tokens] == want.tokens
+        assert [value for one in listed for value in one.token_logprobs] == pytest.approx(want.token_logprobs, abs=1e-4)
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == sorted(counts) and counts[-1] == whole.usage.completion_tokens
+
+
 def test_a_stream_says_what_was_drafted(client, alone):
     body = dict(prompt=PROMPT, max_tokens=30, temperature=0, stream=True, stream_options={"include_drafts": True})
     events = [line[6:] for line in client.ask("/v1/completions", body)[2].splitlines() if line]
@@ -363,14 +379,21 @@ BAD = [
     ({"prompt": "x", "min_tokens": 17}, "min_tokens", "min_tokens must be at most max_tokens, 16, got 17"),
     ({"prompt": "x", "temperature": -1}, "temperature", "temperature must be a number from 0 on, got -1"),
     ({"prompt": "x", "temperature": "hot"}, "temperature", "temperature must be a number"),
+    ({"prompt": "x", "temperature": 10**400}, "temperature", "temperature must be a number from 0 on"),
+    ({"prompt": "x", "temperature": 1e39}, "temperature", "that float32 holds"),
+    ({"prompt": "x", "top_p": 10**400}, "top_p", "top_p must be a number above 0 and at most 1"),
     ({"prompt": "x", "top_p": 0}, "top_p", "top_p must be a number above 0 and at most 1"),
     ({"prompt": "x", "top_p": 1.5}, "top_p", "got 1.5"),
     ({"prompt": "x", "top_k": -2}, "top_k", "top_k must be a whole number from -1 on"),
+    ({"prompt": "x", "top_k": 2**31}, "top_k", "top_k must be an integer >= 0 (0: off) that 32 bits hold"),
+    ({"prompt": "x", "top_k": 10**400}, "top_k", "that 32 bits hold"),
     ({"prompt": "x", "min_p": 2}, "min_p", "min_p must be a number from 0 to 1"),
     ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    ({"prompt": "x", "repetition_penalty": 1e39}, "repetition_penalty", "that float32 holds"),
     ({"prompt": "x", "seed": 2**63}, "seed", "seed must be a whole number"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "a mapping of token ids to numbers"),
     ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias", "from -100 to 100"),
+    ({"prompt": "x", "logit_bias": {"1": 10**400}}, "logit_bias", "from -100 to 100"),
     ({"prompt": "x", "logit_bias": {"1": 1, "01": 2}}, "logit_bias", "names a token twice"),
     ({"prompt": "x", "logit_bias": {"5000": 1}}, "logit_bias", "tokens must lie in 0..4095"),
     ({"prompt": "x", "stop": ""}, "stop", "a string that is not empty"),
@@ -462,6 +485,13 @@ def test_other_paths_methods_and_types(client):
     assert client.ask("/v1/completions")[0] == 405
     status, _, answer = client.ask("/v1/completions", {"prompt": "x"}, Content_Type="text/plain")
     assert status == 415 and "application/json" in answer["error"]["message"]
+
+
+def test_a_client_adds_no_lines_to_the_log(client, caplog):
+    caplog.set_level("INFO")
+    assert client.ask("/v1/completions", {"prompt": "x", "a\nINFO: all is well": 1})[0] == 400
+    assert "INFO: all is well" in caplog.text
+    assert not any("\n" in record.getMessage() for record in caplog.records)
 
 
 def test_keys(inference, server):
@@ -562,6 +592,14 @@ def test_a_request_that_fails_by_nan_gets_its_error_and_the_others_finish(client
         assert isinstance(error, openai.InternalServerError) and "NaN" in str(error)
 
 
+def test_a_stream_that_fails_in_the_middle_ends_with_its_error(client, alone):
+    body = dict(model="demo", prompt=PROMPT, max_tokens=30, temperature=0, logit_bias={str(POISON): 100}, stream=True)
+    good = client.openai.completions.create(model="demo", prompt=PROMPT, max_tokens=30, temperature=0, stream=True)
+    with pytest.raises(openai.APIError, match="NaN"):
+        assert [chunk.choices[0].finish_reason for chunk in client.openai.completions.create(**body)] == []
+    assert "".join(chunk.choices[0].text for chunk in good) == alone(PROMPT, 30, temperature=0.0).text
+
+
 def test_a_step_that_fails_loses_those_who_run_and_no_others(server, client, monkeypatch, caplog):
     from eagle_triton.engine.batch import Batch
 
@@ -590,6 +628,25 @@ def test_a_step_that_fails_loses_those_who_run_and_no_others(server, client, mon
     assert client.ask("/health")[0] == 200 and not server.engine._tickets
 
 
+def test_a_request_that_makes_entering_fail_does_not_come_again(client, alone, monkeypatch):
+    from eagle_triton.engine.batch import Batch
+
+    original = Batch.enter_all
+
+    def enter_all(batch, requests):
+        if any(len(request.prompt) == 1 for request in requests):
+            raise RuntimeError("of this request")
+        return original(batch, requests)
+
+    monkeypatch.setattr(Batch, "enter_all", enter_all)
+    options = dict(model="demo", max_tokens=8, temperature=0, timeout=20)
+    for _ in range(2):
+        with pytest.raises(openai.InternalServerError, match="the engine failed in a step of this request"):
+            client.openai.completions.create(prompt=[5], **options)
+    answer = client.openai.completions.create(prompt=PROMPT, **options)
+    assert answer.choices[0].text == alone(PROMPT, 8, temperature=0.0).text
+
+
 @pytest.mark.parametrize(("error", "logged"), [(ValueError("no room"), False), (TypeError("of ours"), True)])
 def test_an_engine_that_does_not_open_says_why(error, logged, caplog):
     def fail():
@@ -613,12 +670,12 @@ def test_an_engine_that_cannot_go_on_says_so(inference):
         ]
         for thread in threads:
             thread.start()
-        wait_until(lambda: len(running.engine._live) == 3)
+        wait_until(lambda: running.client.metric("vllm:num_requests_waiting") == 2)
         running.engine._open_session = fail
         running.engine._step = fail
         for thread in threads:
             thread.join()
-        assert [status for status, _, _ in got] == [500] * 3
+        assert sorted(status for status, _, _ in got) == [500, 503, 503]
         wait_until(lambda: not running.engine.alive)
         assert running.client.ask("/health")[0] == 503
         status, _, answer = running.client.ask("/v1/completions", body)
@@ -639,6 +696,28 @@ def test_a_full_queue(inference, server, client, monkeypatch):
     for thread in threads:
         thread.join()
     assert client.ask("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
+def test_a_long_text_keeps_no_short_one_waiting_and_is_not_read_for_a_full_line(server, client, monkeypatch):
+    original, reading, done = PromptReader.call, threading.Event(), threading.Event()
+
+    def call(reader, body):
+        if len(body.prompt) > LONG:
+            reading.set()
+            assert done.wait(30)
+        return original(reader, body)
+
+    monkeypatch.setattr(PromptReader, "call", call)
+    body, got = {"prompt": "x" * 2 * LONG}, []
+    thread = threading.Thread(target=lambda: got.append(client.ask("/v1/completions", body)[0]))
+    thread.start()
+    assert reading.wait(30)
+    assert client.ask("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+    monkeypatch.setattr(server.engine, "max_queue", -server.engine.slots)
+    assert client.ask("/v1/completions", body)[0] == 429
+    done.set()
+    thread.join()
+    assert got == [400]
 
 
 def test_load(server, client, alone):
@@ -796,6 +875,7 @@ def test_wrong_arguments_are_one_sentence(line, capsys):
         ("prot: 1", "'prot' is no option; the options are model, activations, api-key"),
         ("- a", "must be a mapping of options to values"),
         ("a: [", "cannot be read"),
+        pytest.param("[" * 20_000, "cannot be read: maximum recursion depth exceeded", id="deep"),
         ("log-prompts: 5", "log-prompts must be true or false, got 5"),
         ("port: [1]", "port must be one value, got [1]"),
         ("port: many", "--port must be a whole number from 0 to 65535, got 'many'"),

@@ -367,10 +367,11 @@ def test_stop_strings_cut_the_text_before_them(bytes_tokenizer, text, stops, wan
     for token in bytes_tokenizer(text).input_ids:
         pieces.append(stream.push(token))
         assert want.startswith("".join(pieces))
+        assert stream.certain_tokens == len("".join(pieces).encode())  # a token is a byte here
         if stream.stopped:
             break
     pieces.append(stream.finish())
-    assert "".join(pieces) == want and stream.tokens == tokens
+    assert "".join(pieces) == want and stream.tokens == stream.certain_tokens == tokens
     assert stream.stopped == (want != text)
     if stream.stopped:
         with pytest.raises(RuntimeError, match="has ended"):

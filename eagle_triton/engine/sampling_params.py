@@ -15,6 +15,9 @@ from torch import Tensor
 from eagle_triton.engine.upload import upload
 from eagle_triton.reference.sampling import SamplingTensors
 
+MOST = torch.finfo(torch.float32).max  # as what the device keeps numbers
+MOST_TOP_K = torch.iinfo(torch.int32).max
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -38,18 +41,19 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
             _check_number(name, getattr(self, name))
-        if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise ValueError(f"temperature must be a finite number >= 0, got {self.temperature}")
-        if not math.isfinite(self.top_k) or self.top_k < 0 or int(self.top_k) != self.top_k:
-            raise ValueError(f"top_k must be an integer >= 0 (0: off), got {self.top_k}")
+        if not 0 <= self.temperature <= MOST:
+            raise ValueError(f"temperature must be a finite number >= 0 that float32 holds, got {self.temperature}")
+        if not 0 <= self.top_k <= MOST_TOP_K or int(self.top_k) != self.top_k:
+            raise ValueError(f"top_k must be an integer >= 0 (0: off) that 32 bits hold, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1] (1: off), got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1] (0: off), got {self.min_p}")
         if self.seed is not None:
             object.__setattr__(self, "seed", _seed(self.seed))
-        if not math.isfinite(self.repetition_penalty) or self.repetition_penalty <= 0:
-            raise ValueError(f"repetition_penalty must be a finite number > 0 (1: off), got {self.repetition_penalty}")
+        if not 0 < self.repetition_penalty <= MOST:
+            given = self.repetition_penalty
+            raise ValueError(f"repetition_penalty must be a finite number > 0 (1: off) that float32 holds, got {given}")
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
 
     @property
@@ -132,10 +136,10 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     try:
         pairs = given.items() if isinstance(given, Mapping) else given
         bias = tuple(sorted((operator.index(token), float(value)) for token, value in pairs))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"logit_bias must map tokens to numbers, or be pairs of both, got {given!r:.80}") from error
     for token, value in bias:
-        if token < 0 or math.isnan(value) or value == math.inf:
+        if token < 0 or not (value == -math.inf or abs(value) <= MOST):
             raise ValueError(f"logit_bias must give tokens >= 0 finite values or -inf, got {token}: {value}")
     if len({token for token, _ in bias}) < len(bias):
         raise ValueError("logit_bias: a token occurs twice")

@@ -24,7 +24,9 @@ class Answer:
     def __init__(self, body: Body, prompt: Sequence[int], model: str, tokenizer: Any, drafters: Drafters) -> None:
         """prompt: token ids. model: the name that is answered. tokenizer: for the text of single tokens."""
         self._body, self._prompt, self._tokenizer, self._drafters = body, prompt, tokenizer, drafters
-        self._sent = 0  # tokens
+        self._tokens: list[int] = []
+        self._values: list[float] = []  # the log-probabilities of these
+        self._sent = 0  # of the tokens
         self._characters = 0
         self._stream = TextStream(tokenizer, prompt[-16:], body.stop, body.min_tokens) if body.drafts else None
         kind = ("chatcmpl", "chat.completion") if body.chat else ("cmpl", "text_completion")
@@ -53,14 +55,14 @@ class Answer:
     def chunk(self, piece: Piece) -> list[bytes]:
         """The events of a piece; with the last one all that ends a stream."""
         completion = piece.completion
-        tokens, logprobs = piece.tokens, piece.logprobs
-        if completion is not None:  # a stop string takes tokens away, perhaps some that were sent
-            tokens = completion.tokens[self._sent :]
-            logprobs = None if completion.logprobs is None else completion.logprobs[self._sent :]
-        self._sent += len(tokens)
+        self._tokens += piece.tokens
+        self._values += piece.logprobs or []
+        fresh = slice(self._sent, piece.certain_tokens)  # others may be of a stop string
+        self._sent = piece.certain_tokens
         events = []
-        if piece.text or tokens:
-            listed = self._logprobs(tokens, logprobs)
+        if piece.text or piece.tokens:
+            tokens = self._tokens[fresh]
+            listed = self._logprobs(tokens, self._values[fresh]) if tokens else None
             drafts = self._drafts(piece) if self._stream is not None else None
             if piece.text or listed or drafts:
                 events.append(self._event([self._choice({"content": piece.text}, listed)], self._sent, drafts=drafts))

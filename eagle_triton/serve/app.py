@@ -30,6 +30,7 @@ from eagle_triton.speculative.session import Completion, Piece
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 4 << 20  # of a body
+LONG = 64 << 10  # bytes of a body whose text is read apart, so that shorter ones do not wait for it
 PAGE = Path(__file__).parent / "page.html"
 MOST_READ = 16 * MOST_BYTES  # of one that is refused, before the connection is closed
 _LEFT = RequestError(499, "the client has left")
@@ -79,7 +80,7 @@ def _open_routes(service: Service) -> APIRouter:
 
 def _routes(service: Service) -> APIRouter:
     routes = APIRouter(dependencies=[Depends(_key_checker(service.api_key))])
-    threads = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")  # long texts take a while
+    short, long = (ThreadPoolExecutor(1, thread_name_prefix="tokenizer") for _ in range(2))
 
     @routes.get("/metrics")
     async def metrics() -> Response:
@@ -95,10 +96,13 @@ def _routes(service: Service) -> APIRouter:
         return _model(service)
 
     async def answer(request: Request, read: Callable[[Mapping[str, Any]], Body]) -> Response:
-        body = read(read_json(await _bytes_of(request)))
+        raw = await _bytes_of(request)
+        body = read(read_json(raw))
         if body.model is not None:
             _check_model(service, body.model)
-        call = await asyncio.get_running_loop().run_in_executor(threads, service.prompts.call, body)
+        service.engine.check_room()  # before work is done for it
+        reader = short if len(raw) <= LONG else long
+        call = await asyncio.get_running_loop().run_in_executor(reader, service.prompts.call, body)
         ticket = service.engine.submit(call)
         answer = Answer(body, call.prompt.tolist(), service.model, service.prompts.tokenizer, service.drafters)
         if not body.stream:
@@ -258,7 +262,8 @@ def _model(service: Service) -> dict[str, Any]:
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    log.info("%s %s: %d, %s", request.method, request.url.path, error.status, error.param or error.code or "refused")
+    why = error.param or error.code or "refused"
+    log.info("%s %r: %d, %r", request.method, request.url.path, error.status, why)  # a client's words stay in the line
     return JSONResponse(error.body, error.status, error.headers)
 
 

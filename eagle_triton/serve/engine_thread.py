@@ -9,6 +9,7 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -57,8 +58,8 @@ class EngineThread:
     """
 
     def __init__(self, open_session: Callable[[], Session], metrics: Metrics, slots: int, max_queue: int) -> None:
-        """open_session: called in the thread, first and after a step that failed. slots: requests that run at a time;
-        max_queue: those that may wait beside them."""
+        """open_session: called in the thread, first and after a step that failed. slots: requests that run at a time,
+        as many as a session has; max_queue: those that may wait beside them."""
         self.metrics, self.slots, self.max_queue = metrics, slots, max_queue
         self._open_session = open_session
         self._orders: queue.SimpleQueue[Ticket | _Cancel | _Drain | None] = queue.SimpleQueue()
@@ -66,7 +67,8 @@ class EngineThread:
         self._tickets: set[Ticket] = set()  # not at their ends; of the event loop's thread
         self._seconds = 1.0  # that a request takes, by the last ones
         self._refusal: str | None = None  # why nobody may come any more
-        self._live: dict[int, Ticket] = {}  # by the session's index; of this thread, as all below
+        self._line: deque[Ticket] = deque()  # that no session knows yet; of this thread, as all below
+        self._live: dict[int, Ticket] = {}  # by the session's index, no more than there are slots
         self._deadline: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._opened: Future[None] = Future()
@@ -88,13 +90,17 @@ class EngineThread:
         """Why requests are not taken, if they are not."""
         return self._refusal or "the engine has stopped"
 
-    def submit(self, call: Call) -> Ticket:
-        """Put a request in line. Raises RequestError if the line is full (429), or nobody may come any more (503)."""
+    def check_room(self) -> None:
+        """Raise RequestError if the line is full (429), or nobody may come any more (503)."""
         if not self.alive:
             raise RequestError(503, self.refusal, code="shutting_down")
         if len(self._tickets) >= self.slots + self.max_queue:
             raise RequestError(429, f"{self.max_queue} requests wait already, try again later", code="queue_full",
                                headers={"Retry-After": str(self._retry_after())})  # fmt: skip
+
+    def submit(self, call: Call) -> Ticket:
+        """Put a request in line. Raises as `check_room`."""
+        self.check_room()
         self._loop = asyncio.get_running_loop()
         ticket = Ticket(call)
         self._tickets.add(ticket)
@@ -164,7 +170,9 @@ class EngineThread:
                     raise
                 except Exception:
                     log.exception("a step failed: its requests are lost, another batch begins")
-                    session = self._begin_again(session)
+                    self._lose("the engine failed in a step of this request; the server's log says how")
+                    session.close()
+                    session = self._open_session()
         except BaseException:
             self._refusal = "the engine has stopped; the server's log says why"
             log.exception("the engine has stopped")
@@ -172,18 +180,6 @@ class EngineThread:
             self._lose(self.refusal)
             self._refuse_orders()
             session.close()
-
-    def _begin_again(self, session: Session) -> Session:
-        """Another session for those who wait; what ran is lost, since its batch was left half-way."""
-        waiting = {index: self._live.pop(index) for index in session.waiting if index in self._live}
-        self._lose("the engine failed in a step of this request; the server's log says how")
-        self._live = waiting  # who is told if there is no other session
-        session.close()
-        session = self._open_session()
-        self._live = {}
-        for ticket in waiting.values():
-            self._enter(session, ticket)
-        return session
 
     def _step(self, session: Session) -> None:
         if session.idle:
@@ -203,6 +199,9 @@ class EngineThread:
     def _follow_orders(self, session: Session) -> bool:
         """Do what was asked for meanwhile, waiting for it if there is nothing else to do. False: end here."""
         while True:
+            while self._line and len(self._live) < self.slots:
+                self._enter(session, self._line.popleft())
+            self._count(session)
             try:
                 order = self._orders.get(block=session.idle, timeout=KEEP_ALIVE_SECONDS)
             except queue.Empty:
@@ -215,15 +214,18 @@ class EngineThread:
             if isinstance(order, _Drain):
                 self._deadline = order.deadline
                 self._refuse(session, session.waiting)
+                self._turn_away(*self._line)
+                self._line.clear()
             elif isinstance(order, _Cancel):
+                with suppress(ValueError):
+                    self._line.remove(order.ticket)
                 for index in [index for index, ticket in self._live.items() if ticket is order.ticket]:
                     del self._live[index]
                     session.cancel(index)
             elif self._refusal is not None:
-                self._give([(order, RequestError(503, self.refusal, code="shutting_down"))])
+                self._turn_away(order)
             else:
-                self._enter(session, order)
-            self._count(session)
+                self._line.append(order)
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._refuse(session, list(self._live))
         return True
@@ -238,10 +240,13 @@ class EngineThread:
     def _refuse(self, session: Session, indices: list[int]) -> None:
         for index in indices:
             session.cancel(index)
-            ticket = self._live.pop(index)
-            self._give([(ticket, RequestError(503, self.refusal, code="shutting_down"))])
+            self._turn_away(self._live.pop(index))
+
+    def _turn_away(self, *tickets: Ticket) -> None:
+        self._give([(ticket, RequestError(503, self.refusal, code="shutting_down")) for ticket in tickets])
 
     def _lose(self, reason: str) -> None:
+        """Give up whom the session knows: one of those that enter may be what fails, and would again."""
         self._give([(ticket, RequestError(500, reason)) for ticket in self._live.values()])
         self._live.clear()
 
@@ -249,7 +254,8 @@ class EngineThread:
         with suppress(queue.Empty):
             while True:
                 if isinstance(order := self._orders.get_nowait(), Ticket):
-                    self._give([(order, RequestError(503, self.refusal))])
+                    self._line.append(order)
+        self._give([(ticket, RequestError(503, self.refusal)) for ticket in self._line])
 
     def _give(self, given: list[tuple[Ticket, Piece | RequestError]]) -> None:
         if given and self._loop is not None:
@@ -257,6 +263,6 @@ class EngineThread:
                 self._loop.call_soon_threadsafe(self._hand_out, given)
 
     def _count(self, session: Session) -> None:
-        waiting = len(session.waiting)
-        self.metrics.waiting.set(waiting)
-        self.metrics.running.set(len(self._live) - waiting)
+        entering = len(session.waiting)
+        self.metrics.waiting.set(entering + len(self._line))
+        self.metrics.running.set(len(self._live) - entering)

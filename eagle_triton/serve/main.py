@@ -79,7 +79,8 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
         if args.host not in LOOPBACK and args.api_key is None:
             log.warning("whoever reaches %s may ask: there is no --api-key", args.host)
         log.info("%r", inference)
-        log.info("%s is served at http://%s:%d", name, args.host, bound.getsockname()[1])
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        log.info("%s is served at http://%s:%d", name, host, bound.getsockname()[1])
         options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "ws": "none"}
         patience = args.shutdown_timeout + CLOSING_SECONDS
         config = uvicorn.Config(app, lifespan="off", timeout_graceful_shutdown=patience, **options)
@@ -270,7 +271,7 @@ def _read_config(parser: Parser, path: Path) -> tuple[str | None, list[str]]:
 
     try:
         read = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         parser.error(f"--config: {path} cannot be read: {arguments.one_line(error)}")
     if not isinstance(read, dict):
         parser.error(f"--config: {path} must be a mapping of options to values")

@@ -18,7 +18,7 @@ COMPLETION_TOKENS = 16  # of /v1/completions, where a request does not say
 
 
 class PromptReader:
-    """Reads bodies for one engine, in one thread at a time. max_model_len: the most tokens of prompt and answer."""
+    """Reads bodies for one engine, in any threads. max_model_len: the most tokens of prompt and answer."""
 
     def __init__(self, inference: EAGLEInference, max_model_len: int, chat_template: str | None = None) -> None:
         """chat_template: None takes the tokenizer's. Raises ValueError if the target has no tokenizer."""

@@ -120,7 +120,7 @@ class ArgumentReader:
         if strings and self.tokenizer is None:
             raise ValueError("stop_strings need a tokenizer, the target has none")
         if unknown := [token for token, _ in sampling.biases if token >= self.vocabulary]:
-            raise ValueError(f"logit_bias: tokens must lie in 0..{self.vocabulary - 1}, got {unknown}")
+            raise ValueError(f"logit_bias: tokens must lie in 0..{self.vocabulary - 1}, got {unknown!s:.60}")
         return Call(prompt, limit, sampling, self._stop_ids(stop_token_ids), strings, logprobs, least)
 
     def calls(
@@ -183,7 +183,7 @@ class ArgumentReader:
             raise TypeError(f"stop_token_ids must be token ids, got {given!r}")
         ids = frozenset(integer("stop_token_ids", _plain(token)) for token in given)
         if wrong := sorted(token for token in ids if not 0 <= token < self.vocabulary):
-            raise ValueError(f"stop_token_ids must lie in 0..{self.vocabulary - 1}, got {wrong}")
+            raise ValueError(f"stop_token_ids must lie in 0..{self.vocabulary - 1}, got {wrong!s:.60}")
         return ids
 
 

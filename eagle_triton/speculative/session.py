@@ -61,7 +61,8 @@ class Piece:
     It is no string: `piece.text` is its text, as is `str(piece)`; `"".join` takes those, or `stream_text`'s. accepted,
     proposed: drafts of the step, also those that a stop cut off. drafts: these, if asked for, the root's children
     first. egag: by what EGAG bounded them. draft_forwards: passes of the draft for it. tree: the shape that was
-    verified, None where nothing was. The first of the tokens is the target's own, those behind it are accepted drafts.
+    verified, None where nothing was. certain_tokens: of all that the request has so far, those that no stop string
+    takes away any more. The first of the tokens is the target's own, those behind it are accepted drafts.
     """
 
     index: int
@@ -75,6 +76,7 @@ class Piece:
     egag: GuideReading | None = None
     draft_forwards: int = 0
     tree: TreeSpec | None = None
+    certain_tokens: int = 0
 
     def __str__(self) -> str:
         return self.text
@@ -411,16 +413,19 @@ class Session:
         if row.error is None:
             job.statistics.add_step(row.accepted, row.proposed, row.depth, len(tokens), row.passes)
         passes = job.statistics.draft_forwards - before
+        certain = job.stream.certain_tokens if job.stream and job.stream.stop_strings else len(job.tokens)
         piece = Piece(
             job.index, tokens, text, row.logprobs, None, row.accepted, row.proposed, row.drafts, row.egag, passes,
-            row.tree,
+            row.tree, certain,
         )  # fmt: skip
         if finished is not None:
             del self._running[row.slot]
             if row.finished is None:
                 self._batch.release(row.slot)
             last = self._end(job, finished, row.error)
-            piece = replace(piece, text=text + last.text, completion=last.completion)
+            piece = replace(
+                piece, text=text + last.text, completion=last.completion, certain_tokens=last.certain_tokens
+            )
         return piece
 
     def _end(self, job: _Job, finished: str, error: str | None = None) -> Piece:
@@ -446,4 +451,4 @@ class Session:
             None if job.logprobs is None else job.logprobs[:kept],
             job.statistics,
         )
-        return Piece(job.index, [], rest, completion=completion)
+        return Piece(job.index, [], rest, completion=completion, certain_tokens=kept)

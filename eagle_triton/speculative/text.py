@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,9 +37,12 @@ class TextStream:
     @property
     def tokens(self) -> int:
         """How many tokens the text needs, all but for a stop string; the last one may reach into that."""
-        if not self.stopped:
-            return len(self._ends)
-        return next(count for count, end in enumerate([0, *self._ends]) if end >= self._released)
+        return self.certain_tokens if self.stopped else len(self._ends)
+
+    @property
+    def certain_tokens(self) -> int:
+        """How many tokens no stop string takes away any more, if there are stop strings: the text so far needs them."""
+        return bisect_left(self._ends, self._released) + 1 if self._released else 0
 
     def push(self, *tokens: int) -> str:
         """The text that tokens make certain; those behind a stop string are not looked at.
