@@ -1026,4 +1026,5 @@ def test_what_http_adds_can_be_measured(tmp_path):
     session, server, added = record["rows"]
     assert (record["mode"], record["machine"]["commit"]) == ("serve", "abc")
     assert min(session["first_token_ms"], session["ms_per_step"], server["ms_per_step"]) > 0 and session["steps"] > 1
-    assert set(added) == {"variant", "first_token_ms", "ms_per_step"}
+    assert set(added) == {"variant", "first_token_ms", "ms_per_step", "p99_ms_per_step"}
+    assert session["p99_ms_per_step"] > 0 and server["p99_ms_per_step"] > 0

@@ -3,12 +3,13 @@
     python tools/time_server.py --output results/serve-demo-h200.json
 
 Decodes the same prompts of the embedded checkpoint, or of --model, greedily by both, and prints medians over the
-prompts: milliseconds to the first token and for all that follows, and what the server adds, that to each step of the
-session's. Prompts are used once in each, so that none is found in the cache of prompts.
+prompts: milliseconds to the first token and of a step, with what 99 % of all steps stay below, and what the server adds.
+Prompts are used once in each, so that none is found in the cache of prompts.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import socket
@@ -34,7 +35,7 @@ class Times(NamedTuple):
 
     first_token: float
     rest: float  # from the first to the last token
-    steps: int  # that gave something
+    gaps: list[float]  # between what one step gave and what the next did
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,9 +88,10 @@ def main(argv: list[str] | None = None) -> int:
         theirs.first_token - ours.first_token for ours, theirs in zip(direct, served, strict=True)
     )
     step = statistics.median(
-        (theirs.rest - ours.rest) / max(1, ours.steps - 1) for ours, theirs in zip(direct, served, strict=True)
+        (theirs.rest - ours.rest) / max(1, len(ours.gaps)) for ours, theirs in zip(direct, served, strict=True)
     )
-    rows.append({"variant": "added by HTTP", "first_token_ms": first, "ms_per_step": step})
+    p99 = _p99(served) - _p99(direct)
+    rows.append({"variant": "added by HTTP", "first_token_ms": first, "ms_per_step": step, "p99_ms_per_step": p99})
     options = {name: value for name, value in vars(args).items() if name not in ("output", "commit")}
     record = Record("serve", machine(inference.pair.view.device, args.commit), options, rows, [])
     print(record.json())
@@ -142,16 +144,24 @@ def _ask(port: int, prompt: list[int], new: int) -> Times:
 
 
 def _times(start: float, ends: list[float]) -> Times:
-    return Times((ends[0] - start) * 1e3, (ends[-1] - ends[0]) * 1e3, len(ends))
+    gaps = [(after - before) * 1e3 for before, after in itertools.pairwise(ends)]
+    return Times((ends[0] - start) * 1e3, (ends[-1] - ends[0]) * 1e3, gaps)
 
 
 def _row(name: str, times: list[Times]) -> dict:
     return {
         "variant": name,
         "first_token_ms": statistics.median(each.first_token for each in times),
-        "ms_per_step": statistics.median(each.rest / max(1, each.steps - 1) for each in times),
-        "steps": statistics.mean(each.steps for each in times),
+        "ms_per_step": statistics.median(each.rest / max(1, len(each.gaps)) for each in times),
+        "p99_ms_per_step": _p99(times),
+        "steps": statistics.mean(len(each.gaps) + 1 for each in times),
     }
+
+
+def _p99(times: list[Times]) -> float:
+    """The time of one step that 99 % of all are below."""
+    gaps = sorted(gap for each in times for gap in each.gaps) or [0.0]
+    return gaps[min(len(gaps) - 1, len(gaps) * 99 // 100)]
 
 
 if __name__ == "__main__":
