@@ -3,8 +3,8 @@
     python tools/time_server.py --output results/serve-demo-h200.json
 
 Decodes the same prompts of the embedded checkpoint, or of --model, greedily by both, and prints medians over the
-prompts: milliseconds to the first token and of a step, with what 99 % of all steps stay below, and what the server adds.
-Prompts are used once in each, so that none is found in the cache of prompts.
+prompts: milliseconds to the first token and of a step, with what 99 % of all steps stay below, and what the server
+adds. Prompts are used once in each, so that none is found in the cache of prompts.
 """
 
 from __future__ import annotations
