@@ -44,7 +44,20 @@ def main(argv: list[str]) -> int:
             be_late(rank)
             model.base_model.generate(prompt, max_new_tokens=4, do_sample=False)
         be_late(rank)
-        EAGLEInference(None, model).generate([prompt[0]], 4)
+        inference = EAGLEInference(None, model)
+        inference.generate([prompt[0]], 4)
+        with inference.session(64) as session:
+            be_late(rank)
+            if dist.get_rank():
+                session.follow()
+                continue
+            index = session.submit(prompt, 40)
+            session.step()
+            session.cancel(index)
+            be_late(0)  # nothing runs, so the other waits
+            session.submit(prompt, 4)
+            while not session.idle:
+                session.step()
     if dist.get_rank() == 0:
         print("rank 0 was late, then rank 1", flush=True)
     dist.destroy_process_group()

@@ -244,12 +244,21 @@ def rank_0_is_asked_by_a_session(folder: Path) -> None:
     with inferences[0].session(96) as session:
         expected = work(session)
     assert sorted(expected) == [0, 2, 3, 4, 5] and expected[5][2] == "error"
-    session = inferences[1].session(96)
+    shared_one = inferences[1]
+    session = shared_one.session(96)
     assert isinstance(session, SharedSession)
     if session.leads:
         with refused(RuntimeError, "rank 0 is asked"):
             session.follow()
         assert work(session) == expected
+        for ask in (lambda: shared_one.generate([[1, 2]], 4), lambda: shared_one.session(64)):
+            with refused(RuntimeError, "another generation is running"):  # before the others hear of it
+                ask()
+        prompt = random_prompt(9)[0]
+        session.submit(prompt, 4)
+        prompt.fill_(1)
+        while not session.idle:
+            session.step()
         session.submit(random_prompt(9)[0], 24)  # which the others hear of when it is over
         session.close()
         with refused(RuntimeError, "closed"):
@@ -261,7 +270,15 @@ def rank_0_is_asked_by_a_session(folder: Path) -> None:
         session.follow()
         with refused(RuntimeError, "closed"):
             session.follow()
-    ids, _ = inferences[1].generate([random_prompt(9)[0]], 6)  # they are together
+    session = shared_one.session(96)
+    if session.leads:
+        del session
+        with refused(RanksError, "what is called", "must be the same on all ranks"):
+            shared_one.generate([[1, 2]], 4)
+    else:
+        with refused(RanksError, "a session that rank 0 has not closed"):
+            session.follow()
+    ids, _ = shared_one.generate([random_prompt(9)[0]], 6)  # they are together
     assert torch.equal(ids[0], inferences[0].generate([random_prompt(9)[0]], 6)[0][0])
 
 

@@ -21,6 +21,7 @@ import pytest
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.demo import demo_prompts
+from eagle_triton.serve import engine_thread
 from eagle_triton.serve import main as serve
 
 for missing in ("fastapi", "uvicorn", "prometheus_client", "openai"):
@@ -35,6 +36,7 @@ from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.engine_thread import EngineThread
 from eagle_triton.serve.metrics import Metrics
 from eagle_triton.serve.prompts import PromptReader
+from eagle_triton.speculative import Session
 from tools import time_server
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -680,6 +682,21 @@ def test_an_engine_that_cannot_go_on_says_so(inference):
         assert running.client.ask("/health")[0] == 503
         status, _, answer = running.client.ask("/v1/completions", body)
         assert status == 503 and "the engine has stopped" in answer["error"]["message"]
+
+
+def test_a_step_that_fails_on_one_of_several_ranks_ends_the_engine(inference, monkeypatch):
+    monkeypatch.setattr(engine_thread, "SharedSession", Session)
+    opened, lost = [], threading.Event()
+
+    def fail(*_):
+        raise ValueError("on this rank alone")
+
+    with serving(EAGLEInference(None, inference.pair.target_model, EAGLEConfig(slots=1))) as running:
+        running.engine._open_session = lambda: opened.append(None)
+        running.engine._step, running.engine.when_lost = fail, lost.set
+        status, _, _ = running.client.ask("/v1/completions", {"prompt": PROMPT, "max_tokens": 4})
+        assert status == 500 and lost.wait(30)
+        assert running.engine.lost and not running.engine.alive and not opened
 
 
 def test_a_full_queue(inference, server, client, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -130,6 +131,25 @@ def test_rank_0_serves_what_all_share():
             servers.terminate()
             servers.wait(60)
     assert any("rank 1 of 2: rank 0 answers" in line for line in log)
+
+
+@pytest.mark.slow
+@two_processes
+@pytest.mark.skipif(sys.platform == "win32", reason="torchrun cannot ask a process there to end")
+def test_a_server_that_cannot_listen_ends_all_ranks():
+    """Also those that wait for rank 0 to load, and not only when torchrun kills them after 30 seconds."""
+    pytest.importorskip("uvicorn", reason='pip install ".[serve,test]"')
+    script = "import sys; from eagle_triton.serve.main import main; sys.exit(main(sys.argv[1:]))"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        serve = [sys.executable, "-c", script, "--device", "cpu", "--port", str(other.getsockname()[1])]
+        start = time.monotonic()
+        done = subprocess.run(
+            [*launcher, *serve], cwd=ROOT, env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+        )
+    assert done.returncode and "cannot be listened at" in done.stderr
+    assert not re.search(r"exitcode +: -9", done.stderr), done.stderr
+    assert time.monotonic() - start < SECONDS
 
 
 @pytest.mark.slow

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_BUSY = "another generation is running on this model; finish or close it first (docs/limits.md#threads)"
+
 
 class MegakernelError(RuntimeError):
     """The megakernel's programs lost each other: a grid barrier waited past its bound."""
@@ -124,10 +126,13 @@ class Engine:
     def acquire(self) -> Hold:
         """Claim the engine until the hold is released. Raises RuntimeError if somebody has it."""
         if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "another generation is running on this model; finish or close it first (docs/limits.md#threads)"
-            )
+            raise RuntimeError(_BUSY)
         return Hold(self._lock)
+
+    def check_free(self) -> None:
+        """Raise RuntimeError if somebody has it, before ranks exchange what a generation begins with."""
+        if self._lock.locked():
+            raise RuntimeError(_BUSY)
 
     def check_model(self) -> None:
         """Raise RuntimeError if a part of the model was replaced, moved, cast or hooked since it was read, or would be

@@ -76,7 +76,10 @@ def _launchers_of_their_own() -> Iterator[None]:
     writes that one's functions into the module of this name that came last, and another thread may be about to take its
     launcher from there: "function takes exactly 46 arguments (36 given)".
     """
-    load, one_at_a_time = launchers._load_module_from_path, threading.Lock()
+    load, one_at_a_time = getattr(launchers, "_load_module_from_path", None), threading.Lock()
+    if load is None:  # a Triton that loads them in another way
+        yield
+        return
 
     def load_for_itself(name: str, path: str) -> Any:
         with one_at_a_time:

@@ -15,11 +15,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from eagle_triton.engine.ranks import BETWEEN_SECONDS, RanksError
+from eagle_triton.engine.ranks import BETWEEN_SECONDS
 from eagle_triton.serve.bodies import RequestError
 from eagle_triton.serve.metrics import Metrics
 from eagle_triton.speculative.arguments import Call
 from eagle_triton.speculative.session import Completion, Piece, Session
+from eagle_triton.speculative.shared_session import SharedSession
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,9 @@ class EngineThread:
     `close` may be called from anywhere, `drain` also by a signal's handler.
     """
 
+    when_lost: Callable[[], None] | None = None
+    """Called in the thread when ranks that share the target have lost each other, which ends all of them."""
+
     def __init__(self, open_session: Callable[[], Session], metrics: Metrics, slots: int, max_queue: int) -> None:
         """open_session: called in the thread, first and after a step that failed. slots: requests that run at a time,
         as many as a session has; max_queue: those that may wait beside them."""
@@ -66,6 +70,7 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tickets: set[Ticket] = set()  # not at their ends; of the event loop's thread
         self._seconds = 1.0  # that a request takes, by the last ones
+        self.lost = False  # ranks have lost each other
         self._refusal: str | None = None  # why nobody may come any more
         self._line: deque[Ticket] = deque()  # that no session knows yet; of this thread, as all below
         self._live: dict[int, Ticket] = {}  # by the session's index, no more than there are slots
@@ -166,20 +171,23 @@ class EngineThread:
                     if not self._follow_orders(session):
                         break
                     self._step(session)
-                except RanksError:  # the others have gone, or will
-                    raise
                 except Exception:
+                    if isinstance(session, SharedSession):  # the others have gone, or are in another step
+                        raise
                     log.exception("a step failed: its requests are lost, another batch begins")
                     self._lose("the engine failed in a step of this request; the server's log says how")
                     session.close()
                     session = self._open_session()
         except BaseException:
             self._refusal = "the engine has stopped; the server's log says why"
+            self.lost = isinstance(session, SharedSession)
             log.exception("the engine has stopped")
         finally:
             self._lose(self.refusal)
             self._refuse_orders()
             session.close()
+            if self.lost and self.when_lost is not None:
+                self.when_lost()
 
     def _step(self, session: Session) -> None:
         if session.idle:

@@ -7,8 +7,8 @@
     eagle-triton serve PATH_OR_ID --draft HEAD --engine vllm    by vLLM's own server, with the head in its layout
 
 POST /v1/chat/completions, /v1/completions; GET /v1/models, /health, /metrics, and / for the page.
-SIGTERM and Ctrl-C finish what runs and refuse the rest. Exit code 0: ended so; 2: a wrong argument, or a model that
-cannot be served.
+SIGTERM and Ctrl-C finish what runs and refuse the rest. Exit code 0: ended so; 1: processes that share a target have
+lost each other; 2: a wrong argument, or a model that cannot be served.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
         parser.stop(
             f'{", ".join(missing)} is not installed: pip install "eagle_triton[serve]", or ".[serve]" in a clone'
         )
-    if os.environ.get("RANK", "0") != "0":
+    if _ranks() > 1 and os.environ.get("RANK", "0") != "0":
         return _follow(parser, args)
     sys.setswitchinterval(SWITCH_SECONDS)
     with parser.explains():
@@ -87,19 +87,30 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
         _server(config, engine, args.shutdown_timeout).run(sockets=[bound])
     finally:
         engine.close()
-    return 0
+    return int(engine.lost)
+
+
+def _ranks() -> int:
+    """How many processes torchrun has started, which share the target."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _follow(parser: Parser, args: argparse.Namespace) -> int:
     """On ranks that share the target with rank 0, which answers: decode with it until it ends."""
-    for sig in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(sig, signal.SIG_IGN)  # rank 0 gets them, too
+    from eagle_triton.engine.ranks import RanksError
+
     with parser.explains():
         inference = _load(args)
         rows = _max_model_len(args.max_model_len, inference.pair.max_positions)
         session = inference.session(rows)
-    log.info("rank %s of %s: rank 0 answers", os.environ["RANK"], os.environ["WORLD_SIZE"])
-    session.follow()  # type: ignore[attr-defined]  # ranks share the target
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sig, signal.SIG_IGN)  # rank 0 gets them too, and finishes what runs
+    log.info("rank %s of %d: rank 0 answers", os.environ["RANK"], _ranks())
+    try:
+        session.follow()  # type: ignore[attr-defined]  # ranks share the target
+    except RanksError as error:
+        log.error("%s", error)
+        return 1
     return 0
 
 
@@ -115,7 +126,10 @@ def _server(config: Any, engine: EngineThread, seconds: int) -> Any:
         server.force_exit = server.should_exit and sig == signal.SIGINT
         server.should_exit = True
 
-    server.handle_exit = stop
+    def end() -> None:
+        server.should_exit = True
+
+    server.handle_exit, engine.when_lost = stop, end
     return server
 
 
@@ -139,7 +153,7 @@ def _load(args: argparse.Namespace) -> EAGLEInference:
         draft_dtype=args.draft_dtype,
         **options,
     )
-    tp_plan = "auto" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    tp_plan = "auto" if _ranks() > 1 else None
     return EAGLEInference.from_pretrained(args.model, args.draft, config, args.device, tp_plan=tp_plan)
 
 

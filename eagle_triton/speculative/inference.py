@@ -290,10 +290,9 @@ class EAGLEInference:
             raise ValueError(
                 "session: give rows, the most tokens of a sequence, or set max_length in the configuration"
             )
-        ranks = self.pair.view.ranks
-        if ranks is not None:
-            ranks.check_alike("the options of a session", (rows, slots, logprobs, report_drafts))
-        kind = Session if ranks is None else SharedSession
+        texts = self.tokenizer is not None
+        self._check_alike("the options of a session", (rows, slots, logprobs, report_drafts, texts))
+        kind = Session if self.pair.view.ranks is None else SharedSession
         return self._session(self.policy(slots), slots, rows, logprobs, report_drafts=report_drafts, kind=kind)
 
     def benchmark(
@@ -409,7 +408,7 @@ class EAGLEInference:
         if slots not in self._policies:
             cost, trees, ranks = pass_cost(self.pair.view, self.pair.draft), self._trees(), self.pair.view.ranks
             if ranks is not None:
-                ranks.meet()
+                self._check_alike("what is called, and the number of slots,", slots)
                 cost = ranks.agreed(cost)  # by bytes, and not all have the same
             usual = TreePolicy(trees, StepCosts(self.config.slots, cost, self._table))
             costs = StepCosts(slots, cost, self._table)
@@ -504,10 +503,17 @@ class EAGLEInference:
         rows: int | None = None,
         report_drafts: bool = False,
     ) -> Session:
-        slots, ranks = min(self.config.slots, len(calls)), self.pair.view.ranks
-        if ranks is not None:  # the batch compares all else, but does not know of text
-            ranks.check_alike("stop_strings", [call.stop_strings for call in calls])
+        slots = min(self.config.slots, len(calls))
+        # the batch compares all else, but does not know of text
+        self._check_alike("stop_strings", [call.stop_strings for call in calls])
         return self._session(policy, slots, rows or self._rows(calls), logprobs, text, report_drafts)
+
+    def _check_alike(self, what: str, value: Any) -> None:
+        """Compare what ranks are called with that share the target. RuntimeError, and nothing is exchanged, while a
+        session or a stream is open here, of which the others would wait for something else."""
+        if self.pair.view.ranks is not None:
+            self.engine.check_free()
+            self.pair.view.ranks.check_alike(what, value)
 
     def _rows(self, calls: Sequence[Call]) -> int:
         """The most tokens of a sequence."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import pickle
+from dataclasses import replace
 from typing import Any
 
 from eagle_triton.engine.ranks import RanksError
@@ -12,13 +14,15 @@ from eagle_triton.speculative.session import Session, StepInfo
 log = logging.getLogger(__name__)
 
 _ENQUEUE, _CANCEL, _ADVANCE, _NOTHING, _CLOSE = "enqueue", "cancel", "advance", "nothing", "close"
+_SESSION = "a session"  # which is no request, nor options of a call
 
 
 class SharedSession(Session):
     """On rank 0 a Session; the others call `follow`, which returns when rank 0 closes it.
 
-    Before each step rank 0 tells the others what it was asked for since the last one. While requests run it must not
-    leave them waiting for longer than a step may take (`ranks.STEP_SECONDS`); between requests it has `keep_alive`.
+    Before each step rank 0 tells the others what it was asked for since the last one. They wait for it: while requests
+    run as long as a step may take (`ranks.STEP_SECONDS`), else for `ranks.BETWEEN_SECONDS`, and from each `keep_alive`
+    on anew.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -28,22 +32,25 @@ class SharedSession(Session):
         self.leads = self._ranks.rank == 0
         self._orders: list[tuple[str, Any]] = []  # what the others have not been told yet
         self._apart = True  # nothing runs: the ranks may come together at different times
-        self._broken = False  # a step has failed, and where the others are is not known
+        self._broken = False  # a step or an exchange has failed, and where the others are is not known
 
     # --- rank 0 ---
 
     def enqueue(self, call: Call) -> int:
         """As Session.enqueue, on rank 0. RuntimeError on the others."""
         self._check_leads("submit")
+        told = pickle.dumps(replace(call, prompt=call.prompt.to("cpu", copy=True)))  # as it is now
         index = super().enqueue(call)
-        self._orders.append((_ENQUEUE, call))
+        self._orders.append((_ENQUEUE, told))
         return index
 
     def cancel(self, index: int) -> None:
-        """As Session.cancel, on rank 0. RuntimeError on the others."""
+        """As Session.cancel, on rank 0. RuntimeError on the others; RanksError if one of these has gone."""
         self._check_leads("cancel")
         super().cancel(index)
         self._orders.append((_CANCEL, index))
+        if self.idle and not self._apart:  # no step follows, for which the others would wait
+            self.keep_alive()
 
     def advance(self) -> StepInfo:
         """As Session.advance, on rank 0. RuntimeError on the others; RanksError if one of these has gone."""
@@ -55,7 +62,9 @@ class SharedSession(Session):
     def keep_alive(self) -> None:
         """Tell the others that rank 0 is there: from time to time, while nothing is asked of it."""
         if self.leads and not self._closed:
+            self._check_open()
             self._tell(_NOTHING)
+            self._apart = self._apart or self.idle
 
     def close(self) -> None:
         """As Session.close; on rank 0 it lets the others go."""
@@ -86,6 +95,8 @@ class SharedSession(Session):
             while (what := self._hear()) != _CLOSE:
                 if what == _ADVANCE:
                     self._step_together()
+                else:
+                    self._apart = self._apart or self.idle
         finally:
             super().close()
 
@@ -94,7 +105,7 @@ class SharedSession(Session):
         what, orders = self._exchange(None)
         for name, value in orders:
             if name == _ENQUEUE:
-                super().enqueue(value)
+                super().enqueue(pickle.loads(value))
             else:
                 super().cancel(value)
         return what
@@ -104,9 +115,13 @@ class SharedSession(Session):
     def _exchange(self, message: Any) -> Any:
         """Rank 0's message."""
         assert self._ranks is not None
-        if self._apart:
-            self._ranks.meet()
-        return self._ranks.agreed(message)
+        try:
+            if self._apart:
+                self._ranks.check_alike("what is called next, here a session that rank 0 has not closed,", _SESSION)
+            return self._ranks.agreed(message)
+        except BaseException:
+            self._broken = True
+            raise
 
     def _step_together(self) -> StepInfo:
         try:
@@ -120,4 +135,6 @@ class SharedSession(Session):
     def _check_open(self) -> None:
         super()._check_open()
         if self._broken:
-            raise RuntimeError("a step of this session has failed, and ranks may be apart: open another one on each")
+            raise RuntimeError(
+                "a step of this session has failed, or an exchange before it: end all ranks and start again"
+            )
