@@ -924,8 +924,15 @@ def test_a_port_that_is_taken(capsys):
 
 
 def test_other_ranks_leave_the_answering_to_rank_0(monkeypatch):
+    asked = []
+    session = SimpleNamespace(follow=lambda: asked.append("follow"))
+    loaded = SimpleNamespace(pair=SimpleNamespace(max_positions=64), session=lambda rows: asked.append(rows) or session)
+    monkeypatch.setattr(serve, "_load", lambda args: loaded)
+    monkeypatch.setattr(serve.signal, "signal", lambda *_: None)
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert serve.main(["--device", "cpu"]) == 0
+    assert asked == [64, "follow"]
 
 
 # --- who drafts ---
