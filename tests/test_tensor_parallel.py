@@ -175,6 +175,11 @@ def test_a_lost_rank_ends_the_other_with_an_error(how, least, most, tmp_path):
     assert least <= float(seconds) <= most
 
 
+def test_a_plan_is_for_a_target_that_is_loaded_by_it():
+    with pytest.raises(ValueError, match="tp_plan goes with a target_model that is given by its path"):
+        EAGLEInference(None, tiny_model(), tp_plan="auto")
+
+
 class Alone(Ranks):
     """Two ranks of which the other's part is given."""
 

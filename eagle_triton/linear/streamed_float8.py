@@ -22,13 +22,15 @@ They are bound by latency: hardware counters (H200) show neither L2 (65 %) nor a
 half of all cycles without a warp that could go on. Hence the warp that loads (with all warps issuing loads a step of K
 had five barriers of the whole program), and two products in flight where sums need no scaling between. Of Llama-3.1-8B
 with scales for rows, us of 16 and 64 rows behind a small kernel of 2.8: q, k and v 10.4, 13.7; o 8.4, 10.2; gate and up
-34.8, 41.5 (scales for blocks 36.1, 48.7); down 20.9, 23.3 (of forms of these kernels, some with more stages).
+34.8, 41.5 (scales for blocks 36.1, 48.7); down 20.9, 23.3 (experiments with forms of these kernels, some with more
+stages, that were not kept; tools/tune_linear.py --float8 times these).
 
 Tried without gain there: weights read sixteen at a time for `mma` of either operand from registers, through shared
 memory (gate and up 39.9, 64) or from memory straight to registers, with no barrier at all (47.5), though both have half
 the instructions; gate above up in one tile for eight warps (45, 46); weights read four at a time by `ldmatrix`, which
 takes x with its even columns before its odd ones: 40.4 at 64 rows if x comes so, 59 if it is put in that order on its
-way (what writes shared memory for the tensor cores must be fenced, and the fence waits for the next loads).
+way (what writes shared memory for the tensor cores must be fenced, and the fence waits for the next loads). These
+experiments were not kept either.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ _SHARED_MEMORY = 228 * 1024  # of a multiprocessor, of which each program takes 
 _STAGES = 3  # more are slower in a step: programs that take little memory start early
 _REGISTERS = 64 * 1024  # of a multiprocessor
 _LOADER = gl.constexpr(24)  # registers of a thread of the warp that loads
-_PREFETCH_BYTES = 24 * 1024  # as in streamed.py
+_PREFETCH_BYTES = 24 * 1024  # of weights in flight before the input is there: more would slow what makes the input
 # Two pairs of e4m3 numbers, one pair to a row, as two pairs of bf16, exactly: fp16 and fp32 on the way hold them all.
 _TO_BF16 = gl.constexpr("""{
     .reg .b16 upper, lower, first, second;
@@ -531,8 +533,8 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool, in_b
     """Settings for the product of so many rows with weights [n, depth] for n in `cols`; `fused`: swiglu_kernel.
 
     Splits of K do not depend on the rows, so that the bits of a row do not. As many programs as there are share a
-    multiprocessor: what one waits for, the others' work hides. Each asks for its share of shared memory, so that no
-    multiprocessor takes more of them than another: programs that start early go wherever there is room.
+    multiprocessor: what one waits for, the others' work hides. Rings are short: in a step the next kernel's programs
+    start early where there is room for them, and longer rings were slower.
     """
     many = rows > 64
     block_m, wide = block_m_of(rows), not fused and (many or tiles_of(cols, 128) >= _WIDE)
