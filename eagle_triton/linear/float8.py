@@ -36,6 +36,7 @@ from eagle_triton.runtime.split_sums import SplitSums, total_of
 if TYPE_CHECKING:  # Gluon's
     from eagle_triton.linear.streamed import Streaming
 
+MOST_CONVERTED = 4096  # rows of a product that Hopper's kernels make
 _FUSED_ROWS = 64  # with SwiGLU: the sums of more would not fit the registers
 _PROGRAMS = 112  # enough of them to load every multiprocessor
 _BIASES = tl.constexpr(2.0**120)  # what lies between the exponents' biases of e4m3 and fp32
@@ -230,7 +231,7 @@ def _launches(
     matrix: Tensor, weights: Sequence[Float8Weight], biases: Sequence[Tensor | None], settings: Streaming | None
 ) -> list[tuple[list[Float8Weight], list[Tensor | None]]]:
     """Weights and biases of each launch: four on Hopper, if all have the same kind of scale, else one."""
-    if _is_wide(matrix):
+    if _is_wide(matrix, weights):
         return [([weight], [bias]) for weight, bias in zip(weights, biases, strict=True)]
     some = STACKED if _streamed_for(matrix, weights) is not None else 1
     return [(list(weights[i : i + some]), list(biases[i : i + some])) for i in range(0, len(weights), some)]
@@ -246,7 +247,7 @@ def _multiply(
 ) -> Tensor:
     """One launch: [rows, N of all weights], or fp32 [splits, rows, N of all weights]."""
     rows, depth = matrix.shape
-    if _is_wide(matrix):
+    if _is_wide(matrix, weights):
         return F.linear(matrix, dequantise(weights[0], matrix.dtype), biases[0])
     streamed = _streamed_for(matrix, weights)
     if streamed is None:
@@ -318,9 +319,10 @@ def _launch_portable(
     )
 
 
-def _is_wide(matrix: Tensor) -> bool:
+def _is_wide(matrix: Tensor, weights: Sequence[Float8Weight]) -> bool:
     """Whether cuBLAS is faster, a copy of the weight and all."""
-    return len(matrix) > MOST_STREAMED and matrix.element_size() == 2
+    most = MOST_CONVERTED if _streamed_for(matrix, weights) is not None else MOST_STREAMED
+    return len(matrix) > most and matrix.element_size() == 2
 
 
 def _check_settings(
@@ -331,14 +333,15 @@ def _check_settings(
         return
     if settings.splits > 1 and not keep_splits:
         raise ValueError("streamed products leave split sums to the reader (keep_splits)")
-    steps = triton.cdiv(matrix.shape[1], BLOCK)
+    steps = triton.cdiv(matrix.shape[1], settings.block_k)
     if (settings.splits - 1) * triton.cdiv(steps, settings.splits) >= steps:
         raise ValueError(f"{settings.splits} splits of {steps} steps would leave some without any")
-    if settings.block_k != BLOCK or _is_wide(matrix) or _streamed_for(matrix, weights) is None:
+    known = settings.block_k in (BLOCK // 2, BLOCK)
+    if not known or _is_wide(matrix, weights) or _streamed_for(matrix, weights) is None:
         raise ValueError(
-            f"products with weights of eight bits are streamed in steps of {BLOCK} on a Hopper GPU, with x of 16 bits, "
-            f"rows aligned to 16 bytes, at most {MOST_STREAMED} of them, and scales of one kind, got {settings} for "
-            f"{matrix.dtype} {tuple(matrix.shape)}"
+            f"products with weights of eight bits are streamed in steps of {BLOCK // 2} or {BLOCK} on a Hopper GPU, "
+            f"with x of 16 bits, rows aligned to 16 bytes, at most {MOST_CONVERTED} of them, and scales of one kind, "
+            f"got {settings} for {matrix.dtype} {tuple(matrix.shape)}"
         )
 
 

@@ -51,7 +51,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from eagle_triton.linear.settings import tiles_of
+from eagle_triton.linear.settings import MOST_STREAMED, tiles_of
 from eagle_triton.linear.streamed import (
     _MULTIPROCESSORS,
     TILE_LAYOUT,
@@ -73,48 +73,64 @@ _WIDE = 200  # tiles of 128 rows of weights: enough of them, which read x half a
 _SHARED_MEMORY = 228 * 1024  # of a multiprocessor, of which each program takes 1024 bytes more than it asks for
 _STAGES = 3  # more are slower in a step: programs that take little memory start early
 _REGISTERS = 64 * 1024  # of a multiprocessor
+_NARROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)  # of tiles of 32 columns
 _LOADER = gl.constexpr(24)  # registers of a thread of the warp that loads
 _PREFETCH_BYTES = 24 * 1024  # of weights in flight before the input is there: more would slow what makes the input
-# Two pairs of e4m3 numbers, one pair to a row, as two pairs of bf16, exactly: fp16 and fp32 on the way hold them all.
-_TO_BF16 = gl.constexpr("""{
-    .reg .b16 upper, lower, first, second;
-    .reg .b32 pair;
-    .reg .f32 x, y;
-    mov.b32 {upper, lower}, $2;
-    cvt.rn.f16x2.e4m3x2 pair, upper;
-    mov.b32 {first, second}, pair;
-    cvt.f32.f16 x, first;
-    cvt.f32.f16 y, second;
-    cvt.rn.bf16x2.f32 $0, y, x;
-    cvt.rn.f16x2.e4m3x2 pair, lower;
-    mov.b32 {first, second}, pair;
-    cvt.f32.f16 x, first;
-    cvt.f32.f16 y, second;
-    cvt.rn.bf16x2.f32 $1, y, x;
-}""")
-_TO_FP16 = gl.constexpr("""{
-    .reg .b16 upper, lower;
-    mov.b32 {upper, lower}, $2;
-    cvt.rn.f16x2.e4m3x2 $0, upper;
-    cvt.rn.f16x2.e4m3x2 $1, lower;
-}""")
+
+
+def _conversion(pack: str, scaled: bool) -> gl.constexpr:
+    """PTX that makes two pairs of e4m3 numbers ($2), one pair to a row, two pairs ($0, $1) of fp16 or bf16.
+
+    Exactly, for fp16 and fp32 on the way hold every e4m3 number; but with a scale ($3) each is rounded once. `pack`
+    makes a pair of two fp32 numbers, and is "" for fp16 without a scale.
+    """
+    lines = [
+        ".reg .b16 upper, lower, first, second;",
+        ".reg .b32 pair;",
+        ".reg .f32 x, y;",
+        "mov.b32 {upper, lower}, $2;",
+    ]
+    for out, half in (("$0", "upper"), ("$1", "lower")):
+        if not pack:
+            lines.append(f"cvt.rn.f16x2.e4m3x2 {out}, {half};")
+            continue
+        lines += [f"cvt.rn.f16x2.e4m3x2 pair, {half};", "mov.b32 {first, second}, pair;"]
+        lines += ["cvt.f32.f16 x, first;", "cvt.f32.f16 y, second;"]
+        if scaled:
+            lines += ["mul.f32 x, x, $3;", "mul.f32 y, y, $3;"]
+        lines.append(f"{pack} {out}, y, x;")
+    return gl.constexpr("{" + "\n".join(lines) + "}")
+
+
+_TO_BF16 = _conversion("cvt.rn.bf16x2.f32", False)
+_TO_FP16 = _conversion("", False)
+_TO_SCALED_BF16 = _conversion("cvt.rn.bf16x2.f32", True)
+_TO_SCALED_FP16 = _conversion("cvt.rn.f16x2.f32", True)
 
 
 @gluon.jit
-def _load_weights(tile, acc, KIND: gl.constexpr):
-    """A tile of weights, two to an element, as the left operand of products that are added to `acc`.
+def _load_weights(tile, scale, acc, KIND: gl.constexpr):
+    """A tile of weights, two to an element, as the left operand of products that are added to `acc`; times `scale`, a
+    number, if it is not None.
 
     A thread holds a pair of a row, and that eight rows below. Converted, a pair is a register; so what comes out as two
     rows is a pair, and what comes out as two tensors is two rows.
     """
     pairs = tile.load(gl.DotOperandLayout(0, acc.type.layout, 1))
+    SCALED: gl.constexpr = scale is not None
+    operands = [pairs]
+    if SCALED:
+        operands = [pairs, gl.full(pairs.shape, scale, gl.float32, pairs.type.layout)]
+    registers: gl.constexpr = "=r,=r,r,r,r" if SCALED else "=r,=r,r"
     if KIND.is_bf16():
+        code: gl.constexpr = _TO_SCALED_BF16 if SCALED else _TO_BF16
         upper, lower = gl.inline_asm_elementwise(
-            _TO_BF16, "=r,=r,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+            code, registers, operands, dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
         )
     else:
+        code: gl.constexpr = _TO_SCALED_FP16 if SCALED else _TO_FP16
         upper, lower = gl.inline_asm_elementwise(
-            _TO_FP16, "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+            code, registers, operands, dtype=(gl.float16, gl.float16), is_pure=True, pack=2
         )
     HEIGHT: gl.constexpr = pairs.shape[0]
     WIDTH: gl.constexpr = pairs.shape[1]
@@ -151,12 +167,12 @@ def _put(desc, row, column, ring, step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _take_weights(ring, step, acc, KIND: gl.constexpr, STAGES: gl.constexpr):
-    """The tile of weights of a step, converted, in registers."""
+def _take_weights(ring, step, scale, acc, KIND: gl.constexpr, STAGES: gl.constexpr):
+    """The tile of weights of a step, converted, in registers; times `scale` if it is not None."""
     tiles, full, _read = ring
     slot = step % STAGES
     mbarrier.wait(full.index(slot), step // STAGES & 1)
-    w = _load_weights(tiles.index(slot), acc, KIND)
+    w = _load_weights(tiles.index(slot), scale, acc, KIND)
     _give_back(ring, step, STAGES)
     return w
 
@@ -202,7 +218,7 @@ def _load_split(
 
 
 @gluon.jit
-def _multiply_split(
+def _multiply_waiting(
     x_ring,
     w_ring,
     scale_ptr,
@@ -228,7 +244,7 @@ def _multiply_split(
     total = acc
     scale = _load_scale(scale_ptr, col, cols, k, stride_sn, stride_sk, acc, IN_BLOCKS)
     next_scale = scale
-    w = _take_weights(w_ring, 0, acc, kind, W_STAGES)
+    w = _take_weights(w_ring, 0, None, acc, kind, W_STAGES)
     for step in range(count):
         after = gl.minimum(step + 1, count - 1)  # the last one is taken twice
         if IN_BLOCKS:
@@ -236,7 +252,7 @@ def _multiply_split(
             next_scale = _load_scale(scale_ptr, col, cols, k + after * BLOCK_K, stride_sn, stride_sk, acc, IN_BLOCKS)
         x = _take_rows(x_ring, step, X_STAGES)
         part = warpgroup_mma(w, x, acc, use_acc=not IN_BLOCKS, is_async=True)
-        next_w = _take_weights(w_ring, after, acc, kind, W_STAGES)
+        next_w = _take_weights(w_ring, after, None, acc, kind, W_STAGES)
         part, w = warpgroup_mma_wait(0, deps=[part, w])
         _give_back(x_ring, step, X_STAGES)
         if IN_BLOCKS:
@@ -250,47 +266,133 @@ def _multiply_split(
 
 
 @gluon.jit
+def _scale_of_step(scale_ptr, k, stride_sk, IN_BLOCKS: gl.constexpr):
+    """The scale of the block of weights at column k, to be multiplied into these; None where scales are for rows."""
+    scale = None
+    if IN_BLOCKS:
+        scale = gl.load(scale_ptr + k // 128 * stride_sk).to(gl.float32)
+    return scale
+
+
+@gluon.jit
 def _multiply_overlapped(
     x_ring,
     w_ring,
     scale_ptr,
     col,
     cols,
+    k,
     count,
     stride_sn,
+    stride_sk,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    IN_BLOCKS: gl.constexpr,
     W_STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
 ):
-    """As _multiply_split with scales for rows, but a product is waited for when the next is under way: what lies
-    between is hidden, and two tiles of weights stay in registers, each of which keeps its own."""
+    """As _multiply_waiting, but a product is waited for when the next is under way: what lies between is hidden, and
+    two tiles of weights stay in registers, each of which keeps its own.
+
+    Sums are then of all steps, so scales of blocks are multiplied into the weights, which rounds these.
+    """
     kind: gl.constexpr = x_ring[0].dtype
     acc = _zeros(BLOCK_M, BLOCK_N, True)
-    scale = _load_scale(scale_ptr, col, cols, 0, stride_sn, 0, acc, False)
-    even = _take_weights(w_ring, 0, acc, kind, W_STAGES)
+    block_ptr = scale_ptr + col // 128 * stride_sn
+    even = _take_weights(w_ring, 0, _scale_of_step(block_ptr, k, stride_sk, IN_BLOCKS), acc, kind, W_STAGES)
     odd = even
     x = _take_rows(x_ring, 0, X_STAGES)
     acc = warpgroup_mma(even, x, acc, is_async=True)
     acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
     for step in range(1, count - 1, 2):
-        odd = _take_weights(w_ring, step, acc, kind, W_STAGES)
+        odd = _take_weights(
+            w_ring, step, _scale_of_step(block_ptr, k + step * BLOCK_K, stride_sk, IN_BLOCKS), acc, kind, W_STAGES
+        )
         x = _take_rows(x_ring, step, X_STAGES)
         acc = warpgroup_mma(odd, x, acc, is_async=True)
         acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
         _give_back(x_ring, step - 1, X_STAGES)
-        even = _take_weights(w_ring, step + 1, acc, kind, W_STAGES)
+        even = _take_weights(
+            w_ring,
+            step + 1,
+            _scale_of_step(block_ptr, k + (step + 1) * BLOCK_K, stride_sk, IN_BLOCKS),
+            acc,
+            kind,
+            W_STAGES,
+        )
         x = _take_rows(x_ring, step + 1, X_STAGES)
         acc = warpgroup_mma(even, x, acc, is_async=True)
         acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
         _give_back(x_ring, step, X_STAGES)
     for step in range((count - 1) // 2 * 2 + 1, count):  # the last one, if their number is even
-        odd = _take_weights(w_ring, step, acc, kind, W_STAGES)
+        odd = _take_weights(
+            w_ring, step, _scale_of_step(block_ptr, k + step * BLOCK_K, stride_sk, IN_BLOCKS), acc, kind, W_STAGES
+        )
         x = _take_rows(x_ring, step, X_STAGES)
         acc = warpgroup_mma(odd, x, acc, is_async=True)
         acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
     acc, even, odd = warpgroup_mma_wait(0, deps=[acc, even, odd])
-    return (acc * scale,)
+    if not IN_BLOCKS:
+        acc *= _load_scale(scale_ptr, col, cols, 0, stride_sn, 0, acc, False)
+    return (acc,)
+
+
+@gluon.jit
+def _multiply_split(
+    x_ring,
+    w_ring,
+    scale_ptr,
+    col,
+    cols,
+    k,
+    count,
+    stride_sn,
+    stride_sk,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    IN_BLOCKS: gl.constexpr,
+    OVERLAPPED: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+):
+    """The sum [BLOCK_N, BLOCK_M] over `count` steps from column k of the weights."""
+    if OVERLAPPED:
+        return _multiply_overlapped(
+            x_ring,
+            w_ring,
+            scale_ptr,
+            col,
+            cols,
+            k,
+            count,
+            stride_sn,
+            stride_sk,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            IN_BLOCKS,
+            W_STAGES,
+            X_STAGES,
+        )
+    return _multiply_waiting(
+        x_ring,
+        w_ring,
+        scale_ptr,
+        col,
+        cols,
+        k,
+        count,
+        stride_sn,
+        stride_sk,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        IN_BLOCKS,
+        W_STAGES,
+        X_STAGES,
+    )
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -326,16 +428,17 @@ def linear_kernel(
     BLOCK_K: gl.constexpr,
     SPLITS: gl.constexpr,
     IN_BLOCKS: gl.constexpr,
+    OVERLAPPED: gl.constexpr,
     W_STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
-    """Grid (column tiles of all weights, splits, row tiles): a program makes one split of one tile of one product.
+    """Grid (row tiles, column tiles of all weights, splits): a program makes one split of one tile of one product.
 
     As streamed.linear_kernel. No split may be without a step. stride_sn: of a weight's scales from row to row, or block
-    to block, 0 if one is for all.
+    to block, 0 if one is for all. OVERLAPPED: which loop makes the product, and so where scales of blocks go.
     """
-    tile, split, row = gl.program_id(0), gl.program_id(1), gl.program_id(2) * BLOCK_M
+    row, tile, split = gl.program_id(0) * BLOCK_M, gl.program_id(1), gl.program_id(2)
     w_desc, scale_ptr, bias_ptr, cols, stride_sn = w0_desc, scale0_ptr, bias0_ptr, cols0, stride_sn0
     if w1_desc is not None:
         tiles0, tiles1, tiles2 = gl.cdiv(cols0, BLOCK_N), gl.cdiv(cols1, BLOCK_N), gl.cdiv(cols2, BLOCK_N)
@@ -367,20 +470,11 @@ def linear_kernel(
     w_ring, x_ring = _ring(w_desc, W_STAGES), _ring(x_desc, X_STAGES)
     _ready((w_ring[1], w_ring[2], x_ring[1], x_ring[2]), max(W_STAGES, X_STAGES))
     # fmt: off
-    if IN_BLOCKS or BLOCK_N > 64:  # two tiles would not fit the registers
-        (total,) = gl.warp_specialize([
-            (_multiply_split, (x_ring, w_ring, scale_ptr, col, cols, first * BLOCK_K, count, stride_sn, stride_sk,
-                               BLOCK_M, BLOCK_N, BLOCK_K, IN_BLOCKS, W_STAGES, X_STAGES)),
-            (_load_split, (x_desc, w_desc, row, col, first, count, x_ring, w_ring, BLOCK_K, W_STAGES, X_STAGES,
-                           PREFETCH)),
-        ], [1], [_LOADER])
-    else:
-        (total,) = gl.warp_specialize([
-            (_multiply_overlapped, (x_ring, w_ring, scale_ptr, col, cols, count, stride_sn, BLOCK_M, BLOCK_N, W_STAGES,
-                                    X_STAGES)),
-            (_load_split, (x_desc, w_desc, row, col, first, count, x_ring, w_ring, BLOCK_K, W_STAGES, X_STAGES,
-                           PREFETCH)),
-        ], [1], [_LOADER])
+    (total,) = gl.warp_specialize([
+        (_multiply_split, (x_ring, w_ring, scale_ptr, col, cols, first * BLOCK_K, count, stride_sn, stride_sk, BLOCK_M,
+                           BLOCK_N, BLOCK_K, IN_BLOCKS, OVERLAPPED, W_STAGES, X_STAGES)),
+        (_load_split, (x_desc, w_desc, row, col, first, count, x_ring, w_ring, BLOCK_K, W_STAGES, X_STAGES, PREFETCH)),
+    ], [1], [_LOADER])
     # fmt: on
     gdc_launch_dependents()
 
@@ -438,13 +532,13 @@ def _multiply_both(
     W_STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
 ):
-    """As _multiply_split, of the gate and of what it gates in turn."""
+    """As _multiply_waiting, of the gate and of what it gates in turn."""
     kind: gl.constexpr = x_ring[0].dtype
     gate = _zeros(BLOCK_M, BLOCK_N, True)
     up, gate_total, up_total = gate, gate, gate
     gate_scale = _load_scale(gate_scale_ptr, col, cols, 0, stride_sn0, stride_sk, gate, IN_BLOCKS)
     up_scale = _load_scale(up_scale_ptr, col, cols, 0, stride_sn1, stride_sk, gate, IN_BLOCKS)
-    gate_w = _take_weights(gate_ring, 0, gate, kind, W_STAGES)
+    gate_w = _take_weights(gate_ring, 0, None, gate, kind, W_STAGES)
     if IN_BLOCKS:
         next_gate, next_up = gate_scale, up_scale
         for step in range(count):
@@ -454,27 +548,27 @@ def _multiply_both(
             next_up = _load_scale(up_scale_ptr, col, cols, k, stride_sn1, stride_sk, gate, IN_BLOCKS)
             x = _take_rows(x_ring, step, X_STAGES)
             part = warpgroup_mma(gate_w, x, gate, use_acc=False, is_async=True)
-            up_w = _take_weights(up_ring, step, gate, kind, W_STAGES)
+            up_w = _take_weights(up_ring, step, None, gate, kind, W_STAGES)
             part, gate_w = warpgroup_mma_wait(0, deps=[part, gate_w])
             gate_total += part * gate_scale
             part = warpgroup_mma(up_w, x, up, use_acc=False, is_async=True)
-            gate_w = _take_weights(gate_ring, after, gate, kind, W_STAGES)
+            gate_w = _take_weights(gate_ring, after, None, gate, kind, W_STAGES)
             part, up_w = warpgroup_mma_wait(0, deps=[part, up_w])
             _give_back(x_ring, step, X_STAGES)
             up_total += part * up_scale
     else:  # as _multiply_overlapped
         x = _take_rows(x_ring, 0, X_STAGES)
         gate = warpgroup_mma(gate_w, x, gate, is_async=True)
-        up_w = _take_weights(up_ring, 0, up, kind, W_STAGES)
+        up_w = _take_weights(up_ring, 0, None, up, kind, W_STAGES)
         up = warpgroup_mma(up_w, x, up, is_async=True)
         gate, up, gate_w, up_w = warpgroup_mma_wait(1, deps=[gate, up, gate_w, up_w])
         for step in range(1, count):
-            gate_w = _take_weights(gate_ring, step, up_total, kind, W_STAGES)
+            gate_w = _take_weights(gate_ring, step, None, up_total, kind, W_STAGES)
             x = _take_rows(x_ring, step, X_STAGES)
             gate = warpgroup_mma(gate_w, x, gate, is_async=True)
             gate, up, gate_w, up_w = warpgroup_mma_wait(1, deps=[gate, up, gate_w, up_w])
             _give_back(x_ring, step - 1, X_STAGES)
-            up_w = _take_weights(up_ring, step, up_total, kind, W_STAGES)
+            up_w = _take_weights(up_ring, step, None, up_total, kind, W_STAGES)
             up = warpgroup_mma(up_w, x, up, is_async=True)
             gate, up, gate_w, up_w = warpgroup_mma_wait(1, deps=[gate, up, gate_w, up_w])
         gate, up, gate_w, up_w = warpgroup_mma_wait(0, deps=[gate, up, gate_w, up_w])
@@ -505,8 +599,8 @@ def swiglu_kernel(
     X_STAGES: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
-    """Grid (column tiles, 1, row tiles): a program makes one tile of both products and multiplies them."""
-    col, row = gl.program_id(0) * BLOCK_N, gl.program_id(2) * BLOCK_M
+    """Grid (row tiles, column tiles): a program makes one tile of both products and multiplies them."""
+    row, col = gl.program_id(0) * BLOCK_M, gl.program_id(1) * BLOCK_N
     count = gl.cdiv(depth, BLOCK_K)
     gate_ring, up_ring, x_ring = _ring(gate_desc, W_STAGES), _ring(up_desc, W_STAGES), _ring(x_desc, X_STAGES)
     barriers = (gate_ring[1], gate_ring[2], up_ring[1], up_ring[2], x_ring[1], x_ring[2])
@@ -536,12 +630,12 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool, in_b
     multiprocessor: what one waits for, the others' work hides. Rings are short: in a step the next kernel's programs
     start early where there is room for them, and longer rings were slower.
     """
-    many = rows > 64
-    block_m, wide = block_m_of(rows), not fused and (many or tiles_of(cols, 128) >= _WIDE)
-    block_n, splits, narrow = (128 if wide else 64), 1, tiles_of(cols, 64, fused)
-    while not fused and splits < 4 and narrow * splits < _PROGRAMS and depth >= 8 * splits * _BLOCK_K:
-        splits *= 2
-    warps = 8 if many or (wide and in_blocks and rows > 32) else 4  # else sums would not fit the registers
+    if rows > 64:
+        return _settings_for_many(rows, cols, depth, in_blocks)
+    wide = not fused and tiles_of(cols, 128) >= _WIDE
+    block_m, block_n = block_m_of(rows), (128 if wide else 64)
+    splits = 1 if fused else _splits(cols, depth)
+    warps = 8 if wide and in_blocks and rows > 32 else 4  # else sums would not fit the registers
     together = min(
         _most_together(block_m, block_n, warps, fused),
         triton.cdiv(tiles_of(cols, block_n, fused) * splits, _MULTIPROCESSORS),
@@ -550,6 +644,28 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool, in_b
     w_stage, x_stage = block_n * _BLOCK_K * (2 if fused else 1), block_m * _BLOCK_K * 2
     stages = min(_STAGES, max(2, room // (w_stage + x_stage)))
     return Streaming(block_n, _BLOCK_K, splits, True, stages, stages, warps)
+
+
+def _settings_for_many(rows: int, cols: tuple[int, ...], depth: int, in_blocks: bool) -> Streaming:
+    """Of more than 64 rows: a program has a multiprocessor to itself, and its two warpgroups 128 rows of weights."""
+    block_m, splits = block_m_of(rows), 1
+    if rows <= MOST_STREAMED and not in_blocks:
+        splits = _splits(cols, depth)
+    else:
+        programs = tiles_of(cols, 128) * triton.cdiv(rows, block_m)
+        while splits < 4 and 2 * programs * splits <= _MULTIPROCESSORS and depth >= 8 * splits * _BLOCK_K:
+            splits *= 2
+    if block_m > 128:  # tiles of 128 columns would not fit the registers
+        return Streaming(128, _BLOCK_K // 2, splits, True, 4, 4, 8)
+    return Streaming(128, _BLOCK_K, splits, True, 3, 3, 8)
+
+
+def _splits(cols: tuple[int, ...], depth: int) -> int:
+    """Splits of K that do not depend on the rows."""
+    splits = 1
+    while splits < 4 and tiles_of(cols, 64) * splits < _PROGRAMS and depth >= 8 * splits * _BLOCK_K:
+        splits *= 2
+    return splits
 
 
 def linear(
@@ -570,7 +686,7 @@ def linear(
     row_tiles = triton.cdiv(len(x), block_m)
     together = _together(settings, 1, block_m, tiles * settings.splits * row_tiles, _multiprocessors(x.device))
     absent = [None] * (4 - len(weights))
-    compiled = launch(linear_kernel, (tiles, settings.splits, row_tiles))(
+    compiled = launch(linear_kernel, (row_tiles, tiles, settings.splits))(
         _descriptor(x, block_m, settings.block_k),
         *(_pairs(weight, settings) for weight in weights),
         *absent,
@@ -592,6 +708,7 @@ def linear(
         settings.block_k,
         settings.splits,
         weights[0].in_blocks,
+        overlaps(len(x), settings.block_n, weights[0].in_blocks),
         settings.w_stages,
         settings.x_stages,
         _prefetch_stages(settings, 1),
@@ -608,7 +725,7 @@ def linear_swiglu(x: Tensor, gate: Float8Weight, up: Float8Weight, out: Tensor, 
     tiles, block_m = triton.cdiv(len(gate), settings.block_n), block_m_of(len(x))
     row_tiles = triton.cdiv(len(x), block_m)
     together = _together(settings, 2, block_m, tiles * row_tiles, _multiprocessors(x.device))
-    compiled = launch(swiglu_kernel, (tiles, 1, row_tiles))(
+    compiled = launch(swiglu_kernel, (row_tiles, tiles))(
         _descriptor(x, block_m, settings.block_k),
         _pairs(gate, settings),
         _pairs(up, settings),
@@ -639,7 +756,12 @@ def linear_swiglu(x: Tensor, gate: Float8Weight, up: Float8Weight, out: Tensor, 
 
 def block_m_of(rows: int) -> int:
     """Rows of x to a program: the tensor cores' right operand, whose sums must fit the registers."""
-    return min(max(16, triton.next_power_of_2(rows)), 128)
+    return min(max(16, triton.next_power_of_2(rows)), 256)
+
+
+def overlaps(rows: int, block_n: int, in_blocks: bool) -> bool:
+    """Whether linear_kernel has two products in flight: of few rows where it is exact and tiles fit the registers."""
+    return rows > 64 or (block_n == 64 and not in_blocks)
 
 
 def _together(settings: Streaming, weights: int, block_m: int, programs: int, multiprocessors: int) -> int:
@@ -668,7 +790,8 @@ def _prefetch_stages(settings: Streaming, weights: int) -> int:
 
 
 def _descriptor(tensor: Tensor, height: int, width: int) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [height, width], TILE_LAYOUT)
+    layout = TILE_LAYOUT if width >= 64 else _NARROW_LAYOUT
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [height, width], layout)
 
 
 def _pairs(weight: Float8Weight, settings: Streaming) -> TensorDescriptor:

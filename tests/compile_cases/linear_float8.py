@@ -10,8 +10,9 @@ _ALIGNED = ("depth", "cols0", "cols1", "cols2", "cols3", "cols", "stride_om", "s
 
 
 def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, in_blocks: bool, dtype: str = "bf16") -> tuple:
-    """cols: of each weight; two are gate and up with SwiGLU."""
-    fused, weights = len(cols) == 2, 0 if len(cols) == 2 else len(cols)
+    """cols: of each weight; two are gate and up, of few rows with SwiGLU."""
+    fused = len(cols) == 2 and rows <= 64
+    weights = 0 if fused else 1 if len(cols) == 1 else 3
     use = streamed.settings_for(rows, cols, depth, fused, in_blocks)
     kernel = streamed.swiglu_kernel if fused else streamed.linear_kernel
     block_m = streamed.block_m_of(rows)
@@ -22,6 +23,7 @@ def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, in_blocks
         "BLOCK_K": use.block_k,
         "SPLITS": use.splits,
         "IN_BLOCKS": in_blocks,
+        **({} if fused else {"OVERLAPPED": streamed.overlaps(rows, use.block_n, in_blocks)}),
         "W_STAGES": use.w_stages,
         "X_STAGES": use.x_stages,
         "PREFETCH": streamed._prefetch_stages(use, 2 if fused else 1),
@@ -35,7 +37,8 @@ def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, in_blocks
         elif argument == "x_desc":
             signature[argument] = f"tensordesc<{dtype}[{block_m}, {use.block_k}],{TILE_LAYOUT!r}>"
         elif argument.endswith("_desc"):
-            signature[argument] = f"tensordesc<i16[{use.block_n}, {use.block_k // 2}],{TILE_LAYOUT!r}>"
+            layout = TILE_LAYOUT if use.block_k == 128 else streamed._NARROW_LAYOUT
+            signature[argument] = f"tensordesc<i16[{use.block_n}, {use.block_k // 2}],{layout!r}>"
         elif "scale" in argument:
             signature[argument] = "*fp32"
         elif argument == "out_ptr":
@@ -82,7 +85,7 @@ _SHAPES = {
 CASES = [
     _streamed(name, rows, cols, depth, in_blocks)
     for name, (cols, depth) in _SHAPES.items()
-    for rows in (16, 32, 64, 128)
+    for rows in (16, 32, 64, 128, 512)
     for in_blocks in (False, True)
 ]
 CASES += [_streamed("8b o", 64, *_SHAPES["8b o"], False, "fp16")]

@@ -142,18 +142,25 @@ def float8_candidates(product: Product, rows: int) -> Iterator[Streaming]:
     from eagle_triton.linear.streamed_float8 import block_m_of
 
     per_program, block_m = 2 if product.fused else 1, block_m_of(rows)
+    block_k = 128 if block_m <= 128 else 64
     for block_n, splits, (w_stages, x_stages), warps in itertools.product(
         (64, 128), (1, 2, 4), ((2, 2), (3, 3), (4, 3), (4, 4), (6, 4)), (4, 8)
     ):
-        shared = block_n * per_program * w_stages * 128 + block_m * x_stages * 256
+        shared = (block_n * per_program * w_stages + block_m * x_stages * 2) * block_k
         programs = sum(-(-n // block_n) for n in product.cols) // per_program * splits
-        if shared > _SHARED_MEMORY or not 90 <= programs <= (2000 if splits == 1 else 520):
+        programs *= -(-rows // block_m)
+        if shared > _SHARED_MEMORY or not (32 if rows > 64 else 90) <= programs <= (2000 if splits == 1 else 520):
             continue
         if (splits > 1 and (product.fused or max(product.cols) > 8192)) or (warps == 8 and block_n < 128):
             continue
         if block_m * block_n * per_program > 144 * 32 * warps:
             continue  # too many registers
-        yield Streaming(block_n, 128, splits, True, w_stages, x_stages, warps)
+        yield Streaming(block_n, block_k, splits, True, w_stages, x_stages, warps)
+
+
+def _as_launched(product: Product, rows: int, float8: str | None) -> Product:
+    """With weights of eight bits SwiGLU is a launch of its own behind products of many rows."""
+    return product._replace(fused=product.fused and not (float8 and rows > 64))
 
 
 @triton.jit
@@ -274,27 +281,27 @@ def sweep(args: argparse.Namespace) -> None:
     args.streamed |= args.float8 is not None
     args.keep_splits |= args.streamed  # they leave split sums to the reader
     started = time.monotonic()
-    known, plan = products_of(args.shape), []
-    for rows, name in itertools.product(args.rows, [name for name in args.products if name in known]):
+    shape, plan = products_of(args.shape), []
+    for rows, name in itertools.product(args.rows, [name for name in args.products if name in shape]):
+        product = _as_launched(shape[name], rows, args.float8)
         some = (float8_candidates if args.float8 else streamed_candidates if args.streamed else candidates)(
-            known[name], rows
+            product, rows
         )
-        now = settings_now(known[name], rows, args.streamed, args.float8)
-        plan.append((rows, name, list(dict.fromkeys((*some, *now)))))
+        now = settings_now(product, rows, args.streamed, args.float8)
+        plan.append((rows, name, product, list(dict.fromkeys((*some, *now)))))
 
-    def task(rows: int, name: str, settings: Settings | Streaming) -> tuple:
-        return len(known[name].cols), known[name].fused, rows, settings, args.keep_splits, args.float8
+    def task(rows: int, product: Product, settings: Settings | Streaming) -> tuple:
+        return len(product.cols), product.fused, rows, settings, args.keep_splits, args.float8
 
-    tasks = list(dict.fromkeys(task(rows, name, settings) for rows, name, some in plan for settings in some))
+    tasks = list(dict.fromkeys(task(rows, product, use) for rows, _, product, some in plan for use in some))
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
         errors = dict(zip(tasks, pool.map(compile_settings, tasks, chunksize=1), strict=True))
     print(f"{len(tasks)} kernels compiled after {time.monotonic() - started:.0f} s", flush=True)
     records, sums = [], {}
-    for rows, name, some in plan:
-        product = known[name]
+    for rows, name, product, some in plan:
         good = []
         for settings in some:
-            error = errors[task(rows, name, settings)]
+            error = errors[task(rows, product, settings)]
             if error:
                 print(f"  {settings}: {error}", flush=True)
             else:
