@@ -261,7 +261,7 @@ if HOPPER:
         wanted = torch.nn.functional.silu(exact[0]) * exact[1] if len(cols) == 2 else torch.cat(exact, -1)
         for rows in (64, 65, 127, 128, 129, 256, 257, 480, 513, 1000, 5000):  # 5000: by cuBLAS
             error = product(rows).double() - wanted[:rows]
-            assert error.norm() / wanted[:rows].norm() < 5e-3 and error.abs().max() < 0.1 * wanted.std(), rows
+            assert error.norm() / wanted[:rows].norm() < 5e-3 and error.abs().max() < 0.02 * wanted.abs().max(), rows
 
     @pytest.mark.parametrize("rows", [65, 130, 300, 700])
     @pytest.mark.parametrize("kind", KINDS)

@@ -62,7 +62,6 @@ from eagle_triton.linear.streamed import (
     _store,
     _zeros,
 )
-from eagle_triton.linear.streamed import _ring as _full_ring
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
@@ -74,6 +73,7 @@ _SHARED_MEMORY = 228 * 1024  # of a multiprocessor, of which each program takes 
 _STAGES = 3  # more are slower in a step: programs that take little memory start early
 _REGISTERS = 64 * 1024  # of a multiprocessor
 _NARROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)  # of tiles of 32 columns
+_ROWS_OF_A_LOAD = 32  # of x, where a tile of it has more, which may end behind the last of them
 _LOADER = gl.constexpr(24)  # registers of a thread of the warp that loads
 _PREFETCH_BYTES = 24 * 1024  # of weights in flight before the input is there: more would slow what makes the input
 
@@ -123,14 +123,14 @@ def _load_weights(tile, scale, acc, KIND: gl.constexpr):
         operands = [pairs, gl.full(pairs.shape, scale, gl.float32, pairs.type.layout)]
     registers: gl.constexpr = "=r,=r,r,r,r" if SCALED else "=r,=r,r"
     if KIND.is_bf16():
-        code: gl.constexpr = _TO_SCALED_BF16 if SCALED else _TO_BF16
+        to_bf16: gl.constexpr = _TO_SCALED_BF16 if SCALED else _TO_BF16
         upper, lower = gl.inline_asm_elementwise(
-            code, registers, operands, dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+            to_bf16, registers, operands, dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
         )
     else:
-        code: gl.constexpr = _TO_SCALED_FP16 if SCALED else _TO_FP16
+        to_fp16: gl.constexpr = _TO_SCALED_FP16 if SCALED else _TO_FP16
         upper, lower = gl.inline_asm_elementwise(
-            code, registers, operands, dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+            to_fp16, registers, operands, dtype=(gl.float16, gl.float16), is_pure=True, pack=2
         )
     HEIGHT: gl.constexpr = pairs.shape[0]
     WIDTH: gl.constexpr = pairs.shape[1]
@@ -149,9 +149,12 @@ def _load_scale(scale_ptr, col, cols, k, stride_sn, stride_sk, acc, IN_BLOCKS: g
 
 
 @gluon.jit
-def _ring(desc, STAGES: gl.constexpr):
-    """Room for STAGES tiles, and for each two barriers: it is full, it has been read."""
-    tiles, full = _full_ring(desc, STAGES)
+def _ring(desc, HEIGHT: gl.constexpr, STAGES: gl.constexpr):
+    """Room for STAGES tiles of HEIGHT rows, and for each two barriers: it is full, it has been read."""
+    gl.static_assert(STAGES >= 2, "a tile is loaded while the one before it is read")
+    shape: gl.constexpr = [STAGES, HEIGHT, desc.block_type.shape[1]]
+    tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     return tiles, full, read
 
@@ -164,6 +167,30 @@ def _put(desc, row, column, ring, step, STAGES: gl.constexpr):
     mbarrier.wait(read.index(slot), (step // STAGES & 1) ^ 1)
     mbarrier.expect(full.index(slot), desc.block_type.nbytes)
     tma.async_copy_global_to_shared(desc, [row, column], full.index(slot), tiles.index(slot))
+
+
+@gluon.jit
+def _put_rows(desc, row, rows, column, ring, step, STAGES: gl.constexpr):
+    """The same for a tile of x, which may have several of the descriptor's height.
+
+    TMA takes longer for what lies outside of the tensor; so instead of those that do, the first rows are loaded again.
+    """
+    tiles, full, read = ring
+    HEIGHT: gl.constexpr = desc.block_type.shape[0]
+    WIDTH: gl.constexpr = desc.block_type.shape[1]
+    PARTS: gl.constexpr = tiles.shape[1] // HEIGHT
+    if PARTS == 1:
+        _put(desc, row, column, ring, step, STAGES)
+    else:
+        gl.static_assert(WIDTH * 2 <= 128, "rows of a tile lie one behind the other")
+        parts = tiles._reinterpret(desc.dtype, [STAGES * PARTS, HEIGHT, WIDTH], desc.layout)
+        slot = step % STAGES
+        mbarrier.wait(read.index(slot), (step // STAGES & 1) ^ 1)
+        mbarrier.expect(full.index(slot), PARTS * desc.block_type.nbytes)
+        for part in gl.static_range(PARTS):
+            of_part = row + part * HEIGHT
+            of_part = gl.where(of_part < rows, of_part, 0)
+            tma.async_copy_global_to_shared(desc, [of_part, column], full.index(slot), parts.index(slot * PARTS + part))
 
 
 @gluon.jit
@@ -197,6 +224,7 @@ def _load_split(
     x_desc,
     w_desc,
     row,
+    rows,
     col,
     first,
     count,
@@ -212,7 +240,7 @@ def _load_split(
         _put(w_desc, col, (first + step) * (BLOCK_K // 2), w_ring, step, W_STAGES)
     gdc_wait()
     for step in range(count):
-        _put(x_desc, row, (first + step) * BLOCK_K, x_ring, step, X_STAGES)
+        _put_rows(x_desc, row, rows, (first + step) * BLOCK_K, x_ring, step, X_STAGES)
         if step + PREFETCH < count:
             _put(w_desc, col, (first + step + PREFETCH) * (BLOCK_K // 2), w_ring, step + PREFETCH, W_STAGES)
 
@@ -439,6 +467,8 @@ def linear_kernel(
     to block, 0 if one is for all. OVERLAPPED: which loop makes the product, and so where scales of blocks go.
     """
     row, tile, split = gl.program_id(0) * BLOCK_M, gl.program_id(1), gl.program_id(2)
+    if rows > BLOCK_M:  # the last tile overlaps the one before it: both store the same
+        row = gl.minimum(row, rows - BLOCK_M)
     w_desc, scale_ptr, bias_ptr, cols, stride_sn = w0_desc, scale0_ptr, bias0_ptr, cols0, stride_sn0
     if w1_desc is not None:
         tiles0, tiles1, tiles2 = gl.cdiv(cols0, BLOCK_N), gl.cdiv(cols1, BLOCK_N), gl.cdiv(cols2, BLOCK_N)
@@ -467,13 +497,14 @@ def linear_kernel(
     first = split * per_split
     count = gl.minimum(per_split, steps - first)
 
-    w_ring, x_ring = _ring(w_desc, W_STAGES), _ring(x_desc, X_STAGES)
+    w_ring, x_ring = _ring(w_desc, BLOCK_N, W_STAGES), _ring(x_desc, BLOCK_M, X_STAGES)
     _ready((w_ring[1], w_ring[2], x_ring[1], x_ring[2]), max(W_STAGES, X_STAGES))
     # fmt: off
     (total,) = gl.warp_specialize([
         (_multiply_split, (x_ring, w_ring, scale_ptr, col, cols, first * BLOCK_K, count, stride_sn, stride_sk, BLOCK_M,
                            BLOCK_N, BLOCK_K, IN_BLOCKS, OVERLAPPED, W_STAGES, X_STAGES)),
-        (_load_split, (x_desc, w_desc, row, col, first, count, x_ring, w_ring, BLOCK_K, W_STAGES, X_STAGES, PREFETCH)),
+        (_load_split, (x_desc, w_desc, row, rows, col, first, count, x_ring, w_ring, BLOCK_K, W_STAGES, X_STAGES,
+                       PREFETCH)),
     ], [1], [_LOADER])
     # fmt: on
     gdc_launch_dependents()
@@ -602,7 +633,8 @@ def swiglu_kernel(
     """Grid (row tiles, column tiles): a program makes one tile of both products and multiplies them."""
     row, col = gl.program_id(0) * BLOCK_M, gl.program_id(1) * BLOCK_N
     count = gl.cdiv(depth, BLOCK_K)
-    gate_ring, up_ring, x_ring = _ring(gate_desc, W_STAGES), _ring(up_desc, W_STAGES), _ring(x_desc, X_STAGES)
+    gate_ring, up_ring = _ring(gate_desc, BLOCK_N, W_STAGES), _ring(up_desc, BLOCK_N, W_STAGES)
+    x_ring = _ring(x_desc, BLOCK_M, X_STAGES)
     barriers = (gate_ring[1], gate_ring[2], up_ring[1], up_ring[2], x_ring[1], x_ring[2])
     _ready(barriers, max(W_STAGES, X_STAGES))
     gdc_launch_dependents()
@@ -655,9 +687,8 @@ def _settings_for_many(rows: int, cols: tuple[int, ...], depth: int, in_blocks: 
         programs = tiles_of(cols, 128) * triton.cdiv(rows, block_m)
         while splits < 4 and 2 * programs * splits <= _MULTIPROCESSORS and depth >= 8 * splits * _BLOCK_K:
             splits *= 2
-    if block_m > 128:  # tiles of 128 columns would not fit the registers
-        return Streaming(128, _BLOCK_K // 2, splits, True, 4, 4, 8)
-    return Streaming(128, _BLOCK_K, splits, True, 3, 3, 8)
+    stages = 4 if block_m > 128 else 6
+    return Streaming(128, _BLOCK_K // 2, splits, True, stages, stages, 8)  # 128 columns would not fit the registers
 
 
 def _splits(cols: tuple[int, ...], depth: int) -> int:
@@ -686,8 +717,9 @@ def linear(
     row_tiles = triton.cdiv(len(x), block_m)
     together = _together(settings, 1, block_m, tiles * settings.splits * row_tiles, _multiprocessors(x.device))
     absent = [None] * (4 - len(weights))
+    height = min(block_m, _ROWS_OF_A_LOAD) if settings.block_k < _BLOCK_K else block_m
     compiled = launch(linear_kernel, (row_tiles, tiles, settings.splits))(
-        _descriptor(x, block_m, settings.block_k),
+        _descriptor(x, height, settings.block_k),
         *(_pairs(weight, settings) for weight in weights),
         *absent,
         *(weight.scale for weight in weights),

@@ -35,7 +35,8 @@ def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, in_blocks
         if argument in constexprs or argument in absent:
             signature[argument], given[argument] = "constexpr", constexprs.get(argument)
         elif argument == "x_desc":
-            signature[argument] = f"tensordesc<{dtype}[{block_m}, {use.block_k}],{TILE_LAYOUT!r}>"
+            height = min(block_m, streamed._ROWS_OF_A_LOAD) if rows > 64 else block_m
+            signature[argument] = f"tensordesc<{dtype}[{height}, {use.block_k}],{TILE_LAYOUT!r}>"
         elif argument.endswith("_desc"):
             layout = TILE_LAYOUT if use.block_k == 128 else streamed._NARROW_LAYOUT
             signature[argument] = f"tensordesc<i16[{use.block_n}, {use.block_k // 2}],{layout!r}>"
