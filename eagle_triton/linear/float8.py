@@ -36,7 +36,7 @@ from eagle_triton.runtime.split_sums import SplitSums, total_of
 if TYPE_CHECKING:  # Gluon's
     from eagle_triton.linear.streamed import Streaming
 
-MOST_CONVERTED = 4096  # rows of a product that Hopper's kernels make
+MOST_CONVERTED = 2048  # rows of a product that Hopper's kernels make
 _FUSED_ROWS = 64  # with SwiGLU: the sums of more would not fit the registers
 _PROGRAMS = 112  # enough of them to load every multiprocessor
 _BIASES = tl.constexpr(2.0**120)  # what lies between the exponents' biases of e4m3 and fp32
