@@ -80,14 +80,13 @@ def compare_steps(model, spec, prompts, device, steps=2, sampling=None, verifica
         megakernel = MegakernelStep(view, draft, state)
         for _ in range(steps):
             tree = state.tree
-            positions = state.lengths[:, None] + tree.depths
             hidden, features, pending = target_forward(
                 engine.ops,
                 view,
                 tree.tokens,
                 state.sequences.caches,
                 state.lengths,
-                positions,
+                tree.depths,
                 tree.ancestors,
                 state.spec.depth,
             )

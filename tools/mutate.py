@@ -246,8 +246,8 @@ MUTATIONS = [
     Mutation(
         "roots of those who enter are written for all",
         "engine/drafts/beams.py",
-        "torch.where(entering, rows.first, sequences.capacity)",
-        "torch.where(entering, rows.first, rows.first)",
+        "torch.where(entering, before, sequences.capacity)",
+        "torch.where(entering, before, before)",
         "tests/test_prefill.py -k leaves_the_others_trees",
     ),
     Mutation(

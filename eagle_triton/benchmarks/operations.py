@@ -631,7 +631,7 @@ def layer_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterator[Case]
         4 * NODES * hidden * element,
     )
 
-    first_row, positions = random.int32(keys), keys + torch.arange(NODES, dtype=torch.int32, device=random.device)[None]
+    first_row = random.int32(keys)
     inv_freq = 500000.0 ** -(torch.arange(0, width, 2, device=random.device) / width)
 
     def rotary_inputs(generator: torch.Generator) -> tuple:
@@ -639,7 +639,7 @@ def layer_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterator[Case]
         return *heads, random.normal(generator, 2, 1, sizes.kv_heads, capacity_bucket(keys + NODES), width)
 
     def rotate(rotary: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        return rotary(*inputs, first_row, positions, inv_freq)
+        return rotary(*inputs, first_row, None, inv_freq)
 
     def written(q: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         return q, inputs[3][:, :, :, keys : keys + NODES]

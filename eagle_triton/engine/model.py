@@ -122,17 +122,18 @@ def target_forward(
     tokens: Tensor,
     caches: LayerCaches,
     lengths: Tensor,
-    positions: Tensor,
+    depths: Tensor | None,
     ancestors: Tensor | None,
     depth: int = 0,
 ) -> tuple[Tensor, Tensor, Any]:
     """The target over n new tokens per sequence, which stand behind the `lengths` committed ones.
 
-    tokens [B, n] int64; lengths [B] int32; positions [B, n] int32; ancestors [B, n, W] of trees of `depth` levels below
-    the root, or None (causal, and remembered as it runs). Returns the normed last hidden states [B, n, H], the features
+    tokens [B, n] int64; lengths [B] int32; depths [B, n] int32, by which their positions lie behind `lengths`, None:
+    one after another; ancestors [B, n, W] of trees of `depth` levels below the root, or None (causal, and remembered as
+    it runs). Returns the normed last hidden states [B, n, H], the features
     for the draft [B, n, F], and for trees what the caches' commit asks for.
     """
-    rows = Rows(lengths, lengths, positions, ancestors, depth=depth)
+    rows = Rows(lengths, lengths, depths, ancestors, depth=depth)
     pending = None if ancestors is None else caches.new_pending(tokens.shape[1])
     x, update, features = _layers(ops, view, view.layers, tokens, caches, rows, pending)
     hidden, _ = add_norm(ops, view.norm, x, update)

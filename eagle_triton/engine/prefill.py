@@ -252,7 +252,7 @@ def read_pieces(
     """
     tokens = pieces.tokens(sequences.tokens, sequences.lengths)
     caches = sequences.caches.of_pieces(pieces, sequences.lengths)
-    rows = Rows(pieces.seen, pieces.starts, pieces.positions, None, stretch=pieces.stretch)
+    rows = Rows(pieces.seen, pieces.starts, None, None, stretch=pieces.stretch)
     hidden, features = prompt_forward(ops, view, tokens, caches, rows, last)
     if draft is not None:
         draft.read_prompt(ops, sequences, pieces, features)

@@ -59,14 +59,13 @@ def decode_step(
         state.guide_of(state.report)[:, :3] = guide.values[:, :3]
     if mode.drafts:
         state.drafts_of(state.report).copy_(tree.tokens[:, 1:])
-    positions = state.lengths[:, None] + tree.depths
     tokens = tree.tokens
     if state.spec.has_empty_places:  # with tokens of -1
         real = tokens >= 0
         state.report[:, -2], state.report[:, -1] = (tree.depths * real).amax(1), real.sum(1) - 1
         tokens = torch.where(real, tokens, tokens[:, :1])  # the root once more
     hidden, features, pending = target_forward(
-        ops, view, tokens, sequences.caches, state.lengths, positions, tree.ancestors, state.spec.depth
+        ops, view, tokens, sequences.caches, state.lengths, tree.depths, tree.ancestors, state.spec.depth
     )
     logits = project(ops, view.head, hidden)
     before = state.lengths.clone() if mode.logprobs else None

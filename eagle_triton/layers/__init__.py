@@ -3,7 +3,8 @@
     rms_norm:       out = weight * x / sqrt(mean(x^2) + eps);  zero-centred: (1 + weight) * ...
     add_rms_norm:   total = x + residual;  out = rms_norm(total)
     add:            out = x (+ residual)
-    rotary_append:  q, k = rotate(norm(q), angle), rotate(norm(k), angle);  cache rows first_row.. = k, v
+    rotary_append:  q, k = rotate(norm(q), angle), rotate(norm(k), angle);  cache rows first_row + skip.. = k, v
+                    a node's position is first_row + its depth, without depths that of its row
                     rotate((a, b, c), angle) = (a cos - b sin, b cos + a sin, c), a and b the halves of a head's first
                     r elements, c the rest of it, which is empty where r = d
     swiglu:         out = silu(gate) * up
@@ -15,7 +16,7 @@
 | q; k, v              | [B, N, Hq | Hkv, d] | as x; any strides but a contiguous d                             |
 | x, gate of heads     | [B, n, Hq, d]       | as x; any strides but a contiguous d                             |
 | cache                | [2, B, Hkv, T, d]   | fp16, bf16 or fp32; any strides but a contiguous d               |
-| first_row, positions | [B], [B, N]         | int32                                                            |
+| first_row, depths    | [B], [B, N]         | int32                                                            |
 | inv_freq             | [r / 2]             | fp32; angle = position * inv_freq                                |
 
 x, or q, k and v together, may be `SplitSums`: products whose partial sums are added here, in their order.

@@ -56,9 +56,10 @@ def rotary_append(
     v: Tensor | SplitSums,
     cache: Tensor,
     first_row: Tensor,
-    positions: Tensor,
+    depths: Tensor | None,
     inv_freq: Tensor,
     *,
+    skip: int = 0,
     attention_scaling: float = 1.0,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
@@ -68,23 +69,29 @@ def rotary_append(
 ) -> Tensor:
     """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
 
-    q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d], rows first_row .. first_row + N of it are written in
-    place, first_row [B] int32; positions [B, N] int32; inv_freq [r / 2] fp32, angle = position * inv_freq, both halves
-    of a head's first r <= d elements use the same angles (Su et al. 2021, half-rotation layout), the rest does not
-    turn; cos and sin times attention_scaling. q_norm, k_norm [d]: per-head RMSNorm weights (Qwen3), see rms_norm for
-    `zero_centred`. table: of a cache in pages, see tree_attention. Rows beyond the capacity are not written.
+    q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d], of which N rows are written in place, `skip` behind
+    first_row [B] int32; positions are first_row + depths [B, N] int32, without depths those of the rows; inv_freq
+    [r / 2] fp32, angle = position * inv_freq, both halves of a head's first r <= d elements use the same angles (Su et
+    al. 2021, half-rotation layout), the rest does not turn; cos and sin times attention_scaling. q_norm, k_norm [d]:
+    per-head RMSNorm weights (Qwen3), see rms_norm for `zero_centred`. table: of a cache in pages, see tree_attention.
+    Rows beyond the capacity are not written.
     """
-    check_rotary_append(q, k, v, cache, first_row, positions, inv_freq, q_norm, k_norm, table)
+    check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table)
     q, k, v = total_of(q), total_of(k), total_of(v)
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps, zero_centred=zero_centred)
     if k_norm is not None:
         k = rms_norm(k, k_norm, eps, zero_centred=zero_centred)
+    rows = first_row + skip
+    if depths is None:
+        positions = rows[:, None] + torch.arange(q.shape[1], device=q.device)
+    else:
+        positions = first_row[:, None] + depths
     angle = positions[..., None].float() * inv_freq.float()
     cos = (angle.cos() * attention_scaling).to(q.dtype)[:, :, None]
     sin = (angle.sin() * attention_scaling).to(q.dtype)[:, :, None]
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    write_rows(cache, torch.stack((k, v), dim=2), first_row, table)
+    write_rows(cache, torch.stack((k, v), dim=2), rows, table)
     return q
 
 
@@ -121,7 +128,7 @@ def check_rotary_append(
     v: Tensor | SplitSums,
     cache: Tensor,
     first_row: Tensor,
-    positions: Tensor,
+    depths: Tensor | None,
     inv_freq: Tensor,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
@@ -144,18 +151,19 @@ def check_rotary_append(
     _check_shape(name, "cache", cache, (2, pages, heads, cache.shape[3], dim))
     check_table(name, table, batch, q.device)
     _check_shape(name, "first_row", first_row, (batch,))
-    _check_shape(name, "positions", positions, (batch, count))
+    if depths is not None:
+        _check_shape(name, "depths", depths, (batch, count))
     if inv_freq.dim() != 1 or not 0 < len(inv_freq) <= dim // 2:
         raise ValueError(f"{name}: inv_freq must have 1 to {dim // 2} elements, got {tuple(inv_freq.shape)}")
     for norm in (q_norm, k_norm):
         if norm is not None:
             _check_shape(name, "q_norm and k_norm", norm, (dim,))
-    for label, indices in (("first_row", first_row), ("positions", positions)):
-        if indices.dtype != torch.int32:
+    for label, indices in (("first_row", first_row), ("depths", depths)):
+        if indices is not None and indices.dtype != torch.int32:
             raise ValueError(f"{name}: {label} must be int32, got {indices.dtype}")
     _check_alike(name, q, k, v, q_norm, k_norm)
-    for other in (cache, first_row, positions, inv_freq):
-        if other.device != q.device:
+    for other in (cache, first_row, depths, inv_freq):
+        if other is not None and other.device != q.device:
             raise ValueError(f"{name}: all tensors must be on {q.device}, got one on {other.device}")
 
 

@@ -56,7 +56,7 @@ for _dim in (128, 64):
                 "num_kv_heads": 8, "group": 4, "half": _dim // 2, "HALF": _dim // 2, "rest": 0, "REST": 0, "GROUP": 4,
                 "SPLITS": _splits, "ZERO_CENTRED": False, **_NO_TABLE,
             }  # fmt: skip
-            _types = dict.fromkeys(("first_row_ptr", "positions_ptr"), "*i32")
+            _types = dict.fromkeys(("first_row_ptr", "depths_ptr"), "*i32")
             _types |= {"inv_freq_ptr": "*fp32", "scaling": "fp32", "eps": "fp32"}
             if _splits > 1:
                 _types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*fp32")
@@ -71,7 +71,7 @@ for _heads, _group in ((4, 4), (4, 6), (2, 8)):
         "num_kv_heads": _heads, "group": _group, "half": 32, "HALF": 32, "rest": 192, "REST": 256,
         "GROUP": 4 if _group == 4 else 8, "SPLITS": 1, "ZERO_CENTRED": True, **_NO_TABLE,
     }  # fmt: skip
-    _types = {**dict.fromkeys(("first_row_ptr", "positions_ptr"), "*i32"), "inv_freq_ptr": "*fp32"}
+    _types = {**dict.fromkeys(("first_row_ptr", "depths_ptr"), "*i32"), "inv_freq_ptr": "*fp32"}
     _types |= {"scaling": "fp32", "eps": "fp32"}
     CASES.append(_case(f"rotary d 256 group {_group} partial", _rotary_append_kernel, _values, **_types))
 CASES.append(_case("swiglu", _swiglu_kernel, {"BLOCK": 1024}, (), 4))

@@ -112,8 +112,8 @@ class BeamPlan:
             start for start, width in zip(spec.level_starts, spec.beam_widths, strict=False) for _ in range(width)
         ]
         levels = [level for level, width in enumerate(spec.beam_widths) for _ in range(width)]
-        self.slot_starts, self.slot_levels = constant(starts), constant(levels, torch.int32)
-        self.level_slots = constant([sum(spec.beam_widths[:i]) for i in range(len(spec.beam_widths))], torch.int32)
+        self.slot_starts = constant(starts)
+        self.slot_levels = constant(levels, torch.int32).expand(slots, -1)  # [B, beam slots]
         self.selected = self.beam_children = None  # a fixed tree's drafts (flat) and slots (within their level)
         if spec.selected is not None and spec.beam_candidates is not None:
             self.selected = constant(spec.selected)
@@ -227,7 +227,7 @@ class BeamDraft(Draft):
         # the last token's follower is not known: `begin` has it
         known = pieces.tokens(sequences.tokens, sequences.lengths, self.first_token)
         caches = sequences.draft_tensors.caches.of_pieces(pieces, sequences.lengths)
-        rows = self.consecutive(pieces.starts, pieces.rows)._replace(lengths=pieces.seen, stretch=pieces.stretch)
+        rows = Rows(pieces.seen, pieces.starts, None, None, stretch=pieces.stretch)
         self.remember(ops, self.inputs_of(ops, features, rows), known, caches, rows)
 
     def begin(self, ops: Operations, sequences: Sequences, features: Tensor, entering: Tensor) -> None:
@@ -235,9 +235,9 @@ class BeamDraft(Draft):
         if mine.guide is not None:
             mine.guide.begin(entering)
         root = ops.sequence_rows(sequences.tokens, sequences.lengths, 1)
-        rows = self.consecutive(self.rows(sequences.lengths - 1).clamp(min=0), 1)
-        nowhere = torch.where(entering, rows.first, sequences.capacity)  # rows of the others are not written
-        rows = rows._replace(first=nowhere)
+        before = self.rows(sequences.lengths - 1).clamp(min=0)
+        first = torch.where(entering, before, sequences.capacity)  # rows of the others are not written
+        rows = Rows(before, first, None, None)
         outputs = self.forward(ops, self.inputs_of(ops, features, rows), None, root, mine.caches, rows)
         for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
             kept.copy_(torch.where(entering[:, None, None], output, kept))
@@ -283,15 +283,8 @@ class BeamDraft(Draft):
         tokens [B, n] in these rows, features [B, n, F] of the positions before the tokens'; `ancestors` [B, n, W] may
         say in bits what None does: each row sees those before it. `launch_nodes`: see Rows. Returns as `forward`.
         """
-        rows = self.consecutive(lengths, tokens.shape[1], ancestors, launch_nodes)
+        rows = Rows(lengths, lengths, None, ancestors, launch_nodes)
         return self.forward(ops, self.inputs_of(ops, features, rows), None, tokens, caches, rows)
-
-    def consecutive(
-        self, lengths: Tensor, count: int, ancestors: Tensor | None = None, launch_nodes: int | None = None
-    ) -> Rows:
-        """The rows that `take_in` runs over."""
-        positions = lengths[:, None] + torch.arange(count, dtype=torch.int32, device=lengths.device)
-        return Rows(lengths, lengths, positions, ancestors, launch_nodes)
 
     def run_layers(self, ops: Operations, x: Tensor, caches: LayerCaches, rows: Rows) -> tuple[Tensor, Tensor]:
         """The layers one after another over x [B, n, H], and the final norm. Returns as `forward`."""
@@ -313,7 +306,6 @@ class BeamDraft(Draft):
         plan: BeamPlan = state.draft_tree_tensors
         spec, lengths, hidden, normed = state.spec, self.rows(state.lengths), mine.hidden, mine.normed
         batch, scores, ancestors = len(hidden), plan.root_score, plan.root_ancestors
-        slot_positions, first_rows = lengths[:, None] + plan.slot_levels, lengths[:, None] + plan.level_slots
         guide, rule = (mine.guide, self._rule(spec)) if spec.adaptive else (None, None)
         all_tokens, all_scores, all_chosen, first_slot = [], [], [], 0
         for level, beam in enumerate((*spec.beam_widths, 0)):
@@ -336,7 +328,8 @@ class BeamDraft(Draft):
                 break
             all_chosen.append(grown.chosen)
             scores, ancestors = grown.scores, grown.ancestors
-            rows = Rows(lengths, first_rows[:, level], slot_positions[:, slots], ancestors, plan.launch_nodes)
+            depths = plan.slot_levels[:, slots]
+            rows = Rows(lengths, lengths, depths, ancestors, plan.launch_nodes, skip=first_slot)
             hidden, normed = self.forward(ops, hidden, grown.parents, grown.tokens, mine.caches, rows, level + 1)
             first_slot += beam
         missing = spec.candidates - spec.level_starts[level] - children.shape[1]
