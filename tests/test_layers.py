@@ -78,6 +78,41 @@ def test_rms_norm_reads_rows_where_they_lie(device):
         assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("zero_centred", [False, True], ids=["plain", "zero-centred"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3), (0, 4)])
+def test_embed_rms_norm_is_the_norm_of_looked_up_rows(device, shape, dtype, zero_centred):
+    embedding, weight = randn(device, dtype, 50, 200)[:, :150], randn(device, dtype, 150)
+    tokens = torch.randint(50, shape, device=device)
+    options = dict(zero_centred=zero_centred)
+    for module in (kernels, reference):
+        out, x = module.embed_rms_norm(tokens, embedding, weight, 1e-5, **options)
+        assert torch.equal(x, embedding[tokens])
+        assert torch.equal(out, module.rms_norm(embedding[tokens], weight, 1e-5, **options))
+        turned = module.embed_rms_norm(tokens.t(), embedding, weight, 1e-5, **options)
+        assert torch.equal(turned[0], out.transpose(0, 1)) and torch.equal(turned[1], x.transpose(0, 1))
+        assert torch.equal(module.embed_rms_norm(tokens - 100, embedding, weight, 1e-5)[1], embedding[tokens * 0])
+
+
+@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+def test_a_sum_is_written_where_it_is_wanted(device, module):
+    """A part of each row of a wider tensor, which stays as it is elsewhere."""
+    x, residual, weight, embedding = (
+        randn(device, torch.float16, *s) for s in ((2, 3, 64), (2, 3, 64), (64,), (9, 64))
+    )
+    tokens = torch.randint(9, (2, 3), device=device)
+    for norm, operands in ((module.add_rms_norm, (x, residual)), (module.embed_rms_norm, (tokens, embedding))):
+        wide = torch.full((2, 3, 200), 7.0, device=device, dtype=torch.float16)
+        expected, part = norm(*operands, weight, 1e-5), wide[..., 70:134]
+        out, total = norm(*operands, weight, 1e-5, total=part)
+        assert total is part and torch.equal(part, expected[1]) and torch.equal(out, expected[0])
+        assert (wide[..., :70] == 7).all() and (wide[..., 134:] == 7).all()
+        uneven = torch.zeros(3, 2, 64, device=device).half().transpose(0, 1)
+        for wrong in (part[:, :2], part.float(), wide[..., :128:2], uneven):
+            with pytest.raises(ValueError, match="rms_norm"):
+                norm(*operands, weight, 1e-5, total=wrong)
+
+
 @pytest.mark.parametrize("splits", [2, 3])
 def test_rms_norm_of_partial_sums(device, splits):
     sums = torch.randn(splits, 2, 3, 300, device=device)
@@ -350,6 +385,10 @@ def test_bad_operands_are_refused(device, module):
         (module.rms_norm, (x, weight.to("meta"), 1e-5)),
         (module.add_rms_norm, (x, x[:1], weight, 1e-5)),
         (module.rms_norm, (x.long(), weight.long(), 1e-5)),
+        (module.embed_rms_norm, (x, x, weight, 1e-5)),
+        (module.embed_rms_norm, (x.long(), x[0], weight, 1e-5)),
+        (module.embed_rms_norm, (x.long(), x, weight[:7], 1e-5)),
+        (module.embed_rms_norm, (x.long(), x.half(), weight, 1e-5)),
         (module.swiglu, (x, x[:1])),
         (module.swiglu, (x, x.half())),
         (module.gate_heads, (x, x)),

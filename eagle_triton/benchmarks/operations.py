@@ -631,6 +631,27 @@ def layer_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterator[Case]
         4 * NODES * hidden * element,
     )
 
+    def embedded(generator: torch.Generator) -> tuple:
+        rows = 16 * NODES  # of a vocabulary no more are read
+        tokens = torch.randint(rows, (1, NODES), generator=generator, device=random.device)
+        return tokens, random.normal(generator, rows, hidden), random.normal(generator, hidden)
+
+    def torch_embedded(tokens: Tensor, embedding: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        x = embedding[tokens]
+        return F.rms_norm(x, (hidden,), weight, eps), x
+
+    yield Case(
+        "layers",
+        f"embed_rms_norm [{NODES}, {hidden}]",
+        embedded,
+        lambda tokens, table, weight: layers.embed_rms_norm(tokens, table, weight, eps),
+        [
+            Provider("look-up, rms_norm", torch_embedded),
+            _ours(ops, lambda tokens, table, weight: ops.embed_rms_norm(tokens, table, weight, eps)),
+        ],
+        3 * NODES * hidden * element,
+    )
+
     first_row = random.int32(keys)
     inv_freq = 500000.0 ** -(torch.arange(0, width, 2, device=random.device) / width)
 

@@ -1,6 +1,7 @@
 """The small operations between the products: RMSNorm, rotary embedding with the cache append, SwiGLU, gated heads.
 
     rms_norm:       out = weight * x / sqrt(mean(x^2) + eps);  zero-centred: (1 + weight) * ...
+    embed_rms_norm: total = embedding[tokens];  out = rms_norm(total)
     add_rms_norm:   total = x + residual;  out = rms_norm(total)
     add:            out = x (+ residual)
     rotary_append:  q, k = rotate(norm(q), angle), rotate(norm(k), angle);  cache rows first_row + skip.. = k, v
@@ -12,7 +13,9 @@
 
 | name                 | shape               | dtype, layout                                                    |
 |----------------------|---------------------|------------------------------------------------------------------|
-| x, residual, out     | [..., H]            | fp16, bf16 or fp32; rows may be strided                          |
+| x, residual          | [..., H]            | fp16, bf16 or fp32; rows may be strided                          |
+| out, total           | [..., H]            | as x; a total that is handed in may be strided                   |
+| tokens, embedding    | [...], [V, H]       | int64; as x, rows are contiguous                                 |
 | q; k, v              | [B, N, Hq | Hkv, d] | as x; any strides but a contiguous d                             |
 | x, gate of heads     | [B, n, Hq, d]       | as x; any strides but a contiguous d                             |
 | cache                | [2, B, Hkv, T, d]   | fp16, bf16 or fp32; any strides but a contiguous d               |
@@ -31,7 +34,7 @@ fp64, so sine and cosine are good to fp32 at any position and need no local memo
 """
 
 from eagle_triton.layers.gates import gate_heads, swiglu
-from eagle_triton.layers.norms import add, add_rms_norm, rms_norm
+from eagle_triton.layers.norms import add, add_rms_norm, embed_rms_norm, rms_norm
 from eagle_triton.layers.rotary import rotary_append
 
-__all__ = ["add", "add_rms_norm", "gate_heads", "rms_norm", "rotary_append", "swiglu"]
+__all__ = ["add", "add_rms_norm", "embed_rms_norm", "gate_heads", "rms_norm", "rotary_append", "swiglu"]

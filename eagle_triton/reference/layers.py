@@ -28,6 +28,23 @@ def rms_norm(
     return weight * normed.to(x.dtype)
 
 
+def embed_rms_norm(
+    tokens: Tensor,
+    embedding: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centred: bool = False,
+    in_draft_pass: bool = False,
+    total: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x), x) of x = embedding[max(tokens, 0)], [..., H] each. tokens [...] int64, embedding [V, H], weight
+    [H]. `total` [..., H]: where x is written."""
+    check_embed_rms_norm(tokens, embedding, weight, total)
+    x = embedding[tokens.clamp(min=0)]
+    return rms_norm(x, weight, eps, zero_centred=zero_centred), x if total is None else total.copy_(x)
+
+
 def add_rms_norm(
     x: Tensor | SplitSums,
     residual: Tensor,
@@ -36,11 +53,13 @@ def add_rms_norm(
     *,
     zero_centred: bool = False,
     in_draft_pass: bool = False,
+    total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), [..., H] each. x, residual [..., H], weight [H]."""
-    check_rms_norm("add_rms_norm", x, weight, residual)
-    total = total_of(x) + residual
-    return rms_norm(total, weight, eps, zero_centred=zero_centred), total
+    """(rms_norm(x + residual), x + residual), [..., H] each. x, residual [..., H], weight [H]. `total` [..., H]: where
+    the sum is written."""
+    check_rms_norm("add_rms_norm", x, weight, residual, total)
+    both = total_of(x) + residual
+    return rms_norm(both, weight, eps, zero_centred=zero_centred), both if total is None else total.copy_(both)
 
 
 def add(x: Tensor | SplitSums, residual: Tensor | None = None) -> Tensor:
@@ -107,12 +126,32 @@ def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
     return x * torch.sigmoid(gate)
 
 
-def check_rms_norm(name: str, x: Tensor | SplitSums, weight: Tensor, residual: Tensor | None = None) -> None:
+def check_rms_norm(
+    name: str,
+    x: Tensor | SplitSums,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
+) -> None:
     """Raise ValueError unless these are operands of rms_norm or add_rms_norm."""
     _check_shape(name, "weight", weight, x.shape[-1:])
     if residual is not None:
         _check_shape(name, "residual", residual, x.shape)
-    _check_alike(name, x, weight, residual)
+    _check_total(name, total, x.shape)
+    _check_alike(name, x, weight, residual, total)
+
+
+def check_embed_rms_norm(tokens: Tensor, embedding: Tensor, weight: Tensor, total: Tensor | None) -> None:
+    """Raise ValueError unless these are operands of embed_rms_norm."""
+    name = "embed_rms_norm"
+    if tokens.dtype != torch.int64 or tokens.device != embedding.device or embedding.dim() != 2:
+        raise ValueError(
+            f"{name}: tokens must be int64 on {embedding.device} and embedding [V, H], got {tokens.dtype} on "
+            f"{tokens.device} and {tuple(embedding.shape)}"
+        )
+    _check_shape(name, "weight", weight, embedding.shape[1:])
+    _check_total(name, total, (*tokens.shape, embedding.shape[1]))
+    _check_alike(name, embedding, weight, total)
 
 
 def check_add(x: Tensor | SplitSums, residual: Tensor | None) -> None:
@@ -184,6 +223,15 @@ def check_gate_heads(x: Tensor, gate: Tensor) -> None:
 def _check_shape(name: str, label: str, tensor: Tensor | SplitSums, expected: tuple[int, ...]) -> None:
     if tensor.shape != tuple(expected):
         raise ValueError(f"{name}: {label} must be {tuple(expected)}, got {tuple(tensor.shape)}")
+
+
+def _check_total(name: str, total: Tensor | None, shape: tuple[int, ...]) -> None:
+    """A total's rows are contiguous, and follow each other at one distance."""
+    if total is None:
+        return
+    _check_shape(name, "total", total, shape)
+    if total.stride(-1) != 1 or total.reshape(-1, shape[-1]).data_ptr() != total.data_ptr():  # a copy
+        raise ValueError(f"{name}: total's rows must be contiguous and evenly spaced, got strides {total.stride()}")
 
 
 def _check_alike(name: str, first: Tensor | SplitSums, *others: Tensor | SplitSums | None) -> None:

@@ -286,11 +286,15 @@ class BeamDraft(Draft):
         rows = Rows(lengths, lengths, None, ancestors, launch_nodes)
         return self.forward(ops, self.inputs_of(ops, features, rows), None, tokens, caches, rows)
 
-    def run_layers(self, ops: Operations, x: Tensor, caches: LayerCaches, rows: Rows) -> tuple[Tensor, Tensor]:
-        """The layers one after another over x [B, n, H], and the final norm. Returns as `forward`."""
+    def run_layers(
+        self, ops: Operations, normed: Tensor, x: Tensor, caches: LayerCaches, rows: Rows
+    ) -> tuple[Tensor, Tensor]:
+        """The layers one after another over x [B, n, H], `normed` as the first of them reads it, and the final norm.
+        Returns as `forward`."""
         update = None
         for index, layer in enumerate(self.layers):
-            normed, x = add_norm(ops, layer.input_norm, x, update, rows.in_draft_pass)
+            if index:
+                normed, x = add_norm(ops, layer.input_norm, x, update, rows.in_draft_pass)
             x, update = decoder_layer(ops, layer, normed, x, caches.layer(index), rows)
         normed, hidden = add_norm(ops, self.norm, x, update, rows.in_draft_pass)
         return hidden, normed
