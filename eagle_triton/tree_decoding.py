@@ -546,11 +546,13 @@ def write_tree(
         tl.store(ancestors_ptr + batch * stride_ab + node * stride_an + word * stride_aw, mask, mask=real)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["root_ptr", "tokens_ptr", "parents_ptr", "depths_ptr", "ancestors_ptr", "nodes"]
-)
+_MOVING = ["root_ptr", "lengths_ptr", "tokens_ptr", "parents_ptr", "depths_ptr", "ancestors_ptr", "nodes"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_MOVING)
 def _build_tree_kernel(
     root_ptr,
+    lengths_ptr,
     candidates_ptr,
     scores_ptr,
     beam_ptr,
@@ -567,7 +569,9 @@ def _build_tree_kernel(
     grafts,
     k,
     words,
+    columns,
     stride_r,
+    stride_rc,
     stride_cb,
     stride_cc,
     stride_sb,
@@ -593,8 +597,11 @@ def _build_tree_kernel(
 ):
     """Grid (B,)."""
     await_inputs(PDL)
+    batch = tl.program_id(0).to(tl.int64)
+    if lengths_ptr is not None:
+        root_ptr += tl.minimum(tl.load(lengths_ptr + batch), columns - 1).to(tl.int64) * stride_rc
     write_tree(
-        tl.program_id(0).to(tl.int64),
+        batch,
         root_ptr,
         candidates_ptr,
         scores_ptr,
@@ -647,14 +654,16 @@ def build_tree(
     selected: Tensor | None = None,
     *,
     grafted: Tensor | None = None,
+    lengths: Tensor | None = None,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keep the best N - 1 candidates as the next draft tree; see reference.tree_decoding.build_tree.
 
-    Returns (tokens, parents, depths, ancestors), written to `out` if given. Raises ValueError if there are fewer than
-    N - 1 candidates, or if shapes or dtypes do not fit.
+    root [B], or with lengths [B] int32 the sequences [B, C] whose roots stand there. Returns (tokens, parents, depths,
+    ancestors), written to `out` if given. Raises ValueError if there are fewer than N - 1 candidates, or if shapes or
+    dtypes do not fit.
     """
-    reference.check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, grafted, out)
+    reference.check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, grafted, lengths, out)
     batch, device = len(root), root.device
     words = -(-nodes // 64)
     if out is None:
@@ -668,6 +677,7 @@ def build_tree(
     width = max(2, triton.next_power_of_2(nodes))
     overlapped(_build_tree_kernel, (batch,), device)(
         root,
+        lengths,
         candidates,
         scores,
         beam_candidates,
@@ -681,7 +691,9 @@ def build_tree(
         0 if grafted is None else grafted.shape[1],
         top_k,
         words,
+        root.shape[-1],
         root.stride(0),
+        root.stride(-1),
         *candidates.stride(),
         *scores.stride(),
         *beam_candidates.stride(),

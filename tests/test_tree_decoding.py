@@ -136,6 +136,12 @@ def test_build_tree(device, nodes, k, widths, quantum):
     place = tuple(torch.full_like(value, 77, device=device) for value in expected)
     assert tree_decoding.build_tree(*moved, nodes, k, out=place) is place
     assert_same(place, expected)
+    sequences = torch.full((2, 12), 99)
+    sequences[0, 4], sequences[1, 11] = root
+    lengths = torch.tensor([4, 13], dtype=torch.int32)  # beyond the end it is the last token
+    assert_same(reference.build_tree(sequences, candidates, scores, slots, nodes, k, lengths=lengths), expected)
+    turned, lengths = sequences.t().contiguous().t().to(device), lengths.to(device)
+    assert_same(tree_decoding.build_tree(turned, *moved[1:], nodes, k, lengths=lengths), expected)
 
 
 def check_tree(tokens, parents, depths, ancestors, depth):
@@ -232,3 +238,7 @@ def test_refusals(device, module):
     ):
         with pytest.raises(ValueError, match="build_tree"):
             module.build_tree(*arguments)
+    lengths = torch.zeros(2, dtype=torch.int32, device=device)
+    for source, where in ((root, lengths), (words[..., 0], lengths.long()), (words[..., 0], None), (words, lengths)):
+        with pytest.raises(ValueError, match="build_tree: (root|lengths)"):
+            module.build_tree(source, candidates, scores, slots, 5, 3, lengths=where)

@@ -126,9 +126,9 @@ MUTATIONS = [
     ),
     Mutation(
         "every step has the same coins",
-        "engine/step.py",
-        "    state.sampling.step.add_(1)\n    if draft is not None and (depth",
-        "    if draft is not None and (depth",
+        "reference/verification.py",
+        "    counter += 1\n",
+        "",
         "tests/test_batch.py -k coins_of_its_own",
     ),
     Mutation(

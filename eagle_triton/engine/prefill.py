@@ -234,7 +234,7 @@ def grow_first_tree(ops: Operations, draft: Draft | None, state: DecodeState) ->
     if draft is not None and state.spec.drafts:
         draft.grow(ops, state)
     else:
-        state.tree.tokens.copy_(ops.sequence_rows(state.tokens, state.lengths, 1))
+        ops.sequence_rows(state.tokens, state.lengths, 1, out=state.tree.tokens)
 
 
 def read_pieces(

@@ -87,11 +87,13 @@ def build_tree(
     selected: Tensor | None = None,
     *,
     grafted: Tensor | None = None,
+    lengths: Tensor | None = None,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keep the best N - 1 candidates as the next draft tree (EAGLE-2, section 4.2).
 
-    root [B] int64; candidates [B, C] int64 tokens and scores [B, C] float32 in flat order; beam_candidates [B, S]
+    root [B] int64, or with lengths [B] int32 the sequences [B, T] int64 whose roots stand at these columns (at the last
+    one beyond it); candidates [B, C] int64 tokens and scores [B, C] float32 in flat order; beam_candidates [B, S]
     int64: the flat candidate that fills each beam slot; for a fixed tree `selected` [N - 1] int64, ascending, names the
     candidates. grafted [B, J] int32: of the last J candidates the parents, flat indices below their own, -1 for the
     root. Order: score descending (NaN as -inf), then flat index ascending; because a parent's index is lower and
@@ -99,7 +101,9 @@ def build_tree(
     module, written to `out` if given. Raises ValueError if there are fewer than N - 1 candidates, or if shapes or
     dtypes do not fit.
     """
-    check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, grafted, out)
+    check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, grafted, lengths, out)
+    if lengths is not None:
+        root = root.gather(1, lengths.long().clamp(max=root.shape[1] - 1)[:, None])[:, 0]
     batch, drafts = len(root), nodes - 1
     if selected is not None:
         chosen = selected.expand(batch, drafts)
@@ -204,6 +208,7 @@ def check_build_tree(
     top_k: int,
     selected: Tensor | None,
     grafted: Tensor | None,
+    lengths: Tensor | None,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None,
 ) -> None:
     if candidates.ndim != 2 or nodes < 1 or top_k < 1:
@@ -215,7 +220,13 @@ def check_build_tree(
     if nodes - 1 > count:
         raise ValueError(f"build_tree: {nodes - 1} drafts asked of {count} candidates")
     device, slots = candidates.device, beam_candidates.shape[-1]
-    _check("build_tree", "root", root, (batch,), torch.int64, device)
+    if lengths is None:
+        _check("build_tree", "root", root, (batch,), torch.int64, device)
+    else:
+        _check("build_tree", "root", root, (batch, root.shape[-1]), torch.int64, device)
+        _check("build_tree", "lengths", lengths, (batch,), torch.int32, device)
+        if not lengths.is_contiguous():
+            raise ValueError(f"build_tree: lengths must be contiguous, got stride {lengths.stride(0)}")
     _check("build_tree", "candidates", candidates, (batch, count), torch.int64, device)
     _check("build_tree", "scores", scores, (batch, count), torch.float32, device)
     _check("build_tree", "beam_candidates", beam_candidates, (batch, slots), torch.int64, device)

@@ -244,7 +244,7 @@ class BeamDraft(Draft):
 
     def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
         mine, plan = state.sequences.draft_tensors, state.draft_tree_tensors
-        emitted = ops.sequence_rows(state.tokens, accepted.before + 1, state.spec.depth + 1)
+        emitted = ops.sequence_rows(state.tokens, accepted.before, state.spec.depth + 1, 1)
         outputs = self.take_in(
             ops,
             ops.gather_rows(features, accepted.path),
@@ -353,12 +353,13 @@ class BeamDraft(Draft):
         return None if self.egag is None else self.egag.within(spec.beam_levels)
 
     def grow(self, ops: Operations, state: DecodeState) -> None:
-        spec, root = state.spec, ops.sequence_rows(state.tokens, state.lengths, 1)[:, 0]
+        spec = state.spec
         ops.build_tree(
-            root,
+            state.tokens,
             *self.candidates(ops, state),
             spec.nodes,
             spec.top_k,
             state.draft_tree_tensors.selected,
+            lengths=state.lengths,
             out=state.tree,
         )
