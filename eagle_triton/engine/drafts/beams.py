@@ -127,6 +127,15 @@ class Candidates(NamedTuple):
     scores: Tensor  # [B, C] float32, cumulative log-probabilities
     expanded: Tensor  # [B, beam slots] int64: the candidate that fills each beam slot
 
+    @staticmethod
+    def new(spec: TreeSpec, batch: int, device: torch.device) -> Candidates:
+        """Room for them, which each level fills in part."""
+        return Candidates(
+            torch.empty(batch, spec.candidates, dtype=torch.int64, device=device),
+            torch.empty(batch, spec.candidates, dtype=torch.float32, device=device),
+            torch.empty(batch, spec.beam_slots, dtype=torch.int64, device=device),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class BeamDraft(Draft):
@@ -311,8 +320,9 @@ class BeamDraft(Draft):
         spec, lengths, hidden, normed = state.spec, self.rows(state.lengths), mine.hidden, mine.normed
         batch, scores, ancestors = len(hidden), plan.root_score, plan.root_ancestors
         guide, rule = (mine.guide, self._rule(spec)) if spec.adaptive else (None, None)
-        all_tokens, all_scores, all_chosen, first_slot = [], [], [], 0
-        for level, beam in enumerate((*spec.beam_widths, 0)):
+        found, first_slot = Candidates.new(spec, batch, lengths.device), 0
+        for level, start in enumerate(spec.level_starts):
+            beam = 0 if level + 1 == state.levels else spec.beam_widths[level]
             logits = project(ops, self.head, normed, batch * plan.launch_nodes).flatten(0, 1)
             if guide is not None and rule is not None and not level:
                 ops.choose_gamma(ops.row_entropy(logits), state.lengths, guide, rule, logits.shape[1])
@@ -321,28 +331,30 @@ class BeamDraft(Draft):
                 sure = 1 - (rule.stop_lambda * ops.row_entropy(logits)).sqrt() >= rule.stop_threshold
                 log_probs.masked_fill_(~sure[:, None], float("-inf"))
             children = tokens.view(batch, -1)
-            slots = slice(first_slot, first_slot + beam)
+            slots, end = slice(first_slot, first_slot + beam), start + children.shape[1]
             fixed = None if plan.beam_children is None else plan.beam_children[slots]
             grown = ops.expand_beam(
-                scores, log_probs.view(batch, -1, spec.top_k), children, ancestors, first_slot, beam, fixed
+                scores,
+                log_probs.view(batch, -1, spec.top_k),
+                children,
+                ancestors,
+                first_slot,
+                beam,
+                fixed,
+                first_candidate=start,
+                out=(found.tokens[:, start:end], found.scores[:, start:end], found.expanded[:, slots]),
             )
-            all_tokens.append(children)
-            all_scores.append(grown.child_scores)
-            if not beam or level + 1 == state.levels:
+            if not beam:
                 break
-            all_chosen.append(grown.chosen)
             scores, ancestors = grown.scores, grown.ancestors
             depths = plan.slot_levels[:, slots]
             rows = Rows(lengths, lengths, depths, ancestors, plan.launch_nodes, skip=first_slot)
             hidden, normed = self.forward(ops, hidden, grown.parents, grown.tokens, mine.caches, rows, level + 1)
             first_slot += beam
-        missing = spec.candidates - spec.level_starts[level] - children.shape[1]
-        if missing:  # of levels that were not run
-            all_tokens.append(children.new_full((batch, missing), -1))
-            all_scores.append(grown.child_scores.new_full((batch, missing), float("-inf")))
-            all_chosen.append(children.new_zeros((batch, spec.beam_slots - first_slot)))
-        expanded = torch.cat(all_chosen, dim=1) + plan.slot_starts if all_chosen else children[:, :0]
-        found = Candidates(torch.cat(all_tokens, 1), torch.cat(all_scores, 1), expanded)
+        if end < spec.candidates:  # levels that were not run
+            found.tokens[:, end:].fill_(-1)
+            found.scores[:, end:].fill_(float("-inf"))
+            found.expanded[:, first_slot:].copy_(plan.slot_starts[first_slot:])
         if guide is not None and rule is not None:
             levels = level + 1 if rule.mode == "stop" else None
             depths, limits = plan.candidate_depths, state.stops.limit
