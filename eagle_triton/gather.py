@@ -1,7 +1,7 @@
 """Picking rows: the accepted nodes' features, the tokens that follow a position.
 
     gather_rows:    out[b, i] = x[b, max(index[b, i], 0)]
-    sequence_rows:  out[b, i] = tokens[b, min(first[b] + i, C - 1)]
+    sequence_rows:  out[b, i] = tokens[b, min(first[b] + offset + i, C - 1)]
 
 | name          | shape                | dtype, layout                                            |
 |---------------|----------------------|----------------------------------------------------------|
@@ -49,25 +49,27 @@ def _gather_rows_kernel(
     tl.store(out_ptr + batch * stride_ob + place * stride_on + column, value, mask=column < size)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "first_ptr", "count"])
+@triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "first_ptr", "out_ptr", "count"])
 def _sequence_rows_kernel(
     tokens_ptr,
     first_ptr,
     out_ptr,
     columns,
+    offset,
     count,
     stride_tb,
     stride_tc,
     stride_f,
+    stride_ob,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (B,): a program copies one sequence's tokens."""
     await_inputs(PDL)
     batch, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    column = tl.minimum(tl.load(first_ptr + batch * stride_f) + place, columns - 1).to(tl.int64)
+    column = tl.minimum(tl.load(first_ptr + batch * stride_f) + offset + place, columns - 1).to(tl.int64)
     token = tl.load(tokens_ptr + batch * stride_tb + column * stride_tc, mask=place < count)
-    tl.store(out_ptr + batch * count + place, token, mask=place < count)
+    tl.store(out_ptr + batch * stride_ob + place, token, mask=place < count)
 
 
 def gather_rows(x: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -98,22 +100,26 @@ def gather_rows(x: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tenso
     return out
 
 
-def sequence_rows(tokens: Tensor, first: Tensor, count: int) -> Tensor:
-    """Columns first .. first + count of each sequence, the last one again beyond the end.
+def sequence_rows(tokens: Tensor, first: Tensor, count: int, offset: int = 0, *, out: Tensor | None = None) -> Tensor:
+    """Columns first + offset .. first + offset + count of each sequence, the last one again beyond the end.
 
-    tokens [B, C] int64, first [B] int32, not negative; returns [B, count] int64. Raises ValueError if shapes or dtypes
-    do not fit.
+    tokens [B, C] int64, first [B] int32, first + offset not negative; returns [B, count] int64, which is `out` if that
+    is given. Raises ValueError if shapes, dtypes or strides do not fit.
     """
-    check_sequence_rows(tokens, first, count)
-    out = tokens.new_empty(len(tokens), count)
+    check_sequence_rows(tokens, first, count, out)
+    out = tokens.new_empty(len(tokens), count) if out is None else out
+    if out.stride(1) != 1 and count > 1:
+        raise ValueError(f"sequence_rows: the rows of out must be contiguous, got strides {out.stride()}")
     overlapped(_sequence_rows_kernel, (len(tokens),), tokens.device)(
         tokens,
         first,
         out,
         tokens.shape[1],
+        offset,
         count,
         *tokens.stride(),
         first.stride(0),
+        out.stride(0),
         triton.next_power_of_2(count),
         num_warps=1,
     )

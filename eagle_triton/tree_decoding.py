@@ -324,13 +324,17 @@ def store_ancestors(above_ptr, out_ptr, parent, first_slot, width, words, stride
         tl.store(out_ptr + lane * words + word, mask, mask=lane < width)
 
 
-@triton.jit(do_not_specialize_on_alignment=["parents_ptr", "width", "first_slot"])
+_OF_A_LEVEL = ["parents_ptr", "children_ptr", "child_scores_ptr", "chosen_ptr", "width", "first_slot"]
+
+
+@triton.jit(do_not_specialize=["first_candidate"], do_not_specialize_on_alignment=_OF_A_LEVEL)
 def _expand_beam_kernel(
     parents_ptr,
     log_probs_ptr,
     tokens_ptr,
     ancestors_ptr,
     selected_ptr,
+    children_ptr,
     child_scores_ptr,
     chosen_ptr,
     parents_out_ptr,
@@ -342,6 +346,7 @@ def _expand_beam_kernel(
     width,
     words,
     first_slot,
+    first_candidate,
     stride_pb,
     stride_pp,
     stride_lb,
@@ -352,6 +357,9 @@ def _expand_beam_kernel(
     stride_ab,
     stride_ap,
     stride_aw,
+    stride_ob,
+    stride_sb,
+    stride_cb,
     CHILDREN: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
@@ -365,13 +373,16 @@ def _expand_beam_kernel(
         parents_ptr, log_probs_ptr, selected_ptr, children, k, width, stride_pp, stride_lp, stride_lk, CHILDREN, WIDTH
     )
     child = tl.arange(0, CHILDREN)
-    tl.store(child_scores_ptr + batch * children + child, score, mask=child < children)
+    tl.store(child_scores_ptr + batch * stride_sb + child, score, mask=child < children)
+    if children_ptr is not None:
+        every = tl.load(tokens_ptr + batch * stride_tb + child * stride_tc, mask=child < children)
+        tl.store(children_ptr + batch * stride_ob + child, every, mask=child < children)
     lane = tl.arange(0, WIDTH)
     beam, place, parent = lane < width, batch * width + lane, chosen // k
     token = tl.load(tokens_ptr + batch * stride_tb + chosen * stride_tc, mask=beam, other=0)
     own = tl.load(parents_ptr + parent * stride_pp, mask=beam, other=0.0)
     own += tl.load(log_probs_ptr + parent * stride_lp + (chosen % k) * stride_lk, mask=beam, other=0.0)
-    tl.store(chosen_ptr + place, chosen.to(tl.int64), mask=beam)
+    tl.store(chosen_ptr + batch * stride_cb + lane, chosen.to(tl.int64) + first_candidate, mask=beam)
     tl.store(parents_out_ptr + place, parent.to(tl.int64), mask=beam)
     tl.store(tokens_out_ptr + place, token, mask=beam)
     tl.store(scores_out_ptr + place, own, mask=beam)
@@ -389,17 +400,21 @@ def expand_beam(
     first_slot: int,
     width: int,
     selected: Tensor | None = None,
+    *,
+    first_candidate: int = 0,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> reference.Expansion:
     """Score the children of a level's nodes and choose the next beam; see reference.tree_decoding.expand_beam.
 
-    Raises ValueError if shapes or dtypes do not fit.
+    Raises ValueError if shapes, dtypes or strides do not fit.
     """
-    reference.check_expand_beam(parent_scores, log_probs, tokens, parent_ancestors, first_slot, width, selected)
+    reference.check_expand_beam(parent_scores, log_probs, tokens, parent_ancestors, first_slot, width, selected, out)
     batch, nodes, k = log_probs.shape
     words = parent_ancestors.shape[-1]
     chosen, parents, tokens_out = torch.empty(3, batch, width, dtype=torch.int64, device=log_probs.device)
-    out = reference.Expansion(
-        log_probs.new_empty(batch, nodes * k),
+    children, child_scores, chosen = (None, log_probs.new_empty(batch, nodes * k), chosen) if out is None else out
+    grown = reference.Expansion(
+        child_scores,
         chosen,
         parents,
         tokens_out,
@@ -412,21 +427,26 @@ def expand_beam(
         tokens,
         parent_ancestors,
         selected,
-        *out,
+        children,
+        *grown,
         nodes * k,
         k,
         width,
         words,
         first_slot,
+        first_candidate,
         *parent_scores.stride(),
         *log_probs.stride(),
         *tokens.stride(),
         *parent_ancestors.stride(),
+        0 if children is None else children.stride(0),
+        child_scores.stride(0),
+        chosen.stride(0),
         CHILDREN=triton.next_power_of_2(nodes * k),
         WIDTH=triton.next_power_of_2(max(width, 1)),
         num_warps=1 if nodes * k <= 512 else 4,
     )
-    return out
+    return grown
 
 
 # ------------------------------------------------------------------------------------------------- re-rank and build
@@ -546,11 +566,13 @@ def write_tree(
         tl.store(ancestors_ptr + batch * stride_ab + node * stride_an + word * stride_aw, mask, mask=real)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["root_ptr", "tokens_ptr", "parents_ptr", "depths_ptr", "ancestors_ptr", "nodes"]
-)
+_MOVING = ["root_ptr", "lengths_ptr", "tokens_ptr", "parents_ptr", "depths_ptr", "ancestors_ptr", "nodes"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_MOVING)
 def _build_tree_kernel(
     root_ptr,
+    lengths_ptr,
     candidates_ptr,
     scores_ptr,
     beam_ptr,
@@ -567,7 +589,9 @@ def _build_tree_kernel(
     grafts,
     k,
     words,
+    columns,
     stride_r,
+    stride_rc,
     stride_cb,
     stride_cc,
     stride_sb,
@@ -593,8 +617,11 @@ def _build_tree_kernel(
 ):
     """Grid (B,)."""
     await_inputs(PDL)
+    batch = tl.program_id(0).to(tl.int64)
+    if lengths_ptr is not None:
+        root_ptr += tl.minimum(tl.load(lengths_ptr + batch), columns - 1).to(tl.int64) * stride_rc
     write_tree(
-        tl.program_id(0).to(tl.int64),
+        batch,
         root_ptr,
         candidates_ptr,
         scores_ptr,
@@ -647,14 +674,16 @@ def build_tree(
     selected: Tensor | None = None,
     *,
     grafted: Tensor | None = None,
+    lengths: Tensor | None = None,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keep the best N - 1 candidates as the next draft tree; see reference.tree_decoding.build_tree.
 
-    Returns (tokens, parents, depths, ancestors), written to `out` if given. Raises ValueError if there are fewer than
-    N - 1 candidates, or if shapes or dtypes do not fit.
+    root [B], or with lengths [B] int32 the sequences [B, C] whose roots stand there. Returns (tokens, parents, depths,
+    ancestors), written to `out` if given. Raises ValueError if there are fewer than N - 1 candidates, or if shapes or
+    dtypes do not fit.
     """
-    reference.check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, grafted, out)
+    reference.check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, grafted, lengths, out)
     batch, device = len(root), root.device
     words = -(-nodes // 64)
     if out is None:
@@ -668,6 +697,7 @@ def build_tree(
     width = max(2, triton.next_power_of_2(nodes))
     overlapped(_build_tree_kernel, (batch,), device)(
         root,
+        lengths,
         candidates,
         scores,
         beam_candidates,
@@ -681,7 +711,9 @@ def build_tree(
         0 if grafted is None else grafted.shape[1],
         top_k,
         words,
+        root.shape[-1],
         root.stride(0),
+        root.stride(-1),
         *candidates.stride(),
         *scores.stride(),
         *beam_candidates.stride(),

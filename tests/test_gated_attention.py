@@ -109,8 +109,8 @@ def test_attention_is_the_modules(kernels, dtype):
     def ours(x: Tensor, rows: Rows) -> Tensor:
         return project(ops, attention.o, attention.attend(ops, x, cache, rows))
 
-    outs = ours(chain, Rows(zeros, zeros, order.expand(2, -1), None))
-    grown = ours(tree, Rows(lengths, lengths, lengths[:, None] + depths, ancestors))
+    outs = ours(chain, Rows(zeros, zeros, None, None))
+    grown = ours(tree, Rows(lengths, lengths, depths.expand(2, -1), ancestors))
     assert ops.calls["gate_heads"] == 2
     exact = tiny_qwen3_5(1).to(dtype).float()
     for slot, length in enumerate(LENGTHS):

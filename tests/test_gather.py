@@ -33,6 +33,12 @@ def test_sequence_rows(device, count):
     assert out[1].tolist() == [min(37 + i, 39) for i in range(count)]
     turned = gather.sequence_rows(tokens.t().contiguous().t(), first, count)
     assert torch.equal(turned, out)
+    for module in (gather, reference):
+        wide = torch.full((2, count + 3), -7, device=device)
+        place = wide[:, 1 : count + 1]
+        assert module.sequence_rows(tokens, first, count, 2, out=place) is place
+        assert torch.equal(place, reference.sequence_rows(tokens, first + 2, count))
+        assert (wide[:, 0] == -7).all() and (wide[:, count + 1 :] == -7).all()
 
 
 @pytest.mark.parametrize(
@@ -60,15 +66,17 @@ def test_gather_rows_refuses_strided_rows():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "first", "count"),
+    ("tokens", "first", "count", "out"),
     [
-        (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int32), 1),
-        (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2), 1),
-        (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(3, dtype=torch.int32), 1),
-        (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int32), 0),
+        (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int32), 1, None),
+        (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2), 1, None),
+        (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(3, dtype=torch.int32), 1, None),
+        (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int32), 0, None),
+        (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int32), 1, torch.zeros(2, 1)),
+        (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int32), 1, torch.zeros(2, 2).long()),
     ],
 )
-def test_sequence_rows_refuses(tokens, first, count):
+def test_sequence_rows_refuses(tokens, first, count, out):
     for module in (gather, reference):
         with pytest.raises(ValueError, match="sequence_rows"):
-            module.sequence_rows(tokens, first, count)
+            module.sequence_rows(tokens, first, count, out=out)

@@ -78,6 +78,41 @@ def test_rms_norm_reads_rows_where_they_lie(device):
         assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("zero_centred", [False, True], ids=["plain", "zero-centred"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3), (0, 4)])
+def test_embed_rms_norm_is_the_norm_of_looked_up_rows(device, shape, dtype, zero_centred):
+    embedding, weight = randn(device, dtype, 50, 200)[:, :150], randn(device, dtype, 150)
+    tokens = torch.randint(50, shape, device=device)
+    options = dict(zero_centred=zero_centred)
+    for module in (kernels, reference):
+        out, x = module.embed_rms_norm(tokens, embedding, weight, 1e-5, **options)
+        assert torch.equal(x, embedding[tokens])
+        assert torch.equal(out, module.rms_norm(embedding[tokens], weight, 1e-5, **options))
+        turned = module.embed_rms_norm(tokens.t(), embedding, weight, 1e-5, **options)
+        assert torch.equal(turned[0], out.transpose(0, 1)) and torch.equal(turned[1], x.transpose(0, 1))
+        assert torch.equal(module.embed_rms_norm(tokens - 100, embedding, weight, 1e-5)[1], embedding[tokens * 0])
+
+
+@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+def test_a_sum_is_written_where_it_is_wanted(device, module):
+    """A part of each row of a wider tensor, which stays as it is elsewhere."""
+    x, residual, weight, embedding = (
+        randn(device, torch.float16, *s) for s in ((2, 3, 64), (2, 3, 64), (64,), (9, 64))
+    )
+    tokens = torch.randint(9, (2, 3), device=device)
+    for norm, operands in ((module.add_rms_norm, (x, residual)), (module.embed_rms_norm, (tokens, embedding))):
+        wide = torch.full((2, 3, 200), 7.0, device=device, dtype=torch.float16)
+        expected, part = norm(*operands, weight, 1e-5), wide[..., 70:134]
+        out, total = norm(*operands, weight, 1e-5, total=part)
+        assert total is part and torch.equal(part, expected[1]) and torch.equal(out, expected[0])
+        assert (wide[..., :70] == 7).all() and (wide[..., 134:] == 7).all()
+        uneven = torch.zeros(3, 2, 64, device=device).half().transpose(0, 1)
+        for wrong in (part[:, :2], part.float(), wide[..., :128:2], uneven):
+            with pytest.raises(ValueError, match="rms_norm"):
+                norm(*operands, weight, 1e-5, total=wrong)
+
+
 @pytest.mark.parametrize("splits", [2, 3])
 def test_rms_norm_of_partial_sums(device, splits):
     sums = torch.randn(splits, 2, 3, 300, device=device)
@@ -121,7 +156,7 @@ def test_swiglu(device, shape, dtype):
 
 
 def rotary_operands(device, dtype, batch, count, heads, kv_heads, dim, capacity=None, cache_dtype=None):
-    """q, k and v as views of one product's output, a poisoned cache, ragged first rows and far positions."""
+    """q, k and v as views of one product's output, a poisoned cache, ragged first rows and far depths."""
     sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
     qkv = randn(device, dtype, batch, count, sum(sizes))
     q, k, v = (x.unflatten(-1, (-1, dim)) for x in qkv.split(sizes, dim=-1))
@@ -129,10 +164,10 @@ def rotary_operands(device, dtype, batch, count, heads, kv_heads, dim, capacity=
     cache = torch.full((2, batch, kv_heads, capacity, dim), torch.nan, device=device, dtype=cache_dtype or dtype)
     first_row = torch.tensor([(0, 1, 127, 128)[i % 4] for i in range(batch)], device=device, dtype=torch.int32)
     first_row = first_row.clamp(max=capacity - count)
-    positions = torch.randint(0, 131072, (batch, count), device=device, dtype=torch.int32)
-    positions[:, 0] = torch.tensor([(0, 127, 2049, 131071)[i % 4] for i in range(batch)], device=device)
+    depths = torch.randint(0, 131072, (batch, count), device=device, dtype=torch.int32)
+    depths[:, 0] = torch.tensor([(0, 127, 2049, 131071)[i % 4] for i in range(batch)], device=device)
     inv_freq = 1.0 / 500000.0 ** (torch.arange(0, dim, 2, device=device) / dim)
-    return q, k, v, cache, first_row, positions, inv_freq
+    return q, k, v, cache, first_row, depths, inv_freq
 
 
 def check_rotary(operands: tuple, **options) -> None:
@@ -212,10 +247,10 @@ def test_a_part_of_each_head_rotates(device, dim, turned, zero_centred, dtype):
 
 @pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
 def test_the_rest_of_a_head_passes_and_its_part_rotates_as_a_head_of_that_size(device, module):
-    q, k, v, cache, first_row, positions, inv_freq = rotary_operands(device, torch.float16, 2, 3, 4, 2, 80)
+    q, k, v, cache, first_row, depths, inv_freq = rotary_operands(device, torch.float16, 2, 3, 4, 2, 80)
     inv_freq, small = inv_freq[:12], cache[..., :24].contiguous()
-    out = module.rotary_append(q, k, v, cache, first_row, positions, inv_freq)
-    part = module.rotary_append(q[..., :24], k[..., :24], v[..., :24], small, first_row, positions, inv_freq)
+    out = module.rotary_append(q, k, v, cache, first_row, depths, inv_freq)
+    part = module.rotary_append(q[..., :24], k[..., :24], v[..., :24], small, first_row, depths, inv_freq)
     assert torch.equal(out[..., :24], part) and torch.equal(out[..., 24:], q[..., 24:])
     assert torch.equal(cache[..., :24].nan_to_num(), small.nan_to_num())
     for batch, first in enumerate(first_row.tolist()):
@@ -235,11 +270,11 @@ def test_partial_sums_of_a_part_that_rotates(device):
 
 
 def test_other_strides(device):
-    q, k, v, cache, first_row, positions, inv_freq = rotary_operands(device, torch.float32, 2, 3, 4, 2, 64)
+    q, k, v, cache, first_row, depths, inv_freq = rotary_operands(device, torch.float32, 2, 3, 4, 2, 64)
     wide_cache = torch.full((2, *cache.shape), torch.nan, device=device).movedim(0, 3)[..., 0, :, :]
-    positions = positions[:, :1].expand(-1, 3)
-    check_rotary((q.transpose(0, 1).contiguous().transpose(0, 1), k, v, wide_cache, first_row, positions, inv_freq))
-    check_rotary((q.mT.contiguous().mT, k, v, cache, first_row, positions, inv_freq))
+    depths = depths[:, :1].expand(-1, 3)
+    check_rotary((q.transpose(0, 1).contiguous().transpose(0, 1), k, v, wide_cache, first_row, depths, inv_freq))
+    check_rotary((q.mT.contiguous().mT, k, v, cache, first_row, depths, inv_freq))
 
 
 def test_partial_sums(device):
@@ -265,14 +300,14 @@ def test_cache_of_another_dtype(device):
 
 @pytest.mark.parametrize("turned", [64, 16])
 def test_rows_beyond_the_capacity_are_not_written(device, turned):
-    q, k, v, _, first_row, positions, inv_freq = rotary_operands(device, torch.float32, 1, 5, 2, 1, 64, capacity=8)
+    q, k, v, _, first_row, depths, inv_freq = rotary_operands(device, torch.float32, 1, 5, 2, 1, 64, capacity=8)
     inv_freq = inv_freq[: turned // 2]
     around = torch.full((2, 1, 1, 16, 64), 7.0, device=device)
     inside = around[:, :, :, :8]
     first_row.fill_(6)
     for module in (kernels, reference):
         around.fill_(7)
-        out = module.rotary_append(q, k, v, inside, first_row, positions, inv_freq)
+        out = module.rotary_append(q, k, v, inside, first_row, depths, inv_freq)
         assert (around[..., :6, :] == 7).all() and (around[..., 8:, :] == 7).all()
         assert torch.equal(inside[1, 0, 0, 6:], v[0, :2, 0])
         assert not out.isnan().any()
@@ -282,19 +317,38 @@ def test_rows_beyond_the_capacity_are_not_written(device, turned):
 @pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
 def test_rows_are_appended_by_a_table_of_pages(device, page_rows, module):
     """32 rows: a page for each sequence; the last rows of the second do not fit."""
-    q, k, v, cache, first_row, positions, inv_freq = rotary_operands(device, torch.float32, 3, 5, 4, 2, 64, capacity=32)
+    q, k, v, cache, first_row, depths, inv_freq = rotary_operands(device, torch.float32, 3, 5, 4, 2, 64, capacity=32)
     first_row.copy_(torch.tensor([0, 30, 6]))
     pages, table = in_pages(cache.fill_(7), page_rows)
-    out = module.rotary_append(q, k, v, pages, first_row, positions, inv_freq, table=table)
-    expected = module.rotary_append(q, k, v, cache, first_row, positions, inv_freq)
+    out = module.rotary_append(q, k, v, pages, first_row, depths, inv_freq, table=table)
+    expected = module.rotary_append(q, k, v, cache, first_row, depths, inv_freq)
     assert torch.equal(out, expected) and (cache != 7).any()
     assert torch.equal(out_of_pages(pages, table), cache)
     assert int(pages.isnan().any(-1).sum()) == 3 * 2 * 2 * page_rows  # nobody's pages are as they were
 
 
+@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+def test_positions_count_from_the_first_row_and_rows_may_be_skipped(device, module):
+    q, k, v, cache, first_row, _, inv_freq = rotary_operands(device, torch.float32, 3, 4, 4, 2, 64, capacity=150)
+    caches = [cache.clone() for _ in range(4)]
+    places = torch.arange(4, dtype=torch.int32, device=device).expand(3, -1)
+    in_order = module.rotary_append(q, k, v, caches[0], first_row, None, inv_freq)
+    assert torch.equal(in_order, module.rotary_append(q, k, v, caches[1], first_row, places, inv_freq))
+    assert torch.equal(caches[0].nan_to_num(), caches[1].nan_to_num())
+    further = module.rotary_append(q, k, v, caches[2], first_row + 5, None, inv_freq)
+    assert torch.equal(further, module.rotary_append(q, k, v, caches[3], first_row, None, inv_freq, skip=5))
+    assert torch.equal(caches[2].nan_to_num(), caches[3].nan_to_num())
+    level = module.rotary_append(q, k, v, caches[1], first_row, places, inv_freq, skip=5)  # as a level of a tree
+    for batch, first in enumerate(first_row.tolist()):
+        rows = caches[1][:, batch, :, first + 5 : first + 9]
+        assert torch.equal(rows[0], caches[0][0, batch, :, first : first + 4])
+        assert torch.equal(rows[1], v[batch].transpose(0, 1))
+    assert torch.equal(level, in_order)
+
+
 def test_no_rows(device):
-    q, k, v, cache, first_row, positions, inv_freq = rotary_operands(device, torch.float32, 1, 1, 2, 1, 64)
-    out = kernels.rotary_append(q[:, :0], k[:, :0], v[:, :0], cache, first_row, positions[:, :0], inv_freq)
+    q, k, v, cache, first_row, depths, inv_freq = rotary_operands(device, torch.float32, 1, 1, 2, 1, 64)
+    out = kernels.rotary_append(q[:, :0], k[:, :0], v[:, :0], cache, first_row, depths[:, :0], inv_freq)
     assert out.shape == (1, 0, 2, 64) and cache.isnan().all()
 
 
@@ -331,6 +385,10 @@ def test_bad_operands_are_refused(device, module):
         (module.rms_norm, (x, weight.to("meta"), 1e-5)),
         (module.add_rms_norm, (x, x[:1], weight, 1e-5)),
         (module.rms_norm, (x.long(), weight.long(), 1e-5)),
+        (module.embed_rms_norm, (x, x, weight, 1e-5)),
+        (module.embed_rms_norm, (x.long(), x[0], weight, 1e-5)),
+        (module.embed_rms_norm, (x.long(), x, weight[:7], 1e-5)),
+        (module.embed_rms_norm, (x.long(), x.half(), weight, 1e-5)),
         (module.swiglu, (x, x[:1])),
         (module.swiglu, (x, x.half())),
         (module.gate_heads, (x, x)),
@@ -351,8 +409,8 @@ BAD_ROTARY = {
     "cache without keys": {3: lambda x: x[0]},
     "first_row int64": {4: Tensor.long},
     "first_row too short": {4: lambda x: x[:1]},
-    "positions int64": {5: Tensor.long},
-    "positions of another shape": {5: lambda x: x[:, :2]},
+    "depths int64": {5: Tensor.long},
+    "depths of another shape": {5: lambda x: x[:, :2]},
     "inv_freq too long": {6: lambda x: torch.cat((x, x[:1]))},
     "inv_freq empty": {6: lambda x: x[:0]},
     "inv_freq for each head": {6: lambda x: x[None]},

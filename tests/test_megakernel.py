@@ -38,6 +38,7 @@ def tensors(state) -> dict[str, Tensor]:
         "active": state.active,
         "nan": state.nan,
         "report": state.report,
+        "counter": state.sampling.step,
         "target cache": state.sequences.caches.caches[0].data[:, :, pages],
         "draft cache": state.sequences.draft_tensors.caches.caches[0].data[:, :, pages],
         "hidden": state.sequences.draft_tensors.hidden,
@@ -80,23 +81,21 @@ def compare_steps(model, spec, prompts, device, steps=2, sampling=None, verifica
         megakernel = MegakernelStep(view, draft, state)
         for _ in range(steps):
             tree = state.tree
-            positions = state.lengths[:, None] + tree.depths
             hidden, features, pending = target_forward(
                 engine.ops,
                 view,
                 tree.tokens,
                 state.sequences.caches,
                 state.lengths,
-                positions,
+                tree.depths,
                 tree.ancestors,
                 state.spec.depth,
             )
             logits = project(engine.ops, view.head, hidden)
-            before, counter = snapshot(state), state.sampling.step.clone()
+            before = snapshot(state)
             verify_and_draft(kernels, draft, state, logits, features, pending, mode)
             expected = snapshot(state)
             restore(state, before)
-            state.sampling.step.copy_(counter)
             verify_and_draft(kernels, draft, state, logits, features, pending, mode, megakernel)
             for name, value in tensors(state).items():
                 assert torch.equal(value, expected[name]), name

@@ -187,7 +187,7 @@ def feed(engine: Engine, caches, tokens: Tensor) -> None:
     """Commit tokens one by one."""
     for position, token in enumerate(tokens):
         length = torch.tensor([position], dtype=torch.int32)
-        target_forward(engine.ops, engine.view, token.view(1, 1), caches, length, length[:, None], None)
+        target_forward(engine.ops, engine.view, token.view(1, 1), caches, length, None, None)
 
 
 def test_an_inactive_slot_stays_as_it_is_and_one_that_is_entered_again_is_fresh(pair):

@@ -104,6 +104,31 @@ def test_expand_beam(device, batch, nodes, k, width, words, fixed):
         assert expected.parents[b].tolist() == [child // k for child in chosen]
 
 
+@pytest.mark.parametrize("width", [0, 3], ids="width {}".format)
+@pytest.mark.parametrize("module", [tree_decoding, reference], ids=["kernel", "reference"])
+def test_expand_beam_fills_its_part_of_all_candidates(device, module, width):
+    scores, log_probs = torch.randn(3, 2, device=device), torch.randn(3, 2, 4, device=device)
+    ancestors = torch.zeros(3, 2, 1, dtype=torch.int64, device=device)
+    tokens = torch.arange(48, device=device).view(3, 16)[:, ::2]
+    everything = [torch.full((3, size), 77, device=device) for size in (20, 20, 9)]
+    everything[1] = everything[1].float()
+    out = (everything[0][:, 4:12], everything[1][:, 4:12], everything[2][:, 2 : 2 + width])
+    alone = module.expand_beam(scores, log_probs, tokens, ancestors, 2, width)
+    grown = module.expand_beam(scores, log_probs, tokens, ancestors, 2, width, first_candidate=4, out=out)
+    assert_same(grown, [value.cpu() for value in alone._replace(chosen=alone.chosen + 4)])
+    assert_same(out, [value.cpu() for value in (tokens, alone.child_scores, alone.chosen + 4)])
+    for whole, first, count in zip(everything, (4, 4, 2), (8, 8, width), strict=True):
+        assert (whole[:, :first] == 77).all() and (whole[:, first + count :] == 77).all()
+    for wrong in (
+        (out[0][:, 1:], *out[1:]),
+        (out[0], out[1].double(), out[2]),
+        (*out[:2], everything[2][:, :5]),
+        (everything[0].t()[:8].t().contiguous().t().contiguous().t(), *out[1:]),
+    ):
+        with pytest.raises(ValueError, match="expand_beam: .*out"):
+            module.expand_beam(scores, log_probs, tokens, ancestors, 2, width, out=wrong)
+
+
 def test_expand_beam_takes_nan_as_the_worst(device):
     log_probs = torch.tensor([[[float("nan"), -1.0, float("-inf"), -2.0]]], device=device)
     zeros, tokens = torch.zeros(1, 1, 1, dtype=torch.int64, device=device), torch.arange(4, device=device)[None]
@@ -136,6 +161,12 @@ def test_build_tree(device, nodes, k, widths, quantum):
     place = tuple(torch.full_like(value, 77, device=device) for value in expected)
     assert tree_decoding.build_tree(*moved, nodes, k, out=place) is place
     assert_same(place, expected)
+    sequences = torch.full((2, 12), 99)
+    sequences[0, 4], sequences[1, 11] = root
+    lengths = torch.tensor([4, 13], dtype=torch.int32)  # beyond the end it is the last token
+    assert_same(reference.build_tree(sequences, candidates, scores, slots, nodes, k, lengths=lengths), expected)
+    turned, lengths = sequences.t().contiguous().t().to(device), lengths.to(device)
+    assert_same(tree_decoding.build_tree(turned, *moved[1:], nodes, k, lengths=lengths), expected)
 
 
 def check_tree(tokens, parents, depths, ancestors, depth):
@@ -232,3 +263,7 @@ def test_refusals(device, module):
     ):
         with pytest.raises(ValueError, match="build_tree"):
             module.build_tree(*arguments)
+    lengths = torch.zeros(2, dtype=torch.int32, device=device)
+    for source, where in ((root, lengths), (words[..., 0], lengths.long()), (words[..., 0], None), (words, lengths)):
+        with pytest.raises(ValueError, match="build_tree: (root|lengths)"):
+            module.build_tree(source, candidates, scores, slots, 5, 3, lengths=where)

@@ -628,6 +628,7 @@ def update_arguments(batch=5, columns=20, nodes=7, depth=2, stop_ids=(), limit=1
             stops, torch.full((batch,), limit, dtype=torch.int32), torch.full((batch,), exact, dtype=torch.bool)
         ),
         "report": torch.full((batch, 8), -7),
+        "counter": torch.arange(batch) * 10,
     }
 
 
@@ -637,7 +638,8 @@ def updated(update, arguments, where):
         name: reference.Stops(*(field.to(where) for field in value)) if name == "stops" else value.clone().to(where)
         for name, value in arguments.items()
     }
-    update(**moved)
+    before = update(**moved)
+    assert torch.equal(before.cpu(), arguments["lengths"]) and before.data_ptr() != moved["lengths"].data_ptr()
     return {name: value.cpu() for name, value in moved.items() if name != "stops"}
 
 
@@ -653,6 +655,7 @@ def test_update_sequence_commits_the_root_and_the_accepted_drafts(device):
         assert after["lengths"].tolist() == [6, 1, 19, 5, 18]
         assert after["active"].tolist() == [True, True, True, False, False]
         assert after["accepted"].tolist() == [2, 0, 1, -1, -1]
+        assert after["counter"].tolist() == [1, 11, 21, 31, 41]
         report = torch.full((5, 8), -7)
         report[:, :3] = torch.tensor([[2, 3, 0], [0, 1, 0], [1, 2, 0], [-1, 0, 0], [-1, 0, reference.ERROR]])
         report[:, 3:6] = -1
@@ -760,6 +763,7 @@ def test_refusals(device, module):
         ("path", arguments["tokens"], "update_sequence: path"),
         ("nan", arguments["nan"].int(), "update_sequence: nan"),
         ("report", arguments["report"][:, :5], "report must have 6 columns"),
+        ("counter", arguments["counter"].int(), "update_sequence: counter"),
         ("stops", arguments["stops"]._replace(limit=arguments["next_token"]), "update_sequence: stops.limit"),
         ("tokens", arguments["tokens"].mT.contiguous().mT, "tokens must have stride 1"),
     ):

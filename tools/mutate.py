@@ -126,9 +126,9 @@ MUTATIONS = [
     ),
     Mutation(
         "every step has the same coins",
-        "engine/step.py",
-        "    state.sampling.step.add_(1)\n    if draft is not None and (depth",
-        "    if draft is not None and (depth",
+        "reference/verification.py",
+        "    counter += 1\n",
+        "",
         "tests/test_batch.py -k coins_of_its_own",
     ),
     Mutation(
@@ -246,8 +246,8 @@ MUTATIONS = [
     Mutation(
         "roots of those who enter are written for all",
         "engine/drafts/beams.py",
-        "torch.where(entering, rows.first, sequences.capacity)",
-        "torch.where(entering, rows.first, rows.first)",
+        "torch.where(entering, before, sequences.capacity)",
+        "torch.where(entering, before, before)",
         "tests/test_prefill.py -k leaves_the_others_trees",
     ),
     Mutation(

@@ -47,14 +47,14 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         with torch.no_grad(), Batch.start(engine, prompts, spec, SamplingParams(), context + 64) as running:
             state = running.state
             megakernel = MegakernelStep(view, draft, state)
-            tree, positions = state.tree, state.lengths[:, None] + state.tree.depths
+            tree = state.tree
             hidden, features, pending = target_forward(
                 ops,
                 view,
                 tree.tokens,
                 state.sequences.caches,
                 state.lengths,
-                positions,
+                tree.depths,
                 tree.ancestors,
                 state.spec.depth,
             )

@@ -631,7 +631,28 @@ def layer_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterator[Case]
         4 * NODES * hidden * element,
     )
 
-    first_row, positions = random.int32(keys), keys + torch.arange(NODES, dtype=torch.int32, device=random.device)[None]
+    def embedded(generator: torch.Generator) -> tuple:
+        rows = 16 * NODES  # of a vocabulary no more are read
+        tokens = torch.randint(rows, (1, NODES), generator=generator, device=random.device)
+        return tokens, random.normal(generator, rows, hidden), random.normal(generator, hidden)
+
+    def torch_embedded(tokens: Tensor, embedding: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        x = embedding[tokens]
+        return F.rms_norm(x, (hidden,), weight, eps), x
+
+    yield Case(
+        "layers",
+        f"embed_rms_norm [{NODES}, {hidden}]",
+        embedded,
+        lambda tokens, table, weight: layers.embed_rms_norm(tokens, table, weight, eps),
+        [
+            Provider("look-up, rms_norm", torch_embedded),
+            _ours(ops, lambda tokens, table, weight: ops.embed_rms_norm(tokens, table, weight, eps)),
+        ],
+        3 * NODES * hidden * element,
+    )
+
+    first_row = random.int32(keys)
     inv_freq = 500000.0 ** -(torch.arange(0, width, 2, device=random.device) / width)
 
     def rotary_inputs(generator: torch.Generator) -> tuple:
@@ -639,7 +660,7 @@ def layer_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterator[Case]
         return *heads, random.normal(generator, 2, 1, sizes.kv_heads, capacity_bucket(keys + NODES), width)
 
     def rotate(rotary: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        return rotary(*inputs, first_row, positions, inv_freq)
+        return rotary(*inputs, first_row, None, inv_freq)
 
     def written(q: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         return q, inputs[3][:, :, :, keys : keys + NODES]

@@ -154,7 +154,7 @@ class Frame:
     position_ids: Callable[[], Tensor | None]
     past: int
     lengths: Tensor  # [B] int32
-    positions: Tensor  # [B, n] int32
+    depths: Tensor  # [B, n] int32: positions behind these
     ancestors: Tensor | None  # [B, n, W] int64, None: causal
     refused: str = ""  # why the original must run, if it must
 
@@ -194,7 +194,7 @@ class TargetAttention:
             raise Fallback(frame.refused)
         attention = self.layers[index]
         cache = rows.cache(attention)
-        where = Rows(frame.lengths, frame.lengths, frame.positions, frame.ancestors)
+        where = Rows(frame.lengths, frame.lengths, frame.depths, frame.ancestors)
         with self.engine.current():
             out = attention.attend(self.ops, x, KeyValues(cache), where)
             rows.keep()
@@ -209,7 +209,7 @@ def _without_window(mixer: Mixer) -> Attention:
 
 def _belongs(frame: Frame, mask: Tensor | None, position_ids: Tensor, past: int, x: Tensor) -> bool:
     same = frame.mask() is mask and frame.position_ids() is position_ids
-    return same and frame.past == past and frame.positions.shape == x.shape[:2]
+    return same and frame.past == past and frame.depths.shape == x.shape[:2]
 
 
 def _frame(mask: Tensor | None, position_ids: Tensor, past: int, x: Tensor, none_is_causal: bool) -> Frame:
@@ -227,7 +227,7 @@ def _frame(mask: Tensor | None, position_ids: Tensor, past: int, x: Tensor, none
         position_ids=weakref.ref(position_ids),
         past=past,
         lengths=torch.full((batch,), past, dtype=torch.int32, device=x.device),
-        positions=position_ids.to(torch.int32).expand(batch, count),
+        depths=(position_ids - past).to(torch.int32).expand(batch, count),
         ancestors=ancestors,
         refused=refused,
     )

@@ -27,6 +27,7 @@ class KernelOperations(Operations):
 
     kernels: ClassVar[bool] = True
 
+    embed_rms_norm = staticmethod(_layers.embed_rms_norm)
     rms_norm = staticmethod(_layers.rms_norm)
     add_rms_norm = staticmethod(_layers.add_rms_norm)
     add = staticmethod(_layers.add)

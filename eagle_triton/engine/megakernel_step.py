@@ -307,6 +307,7 @@ class MegakernelStep:
             "limits_ptr": state.stops.limit,
             "exact_ptr": state.stops.exact,
             "report_ptr": state.report,
+            "counter_ptr": state.sampling.step,
             "sequence_ptr": state.tokens,
             "embedding_ptr": head.embedding,
             **{f"{name}_ptr": weight for name, weight in head.weights.items()},

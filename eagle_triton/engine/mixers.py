@@ -33,11 +33,12 @@ class Rows(NamedTuple):
     """Where the new rows of a forward stand: in the caches, in their sequences, and whom they see."""
 
     lengths: Tensor  # [B] int32: committed rows, visible to all
-    first: Tensor  # [B] int32: where the new rows begin
-    positions: Tensor  # [B, n] int32
+    first: Tensor  # [B] int32: where the new rows begin, and what their depths count from
+    depths: Tensor | None  # [B, n] int32: their positions are first + depths; None: one after another
     ancestors: Tensor | None  # [B, n, W] int64, bit j: row lengths + j is visible; None: causal
     launch_nodes: int | None = None  # nodes that launches are chosen for, the same in all passes of a draft; None: n
     depth: int = 0  # of a tree: no node lies more below its root
+    skip: int = 0  # rows between `first` and the new ones: those of the tree's levels above
     stretch: Stretch | None = None  # see Pieces
 
     @property
@@ -306,8 +307,9 @@ class Attention(Mixer):
             v,
             cache.data,
             rows.first,
-            rows.positions,
+            rows.depths,
             self.rotary.inv_freq,
+            skip=rows.skip,
             attention_scaling=self.rotary.attention_scaling,
             q_norm=None if self.q_norm is None else self.q_norm.weight,
             k_norm=None if self.k_norm is None else self.k_norm.weight,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle_triton.engine.layer_caches import LayerCaches
 from eagle_triton.engine.mixers import Mixer, Rows
-from eagle_triton.engine.modules import MLP, Experts, Norm, Projection, add_norm, feed_forward
+from eagle_triton.engine.modules import MLP, Experts, Norm, Projection, add_norm, embed_norm, feed_forward
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.ranks import Ranks, SharedEmbedding
@@ -98,6 +98,10 @@ class ModelView:
                 f"{option}: over recurrent layers a tree must have at most {min(limits)} nodes, got {spec.nodes}"
             )
 
+    def new_features(self, tokens: Tensor) -> Tensor:
+        """Room for the features of tokens [B, n], [B, n, F]."""
+        return torch.empty(*tokens.shape, self.feature_size, dtype=self.dtype, device=self.device)
+
     def new_caches(self, pages: SlotPages) -> LayerCaches:
         """What its layers remember of the sequences in some slots, empty, on the device of these slots' pages."""
         mixers = [layer.mixer for layer in self.layers]
@@ -122,21 +126,23 @@ def target_forward(
     tokens: Tensor,
     caches: LayerCaches,
     lengths: Tensor,
-    positions: Tensor,
+    depths: Tensor | None,
     ancestors: Tensor | None,
     depth: int = 0,
 ) -> tuple[Tensor, Tensor, Any]:
     """The target over n new tokens per sequence, which stand behind the `lengths` committed ones.
 
-    tokens [B, n] int64; lengths [B] int32; positions [B, n] int32; ancestors [B, n, W] of trees of `depth` levels below
-    the root, or None (causal, and remembered as it runs). Returns the normed last hidden states [B, n, H], the features
+    tokens [B, n] int64; lengths [B] int32; depths [B, n] int32, by which their positions lie behind `lengths`, None:
+    one after another; ancestors [B, n, W] of trees of `depth` levels below the root, or None (causal, and remembered as
+    it runs). Returns the normed last hidden states [B, n, H], the features
     for the draft [B, n, F], and for trees what the caches' commit asks for.
     """
-    rows = Rows(lengths, lengths, positions, ancestors, depth=depth)
+    rows = Rows(lengths, lengths, depths, ancestors, depth=depth)
     pending = None if ancestors is None else caches.new_pending(tokens.shape[1])
     x, update, features = _layers(ops, view, view.layers, tokens, caches, rows, pending)
+    assert x is not None, "a model has layers"
     hidden, _ = add_norm(ops, view.norm, x, update)
-    return hidden, torch.cat(features, dim=-1) if features else hidden, pending
+    return hidden, hidden if features is None else features, pending
 
 
 def prompt_forward(
@@ -150,18 +156,18 @@ def prompt_forward(
     """
     if last is None or not view.feature_layers:
         x, update, features = _layers(ops, view, view.layers, tokens, caches, rows)
+        assert x is not None, "a model has layers"
         hidden, _ = add_norm(ops, view.norm, x, update)
         wanted = hidden if last is None else hidden.flatten(0, 1)[last][:, None]
-        return wanted, torch.cat(features, dim=-1) if features else hidden
+        return wanted, hidden if features is None else features
     x, update, features = _layers(ops, view, view.layers[:-1], tokens, caches, rows)
     layer, index = view.layers[-1], len(view.layers) - 1
-    normed, x = add_norm(ops, layer.input_norm, x, update)
-    if index in view.feature_layers:
-        features.append(x)
+    normed, x = _layer_input(ops, view, index, tokens, x, update, features)
+    assert features is not None
     update = layer.mixer.forward_last(ops, normed, caches.layer(index), rows, last)
     normed, x = add_norm(ops, layer.post_norm, x.flatten(0, 1)[last][:, None], update)
     hidden, _ = add_norm(ops, view.norm, x, feed_forward(ops, layer.mlp, normed))
-    return hidden, torch.cat(features, dim=-1)
+    return hidden, features
 
 
 def _layers(
@@ -172,14 +178,37 @@ def _layers(
     caches: LayerCaches,
     rows: Rows,
     pending: Any = None,
-) -> tuple[Tensor, Tensor | SplitSums | None, list[Tensor]]:
-    """The first layers over tokens [B, n]: the residual stream [B, n, H], what is still to be added to it, and the
-    features' parts."""
-    x, features = view.embedding[tokens], []
+) -> tuple[Tensor | None, Tensor | SplitSums | None, Tensor | None]:
+    """The first layers over tokens [B, n]: the residual stream [B, n, H], what is still to be added to it (None and
+    None if there is no layer), and the features [B, n, F], if some layers' inputs are features."""
+    x: Tensor | None = None
     update: Tensor | SplitSums | None = None
+    features = view.new_features(tokens) if view.feature_layers else None
     for index, layer in enumerate(layers):
-        normed, x = add_norm(ops, layer.input_norm, x, update)
-        if index in view.feature_layers:
-            features.append(x)
+        normed, x = _layer_input(ops, view, index, tokens, x, update, features)
         x, update = decoder_layer(ops, layer, normed, x, caches.layer(index, pending), rows)
     return x, update, features
+
+
+def _layer_input(
+    ops: Operations,
+    view: ModelView,
+    index: int,
+    tokens: Tensor,
+    x: Tensor | None,
+    update: Tensor | SplitSums | None,
+    features: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What layer `index` reads, normed, and the residual stream before it, [B, n, H] each: the embeddings of tokens
+    [B, n] before the first. Where the draft reads that, it lies in features [B, n, F] from the start."""
+    norm, part = view.layers[index].input_norm, None
+    if features is not None and index in view.feature_layers:
+        place = sorted(view.feature_layers).index(index)
+        part = features.unflatten(-1, (-1, view.hidden_size))[:, :, place]
+    if x is None:
+        normed, x = embed_norm(ops, norm, view.embedding, tokens, total=part)
+    else:
+        normed, x = add_norm(ops, norm, x, update, total=part)
+    if part is not None and x is not part:
+        part.copy_(x)
+    return normed, x

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from eagle_triton.engine.model_watch import stored_tensors
 from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.ranks import Ranks
+from eagle_triton.engine.ranks import Ranks, SharedEmbedding
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
@@ -170,11 +170,12 @@ def add_norm(
     x: Tensor,
     update: Tensor | SplitSums | None = None,
     in_draft_pass: bool = False,
+    total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm(x + update), x + update), [B, n, H] each. Without a norm the sum twice, without an update x as it is.
 
     `update` may be a product whose splits are still apart: the sum happens here, in the pass that reads it anyway.
-    `in_draft_pass`: see layers.rms_norm.
+    `in_draft_pass`: see layers.rms_norm. `total` [B, n, H]: where the sum may be written.
     """
     if norm is None:
         total = x if update is None else ops.add(update, x)
@@ -182,7 +183,29 @@ def add_norm(
     if update is None:
         return ops.rms_norm(x, norm.weight, norm.eps, zero_centred=norm.zero_centred, in_draft_pass=in_draft_pass), x
     return ops.add_rms_norm(
-        update, x, norm.weight, norm.eps, zero_centred=norm.zero_centred, in_draft_pass=in_draft_pass
+        update, x, norm.weight, norm.eps, zero_centred=norm.zero_centred, in_draft_pass=in_draft_pass, total=total
+    )
+
+
+def embed_norm(
+    ops: Operations,
+    norm: Norm | None,
+    embedding: Tensor | SharedEmbedding,
+    tokens: Tensor,
+    in_draft_pass: bool = False,
+    total: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(norm(x), x) of the embeddings x of tokens [B, n], as `add_norm`. `total` [B, n, H]: where x may be written."""
+    if norm is None or isinstance(embedding, SharedEmbedding):
+        return add_norm(ops, norm, embedding[tokens], in_draft_pass=in_draft_pass)
+    return ops.embed_rms_norm(
+        tokens,
+        embedding,
+        norm.weight,
+        norm.eps,
+        zero_centred=norm.zero_centred,
+        in_draft_pass=in_draft_pass,
+        total=total,
     )
 
 

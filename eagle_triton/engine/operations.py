@@ -37,6 +37,7 @@ class Operations:
 
     kernels: ClassVar[bool] = False
 
+    embed_rms_norm = staticmethod(_layers.embed_rms_norm)
     rms_norm = staticmethod(_layers.rms_norm)
     add_rms_norm = staticmethod(_layers.add_rms_norm)
     add = staticmethod(_layers.add)

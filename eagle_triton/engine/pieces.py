@@ -33,16 +33,12 @@ class Pieces(NamedTuple):
         lengths = lengths if self.slots is None else lengths[self.slots.long()]
         return (lengths - self.starts).clamp(0, self.rows)
 
-    @property
-    def positions(self) -> Tensor:
-        """[P, n] int32"""
-        return self.starts[:, None] + torch.arange(self.rows, dtype=torch.int32, device=self.starts.device)
-
     def tokens(self, tokens: Tensor, lengths: Tensor, behind: int = 0) -> Tensor:
         """Those of the pieces, or so many places behind them, [P, n] int64, of all slots' tokens [B, C] int64.
 
         lengths [B] int32: of the prompts, whose last tokens stand behind their ends too.
         """
         lengths = lengths if self.slots is None else lengths[self.slots.long()]
-        columns = (self.positions + behind).minimum(lengths[:, None] - 1).clamp(min=0).long()
+        places = torch.arange(behind, behind + self.rows, dtype=torch.int32, device=self.starts.device)
+        columns = (self.starts[:, None] + places).minimum(lengths[:, None] - 1).clamp(min=0).long()
         return tokens.gather(1, columns) if self.slots is None else tokens[self.slots[:, None].long(), columns]

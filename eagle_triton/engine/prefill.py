@@ -234,7 +234,7 @@ def grow_first_tree(ops: Operations, draft: Draft | None, state: DecodeState) ->
     if draft is not None and state.spec.drafts:
         draft.grow(ops, state)
     else:
-        state.tree.tokens.copy_(ops.sequence_rows(state.tokens, state.lengths, 1))
+        ops.sequence_rows(state.tokens, state.lengths, 1, out=state.tree.tokens)
 
 
 def read_pieces(
@@ -252,7 +252,7 @@ def read_pieces(
     """
     tokens = pieces.tokens(sequences.tokens, sequences.lengths)
     caches = sequences.caches.of_pieces(pieces, sequences.lengths)
-    rows = Rows(pieces.seen, pieces.starts, pieces.positions, None, stretch=pieces.stretch)
+    rows = Rows(pieces.seen, pieces.starts, None, None, stretch=pieces.stretch)
     hidden, features = prompt_forward(ops, view, tokens, caches, rows, last)
     if draft is not None:
         draft.read_prompt(ops, sequences, pieces, features)

@@ -59,14 +59,13 @@ def decode_step(
         state.guide_of(state.report)[:, :3] = guide.values[:, :3]
     if mode.drafts:
         state.drafts_of(state.report).copy_(tree.tokens[:, 1:])
-    positions = state.lengths[:, None] + tree.depths
     tokens = tree.tokens
     if state.spec.has_empty_places:  # with tokens of -1
         real = tokens >= 0
         state.report[:, -2], state.report[:, -1] = (tree.depths * real).amax(1), real.sum(1) - 1
         tokens = torch.where(real, tokens, tokens[:, :1])  # the root once more
     hidden, features, pending = target_forward(
-        ops, view, tokens, sequences.caches, state.lengths, positions, tree.ancestors, state.spec.depth
+        ops, view, tokens, sequences.caches, state.lengths, tree.depths, tree.ancestors, state.spec.depth
     )
     logits = project(ops, view.head, hidden)
     before = state.lengths.clone() if mode.logprobs else None
@@ -110,13 +109,10 @@ def verify_and_draft(
         walk = verify(ops, logits, judged, depth, state.lengths, state.sampling, mode, state.nan)
     if megakernel is not None:
         ops.calls["draft_verify_update"] += 1
-        path = megakernel(logits, features, walk)
-        state.sampling.step.add_(1)
-        return path
+        return megakernel(logits, features, walk)
     assert walk is not None, "only the megakernel walks for itself"
     path, accepted, next_token = walk
-    before = state.lengths.clone()
-    ops.update_sequence(
+    before = ops.update_sequence(
         state.tokens,
         state.lengths,
         state.active,
@@ -127,17 +123,17 @@ def verify_and_draft(
         state.nan,
         sequences.stops,
         state.report,
+        state.sampling.step,
     )
     committed = AcceptedPath(before, path, accepted, state.spec.is_chain)
     sequences.caches.commit(ops, pending, committed)
-    state.sampling.step.add_(1)
     if draft is not None and (depth or mode.learns):
         draft.learn(ops, state, committed, logits)
     if draft is not None and depth:
         draft.extend(ops, state, committed, features)
         draft.grow(ops, state)
     else:
-        tree.tokens.copy_(ops.sequence_rows(state.tokens, state.lengths, 1))
+        ops.sequence_rows(state.tokens, state.lengths, 1, out=tree.tokens)
         if mode.keep_features and sequences.skipped is not None:
             sequences.skipped.keep(before, features)
     return path
@@ -199,7 +195,7 @@ def _report_logprobs(ops: Operations, state: DecodeState, logits: Tensor, path: 
 
     logits [B, N, V] as the target gave them: neither temperature, filters, penalties nor biases count.
     """
-    following = ops.sequence_rows(state.tokens, before + 1, path.shape[1])
+    following = ops.sequence_rows(state.tokens, before, path.shape[1], 1)
     values = token_logprobs(ops.gather_rows(logits, path), following)
     root, reported = state.sequences.root_logprob, state.logprobs_of(state.report)
     reported[:, 0] = root

@@ -147,8 +147,8 @@ class Qwen3GatedDeltaNet(nn.Module):
         ancestors [B, n, 1] int64: bit j of row i says that node j is i or an ancestor of i; no node lies more than
         `depth` below the root. What a commit of nodes asks for is left in memory.pending.
         """
-        nowhere = torch.zeros(hidden_states.shape[:2], dtype=torch.int32, device=hidden_states.device)
-        rows = Rows(nowhere[:, 0], nowhere[:, 0], nowhere, ancestors, depth=depth)  # a state knows no positions
+        nowhere = torch.zeros(len(hidden_states), dtype=torch.int32, device=hidden_states.device)
+        rows = Rows(nowhere, nowhere, None, ancestors, depth=depth)  # a state knows no positions
         return total_of(self.mixer.forward(operations_for(hidden_states), hidden_states, memory, rows))
 
     @property

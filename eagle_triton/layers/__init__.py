@@ -1,9 +1,11 @@
 """The small operations between the products: RMSNorm, rotary embedding with the cache append, SwiGLU, gated heads.
 
     rms_norm:       out = weight * x / sqrt(mean(x^2) + eps);  zero-centred: (1 + weight) * ...
+    embed_rms_norm: total = embedding[tokens];  out = rms_norm(total)
     add_rms_norm:   total = x + residual;  out = rms_norm(total)
     add:            out = x (+ residual)
-    rotary_append:  q, k = rotate(norm(q), angle), rotate(norm(k), angle);  cache rows first_row.. = k, v
+    rotary_append:  q, k = rotate(norm(q), angle), rotate(norm(k), angle);  cache rows first_row + skip.. = k, v
+                    a node's position is first_row + its depth, without depths that of its row
                     rotate((a, b, c), angle) = (a cos - b sin, b cos + a sin, c), a and b the halves of a head's first
                     r elements, c the rest of it, which is empty where r = d
     swiglu:         out = silu(gate) * up
@@ -11,11 +13,13 @@
 
 | name                 | shape               | dtype, layout                                                    |
 |----------------------|---------------------|------------------------------------------------------------------|
-| x, residual, out     | [..., H]            | fp16, bf16 or fp32; rows may be strided                          |
+| x, residual          | [..., H]            | fp16, bf16 or fp32; rows may be strided                          |
+| out, total           | [..., H]            | as x; a total that is handed in may be strided                   |
+| tokens, embedding    | [...], [V, H]       | int64; as x, rows are contiguous                                 |
 | q; k, v              | [B, N, Hq | Hkv, d] | as x; any strides but a contiguous d                             |
 | x, gate of heads     | [B, n, Hq, d]       | as x; any strides but a contiguous d                             |
 | cache                | [2, B, Hkv, T, d]   | fp16, bf16 or fp32; any strides but a contiguous d               |
-| first_row, positions | [B], [B, N]         | int32                                                            |
+| first_row, depths    | [B], [B, N]         | int32                                                            |
 | inv_freq             | [r / 2]             | fp32; angle = position * inv_freq                                |
 
 x, or q, k and v together, may be `SplitSums`: products whose partial sums are added here, in their order.
@@ -30,7 +34,7 @@ fp64, so sine and cosine are good to fp32 at any position and need no local memo
 """
 
 from eagle_triton.layers.gates import gate_heads, swiglu
-from eagle_triton.layers.norms import add, add_rms_norm, rms_norm
+from eagle_triton.layers.norms import add, add_rms_norm, embed_rms_norm, rms_norm
 from eagle_triton.layers.rotary import rotary_append
 
-__all__ = ["add", "add_rms_norm", "gate_heads", "rms_norm", "rotary_append", "swiglu"]
+__all__ = ["add", "add_rms_norm", "embed_rms_norm", "gate_heads", "rms_norm", "rotary_append", "swiglu"]

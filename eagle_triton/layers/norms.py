@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.layers.values import contiguous_rows, load_sum, rounded
-from eagle_triton.reference.layers import check_add, check_rms_norm
+from eagle_triton.reference.layers import check_add, check_embed_rms_norm, check_rms_norm
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.runtime.split_sums import SplitSums
@@ -68,9 +68,10 @@ def norm_row(
     tl.store(out_ptr + offs, x.to(kind), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens_ptr"])
 def _rms_norm_kernel(
     x_ptr,
+    tokens_ptr,
     weight_ptr,
     residual_ptr,
     out_ptr,
@@ -78,6 +79,7 @@ def _rms_norm_kernel(
     stride_xs,
     stride_xm,
     stride_rm,
+    stride_tm,
     eps,
     size: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -85,15 +87,18 @@ def _rms_norm_kernel(
     ZERO_CENTRED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (rows,): one program per row."""
+    """Grid (rows,): one program per row, of x's row `row`, or that of its token."""
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
+    source = row
+    if tokens_ptr is not None:
+        source = tl.maximum(tl.load(tokens_ptr + row), 0)
     if residual_ptr is not None:
         residual_ptr += row * stride_rm
     if total_ptr is not None:
-        total_ptr += row * size
+        total_ptr += row * stride_tm
     norm_row(
-        x_ptr + row * stride_xm,
+        x_ptr + source * stride_xm,
         weight_ptr,
         residual_ptr,
         out_ptr + row * size,
@@ -125,6 +130,30 @@ def rms_norm(
     return out
 
 
+def embed_rms_norm(
+    tokens: Tensor,
+    embedding: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centred: bool = False,
+    in_draft_pass: bool = False,
+    total: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x), x) of x = embedding[max(tokens, 0)], [..., H] each, in one pass.
+
+    tokens [...] int64 below V, which is not noticed; embedding [V, H], weight [H]. `total` [..., H], whose rows may be
+    strided: where x is written. `zero_centred`, `in_draft_pass`: see rms_norm.
+    """
+    check_embed_rms_norm(tokens, embedding, weight, total)
+    if embedding.stride(1) != 1:
+        raise ValueError(f"embed_rms_norm: the embedding's rows must be contiguous, got strides {embedding.stride()}")
+    shape = (*tokens.shape, embedding.shape[1])
+    out, total = weight.new_empty(shape), weight.new_empty(shape) if total is None else total
+    _launch_norm(embedding, weight.contiguous(), eps, None, out, total, zero_centred, in_draft_pass, tokens)
+    return out, total
+
+
 def add_rms_norm(
     x: Tensor | SplitSums,
     residual: Tensor,
@@ -133,13 +162,15 @@ def add_rms_norm(
     *,
     zero_centred: bool = False,
     in_draft_pass: bool = False,
+    total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), [..., H] each, in one pass. x, residual [..., H], weight [H].
 
-    `zero_centred`: 1 + weight stands for the weight. With `in_draft_pass` the bits are the megakernel's.
+    `total` [..., H], whose rows may be strided: where the sum is written. `zero_centred`: 1 + weight stands for the
+    weight. With `in_draft_pass` the bits are the megakernel's.
     """
-    check_rms_norm("add_rms_norm", x, weight, residual)
-    out, total = weight.new_empty(x.shape), weight.new_empty(x.shape)
+    check_rms_norm("add_rms_norm", x, weight, residual, total)
+    out, total = weight.new_empty(x.shape), weight.new_empty(x.shape) if total is None else total
     _launch_norm(x, weight.contiguous(), eps, residual, out, total, zero_centred, in_draft_pass)
     return out, total
 
@@ -163,11 +194,12 @@ def _launch_norm(
     total: Tensor | None,
     zero_centred: bool = False,
     in_draft_pass: bool = False,
+    tokens: Tensor | None = None,
 ) -> None:
-    """One program for each row of `out`, which is contiguous."""
+    """One program for each row of `out`, which is contiguous, or of x that a token names."""
     if not out.numel():
         return
-    size, count = x.shape[-1], x.shape[:-1].numel()
+    size, count = out.shape[-1], out.shape[:-1].numel()
     residual = None if residual is None else contiguous_rows(residual)
     if isinstance(x, SplitSums):
         rows = x.sums.reshape(-1, count, size)
@@ -178,6 +210,7 @@ def _launch_norm(
     block = triton.next_power_of_2(size)
     overlapped(_rms_norm_kernel, (count,), out.device)(
         rows,
+        None if tokens is None else tokens.contiguous(),
         weight,
         residual,
         out,
@@ -185,6 +218,7 @@ def _launch_norm(
         stride_split,
         rows.stride(-2),
         0 if residual is None else residual.stride(0),
+        0 if total is None else total.view(count, size).stride(0),
         eps,
         size,
         block,

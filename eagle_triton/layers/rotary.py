@@ -207,10 +207,10 @@ def rotary_append_head(
         tl.store(key + stride_cs, load_sum(value, stride_s, mask, SPLITS).to(stored), mask=mask)
 
 
-_UNALIGNED = ["table_ptr", "first_row_ptr", "positions_ptr", "stride_tb", "stride_fb", "stride_pb", "num_nodes"]
+_UNALIGNED = ["table_ptr", "first_row_ptr", "depths_ptr", "stride_tb", "stride_fb", "stride_db", "num_nodes"]
 
 
-@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=["skip"], do_not_specialize_on_alignment=_UNALIGNED)
 def _rotary_append_kernel(
     q_ptr,
     k_ptr,
@@ -218,7 +218,7 @@ def _rotary_append_kernel(
     cache_ptr,
     table_ptr,
     first_row_ptr,
-    positions_ptr,
+    depths_ptr,
     inv_freq_ptr,
     q_norm_ptr,
     k_norm_ptr,
@@ -239,8 +239,9 @@ def _rotary_append_kernel(
     stride_ct,
     stride_tb,
     stride_fb,
-    stride_pb,
-    stride_pn,
+    stride_db,
+    stride_dn,
+    skip,
     num_nodes,
     capacity,
     scaling,
@@ -260,13 +261,17 @@ def _rotary_append_kernel(
     """Grid (N, Hkv, B): one program makes one head of one node."""
     await_inputs(PDL)
     node, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    row = tl.load(first_row_ptr + batch * stride_fb).to(tl.int64) + node
+    first_row = tl.load(first_row_ptr + batch * stride_fb)
+    position = first_row + skip + node
+    row = position.to(tl.int64)
+    if depths_ptr is not None:
+        position = first_row + tl.load(depths_ptr + batch * stride_db + node * stride_dn)
     fits = (row >= 0) & (row < capacity)
     rotary_append_head(
         node,
         head,
         batch,
-        tl.load(positions_ptr + batch * stride_pb + node * stride_pn),
+        position,
         row,
         row_offset(table_ptr, batch, row, fits, stride_tb, stride_cb, stride_ct, PAGE),
         q_ptr,
@@ -311,9 +316,10 @@ def rotary_append(
     v: Tensor | SplitSums,
     cache: Tensor,
     first_row: Tensor,
-    positions: Tensor,
+    depths: Tensor | None,
     inv_freq: Tensor,
     *,
+    skip: int = 0,
     attention_scaling: float = 1.0,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
@@ -323,12 +329,12 @@ def rotary_append(
 ) -> Tensor:
     """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
 
-    q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d], rows first_row .. first_row + N of it are written in
-    place, first_row [B] int32; positions [B, N] int32; inv_freq [r / 2] fp32 turns a head's first r elements; cos and
-    sin times attention_scaling; q_norm, k_norm [d], see rms_norm for `zero_centred`; table: of a cache in pages, see
-    tree_attention. Rows beyond the capacity T are not written.
+    q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d], of which N rows are written in place, `skip` behind
+    first_row [B] int32; positions are first_row + depths [B, N] int32, without depths those of the rows; inv_freq
+    [r / 2] fp32 turns a head's first r elements; cos and sin times attention_scaling; q_norm, k_norm [d], see rms_norm
+    for `zero_centred`; table: of a cache in pages, see tree_attention. Rows beyond the capacity T are not written.
     """
-    check_rotary_append(q, k, v, cache, first_row, positions, inv_freq, q_norm, k_norm, table)
+    check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table)
     batch, count, heads, dim = q.shape
     num_kv_heads = k.shape[2]
     group = heads // num_kv_heads
@@ -353,7 +359,7 @@ def rotary_append(
             cache,
             table,
             first_row,
-            positions,
+            depths,
             inv_freq.contiguous(),
             None if q_norm is None else q_norm.contiguous(),
             None if k_norm is None else k_norm.contiguous(),
@@ -365,7 +371,8 @@ def rotary_append(
             *cache.stride()[:4],
             0 if table is None else table.stride(0),
             first_row.stride(0),
-            *positions.stride(),
+            *((0, 0) if depths is None else depths.stride()),
+            skip,
             count,
             capacity_of(cache, table),
             attention_scaling,

@@ -83,6 +83,7 @@ def draft_verify_update_kernel(
     limits_ptr,
     exact_ptr,
     report_ptr,
+    counter_ptr,
     sequence_ptr,
     embedding_ptr,
     fc_ptr,
@@ -292,7 +293,6 @@ def draft_verify_update_kernel(
             )
             tl.debug_barrier()
         batch = wide(task)
-        tl.store(before_ptr + batch, tl.load(lengths_ptr + batch))
         update_one(
             sequence_ptr + batch * columns,
             lengths_ptr + batch,
@@ -306,6 +306,8 @@ def draft_verify_update_kernel(
             limits_ptr + batch,
             exact_ptr + batch,
             report_ptr + batch * REPORT,
+            counter_ptr + batch,
+            before_ptr + batch,
             STEPS,
             columns,
             stops,

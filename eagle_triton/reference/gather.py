@@ -16,14 +16,15 @@ def gather_rows(x: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tenso
     return torch.gather(x, 1, rows) if out is None else torch.gather(x, 1, rows, out=out)
 
 
-def sequence_rows(tokens: Tensor, first: Tensor, count: int) -> Tensor:
-    """Columns first .. first + count of each sequence, the last one again beyond the end.
+def sequence_rows(tokens: Tensor, first: Tensor, count: int, offset: int = 0, *, out: Tensor | None = None) -> Tensor:
+    """Columns first + offset .. first + offset + count of each sequence, the last one again beyond the end.
 
-    tokens [B, C] int64, first [B] int32; returns [B, count] int64. Raises ValueError if shapes or dtypes do not fit.
+    tokens [B, C] int64, first [B] int32; returns [B, count] int64, which is `out` if that is given. Raises ValueError
+    if shapes or dtypes do not fit.
     """
-    check_sequence_rows(tokens, first, count)
-    columns = first[:, None].long() + torch.arange(count, device=first.device)
-    return tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1))
+    check_sequence_rows(tokens, first, count, out)
+    columns = first[:, None].long() + torch.arange(offset, offset + count, device=first.device)
+    return torch.gather(tokens, 1, columns.clamp(max=tokens.shape[1] - 1), out=out)
 
 
 def check_gather_rows(x: Tensor, index: Tensor, out: Tensor | None) -> None:
@@ -38,7 +39,7 @@ def check_gather_rows(x: Tensor, index: Tensor, out: Tensor | None) -> None:
         raise ValueError(f"gather_rows: out must be {x.dtype} {shape}, got {out.dtype} {tuple(out.shape)}")
 
 
-def check_sequence_rows(tokens: Tensor, first: Tensor, count: int) -> None:
+def check_sequence_rows(tokens: Tensor, first: Tensor, count: int, out: Tensor | None) -> None:
     if tokens.ndim != 2 or first.shape != tokens.shape[:1] or count < 1:
         raise ValueError(
             f"sequence_rows: tokens must be [B, C], first [B] and count at least 1, got {tuple(tokens.shape)}, "
@@ -46,3 +47,6 @@ def check_sequence_rows(tokens: Tensor, first: Tensor, count: int) -> None:
         )
     if tokens.dtype != torch.int64 or first.dtype != torch.int32:
         raise ValueError(f"sequence_rows: tokens must be int64 and first int32, got {tokens.dtype} and {first.dtype}")
+    shape = (len(tokens), count)
+    if out is not None and (out.shape != shape or out.dtype != tokens.dtype):
+        raise ValueError(f"sequence_rows: out must be {tokens.dtype} {shape}, got {out.dtype} {tuple(out.shape)}")

@@ -28,6 +28,23 @@ def rms_norm(
     return weight * normed.to(x.dtype)
 
 
+def embed_rms_norm(
+    tokens: Tensor,
+    embedding: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centred: bool = False,
+    in_draft_pass: bool = False,
+    total: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x), x) of x = embedding[max(tokens, 0)], [..., H] each. tokens [...] int64, embedding [V, H], weight
+    [H]. `total` [..., H]: where x is written."""
+    check_embed_rms_norm(tokens, embedding, weight, total)
+    x = embedding[tokens.clamp(min=0)]
+    return rms_norm(x, weight, eps, zero_centred=zero_centred), x if total is None else total.copy_(x)
+
+
 def add_rms_norm(
     x: Tensor | SplitSums,
     residual: Tensor,
@@ -36,11 +53,13 @@ def add_rms_norm(
     *,
     zero_centred: bool = False,
     in_draft_pass: bool = False,
+    total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), [..., H] each. x, residual [..., H], weight [H]."""
-    check_rms_norm("add_rms_norm", x, weight, residual)
-    total = total_of(x) + residual
-    return rms_norm(total, weight, eps, zero_centred=zero_centred), total
+    """(rms_norm(x + residual), x + residual), [..., H] each. x, residual [..., H], weight [H]. `total` [..., H]: where
+    the sum is written."""
+    check_rms_norm("add_rms_norm", x, weight, residual, total)
+    both = total_of(x) + residual
+    return rms_norm(both, weight, eps, zero_centred=zero_centred), both if total is None else total.copy_(both)
 
 
 def add(x: Tensor | SplitSums, residual: Tensor | None = None) -> Tensor:
@@ -56,9 +75,10 @@ def rotary_append(
     v: Tensor | SplitSums,
     cache: Tensor,
     first_row: Tensor,
-    positions: Tensor,
+    depths: Tensor | None,
     inv_freq: Tensor,
     *,
+    skip: int = 0,
     attention_scaling: float = 1.0,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
@@ -68,23 +88,29 @@ def rotary_append(
 ) -> Tensor:
     """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
 
-    q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d], rows first_row .. first_row + N of it are written in
-    place, first_row [B] int32; positions [B, N] int32; inv_freq [r / 2] fp32, angle = position * inv_freq, both halves
-    of a head's first r <= d elements use the same angles (Su et al. 2021, half-rotation layout), the rest does not
-    turn; cos and sin times attention_scaling. q_norm, k_norm [d]: per-head RMSNorm weights (Qwen3), see rms_norm for
-    `zero_centred`. table: of a cache in pages, see tree_attention. Rows beyond the capacity are not written.
+    q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d], of which N rows are written in place, `skip` behind
+    first_row [B] int32; positions are first_row + depths [B, N] int32, without depths those of the rows; inv_freq
+    [r / 2] fp32, angle = position * inv_freq, both halves of a head's first r <= d elements use the same angles (Su et
+    al. 2021, half-rotation layout), the rest does not turn; cos and sin times attention_scaling. q_norm, k_norm [d]:
+    per-head RMSNorm weights (Qwen3), see rms_norm for `zero_centred`. table: of a cache in pages, see tree_attention.
+    Rows beyond the capacity are not written.
     """
-    check_rotary_append(q, k, v, cache, first_row, positions, inv_freq, q_norm, k_norm, table)
+    check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table)
     q, k, v = total_of(q), total_of(k), total_of(v)
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps, zero_centred=zero_centred)
     if k_norm is not None:
         k = rms_norm(k, k_norm, eps, zero_centred=zero_centred)
+    rows = first_row + skip
+    if depths is None:
+        positions = rows[:, None] + torch.arange(q.shape[1], device=q.device)
+    else:
+        positions = first_row[:, None] + depths
     angle = positions[..., None].float() * inv_freq.float()
     cos = (angle.cos() * attention_scaling).to(q.dtype)[:, :, None]
     sin = (angle.sin() * attention_scaling).to(q.dtype)[:, :, None]
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    write_rows(cache, torch.stack((k, v), dim=2), first_row, table)
+    write_rows(cache, torch.stack((k, v), dim=2), rows, table)
     return q
 
 
@@ -100,12 +126,32 @@ def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
     return x * torch.sigmoid(gate)
 
 
-def check_rms_norm(name: str, x: Tensor | SplitSums, weight: Tensor, residual: Tensor | None = None) -> None:
+def check_rms_norm(
+    name: str,
+    x: Tensor | SplitSums,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
+) -> None:
     """Raise ValueError unless these are operands of rms_norm or add_rms_norm."""
     _check_shape(name, "weight", weight, x.shape[-1:])
     if residual is not None:
         _check_shape(name, "residual", residual, x.shape)
-    _check_alike(name, x, weight, residual)
+    _check_total(name, total, x.shape)
+    _check_alike(name, x, weight, residual, total)
+
+
+def check_embed_rms_norm(tokens: Tensor, embedding: Tensor, weight: Tensor, total: Tensor | None) -> None:
+    """Raise ValueError unless these are operands of embed_rms_norm."""
+    name = "embed_rms_norm"
+    if tokens.dtype != torch.int64 or tokens.device != embedding.device or embedding.dim() != 2:
+        raise ValueError(
+            f"{name}: tokens must be int64 on {embedding.device} and embedding [V, H], got {tokens.dtype} on "
+            f"{tokens.device} and {tuple(embedding.shape)}"
+        )
+    _check_shape(name, "weight", weight, embedding.shape[1:])
+    _check_total(name, total, (*tokens.shape, embedding.shape[1]))
+    _check_alike(name, embedding, weight, total)
 
 
 def check_add(x: Tensor | SplitSums, residual: Tensor | None) -> None:
@@ -121,7 +167,7 @@ def check_rotary_append(
     v: Tensor | SplitSums,
     cache: Tensor,
     first_row: Tensor,
-    positions: Tensor,
+    depths: Tensor | None,
     inv_freq: Tensor,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
@@ -144,18 +190,19 @@ def check_rotary_append(
     _check_shape(name, "cache", cache, (2, pages, heads, cache.shape[3], dim))
     check_table(name, table, batch, q.device)
     _check_shape(name, "first_row", first_row, (batch,))
-    _check_shape(name, "positions", positions, (batch, count))
+    if depths is not None:
+        _check_shape(name, "depths", depths, (batch, count))
     if inv_freq.dim() != 1 or not 0 < len(inv_freq) <= dim // 2:
         raise ValueError(f"{name}: inv_freq must have 1 to {dim // 2} elements, got {tuple(inv_freq.shape)}")
     for norm in (q_norm, k_norm):
         if norm is not None:
             _check_shape(name, "q_norm and k_norm", norm, (dim,))
-    for label, indices in (("first_row", first_row), ("positions", positions)):
-        if indices.dtype != torch.int32:
+    for label, indices in (("first_row", first_row), ("depths", depths)):
+        if indices is not None and indices.dtype != torch.int32:
             raise ValueError(f"{name}: {label} must be int32, got {indices.dtype}")
     _check_alike(name, q, k, v, q_norm, k_norm)
-    for other in (cache, first_row, positions, inv_freq):
-        if other.device != q.device:
+    for other in (cache, first_row, depths, inv_freq):
+        if other is not None and other.device != q.device:
             raise ValueError(f"{name}: all tensors must be on {q.device}, got one on {other.device}")
 
 
@@ -176,6 +223,15 @@ def check_gate_heads(x: Tensor, gate: Tensor) -> None:
 def _check_shape(name: str, label: str, tensor: Tensor | SplitSums, expected: tuple[int, ...]) -> None:
     if tensor.shape != tuple(expected):
         raise ValueError(f"{name}: {label} must be {tuple(expected)}, got {tuple(tensor.shape)}")
+
+
+def _check_total(name: str, total: Tensor | None, shape: tuple[int, ...]) -> None:
+    """A total's rows are contiguous, and follow each other at one distance."""
+    if total is None:
+        return
+    _check_shape(name, "total", total, shape)
+    if total.stride(-1) != 1 or total.reshape(-1, shape[-1]).data_ptr() != total.data_ptr():  # a copy
+        raise ValueError(f"{name}: total's rows must be contiguous and evenly spaced, got strides {total.stride()}")
 
 
 def _check_alike(name: str, first: Tensor | SplitSums, *others: Tensor | SplitSums | None) -> None:

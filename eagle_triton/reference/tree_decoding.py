@@ -38,7 +38,7 @@ class Expansion(NamedTuple):
     """The children of a level's nodes, and the `width` of them that become the next level's nodes (its beam)."""
 
     child_scores: Tensor  # [B, P * K] float32, cumulative log-probabilities
-    chosen: Tensor  # [B, width] int64: the beam's children, among the P * K
+    chosen: Tensor  # [B, width] int64: the beam's children, first_candidate + their places among the P * K
     parents: Tensor  # [B, width] int64: their parents, among the P
     tokens: Tensor  # [B, width] int64
     scores: Tensor  # [B, width] float32
@@ -53,16 +53,22 @@ def expand_beam(
     first_slot: int,
     width: int,
     selected: Tensor | None = None,
+    *,
+    first_candidate: int = 0,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Expansion:
     """Score the children of a level's nodes and choose the next beam.
 
     parent_scores [B, P] float32 (cumulative log-probabilities; P = 1 and 0.0 for the root); log_probs [B, P, K] of the
     children, tokens [B, P * K] int64; parent_ancestors [B, P, W] int64 over beam slots (zeros for the root). The
     `width` best of the P * K children, ties to the lower index, fill the beam slots first_slot .. first_slot + width;
-    for a fixed tree `selected` [width] int64 names them. A NaN score counts as -inf. width may be 0. Raises ValueError
-    if shapes or dtypes do not fit.
+    for a fixed tree `selected` [width] int64 names them. A NaN score counts as -inf. width may be 0.
+
+    first_candidate: the flat index of the first child among those of all levels. out: where the children's tokens
+    [B, P * K] int64, their scores [B, P * K] float32 and the flat indices of the chosen [B, width] int64 are written,
+    parts of the rows of what build_tree takes. Raises ValueError if shapes or dtypes do not fit.
     """
-    check_expand_beam(parent_scores, log_probs, tokens, parent_ancestors, first_slot, width, selected)
+    check_expand_beam(parent_scores, log_probs, tokens, parent_ancestors, first_slot, width, selected, out)
     scores = (parent_scores[:, :, None] + log_probs).flatten(1)
     if selected is not None:
         chosen = selected.expand(len(scores), width)
@@ -74,7 +80,10 @@ def expand_beam(
     own = torch.zeros(width, words, dtype=torch.int64, device=scores.device)
     own.scatter_(1, (slot // WORD)[:, None], (torch.ones_like(slot) << (slot % WORD))[:, None])
     ancestors = parent_ancestors.gather(1, parents[:, :, None].expand(-1, -1, words)) | own
-    return Expansion(scores, chosen, parents, tokens.gather(1, chosen), scores.gather(1, chosen), ancestors)
+    found, flat = (tokens.gather(1, chosen), scores.gather(1, chosen)), chosen + first_candidate
+    if out is not None:
+        _, scores, flat = (place.copy_(value) for place, value in zip(out, (tokens, scores, flat), strict=True))
+    return Expansion(scores, flat, parents, *found, ancestors)
 
 
 def build_tree(
@@ -87,11 +96,13 @@ def build_tree(
     selected: Tensor | None = None,
     *,
     grafted: Tensor | None = None,
+    lengths: Tensor | None = None,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keep the best N - 1 candidates as the next draft tree (EAGLE-2, section 4.2).
 
-    root [B] int64; candidates [B, C] int64 tokens and scores [B, C] float32 in flat order; beam_candidates [B, S]
+    root [B] int64, or with lengths [B] int32 the sequences [B, T] int64 whose roots stand at these columns (at the last
+    one beyond it); candidates [B, C] int64 tokens and scores [B, C] float32 in flat order; beam_candidates [B, S]
     int64: the flat candidate that fills each beam slot; for a fixed tree `selected` [N - 1] int64, ascending, names the
     candidates. grafted [B, J] int32: of the last J candidates the parents, flat indices below their own, -1 for the
     root. Order: score descending (NaN as -inf), then flat index ascending; because a parent's index is lower and
@@ -99,7 +110,9 @@ def build_tree(
     module, written to `out` if given. Raises ValueError if there are fewer than N - 1 candidates, or if shapes or
     dtypes do not fit.
     """
-    check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, grafted, out)
+    check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, grafted, lengths, out)
+    if lengths is not None:
+        root = root.gather(1, lengths.long().clamp(max=root.shape[1] - 1)[:, None])[:, 0]
     batch, drafts = len(root), nodes - 1
     if selected is not None:
         chosen = selected.expand(batch, drafts)
@@ -175,6 +188,7 @@ def check_expand_beam(
     first_slot: int,
     width: int,
     selected: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor] | None,
 ) -> None:
     if log_probs.ndim != 3 or not log_probs.numel():
         raise ValueError(f"expand_beam: log_probs must be [B, P, K], got {tuple(log_probs.shape)}")
@@ -193,6 +207,13 @@ def check_expand_beam(
             f"expand_beam: 0 <= width <= {nodes * k} children and slots within {words} words expected, got width "
             f"{width} and first_slot {first_slot}"
         )
+    if out is not None:
+        shapes = ((batch, nodes * k), (batch, nodes * k), (batch, width))
+        dtypes = (torch.int64, torch.float32, torch.int64)
+        for name, value, shape, dtype in zip(("tokens", "scores", "chosen"), out, shapes, dtypes, strict=True):
+            _check("expand_beam", f"out {name}", value, shape, dtype, log_probs.device)
+            if value.stride(1) != 1 and value.shape[1] > 1:
+                raise ValueError(f"expand_beam: the rows of out {name} must be contiguous, got {value.stride()}")
 
 
 def check_build_tree(
@@ -204,6 +225,7 @@ def check_build_tree(
     top_k: int,
     selected: Tensor | None,
     grafted: Tensor | None,
+    lengths: Tensor | None,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None,
 ) -> None:
     if candidates.ndim != 2 or nodes < 1 or top_k < 1:
@@ -215,7 +237,13 @@ def check_build_tree(
     if nodes - 1 > count:
         raise ValueError(f"build_tree: {nodes - 1} drafts asked of {count} candidates")
     device, slots = candidates.device, beam_candidates.shape[-1]
-    _check("build_tree", "root", root, (batch,), torch.int64, device)
+    if lengths is None:
+        _check("build_tree", "root", root, (batch,), torch.int64, device)
+    else:
+        _check("build_tree", "root", root, (batch, root.shape[-1]), torch.int64, device)
+        _check("build_tree", "lengths", lengths, (batch,), torch.int32, device)
+        if not lengths.is_contiguous():
+            raise ValueError(f"build_tree: lengths must be contiguous, got stride {lengths.stride(0)}")
     _check("build_tree", "candidates", candidates, (batch, count), torch.int64, device)
     _check("build_tree", "scores", scores, (batch, count), torch.float32, device)
     _check("build_tree", "beam_candidates", beam_candidates, (batch, slots), torch.int64, device)

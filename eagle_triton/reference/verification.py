@@ -346,7 +346,8 @@ def update_sequence(
     nan: Tensor,
     stops: Stops,
     report: Tensor,
-) -> None:
+    counter: Tensor,
+) -> Tensor:
     """Commit what verification accepted and see who has finished, in place.
 
     sequence [B, C] int64 with the root at column lengths; lengths [B] int32; active [B] bool; tokens [B, N] int64;
@@ -356,10 +357,12 @@ def update_sequence(
     is no longer active; for who was not, or has NaN, accepted becomes -1 and nothing else changes.
 
     report [B, R] int64, R >= D + 4: accepted, the number of tokens committed, why it has finished (GOES_ON, STOP,
-    LENGTH or ERROR), and from REPORT_TOKENS on the root and the accepted drafts, then -1. Raises ValueError if shapes,
-    dtypes or devices do not fit.
+    LENGTH or ERROR), and from REPORT_TOKENS on the root and the accepted drafts, then -1. counter [B] int64: one more
+    for every sequence. Returns the lengths as they were before, [B] int32. Raises ValueError if shapes, dtypes or
+    devices do not fit.
     """
-    check_update(sequence, lengths, active, tokens, path, accepted, next_token, nan, stops, report)
+    check_update(sequence, lengths, active, tokens, path, accepted, next_token, nan, stops, report, counter)
+    before = lengths.clone()
     columns, steps = sequence.shape[1], path.shape[1]
     advances = active & ~nan
     accepted.copy_(torch.where(advances, accepted, -1))
@@ -384,6 +387,8 @@ def update_sequence(
     active &= reason == GOES_ON
     report[:, 0], report[:, 1], report[:, 2] = accepted, kept, reason
     report[:, REPORT_TOKENS : REPORT_TOKENS + steps] = given[:, :steps]
+    counter += 1
+    return before
 
 
 def check_tree(name: str, logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, nan: Tensor | None) -> None:
@@ -448,6 +453,7 @@ def check_update(
     nan: Tensor,
     stops: Stops,
     report: Tensor,
+    counter: Tensor,
 ) -> None:
     batch, device = len(sequence), sequence.device
     arguments = (
@@ -463,6 +469,7 @@ def check_update(
         ("stops.limit", stops.limit, 1, torch.int32),
         ("stops.exact", stops.exact, 1, torch.bool),
         ("report", report, 2, torch.int64),
+        ("counter", counter, 1, torch.int64),
     )
     for name, value, rank, dtype in arguments:
         if value.ndim != rank or len(value) != batch or value.dtype != dtype or value.device != device:

@@ -69,12 +69,12 @@ class Prefix:
         return draft.candidates(self.engine.ops, self.state)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, ancestors: Tensor | None, depth: int = 0
+        self, tokens: Tensor, depths: Tensor | None, ancestors: Tensor | None, depth: int = 0
     ) -> tuple[Tensor, Tensor, Any]:
         """The target over new tokens [bs, n] behind the committed ones, as `target_forward`."""
         state, engine = self.state, self.engine
         caches, lengths = state.sequences.caches, state.lengths
-        return target_forward(engine.ops, engine.view, tokens, caches, lengths, positions, ancestors, depth)
+        return target_forward(engine.ops, engine.view, tokens, caches, lengths, depths, ancestors, depth)
 
     def _read(self, tokens: Tensor, rows: int) -> None:
         """Begin with all tokens [bs, T], with room for `rows`."""
@@ -103,8 +103,7 @@ class Prefix:
         sequences, lengths, ops = self.state.sequences, self.state.lengths, self.engine.ops
         start_skipping(self.engine.view, sequences)
         tokens = self.state.tokens[:, self.length - 1 : self.length - 1 + count].contiguous()
-        positions = lengths[:, None] + torch.arange(count, dtype=torch.int32, device=lengths.device)
-        _, features, _ = self.forward(tokens, positions, None)
+        _, features, _ = self.forward(tokens, None, None)
         assert sequences.skipped is not None
         sequences.skipped.keep(lengths, features)
         lengths += count
@@ -172,8 +171,8 @@ def verify_drafts(
         config.num_steps, nodes,
     )  # fmt: skip
     mask, positions, *links, tokens = build_tree_structure(*arguments, TreeMaskMode.QLEN_ONLY)
-    tokens, positions = tokens.view(batch, nodes), positions.view(batch, nodes).int()
-    hidden, *_ = prefix.forward(tokens, positions, pack_ancestors(mask.view(batch, nodes, nodes)), nodes - 1)
+    tokens, depths = tokens.view(batch, nodes), positions.view(batch, nodes).int() - length
+    hidden, *_ = prefix.forward(tokens, depths, pack_ancestors(mask.view(batch, nodes, nodes)), nodes - 1)
     target = project(engine.ops, engine.view.head, hidden).argmax(-1)
     predicts, accept_index, accept_length = verify_tree_greedy(tokens, target, *links)
     path = accept_index[:, : config.num_steps + 1]

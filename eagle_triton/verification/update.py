@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,6 +35,8 @@ def update_one(
     limit_ptr,
     exact_ptr,
     report_ptr,
+    counter_ptr,
+    before_ptr,
     steps,
     columns,
     stops,
@@ -47,6 +50,7 @@ def update_one(
     nan = tl.load(nan_ptr) != 0
     limit = tl.load(limit_ptr)
     next_token = tl.load(next_ptr)
+    counter = tl.load(counter_ptr)
     accepted = tl.where(active & (nan == 0), tl.load(accepted_ptr), -1)
     given = (step <= accepted) & (step < steps)
     node = tl.load(path_ptr + step, mask=given, other=0)
@@ -71,7 +75,9 @@ def update_one(
     tl.store(report_ptr, accepted.to(tl.int64))
     tl.store(report_ptr + 1, kept.to(tl.int64))
     tl.store(report_ptr + 2, reason.to(tl.int64))
+    tl.store(before_ptr, length)
     tl.debug_barrier()  # no warp may still be about to read what follows
+    tl.store(counter_ptr, counter + 1)
     tl.store(length_ptr, after)
     tl.store(accepted_ptr, accepted)
     tl.store(active_ptr, active & (reason == 0))
@@ -91,6 +97,8 @@ def _update_sequence_kernel(
     limit_ptr,
     exact_ptr,
     report_ptr,
+    counter_ptr,
+    before_ptr,
     steps,
     columns,
     stops,
@@ -119,6 +127,8 @@ def _update_sequence_kernel(
         limit_ptr + batch,
         exact_ptr + batch,
         report_ptr + batch * stride_rb,
+        counter_ptr + batch,
+        before_ptr + batch,
         steps,
         columns,
         stops,
@@ -138,13 +148,15 @@ def update_sequence(
     nan: Tensor,
     stops: Stops,
     report: Tensor,
-) -> None:
+    counter: Tensor,
+) -> Tensor:
     """Commit what verification accepted and see who has finished; see reference.verification.update_sequence.
 
-    Changes sequence [B, C], lengths, active and accepted [B] in place and fills report [B, R]. Raises ValueError if
-    shapes, dtypes or devices do not fit.
+    Changes sequence [B, C], lengths, active, accepted and counter [B] in place and fills report [B, R]. Returns the
+    lengths before that, [B] int32. Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    check_update(sequence, lengths, active, tokens, path, accepted, next_token, nan, stops, report)
+    check_update(sequence, lengths, active, tokens, path, accepted, next_token, nan, stops, report, counter)
+    before = torch.empty(lengths.shape, dtype=lengths.dtype, device=lengths.device)
     batch, steps = path.shape
     width = stops.ids.shape[1]
     overlapped(_update_sequence_kernel, (batch,), path.device)(
@@ -158,6 +170,8 @@ def update_sequence(
         nan,
         *stops,
         report,
+        counter,
+        before,
         steps,
         sequence.shape[1],
         width,
@@ -166,3 +180,4 @@ def update_sequence(
         STOPS=triton.next_power_of_2(width),
         num_warps=1,
     )
+    return before

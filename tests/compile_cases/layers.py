@@ -10,6 +10,7 @@ _ALIGNED = (
     "stride_xs",
     "stride_xm",
     "stride_rm",
+    "stride_tm",
     "stride_gm",
     "stride_um",
     "stride_s",
@@ -22,6 +23,7 @@ _ALIGNED = (
     "stride_ct",
 )
 _NO_TABLE = {"table_ptr": None, "PAGE": 0}  # fmt: skip
+_NO_TOKENS = {"tokens_ptr": None}
 
 
 def _case(name, kernel, values, absent=(), warps=1, dtype="bf16", **types):
@@ -39,7 +41,7 @@ def _case(name, kernel, values, absent=(), warps=1, dtype="bf16", **types):
 CASES = []
 for _size in (4096, 2048):
     for _splits in (1, 2):
-        _values = {"size": _size, "BLOCK": _size, "SPLITS": _splits, "ZERO_CENTRED": False}
+        _values = {"size": _size, "BLOCK": _size, "SPLITS": _splits, "ZERO_CENTRED": False, **_NO_TOKENS}
         _types = {"eps": "fp32", **({"x_ptr": "*fp32"} if _splits > 1 else {})}
         _label = f"rms_norm {_size} splits {_splits}"
         CASES.append(_case(f"{_label} residual", _rms_norm_kernel, _values, (), norm_warps(_size), **_types))
@@ -49,6 +51,11 @@ for _size in (4096, 2048):
         _values |= {"ZERO_CENTRED": True}
         _label = f"{_label} zero-centred"
         CASES.append(_case(_label, _rms_norm_kernel, _values, (), norm_warps(_size), **_types))
+    _values = {"size": _size, "BLOCK": _size, "SPLITS": 1, "ZERO_CENTRED": False}
+    _types = {"eps": "fp32", "tokens_ptr": "*i64"}
+    CASES.append(
+        _case(f"embed_rms_norm {_size}", _rms_norm_kernel, _values, ("residual_ptr",), norm_warps(_size), **_types)
+    )
 for _dim in (128, 64):
     for _splits in (1, 2):
         for _norms in ((), ("q_norm_ptr", "k_norm_ptr")):
@@ -56,7 +63,7 @@ for _dim in (128, 64):
                 "num_kv_heads": 8, "group": 4, "half": _dim // 2, "HALF": _dim // 2, "rest": 0, "REST": 0, "GROUP": 4,
                 "SPLITS": _splits, "ZERO_CENTRED": False, **_NO_TABLE,
             }  # fmt: skip
-            _types = dict.fromkeys(("first_row_ptr", "positions_ptr"), "*i32")
+            _types = dict.fromkeys(("first_row_ptr", "depths_ptr"), "*i32")
             _types |= {"inv_freq_ptr": "*fp32", "scaling": "fp32", "eps": "fp32"}
             if _splits > 1:
                 _types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*fp32")
@@ -71,7 +78,7 @@ for _heads, _group in ((4, 4), (4, 6), (2, 8)):
         "num_kv_heads": _heads, "group": _group, "half": 32, "HALF": 32, "rest": 192, "REST": 256,
         "GROUP": 4 if _group == 4 else 8, "SPLITS": 1, "ZERO_CENTRED": True, **_NO_TABLE,
     }  # fmt: skip
-    _types = {**dict.fromkeys(("first_row_ptr", "positions_ptr"), "*i32"), "inv_freq_ptr": "*fp32"}
+    _types = {**dict.fromkeys(("first_row_ptr", "depths_ptr"), "*i32"), "inv_freq_ptr": "*fp32"}
     _types |= {"scaling": "fp32", "eps": "fp32"}
     CASES.append(_case(f"rotary d 256 group {_group} partial", _rotary_append_kernel, _values, **_types))
 CASES.append(_case("swiglu", _swiglu_kernel, {"BLOCK": 1024}, (), 4))

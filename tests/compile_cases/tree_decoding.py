@@ -40,9 +40,10 @@ def _topk(dtype: str, vocabulary: int) -> list[tuple]:
 _BEAM = {"parents_ptr": "*fp32", "log_probs_ptr": "*fp32", "ancestors_ptr": "*i64"}
 _BEAM |= {"chosen_ptr": "*i64", "selected_ptr": "*i64", "child_scores_ptr": "*fp32", "parents_out_ptr": "*i64"}
 _BEAM |= {"tokens_out_ptr": "*i64", "scores_out_ptr": "*fp32", "ancestors_out_ptr": "*i64"}
+_BEAM |= {"children_ptr": "*i64"}
 _BUILD = dict.fromkeys(("root_ptr", "candidates_ptr", "beam_ptr", "ancestors_ptr"), "*i64")
 _BUILD |= {"scores_ptr": "*fp32", "depths_ptr": "*i32", "scratch_ptr": "*i32", "selected_ptr": "*i64"}
-_BUILD |= {"grafted_ptr": "*i32"}
+_BUILD |= {"grafted_ptr": "*i32", "lengths_ptr": "*i32"}
 _TREE = {"CANDIDATES": 1024, "NODES": 64, "PAIRS": 64, "DOUBLINGS": 6}
 CASES = [
     *(case for dtype in ("bf16", "fp16") for vocabulary in (32000, 128256) for case in _topk(dtype, vocabulary)),
@@ -53,7 +54,13 @@ CASES = [
         {"CHILDREN": 128, "WIDTH": 16, "selected_ptr": None},
         {**EXACT, "num_warps": 1},
     ),
-    _case("expand beam fixed", _expand_beam_kernel, _BEAM, {"CHILDREN": 128, "WIDTH": 16}, {**EXACT, "num_warps": 1}),
+    _case(
+        "expand beam fixed",
+        _expand_beam_kernel,
+        _BEAM,
+        {"CHILDREN": 128, "WIDTH": 16, "children_ptr": None},
+        {**EXACT, "num_warps": 1},
+    ),
     _case(
         "build tree",
         _build_tree_kernel,
@@ -66,7 +73,7 @@ CASES = [
         "build tree fixed",
         _build_tree_kernel,
         _BUILD,
-        {**_TREE, "scratch_ptr": None, "grafted_ptr": None},
+        {**_TREE, "scratch_ptr": None, "grafted_ptr": None, "lengths_ptr": None},
         {**EXACT, "num_warps": 2},
     ),
 ]

@@ -19,9 +19,11 @@ from eagle_triton.verification.walks import _first_path_kernel, _greedy_walk_ker
 _TYPES = {
     **dict.fromkeys(("temperature_ptr", "min_p_ptr", "peaks_ptr", "thresholds_ptr"), "*fp32"),
     **dict.fromkeys(("seed_ptr", "step_ptr", "tokens_ptr", "next_ptr"), "*i64"),
-    **dict.fromkeys(("parents_ptr", "path_ptr", "accepted_ptr", "places_ptr", "lengths_ptr", "limit_ptr"), "*i32"),
+    **dict.fromkeys(
+        ("parents_ptr", "path_ptr", "accepted_ptr", "places_ptr", "lengths_ptr", "before_ptr", "limit_ptr"), "*i32"
+    ),
     **dict.fromkeys(("nan_ptr", "active_ptr", "exact_ptr"), "*i1"),
-    **dict.fromkeys(("sequence_ptr", "stop_ids_ptr", "report_ptr"), "*i64"),
+    **dict.fromkeys(("sequence_ptr", "stop_ids_ptr", "report_ptr", "counter_ptr"), "*i64"),
     **dict.fromkeys(("depths_ptr", "ranks_ptr"), "*i32"),
     **dict.fromkeys(("scores_ptr", "noise_ptr"), "*fp32"),
     "sums_ptr": "*fp64",

@@ -112,8 +112,8 @@ class BeamPlan:
             start for start, width in zip(spec.level_starts, spec.beam_widths, strict=False) for _ in range(width)
         ]
         levels = [level for level, width in enumerate(spec.beam_widths) for _ in range(width)]
-        self.slot_starts, self.slot_levels = constant(starts), constant(levels, torch.int32)
-        self.level_slots = constant([sum(spec.beam_widths[:i]) for i in range(len(spec.beam_widths))], torch.int32)
+        self.slot_starts = constant(starts)
+        self.slot_levels = constant(levels, torch.int32).expand(slots, -1)  # [B, beam slots]
         self.selected = self.beam_children = None  # a fixed tree's drafts (flat) and slots (within their level)
         if spec.selected is not None and spec.beam_candidates is not None:
             self.selected = constant(spec.selected)
@@ -126,6 +126,15 @@ class Candidates(NamedTuple):
     tokens: Tensor  # [B, C] int64
     scores: Tensor  # [B, C] float32, cumulative log-probabilities
     expanded: Tensor  # [B, beam slots] int64: the candidate that fills each beam slot
+
+    @staticmethod
+    def new(spec: TreeSpec, batch: int, device: torch.device) -> Candidates:
+        """Room for them, which each level fills in part."""
+        return Candidates(
+            torch.empty(batch, spec.candidates, dtype=torch.int64, device=device),
+            torch.empty(batch, spec.candidates, dtype=torch.float32, device=device),
+            torch.empty(batch, spec.beam_slots, dtype=torch.int64, device=device),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +236,7 @@ class BeamDraft(Draft):
         # the last token's follower is not known: `begin` has it
         known = pieces.tokens(sequences.tokens, sequences.lengths, self.first_token)
         caches = sequences.draft_tensors.caches.of_pieces(pieces, sequences.lengths)
-        rows = self.consecutive(pieces.starts, pieces.rows)._replace(lengths=pieces.seen, stretch=pieces.stretch)
+        rows = Rows(pieces.seen, pieces.starts, None, None, stretch=pieces.stretch)
         self.remember(ops, self.inputs_of(ops, features, rows), known, caches, rows)
 
     def begin(self, ops: Operations, sequences: Sequences, features: Tensor, entering: Tensor) -> None:
@@ -235,16 +244,16 @@ class BeamDraft(Draft):
         if mine.guide is not None:
             mine.guide.begin(entering)
         root = ops.sequence_rows(sequences.tokens, sequences.lengths, 1)
-        rows = self.consecutive(self.rows(sequences.lengths - 1).clamp(min=0), 1)
-        nowhere = torch.where(entering, rows.first, sequences.capacity)  # rows of the others are not written
-        rows = rows._replace(first=nowhere)
+        before = self.rows(sequences.lengths - 1).clamp(min=0)
+        first = torch.where(entering, before, sequences.capacity)  # rows of the others are not written
+        rows = Rows(before, first, None, None)
         outputs = self.forward(ops, self.inputs_of(ops, features, rows), None, root, mine.caches, rows)
         for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
             kept.copy_(torch.where(entering[:, None, None], output, kept))
 
     def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
         mine, plan = state.sequences.draft_tensors, state.draft_tree_tensors
-        emitted = ops.sequence_rows(state.tokens, accepted.before + 1, state.spec.depth + 1)
+        emitted = ops.sequence_rows(state.tokens, accepted.before, state.spec.depth + 1, 1)
         outputs = self.take_in(
             ops,
             ops.gather_rows(features, accepted.path),
@@ -283,21 +292,18 @@ class BeamDraft(Draft):
         tokens [B, n] in these rows, features [B, n, F] of the positions before the tokens'; `ancestors` [B, n, W] may
         say in bits what None does: each row sees those before it. `launch_nodes`: see Rows. Returns as `forward`.
         """
-        rows = self.consecutive(lengths, tokens.shape[1], ancestors, launch_nodes)
+        rows = Rows(lengths, lengths, None, ancestors, launch_nodes)
         return self.forward(ops, self.inputs_of(ops, features, rows), None, tokens, caches, rows)
 
-    def consecutive(
-        self, lengths: Tensor, count: int, ancestors: Tensor | None = None, launch_nodes: int | None = None
-    ) -> Rows:
-        """The rows that `take_in` runs over."""
-        positions = lengths[:, None] + torch.arange(count, dtype=torch.int32, device=lengths.device)
-        return Rows(lengths, lengths, positions, ancestors, launch_nodes)
-
-    def run_layers(self, ops: Operations, x: Tensor, caches: LayerCaches, rows: Rows) -> tuple[Tensor, Tensor]:
-        """The layers one after another over x [B, n, H], and the final norm. Returns as `forward`."""
+    def run_layers(
+        self, ops: Operations, normed: Tensor, x: Tensor, caches: LayerCaches, rows: Rows
+    ) -> tuple[Tensor, Tensor]:
+        """The layers one after another over x [B, n, H], `normed` as the first of them reads it, and the final norm.
+        Returns as `forward`."""
         update = None
         for index, layer in enumerate(self.layers):
-            normed, x = add_norm(ops, layer.input_norm, x, update, rows.in_draft_pass)
+            if index:
+                normed, x = add_norm(ops, layer.input_norm, x, update, rows.in_draft_pass)
             x, update = decoder_layer(ops, layer, normed, x, caches.layer(index), rows)
         normed, hidden = add_norm(ops, self.norm, x, update, rows.in_draft_pass)
         return hidden, normed
@@ -313,10 +319,10 @@ class BeamDraft(Draft):
         plan: BeamPlan = state.draft_tree_tensors
         spec, lengths, hidden, normed = state.spec, self.rows(state.lengths), mine.hidden, mine.normed
         batch, scores, ancestors = len(hidden), plan.root_score, plan.root_ancestors
-        slot_positions, first_rows = lengths[:, None] + plan.slot_levels, lengths[:, None] + plan.level_slots
         guide, rule = (mine.guide, self._rule(spec)) if spec.adaptive else (None, None)
-        all_tokens, all_scores, all_chosen, first_slot = [], [], [], 0
-        for level, beam in enumerate((*spec.beam_widths, 0)):
+        found, first_slot = Candidates.new(spec, batch, lengths.device), 0
+        for level, start in enumerate(spec.level_starts):
+            beam = 0 if level + 1 == state.levels else spec.beam_widths[level]
             logits = project(ops, self.head, normed, batch * plan.launch_nodes).flatten(0, 1)
             if guide is not None and rule is not None and not level:
                 ops.choose_gamma(ops.row_entropy(logits), state.lengths, guide, rule, logits.shape[1])
@@ -325,27 +331,30 @@ class BeamDraft(Draft):
                 sure = 1 - (rule.stop_lambda * ops.row_entropy(logits)).sqrt() >= rule.stop_threshold
                 log_probs.masked_fill_(~sure[:, None], float("-inf"))
             children = tokens.view(batch, -1)
-            slots = slice(first_slot, first_slot + beam)
+            slots, end = slice(first_slot, first_slot + beam), start + children.shape[1]
             fixed = None if plan.beam_children is None else plan.beam_children[slots]
             grown = ops.expand_beam(
-                scores, log_probs.view(batch, -1, spec.top_k), children, ancestors, first_slot, beam, fixed
+                scores,
+                log_probs.view(batch, -1, spec.top_k),
+                children,
+                ancestors,
+                first_slot,
+                beam,
+                fixed,
+                first_candidate=start,
+                out=(found.tokens[:, start:end], found.scores[:, start:end], found.expanded[:, slots]),
             )
-            all_tokens.append(children)
-            all_scores.append(grown.child_scores)
-            if not beam or level + 1 == state.levels:
+            if not beam:
                 break
-            all_chosen.append(grown.chosen)
             scores, ancestors = grown.scores, grown.ancestors
-            rows = Rows(lengths, first_rows[:, level], slot_positions[:, slots], ancestors, plan.launch_nodes)
+            depths = plan.slot_levels[:, slots]
+            rows = Rows(lengths, lengths, depths, ancestors, plan.launch_nodes, skip=first_slot)
             hidden, normed = self.forward(ops, hidden, grown.parents, grown.tokens, mine.caches, rows, level + 1)
             first_slot += beam
-        missing = spec.candidates - spec.level_starts[level] - children.shape[1]
-        if missing:  # of levels that were not run
-            all_tokens.append(children.new_full((batch, missing), -1))
-            all_scores.append(grown.child_scores.new_full((batch, missing), float("-inf")))
-            all_chosen.append(children.new_zeros((batch, spec.beam_slots - first_slot)))
-        expanded = torch.cat(all_chosen, dim=1) + plan.slot_starts if all_chosen else children[:, :0]
-        found = Candidates(torch.cat(all_tokens, 1), torch.cat(all_scores, 1), expanded)
+        if end < spec.candidates:  # levels that were not run
+            found.tokens[:, end:].fill_(-1)
+            found.scores[:, end:].fill_(float("-inf"))
+            found.expanded[:, first_slot:].copy_(plan.slot_starts[first_slot:])
         if guide is not None and rule is not None:
             levels = level + 1 if rule.mode == "stop" else None
             depths, limits = plan.candidate_depths, state.stops.limit
@@ -356,12 +365,13 @@ class BeamDraft(Draft):
         return None if self.egag is None else self.egag.within(spec.beam_levels)
 
     def grow(self, ops: Operations, state: DecodeState) -> None:
-        spec, root = state.spec, ops.sequence_rows(state.tokens, state.lengths, 1)[:, 0]
+        spec = state.spec
         ops.build_tree(
-            root,
+            state.tokens,
             *self.candidates(ops, state),
             spec.nodes,
             spec.top_k,
             state.draft_tree_tensors.selected,
+            lengths=state.lengths,
             out=state.tree,
         )

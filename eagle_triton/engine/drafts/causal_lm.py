@@ -10,6 +10,7 @@ from torch import Tensor
 from eagle_triton.engine.drafts.beams import BeamDraft
 from eagle_triton.engine.layer_caches import LayerCaches
 from eagle_triton.engine.mixers import Rows
+from eagle_triton.engine.modules import embed_norm
 from eagle_triton.engine.operations import Operations
 from eagle_triton.runtime.split_sums import SplitSums
 
@@ -35,4 +36,5 @@ class CausalLMDraft(BeamDraft):
     ) -> tuple[Tensor, Tensor]:
         if self.padding:
             tokens = tokens.clamp(max=len(self.embedding) - 1)
-        return self.run_layers(ops, self.embedding[tokens], caches, rows)
+        normed, x = embed_norm(ops, self.layers[0].input_norm, self.embedding, tokens, rows.in_draft_pass)
+        return self.run_layers(ops, normed, x, caches, rows)

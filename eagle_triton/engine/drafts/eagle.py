@@ -118,4 +118,5 @@ class Eagle1Draft(EagleDraft):
     ) -> tuple[Tensor, Tensor]:
         inputs, _ = ops.draft_inputs(features, parents, tokens, self.embedding)
         x = ops.add(project_split(ops, self.fc, inputs, rows.launch_rows))
-        return self.run_layers(ops, x, caches, rows)
+        normed, x = add_norm(ops, self.layers[0].input_norm, x, None, rows.in_draft_pass)
+        return self.run_layers(ops, normed, x, caches, rows)

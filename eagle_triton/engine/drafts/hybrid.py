@@ -144,15 +144,15 @@ class HybridDraft(WrappedDraft):
             return
         candidates = self.beams.candidates(ops, state)
         both = ops.graft(*candidates, spec.top_k, found, estimates)
-        root = ops.sequence_rows(state.tokens, state.lengths, 1)[:, 0]
         ops.build_tree(
-            root,
+            state.tokens,
             both.candidates,
             both.scores,
             candidates.expanded,
             spec.nodes,
             spec.top_k,
             grafted=both.parents,
+            lengths=state.lengths,
             out=state.tree,
         )
 
