@@ -435,3 +435,66 @@ def test_strided_cache_columns_are_refused(device):
     q, k, v, cache, *rest = rotary_operands(device, torch.float32, 1, 2, 2, 1, 64)
     with pytest.raises(ValueError, match="contiguous"):
         kernels.rotary_append(q, k, v, cache.mT.contiguous().mT, *rest)
+
+
+PAIR_SIZES = [16, 128, 272, 4096]
+
+
+@pytest.mark.parametrize("size", PAIR_SIZES)
+def test_a_pair_keeps_what_bf16_does(device, size):
+    torch.manual_seed(size)
+    x = torch.randn(2, 3, size, device=device) * torch.exp(2 * torch.randn(2, 3, size, device=device))
+    x[0, 0], x[0, 1] = 0.0, x[0, 1] * 2.0**100
+    x = x.bfloat16()
+    pair, expected = kernels.float8_pair(x), reference.float8_pair(x)
+    assert pair.parts.shape == (2, 6, size) and pair.scale.shape == (-(-size // 128), 6)
+    assert torch.equal(pair.scale, expected.scale) and pair.shape == x.shape and pair.dtype == x.dtype
+    parts, exact = pair.parts.float(), expected.parts.float()
+    # Triton's interpreter truncates the smallest numbers of e4m3, which lie 2 ** -9 apart
+    assert torch.equal(parts, exact) if CUDA else (parts - exact).abs().max() <= 2.0**-7
+    groups = torch.nn.functional.pad(x.float(), (0, -size % 128)).unflatten(-1, (-1, 128))
+    largest = groups.abs().amax(-1, keepdim=True).expand_as(groups).flatten(-2)[..., :size]
+    error = (pair.total().float() - x.float()).abs()
+    assert (error <= 2.0 ** (-22 if CUDA else -16) * largest).all()
+    assert not error[x.float().abs() > largest * 2.0**-12].any() and error.max() < x.float().abs().max()
+    high = parts[0].view_as(x.float())
+    assert (high != 0).float().mean() > 0.5 and (parts[1] != 0).any()
+
+
+def test_a_pair_of_what_is_not_finite(device):
+    x = torch.ones(2, 256, device=device).bfloat16()
+    x[0, 3], x[1, 200] = torch.inf, torch.nan
+    for pair in (kernels.float8_pair(x), reference.float8_pair(x)):
+        lost = pair.total().float().isnan()
+        assert lost[0, :128].all() and not lost[0, 128:].any() and lost[1, 128:].all() and not lost[1, :128].any()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_norms_make_pairs_where_products_read_them(device, monkeypatch, splits):
+    from eagle_triton.layers import norms
+    from eagle_triton.runtime.float8_pair import Float8Pair
+
+    torch.manual_seed(splits)
+    x = (
+        torch.randn(splits, 2, 5, 272, device=device)
+        if splits > 1
+        else torch.randn(2, 5, 272, device=device).bfloat16()
+    )
+    x = SplitSums(x, torch.bfloat16) if splits > 1 else x
+    weight, residual = (torch.randn(*shape, device=device).bfloat16() for shape in ((272,), (2, 5, 272)))
+    plain, total = kernels.add_rms_norm(x, residual, weight, 1e-5)
+    monkeypatch.setattr(norms, "takes_pairs", lambda out: out.dtype == torch.bfloat16)
+    pair, same = kernels.add_rms_norm(x, residual, weight, 1e-5, for_float8=True)
+    assert isinstance(pair, Float8Pair) and torch.equal(same, total) and pair.shape == plain.shape
+    assert torch.equal(pair.scale, reference.float8_pair(plain).scale)
+    assert (pair.total().float() - plain.float()).abs().max() <= plain.float().abs().max() * 2.0**-16
+    assert isinstance(kernels.add_rms_norm(x, residual, weight, 1e-5)[0], torch.Tensor)
+    monkeypatch.undo()
+    if not CUDA:
+        assert isinstance(kernels.add_rms_norm(x, residual, weight, 1e-5, for_float8=True)[0], torch.Tensor)
+
+
+def test_a_pair_is_of_bf16(device):
+    for function in (kernels.float8_pair, reference.float8_pair):
+        with pytest.raises(ValueError, match="x must be bfloat16"):
+            function(torch.zeros(2, 128, device=device))

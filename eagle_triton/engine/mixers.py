@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.modules import Norm, Projection, Rotary, project_split, project_stack
+from eagle_triton.engine.modules import Norm, Projection, Rotary, in_float8, project_split, project_stack
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pages import PAGE_ROWS, PageMemory, SlotPages
 from eagle_triton.engine.pieces import Pieces, Stretch
+from eagle_triton.runtime.float8_pair import Float8Pair
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 if TYPE_CHECKING:
@@ -111,6 +112,11 @@ class Mixer(ABC):
     by_token: ClassVar[bool] = False  # whether each token is remembered by itself, where others may find it
 
     @property
+    def reads_float8(self) -> bool:
+        """Whether all that reads its input are products with weights of eight bits."""
+        return False
+
+    @property
     def stretch_shape(self) -> tuple[int, int, int] | None:
         """Heads of queries, of keys, and their width, by which this takes a stretch of one prompt; None: it reads that
         as it reads any pieces."""
@@ -131,17 +137,19 @@ class Mixer(ABC):
         """
 
     @abstractmethod
-    def forward(self, ops: Operations, x: Tensor, cache: Any, rows: Rows) -> Tensor | SplitSums:
-        """New rows x [B, n, *] of trees or chains, `cache` being this layer's.
+    def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: Any, rows: Rows) -> Tensor | SplitSums:
+        """New rows x [B, n, *] of trees or chains, `cache` being this layer's; as a pair only where it `reads_float8`.
 
         Returns their update of the residual stream [B, n, H], its splits perhaps still apart.
         """
 
-    def remember(self, ops: Operations, x: Tensor, cache: Any, rows: Rows) -> None:
+    def remember(self, ops: Operations, x: Tensor | Float8Pair, cache: Any, rows: Rows) -> None:
         """A causal forward of which nothing is asked but that it is remembered."""
         self.forward(ops, x, cache, rows)
 
-    def forward_last(self, ops: Operations, x: Tensor, cache: Any, rows: Rows, last: Tensor) -> Tensor | SplitSums:
+    def forward_last(
+        self, ops: Operations, x: Tensor | Float8Pair, cache: Any, rows: Rows, last: Tensor
+    ) -> Tensor | SplitSums:
         """A causal forward over x [P, n, *] of which flat rows last [m] int64 of P * n are asked alone: [m, 1, H]."""
         out = total_of(self.forward(ops, x, cache, rows))
         return out.flatten(0, 1)[last][:, None]
@@ -230,6 +238,10 @@ class Attention(Mixer):
     by_token: ClassVar[bool] = True
 
     @property
+    def reads_float8(self) -> bool:
+        return in_float8(self.q, self.k, self.v)
+
+    @property
     def stretch_shape(self) -> tuple[int, int, int] | None:
         if self.sliding_window is not None or self.head_dim % 8 or self.head_dim > STRETCH_WIDTH:
             return None
@@ -246,15 +258,15 @@ class Attention(Mixer):
         memory = pages.pool.memory(self, layers, self.num_kv_heads, self.head_dim, dtype, device)
         return KeyValueCache(memory, pages.table)
 
-    def forward(self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows) -> Tensor | SplitSums:
+    def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows) -> Tensor | SplitSums:
         attended = self.attend(ops, x, cache, rows)
         return project_split(ops, self.o, attended, rows.launch_rows)
 
-    def remember(self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows) -> None:
+    def remember(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows) -> None:
         self._append(ops, x, cache, rows)
 
     def forward_last(
-        self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows, last: Tensor
+        self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows, last: Tensor
     ) -> Tensor | SplitSums:
         q, gate = (
             None if each is None else each.flatten(0, 1)[last][:, None] for each in self._append(ops, x, cache, rows)
@@ -270,7 +282,7 @@ class Attention(Mixer):
             out = ops.gate_heads(out, gate)
         return project_split(ops, self.o, out.flatten(-2), rows.launch_rows)
 
-    def attend(self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows) -> Tensor:
+    def attend(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows) -> Tensor:
         """Project, rotate, append to the cache and attend: x [B, n, *] -> [B, n, Hq * d], the input of o."""
         q, gate = self._append(ops, x, cache, rows)
         if rows.stretch is not None and self.stretch_shape is not None:
@@ -292,7 +304,9 @@ class Attention(Mixer):
             out = ops.gate_heads(out, gate)
         return out.flatten(-2)
 
-    def _append(self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows) -> tuple[Tensor, Tensor | None]:
+    def _append(
+        self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows
+    ) -> tuple[Tensor, Tensor | None]:
         """Keys and values to the cache; the rotated queries, and the gate if there is one, [B, n, Hq, d] each."""
         products = project_stack(
             ops, (self.q, self.k, self.v), x, keep_splits=not self.gated, launch_rows=rows.launch_rows

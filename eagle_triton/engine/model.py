@@ -16,6 +16,7 @@ from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.ranks import Ranks, SharedEmbedding
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.runtime.float8_pair import Float8Pair
 from eagle_triton.runtime.split_sums import SplitSums
 
 
@@ -109,14 +110,14 @@ class ModelView:
 
 
 def decoder_layer(
-    ops: Operations, layer: Layer, normed: Tensor, x: Tensor, cache: Any, rows: Rows
+    ops: Operations, layer: Layer, normed: Tensor | Float8Pair, x: Tensor, cache: Any, rows: Rows
 ) -> tuple[Tensor, Tensor | SplitSums]:
     """Mixer and MLP: normed [B, n, *] goes in, x [B, n, H] is the residual stream, `cache` the layer's.
 
     Returns x with the mixer's output, and the MLP's output still to be added to it.
     """
     update = layer.mixer.forward(ops, normed, cache, rows)
-    normed, x = add_norm(ops, layer.post_norm, x, update, rows.in_draft_pass)
+    normed, x = add_norm(ops, layer.post_norm, x, update, rows.in_draft_pass, for_float8=layer.mlp.reads_float8)
     return x, feed_forward(ops, layer.mlp, normed, rows.launch_rows)
 
 
@@ -198,17 +199,17 @@ def _layer_input(
     x: Tensor | None,
     update: Tensor | SplitSums | None,
     features: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | Float8Pair, Tensor]:
     """What layer `index` reads, normed, and the residual stream before it, [B, n, H] each: the embeddings of tokens
     [B, n] before the first. Where the draft reads that, it lies in features [B, n, F] from the start."""
-    norm, part = view.layers[index].input_norm, None
+    norm, for_float8, part = view.layers[index].input_norm, view.layers[index].mixer.reads_float8, None
     if features is not None and index in view.feature_layers:
         place = sorted(view.feature_layers).index(index)
         part = features.unflatten(-1, (-1, view.hidden_size))[:, :, place]
     if x is None:
-        normed, x = embed_norm(ops, norm, view.embedding, tokens, total=part)
+        normed, x = embed_norm(ops, norm, view.embedding, tokens, total=part, for_float8=for_float8)
     else:
-        normed, x = add_norm(ops, norm, x, update, total=part)
+        normed, x = add_norm(ops, norm, x, update, total=part, for_float8=for_float8)
     if part is not None and x is not part:
         part.copy_(x)
     return normed, x

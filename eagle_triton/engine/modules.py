@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Literal, overload
 
 from torch import Tensor, nn
 
 from eagle_triton.engine.model_watch import stored_tensors
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks, SharedEmbedding
+from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
@@ -77,6 +78,10 @@ class MLP:
     down: Projection
 
     @property
+    def reads_float8(self) -> bool:
+        return in_float8(self.gate, self.up)
+
+    @property
     def tensors(self) -> Iterator[Tensor]:
         """All that one call reads."""
         for projection in (self.gate, self.up, self.down):
@@ -88,6 +93,7 @@ class Experts:
     """A mixture of experts: `module` called as it is, [B, n, H] -> [B, n, H]."""
 
     module: nn.Module
+    reads_float8: ClassVar[bool] = False
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -116,7 +122,12 @@ def with_projections(part: Any, change: Callable[[Projection], Projection]) -> A
     return replace(part, **new) if new else part
 
 
-def project(ops: Operations, projection: Projection, x: Tensor, launch_rows: int | None = None) -> Tensor:
+def in_float8(*projections: Projection) -> bool:
+    """Whether all have weights of eight bits, so that a norm before them may make their pairs: see layers.rms_norm."""
+    return all(isinstance(projection.weight, Float8Weight) for projection in projections)
+
+
+def project(ops: Operations, projection: Projection, x: Tensor | Float8Pair, launch_rows: int | None = None) -> Tensor:
     """One matrix product, or the module that stands in its place: x [B, n, *] -> [B, n, out].
 
     `launch_rows`: rows that its launch is chosen for, None: as many as x has.
@@ -125,17 +136,17 @@ def project(ops: Operations, projection: Projection, x: Tensor, launch_rows: int
 
 
 def project_split(
-    ops: Operations, projection: Projection, x: Tensor, launch_rows: int | None = None
+    ops: Operations, projection: Projection, x: Tensor | Float8Pair, launch_rows: int | None = None
 ) -> Tensor | SplitSums:
     """`project` for a reader that adds up its splits, if the product has any."""
     return _project(ops, projection, x, True, launch_rows)
 
 
 def _project(
-    ops: Operations, projection: Projection, x: Tensor, keep_splits: bool, launch_rows: int | None
+    ops: Operations, projection: Projection, x: Tensor | Float8Pair, keep_splits: bool, launch_rows: int | None
 ) -> Tensor | SplitSums:
     if projection.weight is None:
-        return projection.replaced(x)
+        return projection.replaced(whole_of(x))
     if projection.joined_over is not None:
         part = ops.linear(x, projection.weight, projection.bias, launch_rows=launch_rows)
         return projection.joined_over.joined(total_of(part))
@@ -148,7 +159,7 @@ def _project(
 def project_stack(
     ops: Operations,
     projections: tuple[Projection, ...],
-    x: Tensor,
+    x: Tensor | Float8Pair,
     *,
     keep_splits: bool = False,
     launch_rows: int | None = None,
@@ -164,6 +175,7 @@ def project_stack(
     return ops.linear_stack(x, weights, biases, keep_splits=keep_splits, launch_rows=launch_rows)
 
 
+@overload
 def add_norm(
     ops: Operations,
     norm: Norm | None,
@@ -171,20 +183,69 @@ def add_norm(
     update: Tensor | SplitSums | None = None,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    for_float8: Literal[False] = False,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def add_norm(
+    ops: Operations,
+    norm: Norm | None,
+    x: Tensor,
+    update: Tensor | SplitSums | None = None,
+    in_draft_pass: bool = False,
+    total: Tensor | None = None,
+    *,
+    for_float8: bool,
+) -> tuple[Tensor | Float8Pair, Tensor]: ...
+
+
+def add_norm(
+    ops: Operations,
+    norm: Norm | None,
+    x: Tensor,
+    update: Tensor | SplitSums | None = None,
+    in_draft_pass: bool = False,
+    total: Tensor | None = None,
+    for_float8: bool = False,
+) -> tuple[Tensor | Float8Pair, Tensor]:
     """(norm(x + update), x + update), [B, n, H] each. Without a norm the sum twice, without an update x as it is.
 
     `update` may be a product whose splits are still apart: the sum happens here, in the pass that reads it anyway.
-    `in_draft_pass`: see layers.rms_norm. `total` [B, n, H]: where the sum may be written.
+    `in_draft_pass`, `for_float8`: see layers.rms_norm. `total` [B, n, H]: where the sum may be written.
     """
     if norm is None:
         total = x if update is None else ops.add(update, x)
         return total, total
+    options: dict[str, Any] = dict(zero_centred=norm.zero_centred, in_draft_pass=in_draft_pass, for_float8=for_float8)
     if update is None:
-        return ops.rms_norm(x, norm.weight, norm.eps, zero_centred=norm.zero_centred, in_draft_pass=in_draft_pass), x
-    return ops.add_rms_norm(
-        update, x, norm.weight, norm.eps, zero_centred=norm.zero_centred, in_draft_pass=in_draft_pass, total=total
-    )
+        return ops.rms_norm(x, norm.weight, norm.eps, **options), x
+    return ops.add_rms_norm(update, x, norm.weight, norm.eps, total=total, **options)
+
+
+@overload
+def embed_norm(
+    ops: Operations,
+    norm: Norm | None,
+    embedding: Tensor | SharedEmbedding,
+    tokens: Tensor,
+    in_draft_pass: bool = False,
+    total: Tensor | None = None,
+    for_float8: Literal[False] = False,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def embed_norm(
+    ops: Operations,
+    norm: Norm | None,
+    embedding: Tensor | SharedEmbedding,
+    tokens: Tensor,
+    in_draft_pass: bool = False,
+    total: Tensor | None = None,
+    *,
+    for_float8: bool,
+) -> tuple[Tensor | Float8Pair, Tensor]: ...
 
 
 def embed_norm(
@@ -194,10 +255,11 @@ def embed_norm(
     tokens: Tensor,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    for_float8: bool = False,
+) -> tuple[Tensor | Float8Pair, Tensor]:
     """(norm(x), x) of the embeddings x of tokens [B, n], as `add_norm`. `total` [B, n, H]: where x may be written."""
     if norm is None or isinstance(embedding, SharedEmbedding):
-        return add_norm(ops, norm, embedding[tokens], in_draft_pass=in_draft_pass)
+        return add_norm(ops, norm, embedding[tokens], in_draft_pass=in_draft_pass, for_float8=for_float8)
     return ops.embed_rms_norm(
         tokens,
         embedding,
@@ -206,17 +268,20 @@ def embed_norm(
         zero_centred=norm.zero_centred,
         in_draft_pass=in_draft_pass,
         total=total,
+        for_float8=for_float8,
     )
 
 
-def feed_forward(ops: Operations, mlp: MLP | Experts, x: Tensor, launch_rows: int | None = None) -> Tensor | SplitSums:
+def feed_forward(
+    ops: Operations, mlp: MLP | Experts, x: Tensor | Float8Pair, launch_rows: int | None = None
+) -> Tensor | SplitSums:
     """What follows the mixer: [B, n, H] -> [B, n, H], its splits perhaps still apart. `launch_rows`: see project."""
     if isinstance(mlp, Experts):
-        out = mlp.module(x)
+        out = mlp.module(whole_of(x))
         return out[0] if isinstance(out, tuple) else out  # the router's logits beside it, in transformers 4
     gate, up = mlp.gate, mlp.up
     if gate.weight is not None and up.weight is not None and gate.bias is None and up.bias is None:
-        inner = ops.linear_swiglu(x, gate.weight, up.weight, launch_rows=launch_rows)
+        inner = ops.linear_swiglu(x, gate.weight, up.weight, launch_rows=launch_rows, for_float8=in_float8(mlp.down))
     else:
         gated, raised = project_stack(ops, (gate, up), x, launch_rows=launch_rows)
         inner = ops.swiglu(total_of(gated), total_of(raised))

@@ -10,6 +10,7 @@
                     r elements, c the rest of it, which is empty where r = d
     swiglu:         out = silu(gate) * up
     gate_heads:     out = x * sigmoid(gate)
+    float8_pair:    x = scale * (high + low / 16), parts of e4m3; norms make it, too, for products of eight bits
 
 | name                 | shape               | dtype, layout                                                    |
 |----------------------|---------------------|------------------------------------------------------------------|
@@ -30,11 +31,12 @@ one), sine and cosine, both terms of a rotation, silu(gate) and sigmoid(gate). T
 outputs closest to the original's. An angle is the fp32 product, as in the models; it is reduced to a quarter turn in
 fp64, so sine and cosine are good to fp32 at any position and need no local memory.
 
-`norms.py`, `rotary.py` and `gates.py` hold them, `values.py` what they share.
+`norms.py`, `rotary.py`, `gates.py` and `float8_pair.py` hold them, `values.py` what they share.
 """
 
+from eagle_triton.layers.float8_pair import float8_pair
 from eagle_triton.layers.gates import gate_heads, swiglu
 from eagle_triton.layers.norms import add, add_rms_norm, embed_rms_norm, rms_norm
 from eagle_triton.layers.rotary import rotary_append
 
-__all__ = ["add", "add_rms_norm", "embed_rms_norm", "gate_heads", "rms_norm", "rotary_append", "swiglu"]
+__all__ = ["add", "add_rms_norm", "embed_rms_norm", "float8_pair", "gate_heads", "rms_norm", "rotary_append", "swiglu"]

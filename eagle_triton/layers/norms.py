@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.layers.float8_pair import empty_pair, store_pair
 from eagle_triton.layers.values import contiguous_rows, load_sum, rounded
 from eagle_triton.reference.layers import check_add, check_embed_rms_norm, check_rms_norm
+from eagle_triton.runtime.float8_pair import Float8Pair, takes_pairs
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.runtime.split_sums import SplitSums
@@ -51,7 +55,9 @@ def norm_row(
     SPLITS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
 ):
-    """RMSNorm of one row, whose pointers are given. Without `weight_ptr` the row is only summed and rounded."""
+    """RMSNorm of one row, whose pointers are given. Without `weight_ptr` the row is only summed and rounded.
+
+    Returns what it stores, [1, BLOCK]."""
     offs = tl.arange(0, BLOCK)[None, :]
     mask = offs < size
     kind = out_ptr.dtype.element_ty
@@ -65,10 +71,12 @@ def norm_row(
     if weight_ptr is not None:
         normed = before_weight(normalise(x, eps, size), kind, ZERO_CENTRED)
         x = normed * load_weight(weight_ptr + offs, mask, ZERO_CENTRED)
-    tl.store(out_ptr + offs, x.to(kind), mask=mask)
+    x = x.to(kind)
+    tl.store(out_ptr + offs, x, mask=mask)
+    return x
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens_ptr"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["tokens_ptr"])
 def _rms_norm_kernel(
     x_ptr,
     tokens_ptr,
@@ -76,6 +84,9 @@ def _rms_norm_kernel(
     residual_ptr,
     out_ptr,
     total_ptr,
+    parts_ptr,
+    scale_ptr,
+    rows,
     stride_xs,
     stride_xm,
     stride_rm,
@@ -87,7 +98,7 @@ def _rms_norm_kernel(
     ZERO_CENTRED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (rows,): one program per row, of x's row `row`, or that of its token."""
+    """Grid (rows,): one program per row, of x's row `row`, or that of its token. Its pair, too, if there is room."""
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     source = row
@@ -97,7 +108,7 @@ def _rms_norm_kernel(
         residual_ptr += row * stride_rm
     if total_ptr is not None:
         total_ptr += row * stride_tm
-    norm_row(
+    out = norm_row(
         x_ptr + source * stride_xm,
         weight_ptr,
         residual_ptr,
@@ -110,6 +121,10 @@ def _rms_norm_kernel(
         SPLITS,
         ZERO_CENTRED,
     )
+    if parts_ptr is not None:
+        WIDTH: tl.constexpr = min(BLOCK, 128)
+        wide = tl.where(tl.arange(0, BLOCK)[None, :] < size, out.to(tl.float32), 0.0)
+        store_pair(tl.reshape(wide, (BLOCK // WIDTH, WIDTH)), 0, parts_ptr, scale_ptr, row, rows, size)
 
 
 def norm_warps(block: int, in_draft_pass: bool = False) -> int:
@@ -117,17 +132,53 @@ def norm_warps(block: int, in_draft_pass: bool = False) -> int:
     return DRAFT_WARPS if in_draft_pass else min(max(block // 512, 1), 16)
 
 
+@overload
 def rms_norm(
-    x: Tensor | SplitSums, weight: Tensor, eps: float, *, zero_centred: bool = False, in_draft_pass: bool = False
-) -> Tensor:
+    x: Tensor | SplitSums,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centred: bool = False,
+    in_draft_pass: bool = False,
+    for_float8: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor | SplitSums,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centred: bool = False,
+    in_draft_pass: bool = False,
+    for_float8: bool,
+) -> Tensor | Float8Pair: ...
+
+
+def rms_norm(
+    x: Tensor | SplitSums,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centred: bool = False,
+    in_draft_pass: bool = False,
+    for_float8: bool = False,
+) -> Tensor | Float8Pair:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension. x [..., H], weight [H].
 
-    `zero_centred`: 1 + weight stands for the weight. With `in_draft_pass` the bits are the megakernel's.
+    `zero_centred`: 1 + weight stands for the weight. With `in_draft_pass` the bits are the megakernel's. `for_float8`:
+    its readers are products with weights of eight bits, which take a Float8Pair where that is of use to them.
     """
     check_rms_norm("rms_norm", x, weight)
     out = weight.new_empty(x.shape)
-    _launch_norm(x, weight.contiguous(), eps, None, out, None, zero_centred, in_draft_pass)
-    return out
+    pair = _pair_for(out, for_float8)
+    _launch_norm(x, weight.contiguous(), eps, None, out, None, zero_centred, in_draft_pass, pair=pair)
+    return out if pair is None else pair
+
+
+def _pair_for(out: Tensor, for_float8: bool) -> Float8Pair | None:
+    return empty_pair(out.shape, out) if for_float8 and takes_pairs(out) else None
 
 
 def embed_rms_norm(
@@ -139,19 +190,21 @@ def embed_rms_norm(
     zero_centred: bool = False,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    for_float8: bool = False,
+) -> tuple[Tensor | Float8Pair, Tensor]:
     """(rms_norm(x), x) of x = embedding[max(tokens, 0)], [..., H] each, in one pass.
 
     tokens [...] int64 below V, which is not noticed; embedding [V, H], weight [H]. `total` [..., H], whose rows may be
-    strided: where x is written. `zero_centred`, `in_draft_pass`: see rms_norm.
+    strided: where x is written. `zero_centred`, `in_draft_pass`, `for_float8`: see rms_norm.
     """
     check_embed_rms_norm(tokens, embedding, weight, total)
     if embedding.stride(1) != 1:
         raise ValueError(f"embed_rms_norm: the embedding's rows must be contiguous, got strides {embedding.stride()}")
     shape = (*tokens.shape, embedding.shape[1])
     out, total = weight.new_empty(shape), weight.new_empty(shape) if total is None else total
-    _launch_norm(embedding, weight.contiguous(), eps, None, out, total, zero_centred, in_draft_pass, tokens)
-    return out, total
+    pair = _pair_for(out, for_float8)
+    _launch_norm(embedding, weight.contiguous(), eps, None, out, total, zero_centred, in_draft_pass, tokens, pair)
+    return (out if pair is None else pair), total
 
 
 def add_rms_norm(
@@ -163,16 +216,18 @@ def add_rms_norm(
     zero_centred: bool = False,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    for_float8: bool = False,
+) -> tuple[Tensor | Float8Pair, Tensor]:
     """(rms_norm(x + residual), x + residual), [..., H] each, in one pass. x, residual [..., H], weight [H].
 
     `total` [..., H], whose rows may be strided: where the sum is written. `zero_centred`: 1 + weight stands for the
-    weight. With `in_draft_pass` the bits are the megakernel's.
+    weight. With `in_draft_pass` the bits are the megakernel's. `for_float8`: see rms_norm.
     """
     check_rms_norm("add_rms_norm", x, weight, residual, total)
     out, total = weight.new_empty(x.shape), weight.new_empty(x.shape) if total is None else total
-    _launch_norm(x, weight.contiguous(), eps, residual, out, total, zero_centred, in_draft_pass)
-    return out, total
+    pair = _pair_for(out, for_float8)
+    _launch_norm(x, weight.contiguous(), eps, residual, out, total, zero_centred, in_draft_pass, pair=pair)
+    return (out if pair is None else pair), total
 
 
 def add(x: Tensor | SplitSums, residual: Tensor | None = None) -> Tensor:
@@ -195,8 +250,9 @@ def _launch_norm(
     zero_centred: bool = False,
     in_draft_pass: bool = False,
     tokens: Tensor | None = None,
+    pair: Float8Pair | None = None,
 ) -> None:
-    """One program for each row of `out`, which is contiguous, or of x that a token names."""
+    """One program for each row of `out`, which is contiguous, or of x that a token names. `pair`: of `out`, too."""
     if not out.numel():
         return
     size, count = out.shape[-1], out.shape[:-1].numel()
@@ -215,6 +271,9 @@ def _launch_norm(
         residual,
         out,
         total,
+        None if pair is None else pair.parts,
+        None if pair is None else pair.scale,
+        count,
         stride_split,
         rows.stride(-2),
         0 if residual is None else residual.stride(0),

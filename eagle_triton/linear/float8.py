@@ -1,10 +1,11 @@
 """Products with weights of eight bits and their scales (Float8Weight), which are converted as they are read.
 
-Nothing of x is lost: a weight becomes a number of 16 bits before it is multiplied, exactly, sums are fp32, and so are
-scales, which stay out of the products. On Hopper the kernels of `streamed_float8.py` make them, elsewhere the one of
-this file, which converts by shifts and so needs no device that knows e4m3. More than MOST_STREAMED rows of 16 bits are
-cuBLAS's, with a copy of the weight in 16 bits that lives as long as the product: rounded once more. `products.py` takes
-the calls.
+Nothing of x is lost that bf16 would keep, and scales are fp32 and stay out of the products. On Hopper, up to 64 rows of
+bf16 become pairs of e4m3 numbers (Float8Pair), which the tensor cores multiply with the weights as they lie
+(`paired_float8.py`); other rows are multiplied with weights that have become numbers of 16 bits, exactly
+(`streamed_float8.py`). Elsewhere the kernel of this file makes them, which converts by shifts and so needs no device
+that knows e4m3. More than MOST_CONVERTED rows of 16 bits are cuBLAS's, with a copy of the weight in 16 bits that lives
+as long as the product: rounded once more. `products.py` takes the calls.
 
 | name   | shape                           | dtype, layout                                                 |
 |--------|---------------------------------|---------------------------------------------------------------|
@@ -27,8 +28,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.layers import swiglu
+from eagle_triton.layers import float8_pair, swiglu
+from eagle_triton.layers.float8_pair import empty_pair
 from eagle_triton.linear.settings import MOST_STREAMED, STACKED, compute_capability, gluon_module, has_descriptors
+from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs, whole_of
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.split_sums import SplitSums, total_of
@@ -37,7 +40,6 @@ if TYPE_CHECKING:  # Gluon's
     from eagle_triton.linear.streamed import Streaming
 
 MOST_CONVERTED = 2048  # rows of a product that Hopper's kernels make
-_FUSED_ROWS = 64  # with SwiGLU: the sums of more would not fit the registers
 _PROGRAMS = 112  # enough of them to load every multiprocessor
 _BIASES = tl.constexpr(2.0**120)  # what lies between the exponents' biases of e4m3 and fp32
 
@@ -176,7 +178,7 @@ def dequantise(weight: Float8Weight, dtype: torch.dtype) -> Tensor:
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | Float8Pair,
     weight: Float8Weight,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
@@ -190,7 +192,7 @@ def linear(
 
 
 def linear_stack(
-    x: Tensor,
+    x: Tensor | Float8Pair,
     weights: Sequence[Float8Weight],
     biases: Sequence[Tensor | None],
     *,
@@ -198,12 +200,13 @@ def linear_stack(
     settings: Streaming | None = None,
 ) -> tuple[Tensor | SplitSums, ...]:
     """Products of the same rows, as products.linear_stack, which has checked all; on Hopper four to a launch."""
-    matrix, lead = contiguous_rows(x), x.shape[:-1]
-    _check_settings(matrix, weights, settings, keep_splits)
+    lead = x.shape[:-1]
+    rows = _rows(x, weights)
+    _check_settings(rows, weights, settings, keep_splits)
     outs: list[Tensor | SplitSums] = []
-    for some, some_biases in _launches(matrix, weights, biases, settings):
+    for some, some_biases in _launches(rows, weights, biases):
         cols = [len(weight) for weight in some]
-        out = _multiply(matrix, some, some_biases, cols, keep_splits, settings)
+        out = _multiply(rows, some, some_biases, cols, keep_splits, settings)
         parts = zip(out.split(cols, dim=-1), cols, strict=True)
         if out.dim() == 3:
             outs += [SplitSums(sums.view(len(sums), *lead, n), x.dtype) for sums, n in parts]
@@ -212,33 +215,48 @@ def linear_stack(
     return tuple(outs)
 
 
-def linear_swiglu(x: Tensor, gate: Float8Weight, up: Float8Weight, *, settings: Streaming | None = None) -> Tensor:
+def linear_swiglu(
+    x: Tensor | Float8Pair,
+    gate: Float8Weight,
+    up: Float8Weight,
+    *,
+    for_float8: bool = False,
+    settings: Streaming | None = None,
+) -> Tensor | Float8Pair:
     """silu(x @ gate.T) * (x @ up.T), as products.linear_swiglu, which has checked all."""
-    matrix = contiguous_rows(x)
-    _check_settings(matrix, (gate, up), settings, True)
-    streamed = _streamed_for(matrix, (gate, up))
-    if streamed is None or (len(matrix) > _FUSED_ROWS and settings is None):
-        gated, raised = linear_stack(x, (gate, up), (None, None))
+    rows, cols = _rows(x, (gate, up)), len(gate)
+    _check_settings(rows, (gate, up), settings, True)
+    if isinstance(rows, Tensor):
+        gated, raised = linear_stack(x, (gate, up), (None, None), settings=settings)
         return swiglu(total_of(gated), total_of(raised))
-    out = x.new_empty(len(matrix), len(gate))
+    paired = _paired()
+    settings = settings or paired.settings_for(rows.rows, (cols, cols), x.shape[-1], True)
+    out = torch.empty(*x.shape[:-1], cols, dtype=x.dtype, device=x.device)
+    pair = empty_pair(out.shape, out) if for_float8 and takes_pairs(out) and settings.block_n == GROUP else None
     if out.numel():
-        settings = settings or streamed.settings_for(len(matrix), _cols((gate, up)), x.shape[-1], True, gate.in_blocks)
-        streamed.linear_swiglu(matrix, gate, up, out, settings)
-    return out.view(*x.shape[:-1], len(gate))
+        paired.linear_swiglu(rows, gate, up, out if pair is None else pair, settings)
+    return out if pair is None else pair
+
+
+def _rows(x: Tensor | Float8Pair, weights: Sequence[Float8Weight]) -> Tensor | Float8Pair:
+    """What the kernel for these weights reads of x: [rows, K], or a pair."""
+    paired = _can_be_streamed(weights) and (isinstance(x, Float8Pair) or takes_pairs(x)) and _paired() is not None
+    if not paired:
+        return contiguous_rows(whole_of(x))
+    return x if isinstance(x, Float8Pair) else float8_pair(x)
 
 
 def _launches(
-    matrix: Tensor, weights: Sequence[Float8Weight], biases: Sequence[Tensor | None], settings: Streaming | None
+    rows: Tensor | Float8Pair, weights: Sequence[Float8Weight], biases: Sequence[Tensor | None]
 ) -> list[tuple[list[Float8Weight], list[Tensor | None]]]:
     """Weights and biases of each launch: four on Hopper, if all have the same kind of scale, else one."""
-    if _is_wide(matrix, weights):
-        return [([weight], [bias]) for weight, bias in zip(weights, biases, strict=True)]
-    some = STACKED if _streamed_for(matrix, weights) is not None else 1
+    several = isinstance(rows, Float8Pair) or (not _is_wide(rows, weights) and _streamed_for(rows, weights) is not None)
+    some = STACKED if several else 1
     return [(list(weights[i : i + some]), list(biases[i : i + some])) for i in range(0, len(weights), some)]
 
 
 def _multiply(
-    matrix: Tensor,
+    rows: Tensor | Float8Pair,
     weights: list[Float8Weight],
     biases: list[Tensor | None],
     cols: list[int],
@@ -246,33 +264,41 @@ def _multiply(
     settings: Streaming | None,
 ) -> Tensor:
     """One launch: [rows, N of all weights], or fp32 [splits, rows, N of all weights]."""
-    rows, depth = matrix.shape
-    if _is_wide(matrix, weights):
-        return F.linear(matrix, dequantise(weights[0], matrix.dtype), biases[0])
-    streamed = _streamed_for(matrix, weights)
-    if streamed is None:
-        portable = portable_settings(rows, len(weights[0]), depth, keep_splits)
-        out = _room(matrix, cols, portable.splits)
-        if out.numel():
-            _launch_portable(matrix, weights[0], biases[0], out, portable)
-        return out
-    settings = settings or streamed.settings_for(rows, tuple(cols), depth, False, weights[0].in_blocks)
+    count, depth = rows.shape[:-1].numel(), rows.shape[-1]
+    if isinstance(rows, Float8Pair):
+        module = _paired()
+        settings = settings or module.settings_for(count, tuple(cols), depth, False)
+    elif _is_wide(rows, weights):
+        return F.linear(rows, dequantise(weights[0], rows.dtype), biases[0])
+    else:
+        module = _streamed_for(rows, weights)
+        if module is None:
+            portable = portable_settings(count, len(weights[0]), depth, keep_splits)
+            out = _room(rows, cols, portable.splits)
+            if out.numel():
+                _launch_portable(rows, weights[0], biases[0], out, portable)
+            return out
+        settings = settings or module.settings_for(count, tuple(cols), depth, weights[0].in_blocks)
     if not keep_splits:
         settings = settings._replace(splits=1)
-    out = _room(matrix, cols, settings.splits)
-    if len(weights) == 2:  # the kernel knows one, three or four
+    out = _room(rows, cols, settings.splits)
+    if len(weights) == 2:  # the kernels know one, three or four
         weights, biases, cols = [*weights, weights[1]], [*biases, biases[1]], [*cols, 0]
     if any(bias is not None for bias in biases):
-        biases = [matrix.new_zeros(n) if b is None else b.contiguous() for n, b in zip(cols, biases, strict=True)]
+        biases = [
+            out.new_zeros(n, dtype=rows.dtype) if b is None else b.contiguous()
+            for n, b in zip(cols, biases, strict=True)
+        ]
     if out.numel():
-        streamed.linear(matrix, weights, cols, biases, out, settings)
+        module.linear(rows, weights, cols, biases, out, settings)
     return out
 
 
-def _room(matrix: Tensor, cols: list[int], splits: int) -> Tensor:
+def _room(rows: Tensor | Float8Pair, cols: list[int], splits: int) -> Tensor:
+    count = rows.shape[:-1].numel()
     if splits > 1:
-        return matrix.new_empty(splits, len(matrix), sum(cols), dtype=torch.float32)
-    return matrix.new_empty(len(matrix), sum(cols))
+        return torch.empty(splits, count, sum(cols), dtype=torch.float32, device=rows.device)
+    return torch.empty(count, sum(cols), dtype=rows.dtype, device=rows.device)
 
 
 def portable_settings(rows: int, cols: int, depth: int, keep_splits: bool) -> Portable:
@@ -326,32 +352,41 @@ def _is_wide(matrix: Tensor, weights: Sequence[Float8Weight]) -> bool:
 
 
 def _check_settings(
-    matrix: Tensor, weights: Sequence[Float8Weight], settings: Streaming | None, keep_splits: bool
+    rows: Tensor | Float8Pair, weights: Sequence[Float8Weight], settings: Streaming | None, keep_splits: bool
 ) -> None:
     """Raise ValueError for settings that are asked for and could not be kept to."""
     if settings is None:
         return
     if settings.splits > 1 and not keep_splits:
         raise ValueError("streamed products leave split sums to the reader (keep_splits)")
-    steps = triton.cdiv(matrix.shape[1], settings.block_k)
+    steps = triton.cdiv(rows.shape[-1], settings.block_k)
     if (settings.splits - 1) * triton.cdiv(steps, settings.splits) >= steps:
         raise ValueError(f"{settings.splits} splits of {steps} steps would leave some without any")
-    known = settings.block_k in (BLOCK // 2, BLOCK)
-    if not known or _is_wide(matrix, weights) or _streamed_for(matrix, weights) is None:
+    if isinstance(rows, Float8Pair):
+        known = settings.block_k == BLOCK
+    else:
+        known = settings.block_k in (BLOCK // 2, BLOCK)
+        known &= not _is_wide(rows, weights) and _streamed_for(rows, weights) is not None
+    if not known:
         raise ValueError(
             f"products with weights of eight bits are streamed in steps of {BLOCK // 2} or {BLOCK} on a Hopper GPU, "
             f"with x of 16 bits, rows aligned to 16 bytes, at most {MOST_CONVERTED} of them, and scales of one kind, "
-            f"got {settings} for {matrix.dtype} {tuple(matrix.shape)}"
+            f"got {settings} for {rows.dtype} {tuple(rows.shape)}"
         )
 
 
 def _streamed_for(matrix: Tensor, weights: Sequence[Float8Weight]) -> Any:
     """The module streamed_float8.py if its kernels can take these, else None."""
-    alike = len({_kind_of_scale(weight) for weight in weights}) == 1 and matrix.shape[1] % 2 == 0
-    sixteen = all(weight.values.data_ptr() % 16 == 0 and weight.values.stride(0) % 16 == 0 for weight in weights)
-    if not (alike and sixteen and compute_capability(matrix.device) == (9, 0) and has_descriptors([matrix])):
+    hopper = compute_capability(matrix.device) == (9, 0) and has_descriptors([matrix])
+    if not (hopper and matrix.shape[1] % 2 == 0 and _can_be_streamed(weights)):
         return None
     return _streamed()
+
+
+def _can_be_streamed(weights: Sequence[Float8Weight]) -> bool:
+    """Whether descriptors can stand for these weights, and one launch can have all."""
+    alike = len({_kind_of_scale(weight) for weight in weights}) == 1
+    return alike and all(weight.values.data_ptr() % 16 == 0 and weight.values.stride(0) % 16 == 0 for weight in weights)
 
 
 def _kind_of_scale(weight: Float8Weight) -> tuple[bool, torch.dtype, int]:
@@ -365,11 +400,12 @@ def _streamed() -> Any:
     return gluon_module("streamed_float8")
 
 
+@functools.cache
+def _paired() -> Any:
+    return gluon_module("paired_float8")
+
+
 def contiguous_rows(x: Tensor) -> Tensor:
     """x as [rows, K], whose rows are contiguous: copied only where they are not."""
     x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
-
-
-def _cols(weights: Sequence[Float8Weight]) -> tuple[int, ...]:
-    return tuple(len(weight) for weight in weights)

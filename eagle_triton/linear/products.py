@@ -23,6 +23,7 @@ from eagle_triton.linear.settings import (
     launch_settings,
 )
 from eagle_triton.reference.linear import check_product
+from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:  # Gluon's
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | Float8Pair,
     weight: Tensor | Float8Weight,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
@@ -50,6 +51,7 @@ def linear(
     check_product("linear", x, (weight,), (bias,), residual, keep_splits=keep_splits)
     if isinstance(weight, Float8Weight):
         return float8.linear(x, weight, bias, residual, keep_splits=keep_splits, settings=_of_float8(settings))
+    x = whole_of(x)
     settings = settings or _choose(x, (weight,), launch_rows, keep_splits, residual)
     if settings is None:
         out = F.linear(x, weight, bias)
@@ -58,7 +60,7 @@ def linear(
 
 
 def linear_stack(
-    x: Tensor,
+    x: Tensor | Float8Pair,
     weights: Sequence[Tensor | Float8Weight],
     biases: Sequence[Tensor | None],
     *,
@@ -78,7 +80,7 @@ def linear_stack(
         _refuse_mixed(settings)
         options: dict[str, Any] = {"keep_splits": keep_splits, "launch_rows": launch_rows}
         return tuple(linear(x, weight, bias, **options) for weight, bias in zip(weights, biases, strict=True))
-    plain = [weight for weight in weights if isinstance(weight, Tensor)]
+    x, plain = whole_of(x), [weight for weight in weights if isinstance(weight, Tensor)]
     settings = settings or _choose(x, plain, launch_rows, keep_splits)
     if settings is None:
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(plain, biases, strict=True))
@@ -104,20 +106,25 @@ def linear_stack(
 
 
 def linear_swiglu(
-    x: Tensor,
+    x: Tensor | Float8Pair,
     gate: Tensor | Float8Weight,
     up: Tensor | Float8Weight,
     *,
     launch_rows: int | None = None,
+    for_float8: bool = False,
     settings: Settings | Streaming | None = None,
-) -> Tensor:
-    """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I]."""
+) -> Tensor | Float8Pair:
+    """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I].
+
+    `for_float8`: its reader is a product with weights of eight bits: see layers.rms_norm.
+    """
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
     if isinstance(gate, Float8Weight) and isinstance(up, Float8Weight):
-        return float8.linear_swiglu(x, gate, up, settings=_of_float8(settings))
+        return float8.linear_swiglu(x, gate, up, for_float8=for_float8, settings=_of_float8(settings))
     if isinstance(gate, Float8Weight) or isinstance(up, Float8Weight):
         _refuse_mixed(settings)
         return swiglu(total_of(linear(x, gate)), total_of(linear(x, up)))
+    x = whole_of(x)
     settings = settings or _choose(x, (gate, up), launch_rows, fused=True)
     if settings is None:
         return swiglu(F.linear(x, gate), F.linear(x, up))

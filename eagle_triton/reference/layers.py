@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
 from eagle_triton.reference.attention import check_table
 from eagle_triton.reference.kv_cache import write_rows
+from eagle_triton.runtime.float8_pair import GROUP, LOW, Float8Pair
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 
+@overload
 def rms_norm(
-    x: Tensor | SplitSums, weight: Tensor, eps: float, *, zero_centred: bool = False, in_draft_pass: bool = False
-) -> Tensor:
+    x: Tensor | SplitSums,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centred: bool = False,
+    in_draft_pass: bool = False,
+    for_float8: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor | SplitSums,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centred: bool = False,
+    in_draft_pass: bool = False,
+    for_float8: bool,
+) -> Tensor | Float8Pair: ...
+
+
+def rms_norm(
+    x: Tensor | SplitSums,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centred: bool = False,
+    in_draft_pass: bool = False,
+    for_float8: bool = False,
+) -> Tensor | Float8Pair:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension (Zhang & Sennrich 2019), statistics in fp32.
 
     x [..., H], weight [H]. Rounded as Hugging Face models do: the normalised value to x's dtype before the weight; with
-    `zero_centred`, where 1 + weight stands for the weight (Gemma, Qwen3.5), only their product. `in_draft_pass` matters
-    to the kernel alone.
+    `zero_centred`, where 1 + weight stands for the weight (Gemma, Qwen3.5), only their product. `in_draft_pass` and
+    `for_float8` matter to the kernel alone.
     """
     check_rms_norm("rms_norm", x, weight)
     x = total_of(x)
@@ -37,7 +70,8 @@ def embed_rms_norm(
     zero_centred: bool = False,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    for_float8: bool = False,
+) -> tuple[Tensor | Float8Pair, Tensor]:
     """(rms_norm(x), x) of x = embedding[max(tokens, 0)], [..., H] each. tokens [...] int64, embedding [V, H], weight
     [H]. `total` [..., H]: where x is written."""
     check_embed_rms_norm(tokens, embedding, weight, total)
@@ -54,7 +88,8 @@ def add_rms_norm(
     zero_centred: bool = False,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    for_float8: bool = False,
+) -> tuple[Tensor | Float8Pair, Tensor]:
     """(rms_norm(x + residual), x + residual), [..., H] each. x, residual [..., H], weight [H]. `total` [..., H]: where
     the sum is written."""
     check_rms_norm("add_rms_norm", x, weight, residual, total)
@@ -67,6 +102,29 @@ def add(x: Tensor | SplitSums, residual: Tensor | None = None) -> Tensor:
     check_add(x, residual)
     x = total_of(x)
     return x if residual is None else x + residual
+
+
+def float8_pair(x: Tensor) -> Float8Pair:
+    """x [..., K] bf16 as a pair of e4m3 numbers for each, and a power of two for 128 columns of a row."""
+    check_float8_pair(x)
+    rows, size = x.shape[:-1].numel(), x.shape[-1]
+    wide = torch.nn.functional.pad(x.reshape(rows, size).float(), (0, -size % GROUP)).view(rows, -1, GROUP)
+    largest = wide.abs().amax(-1, keepdim=True) if size else wide.new_zeros(rows, 0, 1)
+    exponent = torch.frexp(largest).exponent.float() - 8  # of the scale: the largest becomes [128, 256)
+    exponent = torch.where(largest > 0, exponent, torch.zeros_like(exponent)).clamp(-126, 120)
+    scale = torch.exp2(exponent)
+    wide = wide / scale
+    high = wide.to(torch.float8_e4m3fn)
+    low = ((wide - high.float()) * LOW).to(torch.float8_e4m3fn)
+    scale = torch.where(largest.isfinite(), scale, torch.full_like(scale, torch.nan))
+    parts = torch.stack([part.view(torch.uint8).flatten(1)[:, :size] for part in (high, low)])
+    return Float8Pair(parts.view(torch.float8_e4m3fn), scale[..., 0].T.contiguous(), x.shape, x.dtype)
+
+
+def check_float8_pair(x: Tensor) -> None:
+    """Raise ValueError unless x can be a pair."""
+    if x.dtype != torch.bfloat16 or x.dim() < 1:
+        raise ValueError(f"float8_pair: x must be bfloat16 [..., K], got {x.dtype} {tuple(x.shape)}")
 
 
 def rotary_append(

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.split_sums import SplitSums
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | Float8Pair,
     weight: Tensor | Float8Weight,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
@@ -35,7 +36,7 @@ def linear(
 
 
 def linear_stack(
-    x: Tensor,
+    x: Tensor | Float8Pair,
     weights: Sequence[Tensor | Float8Weight],
     biases: Sequence[Tensor | None],
     *,
@@ -48,14 +49,21 @@ def linear_stack(
 
 
 def linear_swiglu(
-    x: Tensor, gate: Tensor | Float8Weight, up: Tensor | Float8Weight, *, launch_rows: int | None = None
-) -> Tensor:
-    """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I]."""
+    x: Tensor | Float8Pair,
+    gate: Tensor | Float8Weight,
+    up: Tensor | Float8Weight,
+    *,
+    launch_rows: int | None = None,
+    for_float8: bool = False,
+) -> Tensor | Float8Pair:
+    """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I]. `launch_rows` and `for_float8`
+    matter to the kernel alone."""
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
     return F.silu(_product(x, gate)) * _product(x, up)
 
 
-def _product(x: Tensor, weight: Tensor | Float8Weight, bias: Tensor | None = None) -> Tensor:
+def _product(x: Tensor | Float8Pair, weight: Tensor | Float8Weight, bias: Tensor | None = None) -> Tensor:
+    x = whole_of(x)
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
     wide = None if bias is None else bias.float()
@@ -64,7 +72,7 @@ def _product(x: Tensor, weight: Tensor | Float8Weight, bias: Tensor | None = Non
 
 def check_product(
     name: str,
-    x: Tensor,
+    x: Tensor | Float8Pair,
     weights: Sequence[Tensor | Float8Weight],
     biases: Sequence[Tensor | None],
     residual: Tensor | None,
@@ -76,7 +84,7 @@ def check_product(
         raise ValueError(f"{name}: a keep_splits product takes no residual: its reader adds one")
     if not weights or len(weights) != len(biases):
         raise ValueError(f"{name}: expected one bias or None per weight, got {len(weights)} and {len(biases)}")
-    if x.dim() < 1 or not x.is_floating_point():
+    if len(x.shape) < 1 or not x.dtype.is_floating_point:
         raise ValueError(f"{name}: x must be floating point [..., K], got {x.dtype} {tuple(x.shape)}")
     operands: list[Tensor] = []
     for weight, bias in zip(weights, biases, strict=True):

@@ -1,6 +1,7 @@
 """Production settings of rms_norm, rotary_append, swiglu and gate_heads: 8b and 1b shapes, whole and partial products;
 those of Qwen3.5 and Qwen3-Next, zero-centred norms and a quarter of each head rotated."""
 
+from eagle_triton.layers.float8_pair import _BLOCK, _float8_pair_kernel
 from eagle_triton.layers.gates import _gate_heads_kernel, _swiglu_kernel
 from eagle_triton.layers.norms import _rms_norm_kernel, norm_warps
 from eagle_triton.layers.rotary import _rotary_append_kernel
@@ -23,7 +24,8 @@ _ALIGNED = (
     "stride_ct",
 )
 _NO_TABLE = {"table_ptr": None, "PAGE": 0}  # fmt: skip
-_NO_TOKENS = {"tokens_ptr": None}
+_NO_TOKENS = {"tokens_ptr": None, "parts_ptr": None, "scale_ptr": None}
+_PAIR = {"parts_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
 
 
 def _case(name, kernel, values, absent=(), warps=1, dtype="bf16", **types):
@@ -51,11 +53,18 @@ for _size in (4096, 2048):
         _values |= {"ZERO_CENTRED": True}
         _label = f"{_label} zero-centred"
         CASES.append(_case(_label, _rms_norm_kernel, _values, (), norm_warps(_size), **_types))
+    _values = {"size": _size, "BLOCK": _size, "SPLITS": 4, "ZERO_CENTRED": False, "tokens_ptr": None}
+    _types = {"eps": "fp32", "x_ptr": "*fp32", **_PAIR}
+    _pair = _case(f"rms_norm {_size} with its pair", _rms_norm_kernel, _values, (), norm_warps(_size), **_types)
+    CASES.append((*_pair[:4], {**_pair[4], "targets": ("sm_90",)}))
     _values = {"size": _size, "BLOCK": _size, "SPLITS": 1, "ZERO_CENTRED": False}
+    _values |= {"parts_ptr": None, "scale_ptr": None}
     _types = {"eps": "fp32", "tokens_ptr": "*i64"}
     CASES.append(
         _case(f"embed_rms_norm {_size}", _rms_norm_kernel, _values, ("residual_ptr",), norm_warps(_size), **_types)
     )
+_pair = _case("float8_pair", _float8_pair_kernel, {"BLOCK": _BLOCK}, (), _BLOCK // 512, PDL="i32", **_PAIR)
+CASES.append((*_pair[:4], {**_pair[4], "targets": ("sm_90",), "aligned": (*_ALIGNED, "size")}))
 for _dim in (128, 64):
     for _splits in (1, 2):
         for _norms in ((), ("q_norm_ptr", "k_norm_ptr")):

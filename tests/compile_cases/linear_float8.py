@@ -1,9 +1,11 @@
 """Production settings of the products with weights of eight bits: 8b and 1b shapes, and the portable kernel."""
 
+from eagle_triton.linear import paired_float8 as paired
 from eagle_triton.linear import streamed_float8 as streamed
 from eagle_triton.linear.float8 import _dequantise_kernel, _linear_kernel, portable_settings
 from eagle_triton.linear.settings import tiles_of
 from eagle_triton.linear.streamed import TILE_LAYOUT
+from eagle_triton.runtime.float8_pair import MOST_ROWS
 from eagle_triton.runtime.launch import EXACT
 
 _ALIGNED = ("depth", "cols0", "cols1", "cols2", "cols3", "cols", "stride_om", "stride_xm", "stride_wn")
@@ -11,42 +13,52 @@ _ALIGNED = ("depth", "cols0", "cols1", "cols2", "cols3", "cols", "stride_om", "s
 
 def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, in_blocks: bool, dtype: str = "bf16") -> tuple:
     """cols: of each weight; two are gate and up, of few rows with SwiGLU."""
-    fused = len(cols) == 2 and rows <= 64
-    weights = 0 if fused else 1 if len(cols) == 1 else 3
-    use = streamed.settings_for(rows, cols, depth, fused, in_blocks)
-    kernel = streamed.swiglu_kernel if fused else streamed.linear_kernel
-    block_m = streamed.block_m_of(rows)
-    programs = tiles_of(cols, use.block_n, fused) * use.splits
-    constexprs = {
-        "BLOCK_M": block_m,
-        "BLOCK_N": use.block_n,
-        "BLOCK_K": use.block_k,
-        "SPLITS": use.splits,
-        "IN_BLOCKS": in_blocks,
-        **({} if fused else {"OVERLAPPED": streamed.overlaps(rows, use.block_n, in_blocks)}),
-        "W_STAGES": use.w_stages,
-        "X_STAGES": use.x_stages,
-        "PREFETCH": streamed._prefetch_stages(use, 2 if fused else 1),
-    }
+    pairs = rows <= MOST_ROWS and dtype == "bf16"
+    fused = pairs and len(cols) == 2
+    weights = 1 if len(cols) == 1 else 3
+    if pairs:
+        use = paired.settings_for(rows, cols, depth, fused)
+        kernel = paired.swiglu_kernel if fused else paired.linear_kernel
+        block_m, programs = paired.block_m_of(rows), tiles_of(cols, use.block_n, fused) * use.splits
+        in_flight = 1 if fused else paired.in_flight_of(programs, 132)
+        constexprs = {
+            **({} if fused else {"SPLITS": use.splits, "IN_FLIGHT": in_flight}),
+            "STAGES": use.w_stages,
+            "PREFETCH": paired.prefetch_stages(use, 2 if fused else 1),
+        }
+        registers = paired.registers_of(use, block_m, in_flight, 4 if fused else 1)
+        height = min(block_m, paired._ROWS_OF_A_LOAD)
+        x, w = (f"tensordesc<fp8e4nv[{high}, 128],{paired.TILE_LAYOUT!r}>" for high in (height, use.block_n))
+    else:
+        use = streamed.settings_for(rows, cols, depth, in_blocks)
+        kernel, block_m, registers = streamed.linear_kernel, streamed.block_m_of(rows), streamed._REGISTERS
+        constexprs = {
+            "BLOCK_K": use.block_k,
+            "SPLITS": use.splits,
+            "W_STAGES": use.w_stages,
+            "X_STAGES": use.x_stages,
+            "PREFETCH": streamed._PREFETCH,
+        }
+        height = min(block_m, streamed._ROWS_OF_A_LOAD)
+        x = f"tensordesc<{dtype}[{height}, {use.block_k}],{TILE_LAYOUT!r}>"
+        w = f"tensordesc<i16[{use.block_n}, {use.block_k // 2}],{streamed._NARROW_LAYOUT!r}>"
+    constexprs |= {"BLOCK_M": block_m, "BLOCK_N": use.block_n, "IN_BLOCKS": in_blocks}
     absent = {f"w{i}_desc" for i in range(weights, 4)} | {f"scale{i}_ptr" for i in range(weights, 4)}
-    absent |= {f"bias{i}_ptr" for i in range(4)}
+    absent |= {f"bias{i}_ptr" for i in range(4)} | ({"out_ptr"} if fused else set())
     signature, given = {}, {}
     for argument in kernel.arg_names:
         if argument in constexprs or argument in absent:
             signature[argument], given[argument] = "constexpr", constexprs.get(argument)
-        elif argument == "x_desc":
-            height = min(block_m, streamed._ROWS_OF_A_LOAD) if rows > 64 else block_m
-            signature[argument] = f"tensordesc<{dtype}[{height}, {use.block_k}],{TILE_LAYOUT!r}>"
         elif argument.endswith("_desc"):
-            layout = TILE_LAYOUT if use.block_k == 128 else streamed._NARROW_LAYOUT
-            signature[argument] = f"tensordesc<i16[{use.block_n}, {use.block_k // 2}],{layout!r}>"
+            signature[argument] = x if argument == "x_desc" else w
         elif "scale" in argument:
             signature[argument] = "*fp32"
+        elif argument == "parts_ptr":
+            signature[argument] = "*fp8e4nv"
         elif argument == "out_ptr":
             signature[argument] = "*fp32" if use.splits > 1 else f"*{dtype}"
         else:
             signature[argument] = "i32"
-    registers = streamed._registers(use, streamed._together(use, 2 if fused else 1, block_m, programs, 132))
     options = {**EXACT, "num_warps": use.warps, "maxnreg": registers, "aligned": _ALIGNED, "targets": ("sm_90",)}
     return f"{name} {rows} rows{' in blocks' if in_blocks else ''} {dtype}", kernel, signature, given, options
 

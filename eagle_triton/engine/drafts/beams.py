@@ -23,6 +23,7 @@ from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.adaptive_length import EGAGConfig, GuideTensors
 from eagle_triton.reference.attention import pack_ancestors
+from eagle_triton.runtime.float8_pair import Float8Pair
 from eagle_triton.runtime.float8_weight import Float8Weight, rows_of
 from eagle_triton.runtime.split_sums import SplitSums
 
@@ -296,14 +297,16 @@ class BeamDraft(Draft):
         return self.forward(ops, self.inputs_of(ops, features, rows), None, tokens, caches, rows)
 
     def run_layers(
-        self, ops: Operations, normed: Tensor, x: Tensor, caches: LayerCaches, rows: Rows
+        self, ops: Operations, normed: Tensor | Float8Pair, x: Tensor, caches: LayerCaches, rows: Rows
     ) -> tuple[Tensor, Tensor]:
         """The layers one after another over x [B, n, H], `normed` as the first of them reads it, and the final norm.
         Returns as `forward`."""
         update = None
         for index, layer in enumerate(self.layers):
             if index:
-                normed, x = add_norm(ops, layer.input_norm, x, update, rows.in_draft_pass)
+                normed, x = add_norm(
+                    ops, layer.input_norm, x, update, rows.in_draft_pass, for_float8=layer.mixer.reads_float8
+                )
             x, update = decoder_layer(ops, layer, normed, x, caches.layer(index), rows)
         normed, hidden = add_norm(ops, self.norm, x, update, rows.in_draft_pass)
         return hidden, normed
