@@ -917,6 +917,10 @@ def test_wrong_arguments_are_one_sentence(line, capsys):
         ("port: [1]", "port must be one value, got [1]"),
         ("port: many", "--port must be a whole number from 0 to 65535, got 'many'"),
         ("config: x.yaml", "'config' is no option"),
+        ("prot:\nport: 99999", "'prot' is no option"),
+        ("model: [demo]", "model must be one value"),
+        ("port: 99999\nport: 99999", "'port' comes twice"),
+        ("max-queue: -1\nmax_queue: -1", "'max_queue' comes twice"),
     ],
 )
 def test_wrong_config_files_are_one_sentence(text, message, tmp_path, capsys):
@@ -925,6 +929,15 @@ def test_wrong_config_files_are_one_sentence(text, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         serve.main(["--config", str(file)])
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0123", "1_000", "0x1f", "1.50", "2026-11-24", "12:30", "'null'", '"true"'])
+def test_a_value_of_a_config_file_is_what_is_written_there(text, tmp_path):
+    """YAML reads 0123 as 83, and who brings the key 0123 would be refused."""
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"api-key: {text}\nserved-model-name: {text}\nmodel: demo\n")
+    args = serve._parse(serve._parser("serve"), ["--config", str(file)])
+    assert args.api_key == args.served_model_name == text.strip("'\"") and args.model == "demo"
 
 
 def test_what_is_not_installed_is_named(capsys, monkeypatch):
