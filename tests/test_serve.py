@@ -187,11 +187,14 @@ def test_chat_and_its_stream(client):
 def test_an_answer_is_sent_back_as_it_came(client):
     """What the client's own users do with each turn: they append the message that they got."""
     talk: list = [{"role": "user", "content": PROMPT}]
+
+    def answer():
+        return client.openai.chat.completions.create(model="demo", messages=talk, max_tokens=8, temperature=0)
+
     for whole in (False, True):  # as the client sends its own class, and with all fields that the class has
-        message = client.openai.chat.completions.create(model="demo", messages=talk, max_tokens=8).choices[0].message
+        message = answer().choices[0].message
         talk += [message.model_dump() if whole else message, {"role": "user", "content": "\ndef main():"}]
-    answer = client.openai.chat.completions.create(model="demo", messages=talk, max_tokens=8)
-    assert answer.usage.completion_tokens == 8
+    assert answer().usage.completion_tokens == 8
 
 
 def test_the_asynchronous_client(client, alone):
@@ -222,7 +225,10 @@ def test_defaults_are_those_of_the_endpoints(client):
     )
     assert answer.choices[0].text == same.choices[0].text and answer.usage.completion_tokens == 16
     messages = [{"role": "user", "content": PROMPT * 30}]
-    long = client.openai.chat.completions.create(model="demo", messages=messages, extra_body={"ignore_eos": True})
+    safe = {str(POISON): -100}  # which one of so many sampled tokens is, now and then
+    long = client.openai.chat.completions.create(
+        model="demo", messages=messages, logit_bias=safe, extra_body={"ignore_eos": True}
+    )
     assert long.usage.total_tokens == 512 and long.choices[0].finish_reason == "length"
 
 
