@@ -420,3 +420,22 @@ def test_parity_of_sampled_tokens_is_the_nucleus():
         check_parity(model, torch.cat((prompt, order[-1:])), 9, sampling)
     with pytest.raises(ValueError, match="no token was generated"):
         check_parity(model, prompt, 9, sampling)
+
+
+def test_the_help_of_a_mode_has_its_own_defaults(capsys):
+    for mode, absent, present in (("questions", "100", "128 tokens a turn"), ("generate", "128", "(default: 100)")):
+        with pytest.raises(SystemExit):
+            benchmark.main([mode, "--help"])
+        told = " ".join(capsys.readouterr().out.split())
+        assert f"default: {absent}" not in told and present in told
+
+
+def test_places_in_a_draft_are_whole_numbers(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **options: figures.append(figure))
+    row = dict(variant="suffix", temperature=0.0, category="all questions", tau=1.5, speedup=1.0)
+    plot(
+        Record("questions", dict.fromkeys(FACTS, "x"), {}, [row | {"synthetic_acceptance_rates": [0.5] * 2}], []),
+        tmp_path / "a.png",
+    )
+    assert all(tick == int(tick) for tick in figures[0].axes[2].get_xticks())

@@ -139,6 +139,8 @@ def test_drafts_are_accepted_and_counted_by_place(swept):
         rates = row["synthetic_acceptance_rates"]
         assert len(rates) in (0, row["num_speculative_tokens"]) and rates == sorted(rates, reverse=True)
         assert row["questions"] == 3 and row["tokens"] == 24
+    chains = {name: rows[name, 0.0]["num_speculative_tokens"] for name in ("head 4", "both 4", "both 60", "suffix")}
+    assert chains == {"head 4": 3, "both 4": 3, "both 60": 15, "suffix": 15}  # no more than there are nodes
     assert 1 + sum(head["synthetic_acceptance_rates"]) == pytest.approx(head["tau"], abs=0.3)
 
 

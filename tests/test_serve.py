@@ -184,6 +184,19 @@ def test_chat_and_its_stream(client):
     assert chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason == "length"
 
 
+def test_an_answer_is_sent_back_as_it_came(client):
+    """What the client's own users do with each turn: they append the message that they got."""
+    talk: list = [{"role": "user", "content": PROMPT}]
+
+    def answer():
+        return client.openai.chat.completions.create(model="demo", messages=talk, max_tokens=8, temperature=0)
+
+    for whole in (False, True):  # as the client sends its own class, and with all fields that the class has
+        message = answer().choices[0].message
+        talk += [message.model_dump() if whole else message, {"role": "user", "content": "\ndef main():"}]
+    assert answer().usage.completion_tokens == 8
+
+
 def test_the_asynchronous_client(client, alone):
     async def ask():
         options = dict(model="demo", prompt=PROMPT, max_tokens=12, temperature=0.8, seed=5)
@@ -212,7 +225,10 @@ def test_defaults_are_those_of_the_endpoints(client):
     )
     assert answer.choices[0].text == same.choices[0].text and answer.usage.completion_tokens == 16
     messages = [{"role": "user", "content": PROMPT * 30}]
-    long = client.openai.chat.completions.create(model="demo", messages=messages, extra_body={"ignore_eos": True})
+    safe = {str(POISON): -100}  # which one of so many sampled tokens is, now and then
+    long = client.openai.chat.completions.create(
+        model="demo", messages=messages, logit_bias=safe, extra_body={"ignore_eos": True}
+    )
     assert long.usage.total_tokens == 512 and long.choices[0].finish_reason == "length"
 
 
@@ -366,7 +382,7 @@ BAD = [
     ({"prompt": 5}, "prompt", "prompt must be a string"),
     ({"prompt": [1, -1]}, "prompt", "prompt must be"),
     ({"prompt": [1, True]}, "prompt", "prompt must be"),
-    ({"prompt": [99999]}, "prompt", "out of range"),
+    ({"prompt": [99999]}, "prompt", "prompt: token ids out of range"),
     ({"prompt": ["a", "b"]}, "prompt", "send a request for each"),
     ({"prompt": "x", "max_token": 5}, "max_token", "unknown field max_token, did you mean max_tokens"),
     ({"prompt": "x", "guided_json": {}}, "guided_json", "unknown field guided_json; the fields are"),
@@ -375,8 +391,8 @@ BAD = [
     ({"prompt": "x", "max_tokens": "5"}, "max_tokens", 'got "5"'),
     ({"prompt": "x", "max_tokens": 5.5}, "max_tokens", "got 5.5"),
     ({"prompt": "x", "max_tokens": True}, "max_tokens", "got true"),
-    ({"prompt": "x", "max_tokens": 512}, "prompt", "room for 512 tokens, and the prompt has 1 and 512 new ones"),
-    ({"prompt": "x " * 600}, "prompt", "room for 512 tokens, and the prompt has"),
+    ({"prompt": "x", "max_tokens": 512}, "prompt", "room for 512 tokens: the prompt has 1, and 512 new ones"),
+    ({"prompt": "x " * 600}, "prompt", "room for 512 tokens: the prompt has"),
     ({"prompt": "x", "min_tokens": -1}, "min_tokens", "min_tokens must be a whole number from 0 on"),
     ({"prompt": "x", "min_tokens": 17}, "min_tokens", "min_tokens must be at most max_tokens, 16, got 17"),
     ({"prompt": "x", "temperature": -1}, "temperature", "temperature must be a number from 0 on, got -1"),
@@ -419,7 +435,15 @@ BAD = [
     ({"messages": ["hello"]}, "messages", "a list of messages"),
     ({"messages": [{"role": "user"}]}, "messages.0.content", "messages.0.content is missing"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "one of system, developer, user, assistant"),
-    ({"messages": [{"role": "user", "content": "x", "name": "a"}]}, "messages.0.name", "unknown field"),
+    ({"messages": [{"role": "user", "content": ""}]}, "messages", "messages must give at least one token"),
+    ({"messages": [{"role": "user", "content": "x", "name": "a"}]}, "messages.0.name", "is not offered"),
+    ({"messages": [{"role": "user", "content": "x", "nam": "a"}]}, "messages.0.nam", "unknown field"),
+    ({"messages": [{"role": "user", "content": "x", "n": 1}]}, "messages.0.n", "unknown field"),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+        "messages.0.tool_calls",
+        "tools are not offered",
+    ),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", '"text"'),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0", "type and text"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0", "a part of type text"),
@@ -443,8 +467,9 @@ def test_what_makes_no_sense_is_refused_by_its_name(client, body, param, message
 
 def test_null_counts_as_absent_and_what_asks_for_nothing_is_taken(client):
     nothing = dict(
-        n=1, best_of=1, presence_penalty=0, frequency_penalty=0.0, echo=False, suffix=None, user=None, stop=None
-    )
+        n=1, best_of=1, presence_penalty=0, frequency_penalty=0.0, echo=False, suffix="", user=None, stop=None,
+        logprobs=False,
+    )  # fmt: skip
     body = {
         "prompt": PROMPT,
         "max_tokens": 2,
@@ -453,7 +478,8 @@ def test_null_counts_as_absent_and_what_asks_for_nothing_is_taken(client):
         "stream_options": None,
         **nothing,
     }
-    assert client.ask("/v1/completions", body)[0] == 200
+    status, _, answer = client.ask("/v1/completions", body)
+    assert status == 200 and answer["choices"][0]["logprobs"] is None
     chat = dict(tools=[], tool_choice="none", response_format={"type": "text"}, top_logprobs=0, logprobs=False)
     assert client.ask("/v1/chat/completions", {**CHAT, "max_tokens": 2, "max_completion_tokens": 2, **chat})[0] == 200
 
@@ -467,7 +493,7 @@ RAW = {
     "twice": (b'{"prompt": "x", "prompt": "y"}', 400, "prompt comes twice"),
     "deep": (b'{"prompt": ' + b"[" * 200_000, 400, "nested too deeply"),
     "deep and closed": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "nested too deeply"),
-    "long number": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400, "must be JSON"),
+    "long number": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400, "a number of too many digits"),
     "large": (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', 413, f"at most {MOST_BYTES} bytes"),
     "many names": (json.dumps({f"a{index}": 0 for index in range(200_000)}).encode(), 400, "unknown field"),
     "lone surrogate": (b'{"prompt": "\\ud800"}', 400, "surrogate"),
@@ -897,6 +923,10 @@ def test_wrong_arguments_are_one_sentence(line, capsys):
         ("port: [1]", "port must be one value, got [1]"),
         ("port: many", "--port must be a whole number from 0 to 65535, got 'many'"),
         ("config: x.yaml", "'config' is no option"),
+        ("prot:\nport: 99999", "'prot' is no option"),
+        ("model: [demo]", "model must be one value"),
+        ("port: 99999\nport: 99999", "'port' comes twice"),
+        ("max-queue: -1\nmax_queue: -1", "'max_queue' comes twice"),
     ],
 )
 def test_wrong_config_files_are_one_sentence(text, message, tmp_path, capsys):
@@ -905,6 +935,15 @@ def test_wrong_config_files_are_one_sentence(text, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         serve.main(["--config", str(file)])
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0123", "1_000", "0x1f", "1.50", "2026-11-24", "12:30", "'null'", '"true"'])
+def test_a_value_of_a_config_file_is_what_is_written_there(text, tmp_path):
+    """YAML reads 0123 as 83, and who brings the key 0123 would be refused."""
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"api-key: {text}\nserved-model-name: {text}\nmodel: demo\n")
+    args = serve._parse(serve._parser("serve"), ["--config", str(file)])
+    assert args.api_key == args.served_model_name == text.strip("'\"") and args.model == "demo"
 
 
 def test_what_is_not_installed_is_named(capsys, monkeypatch):

@@ -87,6 +87,7 @@ def test_stop_frees_the_slot(page, server):
     ask(page, PROMPT, max_tokens="400", temperature="1", seed="3")
     page.wait_for_function("Number(document.querySelector('#tokens').textContent) > 5")
     assert server.engine._live
+    assert re.match(r"eagle: \d+ steps", page.inner_text("#drafters")) and page.locator("#bars div").count() > 0  # live
     page.click("#stop")
     page.wait_for_function("document.querySelector('#start').disabled === false")
     page.wait_for_timeout(500)

@@ -335,8 +335,12 @@ def _parser(name: str, named: bool, program: str) -> Parser:
         script = program.endswith(".py")
         usage = (__doc__ or "").replace("python benchmark.py", f"python {program}" if script else program)
         parser.description = usage.replace("2 benchmark.py", f"2 {'' if script else '--no-python '}{program}")
+    own = {"--" + dest.replace("_", "-") for dest in (*mode.defaults, *mode.on_cpu)}
     for option in (*mode.options, *EVERYWHERE):
-        parser.add_argument(option, **OPTIONS[option])
+        words = OPTIONS[option]
+        if option in own:  # the summary says it
+            words = {**words, "help": words["help"].partition(" (default")[0]}
+        parser.add_argument(option, **words)
     parser.set_defaults(**{**mode.defaults, **dict.fromkeys(mode.on_cpu)})
     return parser
 

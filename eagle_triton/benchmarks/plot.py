@@ -116,6 +116,7 @@ def _questions(figure: Any, rows: list[dict[str, Any]]) -> None:
     for name, row in zip(names, rows, strict=True):
         if rates := row["synthetic_acceptance_rates"]:
             right.plot(range(1, len(rates) + 1), rates, marker="o", label=name.replace("\n", ", "))
+    right.xaxis.get_major_locator().set_params(integer=True)
     right.set(xlabel="place in the draft", ylabel="share of steps that accepted up to there", ylim=(0, 1))
     right.legend(fontsize=7)
 

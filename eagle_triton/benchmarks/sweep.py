@@ -22,8 +22,8 @@ METHODS = {  # of drafters without a tree of the head: method and drafts a step
 class Configuration(NamedTuple):
     """One part of a sweep.
 
-    nodes: of the verified tree, root included, before suffixes are grafted to it. steps: drafted levels; topk: children
-    of an expanded node: as SGLang's options of these names.
+    nodes: of the verified tree, root and what is found in text included. steps: levels that the head drafts; topk:
+    children of an expanded node: as SGLang's options of these names.
     """
 
     drafter: str
@@ -44,7 +44,7 @@ class Configuration(NamedTuple):
     @property
     def most_accepted(self) -> int:
         """The most drafts that one step can accept, `num_speculative_tokens` of serving engines."""
-        return max(self.steps, SUFFIX_DRAFTS) if self.drafter == "both" else self.steps
+        return min(max(self.steps, SUFFIX_DRAFTS), self.nodes - 1) if self.drafter == "both" else self.steps
 
     def engine_config(self) -> EAGLEConfig:
         """How EAGLEInference is asked for it: never plainly where drafts do not pay, and nothing kept between answers

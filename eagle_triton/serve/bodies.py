@@ -165,19 +165,20 @@ _CHAT: dict[str, Kind] = {
 _COMPLETION: dict[str, Kind] = {
     "prompt": ("a string or a list of token ids", lambda value: True),  # `_prompt` says what is wrong with it
     **_BOTH,
-    "logprobs": _whole(0),
+    "logprobs": ("a whole number from 0 on, or false", lambda value: value is False or _whole(0)[1](value)),
 }
 _ROLES = ("system", "developer", "user", "assistant")
 _ALONE = "one answer to one prompt: send a request for each"
 _NO_TOOLS = "tools are not offered"
-_NOT_OFFERED: dict[str, tuple[tuple[Any, ...], str]] = {  # known fields: the values that ask for nothing, and why not
+_Refusals = Mapping[str, tuple[tuple[Any, ...], str]]  # known fields: the values that ask for nothing, and why not
+_NOT_OFFERED: _Refusals = {
     "n": ((1,), _ALONE),
     "best_of": ((1,), _ALONE),
     "presence_penalty": ((0,), "repetition_penalty is the penalty that the engine has"),
     "frequency_penalty": ((0,), "repetition_penalty is the penalty that the engine has"),
     "top_logprobs": ((0,), "the engine reports the log-probability of each chosen token, not those of others"),
     "echo": ((False,), "the engine reports new tokens alone"),
-    "suffix": ((), "the engine continues prompts and fills no gaps"),
+    "suffix": (("",), "the engine continues prompts and fills no gaps"),
     "response_format": (({"type": "text"},), "decoding is not constrained to a format"),
     "tools": (([],), _NO_TOOLS),
     "tool_choice": (("none",), _NO_TOOLS),
@@ -186,6 +187,14 @@ _NOT_OFFERED: dict[str, tuple[tuple[Any, ...], str]] = {  # known fields: the va
     "function_call": (("none",), _NO_TOOLS),
     "store": ((False,), "nothing is stored"),
     "modalities": ((["text"],), "answers are text"),
+}
+_NOT_OF_MESSAGES: _Refusals = {  # that clients send back with an answer, mostly as null
+    "name": ((), "chat templates are given roles and texts"),
+    "refusal": ((), "what was refused stands in content"),
+    "annotations": (([],), "messages are text"),
+    "audio": ((), "messages are text"),
+    "tool_calls": (([],), _NO_TOOLS),
+    "function_call": ((), _NO_TOOLS),
 }
 
 
@@ -198,8 +207,10 @@ def read_json(raw: bytes) -> dict[str, Any]:
         raise RequestError(400, f"the body must be UTF-8, and byte {error.start} is not") from None
     except RecursionError:
         raise RequestError(400, "the body is nested too deeply") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise RequestError(400, f"the body must be JSON: {error}") from None
+    except ValueError:  # Python's, of whole numbers
+        raise RequestError(400, "the body holds a number of too many digits") from None
     if not isinstance(body, dict):
         raise RequestError(400, "the body must be a JSON object")
     if _SURROGATE.search(raw) and not _is_unicode(json.dumps(body, ensure_ascii=False)):
@@ -209,18 +220,17 @@ def read_json(raw: bytes) -> dict[str, Any]:
 
 def read_completion(given: Mapping[str, Any]) -> Body:
     """The body of /v1/completions. Raises RequestError naming the field."""
-    asked = _checked(given, _COMPLETION)
+    asked = _checked(given, _COMPLETION, not_offered=_NOT_OFFERED)
     if asked.get("logprobs"):
         reason = _NOT_OFFERED["top_logprobs"][1]
         raise RequestError(400, f"logprobs must be 0 or null, got {asked['logprobs']}: {reason}", "logprobs")
-    return _body(
-        asked, prompt=_prompt(asked.get("prompt")), max_tokens=asked.get("max_tokens"), logprobs="logprobs" in asked
-    )
+    listed = asked.get("logprobs", False) is not False
+    return _body(asked, prompt=_prompt(asked.get("prompt")), max_tokens=asked.get("max_tokens"), logprobs=listed)
 
 
 def read_chat(given: Mapping[str, Any]) -> Body:
     """The body of /v1/chat/completions. Raises RequestError naming the field."""
-    asked = _checked(given, _CHAT)
+    asked = _checked(given, _CHAT, not_offered=_NOT_OFFERED)
     most, older = asked.get("max_completion_tokens"), asked.get("max_tokens")
     if None not in (most, older) and most != older:
         raise RequestError(400, f"max_completion_tokens and max_tokens mean the same, got {most} and {older}",
@@ -236,19 +246,22 @@ def read_chat(given: Mapping[str, Any]) -> Body:
 # --- details ---
 
 
-def _checked(given: Mapping[str, Any], kinds: Mapping[str, Kind], within: str = "") -> dict[str, Any]:
+def _checked(
+    given: Mapping[str, Any], kinds: Mapping[str, Kind], within: str = "", not_offered: _Refusals | None = None
+) -> dict[str, Any]:
     """The fields that say something: null counts as absent, as does what is not offered where it asks for nothing."""
+    refusals = not_offered or {}
     asked = {}
     for name, value in given.items():
         param = f"{within}{name}"
-        if name not in kinds and not (name in _NOT_OFFERED and not within):
+        if name not in kinds and name not in refusals:
             near = difflib.get_close_matches(name, kinds, 1)
             hint = f", did you mean {near[0]}?" if near else f"; the fields are {', '.join(kinds)}"
             raise RequestError(400, f"unknown field {param:.100}{hint}", f"{param:.100}")
         if value is None:
             continue
         if name not in kinds:
-            neutral, reason = _NOT_OFFERED[name]
+            neutral, reason = refusals[name]
             if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
                 raise RequestError(400, f"{param}={json.dumps(value):.60} is not offered: {reason}", param)
             continue
@@ -308,7 +321,7 @@ def _message(given: Mapping[str, Any], place: str) -> dict[str, str]:
         "role": (f"one of {', '.join(_ROLES)}", lambda value: isinstance(value, str) and value in _ROLES),
         "content": ("a string, or a list of parts of type text", lambda value: isinstance(value, (str, list))),
     }
-    said = _checked(given, kinds, f"{place}.")
+    said = _checked(given, kinds, f"{place}.", _NOT_OF_MESSAGES)
     for name in kinds:
         if name not in said:
             raise RequestError(400, f"{place}.{name} is missing", f"{place}.{name}")

@@ -284,32 +284,39 @@ def _read_config(parser: Parser, path: Path) -> tuple[str | None, list[str]]:
     import yaml
 
     try:
-        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        pairs = [] if root is None or root.id != "mapping" else root.value
+        read = [(key, value, loader.construct_object(value, deep=True)) for key, value in pairs]
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         parser.error(f"--config: {path} cannot be read: {arguments.one_line(error)}")
-    if not isinstance(read, dict):
+    if root is None or root.id != "mapping":
         parser.error(f"--config: {path} must be a mapping of options to values")
     names = {name: action for action in parser._actions for name in action.option_strings}
-    model, options = None, []
-    for key, value in read.items():
-        option = f"--{str(key).replace('_', '-')}"
-        if value is None:
-            continue
-        if key == "model":
-            model = str(value)
-        elif option not in names or option in ("--config", "--help"):
+    model, options, seen = None, [], set()
+    for key_node, node, value in read:
+        key = str(key_node.value)
+        option = f"--{key.replace('_', '-')}"
+        if option in seen:
+            parser.error(f"--config: {key!r:.60} comes twice")
+        seen.add(option)
+        if key != "model" and (option not in names or option in ("--config", "--help")):
             known = sorted(name[2:] for name in names if name.startswith("--") and name not in ("--config", "--help"))
             parser.error(f"--config: {key!r:.60} is no option; the options are model, {', '.join(known)}")
-        elif names[option].nargs == 0:
+        if value is None:
+            continue
+        if key != "model" and names[option].nargs == 0:
             if not isinstance(value, bool):
                 parser.error(f"--config: {key} must be true or false, got {value!r:.60}")
             options += [option] * value
         elif isinstance(value, dict) and option == "--speculative-config":
             options.append(f"{option}={json.dumps(value)}")
-        elif isinstance(value, (bool, dict, list)):
+        elif node.id != "scalar" or isinstance(value, bool):
             parser.error(f"--config: {key} must be one value, got {value!r:.60}")
+        elif key == "model":
+            model = node.value
         else:
-            options.append(f"{option}={value}")
+            options.append(f"{option}={node.value}")  # as it was written: a key like 0123 is no number
     return model, options
 
 

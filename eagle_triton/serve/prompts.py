@@ -36,8 +36,11 @@ class PromptReader:
 
     def call(self, body: Body) -> Call:
         """What a body asks of the engine. Raises RequestError naming the field."""
-        with _blames("messages" if body.chat else "prompt"):
-            prompt = self._reader.prompt(self._ids(body))
+        said = "messages" if body.chat else "prompt"
+        with _blames(said):
+            if not (ids := self._ids(body)):
+                raise ValueError(f"{said} must give at least one token")
+            prompt = self._reader.prompt(ids)
         stops = frozenset(body.stop_ids) if body.ignore_eos else self._stop_ids | frozenset(body.stop_ids)
         limit = self._limit(len(prompt), body)
         options = dict(body.sampling)
@@ -54,9 +57,9 @@ class PromptReader:
         room = self.max_model_len - tokens
         most = body.max_tokens
         if room < 1 or (most is not None and most > room):
-            asked = "" if most is None else f" and {most} new ones"
+            asked = "" if most is None else f", and {most} new ones are asked for"
             raise RequestError(
-                400, f"the model has room for {self.max_model_len} tokens, and the prompt has {tokens}{asked}",
+                400, f"the model has room for {self.max_model_len} tokens: the prompt has {tokens}{asked}",
                 "messages" if body.chat else "prompt", "context_length_exceeded",
             )  # fmt: skip
         if most is None:
@@ -100,5 +103,6 @@ def _blames(param: str | None) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        field = param or str(error).split()[0].rstrip(":").partition("=")[0]
-        raise RequestError(400, str(error), field) from error
+        message = str(error) if param is None else str(error).replace("input_ids:", f"{param}:")
+        field = param or message.split()[0].rstrip(":").partition("=")[0]
+        raise RequestError(400, message, field) from error
