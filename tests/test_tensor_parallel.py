@@ -77,6 +77,13 @@ def test_two_ranks_decode_as_one(tmp_path):
 
 @pytest.mark.slow
 @two_processes
+def test_two_ranks_share_fp8_weights(tmp_path):
+    shown = torchrun("tests/shared_float8_script.py", str(tmp_path)).splitlines()[-1]
+    assert shown == "ranks share FP8 weights"
+
+
+@pytest.mark.slow
+@two_processes
 def test_ranks_wait_for_one_that_comes_late(tmp_path):
     """For longer than within a step, whichever it is: before the first call, and before others."""
     shown = torchrun("tests/late_rank_script.py", str(tmp_path)).splitlines()[-1]
