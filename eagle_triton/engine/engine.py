@@ -101,9 +101,13 @@ class Engine:
             if getattr(self, option):
                 raise ValueError(f"{option}=True: not supported yet over several ranks (tp_plan)")
         self.megakernel = self.long_prompts = False
+        ranks = self.view.ranks
         self.notes["ranks"] = (
-            f"{self.view.ranks.size} share the target; the megakernel is not used, and long prompts are read as others"
+            f"{ranks.size} share the target; the megakernel is not used, and long prompts are read as others"
         )
+        if self.ops.kernels and self.device.type == "cuda":
+            ranks.open_memory(self.view.hidden_size, self.device)
+            self.notes["ranks"] += f"; {ranks.note}"
 
     def clear(self) -> None:
         """Drop all states and graphs, and all that is kept of sequences."""

@@ -21,7 +21,7 @@ from eagle_triton.engine.modules import Norm, Projection, Rotary, project_split,
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pages import PAGE_ROWS, PageMemory, SlotPages
 from eagle_triton.engine.pieces import Pieces, Stretch
-from eagle_triton.runtime.split_sums import SplitSums, total_of
+from eagle_triton.runtime.split_sums import Product, total_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -131,7 +131,7 @@ class Mixer(ABC):
         """
 
     @abstractmethod
-    def forward(self, ops: Operations, x: Tensor, cache: Any, rows: Rows) -> Tensor | SplitSums:
+    def forward(self, ops: Operations, x: Tensor, cache: Any, rows: Rows) -> Product:
         """New rows x [B, n, *] of trees or chains, `cache` being this layer's.
 
         Returns their update of the residual stream [B, n, H], its splits perhaps still apart.
@@ -141,7 +141,7 @@ class Mixer(ABC):
         """A causal forward of which nothing is asked but that it is remembered."""
         self.forward(ops, x, cache, rows)
 
-    def forward_last(self, ops: Operations, x: Tensor, cache: Any, rows: Rows, last: Tensor) -> Tensor | SplitSums:
+    def forward_last(self, ops: Operations, x: Tensor, cache: Any, rows: Rows, last: Tensor) -> Product:
         """A causal forward over x [P, n, *] of which flat rows last [m] int64 of P * n are asked alone: [m, 1, H]."""
         out = total_of(self.forward(ops, x, cache, rows))
         return out.flatten(0, 1)[last][:, None]
@@ -246,16 +246,14 @@ class Attention(Mixer):
         memory = pages.pool.memory(self, layers, self.num_kv_heads, self.head_dim, dtype, device)
         return KeyValueCache(memory, pages.table)
 
-    def forward(self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows) -> Tensor | SplitSums:
+    def forward(self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows) -> Product:
         attended = self.attend(ops, x, cache, rows)
         return project_split(ops, self.o, attended, rows.launch_rows)
 
     def remember(self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows) -> None:
         self._append(ops, x, cache, rows)
 
-    def forward_last(
-        self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows, last: Tensor
-    ) -> Tensor | SplitSums:
+    def forward_last(self, ops: Operations, x: Tensor, cache: KeyValues, rows: Rows, last: Tensor) -> Product:
         q, gate = (
             None if each is None else each.flatten(0, 1)[last][:, None] for each in self._append(ops, x, cache, rows)
         )
