@@ -107,6 +107,20 @@ def test_norms_and_sums_of_all_kinds(device, module):
 
 
 @both
+def test_a_use_leaves_alone_what_others_may_still_read_of_the_one_before(device, module):
+    everybody = ranks_memory(device, 2)
+    left = []
+    for use in range(1, 5):
+        parts = [torch.full((3, 16), 10.0 * use + rank, device=device) for rank in range(2)]
+        leave(everybody[1], parts[1])
+        module.add(SharedSums(parts[0], torch.float32, everybody[0]))
+        places = everybody[0].places[0].view(torch.float32)[:, :3, :16]
+        left.append(sorted(places[:, 0, 0].tolist()))
+        assert torch.equal(places, places[:, :1, :1].expand(places.shape))
+    assert left == [[0, 10], [10, 20], [20, 30], [30, 40]]
+
+
+@both
 def test_a_wait_for_a_rank_that_has_gone_ends(device, module):
     everybody = ranks_memory(device, 2, looks=3)
     part, weight = torch.randn(4, WIDTH, device=device), torch.ones(WIDTH, device=device)
