@@ -253,6 +253,21 @@ def engine_of_two_ranks():
     )
 
 
+@pytest.mark.parametrize(("device", "kernels"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_on_gpus_norms_exchange_sums_and_the_report_says_how(device, kernels):
+    class Opening(Alone):
+        def open_memory(self, *asked):
+            self.why_no_peers = f"rank 1: no peers, {asked[0]} wide on {asked[1]}"
+
+    view, draft = native.read(tiny_model())
+    elsewhere = SimpleNamespace(device=torch.device(device), shape=(32, 64), dtype=torch.float32)
+    view = replace(view, embedding=elsewhere, ranks=Opening(0, 2, None, None, None))
+    engine = Engine(view, draft, SimpleNamespace(kernels=kernels, calls=Counter()))
+    asked = device == "cuda" and kernels
+    note = "; sums are gathered by NCCL, for want of: rank 1: no peers, 64 wide on cuda"
+    assert engine.notes["ranks"].endswith(note) == asked
+
+
 def test_what_fails_in_a_capture_is_not_done_in_another_way():
     """The others may have got further in what they exchange; a rank that runs alone may do as it likes."""
     engine = engine_of_two_ranks()

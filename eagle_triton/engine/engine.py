@@ -95,7 +95,8 @@ class Engine:
 
     def _check_alone(self) -> None:
         """Leave out what one rank might do and another not: for that would be measured, or found out by running out of
-        memory. Raises ValueError where it is asked for."""
+        memory. On GPUs, have norms exchange sums where they can. Raises ValueError where what is left out is asked
+        for."""
         assert self.view.ranks is not None
         for option in ("megakernel", "long_prompts"):
             if getattr(self, option):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, Union
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class SharedSums:
         return functools.reduce(torch.add, self.peers.exchanged(part).float().unbind(0)).to(self.dtype)
 
 
-Product: TypeAlias = Union[Tensor, SplitSums, SharedSums]  # noqa: UP007
+Product: TypeAlias = Tensor | SplitSums | SharedSums
 """A product whole, or with the splits of one process apart, or with the parts of several."""
 
 
