@@ -40,6 +40,7 @@ from eagle_triton.models.mtp import MTPHead, new_unit
 from eagle_triton.runtime.float8_weight import quantised
 from eagle_triton.speculative import EAGLEConfig, EAGLEInference, Session, SharedSession
 from tests.float8_models import Float8Tensor
+from tests.peer_memory_script import memory_in
 from tests.tiny import random_prompt, tiny_model
 from tests.tiny_hybrids import tiny_hybrid
 
@@ -445,6 +446,29 @@ def a_head_is_shared_where_it_divides(folder: Path) -> None:
     assert left.head is odd.head and left.layers[0].mixer is odd.layers[0].mixer
 
 
+def norms_add_up_what_ranks_leave_in_memory(folder: Path) -> None:
+    """Instead of gathering it: as on GPUs, here in a file, by the references. The bits are the same."""
+    model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE)
+    ranks = native.read(model)[0].ranks
+    assert ranks is not None
+    if dist.get_rank() == 0:
+        memory_in(folder, 0, create=True, rows=12, width=64)
+    dist.barrier()
+    results = []
+    for peers in (None, memory_in(folder, ranks.rank, rows=12, width=64)):
+        ranks.peers = peers
+        with optimize_eagle_with_triton(model):
+            torch.manual_seed(3)
+            tokens = model.eagenerate(random_prompt(21), max_new_tokens=30, temperature=0.7)
+            results.append((tokens, model.accept_lengths[:]))
+    assert torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+    assert peers is not None and not peers.gave_up()
+    steps = len(results[1][1])
+    assert int(peers.uses[0]) >= 2 * 6 * steps, "a step has two sums in each layer"
+    assert int(peers.uses[10]) == 0, "a prompt of 21 tokens is gathered: there is room for 12 rows, a tree has 10"
+    ranks.peers = None
+
+
 def changes_are_found(folder: Path) -> None:
     model = EaModel.from_pretrained(str(folder / "llama, EAGLE-3"), tp_plan="auto", **TREE)
     prompt = random_prompt(9)
@@ -471,6 +495,7 @@ CASES: tuple[Callable[[Path], None], ...] = (
     steps_that_one_rank_has_alone_are_refused,
     what_is_refused,
     a_head_is_shared_where_it_divides,
+    norms_add_up_what_ranks_leave_in_memory,
     changes_are_found,
 )
 

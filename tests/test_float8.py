@@ -22,7 +22,7 @@ from eagle_triton import (
     optimize_with_triton,
 )
 from eagle_triton.adapters import native
-from eagle_triton.adapters.float8 import SCALES
+from eagle_triton.adapters.float8_classes import SCALES
 from eagle_triton.benchmarks.float8 import round_target
 from eagle_triton.benchmarks.models import encoded
 from eagle_triton.benchmarks.parity import check_parity

@@ -52,7 +52,7 @@ def torchrun(*command, ranks=2):
     done = subprocess.run(
         [*launcher, *command], cwd=ROOT, env=environment, timeout=SECONDS, text=True, capture_output=True
     )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
     return done.stdout
 
 
@@ -71,8 +71,19 @@ def test_two_ranks_decode_as_one(tmp_path):
         "steps_that_one_rank_has_alone_are_refused",
         "what_is_refused",
         "a_head_is_shared_where_it_divides",
+        "norms_add_up_what_ranks_leave_in_memory",
         "changes_are_found",
     ]
+
+
+@pytest.mark.slow
+@two_processes
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="how FP8 scales are spread is known from 5.23 on"
+)
+def test_two_ranks_share_fp8_weights(tmp_path):
+    shown = torchrun("tests/shared_float8_script.py", str(tmp_path)).splitlines()[-1]
+    assert shown == "ranks share FP8 weights"
 
 
 @pytest.mark.slow
@@ -98,6 +109,33 @@ def test_the_benchmark_of_a_step_is_printed_once():
     record = json.loads(torchrun("benchmark.py", "step", *options, "--device", "cpu"))
     assert [row["variant"] for row in record["rows"]] == ["optimised", "original"]
     assert any(note.startswith("ranks: 2 share the target") for note in record["notes"])
+
+
+@pytest.mark.slow
+@two_processes
+def test_what_ranks_exchange_is_checked_by_a_command(tmp_path):
+    options = ["--device", "cpu", "--rows", "1,5", "--width", "48", "--replays", "5"]
+    assert json.loads(torchrun("tools/check_ranks.py", *options))["notes"] == ["2 ranks, all on one cpu"]
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        "import os, sys\n"
+        "os.environ['TRITON_INTERPRET'] = '0'  # by the references, of which one is broken here\n"
+        "from eagle_triton.runtime.peer_memory import PeerMemory\n"
+        "from tools import check_ranks\n"
+        "exchanged = PeerMemory.exchanged\n"
+        "PeerMemory.exchanged = lambda peers, part: exchanged(peers, part) * (1 + 2**-8 * peers.rank)\n"
+        "PeerMemory.gave_up = lambda peers: False\n"
+        "sys.exit(check_ranks.main(sys.argv[1:]))\n"
+    )
+    with pytest.raises(AssertionError) as failure:
+        torchrun(str(broken), *options)
+    for sentence in (
+        "rank 1, 5 rows of torch.float32, 3 splits: other bits than behind a gather",
+        "rank 0, 1 rows of torch.bfloat16, 0 splits: other bits than on other ranks",
+        "wrong numbers in 5 replays",
+        "rank 0 has not noticed that others did not come",
+    ):
+        assert sentence in str(failure.value)
 
 
 @pytest.mark.slow
@@ -213,6 +251,21 @@ def engine_of_two_ranks():
     return Engine(
         replace(view, ranks=Alone(0, 2, None, None, None)), draft, choose_operations(view.device, False, False)[0]
     )
+
+
+@pytest.mark.parametrize(("device", "kernels"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_on_gpus_norms_exchange_sums_and_the_report_says_how(device, kernels):
+    class Opening(Alone):
+        def open_memory(self, *asked):
+            self.why_no_peers = f"rank 1: no peers, {asked[0]} wide on {asked[1]}"
+
+    view, draft = native.read(tiny_model())
+    elsewhere = SimpleNamespace(device=torch.device(device), shape=(32, 64), dtype=torch.float32)
+    view = replace(view, embedding=elsewhere, ranks=Opening(0, 2, None, None, None))
+    engine = Engine(view, draft, SimpleNamespace(kernels=kernels, calls=Counter()))
+    asked = device == "cuda" and kernels
+    note = "; sums are gathered by NCCL, for want of: rank 1: no peers, 64 wide on cuda"
+    assert engine.notes["ranks"].endswith(note) == asked
 
 
 def test_what_fails_in_a_capture_is_not_done_in_another_way():

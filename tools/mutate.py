@@ -62,6 +62,27 @@ MUTATIONS = [
         "tests/test_tree_decoding.py -k ties",
     ),
     Mutation(
+        "a norm overwrites the part that another rank may still read",
+        "layers/norms.py",
+        "place = ((use & 1) * place_rows + row) * place_width",
+        "place = (0 * place_rows + row) * place_width",
+        "tests/test_peer_memory.py -k may_still_read",
+    ),
+    Mutation(
+        "a norm does not wait for another rank's part",
+        "runtime/peer_exchange.py",
+        "while (seen - use < 0) & (left > 0):",
+        "while (seen - use < 0) & (left > looks):",
+        "tests/test_peer_memory.py -k two_processes",
+    ),
+    Mutation(
+        "every rank adds the bias of an FP8 projection that they share",
+        "adapters/float8.py",
+        "bias = found.bias if ranks is None or ranks.rank == 0 else None",
+        "bias = found.bias",
+        "tests/test_tensor_parallel.py -k fp8_weights",
+    ),
+    Mutation(
         "a forward over recurrent layers that was interrupted is read on",
         "engine/batch.py",
         "self._prompts.restart(forward)",

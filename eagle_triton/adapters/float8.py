@@ -14,23 +14,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from eagle_triton.adapters.float8_classes import SCALES, name_of_scale
 from eagle_triton.adapters.module_reader import FLOAT8, UnsupportedModelError
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model import ModelView
-from eagle_triton.engine.model_watch import is_mixture, is_plain_tensor, stored_tensors
+from eagle_triton.engine.model_watch import (
+    is_mixture,
+    is_plain_tensor,
+    is_sharded_tensor,
+    is_tensor_parallel_forward,
+    local_part,
+    stored_tensors,
+)
 from eagle_triton.engine.modules import Projection, with_projections
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 
 EXACT, AS_PUBLISHED = "exact", "as published"
 ACTIVATIONS = (EXACT, AS_PUBLISHED)
 REMEDY = f'; activations="{AS_PUBLISHED}" calls the module as it is'
-
-SCALES = {
-    "FP8Linear": "weight_scale_inv",  # transformers, fine-grained: blocks, or one for all
-    "CompressedTensorsFP8Linear": "weight_scale",  # transformers, compressed-tensors: one for each row, or for all
-    "FbgemmFp8Linear": "weight_scale",  # transformers, fbgemm: one for each row
-}
-"""Classes of modules that hold FP8 weights, and what they call the scales. Looked at, never imported."""
 
 WRAPPER, WRAPPED = "Float8Tensor", ("qdata", "scale")
 """torchao's tensor with FP8 weights, and all that it is made of. Its `block_size` are the rows and
@@ -62,8 +63,8 @@ def with_float8(
     """What adapters have read, its FP8 modules read by weights and scales, of which nothing is copied.
 
     roots: the models that it was read from, by the names that messages call them. activations: "as published" leaves
-    the modules to be called as they are. Raises UnsupportedModelError for FP8 weights that cannot be read, ValueError
-    for "as published" where there are none.
+    the modules to be called as they are. Raises UnsupportedModelError for FP8 weights that cannot be read, and for
+    those that ranks share and that would be called; ValueError for "as published" where there are none.
     """
     paths = {module: f"{root}.{path}" for root, model in roots.items() for path, module in model.named_modules()}
     read: dict[nn.Module, Projection] = {}
@@ -73,11 +74,19 @@ def with_float8(
         module = projection.module
         if not isinstance(module, nn.Module) or not is_float8_module(module):
             return projection
+        path = paths.get(module, type(module).__name__)
         if activations == AS_PUBLISHED or not _is_known(module):
+            if _is_sharded(module):
+                raise UnsupportedModelError(
+                    f"{path}.weight is sharded over several devices (tp_plan), and a module that is called as it is "
+                    f'must be whole: ranks share FP8 weights where activations="{EXACT}" and the module is of '
+                    f"{', '.join(SCALES)} and has their forward",
+                    "devices",
+                )
             called.add(module)
             return projection
         if module not in read:
-            read[module] = read_float8(module, paths.get(module, type(module).__name__), view.dtype)
+            read[module] = _with_ranks(read_float8(module, path, view.dtype), projection)
         return read[module]
 
     view, draft = with_projections(view, change), with_projections(draft, change)
@@ -103,11 +112,25 @@ def with_float8(
     return Float8Reading(view, draft, frozenset(read), "; ".join(notes) or None)
 
 
+def _with_ranks(found: Projection, shared: Projection) -> Projection:
+    """What was found, shared as the projection in whose place it comes. One rank adds the bias of what is summed."""
+    ranks = shared.summed_over
+    bias = found.bias if ranks is None or ranks.rank == 0 else None
+    return Projection(found.weight, bias, summed_over=ranks, joined_over=shared.joined_over)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(is_sharded_tensor(tensor) for tensor in module.parameters(recurse=False))
+
+
 def is_float8_module(module: nn.Module) -> bool:
     """Whether a module is of a class that holds FP8 weights, or a linear layer whose weight is compressed to such or
     wraps them."""
-    named = any(base.__name__ in SCALES for base in type(module).__mro__)
-    return named or _wraps_float8(module) or (_is_compressed(module) and _dtype(module) in FLOAT8)
+    return (
+        name_of_scale(module) is not None
+        or _wraps_float8(module)
+        or (_is_compressed(module) and _dtype(module) in FLOAT8)
+    )
 
 
 def _is_compressed(module: nn.Module) -> bool:
@@ -126,7 +149,7 @@ def _holds_float8(module: nn.Module) -> bool:
 
 def _wraps_float8(module: nn.Module) -> bool:
     weight: Any = getattr(module, "weight", None) if isinstance(module, nn.Linear) else None
-    if not isinstance(weight, Tensor) or not hasattr(weight, "__tensor_flatten__"):
+    if not isinstance(weight, Tensor) or is_sharded_tensor(weight) or not hasattr(weight, "__tensor_flatten__"):
         return False
     return any(part.dtype in FLOAT8 and part.numel() == weight.numel() for part in stored_tensors(weight))
 
@@ -138,7 +161,7 @@ def _is_known(module: nn.Module) -> bool:
     if _is_compressed(module):
         source = getattr(getattr(own, "__func__", None), "__globals__", {}).get("__name__", "")
         return kind is nn.Linear and (own is None or source.startswith(FORWARD))
-    if own is not None:
+    if own is not None and not is_tensor_parallel_forward(own):
         return False
     if _wraps_float8(module):
         weight: Any = module.weight
@@ -148,7 +171,8 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def read_float8(module: nn.Module, path: str, dtype: torch.dtype) -> Projection:
-    """The weight, scales and bias of such a module, whose dotted path is `path`, in a model of some dtype.
+    """The weight, scales and bias of such a module, whose dotted path is `path`, in a model of some dtype: this rank's
+    part of them where ranks share it, as `sharded.check_sharding` has found it to be.
 
     Raises UnsupportedModelError unless they are e4m3 without NaN, with finite scales for blocks of 128, rows or all.
     """
@@ -156,9 +180,10 @@ def read_float8(module: nn.Module, path: str, dtype: torch.dtype) -> Projection:
     if weight is None or weight.dtype != torch.float8_e4m3fn or weight.dim() != 2 or weight.stride(1) != 1:
         got = "nothing" if weight is None else f"{weight.dtype} {list(weight.shape)}"
         raise _unreadable(f"{path}.{name} must be float8_e4m3fn [out, in], rows contiguous, got {got}")
-    if isinstance(module, nn.Linear) and tuple(weight.shape) != (module.out_features, module.in_features):
+    whole = module.weight.shape if isinstance(module.weight, Tensor) else weight.shape
+    if isinstance(module, nn.Linear) and tuple(whole) != (module.out_features, module.in_features):
         sizes = [module.out_features, module.in_features]
-        raise UnsupportedModelError(f"{path}.{name} must be {sizes}, got {list(weight.shape)}", "quantisation")
+        raise UnsupportedModelError(f"{path}.{name} must be {sizes}, got {list(whole)}", "quantisation")
     if scale is None:
         raise UnsupportedModelError(
             f"{path}.{of_scale} is missing: what the weight's numbers stand for is not known", "quantisation"
@@ -197,7 +222,7 @@ def _parts(module: nn.Module, path: str) -> _Parts:
             if getattr(module, "weight_zero_point", None) is not None:
                 raise _unreadable(f"{path}.weight_zero_point must be none, the weight's numbers being signed")
         else:
-            name = next(SCALES[base.__name__] for base in type(module).__mro__ if base.__name__ in SCALES)
+            name = name_of_scale(module) or ""
             blocks = getattr(module, "block_size", None)
         return _Parts("weight", _tensor(module, "weight", path), name, _tensor(module, name, path), blocks)
     weight = module._parameters.get("weight")
@@ -249,7 +274,7 @@ def _tensor(module: nn.Module, name: str, path: str) -> Tensor | None:
         return None
     if all(tensor is not own for own in (*module._parameters.values(), *module._buffers.values())):
         raise _unreadable(f"{path}.{name} must be a parameter or a buffer, whose changes are seen")
-    return _plain(tensor, f"{path}.{name}")
+    return _plain(local_part(tensor) if is_sharded_tensor(tensor) else tensor, f"{path}.{name}")
 
 
 def _plain(tensor: Any, where: str) -> Tensor:

@@ -14,6 +14,7 @@ from eagle_triton.adapters.sharded import (
     local_heads,
     read_sharded_embedding,
     read_sharded_projection,
+    rows_here,
 )
 from eagle_triton.engine.mixers import Attention
 from eagle_triton.engine.model import Layer, ModelView
@@ -21,7 +22,6 @@ from eagle_triton.engine.model_watch import (
     interference,
     is_plain_linear,
     is_plain_tensor,
-    is_sharded_linear,
     is_sharded_tensor,
 )
 from eagle_triton.engine.modules import MLP, Norm, Projection, Rotary
@@ -163,7 +163,7 @@ def read_projection(module: Any, path: str, *, root: str = "model") -> Projectio
     Which of the latter have FP8 weights that are read, adapters/float8.py says.
     """
     layer = attribute_at(module, path, nn.Module, root=root)
-    if is_sharded_linear(layer):
+    if is_sharded_tensor(getattr(layer, "weight", None)):
         return read_sharded_projection(layer, path)
     if is_plain_linear(layer):
         if layer.weight.dtype in FLOAT8:
@@ -262,7 +262,7 @@ def read_attention(
 
 def _is_gated(q: Projection, rows: int, where: str) -> bool:
     """Whether the product gives a gate beside the queries of each head, which have `rows` rows."""
-    found = getattr(q.module, "out_features", None) if q.weight is None else len(q.weight)
+    found = rows_here(q.module) if q.weight is None else len(q.weight)
     if found not in (rows, 2 * rows):
         got = f"a {type(q.module).__name__} without out_features" if found is None else found
         raise UnsupportedModelError(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from eagle_triton.adapters.float8_classes import name_of_scale
 from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.engine.drafts.eagle import EagleDraft
 from eagle_triton.engine.mixers import Attention
@@ -20,6 +21,7 @@ from eagle_triton.engine.model import Layer
 from eagle_triton.engine.model_watch import is_plain_tensor, is_sharded_tensor, is_tensor_parallel_forward, local_part
 from eagle_triton.engine.modules import MLP, Projection
 from eagle_triton.engine.ranks import Ranks, SharedEmbedding
+from eagle_triton.runtime.float8_weight import BLOCK
 
 
 class _Style(NamedTuple):
@@ -76,13 +78,40 @@ def _check_module(module: nn.Module, path: str, where: str, plan: dict[str, str]
         if known is not None and known.dim is not None and not path.endswith(MAY_BE_WHOLE):
             raise _refused(where, f"{' or '.join(known.names)} is how this must be, and every rank has it whole")
         return
-    if known is None or not (type(module) in (nn.Linear, nn.Embedding) or known.dim is None):
+    of_scale = name_of_scale(module)
+    plain = type(module) in (nn.Linear, nn.Embedding)
+    if known is None or not (plain or of_scale is not None or known.dim is None):
         name = f"{where}.{spread[0]}" if spread else where
         raise _refused(name, f"a {type(module).__name__} by {named!r}; only {', '.join(STYLES)} may be")
     if named not in known.names:
         raise _refused(where, f"by {named!r}, and it must be by {' or '.join(known.names)}")
     for name, tensor in own.items():
-        _check_tensor(tensor, known, name, f"{where}.{name}")
+        if of_scale is not None and known.dim is not None and name not in ("weight", "bias"):
+            _check_scale(module, tensor, known, f"{where}.{name}")
+        else:
+            _check_tensor(tensor, known, name, f"{where}.{name}")
+
+
+def _check_scale(module: nn.Module, scale: Any, style: _Style, where: str) -> None:
+    """Of an FP8 module: one for all is whole on every rank; those of rows go with the rows; those of blocks go with the
+    weight, whose parts must consist of whole blocks."""
+    weight: Any = module.weight
+    rows, shape = weight.shape[0], tuple(scale.shape)
+    if style.dim is None or not is_sharded_tensor(weight):
+        return  # the weight itself is refused
+    of_rows = next((dim for dim in range(len(shape)) if shape[dim] == scale.numel() == rows), None)
+    if scale.numel() == 1 or (of_rows is not None and style.dim == 1):
+        dim = None
+    elif of_rows is not None:
+        dim = of_rows
+    else:
+        dim, size, ranks = style.dim, weight.shape[style.dim], weight.device_mesh.size()
+        if ranks > 1 and size % (BLOCK * ranks):
+            what = ("rows", "columns")[dim]
+            raise _refused(
+                where, f"{size} {what} do not divide by {ranks} ranks into equal parts of whole blocks of {BLOCK}"
+            )
+    _check_placement(scale, dim, style, where)
 
 
 def _check_tensor(tensor: Any, style: _Style, name: str, where: str) -> None:
@@ -91,7 +120,11 @@ def _check_tensor(tensor: Any, style: _Style, name: str, where: str) -> None:
         if is_sharded_tensor(tensor):
             raise _refused(where, "every rank must have it whole")
         return
-    expected = None if style.dim == 1 and name == "bias" else style.dim
+    _check_placement(tensor, None if style.dim == 1 and name == "bias" else style.dim, style, where)
+
+
+def _check_placement(tensor: Any, expected: int | None, style: _Style, where: str) -> None:
+    """That each rank has an equal part along a dimension, or all of it."""
     if not is_sharded_tensor(tensor):
         if expected is not None:
             raise _refused(where, f"{style.names[0]} is how this must be, and every rank has it whole")
@@ -127,17 +160,27 @@ def ranks_of(module: nn.Module) -> Ranks | None:
     return None if sharded is None else Ranks.of(sharded.device_mesh)
 
 
-def read_sharded_projection(layer: nn.Linear, path: str) -> Projection:
-    """This rank's part of a projection that `check_sharding` has passed. path: the last name counts."""
+def rows_here(module: Any) -> int | None:
+    """How many elements a module that is called gives, of which ranks that share it have some each; None: not known."""
+    weight: Any = getattr(module, "weight", None)
+    return len(local_part(weight)) if is_sharded_tensor(weight) else getattr(module, "out_features", None)
+
+
+def read_sharded_projection(layer: Any, path: str) -> Projection:
+    """This rank's part of a projection that `check_sharding` has passed. path: the last name counts.
+
+    A module with FP8 weights is the module still, whose part adapters/float8.py reads.
+    """
     ranks, name = ranks_of(layer), path.rpartition(".")[2]
     assert ranks is not None
+    summed, joined = (ranks if shared else None for shared in (STYLES[name].dim == 1, name == "lm_head"))
+    if type(layer) is not nn.Linear:
+        return Projection(module=layer, summed_over=summed, joined_over=joined)
     weight, bias = (
         local_part(tensor) if tensor is not None and is_sharded_tensor(tensor) else tensor
         for tensor in (layer.weight, layer.bias)
     )
-    if STYLES[name].dim == 1:
-        return Projection(weight, bias if ranks.rank == 0 else None, summed_over=ranks)
-    return Projection(weight, bias, joined_over=ranks if name == "lm_head" else None)
+    return Projection(weight, None if summed and ranks.rank else bias, summed_over=summed, joined_over=joined)
 
 
 def read_sharded_embedding(layer: nn.Embedding) -> SharedEmbedding:

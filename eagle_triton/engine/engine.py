@@ -95,15 +95,21 @@ class Engine:
 
     def _check_alone(self) -> None:
         """Leave out what one rank might do and another not: for that would be measured, or found out by running out of
-        memory. Raises ValueError where it is asked for."""
+        memory. On GPUs, have norms exchange sums where they can. Raises ValueError where what is left out is asked
+        for."""
         assert self.view.ranks is not None
         for option in ("megakernel", "long_prompts"):
             if getattr(self, option):
                 raise ValueError(f"{option}=True: not supported yet over several ranks (tp_plan)")
         self.megakernel = self.long_prompts = False
+        ranks = self.view.ranks
         self.notes["ranks"] = (
-            f"{self.view.ranks.size} share the target; the megakernel is not used, and long prompts are read as others"
+            f"{ranks.size} share the target; the megakernel is not used, and long prompts are read as others"
         )
+        if self.ops.kernels and self.device.type == "cuda":
+            ranks.open_memory(self.view.hidden_size, self.device)
+            ranks.prove_memory(self.ops.add, self.view.norm.weight)
+            self.notes["ranks"] += f"; {ranks.note}"
 
     def clear(self) -> None:
         """Drop all states and graphs, and all that is kept of sequences."""

@@ -21,7 +21,7 @@ from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.pieces import Pieces
 from eagle_triton.reference.gated_delta import MOST_NODES, PromptPieces
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
-from eagle_triton.runtime.split_sums import SplitSums, total_of
+from eagle_triton.runtime.split_sums import Product, total_of
 
 RECURRENT_TOKENS = 16  # a prompt's part of so few tokens is read one by one, a longer one in chunks
 
@@ -120,7 +120,7 @@ class GatedDelta(Mixer):
             torch.zeros(layers, slots, taps - 1, channels, dtype=dtype, device=device),
         )
 
-    def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: DeltaMemory, rows: Rows) -> Tensor | SplitSums:
+    def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: DeltaMemory, rows: Rows) -> Product:
         x = whole_of(x)
         q, k, v, z, b, a = self._inputs(ops, x, rows)
         gating = (a, b, self.A_log, self.dt_bias)

@@ -22,7 +22,7 @@ from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pages import PAGE_ROWS, PageMemory, SlotPages
 from eagle_triton.engine.pieces import Pieces, Stretch
 from eagle_triton.runtime.float8_pair import Float8Pair
-from eagle_triton.runtime.split_sums import SplitSums, total_of
+from eagle_triton.runtime.split_sums import Product, total_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -137,7 +137,7 @@ class Mixer(ABC):
         """
 
     @abstractmethod
-    def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: Any, rows: Rows) -> Tensor | SplitSums:
+    def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: Any, rows: Rows) -> Product:
         """New rows x [B, n, *] of trees or chains, `cache` being this layer's; as a pair only where it `reads_float8`.
 
         Returns their update of the residual stream [B, n, H], its splits perhaps still apart.
@@ -147,9 +147,7 @@ class Mixer(ABC):
         """A causal forward of which nothing is asked but that it is remembered."""
         self.forward(ops, x, cache, rows)
 
-    def forward_last(
-        self, ops: Operations, x: Tensor | Float8Pair, cache: Any, rows: Rows, last: Tensor
-    ) -> Tensor | SplitSums:
+    def forward_last(self, ops: Operations, x: Tensor | Float8Pair, cache: Any, rows: Rows, last: Tensor) -> Product:
         """A causal forward over x [P, n, *] of which flat rows last [m] int64 of P * n are asked alone: [m, 1, H]."""
         out = total_of(self.forward(ops, x, cache, rows))
         return out.flatten(0, 1)[last][:, None]
@@ -258,7 +256,7 @@ class Attention(Mixer):
         memory = pages.pool.memory(self, layers, self.num_kv_heads, self.head_dim, dtype, device)
         return KeyValueCache(memory, pages.table)
 
-    def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows) -> Tensor | SplitSums:
+    def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows) -> Product:
         attended = self.attend(ops, x, cache, rows)
         return project_split(ops, self.o, attended, rows.launch_rows)
 
@@ -267,7 +265,7 @@ class Attention(Mixer):
 
     def forward_last(
         self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows, last: Tensor
-    ) -> Tensor | SplitSums:
+    ) -> Product:
         q, gate = (
             None if each is None else each.flatten(0, 1)[last][:, None] for each in self._append(ops, x, cache, rows)
         )

@@ -17,7 +17,7 @@ from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.ranks import Ranks, SharedEmbedding
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.runtime.float8_pair import Float8Pair
-from eagle_triton.runtime.split_sums import SplitSums
+from eagle_triton.runtime.split_sums import Product
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ModelView:
 
 def decoder_layer(
     ops: Operations, layer: Layer, normed: Tensor | Float8Pair, x: Tensor, cache: Any, rows: Rows
-) -> tuple[Tensor, Tensor | SplitSums]:
+) -> tuple[Tensor, Product]:
     """Mixer and MLP: normed [B, n, *] goes in, x [B, n, H] is the residual stream, `cache` the layer's.
 
     Returns x with the mixer's output, and the MLP's output still to be added to it.
@@ -179,11 +179,11 @@ def _layers(
     caches: LayerCaches,
     rows: Rows,
     pending: Any = None,
-) -> tuple[Tensor | None, Tensor | SplitSums | None, Tensor | None]:
+) -> tuple[Tensor | None, Product | None, Tensor | None]:
     """The first layers over tokens [B, n]: the residual stream [B, n, H], what is still to be added to it (None and
     None if there is no layer), and the features [B, n, F], if some layers' inputs are features."""
     x: Tensor | None = None
-    update: Tensor | SplitSums | None = None
+    update: Product | None = None
     features = view.new_features(tokens) if view.feature_layers else None
     for index, layer in enumerate(layers):
         normed, x = _layer_input(ops, view, index, tokens, x, update, features)
@@ -197,7 +197,7 @@ def _layer_input(
     index: int,
     tokens: Tensor,
     x: Tensor | None,
-    update: Tensor | SplitSums | None,
+    update: Product | None,
     features: Tensor | None,
 ) -> tuple[Tensor | Float8Pair, Tensor]:
     """What layer `index` reads, normed, and the residual stream before it, [B, n, H] each: the embeddings of tokens

@@ -16,7 +16,7 @@ from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks, SharedEmbedding
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
-from eagle_triton.runtime.split_sums import SplitSums, total_of
+from eagle_triton.runtime.split_sums import Product, SplitSums, total_of
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,14 @@ def project(ops: Operations, projection: Projection, x: Tensor | Float8Pair, lau
 
 def project_split(
     ops: Operations, projection: Projection, x: Tensor | Float8Pair, launch_rows: int | None = None
-) -> Tensor | SplitSums:
-    """`project` for a reader that adds up its splits, if the product has any."""
+) -> Product:
+    """`project` for a norm or sum that adds up its splits, or the parts of several ranks, if the product has any."""
     return _project(ops, projection, x, True, launch_rows)
 
 
 def _project(
     ops: Operations, projection: Projection, x: Tensor | Float8Pair, keep_splits: bool, launch_rows: int | None
-) -> Tensor | SplitSums:
+) -> Product:
     if projection.weight is None:
         return projection.replaced(whole_of(x))
     if projection.joined_over is not None:
@@ -152,7 +152,8 @@ def _project(
         return projection.joined_over.joined(total_of(part))
     if projection.summed_over is not None:
         part = ops.linear(x, projection.weight, projection.bias, keep_splits=True, launch_rows=launch_rows)
-        return projection.summed_over.summed(part, x.dtype)
+        # the references add up on a CPU only: elsewhere they would not wait for the others
+        return projection.summed_over.summed(part, x.dtype, keep_splits and (ops.kernels or x.device.type == "cpu"))
     return ops.linear(x, projection.weight, projection.bias, keep_splits=keep_splits, launch_rows=launch_rows)
 
 
@@ -180,7 +181,7 @@ def add_norm(
     ops: Operations,
     norm: Norm | None,
     x: Tensor,
-    update: Tensor | SplitSums | None = None,
+    update: Product | None = None,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
     for_float8: Literal[False] = False,
@@ -192,7 +193,7 @@ def add_norm(
     ops: Operations,
     norm: Norm | None,
     x: Tensor,
-    update: Tensor | SplitSums | None = None,
+    update: Product | None = None,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
     *,
@@ -204,15 +205,15 @@ def add_norm(
     ops: Operations,
     norm: Norm | None,
     x: Tensor,
-    update: Tensor | SplitSums | None = None,
+    update: Product | None = None,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
     for_float8: bool = False,
 ) -> tuple[Tensor | Float8Pair, Tensor]:
     """(norm(x + update), x + update), [B, n, H] each. Without a norm the sum twice, without an update x as it is.
 
-    `update` may be a product whose splits are still apart: the sum happens here, in the pass that reads it anyway.
-    `in_draft_pass`, `for_float8`: see layers.rms_norm. `total` [B, n, H]: where the sum may be written.
+    `update` may be a product whose splits or ranks' parts are still apart: the sum happens here, in the pass that reads
+    it anyway. `in_draft_pass`, `for_float8`: see layers.rms_norm. `total` [B, n, H]: where the sum may be written.
     """
     if norm is None:
         total = x if update is None else ops.add(update, x)
@@ -274,7 +275,7 @@ def embed_norm(
 
 def feed_forward(
     ops: Operations, mlp: MLP | Experts, x: Tensor | Float8Pair, launch_rows: int | None = None
-) -> Tensor | SplitSums:
+) -> Product:
     """What follows the mixer: [B, n, H] -> [B, n, H], its splits perhaps still apart. `launch_rows`: see project."""
     if isinstance(mlp, Experts):
         out = mlp.module(whole_of(x))

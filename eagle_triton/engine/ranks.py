@@ -5,15 +5,20 @@ everything behind them whole. All hold the same bits then, so that none has to b
 differ all the same, because it was measured or drawn or comes from outside, is rank 0's: `agreed`.
 
 A rank that has gone ends the others with RanksError: at once where its connections close, else after `STEP_SECONDS`.
+
+On GPUs that see each other's memory the norm behind a product exchanges the ranks' parts by itself
+(`runtime/peer_memory.py`); everywhere else, and where there are more rows, the group's backend does.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,11 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eagle_triton.runtime.split_sums import SplitSums
+from eagle_triton.runtime.peer_memory import PeerMemory
+from eagle_triton.runtime.split_sums import SharedSums, SplitSums
 
 STEP_SECONDS = 60.0  # that a rank waits for another inside a generation: the other may be compiling kernels
 POLL_SECONDS = 2e-5
 BETWEEN_SECONDS = 1800.0  # and between generations, where one may read files or talk to somebody
+MOST_ROWS = 512  # whose sums the norm exchanges: those of a step, of eight trees of 60 nodes
+
+_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,16 +59,20 @@ def _named(exchange: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Ranks:
     """This process, `rank` of `size`. device_group: for what lies on the device; host_group: for Python's objects;
-    meeting_group: for what ranks do first in a call, to which they come at different times."""
+    meeting_group: for what ranks do first in a call, to which they come at different times. peers: the memory by which
+    norms exchange sums, where there is such (`open_memory`), and why_no_peers, where that was tried in vain."""
 
     rank: int
     size: int
     device_group: Any
     host_group: Any
     meeting_group: Any
+    peers: PeerMemory | None = None
+    why_no_peers: str | None = None
+    _kept: dict[str, Any] = field(default_factory=dict)  # what that memory belongs to
 
     @staticmethod
     @_named
@@ -83,15 +96,86 @@ class Ranks:
             _KNOWN[group] = ranks
         return _KNOWN[group]
 
+    def open_memory(self, width: int, device: torch.device) -> None:
+        """Have norms exchange sums of at most MOST_ROWS rows of `width` by themselves, if torch gives all ranks memory
+        of their GPUs that the others see (symmetric memory, without multicast). All ranks call this; once is enough.
+
+        `peers` is that memory then; else `why_no_peers` says what stands against it, on any rank.
+        """
+        if self.peers is not None or self.why_no_peers is not None:
+            return
+        self.meet()
+        row_bytes = -(-4 * width // 16) * 16
+        count = PeerMemory.bytes_for(self.size, MOST_ROWS, row_bytes)
+        found: dict[str, Any] = {}
+
+        def allocate() -> None:
+            from torch.distributed import _symmetric_memory as symmetric
+
+            found["block"] = symmetric.empty(count, dtype=torch.uint8, device=device)
+            found["block"].zero_()
+            torch.cuda.synchronize(device)
+
+        def connect() -> None:
+            from torch.distributed import _symmetric_memory as symmetric
+
+            with _without_multicast():
+                found["handle"] = symmetric.rendezvous(found["block"], self.device_group.group_name)
+            found["blocks"] = [found["handle"].get_buffer(rank, (count,), torch.uint8) for rank in range(self.size)]
+
+        if self._all_do(allocate) and self._all_do(connect):
+            self.peers = PeerMemory.of(self.rank, found["blocks"], MOST_ROWS, row_bytes)
+            self._kept = found
+
+    def prove_memory(self, add: Callable[[SplitSums | SharedSums], Tensor], like: Tensor) -> None:
+        """Give `peers` up, and say so in `why_no_peers`, unless sums through it have the bits of gathered ones on every
+        rank. add: the operation of this name; like: a tensor of the width, dtype and device of what is summed. All
+        ranks call this, behind `open_memory`."""
+        if self.peers is None:
+            return
+
+        def compare() -> None:
+            generator = torch.Generator().manual_seed(self.rank)
+            assert self.peers is not None
+            for rows in (1, 3, min(60, self.peers.rows), self.peers.rows, 1):
+                part = torch.randn(rows, like.shape[-1], generator=generator).to(like.device, torch.float32)
+                for kind in (torch.float32, like.dtype):
+                    shared, gathered = (self.summed(part.to(kind), like.dtype, way) for way in (True, False))
+                    if not torch.equal(add(shared), add(gathered)) or self.peers.gave_up():
+                        raise RuntimeError(f"sums of {rows} rows through the ranks' memory were not those of a gather")
+
+        if not self._all_do(compare):
+            self.peers = None
+
+    def _all_do(self, what: Callable[[], None]) -> bool:
+        """Whether all ranks can do something; else `why_no_peers` says why not."""
+        reason = None
+        try:
+            what()
+        except Exception as error:  # whatever it is, the group's backend exchanges sums then, and the report says so
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        reasons = [f"rank {rank}: {other}" for rank, other in enumerate(self.of_all(reason)) if other is not None]
+        self.why_no_peers = "; ".join(reasons) or None
+        return not reasons
+
+    @property
+    def note(self) -> str | None:
+        """What a report says of how sums are exchanged on GPUs."""
+        if self.peers is not None:
+            return f"norms add up the ranks' parts of up to {self.peers.rows} rows by symmetric memory"
+        return None if self.why_no_peers is None else f"sums are gathered by NCCL, for want of: {self.why_no_peers}"
+
     # --- in a step ---
 
-    def summed(self, part: Tensor | SplitSums, dtype: torch.dtype) -> SplitSums:
+    def summed(self, part: Tensor | SplitSums, dtype: torch.dtype, by_the_norm: bool = False) -> SplitSums | SharedSums:
         """What each rank's product of its columns [..., N] comes to: the ranks' parts, which the reader adds up in the
         order of the ranks, as it adds splits of one product, and rounds to `dtype` once.
 
         Not an all-reduce: that adds in an order which depends on the number of rows, so that a request's last bits
-        would depend on its neighbours.
+        would depend on its neighbours. by_the_norm: the reader may exchange them too, to the same bits.
         """
+        if by_the_norm and self.peers is not None and self.peers.fits(part):
+            return SharedSums(part, dtype, self.peers)
         total = part.total_in_fp32() if isinstance(part, SplitSums) else part
         return SplitSums(self.together(total).float(), dtype)
 
@@ -111,12 +195,15 @@ class Ranks:
 
     def wait_for(self, event: torch.cuda.Event, seconds: float = STEP_SECONDS) -> None:
         """Wait for what was launched on the device. Raises RanksError if that takes too long: a graph that exchanges
-        something with a rank that has gone never ends, and nobody else watches over it."""
+        something with a rank that has gone never ends, and nobody else watches over it. Also where a norm has waited
+        for another rank in vain, and went on without its part."""
         end = time.monotonic() + seconds
         while not event.query():
             if time.monotonic() > end:
                 raise RanksError(f"a step did not end in {seconds:g} s: another rank has gone or hangs; end all ranks")
             time.sleep(POLL_SECONDS)
+        if self.peers is not None and self.peers.gave_up():
+            raise RanksError("a norm has waited for another rank's part in vain: it has gone or hangs; end all ranks")
 
     @_named
     def meet(self) -> None:
@@ -146,6 +233,20 @@ class Ranks:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.host_group)
         return values
+
+
+@contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Memory that is connected in the block needs no NVLink multicast, which some machines lack."""
+    before = os.environ.get(_MULTICAST)
+    os.environ[_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_MULTICAST]
+        else:
+            os.environ[_MULTICAST] = before
 
 
 _KNOWN: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()

@@ -23,7 +23,10 @@
 | first_row, depths    | [B], [B, N]         | int32                                                            |
 | inv_freq             | [r / 2]             | fp32; angle = position * inv_freq                                |
 
-x, or q, k and v together, may be `SplitSums`: products whose partial sums are added here, in their order.
+x, or q, k and v together, may be `SplitSums`: products whose partial sums are added here, in their order. x of a norm
+or sum may be `SharedSums`: a product of which each of several ranks has a part. Then all ranks call it, with equal
+shapes: it leaves its part where the others see it, waits for theirs, and adds them in the order of the ranks, to the
+bits of a norm that reads them as splits (`runtime/peer_memory.py`; ValueError for more rows than there is room for).
 
 Numerics: computed in fp32 and rounded to the output's dtype wherever Hugging Face's models round: a product before a
 residual is added to it or before it is rotated, a normalised value before its weight (but not before a zero-centred

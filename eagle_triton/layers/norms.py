@@ -15,7 +15,8 @@ from eagle_triton.reference.layers import check_add, check_embed_rms_norm, check
 from eagle_triton.runtime.float8_pair import Float8Pair, takes_pairs
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.runtime.overlap import await_inputs, overlapped
-from eagle_triton.runtime.split_sums import SplitSums
+from eagle_triton.runtime.peer_exchange import row_at, signal_and_wait
+from eagle_triton.runtime.split_sums import Product, SharedSums, SplitSums
 
 
 @triton.jit
@@ -127,6 +128,71 @@ def _rms_norm_kernel(
         store_pair(tl.reshape(wide, (BLOCK // WIDTH, WIDTH)), 0, parts_ptr, scale_ptr, row, rows, size)
 
 
+@triton.jit
+def _shared_rms_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    residual_ptr,
+    out_ptr,
+    total_ptr,
+    place_addresses_ptr,
+    signal_addresses_ptr,
+    uses_ptr,
+    failed_ptr,
+    told_ptr,
+    rank,
+    looks,
+    place_rows,
+    place_width,
+    stride_xs,
+    stride_xm,
+    stride_rm,
+    stride_tm,
+    eps,
+    size: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    RANKS: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (rows,): one program per row, of which x is this rank's part. It adds up the part's splits, leaves the sum
+    where the other ranks read it, waits for theirs, and goes on as `norm_row` does with splits: in their order.
+
+    place_rows, place_width: rows, and elements of x's dtype in one, of a place in PeerMemory.
+    """
+    await_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK)[None, :]
+    mask = offs < size
+    kind = out_ptr.dtype.element_ty
+    part_kind: tl.constexpr = x_ptr.dtype.element_ty
+    use = tl.load(uses_ptr + row) + 1
+    place = ((use & 1) * place_rows + row) * place_width
+    part = load_sum(x_ptr + row * stride_xm + offs, stride_xs, mask, SPLITS)
+    tl.store(row_at(place_addresses_ptr, rank, place, offs, part_kind), part.to(part_kind), mask=mask)
+    if residual_ptr is not None:  # on its way while this program waits
+        residual = tl.load(residual_ptr + row * stride_rm + offs, mask=mask, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        weight = load_weight(weight_ptr + offs, mask, ZERO_CENTRED)
+    signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, looks, RANKS)
+    tl.store(uses_ptr + row, use)
+    x = tl.load(row_at(place_addresses_ptr, 0, place, offs, part_kind), mask=mask, other=0.0).to(tl.float32)
+    for other in tl.static_range(1, RANKS):
+        theirs = tl.load(row_at(place_addresses_ptr, other, place, offs, part_kind), mask=mask, other=0.0)
+        x += theirs.to(tl.float32)
+    x = rounded(x, kind)
+    if residual_ptr is not None:
+        x += residual
+    if total_ptr is not None:
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * stride_tm + offs, total, mask=mask)
+        x = total.to(tl.float32)
+    if weight_ptr is not None:
+        x = before_weight(normalise(x, eps, size), kind, ZERO_CENTRED) * weight
+    tl.store(out_ptr + row * size + offs, x.to(kind), mask=mask)
+
+
 def norm_warps(block: int, in_draft_pass: bool = False) -> int:
     """Warps for a row of `block` elements; in a draft pass the megakernel's, whose sums have the same order then."""
     return DRAFT_WARPS if in_draft_pass else min(max(block // 512, 1), 16)
@@ -134,7 +200,7 @@ def norm_warps(block: int, in_draft_pass: bool = False) -> int:
 
 @overload
 def rms_norm(
-    x: Tensor | SplitSums,
+    x: Product,
     weight: Tensor,
     eps: float,
     *,
@@ -146,7 +212,7 @@ def rms_norm(
 
 @overload
 def rms_norm(
-    x: Tensor | SplitSums,
+    x: Product,
     weight: Tensor,
     eps: float,
     *,
@@ -157,7 +223,7 @@ def rms_norm(
 
 
 def rms_norm(
-    x: Tensor | SplitSums,
+    x: Product,
     weight: Tensor,
     eps: float,
     *,
@@ -172,13 +238,15 @@ def rms_norm(
     """
     check_rms_norm("rms_norm", x, weight)
     out = weight.new_empty(x.shape)
-    pair = _pair_for(out, for_float8)
+    pair = _pair_for(x, out, for_float8)
     _launch_norm(x, weight.contiguous(), eps, None, out, None, zero_centred, in_draft_pass, pair=pair)
     return out if pair is None else pair
 
 
-def _pair_for(out: Tensor, for_float8: bool) -> Float8Pair | None:
-    return empty_pair(out.shape, out) if for_float8 and takes_pairs(out) else None
+def _pair_for(x: Product, out: Tensor, for_float8: bool) -> Float8Pair | None:
+    """Room for the pair of `out`, if somebody reads it and the kernel that adds x up makes it."""
+    wanted = for_float8 and takes_pairs(out) and not isinstance(x, SharedSums)
+    return empty_pair(out.shape, out) if wanted else None
 
 
 def embed_rms_norm(
@@ -202,13 +270,13 @@ def embed_rms_norm(
         raise ValueError(f"embed_rms_norm: the embedding's rows must be contiguous, got strides {embedding.stride()}")
     shape = (*tokens.shape, embedding.shape[1])
     out, total = weight.new_empty(shape), weight.new_empty(shape) if total is None else total
-    pair = _pair_for(out, for_float8)
+    pair = _pair_for(embedding, out, for_float8)
     _launch_norm(embedding, weight.contiguous(), eps, None, out, total, zero_centred, in_draft_pass, tokens, pair)
     return (out if pair is None else pair), total
 
 
 def add_rms_norm(
-    x: Tensor | SplitSums,
+    x: Product,
     residual: Tensor,
     weight: Tensor,
     eps: float,
@@ -225,12 +293,12 @@ def add_rms_norm(
     """
     check_rms_norm("add_rms_norm", x, weight, residual, total)
     out, total = weight.new_empty(x.shape), weight.new_empty(x.shape) if total is None else total
-    pair = _pair_for(out, for_float8)
+    pair = _pair_for(x, out, for_float8)
     _launch_norm(x, weight.contiguous(), eps, residual, out, total, zero_centred, in_draft_pass, pair=pair)
     return (out if pair is None else pair), total
 
 
-def add(x: Tensor | SplitSums, residual: Tensor | None = None) -> Tensor:
+def add(x: Product, residual: Tensor | None = None) -> Tensor:
     """x + residual, or the sum of SplitSums alone, rounded once: [..., H]."""
     check_add(x, residual)
     if residual is None and isinstance(x, Tensor):
@@ -241,7 +309,7 @@ def add(x: Tensor | SplitSums, residual: Tensor | None = None) -> Tensor:
 
 
 def _launch_norm(
-    x: Tensor | SplitSums,
+    x: Product,
     weight: Tensor | None,
     eps: float,
     residual: Tensor | None,
@@ -257,13 +325,48 @@ def _launch_norm(
         return
     size, count = out.shape[-1], out.shape[:-1].numel()
     residual = None if residual is None else contiguous_rows(residual)
-    if isinstance(x, SplitSums):
-        rows = x.sums.reshape(-1, count, size)
+    part = x.part if isinstance(x, SharedSums) else x
+    if isinstance(part, SplitSums):
+        rows = part.sums.reshape(-1, count, size)
         rows = rows if rows.stride(2) == 1 else rows.contiguous()
         splits, stride_split = rows.shape[0], rows.stride(0)
     else:
-        rows, splits, stride_split = contiguous_rows(x), 1, 0
+        rows, splits, stride_split = contiguous_rows(part), 1, 0
     block = triton.next_power_of_2(size)
+    if isinstance(x, SharedSums):
+        peers = x.peers
+        if not peers.fits(rows[0] if rows.dim() > 2 else rows):
+            raise ValueError(
+                f"{count} rows of {size} do not fit into the ranks' memory for {peers.rows} of {peers.row_bytes} bytes"
+            )
+        overlapped(_shared_rms_norm_kernel, (count,), out.device)(
+            rows,
+            weight,
+            residual,
+            out,
+            total,
+            peers.place_addresses,
+            peers.signal_addresses,
+            peers.uses,
+            peers.failed,
+            peers.told,
+            peers.rank,
+            peers.looks,
+            peers.rows,
+            peers.row_bytes // rows.element_size(),
+            stride_split,
+            rows.stride(-2),
+            0 if residual is None else residual.stride(0),
+            0 if total is None else total.view(count, size).stride(0),
+            eps,
+            size,
+            block,
+            splits,
+            peers.size,
+            zero_centred,
+            num_warps=norm_warps(block, in_draft_pass),
+        )
+        return
     overlapped(_rms_norm_kernel, (count,), out.device)(
         rows,
         None if tokens is None else tokens.contiguous(),

@@ -10,12 +10,12 @@ from torch import Tensor
 from eagle_triton.reference.attention import check_table
 from eagle_triton.reference.kv_cache import write_rows
 from eagle_triton.runtime.float8_pair import GROUP, LOW, Float8Pair
-from eagle_triton.runtime.split_sums import SplitSums, total_of
+from eagle_triton.runtime.split_sums import Product, SplitSums, total_of
 
 
 @overload
 def rms_norm(
-    x: Tensor | SplitSums,
+    x: Product,
     weight: Tensor,
     eps: float,
     *,
@@ -27,7 +27,7 @@ def rms_norm(
 
 @overload
 def rms_norm(
-    x: Tensor | SplitSums,
+    x: Product,
     weight: Tensor,
     eps: float,
     *,
@@ -38,7 +38,7 @@ def rms_norm(
 
 
 def rms_norm(
-    x: Tensor | SplitSums,
+    x: Product,
     weight: Tensor,
     eps: float,
     *,
@@ -80,7 +80,7 @@ def embed_rms_norm(
 
 
 def add_rms_norm(
-    x: Tensor | SplitSums,
+    x: Product,
     residual: Tensor,
     weight: Tensor,
     eps: float,
@@ -97,8 +97,8 @@ def add_rms_norm(
     return rms_norm(both, weight, eps, zero_centred=zero_centred), both if total is None else total.copy_(both)
 
 
-def add(x: Tensor | SplitSums, residual: Tensor | None = None) -> Tensor:
-    """x + residual, or the sum of SplitSums alone: [..., H]."""
+def add(x: Product, residual: Tensor | None = None) -> Tensor:
+    """x + residual, or the sum of a product's parts alone: [..., H]."""
     check_add(x, residual)
     x = total_of(x)
     return x if residual is None else x + residual
@@ -186,7 +186,7 @@ def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
 
 def check_rms_norm(
     name: str,
-    x: Tensor | SplitSums,
+    x: Product,
     weight: Tensor,
     residual: Tensor | None = None,
     total: Tensor | None = None,
@@ -212,7 +212,7 @@ def check_embed_rms_norm(tokens: Tensor, embedding: Tensor, weight: Tensor, tota
     _check_alike(name, embedding, weight, total)
 
 
-def check_add(x: Tensor | SplitSums, residual: Tensor | None) -> None:
+def check_add(x: Product, residual: Tensor | None) -> None:
     """Raise ValueError unless these are operands of add."""
     if residual is not None:
         _check_shape("add", "residual", residual, x.shape)
@@ -278,7 +278,7 @@ def check_gate_heads(x: Tensor, gate: Tensor) -> None:
     _check_alike("gate_heads", x, gate)
 
 
-def _check_shape(name: str, label: str, tensor: Tensor | SplitSums, expected: tuple[int, ...]) -> None:
+def _check_shape(name: str, label: str, tensor: Product, expected: tuple[int, ...]) -> None:
     if tensor.shape != tuple(expected):
         raise ValueError(f"{name}: {label} must be {tuple(expected)}, got {tuple(tensor.shape)}")
 
@@ -292,7 +292,7 @@ def _check_total(name: str, total: Tensor | None, shape: tuple[int, ...]) -> Non
         raise ValueError(f"{name}: total's rows must be contiguous and evenly spaced, got strides {total.stride()}")
 
 
-def _check_alike(name: str, first: Tensor | SplitSums, *others: Tensor | SplitSums | None) -> None:
+def _check_alike(name: str, first: Product, *others: Product | None) -> None:
     if not first.dtype.is_floating_point:
         raise ValueError(f"{name}: expected floating point tensors, got {first.dtype}")
     for other in others:

@@ -3,7 +3,7 @@ those of Qwen3.5 and Qwen3-Next, zero-centred norms and a quarter of each head r
 
 from eagle_triton.layers.float8_pair import _BLOCK, _float8_pair_kernel
 from eagle_triton.layers.gates import _gate_heads_kernel, _swiglu_kernel
-from eagle_triton.layers.norms import _rms_norm_kernel, norm_warps
+from eagle_triton.layers.norms import _rms_norm_kernel, _shared_rms_norm_kernel, norm_warps
 from eagle_triton.layers.rotary import _rotary_append_kernel
 from eagle_triton.runtime.launch import EXACT
 
@@ -12,6 +12,8 @@ _ALIGNED = (
     "stride_xm",
     "stride_rm",
     "stride_tm",
+    "place_rows",
+    "place_width",
     "stride_gm",
     "stride_um",
     "stride_s",
@@ -65,6 +67,16 @@ for _size in (4096, 2048):
     )
 _pair = _case("float8_pair", _float8_pair_kernel, {"BLOCK": _BLOCK}, (), _BLOCK // 512, PDL="i32", **_PAIR)
 CASES.append((*_pair[:4], {**_pair[4], "targets": ("sm_90",), "aligned": (*_ALIGNED, "size")}))
+for _size, _ranks, _splits in ((8192, 2, 2), (4096, 2, 1), (8192, 8, 1), (4096, 3, 3)):
+    _values = {"size": _size, "BLOCK": _size, "SPLITS": _splits, "RANKS": _ranks, "ZERO_CENTRED": False}
+    _types = dict.fromkeys(("place_addresses_ptr", "signal_addresses_ptr"), "*i64")
+    _types |= dict.fromkeys(("uses_ptr", "failed_ptr", "told_ptr"), "*i32")
+    _types |= {"eps": "fp32", **({"x_ptr": "*fp32"} if _splits > 1 else {})}
+    _label = f"rms_norm {_size} splits {_splits} of {_ranks} ranks"
+    CASES.append(_case(_label, _shared_rms_norm_kernel, _values, (), norm_warps(_size), **_types))
+_values = {**_values, "ZERO_CENTRED": True}
+_none = ("residual_ptr", "total_ptr", "weight_ptr")
+CASES.append(_case("add of 3 ranks", _shared_rms_norm_kernel, _values, _none, norm_warps(_size), **_types))
 for _dim in (128, 64):
     for _splits in (1, 2):
         for _norms in ((), ("q_norm_ptr", "k_norm_ptr")):

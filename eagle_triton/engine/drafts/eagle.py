@@ -14,7 +14,7 @@ from eagle_triton.engine.model import decoder_layer
 from eagle_triton.engine.modules import Norm, Projection, add_norm, project_split
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.runtime.split_sums import SplitSums
+from eagle_triton.runtime.split_sums import SharedSums, SplitSums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,9 @@ class Eagle3Draft(EagleDraft):
         return super().weight_bytes(spec) + once
 
     def inputs_of(self, ops: Operations, features: Tensor, rows: Rows) -> Tensor | SplitSums:
-        return project_split(ops, self.fc, features, rows.launch_rows)
+        found = project_split(ops, self.fc, features, rows.launch_rows)
+        assert not isinstance(found, SharedSums), "fc is whole on each rank"
+        return found
 
     def forward(
         self,

@@ -1,0 +1,130 @@
+"""Memory that all ranks of one host read: each leaves its part of a sum in its own, and reads the others' from theirs.
+
+A row of a sum has two places, which alternate by how often the row was used. So one signal suffices: who writes a
+place for the next but one use has seen everybody's signal for the next, which nobody gives before the kernel that read
+the former use has ended. Counts live on the device, so a CUDA graph may be replayed as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOOKS = 100_000_000  # at a signal, before a wait gives up: about a minute
+PLACES = 2
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, eq=False)
+class PeerMemory:
+    """What a kernel needs to add up parts of `size` ranks, of which this is `rank`; see `of`.
+
+    | name              | shape                    | dtype, layout                                               |
+    |-------------------|--------------------------|-------------------------------------------------------------|
+    | places            | [2, rows, row_bytes]     | uint8, one for each rank: its parts of the rows             |
+    | signals           | [rows, size]             | int32, one for each rank: the last use of a row for which a |
+    |                   |                          | rank's part is there                                        |
+    | place_addresses,  | [size]                   | int64: where these lie, as this rank's device sees them     |
+    | signal_addresses  |                          |                                                             |
+    | uses              | [rows]                   | int32: how often a row was used                             |
+    | failed            | [1]                      | int32: 1 once a wait has given up, after which none waits   |
+    | told              | [1]                      | the same for the host: int32 in its memory, page-locked     |
+    """
+
+    rank: int
+    places: tuple[Tensor, ...]
+    signals: tuple[Tensor, ...]
+    place_addresses: Tensor
+    signal_addresses: Tensor
+    uses: Tensor
+    failed: Tensor
+    told: Tensor
+    looks: int = LOOKS  # how often a wait looks at a signal before it gives up
+
+    @staticmethod
+    def bytes_for(size: int, rows: int, row_bytes: int) -> int:
+        """Bytes of the block that each of `size` ranks has."""
+        return _signal_bytes(size, rows) + PLACES * rows * row_bytes
+
+    @staticmethod
+    def of(rank: int, blocks: Sequence[Tensor], rows: int, row_bytes: int, looks: int = LOOKS) -> PeerMemory:
+        """That of some ranks, in whose order `blocks` [bytes_for(...)] uint8 are: each rank's, which all of them see,
+        and which is all zeros. rows: of a sum at most; row_bytes: for one of them, a multiple of 16.
+
+        Raises ValueError for blocks that are not so.
+        """
+        size, device = len(blocks), blocks[rank].device
+        expected = PeerMemory.bytes_for(size, rows, row_bytes)
+        if row_bytes % 16:
+            raise ValueError(f"row_bytes must be a multiple of 16, got {row_bytes}")
+        for block in blocks:
+            if block.dtype != torch.uint8 or tuple(block.shape) != (expected,) or block.data_ptr() % 16:
+                raise ValueError(
+                    f"blocks must be uint8 [{expected}] at a multiple of 16, got {block.dtype} {list(block.shape)}"
+                )
+        first = _signal_bytes(size, rows)
+        signals = tuple(block[: 4 * rows * size].view(torch.int32).view(rows, size) for block in blocks)
+        places = tuple(block[first:].view(PLACES, rows, row_bytes) for block in blocks)
+
+        def addresses(tensors: Sequence[Tensor]) -> Tensor:
+            return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=device)
+
+        def zeros(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+        told = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        return PeerMemory(
+            rank, places, signals, addresses(places), addresses(signals), zeros(rows), zeros(1), told, looks
+        )
+
+    @property
+    def size(self) -> int:
+        return len(self.places)
+
+    @property
+    def rows(self) -> int:
+        return self.places[0].shape[1]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.places[0].shape[2]
+
+    def fits(self, part: Any) -> bool:
+        """Whether there is room for sums like `part` [..., N], a tensor or its splits, in fp32 too."""
+        rows, width = part.shape[:-1].numel(), part.shape[-1]
+        return 0 < rows <= self.rows and 4 * width <= self.row_bytes and part.device == self.uses.device
+
+    def gave_up(self) -> bool:
+        """Whether a wait for another rank has given up: what was computed since is wrong. Asks no device."""
+        return bool(self.told[0])
+
+    def exchanged(self, part: Tensor) -> Tensor:
+        """Every rank's part [..., N], in their order, [size, ..., N]: what the kernels do, in plain torch and on a CPU.
+
+        Raises RuntimeError on a device, where kernels exchange parts and signals.
+        """
+        if self.uses.device.type != "cpu":
+            raise RuntimeError("parts that lie on a device are exchanged by the kernel that adds them up")
+        rows = part.reshape(-1, part.shape[-1])
+        count, width = rows.shape
+        use, row = self.uses[:count] + 1, torch.arange(count)
+        self.places[self.rank].view(part.dtype)[use & 1, row, :width] = rows
+        for signals in self.signals:
+            signals[:count, self.rank] = use
+        left = self.looks * int(not self.failed[0])
+        while (self.signals[self.rank][:count] - use[:, None] < 0).any():
+            if left == 0:
+                self.failed[0] = self.told[0] = 1
+                break
+            left -= 1
+        self.uses[:count] = use
+        found = [places.view(part.dtype)[use & 1, row, :width] for places in self.places]
+        return torch.stack(found).view(self.size, *part.shape)
+
+
+def _signal_bytes(size: int, rows: int) -> int:
+    return -(-4 * rows * size // _ALIGNMENT) * _ALIGNMENT

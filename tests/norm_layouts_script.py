@@ -1,0 +1,84 @@
+"""Compile the norm that reads gathered parts and the one that exchanges them, and compare how both add up squares.
+
+Sums of one layout have one order. Run by tests/test_peer_memory.py in a process of its own, which must not interpret;
+needs no GPU. Exit status 1 if a layout differs, or if the exchange reads and writes other than 16 bytes at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import triton
+from triton.compiler import ASTSource
+
+from eagle_triton.layers.norms import _rms_norm_kernel, _shared_rms_norm_kernel, norm_warps
+from eagle_triton.runtime.launch import EXACT
+from tests.compile_cases.layers import _ALIGNED
+from tests.compile_kernels import TARGETS
+
+ABSENT = dict.fromkeys(("tokens_ptr", "parts_ptr", "scale_ptr"))
+TYPES = {
+    **dict.fromkeys(("place_addresses_ptr", "signal_addresses_ptr"), "*i64"),
+    **dict.fromkeys(("uses_ptr", "failed_ptr", "told_ptr"), "*i32"),
+    "eps": "fp32",
+}
+
+
+def compiled(kernel, arch: str, dtype: str, part: str, warps: int, constexprs: dict) -> dict[str, str]:
+    signature = {
+        name: "constexpr"
+        if name in constexprs
+        else part
+        if name == "x_ptr"
+        else TYPES.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
+        for name in kernel.arg_names
+    }
+    attributes = {
+        (place,): [["tt.divisibility", 16]]
+        for place, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or name in _ALIGNED
+    }
+    source = ASTSource(kernel, signature, constexprs, attributes)
+    return triton.compile(source, target=TARGETS[arch], options={**EXACT, "num_warps": warps}).asm
+
+
+def layout_of_squares(assembly: dict[str, str]) -> str:
+    """How a tensor whose squares are added up is spread over threads."""
+    text = assembly["ttgir"]
+    (name,) = set(re.findall(r"\"tt\.reduce\".*?\) : \(tensor<[^,]*, (#\w+)>\)", text, re.S))
+    (layout,) = re.findall(rf"^{name} = (.*)$", text, re.M)
+    return layout
+
+
+def main() -> int:
+    differ = 0
+    for arch in ("sm_80", "sm_90", "sm_100"):
+        for size, ranks, splits, dtype, draft in (
+            (4096, 2, 1, "bf16", False),
+            (8192, 2, 3, "bf16", False),
+            (8192, 8, 2, "bf16", True),
+            (5120, 4, 1, "fp16", False),
+            (2048, 3, 2, "fp32", False),
+        ):
+            block = triton.next_power_of_2(size)
+            common = {"size": size, "BLOCK": block, "ZERO_CENTRED": False, "PDL": arch != "sm_80"}
+            how = (dtype, "*fp32", norm_warps(block, draft))
+            gathered = compiled(_rms_norm_kernel, arch, *how, {**common, "SPLITS": ranks, **ABSENT})
+            how = (dtype, f"*{dtype}" if splits == 1 else "*fp32", how[2])
+            exchanged = compiled(_shared_rms_norm_kernel, arch, *how, {**common, "SPLITS": splits, "RANKS": ranks})
+            layouts = layout_of_squares(gathered), layout_of_squares(exchanged)
+            narrow = re.findall(r"ld\.global(?:\.v2)?\.b16|st\.global(?:\.v2)?\.b16", exchanged["ptx"])
+            wrong = layouts[0] != layouts[1] or narrow
+            differ += bool(wrong)
+            print("DIFFERS" if wrong else "ok", arch, size, ranks, splits, dtype, *set(layouts), *narrow[:1])
+    return int(differ > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""One of two processes that exchange parts through memory: `peer_memory_script.py FOLDER kernel|reference RANK`.
+
+Run by tests/test_peer_memory.py. The kernel runs in Triton's interpreter; the memory is a file that both map.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from eagle_triton.runtime.peer_memory import PeerMemory
+from eagle_triton.runtime.split_sums import SharedSums, SplitSums
+
+RANKS, ROWS, WIDTH = 2, 4, 48
+USES = 40
+
+
+def memory_in(folder: Path, rank: int, create: bool = False, rows: int = ROWS, width: int = WIDTH) -> PeerMemory:
+    """A rank's view of memory in a file, which is made with zeros first."""
+    count = PeerMemory.bytes_for(RANKS, rows, 4 * width)
+    path = folder / "memory"
+    if create:
+        path.write_bytes(bytes(RANKS * count))
+    whole = torch.from_file(str(path), shared=True, size=RANKS * count, dtype=torch.uint8)
+    return PeerMemory.of(rank, whole.split(count), rows, 4 * width)
+
+
+def main(argv: list[str]) -> int:
+    folder, what, rank = Path(argv[0]), argv[1], int(argv[2])
+    if what == "kernel":
+        from eagle_triton.layers import add_rms_norm
+    else:
+        from eagle_triton.reference.layers import add_rms_norm
+    peers = memory_in(folder, rank)
+    pace = random.Random(rank)
+    for use in range(USES):
+        torch.manual_seed(use)
+        rows, width = 1 + use % ROWS, WIDTH - use % 5
+        parts = [torch.randn(rows, width) for _ in range(RANKS)]
+        residual, weight = torch.randn(rows, width), torch.randn(width)
+        time.sleep(pace.choice([0, 0, 0.003]))
+        found = add_rms_norm(SharedSums(parts[rank], torch.float32, peers), residual, weight, 1e-5)
+        expected = add_rms_norm(SplitSums(torch.stack(parts), torch.float32), residual, weight, 1e-5)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other), (use, one - other)
+    assert not peers.gave_up()
+    print("the same bits")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,327 @@
+"""Norms that add up the parts of several ranks. Here all ranks' memory lies in one process, and their signals are set
+already; two processes exchange parts in tests/peer_memory_script.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import _symmetric_memory as symmetric
+
+from eagle_triton import layers as kernels
+from eagle_triton.engine import ranks as ranks_module
+from eagle_triton.engine.modules import Norm, Projection, add_norm, project, project_split
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.ranks import Ranks, RanksError
+from eagle_triton.reference import layers as reference
+from eagle_triton.runtime.peer_memory import PeerMemory
+from eagle_triton.runtime.split_sums import SharedSums, SplitSums, total_of
+from tests.peer_memory_script import memory_in
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS, WIDTH = 6, 200
+# plain torch cannot wait for what lies on a device
+MODULES = [kernels] if torch.cuda.is_available() else [kernels, reference]
+both = pytest.mark.parametrize("module", MODULES, ids=lambda module: "kernel" if module is kernels else "reference")
+
+
+def ranks_memory(device, size, looks=1000, rows=ROWS):
+    """Each rank's view of the same memory."""
+    count = PeerMemory.bytes_for(size, rows, 4 * WIDTH)
+    blocks = [torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(size)]
+    return [PeerMemory.of(rank, blocks, rows, 4 * WIDTH, looks) for rank in range(size)]
+
+
+def leave(peers, part):
+    """A rank's part [rows, width], and its signal, as it leaves them."""
+    count, width = part.shape
+    peers.uses[:count] += 1
+    for row in range(count):
+        use = int(peers.uses[row])
+        peers.places[peers.rank].view(part.dtype)[use & 1, row, :width] = part[row]
+        for signals in peers.signals:
+            signals[row, peers.rank] = use
+
+
+def parts_of(device, size, rows, width, dtype, splits):
+    """What ranks give to a sum, and that as it is gathered."""
+    torch.manual_seed(rows * width + splits)
+    if not splits:
+        parts = [torch.randn(rows, width, device=device).to(dtype) for _ in range(size)]
+        return parts, torch.stack(parts).float()
+    parts = [SplitSums(torch.randn(splits, rows, width, device=device), dtype) for _ in range(size)]
+    return parts, torch.stack([part.total_in_fp32() for part in parts])
+
+
+def fp32_of(part):
+    return part.total_in_fp32() if isinstance(part, SplitSums) else part
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("splits", [0, 1, 3])
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1), (3, 1), (5, 4)])
+def test_the_bits_are_those_of_parts_that_were_gathered(device, module, size, rank, splits, dtype):
+    """In the order of the ranks, use after use, of other rows and widths each time."""
+    everybody = ranks_memory(device, size)
+    mine = everybody[rank]
+    for rows, width in ((6, 200), (1, 64), (3, 200), (6, 130)):
+        parts, gathered = parts_of(device, size, rows, width, dtype, splits)
+        for other in everybody:
+            if other is not mine:
+                leave(other, fp32_of(parts[other.rank]))
+        residual, weight = (torch.randn(*shape, device=device).to(dtype) for shape in ((rows, width), (width,)))
+        shared, apart = SharedSums(parts[rank], dtype, mine), SplitSums(gathered, dtype)
+        assert shared.shape == apart.shape and shared.dim() == 2 and shared.device == apart.device
+        for expected, found in zip(
+            module.add_rms_norm(apart, residual, weight, 1e-5),
+            module.add_rms_norm(shared, residual, weight, 1e-5),
+            strict=True,
+        ):
+            assert torch.equal(expected, found)
+    assert mine.uses.tolist() == [4, 3, 3, 2, 2, 2] and not mine.gave_up()
+
+
+@both
+def test_norms_and_sums_of_all_kinds(device, module):
+    everybody = ranks_memory(device, 2)
+    parts, gathered = parts_of(device, 2, 4, WIDTH, torch.float32, 0)
+    weight, residual = torch.randn(WIDTH, device=device), torch.randn(4, WIDTH, device=device)
+    total = torch.zeros(4, 3, WIDTH, device=device)[:, 1]
+    apart, shared = SplitSums(gathered, torch.float32), SharedSums(parts[0], torch.float32, everybody[0])
+    for run in (
+        lambda x: module.rms_norm(x, weight, 1e-5),
+        lambda x: module.rms_norm(x, weight, 1e-5, zero_centred=True, in_draft_pass=True),
+        lambda x: module.add_rms_norm(x, residual, weight, 1e-5, total=total)[1].clone(),
+        lambda x: module.add(x),
+        lambda x: module.add(x, residual),
+    ):
+        leave(everybody[1], parts[1])
+        assert torch.equal(run(shared), run(apart))
+    assert torch.equal(total, gathered.sum(0) + residual)
+    with pytest.raises(ValueError, match="residual must be"):
+        module.add_rms_norm(shared, residual[:2], weight, 1e-5)
+
+
+@both
+def test_a_use_leaves_alone_what_others_may_still_read_of_the_one_before(device, module):
+    everybody = ranks_memory(device, 2)
+    left = []
+    for use in range(1, 5):
+        parts = [torch.full((3, 16), 10.0 * use + rank, device=device) for rank in range(2)]
+        leave(everybody[1], parts[1])
+        module.add(SharedSums(parts[0], torch.float32, everybody[0]))
+        places = everybody[0].places[0].view(torch.float32)[:, :3, :16]
+        left.append(sorted(places[:, 0, 0].tolist()))
+        assert torch.equal(places, places[:, :1, :1].expand(places.shape))
+    assert left == [[0, 10], [10, 20], [20, 30], [30, 40]]
+
+
+@both
+def test_a_wait_for_a_rank_that_has_gone_ends(device, module):
+    everybody = ranks_memory(device, 2, looks=3)
+    part, weight = torch.randn(4, WIDTH, device=device), torch.ones(WIDTH, device=device)
+    leave(everybody[1], part[:2])  # its other rows are late
+    assert not everybody[0].gave_up()
+    out = module.add(SharedSums(part, torch.float32, everybody[0]))
+    assert everybody[0].gave_up() and everybody[0].failed.tolist() == [1]
+    assert torch.equal(out[:2], part[:2] + part[:2])
+    module.rms_norm(SharedSums(part, torch.float32, everybody[0]), weight, 1e-5)  # does not wait
+    assert everybody[0].uses.tolist() == [2, 2, 2, 2, 0, 0]
+
+
+@both
+def test_after_a_failure_nothing_waits(device, module):
+    """Else a step of hundreds of sums would wait a minute for each."""
+    everybody = ranks_memory(device, 2, looks=2**31 - 1)
+    everybody[0].failed[0] = 1
+    module.add(SharedSums(torch.ones(1, 8, device=device), torch.float32, everybody[0]))
+    assert everybody[0].uses[0] == 1
+
+
+@both
+def test_counts_pass_the_largest_number(device, module):
+    everybody = ranks_memory(device, 2)
+    for peers in everybody:
+        peers.uses.fill_(2**31 - 2)
+        for signals in peers.signals:
+            signals.fill_(2**31 - 2)
+    for step in range(4):
+        parts, gathered = parts_of(device, 2, 3, 64 + step, torch.float32, 0)
+        leave(everybody[1], parts[1])
+        assert torch.equal(module.add(SharedSums(parts[0], torch.float32, everybody[0])), gathered.sum(0))
+    assert everybody[0].uses[:3].tolist() == [2 - 2**31] * 3 and not everybody[0].gave_up()
+
+
+def test_what_does_not_fit_is_not_exchanged(device):
+    (peers,) = ranks_memory(device, 1)
+    empty = torch.empty
+    assert peers.fits(empty(2, 3, WIDTH, device=device)) and peers.fits(SplitSums(empty(9, 6, 8, device=device), 0))
+    assert not peers.fits(empty(7, 8, device=device)) and not peers.fits(empty(6, WIDTH + 1, device=device))
+    assert not peers.fits(empty(0, 8, device=device)) and not peers.fits(empty(2, 8, device="meta"))
+    with pytest.raises(ValueError, match="7 rows of 8 do not fit into the ranks' memory for 6 of 800 bytes"):
+        kernels.add(SharedSums(empty(7, 8, device=device), torch.float32, peers))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(row_bytes=40), "row_bytes must be a multiple of 16, got 40"),
+        (dict(rows=5), "blocks must be uint8"),
+        (dict(blocks=[torch.zeros(2048, dtype=torch.int8)]), "blocks must be uint8"),
+    ],
+)
+def test_bad_memory_is_refused(change, message):
+    blocks = [torch.zeros(PeerMemory.bytes_for(1, 4, 64), dtype=torch.uint8)]
+    with pytest.raises(ValueError, match=message):
+        PeerMemory.of(**{**dict(rank=0, blocks=blocks, rows=4, row_bytes=64), **change})
+
+
+def test_a_device_is_not_waited_for_by_torch():
+    on_device = SimpleNamespace(uses=SimpleNamespace(device=torch.device("cuda")))
+    with pytest.raises(RuntimeError, match="exchanged by the kernel"):
+        PeerMemory.exchanged(on_device, torch.zeros(1, 8))
+
+
+class Gathering(Ranks):
+    """Two ranks of which the other's parts are zeros, and which agree."""
+
+    met, said = 0, None
+
+    def together(self, part):
+        return torch.stack([part, torch.zeros_like(part)])
+
+    def meet(self):
+        self.met += 1
+
+    def of_all(self, value):
+        return [value, self.said]
+
+
+def test_a_product_whose_reader_adds_up_is_not_gathered():
+    """Through the modules of the engine: a product behind which no norm stands is."""
+    mine, other = ranks_memory("cpu", 2)
+    ranks = Gathering(0, 2, None, None, None, peers=mine)
+    ops, x, residual = make_operations(), torch.randn(1, 3, 16), torch.randn(1, 3, 8)
+    projection = Projection(torch.randn(8, 16), summed_over=ranks)
+    found = project_split(ops, projection, x)
+    assert isinstance(found, SharedSums) and found.shape == (1, 3, 8)
+    leave(other, torch.zeros(3, 8))
+    whole = x @ projection.weight.T
+    _, total = add_norm(ops, Norm(torch.ones(8), 1e-5), residual, found)
+    assert torch.allclose(total, whole + residual, atol=1e-5) and torch.equal(mine.uses[:4], torch.tensor([1, 1, 1, 0]))
+    leave(other, torch.zeros(3, 8))
+    assert torch.equal(add_norm(ops, None, residual, project_split(ops, projection, x))[0], total)
+    assert torch.allclose(project(ops, projection, x), whole, atol=1e-5)
+    assert isinstance(project_split(ops, projection, torch.randn(1, ROWS + 1, 16)), SplitSums)
+    ranks.peers = None
+    assert isinstance(project_split(ops, projection, x), SplitSums)
+    assert torch.allclose(total_of(project_split(ops, projection, x)), whole, atol=1e-5)
+
+
+@pytest.fixture
+def symmetric_memory(monkeypatch):
+    """torch's, by tensors of this process."""
+    seen = SimpleNamespace(multicast=None, blocks=None)
+
+    def rendezvous(block, group):
+        seen.multicast, seen.group = os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST"), group
+        seen.blocks = [block, torch.zeros_like(block)]
+        return SimpleNamespace(get_buffer=lambda rank, shape, dtype: seen.blocks[rank])
+
+    monkeypatch.setattr(symmetric, "empty", lambda count, dtype, device: torch.ones(count, dtype=dtype))
+    monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(ranks_module, "MOST_ROWS", 8)
+    return seen
+
+
+def test_memory_is_opened_once_without_multicast(symmetric_memory, monkeypatch):
+    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
+    ranks = Gathering(0, 2, SimpleNamespace(group_name="both"), None, None)
+    ranks.open_memory(30, torch.device("cpu"))
+    assert (ranks.peers.rows, ranks.peers.row_bytes, ranks.peers.size) == (8, 128, 2)
+    assert (symmetric_memory.multicast, symmetric_memory.group) == ("1", "both")
+    assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ
+    assert not any(block.any() for block in symmetric_memory.blocks), "signals must be zeros"
+    assert ranks.note == "norms add up the ranks' parts of up to 8 rows by symmetric memory"
+    peers = ranks.peers
+    ranks.open_memory(30, torch.device("cpu"))
+    assert ranks.peers is peers and ranks.met == 1
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+@pytest.mark.parametrize("step", ["empty", "rendezvous"])
+def test_where_there_is_no_such_memory_on_any_rank_the_report_says_so(symmetric_memory, monkeypatch, step, whose):
+    def fails(*_, **__):
+        raise RuntimeError("no peer access\nand a long trace")
+
+    ranks = Gathering(0, 2, SimpleNamespace(group_name="both"), None, None)
+    if whose == 0:
+        monkeypatch.setattr(symmetric, step, fails)
+    else:
+        ranks.said = "no peer access"
+    ranks.open_memory(30, torch.device("cpu"))
+    assert ranks.peers is None and ranks.note == f"sums are gathered by NCCL, for want of: rank {whose}: no peer access"
+    ranks.open_memory(30, torch.device("cpu"))
+    assert ranks.met == 1
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_memory_that_gives_other_sums_than_a_gather_is_given_up(broken):
+    from eagle_triton.reference.layers import add
+    from eagle_triton.runtime.split_sums import SharedSums
+
+    class Together(Gathering):
+        def together(self, part):
+            return part[None].clone()
+
+    def added(x):
+        out = add(x)
+        return out + 1 if broken and isinstance(x, SharedSums) and len(out) == 3 else out
+
+    (peers,) = ranks_memory("cpu", 1)
+    ranks = Together(0, 1, None, None, None, peers=peers)
+    ranks.prove_memory(added, torch.zeros(8, dtype=torch.bfloat16))
+    assert (ranks.peers is None) == broken and (peers.uses[0] > 0)
+    if broken:
+        assert "sums of 3 rows through the ranks' memory were not those of a gather" in ranks.note
+
+
+def test_what_a_norm_has_waited_for_in_vain_is_an_error():
+    (peers,) = ranks_memory("cpu", 1)
+    ranks, event = Gathering(0, 2, None, None, None, peers=peers), SimpleNamespace(query=lambda: True)
+    ranks.wait_for(event)
+    peers.told[0] = 1
+    with pytest.raises(RanksError, match="waited for another rank's part in vain: it has gone or hangs; end all ranks"):
+        ranks.wait_for(event)
+
+
+@pytest.mark.parametrize("what", ["kernel", "reference"])
+def test_two_processes_exchange_parts(what, tmp_path):
+    """At their own pace, for as many uses as show who overwrites what another still reads."""
+    memory_in(tmp_path, 0, create=True)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "tests/peer_memory_script.py", str(tmp_path), what]
+    both = [
+        subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        assert [process.communicate(timeout=120)[0].strip() for process in both] == ["the same bits"] * 2
+    finally:
+        for process in both:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_sums_of_squares_have_one_layout():
+    """So a norm gives the same bits, whoever has added up the ranks' parts: see tests/norm_layouts_script.py."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "tests/norm_layouts_script.py"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
