@@ -7,8 +7,9 @@ settings.py and streamed.py. Times are those of CUDA-graph replays over distinct
 Settings are compiled first, in parallel, and checked against fp32 before they are timed. With --keep_splits, splits of
 K are left to the reader, as in the engine. With --streamed, settings are those of linear/streamed.py, and every product
 is timed behind a small kernel, which is part of the time: that is where they differ. With --float8, weights have eight
-bits and scales for rows or for blocks, settings are those of linear/streamed_float8.py, timed likewise, and cuBLAS's
-time is that of the same weights in 16 bits.
+bits and scales for rows or for blocks, settings are those of linear/paired_float8.py, beyond 64 rows of
+linear/streamed_float8.py, timed likewise (with the kernel that makes x's pair), and cuBLAS's time is that of the same
+weights in 16 bits.
 """
 
 from __future__ import annotations

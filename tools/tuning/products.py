@@ -22,6 +22,7 @@ from eagle_triton.layers import swiglu
 from eagle_triton.linear import settings as table
 from eagle_triton.linear.settings import Settings
 from eagle_triton.models.shapes import HYBRIDS, SHAPES
+from eagle_triton.runtime.float8_pair import MOST_ROWS
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.runtime.split_sums import SplitSums
@@ -137,30 +138,29 @@ def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
 
 
 def float8_candidates(product: Product, rows: int) -> Iterator[Streaming]:
-    """The same for weights of eight bits, which are always the left operand."""
+    """The same for weights of eight bits, which are always the left operand; of few rows x comes as a pair."""
+    from eagle_triton.linear import paired_float8, streamed_float8
     from eagle_triton.linear.streamed import Streaming
-    from eagle_triton.linear.streamed_float8 import block_m_of
 
-    per_program, block_m = 2 if product.fused else 1, block_m_of(rows)
-    block_k = 128 if block_m <= 128 else 64
-    for block_n, splits, (w_stages, x_stages), warps in itertools.product(
-        (64, 128), (1, 2, 4), ((2, 2), (3, 3), (4, 3), (4, 4), (6, 4)), (4, 8)
-    ):
-        shared = (block_n * per_program * w_stages + block_m * x_stages * 2) * block_k
+    per_program, pairs = 2 if product.fused else 1, rows <= MOST_ROWS
+    block_m = (paired_float8 if pairs else streamed_float8).block_m_of(rows)
+    block_k = 128 if pairs else 64
+    for block_n, splits, stages, warps in itertools.product((64, 128), (1, 2, 4), (3, 4, 6), (4, 8)):
+        shared = (block_n * per_program + block_m * 2) * block_k * stages
         programs = sum(-(-n // block_n) for n in product.cols) // per_program * splits
         programs *= -(-rows // block_m)
-        if shared > _SHARED_MEMORY or not (32 if rows > 64 else 90) <= programs <= (2000 if splits == 1 else 520):
+        if shared > _SHARED_MEMORY or not (90 if pairs else 32) <= programs <= (2000 if splits == 1 else 520):
             continue
         if (splits > 1 and (product.fused or max(product.cols) > 8192)) or (warps == 8 and block_n < 128):
             continue
-        if block_m * block_n * per_program > 144 * 32 * warps:
+        if (warps == 4 and not pairs) or (pairs and warps == 4 and block_n == 128 and block_m > 16):
             continue  # too many registers
-        yield Streaming(block_n, block_k, splits, True, w_stages, x_stages, warps)
+        yield Streaming(block_n, block_k, splits, True, stages, stages, warps)
 
 
 def _as_launched(product: Product, rows: int, float8: str | None) -> Product:
     """With weights of eight bits SwiGLU is a launch of its own behind products of many rows."""
-    return product._replace(fused=product.fused and not (float8 and rows > 64))
+    return product._replace(fused=product.fused and not (float8 and rows > MOST_ROWS))
 
 
 @triton.jit
@@ -261,9 +261,11 @@ def settings_now(product: Product, rows: int, streamed: bool, float8: str | None
     """What is to be beaten: how the product is launched today by small.py, and by streamed.py or its like."""
     cols, depth, fused = product
     if float8:
-        from eagle_triton.linear import streamed_float8
+        from eagle_triton.linear import paired_float8, streamed_float8
 
-        return [streamed_float8.settings_for(rows, cols, depth, fused, float8 == "blocks")]
+        if rows <= MOST_ROWS:
+            return [paired_float8.settings_for(rows, cols, depth, fused)]
+        return [streamed_float8.settings_for(rows, cols, depth, float8 == "blocks")]
     plain = table.launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, fused)
     stream = None
     if streamed:
