@@ -22,7 +22,8 @@ to 2 us at the end of the launch.
 `products.py` takes the calls and chooses: the Triton kernels of `small.py` for few rows, on Hopper those of
 `streamed.py`, which ask for their weights before their input is there, and cuBLAS where it is faster. `settings.py` has
 the table of launch settings. Weights of eight bits with their scales are `float8.py`'s, on Hopper
-`streamed_float8.py`'s; there a residual is added to what was rounded.
+`paired_float8.py`'s and, of more rows, `streamed_float8.py`'s; there a residual is added to what was rounded. What they
+are multiplied with may come as a Float8Pair.
 """
 
 from eagle_triton.linear.products import linear, linear_stack, linear_swiglu
