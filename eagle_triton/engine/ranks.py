@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -26,11 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eagle_triton.runtime.peer_memory import PeerMemory
+from eagle_triton.runtime.peer_memory import LOOKS, PeerMemory
 from eagle_triton.runtime.split_sums import SharedSums, SplitSums
 
 STEP_SECONDS = 60.0  # that a rank waits for another inside a generation: the other may be compiling kernels
 POLL_SECONDS = 2e-5
+PROOF_LOOKS = LOOKS // 3  # of waits whose outcome is compared: another may be compiling, but STEP_SECONDS are longer
 BETWEEN_SECONDS = 1800.0  # and between generations, where one may read files or talk to somebody
 MOST_ROWS = 512  # whose sums the norm exchanges: those of a step, of eight trees of 60 nodes
 
@@ -73,6 +74,7 @@ class Ranks:
     peers: PeerMemory | None = None
     why_no_peers: str | None = None
     _kept: dict[str, Any] = field(default_factory=dict)  # what that memory belongs to
+    _proved: bool = False
 
     @staticmethod
     @_named
@@ -130,22 +132,27 @@ class Ranks:
     def prove_memory(self, add: Callable[[SplitSums | SharedSums], Tensor], like: Tensor) -> None:
         """Give `peers` up, and say so in `why_no_peers`, unless sums through it have the bits of gathered ones on every
         rank. add: the operation of this name; like: a tensor of the width, dtype and device of what is summed. All
-        ranks call this, behind `open_memory`."""
-        if self.peers is None:
+        ranks call this, behind `open_memory`; once is enough."""
+        if self.peers is None or self._proved:
             return
+        memory, generator = replace(self.peers, looks=PROOF_LOOKS), torch.Generator().manual_seed(self.rank)
+        for rows in (1, 3, min(60, memory.rows), memory.rows, 1):
+            part = torch.randn(rows, like.shape[-1], generator=generator).to(like.device, torch.float32)
+            parts = part, part.to(like.dtype)
+            gathered = [self.summed(each, like.dtype) for each in parts]  # by all ranks, whatever comes of the rest
 
-        def compare() -> None:
-            generator = torch.Generator().manual_seed(self.rank)
-            assert self.peers is not None
-            for rows in (1, 3, min(60, self.peers.rows), self.peers.rows, 1):
-                part = torch.randn(rows, like.shape[-1], generator=generator).to(like.device, torch.float32)
-                for kind in (torch.float32, like.dtype):
-                    shared, gathered = (self.summed(part.to(kind), like.dtype, way) for way in (True, False))
-                    if not torch.equal(add(shared), add(gathered)) or self.peers.gave_up():
-                        raise RuntimeError(f"sums of {rows} rows through the ranks' memory were not those of a gather")
+            def compare(rows: int = rows, parts: Any = parts, gathered: Any = gathered) -> None:
+                equal = [
+                    torch.equal(add(SharedSums(each, like.dtype, memory)), add(expected))
+                    for each, expected in zip(parts, gathered, strict=True)
+                ]
+                if not all(equal) or memory.gave_up():
+                    raise RuntimeError(f"sums of {rows} rows through the ranks' memory were not those of a gather")
 
-        if not self._all_do(compare):
-            self.peers = None
+            if not self._all_do(compare):
+                self.peers = None
+                return
+        self._proved = True
 
     def _all_do(self, what: Callable[[], None]) -> bool:
         """Whether all ranks can do something; else `why_no_peers` says why not."""

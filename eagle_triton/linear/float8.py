@@ -1,11 +1,11 @@
-"""Products with weights of eight bits and their scales (Float8Weight), which are converted as they are read.
+"""Products with weights of eight bits and their scales (Float8Weight), of which no copy is kept.
 
-Nothing of x is lost that bf16 would keep, and scales are fp32 and stay out of the products. On Hopper, up to 64 rows of
-bf16 become pairs of e4m3 numbers (Float8Pair), which the tensor cores multiply with the weights as they lie
-(`paired_float8.py`); other rows are multiplied with weights that have become numbers of 16 bits, exactly
-(`streamed_float8.py`). Elsewhere the kernel of this file makes them, which converts by shifts and so needs no device
-that knows e4m3. More than MOST_CONVERTED rows of 16 bits are cuBLAS's, with a copy of the weight in 16 bits that lives
-as long as the product: rounded once more. `products.py` takes the calls.
+On Hopper, up to 64 rows of bf16 become pairs of e4m3 numbers (Float8Pair says what they keep of x), which the tensor
+cores multiply with the weights as they lie (`paired_float8.py`); more rows, and those of fp16, are multiplied with
+weights that have become numbers of 16 bits, exactly, but for scales of blocks, which are multiplied into them
+(`streamed_float8.py`). Else scales are fp32 and stay out of the products. Elsewhere the kernel of this file makes them,
+which converts by shifts and so needs no device that knows e4m3. More than MOST_CONVERTED rows of 16 bits are cuBLAS's,
+with a copy of the weight in 16 bits that lives as long as the product: rounded once more. `products.py` takes the calls.
 
 | name   | shape                           | dtype, layout                                                 |
 |--------|---------------------------------|---------------------------------------------------------------|
@@ -226,7 +226,7 @@ def linear_swiglu(
     """silu(x @ gate.T) * (x @ up.T), as products.linear_swiglu, which has checked all."""
     rows, cols = _rows(x, (gate, up)), len(gate)
     _check_settings(rows, (gate, up), settings, True)
-    if isinstance(rows, Tensor):
+    if isinstance(rows, Tensor) or not _are_alike((gate, up)):
         gated, raised = linear_stack(x, (gate, up), (None, None), settings=settings)
         return swiglu(total_of(gated), total_of(raised))
     paired = _paired()
@@ -240,7 +240,7 @@ def linear_swiglu(
 
 def _rows(x: Tensor | Float8Pair, weights: Sequence[Float8Weight]) -> Tensor | Float8Pair:
     """What the kernel for these weights reads of x: [rows, K], or a pair."""
-    paired = _can_be_streamed(weights) and (isinstance(x, Float8Pair) or takes_pairs(x)) and _paired() is not None
+    paired = _have_descriptors(weights) and (isinstance(x, Float8Pair) or takes_pairs(x)) and _paired() is not None
     if not paired:
         return contiguous_rows(whole_of(x))
     return x if isinstance(x, Float8Pair) else float8_pair(x)
@@ -250,7 +250,10 @@ def _launches(
     rows: Tensor | Float8Pair, weights: Sequence[Float8Weight], biases: Sequence[Tensor | None]
 ) -> list[tuple[list[Float8Weight], list[Tensor | None]]]:
     """Weights and biases of each launch: four on Hopper, if all have the same kind of scale, else one."""
-    several = isinstance(rows, Float8Pair) or (not _is_wide(rows, weights) and _streamed_for(rows, weights) is not None)
+    if isinstance(rows, Float8Pair):
+        several = _are_alike(weights)
+    else:
+        several = not _is_wide(rows, weights) and _streamed_for(rows, weights) is not None
     some = STACKED if several else 1
     return [(list(weights[i : i + some]), list(biases[i : i + some])) for i in range(0, len(weights), some)]
 
@@ -378,15 +381,19 @@ def _check_settings(
 def _streamed_for(matrix: Tensor, weights: Sequence[Float8Weight]) -> Any:
     """The module streamed_float8.py if its kernels can take these, else None."""
     hopper = compute_capability(matrix.device) == (9, 0) and has_descriptors([matrix])
-    if not (hopper and matrix.shape[1] % 2 == 0 and _can_be_streamed(weights)):
+    if not (hopper and matrix.shape[1] % 2 == 0 and _have_descriptors(weights) and _are_alike(weights)):
         return None
     return _streamed()
 
 
-def _can_be_streamed(weights: Sequence[Float8Weight]) -> bool:
-    """Whether descriptors can stand for these weights, and one launch can have all."""
-    alike = len({_kind_of_scale(weight) for weight in weights}) == 1
-    return alike and all(weight.values.data_ptr() % 16 == 0 and weight.values.stride(0) % 16 == 0 for weight in weights)
+def _have_descriptors(weights: Sequence[Float8Weight]) -> bool:
+    """Whether descriptors can stand for these weights."""
+    return all(weight.values.data_ptr() % 16 == 0 and weight.values.stride(0) % 16 == 0 for weight in weights)
+
+
+def _are_alike(weights: Sequence[Float8Weight]) -> bool:
+    """Whether one launch can have all."""
+    return len({_kind_of_scale(weight) for weight in weights}) == 1
 
 
 def _kind_of_scale(weight: Float8Weight) -> tuple[bool, torch.dtype, int]:

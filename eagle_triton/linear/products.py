@@ -44,7 +44,8 @@ def linear(
     """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
 
     `keep_splits`: the caller takes SplitSums too, and there is no residual. `launch_rows`: choose the launch settings
-    for that many rows, so that passes of different widths share them; those of weights of eight bits do by themselves.
+    for that many rows, so that passes of different widths share them; those of weights of eight bits do by themselves,
+    up to 64 rows.
     `settings` overrides that choice. Raises ValueError on shapes, dtypes, strides or devices that do not fit, and on
     Streaming settings that cannot be.
     """

@@ -17,8 +17,8 @@ MOST_ROWS = 64  # of a product that reads pairs
 class Float8Pair(NamedTuple):
     """x [..., K] of `dtype`, as scale * (high + low / 16).
 
-    A number of bf16 has eight bits that count, one of e4m3 four. So x is kept exactly where it is more than 2 ** -14 of
-    the largest beside it, of 128 columns of a row, and to 2 ** -22 of that one elsewhere. Infinity and NaN
+    A number of bf16 has eight bits that count, one of e4m3 four. So x is kept exactly from 2 ** -13 of the largest
+    beside it on, of 128 columns of a row, and to 2 ** -21 of that one elsewhere. Infinity and NaN
     make all of the 128 NaN.
 
     | name  | shape         | dtype, layout                                                           |
