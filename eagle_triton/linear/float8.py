@@ -5,7 +5,8 @@ cores multiply with the weights as they lie (`paired_float8.py`); more rows, and
 weights that have become numbers of 16 bits, exactly, but for scales of blocks, which are multiplied into them
 (`streamed_float8.py`). Else scales are fp32 and stay out of the products. Elsewhere the kernel of this file makes them,
 which converts by shifts and so needs no device that knows e4m3. More than MOST_CONVERTED rows of 16 bits are cuBLAS's,
-with a copy of the weight in 16 bits that lives as long as the product: rounded once more. `products.py` takes the calls.
+with a copy of the weight in 16 bits that lives as long as the product: rounded once more. `products.py` takes the
+calls.
 
 | name   | shape                           | dtype, layout                                                 |
 |--------|---------------------------------|---------------------------------------------------------------|
