@@ -262,7 +262,7 @@ def test_on_gpus_norms_exchange_sums_and_the_report_says_how(device, kernels):
     view, draft = native.read(tiny_model())
     elsewhere = SimpleNamespace(device=torch.device(device), shape=(32, 64), dtype=torch.float32)
     view = replace(view, embedding=elsewhere, ranks=Opening(0, 2, None, None, None))
-    engine = Engine(view, draft, SimpleNamespace(kernels=kernels, calls=Counter()))
+    engine = Engine(view, draft, SimpleNamespace(kernels=kernels, calls=Counter(), add=None))
     asked = device == "cuda" and kernels
     note = "; sums are gathered by NCCL, for want of: rank 1: no peers, 64 wide on cuda"
     assert engine.notes["ranks"].endswith(note) == asked
