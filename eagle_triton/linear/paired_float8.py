@@ -26,8 +26,7 @@ counted: q, k and v 10.1, 12.9; o 8.2, 9.0; gate and up 34.6, 39.3; down 18.9, 2
 30.8 and 16.8. Kernels that convert the weights, which they were before, took 12.4, 14.9; 9.4, 11.3; 40.5, 51.3; 20.9,
 28.3. In a step less of that is left: 4.77 ms of a tree instead of 4.90, 2.84 of plain decoding as before, since what
 waits between products is the same. (Experiments of single products with scales of x for rows, and of both steps, that
-were not kept; tools/tune_linear.py --float8 times products. Two products of gate and up in flight gain nothing: memory
-takes longer than both.)
+were not kept; tools/tune_linear.py --float8 times products, x's pair counted.)
 """
 
 from __future__ import annotations
@@ -345,8 +344,8 @@ def _multiply_both(
     IN_BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """As _multiply_split, of the gate and of what it gates, one product at a time: memory takes longer than both, and
-    the sums of two would not fit the registers."""
+    """As _multiply_split, of the gate and of what it gates, one product at a time: the sums of two would not fit the
+    registers beside the scales of x, and by its cycles memory should take longer than both."""
     zero, gate_total = _zeros(BLOCK_N, 2 * BLOCK_M), _zeros(BLOCK_N, BLOCK_M)
     up_total = gate_total
     for step in range(count):
