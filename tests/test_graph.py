@@ -45,7 +45,7 @@ def test_fp32_tokens_and_accepted_lengths_are_the_originals(eagle3, tree):
     comparisons, report = compare(model, prompts(model, 20), 64)
     assert all(c.same_tokens and c.same_accepted for c in comparisons)
     calls = {row.path: row.calls for row in report if row.status == "counted"}
-    assert all(calls[name] > 0 for name in ("tree_attention", "commit", "linear", "rms_norm", "build_tree"))
+    assert all(calls[name] > 0 for name in ("tree_attention", "commit", "linear", "add_rms_norm", "build_tree"))
     assert {row.path for row in report if row.status == "left"} <= {"megakernel"}
 
 
