@@ -237,7 +237,8 @@ def linear_kernel(
     staging = gl.allocate_shared_memory(out_desc.dtype, out_desc.block_type.shape, out_desc.layout)
     # fmt: off
     gl.warp_specialize([
-        (_multiply_columns, (out_desc, (bias0_ptr, bias1_ptr, bias2_ptr), starts, row, begin, end, steps, ring, staging)),
+        (_multiply_columns, (out_desc, (bias0_ptr, bias1_ptr, bias2_ptr), starts, row, begin, end, steps, ring,
+                             staging)),
         (_load, (x_desc, (w0_desc, w1_desc, w2_desc), starts, row, begin * steps, end * steps, steps, ring, PREFETCH)),
     ], [1], [_LOADER])
     # fmt: on
