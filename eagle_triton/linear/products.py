@@ -223,7 +223,7 @@ def _choose(
         wide = _wide().settings_for(len(matrix), cols, depth, fused)
         if wide is not None:
             return wide
-        many = streaming.wide_settings(rows, cols, depth, fused)
+        many = streaming.many_rows_settings(rows, cols, depth, fused)
         if many is None or (many.splits > 1 and not keep_splits):
             return None
         tile = (many.block_n, many.block_k, many.splits)

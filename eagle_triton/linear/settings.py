@@ -58,7 +58,7 @@ _HOPPER = {
     (64, (4096, 1024, 1024), 8192): Settings(64, 128, 2, 4, 3),  # 30.8, 28.8; 28.7
     (64, (32000,), 4096): Settings(128, 64, 1, 4, 4),  # 64.9; 67.7
 }
-_MAX_ROWS = 64  # more rows are cuBLAS's, streamed.wide_settings' or wide.settings_for's
+_MAX_ROWS = 64  # more rows are cuBLAS's, streamed.many_rows_settings' or wide.settings_for's
 MOST_STREAMED = 256  # rows of a streamed product
 MOST_WIDE = 512  # rows of wide.py's products, which have more than WIDE_TILE
 WIDE_TILE = 128  # rows and columns of a tile of theirs

@@ -5,9 +5,9 @@
 
 One warp of a program does nothing but load, through TMA into a ring of shared memory, and two warpgroups nothing but
 multiply: each slot of the ring has a barrier that says it is full, and one that says it has been read. So the next
-tile's operands come while one is stored. Programs in a row, a group, have the same columns of the output, one each of
-its tiles of 128 rows: all but the first find the weights in L2. Started early (runtime/overlap.py), a program asks for
-its first weights, waits for the kernels before it, and only then asks for x, as those of streamed.py. Needs Triton 3.6.
+tile's operands come while one is stored. A group of programs, one for each 128 rows, makes the same columns at the same
+time, so that the weights come from memory once. Started early (runtime/overlap.py), a program asks for its first
+weights, waits for the kernels before it, and only then asks for x, as those of streamed.py do. Needs Triton 3.6.
 
 | name         | shape                        | dtype, layout                                           |
 |--------------|------------------------------|---------------------------------------------------------|
@@ -18,20 +18,20 @@ its first weights, waits for the kernels before it, and only then asks for x, as
 | sums         | [programs, 128 * 256]        | fp32, what a program leaves for another                 |
 | flags        | [programs]                   | int64, whether it is there; any contents before         |
 
-linear_kernel deals out whole columns of tiles, swiglu_kernel even shares of the steps of K of all columns, one column
-behind the other (stream-K). So a column may have steps of several groups: the group with its last step adds up the
-others' sums, in a fixed order, so that the bits are the same every run. They depend on the number of row tiles and of
-multiprocessors. linear_kernel's do not: they are those of streamed.py without splits of K.
+linear_kernel deals out whole columns of tiles to groups, swiglu_kernel even shares of the steps of K of all columns,
+one column behind the other (stream-K): where groups share a column, the one with its last step adds up the others'
+sums, in a fixed order, so the bits are the same every run. They depend on the number of row tiles and of
+multiprocessors; linear_kernel's do not, they are those of streamed.py without splits of K.
 
 Nobody waits forever. A program goes through its columns from the last to the first, so that it leaves its sum before
 it waits for another's, and it waits for programs of lower numbers alone, which start no later. There are no more
 programs than multiprocessors, and the next kernel cannot take the place of one that has not started, because it starts
 when every program has said that it may.
 
-A flag is raised by writing _RAISED, 64 bits that are no number in any type a kernel of ours stores, and its reader
-lowers it. So flags and sums are fresh memory in each launch, which the caching allocator, or a graph's pool, gives to
-nobody else meanwhile: nothing is shared between streams or graphs, and nothing has to be zeroed, which would take a
-launch of its own between this kernel and the one before, whose end it could no longer overlap.
+A flag is raised by writing _RAISED, 64 bits that nobody else stores (in 32 and in 16 bits floating point they hold NaNs
+that no operation makes), and its reader lowers it. So flags and sums are fresh memory in each launch, which torch's
+allocator, or a graph's pool, gives to nobody else meanwhile: nothing is shared between streams or graphs, and nothing
+has to be zeroed first, which would be a launch of its own between this kernel and the one whose end it overlaps.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from eagle_triton.linear.streamed import (
     TILE_LAYOUT,
     _multiprocessors,
     _rounded,
-    wide_settings,
+    many_rows_settings,
 )
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
@@ -352,7 +352,7 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool = Fal
         return None
     row_tiles = triton.cdiv(rows, WIDE_TILE)
     groups = _MULTIPROCESSORS // row_tiles
-    pads = wide_settings(rows, cols, depth, fused) is not None
+    pads = many_rows_settings(rows, cols, depth, fused) is not None
     if rows < _LEAST_FULL * row_tiles * WIDE_TILE and not pads:
         return None
     if fused:
