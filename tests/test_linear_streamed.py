@@ -75,7 +75,9 @@ def test_what_can_be_streamed(rows, block_n, block_k, swap):
     assert (None if use is None else use[:4]) == (None if swap is None else (block_n, block_k, 2, swap))
 
 
-@pytest.mark.parametrize("cols", [(4096, 1024, 1024), (14336, 14336), (4096,), (2048, 512, 512)], ids=str)
+@pytest.mark.parametrize(
+    "cols", [(4096, 1024, 1024), (14336, 14336), (4096,), (2048, 512, 512), (8192, 1024, 1024), (8192, 8192)], ids=str
+)
 def test_prompts_of_every_length_launch_products_that_were_rehearsed(monkeypatch, cols):
     monkeypatch.setattr(table, "compute_capability", lambda device: (9, 0))
     weights = [torch.empty(n, 4096, dtype=torch.bfloat16) for n in cols]
@@ -83,7 +85,7 @@ def test_prompts_of_every_length_launch_products_that_were_rehearsed(monkeypatch
     def launched(rows: int):
         x = torch.empty(rows, 4096, dtype=torch.bfloat16)
         use = kernels._choose(x, weights, None, True, fused=len(cols) == 2)
-        return use, use and streamed._block_m(use.swap, rows)
+        return use, isinstance(use, streamed.Streaming) and streamed._block_m(use.swap, rows)
 
     rehearsed = {launched(forward.rows * forward.size) for forward in prefill._REHEARSED}
     read = {launched(rows * size) for rows, sizes in SIZES.items() for size in sizes}
@@ -113,7 +115,7 @@ def test_no_more_stages_than_steps():
     ],
 )
 def test_what_is_streamed_of_many_rows(rows, cols, depth, expected):
-    use = streamed.wide_settings(rows, cols, depth, len(cols) == 2)
+    use = streamed.many_rows_settings(rows, cols, depth, len(cols) == 2)
     assert (None if use is None else use[:3]) == expected
     if use is not None:
         assert use.swap == (rows > 128)
@@ -256,13 +258,16 @@ def test_bits_of_linear(rows, depth, dtype):
 @on_hopper
 @pytest.mark.parametrize("rows", [65, 80, 128, 129, 200, 256])
 @pytest.mark.parametrize(
-    ("cols", "depth"), [*{key[1:] for key in streamed._WIDE}, ((2048, 512, 520), 2048), ((1000, 1000), 1000)], ids=str
+    ("cols", "depth"),
+    [*{key[1:] for key in streamed._MANY_ROWS}, ((2048, 512, 520), 2048), ((1000, 1000), 1000)],
+    ids=str,
 )
-def test_more_rows(cols, depth, rows):
+def test_more_rows(monkeypatch, cols, depth, rows):
     """Every product of more than one weight that is streamed, with all of its rows and again with a few of them."""
+    monkeypatch.setattr(kernels._wide(), "settings_for", lambda *_: None)
     fused = len(cols) == 2
     x, weights = matrices(rows, depth, *cols)
-    if streamed.wide_settings(rows, cols, depth, fused) is None:
+    if streamed.many_rows_settings(rows, cols, depth, fused) is None:
         assert kernels._choose(x, weights, rows, True, fused=fused) is None
         return
     assert isinstance(kernels._choose(x, weights, rows, True, fused=fused), streamed.Streaming)

@@ -20,10 +20,10 @@ at a tile, or, with `keep_splits`, by the operation that reads the product next 
 to 2 us at the end of the launch.
 
 `products.py` takes the calls and chooses: the Triton kernels of `small.py` for few rows, on Hopper those of
-`streamed.py`, which ask for their weights before their input is there, and cuBLAS where it is faster. `settings.py` has
-the table of launch settings. Weights of eight bits with their scales are `float8.py`'s, on Hopper
-`paired_float8.py`'s and, of more rows, `streamed_float8.py`'s; there a residual is added to what was rounded. What they
-are multiplied with may come as a Float8Pair.
+`streamed.py`, which ask for their weights before their input is there, and of `wide.py` for some products of up to 512
+rows, and cuBLAS where it is faster. `settings.py` has the table of launch settings. Weights of eight bits with their
+scales are `float8.py`'s, on Hopper `paired_float8.py`'s and, of more rows, `streamed_float8.py`'s; there a residual is
+added to what was rounded. What they are multiplied with may come as a Float8Pair.
 """
 
 from eagle_triton.linear.products import linear, linear_stack, linear_swiglu

@@ -15,8 +15,11 @@ from eagle_triton.linear import float8, small
 from eagle_triton.linear.float8 import contiguous_rows
 from eagle_triton.linear.settings import (
     MOST_STREAMED,
+    MOST_WIDE,
     STACKED,
+    WIDE_TILE,
     Settings,
+    Wide,
     can_stream,
     gluon_module,
     has_descriptors,
@@ -39,7 +42,7 @@ def linear(
     *,
     keep_splits: bool = False,
     launch_rows: int | None = None,
-    settings: Settings | Streaming | None = None,
+    settings: Settings | Streaming | Wide | None = None,
 ) -> Tensor | SplitSums:
     """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
 
@@ -47,7 +50,7 @@ def linear(
     for that many rows, so that passes of different widths share them; those of weights of eight bits do by themselves,
     up to 64 rows.
     `settings` overrides that choice. Raises ValueError on shapes, dtypes, strides or devices that do not fit, and on
-    Streaming settings that cannot be.
+    Streaming or Wide settings that cannot be.
     """
     check_product("linear", x, (weight,), (bias,), residual, keep_splits=keep_splits)
     if isinstance(weight, Float8Weight):
@@ -67,7 +70,7 @@ def linear_stack(
     *,
     keep_splits: bool = False,
     launch_rows: int | None = None,
-    settings: Settings | Streaming | None = None,
+    settings: Settings | Streaming | Wide | None = None,
 ) -> tuple[Tensor | SplitSums, ...]:
     """Several products of the same rows, e.g. q, k and v, four to a launch. x [..., K], weights [Ni, K].
 
@@ -113,7 +116,7 @@ def linear_swiglu(
     *,
     launch_rows: int | None = None,
     for_float8: bool = False,
-    settings: Settings | Streaming | None = None,
+    settings: Settings | Streaming | Wide | None = None,
 ) -> Tensor | Float8Pair:
     """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I].
 
@@ -135,19 +138,22 @@ def linear_swiglu(
         pass
     elif isinstance(settings, Settings):
         small.linear_swiglu(matrix, gate, up, out, settings)
+    elif isinstance(settings, Wide):
+        _check_wide("linear_swiglu", matrix, (gate, up), 2, None)
+        _wide().linear_swiglu(matrix, gate, up, out, settings)
     else:
         _check_streaming("linear_swiglu", matrix, (gate, up), settings, None, False)
         _streamed().linear_swiglu(matrix, gate, up, out, settings)
     return out.view(*x.shape[:-1], len(gate))
 
 
-def _of_float8(settings: Settings | Streaming | None) -> Streaming | None:
-    if isinstance(settings, Settings):
+def _of_float8(settings: Settings | Streaming | Wide | None) -> Streaming | None:
+    if isinstance(settings, (Settings, Wide)):
         raise ValueError(f"weights of eight bits take Streaming settings, or none, got {settings}")
     return settings
 
 
-def _refuse_mixed(settings: Settings | Streaming | None) -> None:
+def _refuse_mixed(settings: Settings | Streaming | Wide | None) -> None:
     if settings is not None:
         raise ValueError(f"settings are for weights of one kind, not of eight bits beside others, got {settings}")
 
@@ -160,16 +166,17 @@ def _multiply(
     residual: Tensor | None,
     keep_splits: bool,
     in_draft_pass: bool,
-    settings: Settings | Streaming,
+    settings: Settings | Streaming | Wide,
 ) -> Tensor | SplitSums:
     """One launch for up to STACKED weights: [..., N of all weights]."""
     matrix = _matrix(name, x, weights)
     rows = len(matrix)
     cols = [weight.shape[0] for weight in weights]
-    keep_splits = keep_splits and (settings.splits > 1 or in_draft_pass)
+    splits = 1 if isinstance(settings, Wide) else settings.splits
+    keep_splits = keep_splits and not isinstance(settings, Wide) and (splits > 1 or in_draft_pass)
     shape = (*x.shape[:-1], sum(cols))
     if keep_splits:
-        out = x.new_empty(settings.splits, rows, shape[-1], dtype=torch.float32)
+        out = x.new_empty(splits, rows, shape[-1], dtype=torch.float32)
     else:
         out = x.new_empty(rows, shape[-1])
     if residual is not None:
@@ -183,6 +190,9 @@ def _multiply(
         pass
     elif isinstance(settings, Settings):
         small.linear(matrix, weights, cols, biases, residual, out, settings, keep_splits)
+    elif isinstance(settings, Wide):
+        _check_wide(name, matrix, weights, 3, residual)
+        _wide().linear(matrix, weights, cols, biases, out, settings)
     else:
         _check_streaming(name, matrix, weights, settings, residual, keep_splits)
         _streamed().linear(matrix, weights, cols, biases, out, settings)
@@ -196,10 +206,11 @@ def _choose(
     keep_splits: bool = False,
     residual: Tensor | None = None,
     fused: bool = False,
-) -> Settings | Streaming | None:
+) -> Settings | Streaming | Wide | None:
     """How a product is launched, None: by cuBLAS. Streaming up to 64 rows does not change a bit.
 
-    Splits of K follow from `launch_rows`, if they are more than there are, tiles from the rows that there are.
+    Splits of K follow from `launch_rows`, if they are more than there are, tiles from the rows that there are, and so
+    does whether these are many enough for wide.py.
     """
     matrix = contiguous_rows(x)
     rows, depth = max(launch_rows or 0, len(matrix)), x.shape[-1]
@@ -209,11 +220,14 @@ def _choose(
     if settings is None:
         if streaming is None:
             return None
-        wide = streaming.wide_settings(rows, cols, depth, fused)
-        if wide is None or (wide.splits > 1 and not keep_splits):
+        wide = _wide().settings_for(len(matrix), cols, depth, fused)
+        if wide is not None:
+            return wide
+        many = streaming.many_rows_settings(rows, cols, depth, fused)
+        if many is None or (many.splits > 1 and not keep_splits):
             return None
-        tile = (wide.block_n, wide.block_k, wide.splits)
-        return streaming.settings_for(len(matrix), cols, depth, *tile, fused) or wide
+        tile = (many.block_n, many.block_k, many.splits)
+        return streaming.settings_for(len(matrix), cols, depth, *tile, fused) or many
     if launch_rows and not keep_splits:
         settings = settings._replace(splits=1)  # the megakernel has no last program of a tile
     if streaming is None or (settings.splits > 1 and not keep_splits):
@@ -225,6 +239,11 @@ def _choose(
 @functools.cache
 def _streamed() -> Any:
     return gluon_module("streamed")
+
+
+@functools.cache
+def _wide() -> Any:
+    return gluon_module("wide")
 
 
 def _matrix(name: str, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -249,4 +268,18 @@ def _check_streaming(
         raise ValueError(
             f"{name}: streamed products need a Hopper GPU, 16 bits, rows aligned to 16 bytes, and at most "
             f"{MOST_STREAMED} of them, got {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
+        )
+
+
+def _check_wide(name: str, matrix: Tensor, weights: Sequence[Tensor], count: int, residual: Tensor | None) -> None:
+    cols = [len(weight) for weight in weights]
+    if residual is not None or len(weights) != count or any(n % WIDE_TILE for n in cols):
+        raise ValueError(
+            f"{name}: wide products are SwiGLU's or a stack of two or three, without a residual, with columns that are "
+            f"multiples of {WIDE_TILE}, got {cols}"
+        )
+    if not can_stream([matrix, *weights]) or not WIDE_TILE < len(matrix) <= MOST_WIDE:
+        raise ValueError(
+            f"{name}: wide products need a Hopper GPU, 16 bits, rows aligned to 16 bytes, and {WIDE_TILE + 1} to "
+            f"{MOST_WIDE} of them, got {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
         )

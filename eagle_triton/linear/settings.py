@@ -30,6 +30,14 @@ class Settings(NamedTuple):
     tma: bool = True  # descriptors, where the hardware and the tensors allow them
 
 
+class Wide(NamedTuple):
+    """How one product of wide.py is launched: steps of K whose tiles shared memory holds, and of how many the weights
+    are asked for before x is there."""
+
+    stages: int
+    prefetch: int
+
+
 # One H200, Triton 3.6, bf16; (rows up to, rows of each weight, K). Behind each row: us alone, us with its splits kept
 # where K is split, and us of cuBLAS on the concatenated weights (tools/tune_linear.py: graph replay, weights larger
 # than L2).
@@ -50,8 +58,10 @@ _HOPPER = {
     (64, (4096, 1024, 1024), 8192): Settings(64, 128, 2, 4, 3),  # 30.8, 28.8; 28.7
     (64, (32000,), 4096): Settings(128, 64, 1, 4, 4),  # 64.9; 67.7
 }
-_MAX_ROWS = 64  # more rows are cuBLAS's, or streamed.wide_settings'
+_MAX_ROWS = 64  # more rows are cuBLAS's, streamed.many_rows_settings' or wide.settings_for's
 MOST_STREAMED = 256  # rows of a streamed product
+MOST_WIDE = 512  # rows of wide.py's products, which have more than WIDE_TILE
+WIDE_TILE = 128  # rows and columns of a tile of theirs
 STACKED = 4  # weights to a launch
 _PROGRAMS = 112  # enough of them to load every multiprocessor
 

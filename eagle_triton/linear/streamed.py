@@ -81,8 +81,8 @@ _HOPPER = {
     (64, (17408, 17408), 5120): (64, 128, 4, 4),  # gate and up of Qwen3.5-27B 98.1; 112.4
     (64, (10240, 6144, 48, 48), 5120): (128, 128, 4, 4),  # its stack in front of a delta rule 44.7; 48.3
 }
-# The same for more rows; then cuBLAS's, in a launch for each weight.
-_WIDE = {
+# The same for more rows; then cuBLAS's, in a launch for each weight. Of more than 128, wide.py has the first choice.
+_MANY_ROWS = {
     (128, (4096, 1024, 1024), 4096): Streaming(64, 64, 2, False, 5, 4),  # qkv, 128 rows 21.2; 33.1
     (128, (14336, 14336), 4096): Streaming(128, 64, 1, False, 4, 4, 8),  # gate and up, 128 rows 66.5; 74.9
     (128, (4096, 1024, 1024), 8192): Streaming(128, 64, 4, False, 4, 3, 8),  # draft qkv, 80 rows 33.9; 48.2
@@ -95,7 +95,7 @@ _PREFETCH_BYTES = 32 * 1024  # in flight before the input is there: more would s
 _MULTIPROCESSOR = 228 * 1024  # bytes of shared memory, of which each program takes 1024 more than it asks for
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _MULTIPROCESSORS = 132  # of the chip that was measured
-_WIDE_PROGRAMS = 90  # of many rows: enough of them to split K no further
+_MANY_ROWS_PROGRAMS = 90  # of many rows: enough of them to split K no further
 
 
 @gluon.jit
@@ -381,7 +381,7 @@ def settings_for(
     return Streaming(block_n, block_k, splits, swap, w_stages, x_stages)
 
 
-def wide_settings(rows: int, cols: tuple[int, ...], depth: int, fused: bool = False) -> Streaming | None:
+def many_rows_settings(rows: int, cols: tuple[int, ...], depth: int, fused: bool = False) -> Streaming | None:
     """Settings for a product of 65 to 256 rows, or None: cuBLAS's.
 
     Beside what was measured, stacks, of which cuBLAS makes each weight by itself, and SwiGLU up to 128 rows. On an
@@ -394,14 +394,14 @@ def wide_settings(rows: int, cols: tuple[int, ...], depth: int, fused: bool = Fa
     if not 64 < rows <= MOST_STREAMED:
         return None
     few = rows <= 128
-    if few and (128, cols, depth) in _WIDE:
-        return _WIDE[128, cols, depth]
+    if few and (128, cols, depth) in _MANY_ROWS:
+        return _MANY_ROWS[128, cols, depth]
     if fused:
         return Streaming(64, 64, 1, False, 4, 4, 8) if few else None
     if len(cols) < 3 or (not few and sum(cols) > 8192):
         return None
     splits, tiles = 1, tiles_of(cols, 64)
-    while splits < 4 and tiles * splits < _WIDE_PROGRAMS and depth >= 8 * splits * 64:
+    while splits < 4 and tiles * splits < _MANY_ROWS_PROGRAMS and depth >= 8 * splits * 64:
         splits *= 2
     return Streaming(64, 64, splits, not few, 5 if few else 4, 4)
 

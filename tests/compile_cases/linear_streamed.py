@@ -5,15 +5,15 @@ import torch
 from eagle_triton.linear.settings import settings_on
 from eagle_triton.linear.streamed import (
     _HOPPER,
-    _WIDE,
+    _MANY_ROWS,
     TILE_LAYOUT,
     Streaming,
     _block_m,
     _prefetch_stages,
     linear_kernel,
+    many_rows_settings,
     settings_for,
     swiglu_kernel,
-    wide_settings,
 )
 from eagle_triton.runtime.launch import EXACT
 
@@ -64,8 +64,8 @@ for _rows, _cols, _depth in _HOPPER:
 _NARROW = (2048, 512, 512)
 _UNMEASURED = settings_for(24, _NARROW, 2048, 64, 128, 4)
 CASES.append(_case("unmeasured, bias, fp16", 24, _NARROW, _UNMEASURED, "fp16", bias=True))
-_WIDER = [(_rows, _cols, _depth) for _rows, _cols, _depth in _WIDE]
+_WIDER = [(_rows, _cols, _depth) for _rows, _cols, _depth in _MANY_ROWS]
 _WIDER += [(_rows, _NARROW, 2048) for _rows in (80, 129, 256)] + [(80, (8192, 8192), 2048)]
 for _rows, _cols, _depth in _WIDER:
-    _settings = wide_settings(_rows, _cols, _depth, len(_cols) == 2)
+    _settings = many_rows_settings(_rows, _cols, _depth, len(_cols) == 2)
     CASES.append(_case(f"{_rows} rows {_cols} of {_depth}", _rows, _cols, _settings))

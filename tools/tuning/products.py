@@ -20,7 +20,7 @@ from torch import Tensor
 from eagle_triton import linear as products
 from eagle_triton.layers import swiglu
 from eagle_triton.linear import settings as table
-from eagle_triton.linear.settings import Settings
+from eagle_triton.linear.settings import MOST_STREAMED, MOST_WIDE, WIDE_TILE, Settings, Wide
 from eagle_triton.models.shapes import HYBRIDS, SHAPES
 from eagle_triton.runtime.float8_pair import MOST_ROWS
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
@@ -46,7 +46,7 @@ class Product(NamedTuple):
     depth: int
     fused: bool = False
 
-    def run(self, x: Tensor, weights: list[Weight], settings: Settings | Streaming, keep_splits: bool) -> tuple:
+    def run(self, x: Tensor, weights: list[Weight], settings: Settings | Streaming | Wide, keep_splits: bool) -> tuple:
         if self.fused:
             return (products.linear_swiglu(x, *weights, settings=settings),)
         return products.linear_stack(x, weights, [None] * len(weights), keep_splits=keep_splits, settings=settings)
@@ -113,6 +113,8 @@ def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
     """Rings that fit shared memory, in programs that fill the chip."""
     from eagle_triton.linear.streamed import Streaming, _block_m
 
+    if rows > MOST_STREAMED:
+        return
     per_program, few = 2 if product.fused else 1, rows <= 64
     swap = rows <= 32 or rows > 128  # as measured: the others are as fast at best
     block_m = _block_m(swap, rows)
@@ -135,6 +137,16 @@ def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
         if block_m * block_n * per_program > 144 * 32 * warps or (warps == 8 and max(block_m, block_n) < 128):
             continue  # too many registers, or nothing for the second warpgroup
         yield Streaming(block_n, block_k, splits, swap, w_stages, x_stages, warps)
+
+
+def wide_candidates(product: Product, rows: int) -> Iterator[Wide]:
+    """The same of wide.py, if its kernels can make the product."""
+    if not WIDE_TILE < rows <= MOST_WIDE or any(n % WIDE_TILE for n in product.cols):
+        return
+    if product.fused:
+        yield from itertools.starmap(Wide, ((3, 1), (3, 3), (4, 1), (4, 2), (4, 4)))
+    elif len(product.cols) == 3:
+        yield from itertools.starmap(Wide, ((4, 1), (6, 1), (6, 2), (6, 6)))
 
 
 def float8_candidates(product: Product, rows: int) -> Iterator[Streaming]:
@@ -183,12 +195,14 @@ def _pause_tensors() -> Tensor:
     return torch.zeros(2, _PAUSES, dtype=torch.int64, device="cuda")
 
 
-def compile_settings(task: tuple[int, bool, int, Settings | Streaming, bool, str | None]) -> str:
+def compile_settings(task: tuple[int, bool, int, Settings | Streaming | Wide, bool, str | None]) -> str:
     """In a worker: run one small product, so that its kernel lies in Triton's cache. Returns the error, or ''."""
     count, fused, rows, settings, keep_splits, float8 = task
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    depth = 4 * settings.block_k * settings.splits
-    product = Product((2 * settings.block_n,) * count, depth, fused)
+    tile = (WIDE_TILE, 64, 1) if isinstance(settings, Wide) else (settings.block_n, settings.block_k, settings.splits)
+    block_n, block_k, splits = tile
+    depth = 4 * block_k * splits
+    product = Product((2 * block_n,) * count, depth, fused)
     try:
         x = torch.zeros(rows, depth, device=device, dtype=torch.bfloat16)
         weights = [_made(torch.zeros(n, depth, device=device, dtype=torch.bfloat16), float8) for n in product.cols]
@@ -216,7 +230,7 @@ def _made(weight: Tensor, float8: str | None) -> Weight:
 def tune(
     product: Product,
     rows: int,
-    settings: list[Settings | Streaming],
+    settings: list[Settings | Streaming | Wide],
     keep_splits: bool,
     streamed: bool,
     float8: str | None,
@@ -257,7 +271,9 @@ def _apart(product: Product, x: Tensor, weights: list[Tensor]) -> Tensor | list[
     return swiglu(*outs) if product.fused else outs
 
 
-def settings_now(product: Product, rows: int, streamed: bool, float8: str | None = None) -> list[Settings | Streaming]:
+def settings_now(
+    product: Product, rows: int, streamed: bool, float8: str | None = None
+) -> list[Settings | Streaming | Wide]:
     """What is to be beaten: how the product is launched today by small.py, and by streamed.py or its like."""
     cols, depth, fused = product
     if float8:
@@ -269,10 +285,11 @@ def settings_now(product: Product, rows: int, streamed: bool, float8: str | None
     plain = table.launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, fused)
     stream = None
     if streamed:
-        from eagle_triton.linear.streamed import settings_for, wide_settings
+        from eagle_triton.linear import wide
+        from eagle_triton.linear.streamed import many_rows_settings, settings_for
 
         if plain is None:
-            stream = wide_settings(rows, cols, depth, fused)
+            stream = wide.settings_for(rows, cols, depth, fused) or many_rows_settings(rows, cols, depth, fused)
         else:
             stream = settings_for(rows, cols, depth, plain.block_n, plain.block_k, plain.splits, fused)
     return [settings for settings in (plain, stream) if settings is not None]
@@ -289,10 +306,11 @@ def sweep(args: argparse.Namespace) -> None:
         some = (float8_candidates if args.float8 else streamed_candidates if args.streamed else candidates)(
             product, rows
         )
+        many = wide_candidates(product, rows) if args.streamed and not args.float8 else ()
         now = settings_now(product, rows, args.streamed, args.float8)
-        plan.append((rows, name, product, list(dict.fromkeys((*some, *now)))))
+        plan.append((rows, name, product, list(dict.fromkeys((*some, *many, *now)))))
 
-    def task(rows: int, product: Product, settings: Settings | Streaming) -> tuple:
+    def task(rows: int, product: Product, settings: Settings | Streaming | Wide) -> tuple:
         return len(product.cols), product.fused, rows, settings, args.keep_splits, args.float8
 
     tasks = list(dict.fromkeys(task(rows, product, use) for rows, _, product, some in plan for use in some))
