@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from eagle_triton import attention
+from eagle_triton.attention import settings as attention_settings
 from eagle_triton.engine.drafts.beams import BeamPlan, BeamSlots
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.eagle import Eagle3Draft, EagleDraft
@@ -269,9 +269,9 @@ class MegakernelStep:
         chunk = topk_chunk_of(vocabulary)
         return chunk, triton.cdiv(vocabulary, chunk)
 
-    def _attention_settings(self) -> attention.Settings:
+    def _attention_settings(self) -> attention_settings.Settings:
         mixer, device = self.head.attention, self.view.device
-        return attention.settings_for(
+        return attention_settings.settings_for(
             self.plan.launch_nodes * self._group,
             mixer.head_dim,
             mixer.num_kv_heads,
@@ -329,7 +329,7 @@ class MegakernelStep:
             "sync_ptr": self.sync,
         }
 
-    def _workspace(self, keys: attention.Settings) -> dict[str, Tensor]:
+    def _workspace(self, keys: attention_settings.Settings) -> dict[str, Tensor]:
         """Memory that phases hand to one another."""
         state, spec, use, mixer = self.state, self.state.spec, self.launches, self.head.attention
         batch, rows, weights = state.batch, self.rows, self.head.weights
@@ -405,7 +405,7 @@ class MegakernelStep:
             "MLP": (use.mlp.block_n, use.mlp.block_k, use.mlp.swap),
         }
 
-    def _constants(self, keys: attention.Settings) -> dict[str, object]:
+    def _constants(self, keys: attention_settings.Settings) -> dict[str, object]:
         """Sizes, and all that the kernel is compiled for but its products."""
         state, spec, view, head = self.state, self.state.spec, self.view, self.head
         mixer, hidden, cache = head.attention, len(head.weights["o"]), self._target_cache.data

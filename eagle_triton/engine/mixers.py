@@ -297,6 +297,7 @@ class Attention(Mixer):
                 sliding_window=self.sliding_window,
                 launch_nodes=rows.launch_nodes,
                 table=cache.table,
+                read_early=True,
             )
         if gate is not None:
             out = ops.gate_heads(out, gate)

@@ -31,9 +31,10 @@ from torch import Tensor
 
 from eagle_triton.layers import float8_pair, swiglu
 from eagle_triton.layers.float8_pair import empty_pair
-from eagle_triton.linear.settings import MOST_STREAMED, STACKED, compute_capability, gluon_module, has_descriptors
+from eagle_triton.linear.settings import MOST_STREAMED, STACKED, compute_capability, has_descriptors
 from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs, whole_of
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
+from eagle_triton.runtime.gluon import gluon_module
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
@@ -405,12 +406,12 @@ def _kind_of_scale(weight: Float8Weight) -> tuple[bool, torch.dtype, int]:
 
 @functools.cache
 def _streamed() -> Any:
-    return gluon_module("streamed_float8")
+    return gluon_module("eagle_triton.linear.streamed_float8")
 
 
 @functools.cache
 def _paired() -> Any:
-    return gluon_module("paired_float8")
+    return gluon_module("eagle_triton.linear.paired_float8")
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

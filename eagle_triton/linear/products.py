@@ -21,13 +21,13 @@ from eagle_triton.linear.settings import (
     Settings,
     Wide,
     can_stream,
-    gluon_module,
     has_descriptors,
     launch_settings,
 )
 from eagle_triton.reference.linear import check_product
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
+from eagle_triton.runtime.gluon import gluon_module
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 if TYPE_CHECKING:  # Gluon's
@@ -238,12 +238,12 @@ def _choose(
 
 @functools.cache
 def _streamed() -> Any:
-    return gluon_module("streamed")
+    return gluon_module("eagle_triton.linear.streamed")
 
 
 @functools.cache
 def _wide() -> Any:
-    return gluon_module("wide")
+    return gluon_module("eagle_triton.linear.wide")
 
 
 def _matrix(name: str, x: Tensor, weights: Sequence[Tensor]) -> Tensor:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-from eagle_triton.runtime.overlap import triton_version
-
-log = logging.getLogger(__name__)
 
 
 class Settings(NamedTuple):
@@ -129,19 +123,6 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
     """Of an NVIDIA device, else (0, 0)."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return torch.cuda.get_device_capability(device) if nvidia else (0, 0)
-
-
-def gluon_module(name: str) -> Any:
-    """A module beside this one whose kernels take Gluon, or None with a Triton before 3.6, whose Gluon does not compile
-    them, or without Gluon."""
-    if triton_version() < (3, 6):
-        log.warning("products are not streamed: that takes Triton 3.6, this is %s", triton.__version__)
-        return None
-    try:
-        return importlib.import_module(f"eagle_triton.linear.{name}")
-    except ImportError as error:
-        log.warning("products are not streamed: %s", error)
-        return None
 
 
 def has_descriptors(tensors: Sequence[Tensor]) -> bool:

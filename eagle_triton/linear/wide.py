@@ -60,14 +60,14 @@ from eagle_triton.linear.streamed import (
     TILE_LAYOUT,
     _multiprocessors,
     _rounded,
-    many_rows_settings,
 )
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
-# One H200, Triton 3.6, bf16, us without the small kernel before; then cuBLAS's, in a launch for each weight, with
-# SwiGLU's of its own. q, k and v of Llama-3.1-8B: 240 rows 24.2; 29.0; 480 rows 43.7; 49.3. Its gate and up: 240 rows
-# 96.3; 98.0; 480 rows 166.3; 177.3; 512 rows 166.3; 185.0. (An experiment that was not kept.)
+# One H200, Triton 3.6, bf16, us without the small kernel before; then by cuBLAS, in a launch for each weight, with
+# SwiGLU's own. q, k and v of Llama-3.1-8B: 129 rows 24.0; 51.0 (streamed.py's, of 256 rows), 256 24.2; 29.1, 480 43.4;
+# 47.6, 512 43.4; 45.8. Its gate and up: 480 rows 167; 175, 512 167; 185, but 240 96; 94, 384 132; 131. Of 32B's shape:
+# 256 rows 201; 216, 384 278; 295, 512 385; 426. (tools/tune_linear.py --streamed times single products so.)
 STACK = Wide(6, 1)
 SWIGLU = Wide(4, 4)
 _TILE = gl.constexpr(WIDE_TILE)  # rows and columns of a tile of the output
@@ -77,7 +77,8 @@ _REGISTERS = 168  # of a thread, before the warp that loads gives its own away
 _LOADER = gl.constexpr(24)  # its registers
 _RAISED = gl.constexpr(0x7FB5A3C97FD36E95)
 _LEAST_DEPTH = 2048
-_LEAST_BUSY = 0.7  # share of the groups' time in which they have columns, if these are dealt out whole
+_LEAST_BUSY = 0.7  # share of the groups' time in which they have columns, where these are dealt out whole
+_LEAST_TILES = 400  # of the output, of gate and up together
 _LEAST_FULL = 0.9  # share of the rows of all tiles that are rows of x
 
 
@@ -345,21 +346,21 @@ def swiglu_kernel(
 def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool = False) -> Wide | None:
     """Settings for the product of `rows` rows with weights [n, depth] for n in `cols`, or None: not by these kernels.
 
-    Three weights, or with `fused` gate and up. A rule: enough columns for every group, dealt out so that few groups
-    wait for others, and tiles full of rows, but where the kernel that would make the product pads them as well.
+    Three weights, or with `fused` gate and up. A rule from what was measured of models with 1, 3, 8 and 32 billion
+    parameters: gate and up if they make enough tiles that are full of rows; three weights if a group has one column at
+    most, but for few columns of few rows, or about two.
     """
     if not WIDE_TILE < rows <= MOST_WIDE or depth < _LEAST_DEPTH or any(n % WIDE_TILE for n in cols):
         return None
     row_tiles = triton.cdiv(rows, WIDE_TILE)
     groups = _MULTIPROCESSORS // row_tiles
-    pads = many_rows_settings(rows, cols, depth, fused) is not None
-    if rows < _LEAST_FULL * row_tiles * WIDE_TILE and not pads:
-        return None
     if fused:
-        return SWIGLU if cols[0] // WIDE_TILE >= groups else None
+        full = rows >= _LEAST_FULL * row_tiles * WIDE_TILE
+        return SWIGLU if full and cols[0] // WIDE_TILE * row_tiles >= _LEAST_TILES else None
     columns = sum(cols) // WIDE_TILE
-    busy = columns / (triton.cdiv(columns, groups) * groups)
-    return STACK if len(cols) == 3 and busy >= _LEAST_BUSY else None
+    most = triton.cdiv(columns, groups)
+    pays = row_tiles > 2 or 2 * columns > groups if most == 1 else most == 2 and columns >= _LEAST_BUSY * 2 * groups
+    return STACK if len(cols) == 3 and pays else None
 
 
 def linear(

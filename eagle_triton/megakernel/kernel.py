@@ -33,7 +33,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from eagle_triton.attention import attend_split, merge_rows
+from eagle_triton.attention.kernels import attend_split, merge_rows
 from eagle_triton.kv_cache import commit_plane, plane_of, row_offset
 from eagle_triton.layers.norms import norm_row
 from eagle_triton.layers.rotary import rotary_append_head

@@ -33,6 +33,7 @@ def tree_attention(
     sliding_window: int | None = None,
     launch_nodes: int | None = None,
     table: Tensor | None = None,
+    read_early: bool = False,
 ) -> Tensor:
     """softmax(scale * q k^T + mask) v for N new nodes per sequence, whose keys are in the cache already.
 

@@ -2,7 +2,9 @@
 
 import triton
 
-from eagle_triton.attention import MERGE_REGISTERS, _merge_kernel, _tree_attention_kernel, merge_rows_of, settings_for
+from eagle_triton.attention import streamed
+from eagle_triton.attention.kernels import _merge_kernel, _tree_attention_kernel
+from eagle_triton.attention.settings import MERGE_REGISTERS, merge_rows_of, settings_for
 from eagle_triton.runtime.launch import EXACT
 
 KV_HEADS, GROUP = 8, 4
@@ -116,4 +118,37 @@ CASES += [
     for arch in CAPABILITIES
     for width in (64, 128)
     for case in _cases(2048, 0, False, width, "bf16", arch, 64, lse=True)
+]
+
+
+def _streamed_case(nodes: int, words: int, width: int, dtype: str, page: int | None, batch: int = 1) -> tuple:
+    types = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16}
+    use = settings_for(nodes * GROUP, width, KV_HEADS, batch, types[dtype], (9, 0))
+    block_d = triton.next_power_of_2(width)
+    constexprs = {
+        "D": width, "GROUP": GROUP, "HEADS": KV_HEADS, "WORDS": words, "PAGE": page or 0,
+        "SPLITS": use.splits, "PROGRAMS": use.programs, "MIN_TILES": use.min_tiles,
+        "NODES": max(32, triton.next_power_of_2(nodes)), "STAGES": streamed.stages_of(width),
+        "READ_EARLY": page is not None,
+        **({"table_ptr": None} if page is None else {}),
+        **({} if use.programs > 1 else {"partial_ptr": None, "softmax_ptr": None}),
+        **({"nodes": 1} if nodes == 1 else {}),
+    }  # fmt: skip
+    tensors = {f"{name}_ptr": f"*{dtype}" for name in ("q", "out")}
+    tensors["cache_desc"] = f"tensordesc<{dtype}{[streamed.ROWS, block_d]},{streamed.TILE_LAYOUT!r}>"
+    pages = "" if page is None else f" pages of {page}"
+    name = f"stream N {nodes} {words} words d {width} {dtype}{pages} of {batch}"
+    options = {**EXACT, "num_warps": 4, "maxnreg": streamed.REGISTERS, "targets": ("sm_90",)}
+    options |= {"local": 64} if batch > 1 else {}  # of the sums of splits before, once a split
+    return _case(name, streamed.tree_attention_kernel, constexprs, tensors, options)
+
+
+CASES += [
+    _streamed_case(60, 1, 128, "bf16", 64),
+    _streamed_case(60, 1, 128, "bf16", 64, batch=8),
+    _streamed_case(60, 1, 128, "fp16", None),
+    _streamed_case(1, 1, 128, "bf16", 64),
+    _streamed_case(256, 4, 128, "bf16", 0, batch=2),
+    _streamed_case(60, 1, 64, "bf16", 64),
+    _streamed_case(8, 1, 80, "bf16", 64, batch=32),
 ]

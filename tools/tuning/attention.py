@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_triton import attention
-from eagle_triton.attention import Settings
+from eagle_triton.attention import launchers
+from eagle_triton.attention.settings import Settings, settings_for
 from eagle_triton.benchmarks.timing import copy_bandwidth
 from eagle_triton.engine.pages import PAGE_ROWS
 from eagle_triton.models.shapes import SHAPES
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
     def run(self, use: Settings, layer: int) -> Tensor:
         scale = self.q.shape[-1] ** -0.5
-        return attention._launch(self.q, self.caches[layer], self.lengths, self.ancestors, scale, None, use, self.table)
+        return launchers._launch(self.q, self.caches[layer], self.lengths, self.ancestors, scale, None, use, self.table)
 
     def expected(self) -> Tensor:
         q, cache = self.q.float(), self.caches[0].float()
@@ -83,7 +83,7 @@ def make_case(heads: Heads, nodes: int, batch: int, keys: int, device: str, laye
 
 def now(heads: Heads, nodes: int, batch: int, capability: tuple[int, int] | None) -> Settings:
     """What is to be beaten."""
-    return attention.settings_for(nodes * heads.group, heads.width, heads.keys, batch, torch.bfloat16, capability)
+    return settings_for(nodes * heads.group, heads.width, heads.keys, batch, torch.bfloat16, capability)
 
 
 def candidates(args: argparse.Namespace, use: Settings) -> Iterator[Settings]:
