@@ -5,6 +5,7 @@ import torch
 
 from eagle_triton.attention import launchers as kernels
 from eagle_triton.reference import attention as reference
+from eagle_triton.runtime.overlap import triton_version
 from tests.paging import in_pages
 
 CUDA = torch.cuda.is_available()
@@ -189,6 +190,56 @@ def test_other_settings_give_the_same(change, device):
     use = use._replace(**change, streamed=False)
     for programs in {use.splits, 1}:
         assert_close(kernels._launch(*case, 0.125, None, use._replace(programs=programs)), case, 0.125)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("read_early", [False, True], ids=["late", "early"])
+@pytest.mark.parametrize("page_rows", [None, 64], ids=["dense", "pages"])
+@pytest.mark.parametrize(
+    ("nodes", "kv_heads", "group", "width", "words"),
+    [
+        (1, 8, 4, 128, 1),
+        (10, 2, 4, 128, 1),
+        (60, 8, 4, 128, 1),
+        (60, 4, 7, 64, 1),
+        (26, 2, 3, 80, 1),
+        (26, 2, 1, 96, 2),
+        (130, 2, 8, 128, 3),
+        (300, 1, 2, 64, 5),
+    ],
+)
+def test_streamed_keys_give_the_same_bits(nodes, kv_heads, group, width, words, page_rows, read_early, device):
+    """By one program for each split and by one for all: rows of any lengths, none committed or many."""
+    if kernels._streamed() is None or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU and Triton 3.6")
+    lengths = [0, 5, 64, 640, 1000, 2047]
+    for dtype in (torch.float16, torch.bfloat16):
+        case = make_case(len(lengths), nodes, kv_heads, group, width, 2560, lengths, words, dtype, device)
+        q, cache, *rest = case
+        table = None
+        if page_rows is not None:
+            cache, table = in_pages(cache, page_rows)
+        use = kernels.settings_for(nodes * group, width, kv_heads, 1, dtype, (9, 0))
+        assert use.streamed
+        for change in ({}, {"min_tiles": 1}, {"splits": 5, "min_tiles": 2}):
+            for programs in (1, use._replace(**change).splits):
+                launch = use._replace(**change)._replace(programs=programs)
+                out, expected = (
+                    kernels._launch(q, cache, *rest, 0.1, None, one, table, read_early=read_early)
+                    for one in (launch, launch._replace(streamed=False))
+                )
+                assert torch.equal(out, expected)
+                assert_close(out, case, 0.1)
+
+
+def test_settings_stream_trees_on_hopper():
+    bf16, hopper = torch.bfloat16, (9, 0)
+    others = [(bf16, 128, capability) for capability in ((8, 0), (10, 0), None)]
+    for dtype, width, capability in (*others, (torch.float32, 128, hopper), (bf16, 256, hopper), (bf16, 32, hopper)):
+        assert not kernels.settings_for(240, width, 8, 1, dtype, capability).streamed
+    for rows in (4, 40, 240):
+        use = kernels.settings_for(rows, 128, 8, 1, torch.bfloat16, (9, 0))
+        assert use.streamed == (triton_version() >= (3, 6)) and use.block_n == 64
 
 
 @pytest.mark.parametrize("capability", [None, (8, 0), (9, 0), (10, 0)], ids=str)

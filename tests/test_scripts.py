@@ -399,6 +399,10 @@ def test_attention_is_tuned_from_what_it_is():
     assert some[0] == use and len(set(some)) == len(some) == 4
     assert {(other.splits, other.programs) for other in some[1:]} == {(2, 1), (2, 2), (8, 1), (8, 8)} - {use[2:4]}
     assert {other._replace(splits=0, programs=0) for other in some} == {use._replace(splits=0, programs=0)}
+    tiles = list(tuned_attention.candidates(argparse.Namespace(**{**given, "block_n": [32, use.block_n]}), use))
+    assert [(other.block_n, other.streamed) for other in tiles] == [(use.block_n, True)]  # block_t is no more
+    stages = list(tuned_attention.candidates(argparse.Namespace(**{**given, "num_stages": [2], "streamed": [1]}), use))
+    assert [(other.num_stages, other.streamed) for other in stages] == [(3, True), (2, False)]
 
 
 # --- usage_example.py

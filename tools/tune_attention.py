@@ -1,4 +1,4 @@
-"""Sweep launch settings of eagle_triton/attention.py on this GPU, over batches and numbers of keys.
+"""Sweep launch settings of eagle_triton/attention/ on this GPU, over batches and numbers of keys.
 
     python tools/tune_attention.py --shape llama-3.1-8b --nodes 1 8 60 --batch 1 8 64 --keys 512 2048 8192
 
@@ -8,7 +8,7 @@ distinct caches in pages of 64 rows, together larger than L2. Settings are compi
 against fp32 before they are timed.
 
 A list for a field of Settings (--splits 4 8) is what is tried of it; a field without one keeps what settings_for gives,
-but for splits and programs.
+but for splits and programs. With other tiles, warps or stages than these, a tree is attended by kernels.py.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         add(f"--{field}", type=few, nargs="+", default=default, metavar="N")
     for field in ("block_n", "block_t", "num_warps", "num_stages"):
         add(f"--{field}", type=few, nargs="+", metavar="N")
+    add("--streamed", type=int, choices=(0, 1), nargs="+", help="0: by kernels.py, 1: by streamed.py, on Hopper")
     args = read_sweep(parser, argv, "attention is", "number of keys")
     from tools.tuning.attention import sweep
 

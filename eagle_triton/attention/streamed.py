@@ -87,6 +87,18 @@ def _ring(desc, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _page(pages_ptr, start, capacity, PAGE: gl.constexpr):
+    """The page that a tile of rows from `start` on lies in, 0 without a table of several; behind the capacity any.
+
+    From L2: what L1 has of the table may be older than the kernels before this one.
+    """
+    page = start * 0
+    if PAGE:
+        page = gl.load(pages_ptr + gl.minimum(start, capacity - 1) // PAGE, cache_modifier=".cg")
+    return page
+
+
+@gluon.jit
 def _load(
     cache_desc,
     pages_ptr,
@@ -109,7 +121,7 @@ def _load(
     STAGES: gl.constexpr = full.shape[0]
     if not READ_EARLY:
         gdc_wait()
-    row_before = first * 0
+    row_before, page = first * 0, _page(pages_ptr, first, capacity, PAGE)
     for step in range(count + 1):
         if READ_EARLY:  # noqa: SIM102 (known before step is)
             if step == committed:
@@ -117,8 +129,8 @@ def _load(
         slot, start = step % STAGES, first + step * _ROWS
         row = start
         if PAGE:
-            page = gl.load(pages_ptr + gl.minimum(start, capacity - 1) // PAGE)
             row = page * rows_page + start % PAGE
+        page = _page(pages_ptr, start + _ROWS, capacity, PAGE)  # a tile ahead, so that nothing waits for it
         mbarrier.wait(read.index(slot), (step // STAGES & 1) ^ 1)
         mbarrier.expect(full.index(slot), cache_desc.block_type.nbytes, pred=step < count)
         mbarrier.expect(full.index(slot), cache_desc.block_type.nbytes, pred=step > 0)
@@ -377,7 +389,7 @@ def tree_attention_kernel(
         gdc_wait()
     gdc_launch_dependents()
     batch = sequence.to(gl.int64)
-    length = gl.minimum(gl.load(lengths_ptr + batch), capacity)
+    length = gl.minimum(gl.load(lengths_ptr + batch, cache_modifier=".cg"), capacity)
     newest = gl.minimum(length + _ROWS * WORDS, capacity)
     tiles, active = _share_out(newest, _ROWS, SPLITS, MIN_TILES)
     if program < active:
@@ -391,7 +403,7 @@ def tree_attention_kernel(
         if table_ptr is not None:
             pages_ptr = table_ptr + batch * stride_tb
             if not PAGE:
-                page = gl.load(pages_ptr)
+                page = gl.load(pages_ptr, cache_modifier=".cg")
         rows_page = (stride_cb // D).to(gl.int32)
         k_row = head * (stride_ch // D).to(gl.int32)
         if not PAGE:

@@ -23,7 +23,8 @@ from eagle_triton.reference.attention import pack_ancestors, tree_attention
 from tools.tuning.graph_time import time_graph
 
 CACHE_BYTES = 400e6  # of all caches together, at least: several times L2
-FIELDS = ("splits", "programs", "min_tiles", "block_m", "block_n", "block_t", "num_warps", "num_stages")
+FIELDS = ("splits", "programs", "min_tiles", "block_m", "block_n", "block_t", "num_warps", "num_stages", "streamed")
+OF_KERNELS = FIELDS[3:8]  # which the streamed kernel does not read
 
 
 class Heads(NamedTuple):
@@ -91,6 +92,8 @@ def candidates(args: argparse.Namespace, use: Settings) -> Iterator[Settings]:
     yield use
     for values in itertools.product(*(getattr(args, field) or [getattr(use, field)] for field in FIELDS)):
         other = use._replace(**dict(zip(FIELDS, values, strict=True)))
+        if any(getattr(other, field) != getattr(use, field) for field in OF_KERNELS):
+            other = other._replace(streamed=False)
         if other.programs in (1, other.splits) and other.block_t <= other.block_n and other != use:
             yield other
 
