@@ -1,5 +1,7 @@
 """tree_attention: the kernel against its reference, the reference against plain softmax, and what both refuse."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -210,7 +212,7 @@ def test_other_settings_give_the_same(change, device):
 )
 def test_streamed_keys_give_the_same_bits(nodes, kv_heads, group, width, words, page_rows, read_early, device):
     """By one program for each split and by one for all: rows of any lengths, none committed or many."""
-    if kernels._streamed() is None or torch.cuda.get_device_capability() != (9, 0):
+    if not CUDA or torch.cuda.get_device_capability() != (9, 0) or kernels._streamed() is None:
         pytest.skip("needs a Hopper GPU and Triton 3.6")
     lengths = [0, 5, 64, 640, 1000, 2047]
     for dtype in (torch.float16, torch.bfloat16):
@@ -230,6 +232,24 @@ def test_streamed_keys_give_the_same_bits(nodes, kv_heads, group, width, words, 
                 )
                 assert torch.equal(out, expected)
                 assert_close(out, case, 0.1)
+
+
+@pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6, whose Gluon compiles these kernels")
+def test_products_let_the_next_kernel_start_behind_their_own_wait():
+    """What is committed before a product is complete when attention reads it early (runtime/overlap.py)."""
+    from eagle_triton.linear import paired_float8, streamed, streamed_float8, wide
+
+    for kernel, waits in (
+        (streamed.linear_kernel, "gdc_wait()"),
+        (paired_float8.linear_kernel, "gl.warp_specialize("),  # both ways of it end before what comes next
+        (streamed_float8.linear_kernel, "gl.warp_specialize("),
+        (wide._multiply_columns, "_multiply(ring"),
+    ):
+        source = inspect.getsource(kernel.fn)
+        assert source.count("gdc_launch_dependents()") == 1
+        assert source.index("gdc_launch_dependents()") > source.index(waits)
+    for loads in (paired_float8._load, streamed_float8._load, wide._load):
+        assert inspect.getsource(loads.fn).count("gdc_wait()") == 1
 
 
 def test_settings_stream_trees_on_hopper():

@@ -7,6 +7,7 @@ import torch
 
 from eagle_triton import EaModel, optimize_eagle_with_triton
 from eagle_triton.adapters import native
+from eagle_triton.attention import launchers
 from eagle_triton.benchmarks.comparison import compare, decode, top2_margin
 from eagle_triton.demo import demo_prompts
 from eagle_triton.engine import long_prompts
@@ -86,6 +87,28 @@ def test_graph_and_eager_step_give_the_same_tokens_also_sampled():
                 model.naivegenerate(ids, max_new_tokens=20),
             ]
     assert all(map(torch.equal, rows[True], rows[False]))
+
+
+def test_what_attention_reads_early_is_what_was_committed(monkeypatch):
+    """Heads of 64 in bf16, whose keys are streamed on Hopper: the same tokens if it waits for all kernels before it."""
+    model, launch, tokens, launches = demo(torch.bfloat16), launchers._launch, {}, []
+
+    def wait(*operands, read_early=False):
+        launches.append(read_early)
+        return launch(*operands)
+
+    ids = prompts(model, 8)[-1].cuda()
+    for how in ("early", "late"):
+        if how == "late":
+            monkeypatch.setattr(launchers, "_launch", wait)
+        with optimize_eagle_with_triton(model)[1]:
+            tokens[how] = [
+                model.generate(ids, max_new_tokens=300),
+                model.generate(ids.expand(16, -1), max_new_tokens=100, do_sample=True, seed=1),
+                model.naivegenerate(ids, max_new_tokens=100),
+            ]
+    assert any(launches)
+    assert all(map(torch.equal, tokens["early"], tokens["late"]))
 
 
 def test_interrupted_and_repeated_generations_and_two_models_in_turn():

@@ -27,7 +27,7 @@ Numerics: products of the input dtype accumulated in fp32 (true fp32 for fp32 in
 domain, one rounding of the weights to the values' dtype and one of the result. The maximum that is taken off the scores
 is rounded up to an integer: weights relative to different maxima then differ by powers of two, so that a weight is
 rounded alike in every tile, split and tree, and a sum alike wherever it is added up. Rows of the cache that no node of
-the tile may see are never multiplied, so what they hold (NaN included) does not matter. A row with nothing to see
+a tree may see are never multiplied, so what they hold (NaN included) does not matter. A row with nothing to see
 gives 0.
 
 `launchers.py` takes the calls. `kernels.py` has the Triton kernels, of which the megakernel has a part, `streamed.py`

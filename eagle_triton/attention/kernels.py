@@ -541,7 +541,7 @@ def merge_rows(
 ):
     """Add up what programs left of rows row_block * BLOCK_R .. of one head of a sequence."""
     batch, rows = sequence.to(tl.int64), nodes * GROUP
-    length = tl.minimum(tl.load(lengths_ptr + batch), capacity)
+    length = tl.minimum(tl.load(lengths_ptr + batch, cache_modifier=".cg"), capacity)  # see runtime/overlap.py
     oldest, newest = _span(length, nodes, capacity, window, WORDS, WINDOW, BLOCK_N)
     _, active = _share_out(newest - oldest, BLOCK_N, SPLITS, MIN_TILES)
     row, column, split = row_block * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)

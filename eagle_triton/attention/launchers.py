@@ -48,9 +48,8 @@ def tree_attention(
     the `table` of a cache in pages, which must be of 64 rows or a multiple where a sequence has several.
     The last dimension of every tensor must be contiguous; its other strides are free. `launch_nodes`: choose the
     launch settings for that many nodes. `read_early`: lengths, table and committed rows were written before the last
-    launch but one waited for what came before it, as a product does in front of a rotary embedding; then they may be
-    read while that one still runs. Returns [B, N, Hq, d]. Raises ValueError before the launch if shapes, dtypes,
-    strides or devices do not fit.
+    product, and behind that only kernels of runtime/overlap.py were launched; then they may be read before these end.
+    Returns [B, N, Hq, d]. Raises ValueError before the launch if shapes, dtypes, strides or devices do not fit.
     """
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table)
     _check_kernel_limits(q, cache, lengths, ancestors, table)
@@ -151,11 +150,9 @@ def _launch(
     strides = (*q.stride()[:3], *cache.stride()[:3], 0 if table is None else table.stride(0))
     strides += ((0, 0) if ancestors is None else ancestors.stride()[:2]) + out.stride()[:3]
     scale_log2, page_rows = scale * math.log2(math.e), kv_cache.page_rows(cache, table)
-    streamed = None
-    if use.streamed and rows_of_memory is not None and ancestors is not None and lse is None:
-        assert use.block_n == _TILE_ROWS, "its splits are of the tiles that these kernels have"
-        streamed = _streamed()
-    if streamed is not None:
+    streamed = _streamed() if use.streamed and rows_of_memory is not None and lse is None else None
+    if streamed is not None and ancestors is not None:
+        assert use.block_n == streamed.ROWS, "its splits are of the tiles that both kernels have"
         compiled = launch(
             streamed.tree_attention_kernel, (triton.cdiv(rows, streamed.ROWS), batch * kv_heads, use.programs)
         )(
@@ -174,7 +171,7 @@ def _launch(
             **shared,
             PAGE=page_rows,
             PROGRAMS=use.programs,
-            NODES=max(32, triton.next_power_of_2(nodes)),
+            NODES=streamed.nodes_for(nodes, ancestors.shape[-1]),
             STAGES=streamed.stages_of(width),
             READ_EARLY=read_early,
             num_warps=4,
@@ -251,7 +248,12 @@ def _rows_of_memory(cache: Tensor) -> Tensor | None:
     them: [n, d]. None if it cannot."""
     width = cache.shape[4]
     aligned = cache.data_ptr() % 16 == 0 and width * cache.element_size() % 16 == 0
-    if not aligned or cache.stride(3) != width or any(stride % width for stride in cache.stride()[:3]):
+    if (
+        not cache.numel()
+        or not aligned
+        or cache.stride(3) != width
+        or any(stride % width for stride in cache.stride()[:3])
+    ):
         return None
     last = sum((size - 1) * stride for size, stride in zip(cache.shape[:4], cache.stride()[:4], strict=True))
     rows = last // width + 1

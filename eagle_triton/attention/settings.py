@@ -18,7 +18,8 @@ class Settings(NamedTuple):
 
     block_m rows, block_n keys per tile (block_t in tiles with new keys); tma: committed keys come through a tensor
     descriptor; pdl: 1 lets the merge launch early, 2 the attention kernel too; maxnreg caps the registers. streamed:
-    trees are attended by streamed.py's kernel where it can, whose tiles and registers are its own.
+    trees are attended by streamed.py's kernel where it can, which always starts early, with tiles and registers of its
+    own.
     """
 
     block_m: int

@@ -18,6 +18,7 @@ took as long or longer. (Experiments that were not kept; `tools/tune_attention.p
 
 from __future__ import annotations
 
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -47,6 +48,11 @@ _either = gluon.jit(kernels._either.fn)
 def descriptor(rows_of_memory: Tensor, width: int) -> TensorDescriptor:
     """Of the rows [n, d] of a cache, whose tiles are `width` wide in shared memory."""
     return TensorDescriptor.from_tensor(rows_of_memory, [ROWS, width], TILE_LAYOUT)
+
+
+def nodes_for(nodes: int, words: int) -> int:
+    """The constexpr NODES: of trees whose nodes have a bit each it is the same for any number of them."""
+    return triton.next_power_of_2(max(nodes, ROWS * words))
 
 
 def stages_of(width: int) -> int:
@@ -389,7 +395,7 @@ def tree_attention_kernel(
         gdc_wait()
     gdc_launch_dependents()
     batch = sequence.to(gl.int64)
-    length = gl.minimum(gl.load(lengths_ptr + batch, cache_modifier=".cg"), capacity)
+    length = gl.maximum(gl.minimum(gl.load(lengths_ptr + batch, cache_modifier=".cg"), capacity), 0)
     newest = gl.minimum(length + _ROWS * WORDS, capacity)
     tiles, active = _share_out(newest, _ROWS, SPLITS, MIN_TILES)
     if program < active:

@@ -297,11 +297,16 @@ class Attention(Mixer):
                 sliding_window=self.sliding_window,
                 launch_nodes=rows.launch_nodes,
                 table=cache.table,
-                read_early=True,
+                read_early=self._launches_products,
             )
         if gate is not None:
             out = ops.gate_heads(out, gate)
         return out.flatten(-2)
+
+    @property
+    def _launches_products(self) -> bool:
+        """Whether q, k and v are products of ours, or cuBLAS's, of which it is known when the next kernel starts."""
+        return all(projection.weight is not None for projection in (self.q, self.k, self.v))
 
     def _append(
         self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows

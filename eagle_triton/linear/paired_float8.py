@@ -320,7 +320,7 @@ def linear_kernel(
         (_load, (x_desc, (w_desc,), rows, col, first, count, ring, STAGES, PREFETCH)),
     ], [1], [_LOADER])
     # fmt: on
-    gdc_launch_dependents()
+    gdc_launch_dependents()  # behind the wait: attention relies on that (runtime/overlap.py)
 
     total = _scaled(total, scale_ptr, col, cols, stride_sn, IN_BLOCKS)
     out_ptr += split.to(gl.int64) * rows * stride_om

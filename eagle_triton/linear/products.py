@@ -220,7 +220,8 @@ def _choose(
     if settings is None:
         if streaming is None:
             return None
-        wide = _wide().settings_for(len(matrix), cols, depth, fused)
+        count = streaming._multiprocessors(x.device)
+        wide = _wide().settings_for(len(matrix), cols, depth, fused, count)
         if wide is not None:
             return wide
         many = streaming.many_rows_settings(rows, cols, depth, fused)

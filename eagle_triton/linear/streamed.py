@@ -268,7 +268,7 @@ def linear_kernel(
         _issue_load(x_desc, 0, (first + next_x) * BLOCK_K, x_tiles, x_full, next_x % X_STAGES, wanted)
     acc = warpgroup_mma_wait(0, deps=[acc])
     debug_barrier()  # no warpgroup still reads the rings, whose memory the store may reuse
-    gdc_launch_dependents()
+    gdc_launch_dependents()  # behind the wait: attention relies on that (runtime/overlap.py)
 
     out_ptr += split.to(gl.int64) * rows * stride_om
     _store(acc, out_ptr, bias_ptr, col, rows, gl.where(split == 0, cols, 0), cols, stride_om, BLOCK_M, BLOCK_N, SWAP)

@@ -382,7 +382,7 @@ def linear_kernel(
                        PREFETCH)),
     ], [1], [_LOADER])
     # fmt: on
-    gdc_launch_dependents()
+    gdc_launch_dependents()  # behind the wait: attention relies on that (runtime/overlap.py)
 
     out_ptr += (split.to(gl.int64) * rows + row) * stride_om
     rows -= row

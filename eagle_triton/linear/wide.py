@@ -24,7 +24,7 @@ sums, in a fixed order, so the bits are the same every run. They depend on the n
 multiprocessors; linear_kernel's do not, they are those of streamed.py without splits of K.
 
 Nobody waits forever. A program goes through its columns from the last to the first, so that it leaves its sum before
-it waits for another's, and it waits for programs of lower numbers alone, which start no later. There are no more
+it waits for another's, and it waits for programs of lower numbers alone, which are started no later. There are no more
 programs than multiprocessors, and the next kernel cannot take the place of one that has not started, because it starts
 when every program has said that it may.
 
@@ -195,7 +195,7 @@ def _multiply_columns(out_desc, bias_ptrs, starts, row, begin, end, steps, ring,
         column = end - 1 - i
         acc = _multiply(ring, i * steps, steps)
         if i == end - begin - 1:
-            gdc_launch_dependents()
+            gdc_launch_dependents()  # behind the wait: attention relies on that (runtime/overlap.py)
         if bias_ptrs[0] is not None:
             bias_ptr = bias_ptrs[0] + column * _TILE
             for j in gl.static_range(1, len(bias_ptrs)):
@@ -343,7 +343,9 @@ def swiglu_kernel(
     # fmt: on
 
 
-def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool = False) -> Wide | None:
+def settings_for(
+    rows: int, cols: tuple[int, ...], depth: int, fused: bool = False, multiprocessors: int = _MULTIPROCESSORS
+) -> Wide | None:
     """Settings for the product of `rows` rows with weights [n, depth] for n in `cols`, or None: not by these kernels.
 
     Three weights, or with `fused` gate and up. A rule from what was measured of models with 1, 3, 8 and 32 billion
@@ -353,7 +355,7 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool = Fal
     if not WIDE_TILE < rows <= MOST_WIDE or depth < _LEAST_DEPTH or any(n % WIDE_TILE for n in cols):
         return None
     row_tiles = triton.cdiv(rows, WIDE_TILE)
-    groups = _MULTIPROCESSORS // row_tiles
+    groups = multiprocessors // row_tiles
     if fused:
         full = rows >= _LEAST_FULL * row_tiles * WIDE_TILE
         return SWIGLU if full and cols[0] // WIDE_TILE * row_tiles >= _LEAST_TILES else None

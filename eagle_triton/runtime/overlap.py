@@ -3,8 +3,13 @@
 What a kernel does before it reads any other kernel's results (its launch, its set-up, the first tiles of its weights)
 costs nothing then. Every program of a kernel that is launched this way waits until the kernels before it have completed
 (griddepcontrol.wait) before it reads what they write, and before it writes: results are those of plain stream order.
-Only weights are read earlier, which no kernel of a decode step writes. When it lets the next kernel start
-(griddepcontrol.launch_dependents) is each kernel's choice: most at once, products when their sums are complete.
+When it lets the next kernel start (griddepcontrol.launch_dependents) is each kernel's choice: most at once, products
+when their sums are complete, so after their own wait. SwiGLU's lets it start at once, because a product follows.
+
+Two things are read before the wait. Weights, which no kernel of a decode step writes. And, by attention and the merge
+of its splits, lengths, page tables and committed keys and values, behind a product and a rotary embedding: what was
+launched before such a product has completed when these start (`read_early` of tree_attention). They come from L2
+(`.cg`, TMA), because L1 may be older.
 
 A multiprocessor that must change its carveout, the share of its memory that is shared memory and not L1, runs empty
 first, and nothing overlaps there. So all these kernels prefer the same carveout, the largest.

@@ -94,6 +94,8 @@ def candidates(args: argparse.Namespace, use: Settings) -> Iterator[Settings]:
         other = use._replace(**dict(zip(FIELDS, values, strict=True)))
         if any(getattr(other, field) != getattr(use, field) for field in OF_KERNELS):
             other = other._replace(streamed=False)
+        if other.streamed and not use.streamed:
+            continue
         if other.programs in (1, other.splits) and other.block_t <= other.block_n and other != use:
             yield other
 
