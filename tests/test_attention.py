@@ -248,7 +248,7 @@ def test_products_let_the_next_kernel_start_behind_their_own_wait():
         source = inspect.getsource(kernel.fn)
         assert source.count("gdc_launch_dependents()") == 1
         assert source.index("gdc_launch_dependents()") > source.index(waits)
-    for loads in (paired_float8._load, streamed_float8._load, wide._load):
+    for loads in (paired_float8._load, streamed_float8._load_split, wide._load):
         assert inspect.getsource(loads.fn).count("gdc_wait()") == 1
 
 

@@ -12,7 +12,7 @@ from eagle_triton.linear import settings as table
 from eagle_triton.linear.settings import MOST_WIDE, WIDE_TILE, Wide
 from eagle_triton.runtime.launch import recorded
 
-wide = kernels._wide()
+streamed, wide = kernels._streamed(), kernels._wide()
 if wide is None:
     pytest.skip("needs Triton 3.6", allow_module_level=True)
 
@@ -93,6 +93,7 @@ def test_what_is_wide(rows, cols, depth, chosen):
 
 def test_who_is_given_to_it(monkeypatch):
     monkeypatch.setattr(table, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(streamed, "_multiprocessors", lambda device: 132)
     x = torch.empty(480, 4096, dtype=torch.bfloat16)
     qkv, gate_up = ([torch.empty(n, 4096, dtype=torch.bfloat16) for n in cols] for cols in (QKV, GATE_UP))
     assert kernels._choose(x, qkv, None) == wide.STACK
@@ -104,6 +105,8 @@ def test_who_is_given_to_it(monkeypatch):
     assert kernels._choose(x, qkv[:1], None, True) is None
     assert kernels._choose(x.float(), [weight.float() for weight in qkv], None) is None
     assert kernels._choose(x[:, 4:], [weight[:, 4:] for weight in qkv], None) is None  # rows not aligned
+    monkeypatch.setattr(streamed, "_multiprocessors", lambda device: 78)
+    assert kernels._choose(x, qkv, None, True) is None  # 48 columns for 19 groups
     monkeypatch.setattr(table, "compute_capability", lambda device: (10, 0))
     assert kernels._choose(x, qkv, None) is None
 
