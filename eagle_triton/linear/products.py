@@ -139,8 +139,7 @@ def linear_swiglu(
     elif isinstance(settings, Settings):
         small.linear_swiglu(matrix, gate, up, out, settings)
     elif isinstance(settings, Wide):
-        _check_wide("linear_swiglu", matrix, (gate, up), 2, None)
-        _wide().linear_swiglu(matrix, gate, up, out, settings)
+        raise ValueError(f"linear_swiglu: there are no wide products of gate and up, got {settings}")
     else:
         _check_streaming("linear_swiglu", matrix, (gate, up), settings, None, False)
         _streamed().linear_swiglu(matrix, gate, up, out, settings)
@@ -191,7 +190,7 @@ def _multiply(
     elif isinstance(settings, Settings):
         small.linear(matrix, weights, cols, biases, residual, out, settings, keep_splits)
     elif isinstance(settings, Wide):
-        _check_wide(name, matrix, weights, 3, residual)
+        _check_wide(name, matrix, weights, residual)
         _wide().linear(matrix, weights, cols, biases, out, settings)
     else:
         _check_streaming(name, matrix, weights, settings, residual, keep_splits)
@@ -220,8 +219,7 @@ def _choose(
     if settings is None:
         if streaming is None:
             return None
-        count = streaming._multiprocessors(x.device)
-        wide = _wide().settings_for(len(matrix), cols, depth, fused, count)
+        wide = _wide().settings_for(len(matrix), cols, depth, streaming._multiprocessors(x.device))
         if wide is not None:
             return wide
         many = streaming.many_rows_settings(rows, cols, depth, fused)
@@ -272,12 +270,12 @@ def _check_streaming(
         )
 
 
-def _check_wide(name: str, matrix: Tensor, weights: Sequence[Tensor], count: int, residual: Tensor | None) -> None:
+def _check_wide(name: str, matrix: Tensor, weights: Sequence[Tensor], residual: Tensor | None) -> None:
     cols = [len(weight) for weight in weights]
-    if residual is not None or len(weights) != count or any(n % WIDE_TILE for n in cols):
+    if residual is not None or len(weights) != 3 or any(n % WIDE_TILE for n in cols):
         raise ValueError(
-            f"{name}: wide products are SwiGLU's or a stack of two or three, without a residual, with columns that are "
-            f"multiples of {WIDE_TILE}, got {cols}"
+            f"{name}: wide products are a stack of two or three, without a residual, with columns that are multiples "
+            f"of {WIDE_TILE}, got {cols}"
         )
     if not can_stream([matrix, *weights]) or not WIDE_TILE < len(matrix) <= MOST_WIDE:
         raise ValueError(

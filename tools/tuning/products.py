@@ -289,7 +289,7 @@ def settings_now(
         from eagle_triton.linear.streamed import many_rows_settings, settings_for
 
         if plain is None:
-            stream = wide.settings_for(rows, cols, depth, fused) or many_rows_settings(rows, cols, depth, fused)
+            stream = wide.settings_for(rows, cols, depth) or many_rows_settings(rows, cols, depth, fused)
         else:
             stream = settings_for(rows, cols, depth, plain.block_n, plain.block_k, plain.splits, fused)
     return [settings for settings in (plain, stream) if settings is not None]
