@@ -29,9 +29,9 @@ from eagle_triton.engine.upload import to_device, upload
 
 CHUNK = 512  # prompt tokens in one forward where prompts are read one by one: bounds the activations of a long one
 
-_REHEARSED = [  # a size of each way in which products are launched: 64 rows, 128, 256, 384, 512, and more
+_REHEARSED = [  # a size of each way in which products are launched: 64 rows, 128, 256, 384, and more
     Forward(rows, size, ())
-    for rows, sizes in ((PIECE_ROWS, (1, 2, 4, 6, 8, 64)), (FEW_ROWS, (1, 4, 16, 64)))
+    for rows, sizes in ((PIECE_ROWS, (1, 2, 4, 6, 64)), (FEW_ROWS, (1, 4, 16, 64)))
     for size in sizes
 ]
 

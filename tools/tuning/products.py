@@ -140,12 +140,8 @@ def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
 
 
 def wide_candidates(product: Product, rows: int) -> Iterator[Wide]:
-    """The same of wide.py, if its kernels can make the product."""
-    if not WIDE_TILE < rows <= MOST_WIDE or any(n % WIDE_TILE for n in product.cols):
-        return
-    if product.fused:
-        yield from itertools.starmap(Wide, ((3, 1), (3, 3), (4, 1), (4, 2), (4, 4)))
-    elif len(product.cols) == 3:
+    """The same of wide.py, if its kernel can make the product."""
+    if WIDE_TILE < rows <= MOST_WIDE and len(product.cols) == 3 and not any(n % WIDE_TILE for n in product.cols):
         yield from itertools.starmap(Wide, ((4, 1), (6, 1), (6, 2), (6, 6)))
 
 
