@@ -16,7 +16,13 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 
 
 def tiny_model(
-    family: str = "llama", eagle3: bool = True, vocab: int = 32, layers: int = 6, seed: int = 0, **tree: object
+    family: str = "llama",
+    eagle3: bool = True,
+    vocab: int = 32,
+    layers: int = 6,
+    seed: int = 0,
+    head_dim: int = 16,
+    **tree: object,
 ) -> EaModel:
     """An EaModel in fp32 on the CPU with random weights; `tree` are the tree arguments of a draft head."""
     torch.manual_seed(seed)
@@ -30,7 +36,7 @@ def tiny_model(
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=2048,
         bos_token_id=None,
         eos_token_id=None,
@@ -44,7 +50,7 @@ def tiny_model(
         intermediate_size=96,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         vocab_size=vocab,
         draft_vocab_size=draft_vocab,
         feature_layers=(1, 2, 4) if eagle3 else None,
