@@ -5,9 +5,9 @@ does nothing but load, tiles of keys and values through TMA into a ring of share
 says it is full and one that says it has been read; four warps multiply. While the tensor cores add up a tile's values,
 these weigh the next tile's scores. So one loop goes through all splits, and through committed and new keys.
 
-The exponentials and a rounding to 16 bits go through one unit, sixteen a cycle, if numbers are rounded one by one, as
-Triton does: two at a time they do not. That took a quarter to an eighth of the time off, and all that came before (the
-ring, a warp that loads) had gained nothing. Needs Triton 3.6.
+Weights are rounded to 16 bits two at a time. One by one, as Triton does it (F2F), that goes through the unit that makes
+exponentials (XU). It took an eighth to a quarter of the time off, and all that came before (the ring, a warp that
+loads) had gained nothing. Needs Triton 3.6.
 
 Attention and its merge, bf16, 32/8 heads, d 128, us on an H200, then by kernels.py alone: a tree of 60 nodes behind 512
 keys 8.0, 10.8; 2048 12.0, 15.4; 8192 27, 31.6; 32768 79, 92, where its products need 44; of eight sequences with 512
