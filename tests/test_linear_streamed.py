@@ -161,6 +161,7 @@ def test_without_gluon_or_hopper_products_are_launched_as_ever(monkeypatch):
     assert isinstance(kernels._choose(x, (weight,), None, True, x), Settings)  # a residual
     assert isinstance(kernels._choose(x[:, 4:], (weight[:, 4:],), None, True), Settings)  # rows not aligned
     assert kernels._choose(x[:1].expand(80, -1).contiguous(), (weight,), None, True) is None  # cuBLAS
+    assert isinstance(kernels._choose(x[:1].expand(4, -1), (weight,), None, True), Settings)  # rows in one place
     stack = torch.zeros(80, 1024, dtype=torch.bfloat16), (weight, weight, weight)
     assert kernels._choose(*stack, None, True).splits == 4
     assert kernels._choose(*stack, None) is None  # nobody adds up the splits

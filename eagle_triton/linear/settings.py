@@ -128,7 +128,11 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 def has_descriptors(tensors: Sequence[Tensor]) -> bool:
     """Whether TMA descriptors can stand for these matrices: Hopper and newer, 16 bits, aligned rows."""
     return compute_capability(tensors[0].device) >= (9, 0) and all(
-        tensor.element_size() == 2 and tensor.data_ptr() % 16 == 0 and tensor.stride(-2) % 8 == 0 for tensor in tensors
+        tensor.element_size() == 2
+        and tensor.data_ptr() % 16 == 0
+        and tensor.stride(-2) % 8 == 0
+        and (tensor.stride(-2) > 0 or not tensor.numel())  # a row that was expanded lies in one place
+        for tensor in tensors
     )
 
 
