@@ -54,6 +54,15 @@ def test_tau_is_that_of_the_benchmark(tmp_path, capsys):
     assert ours == {row["variant"]: row["tau"] for row in rows}
 
 
+def test_a_target_in_fp8_gives_the_tokens_of_its_own_modules(tmp_path, capsys):
+    file = tmp_path / "integration.json"
+    arguments = ["--target-weights", "fp8", "--num-runs", "1", "--max-length", "20", "--device", "cpu"]
+    assert integration_test.main([*arguments, "--output", str(file)]) == 0
+    record = json.loads(file.read_text())
+    assert record["options"]["target_weights"] == "fp8" and all(row["identical"] == 1 for row in record["rows"])
+    capsys.readouterr()
+
+
 def test_a_prompt_that_does_not_fit_is_refused(capsys):
     with pytest.raises(SystemExit) as stopped:
         integration_test.main(["--prompt", "a b " * 2000, "--device", "cpu"])

@@ -10,6 +10,7 @@ from eagle_triton.linear import products as kernels
 from eagle_triton.linear import settings as table
 from eagle_triton.linear.settings import MOST_WIDE, WIDE_TILE, Wide
 from eagle_triton.runtime.launch import recorded
+from tests.gluon_by_python import run as run_by_python
 
 streamed, wide = kernels._streamed(), kernels._wide()
 if wide is None:
@@ -131,6 +132,36 @@ def test_a_program_has_a_multiprocessor_and_work(monkeypatch, rows, multiprocess
     assert launch.grid == (given["groups"] * given["row_tiles"],)
     assert launch.grid[0] <= multiprocessors and 1 <= given["groups"] <= 6
     assert given["row_tiles"] * WIDE_TILE >= rows
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 12, 4])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(
+    ("rows", "cols", "depth", "settings"),
+    [
+        (129, (384, 128, 128), 448, wide.STACK),  # more steps than slots
+        (256, (256, 128, 0), 64, wide.STACK),  # fewer
+        (300, (128, 256, 384), 200, Wide(2, 1)),  # the last step of K is cut off
+        (512, (384, 128, 256), 320, Wide(4, 4)),
+    ],
+)
+def test_indices_slots_and_barriers(monkeypatch, rows, cols, depth, settings, bias, multiprocessors):
+    """The kernel's own Python, on whole numbers: all that is not layouts and fences."""
+    monkeypatch.setattr(wide, "_multiprocessors", lambda device: multiprocessors)
+    torch.manual_seed(rows)
+    x = torch.randint(-3, 4, (rows, depth)).to(torch.bfloat16)
+    weights = [torch.randint(-2, 3, (max(n, 128), depth)).to(torch.bfloat16) for n in cols]
+    biases = [torch.randint(-9, 10, (max(n, 128),)).to(torch.bfloat16) if bias else None for n in cols]
+    out = x.new_full((rows, sum(cols)), float("nan"))
+    with recorded() as launches:
+        wide.linear(x, weights, cols, biases, out, settings)
+    (launch,) = launches.values()
+    run_by_python(launch.kernel, launch.grid, dict(zip(launch.kernel.arg_names, launch.args, strict=True)))
+    given = [
+        (weight[:n], one if one is None else one[:n]) for weight, one, n in zip(weights, biases, cols, strict=True)
+    ]
+    expected = [F.linear(x.double(), weight.double(), None if one is None else one.double()) for weight, one in given]
+    assert torch.equal(out, torch.cat(expected, dim=-1).to(out.dtype))
 
 
 def test_a_ring_fits_a_multiprocessor():

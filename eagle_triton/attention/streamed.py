@@ -43,6 +43,7 @@ _LOADER = gl.constexpr(24)  # registers of a thread of the warp that loads
 _share_out = gluon.jit(kernels._share_out.fn)
 _first_tile = gluon.jit(kernels._first_tile.fn)
 _either = gluon.jit(kernels._either.fn)
+_relative_to = gluon.jit(kernels._relative_to.fn)
 
 
 def descriptor(rows_of_memory: Tensor, width: int) -> TensorDescriptor:
@@ -179,12 +180,6 @@ def _weigh(scores, top, total, scale_log2, KIND: gl.constexpr):
     weights = _rounded_in_pairs(weights, KIND)
     decay = gl.exp2(top - base)
     return weights, decay, new_top, gl.fma(total, decay, gl.sum(weights.to(gl.float32), 1))
-
-
-@gluon.jit
-def _relative_to(top, base):
-    """The power of two that takes sums relative to 2^top to 2^base, 0 for top -inf."""
-    return gl.exp2(top - gl.where(base == float("-inf"), 0.0, base))
 
 
 @gluon.jit

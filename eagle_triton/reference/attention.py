@@ -45,6 +45,7 @@ def tree_attention(
 
     With a `table` [B, W] int32 the cache is [2, P, Hkv, R, d], and row t of sequence b is row t % R of page
     table[b, t // R]: W = 1 says where each sequence's rows lie, more that they lie in pages. T = W * R.
+    `launch_nodes` and `read_early` are for the kernels, and change no result.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table)

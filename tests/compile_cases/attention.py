@@ -128,7 +128,7 @@ def _streamed_case(nodes: int, words: int, width: int, dtype: str, page: int | N
     constexprs = {
         "D": width, "GROUP": GROUP, "HEADS": KV_HEADS, "WORDS": words, "PAGE": page or 0,
         "SPLITS": use.splits, "PROGRAMS": use.programs, "MIN_TILES": use.min_tiles,
-        "NODES": max(32, triton.next_power_of_2(nodes)), "STAGES": streamed.stages_of(width),
+        "NODES": streamed.nodes_for(nodes, words), "STAGES": streamed.stages_of(width),
         "READ_EARLY": page is not None,
         **({"table_ptr": None} if page is None else {}),
         **({} if use.programs > 1 else {"partial_ptr": None, "softmax_ptr": None}),

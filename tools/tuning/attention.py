@@ -139,6 +139,10 @@ def sweep(args: argparse.Namespace) -> None:
         (nodes, batch): list(dict.fromkeys(candidates(args, now(heads, nodes, batch, capability))))
         for nodes, batch in cases
     }
+    if 1 in (args.streamed or ()) and not any(some[0].streamed for some in plan.values()):
+        raise SystemExit(
+            f"--streamed 1: only Hopper's trees with heads of 64 to 128 are streamed, this is {capability}"
+        )
     tasks = list(dict.fromkeys((heads, nodes, use) for (nodes, _), some in plan.items() for use in some))
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
         errors = dict(zip(tasks, pool.map(compile_settings, tasks, chunksize=1), strict=True))

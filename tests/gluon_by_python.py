@@ -1,0 +1,216 @@
+"""A Gluon kernel's own Python, run: its programs one after another, its partitions as threads, on NumPy.
+
+It shows what indices, slots and barriers do, which no interpreter of Gluon does. A product that is asked for reads its
+operands when it is waited for, so a slot that is refilled too early gives wrong numbers; a wait that nobody ends raises
+TimeoutError. Layouts and fences mean nothing here. It knows what linear/wide.py's kernel asks for.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+SECONDS = 20  # a wait may take
+
+
+class Barrier:
+    """A barrier of shared memory: a phase ends when `count` arrivals and all bytes that were promised have come."""
+
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.phase = 0
+        self.changed = threading.Condition()
+
+    def update(self, arrivals: int = 0, promised: int = 0) -> None:
+        with self.changed:
+            self.pending -= arrivals
+            self.bytes += promised
+            assert self.pending >= 0, "more arrivals than the barrier counts"
+            if not self.pending and not self.bytes:
+                self.phase += 1
+                self.pending = self.count
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        """Until the phase of this parity has ended: the one before the first has."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.phase % 2 != parity, SECONDS):
+                raise TimeoutError("a wait that nobody ends")
+
+
+class Tile:
+    """Room of shared memory, or a slot of it."""
+
+    def __init__(self, data: Any):
+        self.data = data
+        self.shape = (len(data), 1) if isinstance(data, list) else data.shape
+        self.dtype = None
+
+    def index(self, slot: int) -> Any:
+        return self.data[slot] if isinstance(self.data, list) else Tile(self.data[slot])
+
+    def permute(self, _: tuple[int, int]) -> Tile:
+        return Tile(self.data.T)
+
+    def store(self, value: Any) -> None:
+        self.data[:] = value.done()
+
+
+class Sum:
+    """A sum of products, of which some have not read their operands yet."""
+
+    type = types.SimpleNamespace(layout=None)
+
+    def __init__(self, value: Any, pending: list[tuple[Tile, Tile]]):
+        self.value, self.pending, self.shape = value, pending, value.shape
+
+    def done(self) -> Any:
+        assert not self.pending, "a sum is used before it is waited for"
+        return self.value
+
+    def to(self, _: Any) -> Sum:
+        return self
+
+    def __add__(self, other: Any) -> Sum:
+        return Sum(self.done() + other, [])
+
+
+def _wait_for(left: int, deps: list[Sum]) -> Sum:
+    (acc,) = deps
+    now = len(acc.pending) - left
+    value = acc.value
+    for one, other in acc.pending[: max(now, 0)]:
+        value = value + one.data @ other.data
+    return Sum(value, acc.pending[max(now, 0) :])
+
+
+class Pointer:
+    """Somewhere in a vector."""
+
+    def __init__(self, data: Any, offset: Any = 0):
+        self.data, self.offset = data, offset
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.data, self.offset + offset)
+
+
+class Loaded(np.ndarray):
+    def to(self, _: Any) -> Loaded:
+        return self
+
+
+class Descriptor:
+    """Of a matrix: what lies outside is loaded as 0, and not stored."""
+
+    def __init__(self, descriptor: Any):
+        self.matrix: torch.Tensor = descriptor.base
+        self.shape, self.dtype, self.layout = tuple(descriptor.block_shape), None, None
+        self.block_type = types.SimpleNamespace(
+            shape=self.shape, nbytes=int(np.prod(self.shape)) * self.matrix.element_size()
+        )
+
+    def load(self, where: list[int], barrier: Barrier, tile: Tile, pred: bool = True) -> None:
+        if pred:
+            (row, column), (height, width) = where, self.shape
+            assert row >= 0 and column >= 0
+            part = self.matrix[row : row + height, column : column + width].double().numpy()
+            tile.data[:] = 0
+            tile.data[: part.shape[0], : part.shape[1]] = part
+            barrier.update(promised=-self.block_type.nbytes)
+
+    def store(self, where: list[int], tile: Tile) -> None:
+        (row, column), (height, width) = where, self.shape
+        part = self.matrix[row : row + height, column : column + width]
+        part.copy_(torch.from_numpy(tile.data[: part.shape[0], : part.shape[1]]))
+
+
+def _allocated(dtype: Any, shape: list[int], _layout: Any) -> Tile:
+    if len(shape) == 2 and shape[1] == 1:
+        return Tile([Barrier() for _ in range(shape[0])])
+    return Tile(np.full([int(size) for size in shape], np.nan))
+
+
+def _init(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.pending = count
+
+
+def _expect(barrier: Barrier, size: int, pred: bool = True) -> None:
+    if pred:
+        barrier.update(promised=size)
+        barrier.update(arrivals=1)
+
+
+def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+    """Run a kernel of a module, [programs], on its arguments by name: descriptors, CPU tensors, numbers, None."""
+    module = dict(kernel.fn.__globals__)
+    program, errors = [0], []
+
+    def specialised(ways: list[tuple[Callable, tuple]], *_: Any) -> None:
+        def start(way: Callable, given: tuple) -> None:
+            try:
+                way(*given)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=start, args=way, daemon=True) for way in ways]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    gl = types.SimpleNamespace(
+        program_id=lambda axis: program[0],
+        minimum=min,
+        where=lambda condition, one, other: one if condition else other,
+        static_range=range,
+        num_warps=lambda: 8,
+        NVMMADistributedLayout=lambda *_: None,
+        SliceLayout=lambda *_: None,
+        arange=lambda start, end, _: np.arange(start, end),
+        zeros=lambda shape, *_: Sum(np.zeros(shape), []),
+        load=lambda pointer: pointer.data[pointer.offset].view(Loaded),
+        allocate_shared_memory=_allocated,
+        warp_specialize=specialised,
+        float32=None,
+        int64=None,
+    )
+    module.update(
+        gl=gl,
+        mbarrier=types.SimpleNamespace(
+            MBarrierLayout=lambda: None,
+            init=_init,
+            expect=_expect,
+            wait=lambda barrier, parity: barrier.wait(parity),
+            arrive=lambda barrier, pred=True: barrier.update(arrivals=1) if pred else None,
+        ),
+        tma=types.SimpleNamespace(
+            async_copy_global_to_shared=lambda desc, *rest, **options: desc.load(*rest, **options),
+            async_copy_shared_to_global=lambda desc, *rest: desc.store(*rest),
+            store_wait=lambda _: None,
+        ),
+        warpgroup_mma=lambda x, w, acc, is_async: Sum(acc.value, [*acc.pending, (x, w)]),
+        warpgroup_mma_wait=lambda left, deps: _wait_for(left, deps),
+        fence_async_shared=lambda: None,
+        gdc_wait=lambda: None,
+        gdc_launch_dependents=lambda: None,
+    )
+    for name, value in list(module.items()):
+        if type(value).__name__ == "constexpr":
+            module[name] = value.value
+        elif hasattr(value, "fn") and getattr(value.fn, "__globals__", None) is kernel.fn.__globals__:
+            module[name] = types.FunctionType(value.fn.__code__, module, name, value.fn.__defaults__)
+    given = {}
+    for name, value in arguments.items():
+        if name.endswith("_desc"):
+            given[name] = Descriptor(value)
+        else:
+            given[name] = Pointer(value.double().numpy()) if isinstance(value, torch.Tensor) else value
+    for number in range(int(np.prod(grid))):
+        program[0] = number
+        module[kernel.fn.__name__](**given)
