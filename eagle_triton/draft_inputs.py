@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.layers.norms import norm_row
+from eagle_triton.layers.norms import load_row_weight, norm_row_by
 from eagle_triton.reference.draft_inputs import check_draft_inputs
 from eagle_triton.runtime.launch import DRAFT_WARPS
-from eagle_triton.runtime.overlap import await_inputs, overlapped
+from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped
 from eagle_triton.runtime.split_sums import SplitSums
 
 
@@ -49,19 +49,26 @@ def _draft_inputs_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (B * n, 2): a program makes one half of one row, the token's or the feature's."""
-    await_inputs(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     inputs = inputs_ptr + row * (2 * size)
+    weight = None
     if tl.program_id(1) == 0:
+        if token_norm_ptr is not None:
+            weight = load_row_weight(token_norm_ptr, size, BLOCK, ZERO_CENTRED)
+        await_others(PDL)
         token = embedding_ptr + tl.load(tokens_ptr + row) * stride_e
-        norm_row(token, token_norm_ptr, None, inputs, None, 0, token_eps, size, BLOCK, 1, ZERO_CENTRED)
+        norm_row_by(token, weight, None, inputs, None, 0, token_eps, size, BLOCK, 1, ZERO_CENTRED)
     else:
+        if feature_norm_ptr is not None:
+            weight = load_row_weight(feature_norm_ptr, size, BLOCK, ZERO_CENTRED)
+        await_others(PDL)
         feature = row
         if parents_ptr is not None:
             feature = row // count * features + tl.load(parents_ptr + row)
-        norm_row(
+        norm_row_by(
             features_ptr + feature * size,
-            feature_norm_ptr,
+            weight,
             None,
             inputs + size,
             picked_ptr + row * size,

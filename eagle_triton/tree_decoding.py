@@ -4,10 +4,10 @@ All that tree decoding takes is found here: `topk`, `expand_beam`, `build_tree` 
 and from verification/ `verify_greedy`, `verify_sampling`, `verify_target_match`, `verify_topp`, `first_path` and
 `update_sequence`.
 
-Selection never sorts. `topk` and `expand_beam` take the best k times and strike it out. Value and place are one int64
-(the float's bits as an ordered int32, then the index, falling), so each time is one integer reduction. `build_tree`
-finds the (N - 1)-th largest key by bisection and numbers the chosen candidates with a prefix sum. Ties go to the lower
-index, a NaN counts as -inf.
+Selection never sorts. `topk` and `expand_beam` take the best k times and strike it out, by two reductions of int32: the
+largest of the floats' bits in order, and the lowest index at which it is. (A warp does each in one instruction.)
+`build_tree` finds the (N - 1)-th largest key by bisection and numbers the chosen candidates with a prefix sum. Ties go
+to the lower index, a NaN counts as -inf.
 
 | name            | shape, dtype          | meaning                                                            |
 |---|---|---|
@@ -73,10 +73,11 @@ def place_of(rank):
 
 
 @triton.jit
-def _take_best(ranks):
-    """The largest of ranks [n], and the ranks without it."""
-    best = tl.max(ranks, 0)
-    return best, tl.where(ranks == best, _GONE, ranks)
+def _take_best(keys, index):
+    """The largest of keys [n], the lowest of the distinct indices [n] at which it is, and the keys without that one."""
+    best = tl.max(keys, 0)
+    place = tl.min(tl.where(keys == best, index, _NOWHERE), 0)
+    return best, place, tl.where(index == place, _TAKEN, keys)
 
 
 # ---------------------------------------------------------------------------------------------------------- top-k
@@ -109,11 +110,9 @@ def topk_chunk(
     tl.store(peaks_ptr + chunk, peak)
     tl.store(sums_ptr + chunk, fixed_sum(tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak))))
     keys = tl.where(index < vocabulary, key_of(x, 0), _OUTSIDE)
-    for count in range(K):  # two reductions of int32 take less time than one of int64
-        best = tl.max(keys, 0)
-        place = tl.min(tl.where(keys == best, index, _NOWHERE), 0)
+    for count in range(K):
+        best, place, keys = _take_best(keys, index)
         tl.store(ranks_ptr + chunk * K + count, ranked(best, place))
-        keys = tl.where(index == place, _TAKEN, keys)
 
 
 @triton.jit
@@ -133,6 +132,7 @@ def topk_merge(
     """The K best of a row's `chunks` chunks' best, as log-probabilities and tokens. All pointers are the row's."""
     lane = tl.arange(0, CANDIDATES)
     ranks = tl.load(ranks_ptr + lane, mask=lane < chunks * K, other=_GONE)
+    keys, index = (ranks >> 32).to(tl.int32), place_of(ranks)
     chunk = tl.arange(0, CHUNKS)
     peaks = tl.load(peaks_ptr + chunk, mask=chunk < chunks, other=float("-inf"))
     sums = tl.load(sums_ptr + chunk, mask=chunk < chunks, other=0.0)
@@ -140,14 +140,14 @@ def topk_merge(
     total = fixed_sum(tl.where(peaks == float("-inf"), 0.0, sums * tl.exp(peaks - peak)))
 
     place = tl.arange(0, WIDTH)
-    top = tl.full((WIDTH,), 0, tl.int64)
+    top, token = tl.full((WIDTH,), 0, tl.int32), tl.full((WIDTH,), 0, tl.int32)
     for count in range(K):
-        best, ranks = _take_best(ranks)
-        top = tl.where(place == count, best, top)
-    value = value_of((top >> 32).to(tl.int32), 0) - (peak + tl.log(total))
+        best, chosen, keys = _take_best(keys, index)
+        top, token = tl.where(place == count, best, top), tl.where(place == count, chosen, token)
+    value = value_of(top, 0) - (peak + tl.log(total))
     value = tl.where(value == value, value, float("-inf"))  # a row of -inf, or with +inf
     tl.store(values_out_ptr + place, value, mask=place < K)
-    token = place_of(top).to(tl.int64)
+    token = token.to(tl.int64)
     if offsets_ptr is not None:
         token += tl.load(offsets_ptr + token, mask=place < K, other=0)
     tl.store(tokens_out_ptr + place, token, mask=place < K)
@@ -302,11 +302,11 @@ def choose_beam(
     lane = tl.arange(0, WIDTH)
     if selected_ptr is None:
         key = key_of(tl.where(score == score, score, float("-inf")), 0)
-        ranks = ranked(tl.where(inside, key, _OUTSIDE), child)
+        keys = tl.where(inside, key, _OUTSIDE)
         chosen = tl.zeros((WIDTH,), tl.int32)
         for count in range(width):
-            best, ranks = _take_best(ranks)
-            chosen = tl.where(lane == count, place_of(best), chosen)
+            _, place, keys = _take_best(keys, child)
+            chosen = tl.where(lane == count, place, chosen)
     else:
         chosen = tl.load(selected_ptr + lane, mask=lane < width, other=0).to(tl.int32)
     return score, chosen

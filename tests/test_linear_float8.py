@@ -234,6 +234,16 @@ def test_settings_do_not_depend_on_the_rows():
     assert {splits(rows) for rows in (1, 16, 64, 300)} == {2}
 
 
+@pytest.mark.parametrize("cols", [(4096, 1024, 1024), (4096,), (2048,)], ids=str)
+def test_few_rows_read_higher_tiles_by_the_same_splits(cols):
+    from eagle_triton.linear import paired_float8
+
+    found = [paired_float8.settings_for(rows, cols, 4096, False) for rows in (1, 16, 17, 64)]
+    assert len({use.splits for use in found}) == 1
+    few = 128 if len(cols) == 3 else 64  # tiles of 128 rows of one weight are too few
+    assert [use.block_n for use in found] == [few, few, 64, 64]
+
+
 if HOPPER:
     from eagle_triton.layers import float8_pair
     from eagle_triton.linear import paired_float8 as paired

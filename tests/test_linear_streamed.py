@@ -50,7 +50,7 @@ def test_splits_of_k_begin_where_those_of_linear_do(monkeypatch, key):
     rows, cols, depth = key
     plain = table.launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, len(cols) == 2)
     use = streamed.settings_for(rows, cols, depth, *plain[:3], len(cols) == 2)
-    assert (use.splits, use.swap) == (plain.splits, rows == 32)
+    assert (use.splits, use.swap) == (plain.splits, rows <= 32)
 
     def length(block_k: int) -> int:
         return triton.cdiv(triton.cdiv(depth, block_k), plain.splits) * block_k
@@ -91,6 +91,21 @@ def test_prompts_of_every_length_launch_products_that_were_rehearsed(monkeypatch
     rehearsed = {launched(forward.rows * forward.size) for forward in prefill._REHEARSED}
     read = {launched(rows * size) for rows, sizes in SIZES.items() for size in sizes}
     assert read <= rehearsed and len(read) > 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "depth", "splits", "block_k"),
+    [
+        (1, (4096,), 12288, 2, 256),
+        (16, (4096,), 12288, 2, 256),
+        (17, (4096,), 12288, 2, 128),
+        (16, (4096,), 3072, 2, 128),  # 1536 columns of each split
+        (16, (4096,), 12416, 2, 128),  # splits of 256 would begin elsewhere
+        (16, (16384,), 12288, 1, 128),  # two programs to a multiprocessor
+    ],
+)
+def test_few_rows_read_more_of_long_rows_at_a_time(rows, cols, depth, splits, block_k):
+    assert streamed.settings_for(rows, cols, depth, 64, 128, splits).block_k == block_k
 
 
 def test_no_more_stages_than_steps():

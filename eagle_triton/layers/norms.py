@@ -14,7 +14,7 @@ from eagle_triton.layers.values import contiguous_rows, load_sum, rounded
 from eagle_triton.reference.layers import check_add, check_embed_rms_norm, check_rms_norm
 from eagle_triton.runtime.float8_pair import Float8Pair, takes_pairs
 from eagle_triton.runtime.launch import DRAFT_WARPS
-from eagle_triton.runtime.overlap import await_inputs, overlapped
+from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped
 from eagle_triton.runtime.peer_exchange import row_at, signal_and_wait
 from eagle_triton.runtime.split_sums import Product, SharedSums, SplitSums
 
@@ -36,10 +36,23 @@ def before_weight(normed, KIND: tl.constexpr, ZERO_CENTRED: tl.constexpr):
 @triton.jit
 def load_weight(ptrs, mask, ZERO_CENTRED: tl.constexpr):
     """A norm's weight in fp32, or 1 + weight."""
-    weight = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    return weight_of(tl.load(ptrs, mask=mask, other=0.0), ZERO_CENTRED)
+
+
+@triton.jit
+def weight_of(parameter, ZERO_CENTRED: tl.constexpr):
+    """`load_weight` of what is loaded."""
+    weight = parameter.to(tl.float32)
     if ZERO_CENTRED:
         weight = 1.0 + weight
     return weight
+
+
+@triton.jit
+def load_row_weight(weight_ptr, size: tl.constexpr, BLOCK: tl.constexpr, ZERO_CENTRED: tl.constexpr):
+    """`load_weight` of a whole row, [1, BLOCK]. It may be read early: see runtime/overlap.py."""
+    offs = tl.arange(0, BLOCK)[None, :]
+    return weight_of(tl.load(weight_ptr + offs, mask=offs < size, other=0.0, cache_modifier=".cg"), ZERO_CENTRED)
 
 
 @triton.jit
@@ -59,6 +72,29 @@ def norm_row(
     """RMSNorm of one row, whose pointers are given. Without `weight_ptr` the row is only summed and rounded.
 
     Returns what it stores, [1, BLOCK]."""
+    weight = None
+    if weight_ptr is not None:
+        weight = load_row_weight(weight_ptr, size, BLOCK, ZERO_CENTRED)
+    return norm_row_by(
+        x_ptr, weight, residual_ptr, out_ptr, total_ptr, stride_split, eps, size, BLOCK, SPLITS, ZERO_CENTRED
+    )
+
+
+@triton.jit
+def norm_row_by(
+    x_ptr,
+    weight,
+    residual_ptr,
+    out_ptr,
+    total_ptr,
+    stride_split,
+    eps,
+    size: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+):
+    """`norm_row` by a weight that is there already, [1, BLOCK] fp32 or None."""
     offs = tl.arange(0, BLOCK)[None, :]
     mask = offs < size
     kind = out_ptr.dtype.element_ty
@@ -69,9 +105,8 @@ def norm_row(
         total = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + offs, total, mask=mask)
         x = total.to(tl.float32)
-    if weight_ptr is not None:
-        normed = before_weight(normalise(x, eps, size), kind, ZERO_CENTRED)
-        x = normed * load_weight(weight_ptr + offs, mask, ZERO_CENTRED)
+    if weight is not None:
+        x = before_weight(normalise(x, eps, size), kind, ZERO_CENTRED) * weight
     x = x.to(kind)
     tl.store(out_ptr + offs, x, mask=mask)
     return x
@@ -100,7 +135,11 @@ def _rms_norm_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (rows,): one program per row, of x's row `row`, or that of its token. Its pair, too, if there is room."""
-    await_inputs(PDL)
+    let_next_start(PDL)
+    weight = None
+    if weight_ptr is not None:
+        weight = load_row_weight(weight_ptr, size, BLOCK, ZERO_CENTRED)
+    await_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     source = row
     if tokens_ptr is not None:
@@ -109,9 +148,9 @@ def _rms_norm_kernel(
         residual_ptr += row * stride_rm
     if total_ptr is not None:
         total_ptr += row * stride_tm
-    out = norm_row(
+    out = norm_row_by(
         x_ptr + source * stride_xm,
-        weight_ptr,
+        weight,
         residual_ptr,
         out_ptr + row * size,
         total_ptr,
@@ -161,7 +200,10 @@ def _shared_rms_norm_kernel(
 
     place_rows, place_width: rows, and elements of x's dtype in one, of a place in PeerMemory.
     """
-    await_inputs(PDL)
+    let_next_start(PDL)
+    if weight_ptr is not None:
+        weight = load_row_weight(weight_ptr, size, BLOCK, ZERO_CENTRED)
+    await_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)[None, :]
     mask = offs < size
@@ -173,8 +215,6 @@ def _shared_rms_norm_kernel(
     tl.store(row_at(place_addresses_ptr, rank, place, offs, part_kind), part.to(part_kind), mask=mask)
     if residual_ptr is not None:  # on its way while this program waits
         residual = tl.load(residual_ptr + row * stride_rm + offs, mask=mask, other=0.0).to(tl.float32)
-    if weight_ptr is not None:
-        weight = load_weight(weight_ptr + offs, mask, ZERO_CENTRED)
     signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, looks, RANKS)
     tl.store(uses_ptr + row, use)
     x = tl.load(row_at(place_addresses_ptr, 0, place, offs, part_kind), mask=mask, other=0.0).to(tl.float32)

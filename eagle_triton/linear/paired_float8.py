@@ -63,6 +63,7 @@ _SHARED_MEMORY = 224 * 1024  # of a multiprocessor, for the rings of its program
 _REGISTERS = 64 * 1024  # of a multiprocessor
 _STAGES = 6  # slots of a ring at most
 _PROGRAMS = 120  # enough of them
+_FEW_PROGRAMS = 90  # enough for tiles of 128 rows of weights where x has up to 16
 _DEEP = 8192  # columns from which on tiles are 128 rows of weights high
 _WIDE = 200  # and so they are of so many tiles
 
@@ -439,7 +440,7 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> S
     swiglu_kernel.
 
     Splits of K do not depend on the rows, so that the bits of a row do not. Tiles of 128 rows of weights read x half as
-    often, those of 64 are more.
+    often, and more of the weights at a time; those of 64 are more.
     """
     block_m = block_m_of(rows)
     block_n = 128 if fused or depth >= _DEEP or tiles_of(cols, 128) >= _WIDE else 64
@@ -447,6 +448,8 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> S
     tiles = tiles_of(cols, block_n, fused)
     while not fused and splits < 4 and tiles * splits < _PROGRAMS and depth >= 8 * splits * BLOCK:
         splits *= 2
+    if block_m == 16 and tiles_of(cols, 128, fused) * splits >= _FEW_PROGRAMS:
+        block_n, tiles = 128, tiles_of(cols, 128, fused)
     warps = 8 if block_n == 128 and (block_m > 16 or not fused) else 4
     programs = tiles * splits
     found = Streaming(block_n, BLOCK, splits, True, _STAGES, _STAGES, warps)

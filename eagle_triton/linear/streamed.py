@@ -63,8 +63,14 @@ class Streaming(NamedTuple):
 
 # One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K) -> block_n, block_k, w_stages, x_stages. Behind each
 # row, us in a CUDA graph behind a small kernel of 2.8 us, that one included; then the same by small.py's kernels, or by
-# cuBLAS for as many rows as are named (tools/tune_linear.py --streamed). SwiGLU's were chosen by the time of the step.
+# cuBLAS for as many rows as are named (tools/tune_linear.py --streamed). SwiGLU's were chosen by the time of the step,
+# and so were those without figures, which are not the fastest alone: see "Between the kernels" in docs/structure.md.
 _HOPPER = {
+    (16, (4096,), 4096): (64, 256, 4, 3),  # o
+    (16, (14336, 14336), 4096): (64, 128, 3, 3),  # gate and up
+    (16, (4096,), 14336): (64, 256, 5, 3),  # down
+    (16, (128256,), 4096): (128, 128, 6, 4),  # head
+    (16, (32000,), 4096): (128, 128, 6, 4),  # draft head
     (32, (4096, 1024, 1024), 4096): (64, 128, 4, 4),  # qkv, 32 rows 16.5; 19.4
     (32, (4096,), 4096): (64, 128, 6, 4),  # o 11.5; 13.5; 32 rows 12.1; cuBLAS 15.8
     (32, (14336, 14336), 4096): (64, 128, 2, 3),  # gate and up 59.0; 32 rows 59.4; cuBLAS 70.2
@@ -74,9 +80,9 @@ _HOPPER = {
     (32, (17408, 17408), 5120): (128, 64, 3, 4),  # gate and up of Qwen3.5-27B 88.9; 105.2
     (32, (10240, 6144, 48, 48), 5120): (64, 128, 6, 4),  # its stack in front of a delta rule 43.1; 46.5
     (64, (4096, 1024, 1024), 4096): (64, 128, 4, 3),  # qkv 17.5; 19.0
-    (64, (4096,), 4096): (64, 128, 4, 4),  # o 12.4; 14.1
+    (64, (4096,), 4096): (64, 128, 6, 4),  # o
     (64, (14336, 14336), 4096): (64, 128, 2, 2),  # gate and up 61.6
-    (64, (4096,), 14336): (64, 128, 4, 4),  # down 33.3; 35.1
+    (64, (4096,), 14336): (64, 128, 6, 4),  # down
     (64, (128256,), 4096): (128, 128, 4, 4),  # head
     (64, (17408, 17408), 5120): (64, 128, 4, 4),  # gate and up of Qwen3.5-27B 98.1; 112.4
     (64, (10240, 6144, 48, 48), 5120): (128, 128, 4, 4),  # its stack in front of a delta rule 44.7; 48.3
@@ -88,8 +94,9 @@ _MANY_ROWS = {
     (128, (4096, 1024, 1024), 8192): Streaming(128, 64, 4, False, 4, 3, 8),  # draft qkv, 80 rows 33.9; 48.2
     (128, (4096,), 14336): Streaming(128, 64, 4, False, 4, 4, 8),  # down, 80 rows 37.8; 40.4
 }
-# Aims of unmeasured shapes: what a program takes that has a multiprocessor to itself, one of two, and SwiGLU's.
-_ALONE, _SHARED, _SWIGLU = 176 * 1024, 113 * 1024, 100 * 1024
+# Aims of unmeasured shapes: what a program takes that has a multiprocessor to itself, and one of two.
+_ALONE, _SHARED = 176 * 1024, 113 * 1024
+_LONG = 2048  # columns of a split from which on tiles are 256 wide where x has up to 16 rows
 _FEW = 32  # rows, for which the weights are the left operand
 _PREFETCH_BYTES = 32 * 1024  # in flight before the input is there: more would slow the kernel that makes the input
 _MULTIPROCESSOR = 228 * 1024  # bytes of shared memory, of which each program takes 1024 more than it asks for
@@ -362,15 +369,19 @@ def settings_for(
     if rows > 64:
         return None
     swap = rows <= _FEW
-    measured = _HOPPER.get((_FEW if swap else 64, cols, depth))
+    measured = _HOPPER.get((16, cols, depth)) if rows <= 16 else None
+    measured = measured or _HOPPER.get((_FEW if swap else 64, cols, depth))
     if measured is not None:
         block_n, block_k, w_stages, x_stages = measured
     else:
-        if fused and 2 * (2 * block_n + _block_m(swap, rows)) * block_k * 2 > _SWIGLU:
+        alone = tiles_of(cols, block_n, fused) * splits <= _MULTIPROCESSORS
+        if fused and 2 * (2 * block_n + _block_m(swap, rows)) * block_k * 2 > _SHARED:
             block_k = 64  # two stages of the larger tiles would leave no room for a second program
+        long = len(cols) == 1 and depth >= _LONG * splits and depth % (256 * splits) == 0
+        if alone and long and rows <= 16 and block_k == 128:
+            block_k = 256  # more of a row at a time
         w_stage, x_stage = block_n * (2 if fused else 1) * block_k * 2, _block_m(swap, rows) * block_k * 2
-        programs = tiles_of(cols, block_n, fused) * splits
-        room = _ALONE if programs <= _MULTIPROCESSORS else _SWIGLU if fused else _SHARED
+        room = _ALONE if alone else _SHARED
         most = min(4 if fused else 6, triton.cdiv(depth, block_k * splits))
         w_stages = 2
         while w_stages < most and (w_stages + 1) * w_stage + min(w_stages + 1, 4) * x_stage <= room:

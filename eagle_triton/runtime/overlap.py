@@ -6,10 +6,10 @@ costs nothing then. Every program of a kernel that is launched this way waits un
 When it lets the next kernel start (griddepcontrol.launch_dependents) is each kernel's choice: most at once, products
 when their sums are complete, so after their own wait. SwiGLU's lets it start at once, because a product follows.
 
-Two things are read before the wait. Weights, which no kernel of a decode step writes. And, by attention and the merge
-of its splits, lengths, page tables and committed keys and values, behind a product and a rotary embedding: what was
-launched before such a product has completed when these start (`read_early` of tree_attention). They come from L2
-(`.cg`, TMA), because L1 may be older.
+Two things are read before the wait. Weights, by products and norms: no kernel of a decode step writes them. And, by
+attention and the merge of its splits, lengths, page tables and committed keys and values, behind a product and a rotary
+embedding: what was launched before such a product has completed when these start (`read_early` of tree_attention). All
+come from L2 (`.cg`, TMA), because L1 may be older.
 
 A multiprocessor that must change its carveout, the share of its memory that is shared memory and not L1, runs empty
 first, and nothing overlaps there. So all these kernels prefer the same carveout, the largest.
@@ -36,8 +36,20 @@ _carveouts: dict[int, int] = {}  # what the driver said to that, by function: 0 
 @triton.jit
 def await_inputs(PDL: tl.constexpr):
     """Let the next kernel start, and wait for those before this one. To be called before anything else."""
+    let_next_start(PDL)
+    await_others(PDL)
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def await_others(PDL: tl.constexpr):
+    """Wait for the kernels before this one: between these two stands what may be read early."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
 
 
