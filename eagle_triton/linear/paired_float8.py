@@ -25,8 +25,9 @@ Of Llama-3.1-8B with scales for blocks, us of 1 and 60 rows behind a small kerne
 counted: q, k and v 10.1, 12.9; o 8.2, 9.0; gate and up 34.6, 39.3; down 18.9, 22.8. Their bytes alone need 8.8, 6.8,
 30.8 and 16.8. Kernels that convert the weights, which they were before, took 12.4, 14.9; 9.4, 11.3; 40.5, 51.3; 20.9,
 28.3. In a step less of that is left: 4.77 ms of a tree instead of 4.90, 2.84 of plain decoding as before, since what
-waits between products is the same. (Experiments of single products with scales of x for rows, and of both steps, that
-were not kept; tools/tune_linear.py --float8 times products, x's pair counted.)
+waits between products is the same; docs/structure.md says what was tried since. (Experiments of single products with
+scales of x for rows, and of both steps, that were not kept; tools/tune_linear.py --float8 times products, x's pair
+counted.)
 """
 
 from __future__ import annotations
