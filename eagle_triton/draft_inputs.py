@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.layers.norms import load_row_weight, norm_row_by
+from eagle_triton.layers.norms import check_lies_together, load_row_weight, norm_row_by
 from eagle_triton.reference.draft_inputs import check_draft_inputs
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped
@@ -99,6 +99,8 @@ def draft_inputs(
     do not fit.
     """
     check_draft_inputs(features, parents, tokens, embedding, token_norm, feature_norm)
+    for norm in (token_norm, feature_norm):
+        check_lies_together("draft_inputs", norm)
     if embedding.stride(1) != 1:
         raise ValueError(f"draft_inputs: the embedding's rows must be contiguous, got strides {embedding.stride()}")
     (batch, count), size = tokens.shape, embedding.shape[1]
@@ -115,8 +117,8 @@ def draft_inputs(
         None if parents is None else parents.contiguous(),
         tokens.contiguous(),
         embedding,
-        None if token_norm is None else token_norm.contiguous(),
-        None if feature_norm is None else feature_norm.contiguous(),
+        token_norm,
+        feature_norm,
         inputs,
         picked,
         count,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton import layers as kernels
+from eagle_triton.draft_inputs import draft_inputs
 from eagle_triton.reference import layers as reference
 from eagle_triton.runtime.split_sums import SplitSums
 from tests.paging import in_pages, out_of_pages
@@ -435,6 +436,20 @@ def test_strided_cache_columns_are_refused(device):
     q, k, v, cache, *rest = rotary_operands(device, torch.float32, 1, 2, 2, 1, 64)
     with pytest.raises(ValueError, match="contiguous"):
         kernels.rotary_append(q, k, v, cache.mT.contiguous().mT, *rest)
+
+
+def test_a_norm_weight_that_would_have_to_be_copied_is_refused(device):
+    x, weight = torch.ones(2, 64, device=device), torch.ones(128, device=device)[::2]
+    tokens, embedding = torch.zeros(1, 2, dtype=torch.int64, device=device), torch.ones(3, 64, device=device)
+    for call in (
+        lambda: kernels.rms_norm(x, weight, 1e-5),
+        lambda: kernels.add_rms_norm(x, x, weight, 1e-5),
+        lambda: kernels.embed_rms_norm(tokens, embedding, weight, 1e-5),
+        lambda: draft_inputs(x[None], None, tokens, embedding, token_norm=weight),
+        lambda: draft_inputs(x[None], None, tokens, embedding, feature_norm=weight),
+    ):
+        with pytest.raises(ValueError, match=r"a norm's weight must be contiguous, got stride \(2,\)"):
+            call()
 
 
 PAIR_SIZES = [16, 128, 272, 4096]

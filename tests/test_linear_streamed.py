@@ -106,6 +106,7 @@ def test_prompts_of_every_length_launch_products_that_were_rehearsed(monkeypatch
 )
 def test_few_rows_read_more_of_long_rows_at_a_time(rows, cols, depth, splits, block_k):
     assert streamed.settings_for(rows, cols, depth, 64, 128, splits).block_k == block_k
+    assert streamed.settings_for(rows, cols, depth, 128, 128, splits).w_stages > 2  # 64 KiB each if they were 256 wide
 
 
 def test_no_more_stages_than_steps():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,8 +23,10 @@ from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models import mtp
 from eagle_triton.models.loading import load_target
 from eagle_triton.models.mtp import MTPHead, has_mtp
+from eagle_triton.runtime.float8_weight import quantised
 from eagle_triton.speculative import SpeculativeConfig
 from eagle_triton.speculative.stages import Prefix
+from tests.float8_models import with_fp8
 from tests.test_causal_lm import causal_lm
 from tests.tiny import random_prompt
 from tests.tiny_hybrids import DEEPSEEK, KINDS, MIMO, QWEN, mtp_tensors, save_with_mtp, tiny_hybrid
@@ -145,6 +148,115 @@ def test_the_serving_methods_and_both_doors(tmp_path, llama):
         assert torch.equal(patched.generate(PROMPT.to(DEVICE), max_new_tokens=24, do_sample=False), expected)
 
 
+def in_eight_bits(
+    tensors: dict[str, Tensor], only: tuple[str, ...] = ("_proj.weight",)
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Those of MTP layers whose names end so as fine-grained FP8 has them, and what these numbers stand for."""
+    eight, wide = dict(tensors), dict(tensors)
+    for name, value in tensors.items():
+        if name.endswith(only) and value.dim() > 1:
+            found = [quantised(part, block=True) for part in value.reshape(-1, *value.shape[-2:])]
+            values = torch.stack([part.values.view(torch.uint8) for part in found]).view(torch.float8_e4m3fn)
+            scale = torch.stack([part.scale for part in found])
+            eight |= {name: values.view_as(value), f"{name}_scale_inv": scale if value.dim() > 2 else scale[0]}
+            wide[name] = torch.stack([part.dequantised(value.dtype) for part in found]).view_as(value)
+    return eight, wide
+
+
+def test_layers_in_eight_bits_are_read_as_the_targets_are(tmp_path, llama):
+    target, plain = (model.to(DEVICE) for model in with_fp8(llama.cpu()))
+    eight, wide = in_eight_bits(mtp_tensors(llama, QWEN))
+    head = load_mtp(target, save_with_mtp(llama, tmp_path / "eight", eight))
+    same = load_mtp(plain, save_with_mtp(llama, tmp_path / "wide", wide))
+    taken, own = head.units[0].layer.mlp.up_proj, target.model.layers[0].mlp.up_proj
+    assert type(taken) is type(own) and taken.block_size == own.block_size and taken.weight is not own.weight
+    assert torch.equal(taken.weight.cpu().view(torch.uint8), eight["mtp.layers.0.mlp.up_proj.weight"].view(torch.uint8))
+    tree = dict(topk=3, num_steps=3, num_draft_tokens=10)
+    found = {}
+    for name, mtp_head, model in (("eight", head, target), ("wide", same, plain)):
+        eagle = EAGLEInference(mtp_head, model, EAGLEConfig(fallback=False, **tree))
+        prefix = Prefix(eagle.engine, TreeSpec.chain(3), PROMPT.to(DEVICE))
+        found[name] = prefix.candidates(), eagle.generate(PROMPT, 24, stop_token_ids=())[0], eagle.report()
+    torch.testing.assert_close(found["eight"][0].scores, found["wide"][0].scores, atol=1e-4, rtol=1e-4)
+    assert torch.equal(found["eight"][1], found["wide"][1])
+    assert "21 FP8 projections are read by their weights" in found["eight"][2]  # seven of each layer
+    with pytest.raises(
+        UnsupportedModelError, match=r"_proj.weight must be float8_e4m3fn .*, got torch.float32"
+    ) as cast:
+        EAGLEInference(copy.deepcopy(head).float(), target, EAGLEConfig(**tree))
+    assert "as published" not in str(cast.value)  # which would leave out the scales
+    expected = found["wide"][1].to(DEVICE)
+    with optimize_with_triton(target, head, topk=3, num_steps=3) as (patched, _):
+        ids = PROMPT.to(DEVICE)
+        assert torch.equal(patched.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None), expected)
+
+
+def test_layers_in_eight_bits_are_widened_where_the_target_is_not_in_them(tmp_path, llama):
+    """All of a plain target's, the input projection, which no layer of a target has, and a scale for all."""
+    tensors = mtp_tensors(llama, MIMO)
+    eight, wide = in_eight_bits(tensors, ("_proj.weight", "input_proj.weight"))
+    name = "model.mtp_layers.0.mlp.up_proj.weight"
+    eight[f"{name}_scale_inv"] = eight[f"{name}_scale_inv"].reshape(())
+    eight["model.mtp_layers.0.mlp.up_proj.activation_scale"] = torch.ones(())
+    found = load_mtp(llama.cpu(), save_with_mtp(llama, tmp_path / "eight", eight)).state_dict()
+    expected = load_mtp(llama, save_with_mtp(llama, tmp_path / "wide", wide)).state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    target, _ = with_fp8(llama)
+    unit = load_mtp(target, tmp_path / "wide").units[0]
+    assert type(unit.layer.mlp.up_proj) is torch.nn.Linear and unit.fc.weight.dtype == torch.float32
+
+
+def test_blocks_of_large_weights_have_their_own_scales():
+    weight = torch.randn(3, 200, 300) * torch.arange(1, 301)
+    found = [quantised(part, block=True) for part in weight]
+    values = torch.stack([part.values.view(torch.uint8) for part in found]).view(torch.float8_e4m3fn)
+    wide = mtp._wide(values, torch.stack([part.scale for part in found]), "scale")
+    assert torch.equal(wide, torch.stack([part.dequantised() for part in found]))
+
+
+def test_what_a_targets_module_has_around_it_is_not_copied(tmp_path, llama):
+    target, _ = with_fp8(llama.cpu())
+    module = target.model.layers[0].mlp.up_proj
+    module.register_forward_hook(lambda *_: None)
+    module.forward, module.owner = lambda x: x, [target]
+    eight, _ = in_eight_bits(mtp_tensors(llama, QWEN))
+    taken = load_mtp(target, save_with_mtp(llama, tmp_path, eight)).units[0].layer.mlp.up_proj
+    assert not taken._forward_hooks and "forward" not in vars(taken) and taken.owner is module.owner
+    assert module._forward_hooks and module.weight.device.type == "cpu"
+
+
+def test_experts_in_eight_bits_are_widened(tmp_path):
+    model = tiny_hybrid("qwen3_5_moe", VOCAB)
+    eight, wide = in_eight_bits(mtp_tensors(model, QWEN), ("gate_up_proj", "down_proj", "up_proj.weight"))
+    assert any("experts" in name and name.endswith("_scale_inv") for name in eight)
+    found = load_mtp(model, save_with_mtp(model, tmp_path / "eight", eight)).state_dict()
+    expected = load_mtp(model, save_with_mtp(model, tmp_path / "wide", wide)).state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_layers_in_eight_bits_that_are_not_whole_are_refused(tmp_path, llama):
+    target, _ = with_fp8(llama.cpu())
+    eight, _ = in_eight_bits(mtp_tensors(llama, QWEN))
+    name = "mtp.layers.0.mlp.up_proj.weight"
+    scale = f"{name}_scale_inv"
+    for number, (model, given, message) in enumerate(
+        (
+            (target, {k: v for k, v in eight.items() if k != scale}, r"beside its weight_scale_inv, got torch.float8"),
+            (llama, {k: v for k, v in eight.items() if k != name}, "must be float8_e4m3fn beside .*, got nothing"),
+            (target, eight | {name: torch.ones(128, 64)}, "must be float8_e4m3fn beside .*, got torch.float32"),
+            (target, eight | {scale: torch.ones(2, 1)}, r"weight_scale_inv must be \[1, 1\], got \[2, 1\]"),
+            (llama, eight | {scale: torch.ones(2, 1)}, r"weight_scale_inv must be \[1, 1\], of blocks .*\[2, 1\]"),
+            (
+                llama,
+                eight | {scale: torch.ones(1, 1).int()},
+                "weight_scale_inv must be of floating point, got torch.int",
+            ),
+        )
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_mtp(model, save_with_mtp(llama, tmp_path / str(number), given))
+
+
 def test_a_trimmed_projection_scores_its_tokens_alone(tmp_path, llama):
     model = llama.to(DEVICE)
     head = load_mtp(model, save_with_mtp(llama, tmp_path, mtp_tensors(llama, QWEN)))
@@ -228,7 +340,7 @@ def test_checkpoints_that_are_not_whole_are_refused_by_name(tmp_path, llama):
         "mtp.lm_head.weight is not the target's own": {**tensors, "mtp.lm_head.weight": torch.ones(VOCAB, 64)},
         "has mtp.other.weight": {**tensors, "mtp.other.weight": torch.ones(3)},
         r"fc.weight must be \[64, 128\], got \[64, 64\]": {**tensors, "mtp.fc.weight": torch.ones(64, 64)},
-        r"must be float32, float16 or bfloat16, got torch.float8_e4m3fn \(quantised": {
+        r"must be float32, .* beside its weight_scale_inv, got torch.float8_e4m3fn \(quantised": {
             k: v.to(torch.float8_e4m3fn) for k, v in tensors.items()
         },
         "multi-head latent attention": {**tensors, "mtp.layers.0.self_attn.kv_b_proj.weight": torch.ones(3)},

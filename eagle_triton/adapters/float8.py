@@ -179,7 +179,10 @@ def read_float8(module: nn.Module, path: str, dtype: torch.dtype) -> Projection:
     name, weight, of_scale, scale, blocks = _parts(module, path)
     if weight is None or weight.dtype != torch.float8_e4m3fn or weight.dim() != 2 or weight.stride(1) != 1:
         got = "nothing" if weight is None else f"{weight.dtype} {list(weight.shape)}"
-        raise _unreadable(f"{path}.{name} must be float8_e4m3fn [out, in], rows contiguous, got {got}")
+        message = f"{path}.{name} must be float8_e4m3fn [out, in], rows contiguous, got {got}"
+        if weight is not None and weight.element_size() > 1:  # a cast, to which the module does not apply its scale
+            raise UnsupportedModelError(message, "quantisation")
+        raise _unreadable(message)
     whole = module.weight.shape if isinstance(module.weight, Tensor) else weight.shape
     if isinstance(module, nn.Linear) and tuple(whole) != (module.out_features, module.in_features):
         sizes = [module.out_features, module.in_features]

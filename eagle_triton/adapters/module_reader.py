@@ -132,6 +132,8 @@ def read_norm(module: Any, path: str, *, root: str = "model") -> Norm:
     """An RMSNorm: a weight, and its eps under one of the usual names; a row tells whether it is zero-centred."""
     layer, where = attribute_at(module, path, nn.Module, root=root), f"{root}.{path}"
     weight = read_weight(layer, where)
+    if not weight.is_contiguous():
+        raise UnsupportedModelError(f"{where}.weight must be contiguous, got stride {weight.stride()}", "layer-types")
     for name in ("variance_epsilon", "eps"):
         if isinstance(getattr(layer, name, None), float):
             return _tried_norm(layer, weight, getattr(layer, name), where)

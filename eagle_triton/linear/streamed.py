@@ -378,7 +378,7 @@ def settings_for(
         if fused and 2 * (2 * block_n + _block_m(swap, rows)) * block_k * 2 > _SHARED:
             block_k = 64  # two stages of the larger tiles would leave no room for a second program
         long = len(cols) == 1 and depth >= _LONG * splits and depth % (256 * splits) == 0
-        if alone and long and rows <= 16 and block_k == 128:
+        if alone and long and rows <= 16 and (block_n, block_k) == (64, 128):
             block_k = 256  # more of a row at a time
         w_stage, x_stage = block_n * (2 if fused else 1) * block_k * 2, _block_m(swap, rows) * block_k * 2
         room = _ALONE if alone else _SHARED

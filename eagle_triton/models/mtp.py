@@ -1,7 +1,8 @@
 """Multi-token prediction: layers that a checkpoint brings beside its model, which transformers leaves out.
 
 Three sets of names are known: `mtp.*` of Qwen3-Next and Qwen3.5; the layers behind the last one of DeepSeek-V3 and of
-what follows its names; `model.mtp_layers.*` of MiMo. What the layer itself is, a decoder layer of the model says.
+what follows its names; `model.mtp_layers.*` of MiMo. What the layer itself is, a decoder layer of the model says, and
+so it does of projections in FP8.
 """
 
 import copy
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 MTP = "mtp"  # in the place of a draft: the layers that lie beside the target's weights
+SCALE = "weight_scale_inv"  # beside a weight of eight bits, as transformers' FP8Linear has it
+BLOCK = 128  # rows and columns that share a scale
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class MTPUnit(nn.Module):
@@ -81,10 +85,11 @@ LATENT = ("kv_a_proj_with_mqa", "q_a_proj", "kv_b_proj")
 def load_mtp(target: nn.Module, path: str | Path | None = None, **hub: Any) -> MTPHead:
     """The MTP layers that lie beside `target`'s weights, on its device and of its dtype.
 
-    target: a Hugging Face causal language model. path: a directory or hub id, None: where the target came from, of a
-    hub id the commit that its configuration names, if it does. hub: `revision`, `token` and others of
-    `snapshot_download`. Raises FileNotFoundError for missing files, ValueError for a checkpoint that has no such
-    layers, lacks a part of one, or has them of another kind than the target's layers.
+    Projections in fine-grained FP8 stay so where the target's are; others, and mixtures of experts, become what their
+    weights and scales stand for. target: a Hugging Face causal language model. path: a directory or hub id, None: where
+    the target came from, of a hub id the commit that its configuration names, if it does. hub: `revision`, `token` and
+    others of `snapshot_download`. Raises FileNotFoundError for missing files, ValueError for a checkpoint that has no
+    such layers, lacks a part of one, or has them of another kind than the target's layers.
     """
     where = str(path or getattr(getattr(target, "config", None), "_name_or_path", "") or "")
     commit = getattr(getattr(target, "config", None), "_commit_hash", None)
@@ -206,10 +211,61 @@ def _read(checkpoint: _Checkpoint, names: _Names, first: int, target: nn.Module,
         shared = bool(units) and "{}" not in names.outside
         unit = new_unit(target, units[0] if shared else None)
         _check_copies(checkpoint, names, number, target, body)
-        tensors = _unit_tensors(checkpoint, names, number, unit)
-        _load(unit, tensors, f"{checkpoint.path!r}, MTP layer {number}", shared)
+        whose = f"{checkpoint.path!r}, MTP layer {number}"
+        _load(unit, _unit_tensors(checkpoint, names, number, unit, body, whose), whose, shared, like)
         units.append(unit)
-    return MTPHead(units).to(like.device, like.dtype).eval()
+    return MTPHead(units).eval()
+
+
+def _widen_float8(unit: MTPUnit, tensors: dict[str, Tensor], body: Any, whose: str) -> None:
+    """Make tensors in fine-grained FP8 what they stand for, in fp32. But where a layer of the target has a module in
+    FP8 in the same place, the unit gets one of that kind, without storage, and its tensors stay as they are."""
+    layers = [layer for layer in body.layers if hasattr(layer, "self_attn")]
+    mixture = hasattr(unit.layer.mlp, "experts")  # is called as it is, in either case
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        of = name.removesuffix("_scale_inv")
+        path, _, kind = of.rpartition(".")
+        place = path.removeprefix("layer.")
+        found = (dict(layer.named_modules()).get(place) for layer in layers)
+        theirs = next((module for module in found if hasattr(module, SCALE)), None)
+        if of not in tensors or tensors[of].dtype != torch.float8_e4m3fn:
+            got = "nothing" if of not in tensors else tensors[of].dtype
+            raise ValueError(f"{whose}: {of} must be float8_e4m3fn beside {name}, got {got}")
+        if theirs is not None and path != place and kind == "weight" and not (mixture and place.startswith("mlp.")):
+            unit.set_submodule(path, _without_storage(theirs))
+            continue
+        tensors[of] = _wide(tensors[of], tensors.pop(name), f"{whose}: {name}")
+        for static in ("activation_scale", "input_scale"):  # of what is not rounded then
+            tensors.pop(f"{path}.{static}", None)
+
+
+def _wide(values: Tensor, scale: Tensor, what: str) -> Tensor:
+    """What fine-grained FP8 weights [..., out, in] stand for, in fp32: a scale is of a block, or of all."""
+    if not scale.is_floating_point():
+        raise ValueError(f"{what} must be of floating point, got {scale.dtype}")
+    if scale.numel() > 1:
+        blocks = [*values.shape[:-2], *(-(-size // BLOCK) for size in values.shape[-2:])]
+        if list(scale.shape) != blocks:
+            raise ValueError(
+                f"{what} must be {blocks}, of blocks of {BLOCK} by {BLOCK}, or one, got {list(scale.shape)}"
+            )
+        scale = scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
+        scale = scale[..., : values.shape[-2], : values.shape[-1]]
+    return values.float() * scale.float()
+
+
+def _without_storage(module: nn.Module) -> nn.Module:
+    """Another module of the same kind and settings, its tensors without storage, and without what was put around it."""
+    other: nn.Module = type(module).__new__(type(module))
+    nn.Module.__init__(other)
+    around = {*vars(other), "forward", "_old_forward", "_hf_hook"}
+    vars(other).update({name: value for name, value in vars(module).items() if name not in around})
+    for name, weight in module._parameters.items():
+        empty = None if weight is None else nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+        other.register_parameter(name, empty)
+    for name, tensor in module._buffers.items():
+        other.register_buffer(name, None if tensor is None else torch.empty_like(tensor, device="meta"))
+    return other
 
 
 def _check_copies(checkpoint: _Checkpoint, names: _Names, number: int, target: Any, body: Any) -> None:
@@ -224,13 +280,16 @@ def _check_copies(checkpoint: _Checkpoint, names: _Names, number: int, target: A
                 )
 
 
-def _unit_tensors(checkpoint: _Checkpoint, names: _Names, number: int, unit: MTPUnit) -> dict[str, Tensor]:
-    """The tensors of one unit by the names that MTPUnit has."""
+def _unit_tensors(
+    checkpoint: _Checkpoint, names: _Names, number: int, unit: MTPUnit, body: Any, whose: str
+) -> dict[str, Tensor]:
+    """The tensors of one unit by the names that it has."""
     tensors = dict(_placed(checkpoint, names, number))
     if latent := next((name for name in tensors if any(part in name for part in LATENT)), None):
         raise ValueError(
             f"{checkpoint.path!r}: {latent} belongs to multi-head latent attention (MLA), which is not supported"
         )
+    _widen_float8(unit, tensors, body, whose)
     if names.hidden_first and "fc.weight" in tensors:
         hidden, token = tensors["fc.weight"].chunk(2, dim=1)
         tensors["fc.weight"] = torch.cat((token, hidden), dim=1)
@@ -273,7 +332,8 @@ def _fused_experts(tensors: dict[str, Tensor], expected: Mapping[str, Tensor]) -
     return rest
 
 
-def _load(unit: MTPUnit, tensors: dict[str, Tensor], whose: str, shared: bool) -> None:
+def _load(unit: MTPUnit, tensors: dict[str, Tensor], whose: str, shared: bool, like: Tensor) -> None:
+    """The tensors into their places, on the device of `like`, those that are not of eight bits with its dtype."""
     expected = unit.state_dict()
     if shared:  # what stands around the layer came with the first one
         tensors = {name: value for name, value in tensors.items() if name.startswith("layer.")}
@@ -284,20 +344,27 @@ def _load(unit: MTPUnit, tensors: dict[str, Tensor], whose: str, shared: bool) -
     ):
         if names:
             raise ValueError(f"{whose} {what} {', '.join(sorted(names)[:5])}{why}")
+    loaded = {}
     for name, value in tensors.items():
+        path, _, kind = name.rpartition(".")
         if value.shape != expected[name].shape:
             raise ValueError(f"{whose}: {name} must be {list(expected[name].shape)}, got {list(value.shape)}")
-        if value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"{whose}: {name} must be float32, float16 or bfloat16, got {value.dtype} (quantised?)")
-    unit.load_state_dict(tensors, strict=False, assign=True)
+        if f"{path}.{SCALE}" in tensors and kind != "bias":  # of which adapters/float8.py says more
+            loaded[name] = value.to(like.device)
+        elif value.dtype in FLOATS:
+            loaded[name] = value.to(like.device, like.dtype)
+        else:
+            raise ValueError(
+                f"{whose}: {name} must be float32, float16 or bfloat16, or float8_e4m3fn beside its {SCALE}, got "
+                f"{value.dtype} (quantised?)"
+            )
+    unit.load_state_dict(loaded, strict=False, assign=True)
 
 
 def new_unit(target: nn.Module, first: MTPUnit | None = None) -> MTPUnit:
     """A unit without storage, its layer as the target's attention layers are. first: whose other parts it shares."""
     body = _body(target)
-    like = next((layer for layer in body.layers if hasattr(layer, "self_attn")), None)
-    if like is None:
-        raise ValueError("load_mtp: the target has no attention layer that an MTP layer could be like")
+    like = _attention_layer(body)
     config = copy.deepcopy(body.config)
     with torch.device("meta"):
         layer = type(like)(config, like.self_attn.layer_idx)
@@ -306,6 +373,14 @@ def new_unit(target: nn.Module, first: MTPUnit | None = None) -> MTPUnit:
         size = body.embed_tokens.weight.shape[1]
         norms = [type(body.norm)(size, eps=config.rms_norm_eps) for _ in range(3)]
         return MTPUnit(norms[0], norms[1], nn.Linear(2 * size, size, bias=False), layer, norms[2])
+
+
+def _attention_layer(body: Any) -> Any:
+    """The first of the target's layers that attends: what an MTP layer is like."""
+    like = next((layer for layer in body.layers if hasattr(layer, "self_attn")), None)
+    if like is None:
+        raise ValueError("load_mtp: the target has no attention layer that an MTP layer could be like")
+    return like
 
 
 def _body(target: nn.Module) -> Any:

@@ -99,7 +99,9 @@ class MTPDraft(BeamDraft):
             zero_centred=unit.hidden_norm.zero_centred,
         )
         x = ops.add(project_split(ops, unit.fc, inputs, rows.launch_rows))
-        normed, x = add_norm(ops, unit.layer.input_norm, x, None, rows.in_draft_pass)
+        normed, x = add_norm(
+            ops, unit.layer.input_norm, x, None, rows.in_draft_pass, for_float8=unit.layer.mixer.reads_float8
+        )
         x, update = decoder_layer(ops, unit.layer, normed, x, caches.layer(index), rows)
         normed, _ = add_norm(ops, unit.norm, x, update, rows.in_draft_pass)
         return normed, normed
