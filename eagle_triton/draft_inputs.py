@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.layers.norms import check_lies_together, load_row_weight, norm_row_by
+from eagle_triton.layers.norms import check_contiguous, load_row_weight, norm_row_by
 from eagle_triton.reference.draft_inputs import check_draft_inputs
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped
@@ -100,7 +100,7 @@ def draft_inputs(
     """
     check_draft_inputs(features, parents, tokens, embedding, token_norm, feature_norm)
     for norm in (token_norm, feature_norm):
-        check_lies_together("draft_inputs", norm)
+        check_contiguous("draft_inputs", norm)
     if embedding.stride(1) != 1:
         raise ValueError(f"draft_inputs: the embedding's rows must be contiguous, got strides {embedding.stride()}")
     (batch, count), size = tokens.shape, embedding.shape[1]

@@ -233,7 +233,7 @@ def _shared_rms_norm_kernel(
     tl.store(out_ptr + row * size + offs, x.to(kind), mask=mask)
 
 
-def check_lies_together(name: str, weight: Tensor | None) -> None:
+def check_contiguous(name: str, weight: Tensor | None) -> None:
     """Raise ValueError for a norm's weight that would have to be copied: kernels read it before a copy is there."""
     if weight is not None and not weight.is_contiguous():
         raise ValueError(f"{name}: a norm's weight must be contiguous, got stride {weight.stride()}")
@@ -283,7 +283,7 @@ def rms_norm(
     its readers are products with weights of eight bits, which take a Float8Pair where that is of use to them.
     """
     check_rms_norm("rms_norm", x, weight)
-    check_lies_together("rms_norm", weight)
+    check_contiguous("rms_norm", weight)
     out = weight.new_empty(x.shape)
     pair = _pair_for(x, out, for_float8)
     _launch_norm(x, weight, eps, None, out, None, zero_centred, in_draft_pass, pair=pair)
@@ -313,7 +313,7 @@ def embed_rms_norm(
     strided: where x is written. `zero_centred`, `in_draft_pass`, `for_float8`: see rms_norm.
     """
     check_embed_rms_norm(tokens, embedding, weight, total)
-    check_lies_together("embed_rms_norm", weight)
+    check_contiguous("embed_rms_norm", weight)
     if embedding.stride(1) != 1:
         raise ValueError(f"embed_rms_norm: the embedding's rows must be contiguous, got strides {embedding.stride()}")
     shape = (*tokens.shape, embedding.shape[1])
@@ -340,7 +340,7 @@ def add_rms_norm(
     weight. With `in_draft_pass` the bits are the megakernel's. `for_float8`: see rms_norm.
     """
     check_rms_norm("add_rms_norm", x, weight, residual, total)
-    check_lies_together("add_rms_norm", weight)
+    check_contiguous("add_rms_norm", weight)
     out, total = weight.new_empty(x.shape), weight.new_empty(x.shape) if total is None else total
     pair = _pair_for(x, out, for_float8)
     _launch_norm(x, weight, eps, residual, out, total, zero_centred, in_draft_pass, pair=pair)

@@ -218,25 +218,33 @@ def _read(checkpoint: _Checkpoint, names: _Names, first: int, target: nn.Module,
 
 
 def _widen_float8(unit: MTPUnit, tensors: dict[str, Tensor], body: Any, whose: str) -> None:
-    """Make tensors in fine-grained FP8 what they stand for, in fp32. But where a layer of the target has a module in
-    FP8 in the same place, the unit gets one of that kind, without storage, and its tensors stay as they are."""
-    layers = [layer for layer in body.layers if hasattr(layer, "self_attn")]
-    mixture = hasattr(unit.layer.mlp, "experts")  # is called as it is, in either case
+    """Make tensors in fine-grained FP8 what they stand for, in the target's dtype. But where a layer of the target has
+    a module in FP8 in the same place, the unit gets one of that kind, without storage, and its tensors stay as they
+    are."""
+    dtype = next(body.parameters()).dtype
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
         of = name.removesuffix("_scale_inv")
         path, _, kind = of.rpartition(".")
-        place = path.removeprefix("layer.")
-        found = (dict(layer.named_modules()).get(place) for layer in layers)
-        theirs = next((module for module in found if hasattr(module, SCALE)), None)
         if of not in tensors or tensors[of].dtype != torch.float8_e4m3fn:
             got = "nothing" if of not in tensors else tensors[of].dtype
             raise ValueError(f"{whose}: {of} must be float8_e4m3fn beside {name}, got {got}")
-        if theirs is not None and path != place and kind == "weight" and not (mixture and place.startswith("mlp.")):
+        theirs = _module_in_float8(body, unit, path) if kind == "weight" else None
+        if theirs is not None:
             unit.set_submodule(path, _without_storage(theirs))
             continue
-        tensors[of] = _wide(tensors[of], tensors.pop(name), f"{whose}: {name}")
+        tensors[of] = _wide(tensors[of], tensors.pop(name), f"{whose}: {name}").to(dtype)
         for static in ("activation_scale", "input_scale"):  # of what is not rounded then
             tensors.pop(f"{path}.{static}", None)
+
+
+def _module_in_float8(body: Any, unit: MTPUnit, path: str) -> nn.Module | None:
+    """What some layer of the target has in FP8 in the place of a unit's module, None where there is no such, or a
+    mixture of experts around it, which is called as it is."""
+    place = path.removeprefix("layer.")
+    if place == path or (place.startswith("mlp.") and hasattr(unit.layer.mlp, "experts")):
+        return None
+    found = (dict(layer.named_modules()).get(place) for layer in body.layers if hasattr(layer, "self_attn"))
+    return next((module for module in found if hasattr(module, SCALE)), None)
 
 
 def _wide(values: Tensor, scale: Tensor, what: str) -> Tensor:
@@ -349,7 +357,7 @@ def _load(unit: MTPUnit, tensors: dict[str, Tensor], whose: str, shared: bool, l
         path, _, kind = name.rpartition(".")
         if value.shape != expected[name].shape:
             raise ValueError(f"{whose}: {name} must be {list(expected[name].shape)}, got {list(value.shape)}")
-        if f"{path}.{SCALE}" in tensors and kind != "bias":  # of which adapters/float8.py says more
+        if f"{path}.{SCALE}" in tensors and kind != "bias":
             loaded[name] = value.to(like.device)
         elif value.dtype in FLOATS:
             loaded[name] = value.to(like.device, like.dtype)
