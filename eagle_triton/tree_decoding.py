@@ -221,7 +221,8 @@ def topk_chunk_of(vocabulary: int) -> int:
 
 
 def topk_warps(vocabulary: int) -> int:
-    """Warps of a chunk and of the merge. On one H200, bf16, k 10: [10, 32000] 1 warp 9.8 µs, 4 warps 9.4."""
+    """Warps of a chunk and of the merge. On one H200, bf16, k 10: [10, 32000] 1 warp 9.8 µs, 4 warps 9.4, while merges
+    took reductions of int64."""
     return 1 if vocabulary <= 65536 else 4
 
 

@@ -191,7 +191,7 @@ def test_layers_in_eight_bits_are_read_as_the_targets_are(tmp_path, llama):
         assert torch.equal(patched.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None), expected)
 
 
-def test_layers_in_eight_bits_are_widened_where_the_target_is_not_in_them(tmp_path, llama):
+def test_layers_in_eight_bits_are_widened_where_the_target_is_not_in_them(tmp_path, llama, caplog):
     """All of a plain target's, the input projection, which no layer of a target has, and a scale for all."""
     tensors = mtp_tensors(llama, MIMO)
     eight, wide = in_eight_bits(tensors, ("_proj.weight", "input_proj.weight"))
@@ -199,6 +199,7 @@ def test_layers_in_eight_bits_are_widened_where_the_target_is_not_in_them(tmp_pa
     eight[f"{name}_scale_inv"] = eight[f"{name}_scale_inv"].reshape(())
     eight["model.mtp_layers.0.mlp.up_proj.activation_scale"] = torch.ones(())
     found = load_mtp(llama.cpu(), save_with_mtp(llama, tmp_path / "eight", eight)).state_dict()
+    assert "8 weights in FP8 become torch.float32" in caplog.text  # seven projections, and fc
     expected = load_mtp(llama, save_with_mtp(llama, tmp_path / "wide", wide)).state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     target, _ = with_fp8(llama)

@@ -280,7 +280,8 @@ def rms_norm(
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension. x [..., H], weight [H].
 
     `zero_centred`: 1 + weight stands for the weight. With `in_draft_pass` the bits are the megakernel's. `for_float8`:
-    its readers are products with weights of eight bits, which take a Float8Pair where that is of use to them.
+    its readers are products with weights of eight bits, which take a Float8Pair where that is of use to them. Raises
+    ValueError for shapes, dtypes or devices that do not fit, and for a weight that is not contiguous.
     """
     check_rms_norm("rms_norm", x, weight)
     check_contiguous("rms_norm", weight)

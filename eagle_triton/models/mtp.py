@@ -221,7 +221,7 @@ def _widen_float8(unit: MTPUnit, tensors: dict[str, Tensor], body: Any, whose: s
     """Make tensors in fine-grained FP8 what they stand for, in the target's dtype. But where a layer of the target has
     a module in FP8 in the same place, the unit gets one of that kind, without storage, and its tensors stay as they
     are."""
-    dtype = next(body.parameters()).dtype
+    dtype, widened = next(body.parameters()).dtype, 0
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
         of = name.removesuffix("_scale_inv")
         path, _, kind = of.rpartition(".")
@@ -232,9 +232,12 @@ def _widen_float8(unit: MTPUnit, tensors: dict[str, Tensor], body: Any, whose: s
         if theirs is not None:
             unit.set_submodule(path, _without_storage(theirs))
             continue
-        tensors[of] = _wide(tensors[of], tensors.pop(name), f"{whose}: {name}").to(dtype)
+        tensors[of], widened = _wide(tensors[of], tensors.pop(name), f"{whose}: {name}").to(dtype), widened + 1
         for static in ("activation_scale", "input_scale"):  # of what is not rounded then
             tensors.pop(f"{path}.{static}", None)
+    if widened:
+        why = "in a mixture of experts, or where the target has none in FP8"
+        log.warning("%s: %d weights in FP8 become %s (%s)", whose, widened, dtype, why)
 
 
 def _module_in_float8(body: Any, unit: MTPUnit, path: str) -> nn.Module | None:

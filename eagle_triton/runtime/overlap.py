@@ -42,6 +42,7 @@ def await_inputs(PDL: tl.constexpr):
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
+    """Let the kernel behind this one start, as soon as all programs have said so."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
