@@ -240,10 +240,13 @@ def main(argv: list[str] | None = None, program: str = "benchmark.py") -> int:
 
 def _share(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
     """`_measure` as one of torchrun's processes, of which the first prints and writes."""
+    import torch
     import torch.distributed as dist
 
     if args.mode != "step" or args.upstream or args.target_weights:
         parser.stop("under torchrun there is only the mode step, without --upstream and --target-weights")
+    if args.device != "cpu":
+        torch.cuda.set_device(args.device)
     dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
     with open(os.devnull, "w") as nowhere, ExitStack() as last:
         last.callback(dist.destroy_process_group)

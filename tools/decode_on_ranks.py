@@ -1,0 +1,175 @@
+"""Whether ranks that share the embedded pair decode as one process does, and stay together for thousands of steps.
+
+    torchrun --nproc-per-node 2 tools/decode_on_ranks.py --output results/decode-on-ranks-h200.json
+
+Each rank decodes alone with the whole pair in fp32, greedily, by sampling, over trees and plainly, alone and in a
+batch; then all share the pair and must give the same tokens. Then they decode --steps steps in --dtype, in a batch whose
+requests come and go, and compare all reports. Each rank needs a GPU of its own, or --device cpu. The exit status is 1 if
+anything differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from eagle_triton.benchmarks.arguments import Parser, output_file, some_text, whole
+
+SLOTS = 3
+COMPARED_EVERY = 500  # steps
+NEW_TOKENS = 64  # of each request that is compared with one process's
+ROWS = 1024  # of a slot in the batch whose requests come and go
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser("decode_on_ranks.py", __doc__)
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="where ranks run (default: cuda)")
+    add("--prompts", type=whole(1, 100), default=8, metavar="N", help="that are decoded alone and shared (default: 8)")
+    add("--steps", type=whole(1), default=10_000, metavar="N", help="whose reports are compared (default: 10000)")
+    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of those steps (default: bfloat16)")
+    add("--output", type=output_file(), metavar="FILE.json", help="write what was found there")
+    add("--commit", type=some_text, metavar="NAME", help="what to record as the commit instead of what git says")
+    args = parser.parse_args(argv)
+    if "RANK" not in os.environ:
+        parser.stop("is started by torchrun, one process for each rank")
+    with parser.explains():
+        import torch
+        import torch.distributed as dist
+
+        from eagle_triton.benchmarks.record import Record, machine
+
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+            parser.stop(f"--device cuda: there are {torch.cuda.device_count()} GPUs, and each rank needs one")
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
+    row, note, wrong = same_tokens(device, args.prompts)
+    rows = [row]
+    row, apart = same_reports(device, args.steps, getattr(torch, args.dtype))
+    rows.append(row)
+    notes = [note, *(f"FAIL: {sentence}" for sentence in (*wrong, *apart))]
+    if dist.get_rank() == 0:
+        options = {name: value for name, value in vars(args).items() if name not in ("output", "commit")}
+        record = Record("decode-on-ranks", machine(device, args.commit), options, rows, notes)
+        print(record.json(), flush=True)
+        if args.output is not None:
+            record.write_json(args.output)
+    dist.barrier()
+    dist.destroy_process_group()
+    return int(bool(wrong or apart))
+
+
+def same_tokens(device: Any, count: int) -> tuple[dict[str, Any], str, list[str]]:
+    """A row of how many requests were decoded, how sums were exchanged, and what differs on any rank."""
+    import torch
+    import torch.distributed as dist
+
+    from eagle_triton import EaModel, optimize_eagle_with_triton
+    from eagle_triton.demo import demo_prompts
+
+    found: list[dict[str, Any]] = []
+    note = ""
+    for options in ({}, {"tp_plan": "auto"}):
+        model = EaModel.from_pretrained("demo", dtype=torch.float32, **options)
+        if not options:
+            model = model.to(device)
+        prompts = [model.tokenizer(text, return_tensors="pt").input_ids.to(device) for text in demo_prompts(count)]
+        results: dict[str, Any] = {}
+        _, originals = optimize_eagle_with_triton(model)
+        with originals:
+            note = next((row.reason for row in originals.report() if row.path == "ranks"), note)
+            for place, prompt in enumerate(prompts):
+                for name, decode, sampling in (
+                    ("tree", model.eagenerate, {}),
+                    ("plain", model.naivegenerate, {}),
+                    ("sampled tree", model.eagenerate, {"temperature": 0.8, "top_p": 0.9}),
+                ):
+                    torch.manual_seed(place)
+                    results[f"{name}, prompt {place}"] = decode(prompt, max_new_tokens=NEW_TOKENS, **sampling)[0]
+            for start in range(0, count, SLOTS):
+                batch = prompts[start : start + SLOTS]
+                longest = max(prompt.shape[1] for prompt in batch)
+                ids = torch.zeros(len(batch), longest, dtype=torch.int64, device=device)
+                mask = torch.zeros_like(ids)
+                for sequence, prompt in enumerate(batch):
+                    ids[sequence, -prompt.shape[1] :], mask[sequence, -prompt.shape[1] :] = prompt[0], 1
+                for name, sampling in (("batch", {}), ("sampled batch", {"do_sample": True, "seed": start})):
+                    rows = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, **sampling)
+                    results[f"{name} from prompt {start}"] = rows
+        found.append(results)
+    alone, shared = found
+    wrong = [
+        f"rank {dist.get_rank()}, {name}: other tokens than alone"
+        for name in alone
+        if not torch.equal(alone[name], shared[name])
+    ]
+    row = {"variant": "tokens of one process", "ranks": dist.get_world_size(), "compared": len(alone)}
+    return {**row, "differ": len(wrong)}, note, _of_all(wrong)
+
+
+def same_reports(device: Any, steps: int, dtype: Any) -> tuple[dict[str, Any], list[str]]:
+    """A row of what a batch did, and after which steps the ranks' reports were not the same."""
+    import torch
+    import torch.distributed as dist
+
+    from eagle_triton import EaModel
+    from eagle_triton.demo import demo_prompts
+    from eagle_triton.engine.batch import Batch
+    from eagle_triton.engine.requests import Request
+    from eagle_triton.engine.sampling_params import SamplingParams
+    from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+    from eagle_triton.speculative import EAGLEInference
+
+    model = EaModel.from_pretrained("demo", dtype=dtype, tp_plan="auto")
+    engine = EAGLEInference(None, model).engine
+    prompts = [model.tokenizer(text, return_tensors="pt").input_ids[0] for text in demo_prompts(100)]
+    generator, spec, asked, wrong = torch.Generator().manual_seed(0), TreeSpec.dynamic(60, 7, 10), 0, []
+
+    def request() -> Request:
+        nonlocal asked
+        asked += 1
+        length, new = (int(torch.randint(8, most, (1,), generator=generator)) for most in (200, 600))
+        prompt = prompts[asked % len(prompts)][:length].to(device)
+        sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=asked) if asked % 2 else SamplingParams()
+        return Request(prompt, new, sampling)
+
+    digest, tokens = hashlib.sha256(), 0
+    with torch.no_grad(), Batch(engine, SLOTS, spec, ROWS) as batch:
+        start = time.perf_counter()
+        for step in range(1, steps + 1):
+            for _ in batch.free:
+                batch.admit(request())
+            batch.spec = PLAIN if step % 50 == 0 else spec
+            tokens += sum(len(progress.tokens) for progress in batch.step())
+            digest.update(batch.state.report.cpu().numpy().tobytes())
+            if step % COMPARED_EVERY == 0 or step == steps:
+                digests: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(digests, digest.hexdigest())
+                if len(set(digests)) > 1:
+                    wrong.append(f"the ranks' reports are not the same after {step} steps")
+                    break
+        seconds = time.perf_counter() - start
+    row = {"variant": "reports of all ranks", "ranks": dist.get_world_size(), "steps": step, "requests": asked}
+    return {**row, "tokens": tokens, "seconds": seconds, "differ": len(wrong)}, wrong
+
+
+def _of_all(sentences: list[str]) -> list[str]:
+    """Every rank's sentences."""
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, sentences)
+    return [sentence for each in found for sentence in each]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
