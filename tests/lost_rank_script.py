@@ -1,4 +1,4 @@
-"""One of two ranks that decode together until rank 1 is lost: `lost_rank_script.py FOLDER RANK killed|stopped`.
+"""One of two ranks that decode together until rank 1 is lost: `lost_rank_script.py FOLDER RANK killed|stopped DEVICE`.
 
 Run by tests/test_tensor_parallel.py without torchrun, which would end rank 0 itself. Prints seconds since the loss.
 """
@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from eagle_triton import EaModel, optimize_eagle_with_triton
@@ -24,10 +25,13 @@ STEPS = 5
 
 def main(argv: list[str]) -> int:
     """Decode; rank 0 returns 0 if it was ended by a RanksError."""
-    folder, rank, how = argv[0], int(argv[1]), argv[2]
+    folder, rank, how, device = argv[0], int(argv[1]), argv[2], argv[3]
     ranks.STEP_SECONDS = STOPPED_SECONDS
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     if rank == 0:
         save(Path(folder), "pair")
     dist.barrier()
@@ -35,7 +39,7 @@ def main(argv: list[str]) -> int:
     optimize_eagle_with_triton(model)
     last = time.monotonic()
     try:
-        for step, _ in enumerate(model.ea_generate(random_prompt(9), max_new_tokens=400)):
+        for step, _ in enumerate(model.ea_generate(random_prompt(9).to(device), max_new_tokens=400)):
             if rank == 1 and step == STEPS:
                 os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
             last = time.monotonic()

@@ -22,7 +22,8 @@ from eagle_triton.runtime.launch import EXACT
 from tests.compile_cases.layers import _ALIGNED
 from tests.compile_kernels import TARGETS
 
-ABSENT = dict.fromkeys(("tokens_ptr", "parts_ptr", "scale_ptr"))
+NO_TOKENS = {"tokens_ptr": None}
+ABSENT = {**NO_TOKENS, **dict.fromkeys(("parts_ptr", "scale_ptr"))}
 TYPES = {
     **dict.fromkeys(("place_addresses_ptr", "signal_addresses_ptr"), "*i64"),
     **dict.fromkeys(("uses_ptr", "failed_ptr", "told_ptr"), "*i32"),
@@ -71,7 +72,8 @@ def main() -> int:
             how = (dtype, "*fp32", norm_warps(block, draft))
             gathered = compiled(_rms_norm_kernel, arch, *how, {**common, "SPLITS": ranks, **ABSENT})
             how = (dtype, f"*{dtype}" if splits == 1 else "*fp32", how[2])
-            exchanged = compiled(_shared_rms_norm_kernel, arch, *how, {**common, "SPLITS": splits, "RANKS": ranks})
+            parts = {**common, **NO_TOKENS, "SPLITS": splits, "RANKS": ranks}
+            exchanged = compiled(_shared_rms_norm_kernel, arch, *how, parts)
             layouts = layout_of_squares(gathered), layout_of_squares(exchanged)
             narrow = re.findall(r"ld\.global(?:\.v2)?\.b16|st\.global(?:\.v2)?\.b16", exchanged["ptx"])
             wrong = layouts[0] != layouts[1] or narrow

@@ -465,7 +465,7 @@ def norms_add_up_what_ranks_leave_in_memory(folder: Path) -> None:
     assert peers is not None and not peers.gave_up()
     steps = len(results[1][1])
     assert int(peers.uses[0]) >= 2 * 6 * steps, "a step has two sums in each layer"
-    assert int(peers.uses[10]) == 0, "a prompt of 21 tokens is gathered: there is room for 12 rows, a tree has 10"
+    assert int(peers.uses[11]) > 0, "a prompt of 21 tokens is exchanged in pieces: there is room for 12 rows"
     ranks.peers = None
 
 

@@ -7,18 +7,19 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from torch.distributed import _symmetric_memory as symmetric
 
 from eagle_triton import layers as kernels
 from eagle_triton.engine import ranks as ranks_module
-from eagle_triton.engine.modules import Norm, Projection, add_norm, project, project_split
+from eagle_triton.engine.modules import Norm, Projection, add_norm, embed_norm, project, project_split
 from eagle_triton.engine.operations import make_operations
-from eagle_triton.engine.ranks import Ranks, RanksError
+from eagle_triton.engine.ranks import Ranks, RanksError, SharedEmbedding
 from eagle_triton.reference import layers as reference
 from eagle_triton.runtime.peer_memory import PeerMemory
-from eagle_triton.runtime.split_sums import SharedSums, SplitSums, total_of
+from eagle_triton.runtime.split_sums import SharedRows, SharedSums, SplitSums, own_rows, total_of
 from tests.peer_memory_script import memory_in
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -160,10 +161,81 @@ def test_what_does_not_fit_is_not_exchanged(device):
     (peers,) = ranks_memory(device, 1)
     empty = torch.empty
     assert peers.fits(empty(2, 3, WIDTH, device=device)) and peers.fits(SplitSums(empty(9, 6, 8, device=device), 0))
-    assert not peers.fits(empty(7, 8, device=device)) and not peers.fits(empty(6, WIDTH + 1, device=device))
-    assert not peers.fits(empty(0, 8, device=device)) and not peers.fits(empty(2, 8, device="meta"))
-    with pytest.raises(ValueError, match="7 rows of 8 do not fit into the ranks' memory for 6 of 800 bytes"):
-        kernels.add(SharedSums(empty(7, 8, device=device), torch.float32, peers))
+    assert not peers.fits(empty(6, WIDTH + 1, device=device))
+    assert not peers.fits(empty(4, 0, device=device)) and not peers.fits(empty(2, 8, device="meta"))
+    with pytest.raises(ValueError, match="rows of 201 do not fit into the ranks' memory for 800 bytes of each"):
+        kernels.add(SharedSums(empty(2, WIDTH + 1, device=device), torch.float32, peers))
+
+
+@both
+@pytest.mark.parametrize("splits", [0, 3])
+def test_more_rows_than_there_is_room_for_are_exchanged_in_pieces(device, module, splits):
+    """The other's parts lie in both places of a row at once, so three pieces would be more than this test can leave."""
+    mine, other = ranks_memory(device, 2)
+    rows = 2 * ROWS - 1
+    parts, gathered = parts_of(device, 2, rows, 24, torch.float32, splits)
+    theirs = fp32_of(parts[1])
+    leave(other, theirs[:ROWS])
+    leave(other, theirs[ROWS:])
+    residual, weight = torch.randn(rows, 24, device=device), torch.randn(24, device=device)
+    total = torch.zeros(rows, 2, 24, device=device)[:, 1]
+    shared, apart = SharedSums(parts[0], torch.float32, mine), SplitSums(gathered, torch.float32)
+    for expected, found in zip(
+        module.add_rms_norm(apart, residual, weight, 1e-5),
+        module.add_rms_norm(shared, residual, weight, 1e-5, total=total),
+        strict=True,
+    ):
+        assert torch.equal(expected, found)
+    assert mine.uses.tolist() == [2] * (ROWS - 1) + [1] and not mine.gave_up()
+
+
+@both
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_look_ups_are_those_of_the_whole_table(device, module, rank):
+    """Of 13 tokens, more than there is room for at once; a token below 0 is the first."""
+    everybody = ranks_memory(device, 3)
+    table, weight = torch.randn(12, 40, device=device), torch.randn(40, device=device)
+    tokens = torch.tensor([[0, 4, 11, 8, 3], [-1, 7, 5, 6, 1]], device=device)
+    own = table.split(4)
+    for other in everybody:
+        if other.rank != rank:
+            part = own_rows(own[other.rank], tokens.clamp(min=0), other.rank).flatten(0, 1)
+            leave(other, part[:ROWS])
+            leave(other, part[ROWS:])
+    shared = SharedRows(own[rank], everybody[rank])
+    assert shared.shape == table.shape and shared.dtype == table.dtype and shared.device == table.device
+    for expected, found in zip(
+        module.embed_rms_norm(tokens, table, weight, 1e-5),
+        module.embed_rms_norm(tokens, shared, weight, 1e-5),
+        strict=True,
+    ):
+        assert torch.equal(expected, found)
+    assert not everybody[rank].gave_up()
+
+
+def test_a_table_that_ranks_share_is_read_by_the_norm(device):
+    """Through the modules of the engine."""
+    mine, other = ranks_memory(device, 2)
+    ranks = Gathering(0, 2, None, None, None, peers=mine)
+    table = torch.randn(6, 16, device=device)
+    embedding, norm = SharedEmbedding(table[:3], ranks), Norm(torch.ones(16, device=device), 1e-5)
+    tokens = torch.tensor([[2, 0]], device=device)
+    leave(other, torch.zeros(2, 16, device=device))
+    ops = make_operations(MODULES[0] is kernels and len(MODULES) == 1)
+    normed, found = embed_norm(ops, norm, embedding, tokens)
+    assert torch.equal(found, table[tokens]) and torch.equal(normed, ops.rms_norm(found, norm.weight, 1e-5))
+    assert int(mine.uses[0]) == 1
+    ranks.peers = None
+    assert torch.equal(embed_norm(ops, norm, embedding, tokens)[1], found)
+
+
+def test_the_host_ends_a_wait(device):
+    """As it does where a rank's process has ended; here before the wait."""
+    mine, _ = ranks_memory(device, 2, looks=2**31 - 1)
+    mine.give_up()
+    assert mine.gave_up()
+    kernels.add(SharedSums(torch.ones(2, 8, device=device), torch.float32, mine))
+    assert mine.failed.tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +288,8 @@ def test_a_product_whose_reader_adds_up_is_not_gathered():
     leave(other, torch.zeros(3, 8))
     assert torch.equal(add_norm(ops, None, residual, project_split(ops, projection, x))[0], total)
     assert torch.allclose(project(ops, projection, x), whole, atol=1e-5)
-    assert isinstance(project_split(ops, projection, torch.randn(1, ROWS + 1, 16)), SplitSums)
+    wide = Projection(torch.randn(WIDTH + 8, 16), summed_over=ranks)
+    assert isinstance(project_split(ops, wide, x), SplitSums)
     ranks.peers = None
     assert isinstance(project_split(ops, projection, x), SplitSums)
     assert torch.allclose(total_of(project_split(ops, projection, x)), whole, atol=1e-5)
@@ -247,10 +320,13 @@ def test_memory_is_opened_once_without_multicast(symmetric_memory, monkeypatch):
     assert (symmetric_memory.multicast, symmetric_memory.group) == ("1", "both")
     assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ
     assert not any(block.any() for block in symmetric_memory.blocks), "signals must be zeros"
-    assert ranks.note == "norms add up the ranks' parts of up to 8 rows by symmetric memory"
+    assert ranks.note == "kernels exchange what ranks have by symmetric memory"
     peers = ranks.peers
     ranks.open_memory(30, torch.device("cpu"))
     assert ranks.peers is peers and ranks.met == 1
+    ranks.open_memory(40, torch.device("cpu"))  # of a wider model; graphs of the other go on
+    assert ranks.peers.row_bytes == 160 and ranks.met == 2
+    assert any(kept is peers for _, kept in ranks._kept)
 
 
 @pytest.mark.parametrize("whose", [0, 1])
@@ -265,7 +341,8 @@ def test_where_there_is_no_such_memory_on_any_rank_the_report_says_so(symmetric_
     else:
         ranks.said = "no peer access"
     ranks.open_memory(30, torch.device("cpu"))
-    assert ranks.peers is None and ranks.note == f"sums are gathered by NCCL, for want of: rank {whose}: no peer access"
+    assert ranks.peers is None
+    assert ranks.note == f"NCCL gathers what ranks have, for want of: rank {whose}: no peer access"
     ranks.open_memory(30, torch.device("cpu"))
     assert ranks.met == 1
 
@@ -289,6 +366,24 @@ def test_memory_that_gives_other_sums_than_a_gather_is_given_up(broken):
     assert (ranks.peers is None) == broken and (peers.uses[0] > 0)
     if broken:
         assert "sums of 3 rows through the ranks' memory were not those of a gather" in ranks.note
+
+
+def test_a_wait_ends_where_the_process_of_a_rank_has(monkeypatch):
+    """Long before the wait itself would."""
+    monkeypatch.setattr(ranks_module, "LIVING_SECONDS", 0.05)
+    (peers,) = ranks_memory("cpu", 1)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        ranks = Gathering(0, 2, None, None, None, peers=peers, processes={1: psutil.Process(child.pid)})
+        looks = iter([False] * 5000)
+        ranks.wait_for(SimpleNamespace(query=lambda: next(looks, True)))
+        assert not peers.gave_up()
+        child.kill()
+        with pytest.raises(RanksError, match=r"the processes of ranks \[1\] have ended; end all ranks"):
+            ranks.wait_for(SimpleNamespace(query=lambda: False), 30)  # nobody has asked how it ended: a zombie
+        child.wait()
+        with pytest.raises(RanksError, match=r"the processes of ranks \[1\] have ended"):
+            ranks.wait_for(SimpleNamespace(query=lambda: False), 30)
+    assert peers.gave_up() and peers.failed.tolist() == [1]
 
 
 def test_what_a_norm_has_waited_for_in_vain_is_an_error():

@@ -44,6 +44,8 @@ two_processes = pytest.mark.skipif(
     reason="needs gloo, and transformers from 5.20 on, which spreads models as it does now",
 )
 
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
 
 def torchrun(*command, ranks=2):
     """What some processes print, which must end well."""
@@ -193,12 +195,15 @@ def test_a_server_that_cannot_listen_ends_all_ranks():
 @pytest.mark.slow
 @two_processes
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL and SIGSTOP")
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=two_gpus)])
 @pytest.mark.parametrize(("how", "least", "most"), [("killed", 0, 3), ("stopped", 3, 9)])
-def test_a_lost_rank_ends_the_other_with_an_error(how, least, most, tmp_path):
+def test_a_lost_rank_ends_the_other_with_an_error(how, least, most, where, tmp_path):
     """`stopped`: it hangs, and the other waits as long as it was told to, four seconds."""
     command = [sys.executable, "tests/lost_rank_script.py", str(tmp_path)]
     ranks = [
-        subprocess.Popen([*command, str(rank), how], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), how, where], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+        )
         for rank in range(2)
     ]
     try:
@@ -209,7 +214,9 @@ def test_a_lost_rank_ends_the_other_with_an_error(how, least, most, tmp_path):
             process.wait()
     assert ranks[0].returncode == 0, out
     seconds, _, message = out.strip().splitlines()[-1].partition(" ")
-    assert "another rank has gone or hangs; end all ranks" in message
+    ended = where == "cuda" and how == "killed"  # no connection tells of it: its process does
+    assert ("the processes of ranks [1] have ended" if ended else "another rank has gone or hangs") in message
+    assert "end all ranks" in message
     assert least <= float(seconds) <= most
 
 
@@ -264,7 +271,7 @@ def test_on_gpus_norms_exchange_sums_and_the_report_says_how(device, kernels):
     view = replace(view, embedding=elsewhere, ranks=Opening(0, 2, None, None, None))
     engine = Engine(view, draft, SimpleNamespace(kernels=kernels, calls=Counter(), add=None))
     asked = device == "cuda" and kernels
-    note = "; sums are gathered by NCCL, for want of: rank 1: no peers, 64 wide on cuda"
+    note = "; NCCL gathers what ranks have, for want of: rank 1: no peers, 64 wide on cuda"
     assert engine.notes["ranks"].endswith(note) == asked
 
 
@@ -326,8 +333,8 @@ def test_the_wait_for_the_device_is_bounded(on_gpu, monkeypatch):
             return False
 
     class Bounded(Alone):
-        def wait_for(self, event, seconds=0.01):
-            super().wait_for(event, seconds)
+        def wait_for(self, event, seconds=None):
+            super().wait_for(event, 0.01)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     ranks = Bounded(0, 2, None, None, None)

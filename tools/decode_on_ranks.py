@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 tools/decode_on_ranks.py --output results/decode-on-ranks-h200.json
 
 Each rank decodes alone with the whole pair in fp32, greedily, by sampling, over trees and plainly, alone and in a
-batch; then all share the pair and must give the same tokens. Then they decode --steps steps in --dtype, in a batch whose
-requests come and go, and compare all reports. Each rank needs a GPU of its own, or --device cpu. The exit status is 1 if
-anything differs.
+batch; then all share the pair and must give the same tokens. Then they decode --steps steps in --dtype, in a batch
+whose requests come and go, and compare all reports. Each rank needs a GPU of its own, or --device cpu. The exit status
+is 1 if anything differs.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from eagle_triton.benchmarks import targets
 from eagle_triton.benchmarks.answers import write_answers, write_records
 from eagle_triton.benchmarks.arguments import OF_THE_HEAD, too_long
-from eagle_triton.benchmarks.parity import MARGIN_BOUND, check_parity
+from eagle_triton.benchmarks.parity import check_parity, margin_bound
 from eagle_triton.benchmarks.question_file import ALL, OWN_QUESTIONS, Question, of_categories, read_questions
 from eagle_triton.benchmarks.record import machine, table
 from eagle_triton.benchmarks.sweep import Configuration, configurations
@@ -235,7 +235,8 @@ def differences(
             check_parity(target.causal_lm, *_sequence(turn, target), SamplingParams())
         except ValueError as error:
             return [f"FAIL: {told}; question {name}: {str(error).partition(';')[0]}"]
-    return [f"{told}, by rounding: each token's logit is less than {MARGIN_BOUND[dtype]} below the best"]
+    bound = margin_bound(target.causal_lm)
+    return [f"{told}, by rounding: each token's logit is less than {bound:.3g} below the best"]
 
 
 def _sequence(turn: dict[str, Any], target: Target) -> tuple[torch.Tensor, int]:

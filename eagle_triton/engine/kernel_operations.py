@@ -7,6 +7,7 @@ from typing import ClassVar
 from eagle_triton import adaptive_length as _adaptive_length
 from eagle_triton import attention as _attention
 from eagle_triton import draft_inputs as _draft_inputs
+from eagle_triton import exchange as _exchange
 from eagle_triton import gated_delta as _gated_delta
 from eagle_triton import gather as _gather
 from eagle_triton import grafting as _grafting
@@ -34,6 +35,7 @@ class KernelOperations(Operations):
     linear = staticmethod(_linear.linear)
     linear_stack = staticmethod(_linear.linear_stack)
     linear_swiglu = staticmethod(_linear.linear_swiglu)
+    join_columns = staticmethod(_exchange.join_columns)
     swiglu = staticmethod(_layers.swiglu)
     rotary_append = staticmethod(_layers.rotary_append)
     tree_attention = staticmethod(_attention.tree_attention)

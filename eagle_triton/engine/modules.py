@@ -148,12 +148,14 @@ def _project(
     if projection.weight is None:
         return projection.replaced(whole_of(x))
     if projection.joined_over is not None:
-        part = ops.linear(x, projection.weight, projection.bias, launch_rows=launch_rows)
-        return projection.joined_over.joined(total_of(part))
+        part = total_of(ops.linear(x, projection.weight, projection.bias, launch_rows=launch_rows))
+        peers = projection.joined_over.peers_for(ops.kernels, x.device)
+        return projection.joined_over.joined(part) if peers is None else ops.join_columns(part, peers)
     if projection.summed_over is not None:
         part = ops.linear(x, projection.weight, projection.bias, keep_splits=True, launch_rows=launch_rows)
-        # the references add up on a CPU only: elsewhere they would not wait for the others
-        return projection.summed_over.summed(part, x.dtype, keep_splits and (ops.kernels or x.device.type == "cpu"))
+        by_the_norm = projection.summed_over.peers_for(ops.kernels, x.device) is not None
+        found = projection.summed_over.summed(part, x.dtype, by_the_norm)
+        return found if keep_splits or isinstance(found, SplitSums) else ops.add(found)
     return ops.linear(x, projection.weight, projection.bias, keep_splits=keep_splits, launch_rows=launch_rows)
 
 
@@ -259,11 +261,12 @@ def embed_norm(
     for_float8: bool = False,
 ) -> tuple[Tensor | Float8Pair, Tensor]:
     """(norm(x), x) of the embeddings x of tokens [B, n], as `add_norm`. `total` [B, n, H]: where x may be written."""
-    if norm is None or isinstance(embedding, SharedEmbedding):
+    table = embedding.in_memory(ops.kernels) if isinstance(embedding, SharedEmbedding) else embedding
+    if norm is None or table is None:
         return add_norm(ops, norm, embedding[tokens], in_draft_pass=in_draft_pass, for_float8=for_float8)
     return ops.embed_rms_norm(
         tokens,
-        embedding,
+        table,
         norm.weight,
         norm.eps,
         zero_centred=norm.zero_centred,

@@ -18,6 +18,7 @@ import torch
 from eagle_triton.reference import adaptive_length as _adaptive_length
 from eagle_triton.reference import attention as _attention
 from eagle_triton.reference import draft_inputs as _draft_inputs
+from eagle_triton.reference import exchange as _exchange
 from eagle_triton.reference import gated_delta as _gated_delta
 from eagle_triton.reference import gather as _gather
 from eagle_triton.reference import grafting as _grafting
@@ -44,6 +45,7 @@ class Operations:
     linear = staticmethod(_linear.linear)
     linear_stack = staticmethod(_linear.linear_stack)
     linear_swiglu = staticmethod(_linear.linear_swiglu)
+    join_columns = staticmethod(_exchange.join_columns)
     swiglu = staticmethod(_layers.swiglu)
     rotary_append = staticmethod(_layers.rotary_append)
     tree_attention = staticmethod(_attention.tree_attention)

@@ -4,36 +4,40 @@ Every rank runs the same script, and in a step the same operations: products of 
 everything behind them whole. All hold the same bits then, so that none has to be told what another chose. What could
 differ all the same, because it was measured or drawn or comes from outside, is rank 0's: `agreed`.
 
-A rank that has gone ends the others with RanksError: at once where its connections close, else after `STEP_SECONDS`.
+A rank that has gone ends the others with RanksError: where its connections close or its process has ended at once, else
+after `STEP_SECONDS`.
 
-On GPUs that see each other's memory the norm behind a product exchanges the ranks' parts by itself
-(`runtime/peer_memory.py`); everywhere else, and where there are more rows, the group's backend does.
+On GPUs that see each other's memory kernels exchange the ranks' parts by themselves (`runtime/peer_memory.py`), the
+norm behind a product those of its sums. Everywhere else the group's backend does.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from eagle_triton.runtime.peer_memory import LOOKS, PeerMemory
-from eagle_triton.runtime.split_sums import SharedSums, SplitSums
+from eagle_triton.runtime.split_sums import SharedRows, SharedSums, SplitSums, own_rows
 
 STEP_SECONDS = 60.0  # that a rank waits for another inside a generation: the other may be compiling kernels
 POLL_SECONDS = 2e-5
+LIVING_SECONDS = 0.5  # of a wait, between two looks whether the other ranks' processes are alive
 PROOF_LOOKS = LOOKS // 3  # of waits whose outcome is compared: another may be compiling, but STEP_SECONDS are longer
 BETWEEN_SECONDS = 1800.0  # and between generations, where one may read files or talk to somebody
-MOST_ROWS = 512  # whose sums the norm exchanges: those of a step, of eight trees of 60 nodes
+MOST_ROWS = 512  # that one launch exchanges: those of a step, of eight trees of 60 nodes
 
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -64,7 +68,8 @@ def _named(exchange: Callable[P, R]) -> Callable[P, R]:
 class Ranks:
     """This process, `rank` of `size`. device_group: for what lies on the device; host_group: for Python's objects;
     meeting_group: for what ranks do first in a call, to which they come at different times. peers: the memory by which
-    norms exchange sums, where there is such (`open_memory`), and why_no_peers, where that was tried in vain."""
+    kernels exchange parts, where there is such (`open_memory`), and why_no_peers, where that was tried in vain.
+    processes: of the other ranks on this host."""
 
     rank: int
     size: int
@@ -73,7 +78,8 @@ class Ranks:
     meeting_group: Any
     peers: PeerMemory | None = None
     why_no_peers: str | None = None
-    _kept: dict[str, Any] = field(default_factory=dict)  # what that memory belongs to
+    processes: dict[int, psutil.Process] = field(default_factory=dict)
+    _kept: list[Any] = field(default_factory=list)  # what that memory belongs to, and what was there before
     _proved: bool = False
 
     @staticmethod
@@ -95,19 +101,26 @@ class Ranks:
             device = new("nccl" if mesh.device_type == "cuda" else "gloo", STEP_SECONDS)
             ranks = Ranks(dist.get_rank(group), len(members), device, new("gloo", STEP_SECONDS), meeting)
             ranks.together(torch.zeros(1, device=mesh.device_type))  # connects, which a capture could not
+            places = ranks.of_all((socket.gethostname(), os.getpid()))
+            ranks.processes = {
+                rank: psutil.Process(process)
+                for rank, (host, process) in enumerate(places)
+                if rank != ranks.rank and host == places[ranks.rank][0]
+            }
             _KNOWN[group] = ranks
         return _KNOWN[group]
 
     def open_memory(self, width: int, device: torch.device) -> None:
-        """Have norms exchange sums of at most MOST_ROWS rows of `width` by themselves, if torch gives all ranks memory
-        of their GPUs that the others see (symmetric memory, without multicast). All ranks call this; once is enough.
+        """Have kernels exchange parts by themselves, sums of rows of at most `width` among them, if torch gives all
+        ranks memory of their GPUs that the others see (symmetric memory, without multicast). All ranks call this; once
+        for each width is enough.
 
         `peers` is that memory then; else `why_no_peers` says what stands against it, on any rank.
         """
-        if self.peers is not None or self.why_no_peers is not None:
+        row_bytes = -(-4 * width // 16) * 16
+        if self.why_no_peers is not None or (self.peers is not None and row_bytes <= self.peers.row_bytes):
             return
         self.meet()
-        row_bytes = -(-4 * width // 16) * 16
         count = PeerMemory.bytes_for(self.size, MOST_ROWS, row_bytes)
         found: dict[str, Any] = {}
 
@@ -127,7 +140,8 @@ class Ranks:
 
         if self._all_do(allocate) and self._all_do(connect):
             self.peers = PeerMemory.of(self.rank, found["blocks"], MOST_ROWS, row_bytes)
-            self._kept = found
+            self._kept.append((found, self.peers))
+            self._proved = False
 
     def prove_memory(self, add: Callable[[SplitSums | SharedSums], Tensor], like: Tensor) -> None:
         """Give `peers` up, and say so in `why_no_peers`, unless sums through it have the bits of gathered ones on every
@@ -169,10 +183,15 @@ class Ranks:
     def note(self) -> str | None:
         """What a report says of how sums are exchanged on GPUs."""
         if self.peers is not None:
-            return f"norms add up the ranks' parts of up to {self.peers.rows} rows by symmetric memory"
-        return None if self.why_no_peers is None else f"sums are gathered by NCCL, for want of: {self.why_no_peers}"
+            return "kernels exchange what ranks have by symmetric memory"
+        return None if self.why_no_peers is None else f"NCCL gathers what ranks have, for want of: {self.why_no_peers}"
 
     # --- in a step ---
+
+    def peers_for(self, kernels: bool, device: torch.device) -> PeerMemory | None:
+        """The memory by which operations exchange parts. kernels: whether they are kernels; the references do so on a
+        CPU only: elsewhere they would not wait for the others."""
+        return self.peers if kernels or device.type == "cpu" else None
 
     def summed(self, part: Tensor | SplitSums, dtype: torch.dtype, by_the_norm: bool = False) -> SplitSums | SharedSums:
         """What each rank's product of its columns [..., N] comes to: the ranks' parts, which the reader adds up in the
@@ -200,17 +219,32 @@ class Ranks:
 
     # --- on the host ---
 
-    def wait_for(self, event: torch.cuda.Event, seconds: float = STEP_SECONDS) -> None:
-        """Wait for what was launched on the device. Raises RanksError if that takes too long: a graph that exchanges
-        something with a rank that has gone never ends, and nobody else watches over it. Also where a norm has waited
-        for another rank in vain, and went on without its part."""
-        end = time.monotonic() + seconds
+    def wait_for(self, event: torch.cuda.Event, seconds: float | None = None) -> None:
+        """Wait for what was launched on the device, for STEP_SECONDS unless it is said otherwise.
+
+        Raises RanksError if that takes too long, or another rank's process has ended: a graph that exchanges something
+        with a rank that has gone never ends, and nobody else watches over it. Also where a kernel has waited for
+        another rank in vain, and went on without its part.
+        """
+        start, seconds = time.monotonic(), STEP_SECONDS if seconds is None else seconds
+        look = start + LIVING_SECONDS
         while not event.query():
-            if time.monotonic() > end:
-                raise RanksError(f"a step did not end in {seconds:g} s: another rank has gone or hangs; end all ranks")
+            now = time.monotonic()
+            if now > look:
+                look = now + LIVING_SECONDS
+                if gone := [rank for rank, process in self.processes.items() if _has_ended(process)]:
+                    self._end(f"the processes of ranks {gone} have ended; end all ranks")
+            if now > start + seconds:
+                self._end(f"a step did not end in {seconds:g} s: another rank has gone or hangs; end all ranks")
             time.sleep(POLL_SECONDS)
         if self.peers is not None and self.peers.gave_up():
-            raise RanksError("a norm has waited for another rank's part in vain: it has gone or hangs; end all ranks")
+            raise RanksError("a kernel has waited for another rank's part in vain: it has gone or hangs; end all ranks")
+
+    def _end(self, why: str) -> NoReturn:
+        """Raise RanksError, and let the device come to an end."""
+        if self.peers is not None:
+            self.peers.give_up()
+        raise RanksError(why)
 
     @_named
     def meet(self) -> None:
@@ -242,6 +276,13 @@ class Ranks:
         return values
 
 
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return not psutil.pid_exists(process.pid)  # of a process that may not be looked at
+
+
 @contextmanager
 def _without_multicast() -> Iterator[None]:
     """Memory that is connected in the block needs no NVLink multicast, which some machines lack."""
@@ -266,6 +307,11 @@ class SharedEmbedding:
     rows: Tensor  # [V / size, H]: this rank's
     ranks: Ranks
 
+    def in_memory(self, kernels: bool) -> SharedRows | None:
+        """The same for a norm that exchanges look-ups by itself, if there is memory for that; see Ranks.peers_for."""
+        peers = self.ranks.peers_for(kernels, self.device)
+        return None if peers is None or not peers.fits(self.rows) else SharedRows(self.rows, peers)
+
     @property
     def shape(self) -> torch.Size:
         return torch.Size((len(self.rows) * self.ranks.size, self.rows.shape[1]))
@@ -281,8 +327,4 @@ class SharedEmbedding:
     def __getitem__(self, tokens: Tensor) -> Tensor:
         """tokens [...] int64 -> [..., H]: every rank's look-up of the tokens that are its own, zeros for the others,
         added up."""
-        count = len(self.rows)
-        place = tokens - self.ranks.rank * count
-        mine = (place >= 0) & (place < count)
-        found = self.rows[place.clamp(0, count - 1)].masked_fill(~mine[..., None], 0)
-        return self.ranks.together(found).sum(0)
+        return self.ranks.together(own_rows(self.rows, tokens, self.ranks.rank)).sum(0)

@@ -16,7 +16,8 @@ from eagle_triton.runtime.float8_pair import Float8Pair, takes_pairs
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped
 from eagle_triton.runtime.peer_exchange import row_at, signal_and_wait
-from eagle_triton.runtime.split_sums import Product, SharedSums, SplitSums
+from eagle_triton.runtime.peer_memory import PeerMemory
+from eagle_triton.runtime.split_sums import Product, SharedRows, SharedSums, SplitSums
 
 
 @triton.jit
@@ -167,9 +168,11 @@ def _rms_norm_kernel(
         store_pair(tl.reshape(wide, (BLOCK // WIDTH, WIDTH)), 0, parts_ptr, scale_ptr, row, rows, size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens_ptr"])
 def _shared_rms_norm_kernel(
     x_ptr,
+    tokens_ptr,
+    table_rows,
     weight_ptr,
     residual_ptr,
     out_ptr,
@@ -196,7 +199,8 @@ def _shared_rms_norm_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (rows,): one program per row, of which x is this rank's part. It adds up the part's splits, leaves the sum
-    where the other ranks read it, waits for theirs, and goes on as `norm_row` does with splits: in their order.
+    where the other ranks read it, waits for theirs, and goes on as `norm_row` does with splits: in their order. With
+    tokens, x is this rank's part of a table, of `table_rows` rows.
 
     place_rows, place_width: rows, and elements of x's dtype in one, of a place in PeerMemory.
     """
@@ -211,7 +215,11 @@ def _shared_rms_norm_kernel(
     part_kind: tl.constexpr = x_ptr.dtype.element_ty
     use = tl.load(uses_ptr + row) + 1
     place = ((use & 1) * place_rows + row) * place_width
-    part = load_sum(x_ptr + row * stride_xm + offs, stride_xs, mask, SPLITS)
+    source, mine = row, mask
+    if tokens_ptr is not None:
+        source = tl.maximum(tl.load(tokens_ptr + row), 0) - rank * table_rows
+        mine = mask & (source >= 0) & (source < table_rows)
+    part = load_sum(x_ptr + source * stride_xm + offs, stride_xs, mine, SPLITS)
     tl.store(row_at(place_addresses_ptr, rank, place, offs, part_kind), part.to(part_kind), mask=mask)
     if residual_ptr is not None:  # on its way while this program waits
         residual = tl.load(residual_ptr + row * stride_rm + offs, mask=mask, other=0.0).to(tl.float32)
@@ -291,15 +299,15 @@ def rms_norm(
     return out if pair is None else pair
 
 
-def _pair_for(x: Product, out: Tensor, for_float8: bool) -> Float8Pair | None:
+def _pair_for(x: Product | SharedRows, out: Tensor, for_float8: bool) -> Float8Pair | None:
     """Room for the pair of `out`, if somebody reads it and the kernel that adds x up makes it."""
-    wanted = for_float8 and takes_pairs(out) and not isinstance(x, SharedSums)
+    wanted = for_float8 and takes_pairs(out) and not isinstance(x, SharedSums | SharedRows)
     return empty_pair(out.shape, out) if wanted else None
 
 
 def embed_rms_norm(
     tokens: Tensor,
-    embedding: Tensor,
+    embedding: Tensor | SharedRows,
     weight: Tensor,
     eps: float,
     *,
@@ -315,8 +323,9 @@ def embed_rms_norm(
     """
     check_embed_rms_norm(tokens, embedding, weight, total)
     check_contiguous("embed_rms_norm", weight)
-    if embedding.stride(1) != 1:
-        raise ValueError(f"embed_rms_norm: the embedding's rows must be contiguous, got strides {embedding.stride()}")
+    table = embedding.rows if isinstance(embedding, SharedRows) else embedding
+    if table.stride(1) != 1:
+        raise ValueError(f"embed_rms_norm: the embedding's rows must be contiguous, got strides {table.stride()}")
     shape = (*tokens.shape, embedding.shape[1])
     out, total = weight.new_empty(shape), weight.new_empty(shape) if total is None else total
     pair = _pair_for(embedding, out, for_float8)
@@ -359,7 +368,7 @@ def add(x: Product, residual: Tensor | None = None) -> Tensor:
 
 
 def _launch_norm(
-    x: Product,
+    x: Product | SharedRows,
     weight: Tensor | None,
     eps: float,
     residual: Tensor | None,
@@ -375,7 +384,7 @@ def _launch_norm(
         return
     size, count = out.shape[-1], out.shape[:-1].numel()
     residual = None if residual is None else contiguous_rows(residual)
-    part = x.part if isinstance(x, SharedSums) else x
+    part = x.part if isinstance(x, SharedSums) else x.rows if isinstance(x, SharedRows) else x
     if isinstance(part, SplitSums):
         rows = part.sums.reshape(-1, count, size)
         rows = rows if rows.stride(2) == 1 else rows.contiguous()
@@ -383,18 +392,69 @@ def _launch_norm(
     else:
         rows, splits, stride_split = contiguous_rows(part), 1, 0
     block = triton.next_power_of_2(size)
-    if isinstance(x, SharedSums):
-        peers = x.peers
-        if not peers.fits(rows[0] if rows.dim() > 2 else rows):
-            raise ValueError(
-                f"{count} rows of {size} do not fit into the ranks' memory for {peers.rows} of {peers.row_bytes} bytes"
-            )
-        overlapped(_shared_rms_norm_kernel, (count,), out.device)(
-            rows,
+    tokens = None if tokens is None else tokens.contiguous().view(-1)
+    total = None if total is None else total.view(count, size)
+    if isinstance(x, SharedSums | SharedRows):
+        _launch_shared_norm(
+            x.peers, rows, tokens, weight, residual, out.view(count, size), total, stride_split, splits, eps,
+            zero_centred, norm_warps(block, in_draft_pass),
+        )  # fmt: skip
+        return
+    overlapped(_rms_norm_kernel, (count,), out.device)(
+        rows,
+        tokens,
+        weight,
+        residual,
+        out,
+        total,
+        None if pair is None else pair.parts,
+        None if pair is None else pair.scale,
+        count,
+        stride_split,
+        rows.stride(-2),
+        0 if residual is None else residual.stride(0),
+        0 if total is None else total.stride(0),
+        eps,
+        size,
+        block,
+        splits,
+        zero_centred,
+        num_warps=norm_warps(block, in_draft_pass),
+    )
+
+
+def _launch_shared_norm(
+    peers: PeerMemory,
+    rows: Tensor,
+    tokens: Tensor | None,
+    weight: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    total: Tensor | None,
+    stride_split: int,
+    splits: int,
+    eps: float,
+    zero_centred: bool,
+    warps: int,
+) -> None:
+    """`_launch_norm` where ranks exchange parts, in as many launches as their memory asks for. rows [..., n, H]: parts
+    of the rows of `out` [n, H], or with tokens [n] of a table."""
+    count, size = out.shape
+    if not peers.fits(rows):
+        raise ValueError(f"rows of {size} do not fit into the ranks' memory for {peers.row_bytes} bytes of each")
+    for first, last in peers.pieces(count):
+
+        def piece(tensor: Tensor | None, first: int = first, last: int = last) -> Tensor | None:
+            return None if tensor is None else tensor[first:last]
+
+        overlapped(_shared_rms_norm_kernel, (last - first,), out.device)(
+            rows[..., first:last, :] if tokens is None else rows,
+            piece(tokens),
+            rows.shape[-2],
             weight,
-            residual,
-            out,
-            total,
+            piece(residual),
+            piece(out),
+            piece(total),
             peers.place_addresses,
             peers.signal_addresses,
             peers.uses,
@@ -407,34 +467,12 @@ def _launch_norm(
             stride_split,
             rows.stride(-2),
             0 if residual is None else residual.stride(0),
-            0 if total is None else total.view(count, size).stride(0),
+            0 if total is None else total.stride(0),
             eps,
             size,
-            block,
+            triton.next_power_of_2(size),
             splits,
             peers.size,
             zero_centred,
-            num_warps=norm_warps(block, in_draft_pass),
+            num_warps=warps,
         )
-        return
-    overlapped(_rms_norm_kernel, (count,), out.device)(
-        rows,
-        None if tokens is None else tokens.contiguous(),
-        weight,
-        residual,
-        out,
-        total,
-        None if pair is None else pair.parts,
-        None if pair is None else pair.scale,
-        count,
-        stride_split,
-        rows.stride(-2),
-        0 if residual is None else residual.stride(0),
-        0 if total is None else total.view(count, size).stride(0),
-        eps,
-        size,
-        block,
-        splits,
-        zero_centred,
-        num_warps=norm_warps(block, in_draft_pass),
-    )

@@ -10,7 +10,7 @@ from torch import Tensor
 from eagle_triton.reference.attention import check_table
 from eagle_triton.reference.kv_cache import write_rows
 from eagle_triton.runtime.float8_pair import GROUP, LOW, Float8Pair
-from eagle_triton.runtime.split_sums import Product, SplitSums, total_of
+from eagle_triton.runtime.split_sums import Product, SharedRows, SplitSums, total_of
 
 
 @overload
@@ -63,7 +63,7 @@ def rms_norm(
 
 def embed_rms_norm(
     tokens: Tensor,
-    embedding: Tensor,
+    embedding: Tensor | SharedRows,
     weight: Tensor,
     eps: float,
     *,

@@ -1,9 +1,11 @@
-"""What a kernel does that adds up parts of several ranks: leave its own, signal, wait, read (see `peer_memory.py`)."""
+"""What a kernel does that reads parts of several ranks: leave its own, signal, wait, read (see `peer_memory.py`)."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+_LOOKS_BETWEEN = tl.constexpr(4096)  # at a signal, before a program looks whether to give up: some milliseconds
 
 
 @triton.jit
@@ -24,7 +26,7 @@ def signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, 
 
     What the program has written before is seen by who waits for it, and what others have written by this program
     afterwards. A wait that looks in vain `looks` times, at all signals together, sets the words at `failed_ptr` and
-    `told_ptr` and goes on; from then on nothing waits.
+    `told_ptr` and goes on; from then on nothing waits. The host may set them, too.
     """
     tl.debug_barrier()  # every thread's writes come before the one thread's release
     for other in tl.static_range(RANKS):
@@ -37,6 +39,8 @@ def signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, 
         while (seen - use < 0) & (left > 0):  # a difference: counts may pass the largest number
             seen = tl.atomic_add(mine, 0, sem="acquire", scope="sys")
             left -= 1
+            if left % _LOOKS_BETWEEN == 0:
+                left *= 1 - tl.load(failed_ptr, volatile=True)
         if seen - use < 0:
             tl.store(failed_ptr, 1)
             tl.store(told_ptr, 1)

@@ -1,13 +1,14 @@
 """Memory that all ranks of one host read: each leaves its part of a sum in its own, and reads the others' from theirs.
+So they exchange the columns of logits and what they look up in an embedding, too.
 
-A row of a sum has two places, which alternate by how often the row was used. So one signal suffices: who writes a
+A row has two places, which alternate by how often the row was used. So one signal suffices: who writes a
 place for the next but one use has seen everybody's signal for the next, which nobody gives before the kernel that read
 the former use has ended. Counts live on the device, so a CUDA graph may be replayed as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,13 +95,27 @@ class PeerMemory:
         return self.places[0].shape[2]
 
     def fits(self, part: Any) -> bool:
-        """Whether there is room for sums like `part` [..., N], a tensor or its splits, in fp32 too."""
-        rows, width = part.shape[:-1].numel(), part.shape[-1]
-        return 0 < rows <= self.rows and 4 * width <= self.row_bytes and part.device == self.uses.device
+        """Whether there is room for rows like those of `part` [..., N], a tensor or its splits, in fp32 too."""
+        return 0 < 4 * part.shape[-1] <= self.row_bytes and part.device == self.uses.device
+
+    def pieces(self, rows: int) -> Iterator[tuple[int, int]]:
+        """Where each of the launches that exchange so many rows begins and ends."""
+        return ((first, min(first + self.rows, rows)) for first in range(0, rows, self.rows))
 
     def gave_up(self) -> bool:
         """Whether a wait for another rank has given up: what was computed since is wrong. Asks no device."""
         return bool(self.told[0])
+
+    def give_up(self) -> None:
+        """Let no kernel wait any more, also none that waits now."""
+        self.told[0] = 1
+        if self.uses.device.type == "cpu":
+            self.failed.fill_(1)
+            return
+        stream = torch.cuda.Stream(self.uses.device)  # the others are behind what waits
+        with torch.cuda.stream(stream):
+            self.failed.copy_(self.told, non_blocking=True)
+        stream.synchronize()
 
     def exchanged(self, part: Tensor) -> Tensor:
         """Every rank's part [..., N], in their order, [size, ..., N]: what the kernels do, in plain torch and on a CPU.
@@ -110,9 +125,14 @@ class PeerMemory:
         if self.uses.device.type != "cpu":
             raise RuntimeError("parts that lie on a device are exchanged by the kernel that adds them up")
         rows = part.reshape(-1, part.shape[-1])
+        found = [self._exchanged(rows[first:last]) for first, last in self.pieces(len(rows))]
+        return torch.cat(found, 1).view(self.size, *part.shape)
+
+    def _exchanged(self, rows: Tensor) -> Tensor:
+        """The same of as many rows [n, N] as there is room for: [size, n, N]."""
         count, width = rows.shape
         use, row = self.uses[:count] + 1, torch.arange(count)
-        self.places[self.rank].view(part.dtype)[use & 1, row, :width] = rows
+        self.places[self.rank].view(rows.dtype)[use & 1, row, :width] = rows
         for signals in self.signals:
             signals[:count, self.rank] = use
         left = self.looks * int(not self.failed[0])
@@ -122,8 +142,7 @@ class PeerMemory:
                 break
             left -= 1
         self.uses[:count] = use
-        found = [places.view(part.dtype)[use & 1, row, :width] for places in self.places]
-        return torch.stack(found).view(self.size, *part.shape)
+        return torch.stack([places.view(rows.dtype)[use & 1, row, :width] for places in self.places])
 
 
 def _signal_bytes(size: int, rows: int) -> int:

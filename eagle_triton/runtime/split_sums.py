@@ -1,5 +1,5 @@
 """Products whose partial sums are still apart: what a split product hands to the kernel that reads it, or each of
-several ranks that have some of its columns."""
+several ranks that have some of its columns. And tables of which each rank has some rows."""
 
 from __future__ import annotations
 
@@ -75,6 +75,44 @@ class SharedSums:
         """The product itself, on a CPU; see PeerMemory.exchanged."""
         part = self.part.total_in_fp32() if isinstance(self.part, SplitSums) else self.part
         return functools.reduce(torch.add, self.peers.exchanged(part).float().unbind(0)).to(self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedRows:
+    """A table [V, H] of which each rank has as many rows, in the order of the ranks.
+
+    Stands in for a table where embed_rms_norm reads one: ranks exchange what they look up, once each time that it is
+    read, so all ranks must read it alike. `rows` [V / size, H] are this rank's.
+    """
+
+    rows: Tensor
+    peers: PeerMemory
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.rows) * self.peers.size, self.rows.shape[1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    def dim(self) -> int:
+        return 2
+
+    def __getitem__(self, tokens: Tensor) -> Tensor:
+        """tokens [...] int64 -> [..., H], on a CPU; see PeerMemory.exchanged."""
+        return self.peers.exchanged(own_rows(self.rows, tokens, self.peers.rank)).sum(0)
+
+
+def own_rows(rows: Tensor, tokens: Tensor, rank: int) -> Tensor:
+    """This rank's part of a look-up of tokens [...]: its own rows [..., H], and zeros where a token is another's."""
+    place = tokens - rank * len(rows)
+    mine = (place >= 0) & (place < len(rows))
+    return rows[place.clamp(0, len(rows) - 1)].masked_fill(~mine[..., None], 0)
 
 
 Product: TypeAlias = Tensor | SplitSums | SharedSums

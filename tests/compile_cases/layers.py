@@ -73,9 +73,14 @@ for _size, _ranks, _splits in ((8192, 2, 2), (4096, 2, 1), (8192, 8, 1), (4096, 
     _types |= dict.fromkeys(("uses_ptr", "failed_ptr", "told_ptr"), "*i32")
     _types |= {"eps": "fp32", **({"x_ptr": "*fp32"} if _splits > 1 else {})}
     _label = f"rms_norm {_size} splits {_splits} of {_ranks} ranks"
-    CASES.append(_case(_label, _shared_rms_norm_kernel, _values, (), norm_warps(_size), **_types))
+    CASES.append(_case(_label, _shared_rms_norm_kernel, _values, ("tokens_ptr",), norm_warps(_size), **_types))
+_types = {**_types, "tokens_ptr": "*i64", "x_ptr": "*bf16"}
+_values = {**_values, "SPLITS": 1}
+CASES.append(
+    _case("embed of 3 ranks", _shared_rms_norm_kernel, _values, ("residual_ptr",), norm_warps(_size), **_types)
+)
 _values = {**_values, "ZERO_CENTRED": True}
-_none = ("residual_ptr", "total_ptr", "weight_ptr")
+_none = ("tokens_ptr", "residual_ptr", "total_ptr", "weight_ptr")
 CASES.append(_case("add of 3 ranks", _shared_rms_norm_kernel, _values, _none, norm_warps(_size), **_types))
 for _dim in (128, 64):
     for _splits in (1, 2):

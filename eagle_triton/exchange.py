@@ -1,0 +1,113 @@
+"""What ranks that share a model exchange beside the sums of norms (layers/norms.py): the columns of a product.
+
+    join_columns:    out[..., r * n : (r + 1) * n] = rank r's part
+
+| name | shape            | dtype, layout                              |
+|------|------------------|--------------------------------------------|
+| part | [..., n]         | 16 or 32 bits; this rank's, rows contiguous |
+| out  | [..., size * n]  | the same                                   |
+
+Numerics: copies. One launch for as many blocks of a row as PeerMemory has rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.reference.exchange import check_join_columns
+from eagle_triton.runtime.overlap import await_inputs, overlapped
+from eagle_triton.runtime.peer_exchange import row_at, signal_and_wait
+from eagle_triton.runtime.peer_memory import PeerMemory
+
+_LEAST_BLOCK = 1024  # elements: below, programs wait for each other for little
+
+
+@triton.jit(do_not_specialize=["first", "place_rows"])
+def _join_columns_kernel(
+    part_ptr,
+    out_ptr,
+    place_addresses_ptr,
+    signal_addresses_ptr,
+    uses_ptr,
+    failed_ptr,
+    told_ptr,
+    rank,
+    looks,
+    place_rows,
+    place_width,
+    first,
+    size,
+    blocks,
+    stride_pm,
+    BLOCK: tl.constexpr,
+    RANKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (blocks of rows in this launch,): a program leaves its block where other ranks read it, waits for theirs,
+    and writes all of them. first: of the blocks; size: elements of a part's row, in `blocks` blocks.
+
+    place_rows, place_width: rows, and elements in one, of a place in PeerMemory.
+    """
+    await_inputs(PDL)
+    here = tl.program_id(0).to(tl.int64)
+    row, block = (first + here) // blocks, (first + here) % blocks
+    offs, width = tl.arange(0, BLOCK)[None, :], size - block * BLOCK
+    kind: tl.constexpr = part_ptr.dtype.element_ty
+    use = tl.load(uses_ptr + here) + 1
+    place = ((use & 1) * place_rows + here) * place_width
+    part = tl.load(part_ptr + row * stride_pm + block * BLOCK + offs, mask=offs < width)
+    tl.store(row_at(place_addresses_ptr, rank, place, offs, kind), part, mask=offs < width)
+    signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, here, use, rank, looks, RANKS)
+    tl.store(uses_ptr + here, use)
+    out_ptr += row * RANKS * size + block * BLOCK
+    for other in tl.static_range(RANKS):
+        theirs = tl.load(row_at(place_addresses_ptr, other, place, offs, kind), mask=offs < width)
+        tl.store(out_ptr + other * size + offs, theirs, mask=offs < width)
+
+
+def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
+    """All columns of a product of which each rank has some: [..., n] -> [..., size * n], by the ranks in their order.
+
+    All ranks call this, with parts of the same shape and dtype. Raises ValueError for a part that does not lie where
+    the memory does, or is of 8 or 64 bits.
+    """
+    check_join_columns(part, peers)
+    out = part.new_empty(*part.shape[:-1], peers.size * part.shape[-1])
+    if not out.numel():
+        return out
+    rows, size = part.reshape(-1, part.shape[-1]), part.shape[-1]
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    block, most = _LEAST_BLOCK, _largest_block(peers, part)
+    while block < most and len(rows) * triton.cdiv(size, block) > peers.rows:
+        block *= 2
+    block = min(block, most)
+    blocks = triton.cdiv(size, block)
+    for first, last in peers.pieces(len(rows) * blocks):
+        overlapped(_join_columns_kernel, (last - first,), part.device)(
+            rows,
+            out,
+            peers.place_addresses,
+            peers.signal_addresses,
+            peers.uses,
+            peers.failed,
+            peers.told,
+            peers.rank,
+            peers.looks,
+            peers.rows,
+            peers.row_bytes // part.element_size(),
+            first,
+            size,
+            blocks,
+            rows.stride(0),
+            block,
+            peers.size,
+            num_warps=min(max(block // 512, 4), 16),
+        )
+    return out
+
+
+def _largest_block(peers: PeerMemory, part: Tensor) -> int:
+    """Elements of the largest power of two of which a row of the memory has room for as many."""
+    return 1 << ((peers.row_bytes // part.element_size()).bit_length() - 1)
