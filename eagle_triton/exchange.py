@@ -12,24 +12,26 @@ Numerics: copies. One launch for as many blocks of a row as PeerMemory has rows.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.reference.exchange import check_join_columns
 from eagle_triton.runtime.overlap import await_inputs, overlapped
-from eagle_triton.runtime.peer_exchange import row_at, signal_and_wait
+from eagle_triton.runtime.peer_exchange import looks_left, receive, row_at, send, signal_and_wait
 from eagle_triton.runtime.peer_memory import PeerMemory
 
 _LEAST_BLOCK = 1024  # elements: below, programs wait for each other for little
 
 
-@triton.jit(do_not_specialize=["first", "place_rows"])
+@triton.jit(do_not_specialize=["first", "place_rows", "sent_rows"])
 def _join_columns_kernel(
     part_ptr,
     out_ptr,
     place_addresses_ptr,
     signal_addresses_ptr,
+    word_addresses_ptr,
     uses_ptr,
     failed_ptr,
     told_ptr,
@@ -37,34 +39,54 @@ def _join_columns_kernel(
     looks,
     place_rows,
     place_width,
+    sent_rows,
+    word_width,
     first,
     size,
     blocks,
     stride_pm,
     BLOCK: tl.constexpr,
     RANKS: tl.constexpr,
+    SENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of rows in this launch,): a program leaves its block where other ranks read it, waits for theirs,
-    and writes all of them. first: of the blocks; size: elements of a part's row, in `blocks` blocks.
+    """Grid (blocks of rows in this launch,): a program leaves its block where other ranks read it, or with SENT sends
+    it to them, waits for theirs, and writes all of them. first: of the blocks; size: elements of a part's row, in
+    `blocks` blocks.
 
-    place_rows, place_width: rows, and elements in one, of a place in PeerMemory.
+    place_rows, place_width: rows, and elements in one, of a place in PeerMemory; sent_rows, word_width: of what is sent.
     """
     await_inputs(PDL)
     here = tl.program_id(0).to(tl.int64)
     row, block = (first + here) // blocks, (first + here) % blocks
     offs, width = tl.arange(0, BLOCK)[None, :], size - block * BLOCK
+    mask = offs < width
     kind: tl.constexpr = part_ptr.dtype.element_ty
     use = tl.load(uses_ptr + here) + 1
-    place = ((use & 1) * place_rows + here) * place_width
-    part = tl.load(part_ptr + row * stride_pm + block * BLOCK + offs, mask=offs < width)
-    tl.store(row_at(place_addresses_ptr, rank, place, offs, kind), part, mask=offs < width)
-    signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, here, use, rank, looks, RANKS)
+    left = looks_left(failed_ptr, looks)
+    part = tl.load(part_ptr + row * stride_pm + block * BLOCK + offs, mask=mask)
+    if SENT:
+        place = (use & 1) * RANKS * sent_rows + here
+        send(word_addresses_ptr, part, (place + rank * sent_rows) * word_width, offs, mask, use, rank, RANKS)
+    else:
+        place = ((use & 1) * place_rows + here) * place_width
+        tl.store(row_at(place_addresses_ptr, rank, place, offs, kind), part, mask=mask)
     tl.store(uses_ptr + here, use)
     out_ptr += row * RANKS * size + block * BLOCK
-    for other in tl.static_range(RANKS):
-        theirs = tl.load(row_at(place_addresses_ptr, other, place, offs, kind), mask=offs < width)
-        tl.store(out_ptr + other * size + offs, theirs, mask=offs < width)
+    if SENT:
+        for other in range(RANKS):
+            theirs = part
+            if other != rank:
+                start = (place + other * sent_rows) * word_width
+                theirs, left = receive(
+                    word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, told_ptr, left, kind
+                )
+            tl.store(out_ptr + other * size + offs, theirs, mask=mask)
+    else:
+        signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, here, use, rank, left, RANKS)
+        for other in tl.static_range(RANKS):
+            theirs = tl.load(row_at(place_addresses_ptr, other, place, offs, kind), mask=mask)
+            tl.store(out_ptr + other * size + offs, theirs, mask=mask)
 
 
 def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
@@ -77,37 +99,56 @@ def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
     out = part.new_empty(*part.shape[:-1], peers.size * part.shape[-1])
     if not out.numel():
         return out
-    rows, size = part.reshape(-1, part.shape[-1]), part.shape[-1]
+    rows, joined = part.reshape(-1, part.shape[-1]), out.view(-1, out.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    block, most = _LEAST_BLOCK, _largest_block(peers, part)
-    while block < most and len(rows) * triton.cdiv(size, block) > peers.rows:
+    if (
+        part.element_size() == 2
+        and rows.shape[1] % 2 == 0
+        and rows.stride(0) % 2 == 0
+        and not rows.storage_offset() % 2
+    ):
+        rows, joined = rows.view(torch.int32), joined.view(torch.int32)  # two by two
+    size = rows.shape[1]
+    sent = rows.element_size() == 4 and _blocks(rows, _largest_block(peers, rows)) <= peers.sent_rows
+    most = peers.sent_rows if sent else peers.rows
+    block, largest = _LEAST_BLOCK, _largest_block(peers, rows)
+    while block < largest and _blocks(rows, block) > most:
         block *= 2
-    block = min(block, most)
+    block = min(block, largest)
     blocks = triton.cdiv(size, block)
     for first, last in peers.pieces(len(rows) * blocks):
         overlapped(_join_columns_kernel, (last - first,), part.device)(
             rows,
-            out,
+            joined,
             peers.place_addresses,
             peers.signal_addresses,
+            peers.word_addresses,
             peers.uses,
             peers.failed,
             peers.told,
             peers.rank,
             peers.looks,
             peers.rows,
-            peers.row_bytes // part.element_size(),
+            peers.row_bytes // rows.element_size(),
+            peers.sent_rows,
+            peers.row_bytes // 4,
             first,
             size,
             blocks,
             rows.stride(0),
             block,
             peers.size,
+            sent,
             num_warps=min(max(block // 512, 4), 16),
         )
     return out
 
 
-def _largest_block(peers: PeerMemory, part: Tensor) -> int:
+def _blocks(rows: Tensor, block: int) -> int:
+    """Into how many blocks of rows these fall."""
+    return len(rows) * triton.cdiv(rows.shape[1], block)
+
+
+def _largest_block(peers: PeerMemory, rows: Tensor) -> int:
     """Elements of the largest power of two of which a row of the memory has room for as many."""
-    return 1 << ((peers.row_bytes // part.element_size()).bit_length() - 1)
+    return 1 << ((peers.row_bytes // rows.element_size()).bit_length() - 1)

@@ -25,7 +25,7 @@ from tests.compile_kernels import TARGETS
 NO_TOKENS = {"tokens_ptr": None}
 ABSENT = {**NO_TOKENS, **dict.fromkeys(("parts_ptr", "scale_ptr"))}
 TYPES = {
-    **dict.fromkeys(("place_addresses_ptr", "signal_addresses_ptr"), "*i64"),
+    **dict.fromkeys(("place_addresses_ptr", "signal_addresses_ptr", "word_addresses_ptr"), "*i64"),
     **dict.fromkeys(("uses_ptr", "failed_ptr", "told_ptr"), "*i32"),
     "eps": "fp32",
 }
@@ -52,7 +52,7 @@ def compiled(kernel, arch: str, dtype: str, part: str, warps: int, constexprs: d
 def layout_of_squares(assembly: dict[str, str]) -> str:
     """How a tensor whose squares are added up is spread over threads."""
     text = assembly["ttgir"]
-    (name,) = set(re.findall(r"\"tt\.reduce\".*?\) : \(tensor<[^,]*, (#\w+)>\)", text, re.S))
+    (name,) = set(re.findall(r"\"tt\.reduce\".*?\) : \(tensor<[^,]*xf32, (#\w+)>\)", text, re.S))
     (layout,) = re.findall(rf"^{name} = (.*)$", text, re.M)
     return layout
 
@@ -72,13 +72,14 @@ def main() -> int:
             how = (dtype, "*fp32", norm_warps(block, draft))
             gathered = compiled(_rms_norm_kernel, arch, *how, {**common, "SPLITS": ranks, **ABSENT})
             how = (dtype, f"*{dtype}" if splits == 1 else "*fp32", how[2])
-            parts = {**common, **NO_TOKENS, "SPLITS": splits, "RANKS": ranks}
-            exchanged = compiled(_shared_rms_norm_kernel, arch, *how, parts)
-            layouts = layout_of_squares(gathered), layout_of_squares(exchanged)
-            narrow = re.findall(r"ld\.global(?:\.v2)?\.b16|st\.global(?:\.v2)?\.b16", exchanged["ptx"])
-            wrong = layouts[0] != layouts[1] or narrow
-            differ += bool(wrong)
-            print("DIFFERS" if wrong else "ok", arch, size, ranks, splits, dtype, *set(layouts), *narrow[:1])
+            for sent in (False, True):
+                parts = {**common, **NO_TOKENS, "SPLITS": splits, "RANKS": ranks, "SENT": sent}
+                exchanged = compiled(_shared_rms_norm_kernel, arch, *how, parts)
+                layouts = layout_of_squares(gathered), layout_of_squares(exchanged)
+                narrow = re.findall(r"ld\.global(?:\.v2)?\.b16|st\.global(?:\.v2)?\.b16", exchanged["ptx"])
+                wrong = layouts[0] != layouts[1] or narrow
+                differ += bool(wrong)
+                print("DIFFERS" if wrong else "ok", arch, size, ranks, splits, dtype, sent, *set(layouts), *narrow[:1])
     return int(differ > 0)
 
 

@@ -17,16 +17,17 @@ from eagle_triton.runtime.split_sums import SharedSums, SplitSums
 
 RANKS, ROWS, WIDTH = 2, 4, 48
 USES = 40
+SENT_ROWS = 2  # of ROWS
 
 
 def memory_in(folder: Path, rank: int, create: bool = False, rows: int = ROWS, width: int = WIDTH) -> PeerMemory:
     """A rank's view of memory in a file, which is made with zeros first."""
-    count = PeerMemory.bytes_for(RANKS, rows, 4 * width)
+    count = PeerMemory.bytes_for(RANKS, rows, 4 * width, SENT_ROWS)
     path = folder / "memory"
     if create:
         path.write_bytes(bytes(RANKS * count))
     whole = torch.from_file(str(path), shared=True, size=RANKS * count, dtype=torch.uint8)
-    return PeerMemory.of(rank, whole.split(count), rows, 4 * width)
+    return PeerMemory.of(rank, whole.split(count), rows, 4 * width, sent_rows=SENT_ROWS)
 
 
 def main(argv: list[str]) -> int:

@@ -6,7 +6,7 @@ import torch
 
 from eagle_triton import exchange as kernels
 from eagle_triton.reference import exchange as reference
-from tests.test_peer_memory import ranks_memory
+from tests.test_peer_memory import ranks_memory, send
 
 # plain torch cannot wait for what lies on a device
 MODULES = [kernels] if torch.cuda.is_available() else [kernels, reference]
@@ -20,27 +20,27 @@ class Neighbours:
         self.mine, self.others = everybody[rank], [peers for peers in everybody if peers.rank != rank]
 
     def leave(self, parts, block):
-        """As the kernel and the reference divide rows: in blocks of so many elements."""
+        """In blocks of so many elements of each row."""
         for peers in self.others:
             part = parts[peers.rank].reshape(-1, parts[0].shape[-1])
-            for unit, piece in enumerate(self.order(part, block)):
+            for place, piece in enumerate(piece for row in part for piece in row.split(block)):
+                unit = place % peers.rows
                 peers.uses[unit] += 1
                 use = int(peers.uses[unit])
                 peers.places[peers.rank].view(part.dtype)[use & 1, unit, : len(piece)] = piece
                 for signals in peers.signals:
                     signals[unit, peers.rank] = use
-
-    @staticmethod
-    def order(part, block):
-        return [piece for row in part for piece in row.split(block)]
+                if unit < peers.sent_rows and part.element_size() * len(piece) % 4 == 0:
+                    send(peers, unit, use, piece.contiguous().view(torch.int32))
 
 
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sent_rows", [0, 6])
 @pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1), (3, 1)])
-def test_columns_are_those_of_all_ranks(device, module, size, rank, dtype):
-    """Use after use, of other shapes each time."""
-    everybody = ranks_memory(device, size)
+def test_columns_are_those_of_all_ranks(device, module, size, rank, sent_rows, dtype):
+    """Use after use, of other shapes each time; some sent, some read; an odd number of 16 bits is read."""
+    everybody = ranks_memory(device, size, sent_rows=sent_rows)
     neighbours = Neighbours(everybody, rank)
     for shape in ((2, 3, 40), (1, 120), (6, 13)):
         parts = [torch.randn(*shape, device=device).to(dtype) for _ in range(size)]
@@ -59,16 +59,9 @@ def test_rows_are_exchanged_in_blocks(device, rows, columns, monkeypatch):
     parts = [torch.randn(rows, columns, device=device) for _ in range(2)]
     strided = torch.empty(rows, 2 * columns, device=device)[:, ::2]
     parts[1] = strided.copy_(parts[1])
-    blocks = list(range(len(neighbours.order(parts[0], 128))))
-    (other,) = neighbours.others
-    pieces = neighbours.order(parts[0], 128)
-    for place in blocks:
-        unit, use = place % other.rows, 1 + place // other.rows
-        other.places[0].view(torch.float32)[use & 1, unit, : len(pieces[place])] = pieces[place]
-        for signals in other.signals:
-            signals[unit, 0] = use
+    neighbours.leave(parts, 128)
     assert torch.equal(kernels.join_columns(parts[1], neighbours.mine), torch.cat(parts, -1))
-    assert neighbours.mine.uses.tolist()[: len(blocks) - other.rows] == [2] * (len(blocks) - other.rows)
+    assert torch.equal(neighbours.mine.uses, neighbours.others[0].uses) and not neighbours.mine.gave_up()
 
 
 @both

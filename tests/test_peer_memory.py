@@ -29,15 +29,15 @@ MODULES = [kernels] if torch.cuda.is_available() else [kernels, reference]
 both = pytest.mark.parametrize("module", MODULES, ids=lambda module: "kernel" if module is kernels else "reference")
 
 
-def ranks_memory(device, size, looks=1000, rows=ROWS):
+def ranks_memory(device, size, looks=1000, rows=ROWS, sent_rows=ROWS):
     """Each rank's view of the same memory."""
-    count = PeerMemory.bytes_for(size, rows, 4 * WIDTH)
+    count = PeerMemory.bytes_for(size, rows, 4 * WIDTH, sent_rows)
     blocks = [torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(size)]
-    return [PeerMemory.of(rank, blocks, rows, 4 * WIDTH, looks) for rank in range(size)]
+    return [PeerMemory.of(rank, blocks, rows, 4 * WIDTH, looks, sent_rows) for rank in range(size)]
 
 
 def leave(peers, part):
-    """A rank's part [rows, width], and its signal, as it leaves them."""
+    """A rank's part [rows, width], and its signal, as it leaves them; and the same as it is sent."""
     count, width = part.shape
     peers.uses[:count] += 1
     for row in range(count):
@@ -45,6 +45,15 @@ def leave(peers, part):
         peers.places[peers.rank].view(part.dtype)[use & 1, row, :width] = part[row]
         for signals in peers.signals:
             signals[row, peers.rank] = use
+        if row < peers.sent_rows:
+            send(peers, row, use, part[row].float())
+
+
+def send(peers, row, use, values):
+    """Values of 32 bits to all ranks."""
+    bits = values.view(torch.int32).long() & 0xFFFFFFFF
+    for words in peers.words:
+        words[use & 1, peers.rank, row, : len(values)] = bits | (use << 32)
 
 
 def parts_of(device, size, rows, width, dtype, splits):
@@ -64,10 +73,11 @@ def fp32_of(part):
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("splits", [0, 1, 3])
+@pytest.mark.parametrize("sent_rows", [0, 3, ROWS])
 @pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1), (3, 1), (5, 4)])
-def test_the_bits_are_those_of_parts_that_were_gathered(device, module, size, rank, splits, dtype):
-    """In the order of the ranks, use after use, of other rows and widths each time."""
-    everybody = ranks_memory(device, size)
+def test_the_bits_are_those_of_parts_that_were_gathered(device, module, size, rank, sent_rows, splits, dtype):
+    """In the order of the ranks, use after use, of other rows and widths each time; some sent, some read."""
+    everybody = ranks_memory(device, size, sent_rows=sent_rows)
     mine = everybody[rank]
     for rows, width in ((6, 200), (1, 64), (3, 200), (6, 130)):
         parts, gathered = parts_of(device, size, rows, width, dtype, splits)
@@ -108,22 +118,26 @@ def test_norms_and_sums_of_all_kinds(device, module):
 
 
 @both
-def test_a_use_leaves_alone_what_others_may_still_read_of_the_one_before(device, module):
-    everybody = ranks_memory(device, 2)
+@pytest.mark.parametrize("sent_rows", [0, ROWS])
+def test_a_use_leaves_alone_what_others_may_still_read_of_the_one_before(device, module, sent_rows):
+    everybody = ranks_memory(device, 2, sent_rows=sent_rows)
     left = []
     for use in range(1, 5):
         parts = [torch.full((3, 16), 10.0 * use + rank, device=device) for rank in range(2)]
         leave(everybody[1], parts[1])
         module.add(SharedSums(parts[0], torch.float32, everybody[0]))
         places = everybody[0].places[0].view(torch.float32)[:, :3, :16]
+        if sent_rows and module is kernels:
+            places = everybody[1].words[1][:, 0, :3, :16].to(torch.int32).view(torch.float32)
         left.append(sorted(places[:, 0, 0].tolist()))
         assert torch.equal(places, places[:, :1, :1].expand(places.shape))
     assert left == [[0, 10], [10, 20], [20, 30], [30, 40]]
 
 
 @both
-def test_a_wait_for_a_rank_that_has_gone_ends(device, module):
-    everybody = ranks_memory(device, 2, looks=3)
+@pytest.mark.parametrize("sent_rows", [0, ROWS])
+def test_a_wait_for_a_rank_that_has_gone_ends(device, module, sent_rows):
+    everybody = ranks_memory(device, 2, looks=3, sent_rows=sent_rows)
     part, weight = torch.randn(4, WIDTH, device=device), torch.ones(WIDTH, device=device)
     leave(everybody[1], part[:2])  # its other rows are late
     assert not everybody[0].gave_up()
@@ -135,17 +149,19 @@ def test_a_wait_for_a_rank_that_has_gone_ends(device, module):
 
 
 @both
-def test_after_a_failure_nothing_waits(device, module):
+@pytest.mark.parametrize("sent_rows", [0, ROWS])
+def test_after_a_failure_nothing_waits(device, module, sent_rows):
     """Else a step of hundreds of sums would wait a minute for each."""
-    everybody = ranks_memory(device, 2, looks=2**31 - 1)
+    everybody = ranks_memory(device, 2, looks=2**31 - 1, sent_rows=sent_rows)
     everybody[0].failed[0] = 1
     module.add(SharedSums(torch.ones(1, 8, device=device), torch.float32, everybody[0]))
     assert everybody[0].uses[0] == 1
 
 
 @both
-def test_counts_pass_the_largest_number(device, module):
-    everybody = ranks_memory(device, 2)
+@pytest.mark.parametrize("sent_rows", [0, ROWS])
+def test_counts_pass_the_largest_number(device, module, sent_rows):
+    everybody = ranks_memory(device, 2, sent_rows=sent_rows)
     for peers in everybody:
         peers.uses.fill_(2**31 - 2)
         for signals in peers.signals:

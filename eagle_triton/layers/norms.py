@@ -15,7 +15,7 @@ from eagle_triton.reference.layers import check_add, check_embed_rms_norm, check
 from eagle_triton.runtime.float8_pair import Float8Pair, takes_pairs
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped
-from eagle_triton.runtime.peer_exchange import row_at, signal_and_wait
+from eagle_triton.runtime.peer_exchange import looks_left, receive, row_at, send, signal_and_wait
 from eagle_triton.runtime.peer_memory import PeerMemory
 from eagle_triton.runtime.split_sums import Product, SharedRows, SharedSums, SplitSums
 
@@ -179,6 +179,7 @@ def _shared_rms_norm_kernel(
     total_ptr,
     place_addresses_ptr,
     signal_addresses_ptr,
+    word_addresses_ptr,
     uses_ptr,
     failed_ptr,
     told_ptr,
@@ -186,6 +187,8 @@ def _shared_rms_norm_kernel(
     looks,
     place_rows,
     place_width,
+    sent_rows,
+    word_width,
     stride_xs,
     stride_xm,
     stride_rm,
@@ -195,14 +198,16 @@ def _shared_rms_norm_kernel(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     RANKS: tl.constexpr,
+    SENT: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (rows,): one program per row, of which x is this rank's part. It adds up the part's splits, leaves the sum
-    where the other ranks read it, waits for theirs, and goes on as `norm_row` does with splits: in their order. With
-    tokens, x is this rank's part of a table, of `table_rows` rows.
+    where the other ranks read it, or with SENT sends it to them, waits for theirs, and goes on as `norm_row` does with
+    splits: in their order. With tokens, x is this rank's part of a table, of `table_rows` rows.
 
-    place_rows, place_width: rows, and elements of x's dtype in one, of a place in PeerMemory.
+    place_rows, place_width: rows, and elements of x's dtype in one, of a place in PeerMemory; sent_rows, word_width: of
+    what is sent.
     """
     let_next_start(PDL)
     if weight_ptr is not None:
@@ -214,21 +219,38 @@ def _shared_rms_norm_kernel(
     kind = out_ptr.dtype.element_ty
     part_kind: tl.constexpr = x_ptr.dtype.element_ty
     use = tl.load(uses_ptr + row) + 1
-    place = ((use & 1) * place_rows + row) * place_width
+    left = looks_left(failed_ptr, looks)
     source, mine = row, mask
     if tokens_ptr is not None:
         source = tl.maximum(tl.load(tokens_ptr + row), 0) - rank * table_rows
         mine = mask & (source >= 0) & (source < table_rows)
     part = load_sum(x_ptr + source * stride_xm + offs, stride_xs, mine, SPLITS)
-    tl.store(row_at(place_addresses_ptr, rank, place, offs, part_kind), part.to(part_kind), mask=mask)
+    if SENT:
+        part = rounded(part, part_kind)
+        place = (use & 1) * RANKS * sent_rows + row
+        send(word_addresses_ptr, part, (place + rank * sent_rows) * word_width, offs, mask, use, rank, RANKS)
+    else:
+        place = ((use & 1) * place_rows + row) * place_width
+        tl.store(row_at(place_addresses_ptr, rank, place, offs, part_kind), part.to(part_kind), mask=mask)
     if residual_ptr is not None:  # on its way while this program waits
         residual = tl.load(residual_ptr + row * stride_rm + offs, mask=mask, other=0.0).to(tl.float32)
-    signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, looks, RANKS)
     tl.store(uses_ptr + row, use)
-    x = tl.load(row_at(place_addresses_ptr, 0, place, offs, part_kind), mask=mask, other=0.0).to(tl.float32)
-    for other in tl.static_range(1, RANKS):
-        theirs = tl.load(row_at(place_addresses_ptr, other, place, offs, part_kind), mask=mask, other=0.0)
-        x += theirs.to(tl.float32)
+    if SENT:
+        x = part
+        for other in range(RANKS):
+            theirs = part
+            if other != rank:
+                start = (place + other * sent_rows) * word_width
+                theirs, left = receive(
+                    word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, told_ptr, left, tl.float32
+                )
+            x = tl.where(other == 0, theirs, x + theirs)
+    else:
+        signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, left, RANKS)
+        x = tl.load(row_at(place_addresses_ptr, 0, place, offs, part_kind), mask=mask, other=0.0).to(tl.float32)
+        for other in tl.static_range(1, RANKS):
+            theirs = tl.load(row_at(place_addresses_ptr, other, place, offs, part_kind), mask=mask, other=0.0)
+            x += theirs.to(tl.float32)
     x = rounded(x, kind)
     if residual_ptr is not None:
         x += residual
@@ -457,6 +479,7 @@ def _launch_shared_norm(
             piece(total),
             peers.place_addresses,
             peers.signal_addresses,
+            peers.word_addresses,
             peers.uses,
             peers.failed,
             peers.told,
@@ -464,6 +487,8 @@ def _launch_shared_norm(
             peers.looks,
             peers.rows,
             peers.row_bytes // rows.element_size(),
+            peers.sent_rows,
+            peers.row_bytes // 4,
             stride_split,
             rows.stride(-2),
             0 if residual is None else residual.stride(0),
@@ -473,6 +498,7 @@ def _launch_shared_norm(
             triton.next_power_of_2(size),
             splits,
             peers.size,
+            last - first <= peers.sent_rows,
             zero_centred,
             num_warps=warps,
         )

@@ -1,4 +1,5 @@
-"""What a kernel does that reads parts of several ranks: leave its own, signal, wait, read (see `peer_memory.py`)."""
+"""What a kernel does that reads parts of several ranks (see `peer_memory.py`): leave its own, signal, wait, read; or send
+words that say by themselves whether they are there."""
 
 from __future__ import annotations
 
@@ -21,27 +22,68 @@ def row_at(addresses_ptr, rank, start, offs, KIND: tl.constexpr):
 
 
 @triton.jit
-def signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, looks, RANKS: tl.constexpr):
-    """Tell all ranks that this one's part of a row is there for its `use`, and wait until theirs are.
+def looks_left(failed_ptr, looks):
+    """How often this program may look for what others leave: not at all once a wait has given up."""
+    return looks * (1 - tl.load(failed_ptr))
+
+
+@triton.jit
+def signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, left, RANKS: tl.constexpr):
+    """Tell all other ranks that this one's part of a row is there for its `use`, and wait until theirs are.
 
     What the program has written before is seen by who waits for it, and what others have written by this program
-    afterwards. A wait that looks in vain `looks` times, at all signals together, sets the words at `failed_ptr` and
+    afterwards. A wait that looks in vain `left` times, at all signals together, sets the words at `failed_ptr` and
     `told_ptr` and goes on; from then on nothing waits. The host may set them, too.
     """
     tl.debug_barrier()  # every thread's writes come before the one thread's release
     for other in tl.static_range(RANKS):
-        theirs = pointer_to(signal_addresses_ptr, other, tl.int32) + row * RANKS + rank
-        tl.atomic_xchg(theirs, use, sem="release", scope="sys")
-    left = looks * (1 - tl.load(failed_ptr))
+        if other != rank:
+            theirs = pointer_to(signal_addresses_ptr, other, tl.int32) + row * RANKS + rank
+            tl.atomic_xchg(theirs, use, sem="release", scope="sys")
     for other in tl.static_range(RANKS):
-        mine = pointer_to(signal_addresses_ptr, rank, tl.int32) + row * RANKS + other
-        seen = tl.atomic_add(mine, 0, sem="acquire", scope="sys")
-        while (seen - use < 0) & (left > 0):  # a difference: counts may pass the largest number
+        if other != rank:
+            mine = pointer_to(signal_addresses_ptr, rank, tl.int32) + row * RANKS + other
             seen = tl.atomic_add(mine, 0, sem="acquire", scope="sys")
-            left -= 1
-            if left % _LOOKS_BETWEEN == 0:
-                left *= 1 - tl.load(failed_ptr, volatile=True)
-        if seen - use < 0:
-            tl.store(failed_ptr, 1)
-            tl.store(told_ptr, 1)
+            while (seen - use < 0) & (left > 0):  # a difference: counts may pass the largest number
+                seen = tl.atomic_add(mine, 0, sem="acquire", scope="sys")
+                left = _one_less(left, failed_ptr)
+            if seen - use < 0:
+                tl.store(failed_ptr, 1)
+                tl.store(told_ptr, 1)
     tl.debug_barrier()
+
+
+@triton.jit
+def _one_less(left, failed_ptr):
+    left -= 1
+    if left % _LOOKS_BETWEEN == 0:
+        left *= 1 - tl.load(failed_ptr, volatile=True)
+    return left
+
+
+@triton.jit
+def send(word_addresses_ptr, part, start, offs, mask, use, rank, RANKS: tl.constexpr):
+    """Write values [1, n] of 32 bits to `start + offs` of all other ranks' words, each with the count of its use beside
+    it."""
+    words = part.to(tl.uint32, bitcast=True).to(tl.int64) | (use.to(tl.int64) << 32)
+    for other in tl.static_range(RANKS):
+        tl.store(row_at(word_addresses_ptr, other, start, offs, tl.int64), words, mask=mask & (other != rank))
+
+
+@triton.jit
+def receive(word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, told_ptr, left, KIND: tl.constexpr):
+    """The values [1, n] that `send` writes there, as KIND, once all of them are there; and the looks that are left.
+
+    What `mask` leaves out is 0. Ends as `signal_and_wait` does where they do not come.
+    """
+    words_ptr, nothing = row_at(word_addresses_ptr, rank, start, offs, tl.int64), use.to(tl.int64) << 32
+    words = tl.load(words_ptr, mask=mask, other=nothing, volatile=True)
+    missing = tl.max(((words >> 32).to(tl.int32) != use).to(tl.int32))
+    while (missing > 0) & (left > 0):
+        words = tl.load(words_ptr, mask=mask, other=nothing, volatile=True)
+        missing = tl.max(((words >> 32).to(tl.int32) != use).to(tl.int32))
+        left = _one_less(left, failed_ptr)
+    if missing > 0:
+        tl.store(failed_ptr, 1)
+        tl.store(told_ptr, 1)
+    return words.to(tl.uint32).to(KIND, bitcast=True), left

@@ -1,6 +1,10 @@
 """Memory that all ranks of one host read: each leaves its part of a sum in its own, and reads the others' from theirs.
 So they exchange the columns of logits and what they look up in an embedding, too.
 
+Few rows are sent: a rank writes each value, with the count of its use beside it in one word, into the memory of the
+others, who look there until all are there. That takes one way between GPUs, and twice the bytes. Of more rows each
+rank leaves its part in its own memory, signals, and reads the others': three ways.
+
 A row has two places, which alternate by how often the row was used. So one signal suffices: who writes a
 place for the next but one use has seen everybody's signal for the next, which nobody gives before the kernel that read
 the former use has ended. Counts live on the device, so a CUDA graph may be replayed as it is.
@@ -17,6 +21,7 @@ from torch import Tensor
 
 LOOKS = 100_000_000  # at a signal, before a wait gives up: about a minute
 PLACES = 2
+SENT_ROWS = 64  # of at most so many rows values are sent
 _ALIGNMENT = 256
 
 
@@ -29,8 +34,11 @@ class PeerMemory:
     | places            | [2, rows, row_bytes]     | uint8, one for each rank: its parts of the rows             |
     | signals           | [rows, size]             | int32, one for each rank: the last use of a row for which a |
     |                   |                          | rank's part is there                                        |
+    | words             | [2, size, sent_rows,     | int64, one for each rank: what each has sent to it, 32 bits |
+    |                   | row_bytes / 4]           | of a value below the count of its use                       |
     | place_addresses,  | [size]                   | int64: where these lie, as this rank's device sees them     |
-    | signal_addresses  |                          |                                                             |
+    | signal_addresses, |                          |                                                             |
+    | word_addresses    |                          |                                                             |
     | uses              | [rows]                   | int32: how often a row was used                             |
     | failed            | [1]                      | int32: 1 once a wait has given up, after which none waits   |
     | told              | [1]                      | the same for the host: int32 in its memory, page-locked     |
@@ -39,27 +47,37 @@ class PeerMemory:
     rank: int
     places: tuple[Tensor, ...]
     signals: tuple[Tensor, ...]
+    words: tuple[Tensor, ...]
     place_addresses: Tensor
     signal_addresses: Tensor
+    word_addresses: Tensor
     uses: Tensor
     failed: Tensor
     told: Tensor
     looks: int = LOOKS  # how often a wait looks at a signal before it gives up
 
     @staticmethod
-    def bytes_for(size: int, rows: int, row_bytes: int) -> int:
+    def bytes_for(size: int, rows: int, row_bytes: int, sent_rows: int = SENT_ROWS) -> int:
         """Bytes of the block that each of `size` ranks has."""
-        return _signal_bytes(size, rows) + PLACES * rows * row_bytes
+        return _signal_bytes(size, rows) + PLACES * (rows + 2 * size * sent_rows) * row_bytes
 
     @staticmethod
-    def of(rank: int, blocks: Sequence[Tensor], rows: int, row_bytes: int, looks: int = LOOKS) -> PeerMemory:
+    def of(
+        rank: int,
+        blocks: Sequence[Tensor],
+        rows: int,
+        row_bytes: int,
+        looks: int = LOOKS,
+        sent_rows: int = SENT_ROWS,
+    ) -> PeerMemory:
         """That of some ranks, in whose order `blocks` [bytes_for(...)] uint8 are: each rank's, which all of them see,
-        and which is all zeros. rows: of a sum at most; row_bytes: for one of them, a multiple of 16.
+        and which is all zeros. rows: of a launch at most; row_bytes: for one of them, a multiple of 16; sent_rows: up
+        to how many are sent.
 
         Raises ValueError for blocks that are not so.
         """
         size, device = len(blocks), blocks[rank].device
-        expected = PeerMemory.bytes_for(size, rows, row_bytes)
+        expected = PeerMemory.bytes_for(size, rows, row_bytes, sent_rows)
         if row_bytes % 16:
             raise ValueError(f"row_bytes must be a multiple of 16, got {row_bytes}")
         for block in blocks:
@@ -69,7 +87,9 @@ class PeerMemory:
                 )
         first = _signal_bytes(size, rows)
         signals = tuple(block[: 4 * rows * size].view(torch.int32).view(rows, size) for block in blocks)
-        places = tuple(block[first:].view(PLACES, rows, row_bytes) for block in blocks)
+        last = first + PLACES * rows * row_bytes
+        places = tuple(block[first:last].view(PLACES, rows, row_bytes) for block in blocks)
+        words = tuple(block[last:].view(torch.int64).view(PLACES, size, sent_rows, row_bytes // 4) for block in blocks)
 
         def addresses(tensors: Sequence[Tensor]) -> Tensor:
             return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=device)
@@ -79,8 +99,9 @@ class PeerMemory:
 
         told = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         return PeerMemory(
-            rank, places, signals, addresses(places), addresses(signals), zeros(rows), zeros(1), told, looks
-        )
+            rank, places, signals, words, addresses(places), addresses(signals), addresses(words),
+            zeros(rows), zeros(1), told, looks,
+        )  # fmt: skip
 
     @property
     def size(self) -> int:
@@ -93,6 +114,10 @@ class PeerMemory:
     @property
     def row_bytes(self) -> int:
         return self.places[0].shape[2]
+
+    @property
+    def sent_rows(self) -> int:
+        return self.words[0].shape[2]
 
     def fits(self, part: Any) -> bool:
         """Whether there is room for rows like those of `part` [..., N], a tensor or its splits, in fp32 too."""

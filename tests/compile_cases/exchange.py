@@ -4,27 +4,27 @@ from eagle_triton.exchange import _join_columns_kernel
 from eagle_triton.runtime.launch import EXACT
 
 _TYPES = {
-    **dict.fromkeys(("place_addresses_ptr", "signal_addresses_ptr"), "*i64"),
+    **dict.fromkeys(("place_addresses_ptr", "signal_addresses_ptr", "word_addresses_ptr"), "*i64"),
     **dict.fromkeys(("uses_ptr", "failed_ptr", "told_ptr"), "*i32"),
 }
 
 
-def _case(name, block, ranks, kind="bf16"):
-    values = {"BLOCK": block, "RANKS": ranks}
+def _case(name, block, ranks, sent=False, kind="i32"):
+    values = {"BLOCK": block, "RANKS": ranks, "SENT": sent}
     signature = {
         argument: "constexpr"
         if argument in values
         else _TYPES.get(argument, f"*{kind}" if argument.endswith("_ptr") else "i32")
         for argument in _join_columns_kernel.arg_names
     }
-    aligned = ("size", "place_width", "stride_pm")
+    aligned = ("size", "place_width", "word_width", "stride_pm")
     options = {**EXACT, "num_warps": min(max(block // 512, 4), 16), "aligned": aligned}
     return name, _join_columns_kernel, signature, values, options
 
 
 CASES = [
-    _case("logits of a tree", 8192, 2),
+    _case("logits of a tree", 4096, 2),
     _case("logits of a tree, 8 ranks", 2048, 8),
-    _case("logits of a draft pass", 1024, 2),
-    _case("fp32", 4096, 3, "fp32"),
+    _case("logits of a draft pass", 2048, 2, sent=True),
+    _case("logits of an odd vocabulary", 4096, 3, kind="bf16"),
 ]

@@ -14,6 +14,7 @@ _ALIGNED = (
     "stride_tm",
     "place_rows",
     "place_width",
+    "word_width",
     "stride_gm",
     "stride_um",
     "stride_s",
@@ -69,11 +70,14 @@ _pair = _case("float8_pair", _float8_pair_kernel, {"BLOCK": _BLOCK}, (), _BLOCK 
 CASES.append((*_pair[:4], {**_pair[4], "targets": ("sm_90",), "aligned": (*_ALIGNED, "size")}))
 for _size, _ranks, _splits in ((8192, 2, 2), (4096, 2, 1), (8192, 8, 1), (4096, 3, 3)):
     _values = {"size": _size, "BLOCK": _size, "SPLITS": _splits, "RANKS": _ranks, "ZERO_CENTRED": False}
-    _types = dict.fromkeys(("place_addresses_ptr", "signal_addresses_ptr"), "*i64")
+    _types = dict.fromkeys(("place_addresses_ptr", "signal_addresses_ptr", "word_addresses_ptr"), "*i64")
     _types |= dict.fromkeys(("uses_ptr", "failed_ptr", "told_ptr"), "*i32")
     _types |= {"eps": "fp32", **({"x_ptr": "*fp32"} if _splits > 1 else {})}
     _label = f"rms_norm {_size} splits {_splits} of {_ranks} ranks"
-    CASES.append(_case(_label, _shared_rms_norm_kernel, _values, ("tokens_ptr",), norm_warps(_size), **_types))
+    for _sent in (False, True):
+        _values["SENT"] = _sent
+        _how = (_shared_rms_norm_kernel, dict(_values), ("tokens_ptr",), norm_warps(_size))
+        CASES.append(_case(f"{_label}{' sent' if _sent else ''}", *_how, **_types))
 _types = {**_types, "tokens_ptr": "*i64", "x_ptr": "*bf16"}
 _values = {**_values, "SPLITS": 1}
 CASES.append(
