@@ -54,7 +54,8 @@ def _join_columns_kernel(
     it to them, waits for theirs, and writes all of them. first: of the blocks; size: elements of a part's row, in
     `blocks` blocks.
 
-    place_rows, place_width: rows, and elements in one, of a place in PeerMemory; sent_rows, word_width: of what is sent.
+    place_rows, place_width: rows, and elements in one, of a place in PeerMemory; sent_rows, word_width: of what is
+    sent.
     """
     await_inputs(PDL)
     here = tl.program_id(0).to(tl.int64)
@@ -101,15 +102,12 @@ def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
         return out
     rows, joined = part.reshape(-1, part.shape[-1]), out.view(-1, out.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    if (
-        part.element_size() == 2
-        and rows.shape[1] % 2 == 0
-        and rows.stride(0) % 2 == 0
-        and not rows.storage_offset() % 2
-    ):
+    halves = rows.shape[1], rows.stride(0), rows.data_ptr() // 2
+    if part.element_size() == 2 and not any(count % 2 for count in halves):
         rows, joined = rows.view(torch.int32), joined.view(torch.int32)  # two by two
     size = rows.shape[1]
-    sent = rows.element_size() == 4 and _blocks(rows, _largest_block(peers, rows)) <= peers.sent_rows
+    fewest = _blocks(rows, _largest_block(peers, rows))
+    sent = rows.element_size() == 4 and fewest <= peers.sent_rows and peers.sends(1, rows.numel())
     most = peers.sent_rows if sent else peers.rows
     block, largest = _LEAST_BLOCK, _largest_block(peers, rows)
     while block < largest and _blocks(rows, block) > most:

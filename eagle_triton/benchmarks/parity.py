@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -12,7 +10,7 @@ from eagle_triton.engine.sampling_params import SamplingParams
 
 MARGIN_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.05}
 """By how much of a logit a greedy choice may fall short of the best one: rounding, by the dtype of the weights, for up
-to BOUND_LAYERS layers.
+to BOUND_LAYERS layers; see margin_bound for more.
 
 bfloat16 on an H200, random weights of Llama-3.1-8B's shape, 16 prompts of 512 tokens: transformers' logits are 0.086
 (std) off those of the same weights in fp32. Of 384 greedy choices of ours 56 were not the best of fp32, by 0.34 at
@@ -55,5 +53,9 @@ def check_parity(target: PreTrainedModel, sequence: Tensor, prompt_length: int, 
 
 
 def margin_bound(target: PreTrainedModel) -> float:
-    """MARGIN_BOUND for a model: what each layer rounds adds up at random, with the root of their number."""
-    return MARGIN_BOUND[target.dtype] * math.sqrt(max(1.0, target.config.num_hidden_layers / BOUND_LAYERS))
+    """MARGIN_BOUND for a model, which grows with its layers.
+
+    bfloat16, random weights of Llama-3.3-70B's shape over two H200, 8, 32 and 80 layers, 192 greedy choices each: ours
+    differ from transformers' by 0.06, 0.14 and 0.29 (std), and fall short of its best by 0.13, 0.41 and 0.91 at most.
+    """
+    return MARGIN_BOUND[target.dtype] * max(1.0, target.config.num_hidden_layers / BOUND_LAYERS)

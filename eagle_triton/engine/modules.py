@@ -148,9 +148,9 @@ def _project(
     if projection.weight is None:
         return projection.replaced(whole_of(x))
     if projection.joined_over is not None:
-        part = total_of(ops.linear(x, projection.weight, projection.bias, launch_rows=launch_rows))
+        columns = total_of(ops.linear(x, projection.weight, projection.bias, launch_rows=launch_rows))
         peers = projection.joined_over.peers_for(ops.kernels, x.device)
-        return projection.joined_over.joined(part) if peers is None else ops.join_columns(part, peers)
+        return projection.joined_over.joined(columns) if peers is None else ops.join_columns(columns, peers)
     if projection.summed_over is not None:
         part = ops.linear(x, projection.weight, projection.bias, keep_splits=True, launch_rows=launch_rows)
         by_the_norm = projection.summed_over.peers_for(ops.kernels, x.device) is not None

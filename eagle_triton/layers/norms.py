@@ -498,7 +498,7 @@ def _launch_shared_norm(
             triton.next_power_of_2(size),
             splits,
             peers.size,
-            last - first <= peers.sent_rows,
+            peers.sends(last - first, size),
             zero_centred,
             num_warps=warps,
         )

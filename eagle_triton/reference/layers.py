@@ -199,7 +199,7 @@ def check_rms_norm(
     _check_alike(name, x, weight, residual, total)
 
 
-def check_embed_rms_norm(tokens: Tensor, embedding: Tensor, weight: Tensor, total: Tensor | None) -> None:
+def check_embed_rms_norm(tokens: Tensor, embedding: Tensor | SharedRows, weight: Tensor, total: Tensor | None) -> None:
     """Raise ValueError unless these are operands of embed_rms_norm."""
     name = "embed_rms_norm"
     if tokens.dtype != torch.int64 or tokens.device != embedding.device or embedding.dim() != 2:
@@ -292,7 +292,7 @@ def _check_total(name: str, total: Tensor | None, shape: tuple[int, ...]) -> Non
         raise ValueError(f"{name}: total's rows must be contiguous and evenly spaced, got strides {total.stride()}")
 
 
-def _check_alike(name: str, first: Product, *others: Product | None) -> None:
+def _check_alike(name: str, first: Product | SharedRows, *others: Product | None) -> None:
     if not first.dtype.is_floating_point:
         raise ValueError(f"{name}: expected floating point tensors, got {first.dtype}")
     for other in others:

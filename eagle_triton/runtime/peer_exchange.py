@@ -1,5 +1,5 @@
-"""What a kernel does that reads parts of several ranks (see `peer_memory.py`): leave its own, signal, wait, read; or send
-words that say by themselves whether they are there."""
+"""What a kernel does that reads parts of several ranks (see `peer_memory.py`): leave its own, signal, wait, read; or
+send words that say by themselves whether they are there."""
 
 from __future__ import annotations
 
