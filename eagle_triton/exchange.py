@@ -72,7 +72,6 @@ def _join_columns_kernel(
     else:
         place = ((use & 1) * place_rows + here) * place_width
         tl.store(row_at(place_addresses_ptr, rank, place, offs, kind), part, mask=mask)
-    tl.store(uses_ptr + here, use)
     out_ptr += row * RANKS * size + block * BLOCK
     if SENT:
         for other in range(RANKS):
@@ -83,11 +82,13 @@ def _join_columns_kernel(
                     word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, told_ptr, left, kind
                 )
             tl.store(out_ptr + other * size + offs, theirs, mask=mask)
+        tl.debug_barrier()
     else:
         signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, here, use, rank, left, RANKS)
         for other in tl.static_range(RANKS):
             theirs = tl.load(row_at(place_addresses_ptr, other, place, offs, kind), mask=mask)
             tl.store(out_ptr + other * size + offs, theirs, mask=mask)
+    tl.store(uses_ptr + here, use)  # behind a barrier: every thread has read it
 
 
 def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:

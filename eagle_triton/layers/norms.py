@@ -234,7 +234,6 @@ def _shared_rms_norm_kernel(
         tl.store(row_at(place_addresses_ptr, rank, place, offs, part_kind), part.to(part_kind), mask=mask)
     if residual_ptr is not None:  # on its way while this program waits
         residual = tl.load(residual_ptr + row * stride_rm + offs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(uses_ptr + row, use)
     if SENT:
         x = part
         for other in range(RANKS):
@@ -245,12 +244,14 @@ def _shared_rms_norm_kernel(
                     word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, told_ptr, left, tl.float32
                 )
             x = tl.where(other == 0, theirs, x + theirs)
+        tl.debug_barrier()
     else:
         signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, left, RANKS)
         x = tl.load(row_at(place_addresses_ptr, 0, place, offs, part_kind), mask=mask, other=0.0).to(tl.float32)
         for other in tl.static_range(1, RANKS):
             theirs = tl.load(row_at(place_addresses_ptr, other, place, offs, part_kind), mask=mask, other=0.0)
             x += theirs.to(tl.float32)
+    tl.store(uses_ptr + row, use)  # behind a barrier: every thread has read it
     x = rounded(x, kind)
     if residual_ptr is not None:
         x += residual
