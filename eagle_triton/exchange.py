@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eagle_triton.reference.exchange import check_join_columns
 from eagle_triton.runtime.overlap import await_inputs, overlapped
-from eagle_triton.runtime.peer_exchange import looks_left, receive, row_at, send, signal_and_wait
+from eagle_triton.runtime.peer_exchange import receive, row_at, send, signal_and_wait
 from eagle_triton.runtime.peer_memory import PeerMemory
 
 _LEAST_BLOCK = 1024  # elements: below, programs wait for each other for little
@@ -64,7 +64,6 @@ def _join_columns_kernel(
     mask = offs < width
     kind: tl.constexpr = part_ptr.dtype.element_ty
     use = tl.load(uses_ptr + here) + 1
-    left = looks_left(failed_ptr, looks)
     part = tl.load(part_ptr + row * stride_pm + block * BLOCK + offs, mask=mask)
     if SENT:
         place = (use & 1) * RANKS * sent_rows + here
@@ -78,13 +77,11 @@ def _join_columns_kernel(
             theirs = part
             if other != rank:
                 start = (place + other * sent_rows) * word_width
-                theirs, left = receive(
-                    word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, told_ptr, left, kind
-                )
+                theirs = receive(word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, told_ptr, looks, kind)
             tl.store(out_ptr + other * size + offs, theirs, mask=mask)
         tl.debug_barrier()
     else:
-        signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, here, use, rank, left, RANKS)
+        signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, here, use, rank, looks, RANKS)
         for other in tl.static_range(RANKS):
             theirs = tl.load(row_at(place_addresses_ptr, other, place, offs, kind), mask=mask)
             tl.store(out_ptr + other * size + offs, theirs, mask=mask)

@@ -123,12 +123,12 @@ def test_a_use_leaves_alone_what_others_may_still_read_of_the_one_before(device,
     everybody = ranks_memory(device, 2, sent_rows=sent_rows)
     left = []
     for use in range(1, 5):
-        parts = [torch.full((3, 16), 10.0 * use + rank, device=device) for rank in range(2)]
+        parts = [torch.full((3, 64), 10.0 * use + rank, device=device) for rank in range(2)]
         leave(everybody[1], parts[1])
         module.add(SharedSums(parts[0], torch.float32, everybody[0]))
-        places = everybody[0].places[0].view(torch.float32)[:, :3, :16]
+        places = everybody[0].places[0].view(torch.float32)[:, :3, :64]
         if sent_rows and module is kernels:
-            places = everybody[1].words[1][:, 0, :3, :16].to(torch.int32).view(torch.float32)
+            places = everybody[1].words[1][:, 0, :3, :64].to(torch.int32).view(torch.float32)
         left.append(sorted(places[:, 0, 0].tolist()))
         assert torch.equal(places, places[:, :1, :1].expand(places.shape))
     assert left == [[0, 10], [10, 20], [20, 30], [30, 40]]

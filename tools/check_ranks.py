@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 tools/check_ranks.py --output results/ranks-h200.json
 
 Two GPUs or more: compares the norm that exchanges the ranks' parts by symmetric memory with the one behind a gather
-(NCCL), bit for bit, in thousands of replays of a graph too, sees that a rank that does not come ends the others' wait,
-and times both for --rows. Without a rank's own GPU each, it checks all but the times:
+(NCCL), bit for bit, counts wrong sums and columns in thousands of replays of graphs, sees that a rank that does not
+come ends the others' wait, and times both norms for --rows. Without a rank's own GPU each, it checks all but the times:
 
     TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 torchrun --nproc-per-node 2 tools/check_ranks.py
     torchrun --nproc-per-node 2 tools/check_ranks.py --device cpu
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where ranks run (default: cuda)")
     add("--rows", type=sizes(512), default=[1, 10, 60, 480], metavar="N[,N]", help="of a sum (default: 1,10,60,480)")
     add("--width", type=whole(16), default=8192, metavar="N", help="of a row (default: 8192)")
-    add("--replays", type=whole(), default=2000, metavar="N", help="of a graph of three sums (default: 2000)")
+    add("--replays", type=whole(), default=5000, metavar="N", help="of a graph for each of --rows (default: 5000)")
     add("--num-runs", type=whole(), default=20, metavar="N", help="replays that are timed (default: 20)")
     add("--output", type=output_file(), metavar="FILE.json", help="write the figures there")
     add("--commit", type=some_text, metavar="NAME", help="what to record as the commit instead of what git says")
@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     check = Check(device, own_gpu, args.width)
     rows: list[dict[str, Any]] = []
     check.bits(args.rows)
-    check.replays(args.replays)
+    for count in args.rows:
+        check.replays(count, args.replays)
     check.lost_rank()
     if own_gpu:
         rows = [check.times(count, args.num_runs) for count in args.rows]
@@ -166,14 +167,15 @@ class Check:
         if self.peers.gave_up():
             self.wrong.append(f"rank {ranks.rank}: a wait has given up")
 
-    def replays(self, replays: int) -> None:
-        """A graph of a few sums, whose numbers change with each: what somebody overwrites too early is seen."""
+    def replays(self, rows: int, replays: int) -> None:
+        """A graph of a few sums and joins, whose numbers change with each: what somebody overwrites too early is seen,
+        and what is read too early."""
         import torch
 
         from eagle_triton.runtime.split_sums import SharedSums
 
         ranks, device = self.ranks, self.device
-        pattern = (torch.arange(60 * self.width, device=device) % 1001).float().view(60, self.width)
+        pattern = (torch.arange(rows * self.width, device=device) % 1001).float().view(rows, self.width)
         count, wrong = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
 
         def sums() -> None:
@@ -181,6 +183,9 @@ class Check:
                 found = self.ops.add(SharedSums(pattern + count + ranks.rank, torch.float32, self.peers))
                 expected = ranks.size * (pattern + count) + sum(range(ranks.size))
                 wrong.add_((found != expected).sum())
+                parts = [(pattern + count + 5000 * rank)[:, : self.width // 2] for rank in range(ranks.size)]
+                joined = self.ops.join_columns(parts[ranks.rank], self.peers)
+                wrong.add_((joined != torch.cat(parts, 1)).sum())
                 count.add_(1)
                 count.remainder_(4099)
 
@@ -198,7 +203,7 @@ class Check:
             for _ in range(replays):
                 sums()
         if wrong.item():
-            self.wrong.append(f"rank {ranks.rank}: {wrong.item()} wrong numbers in {replays} replays")
+            self.wrong.append(f"rank {ranks.rank}, {rows} rows: {wrong.item()} wrong numbers in {replays} replays")
 
     def lost_rank(self) -> None:
         """Rank 0 waits for others, who do not come."""

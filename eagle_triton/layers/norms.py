@@ -15,7 +15,7 @@ from eagle_triton.reference.layers import check_add, check_embed_rms_norm, check
 from eagle_triton.runtime.float8_pair import Float8Pair, takes_pairs
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped
-from eagle_triton.runtime.peer_exchange import looks_left, receive, row_at, send, signal_and_wait
+from eagle_triton.runtime.peer_exchange import LEAST_SENT, receive, row_at, send, signal_and_wait
 from eagle_triton.runtime.peer_memory import PeerMemory
 from eagle_triton.runtime.split_sums import Product, SharedRows, SharedSums, SplitSums
 
@@ -219,7 +219,6 @@ def _shared_rms_norm_kernel(
     kind = out_ptr.dtype.element_ty
     part_kind: tl.constexpr = x_ptr.dtype.element_ty
     use = tl.load(uses_ptr + row) + 1
-    left = looks_left(failed_ptr, looks)
     source, mine = row, mask
     if tokens_ptr is not None:
         source = tl.maximum(tl.load(tokens_ptr + row), 0) - rank * table_rows
@@ -240,13 +239,13 @@ def _shared_rms_norm_kernel(
             theirs = part
             if other != rank:
                 start = (place + other * sent_rows) * word_width
-                theirs, left = receive(
-                    word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, told_ptr, left, tl.float32
+                theirs = receive(
+                    word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, told_ptr, looks, tl.float32
                 )
             x = tl.where(other == 0, theirs, x + theirs)
         tl.debug_barrier()
     else:
-        signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, left, RANKS)
+        signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, looks, RANKS)
         x = tl.load(row_at(place_addresses_ptr, 0, place, offs, part_kind), mask=mask, other=0.0).to(tl.float32)
         for other in tl.static_range(1, RANKS):
             theirs = tl.load(row_at(place_addresses_ptr, other, place, offs, part_kind), mask=mask, other=0.0)
@@ -463,6 +462,7 @@ def _launch_shared_norm(
     """`_launch_norm` where ranks exchange parts, in as many launches as their memory asks for. rows [..., n, H]: parts
     of the rows of `out` [n, H], or with tokens [n] of a table."""
     count, size = out.shape
+    block = triton.next_power_of_2(size)
     if not peers.fits(rows):
         raise ValueError(f"rows of {size} do not fit into the ranks' memory for {peers.row_bytes} bytes of each")
     for first, last in peers.pieces(count):
@@ -496,10 +496,10 @@ def _launch_shared_norm(
             0 if total is None else total.stride(0),
             eps,
             size,
-            triton.next_power_of_2(size),
+            block,
             splits,
             peers.size,
-            peers.sends(last - first, size),
+            peers.sends(last - first, size) and block >= LEAST_SENT * warps,
             zero_centred,
             num_warps=warps,
         )

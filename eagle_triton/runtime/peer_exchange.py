@@ -6,7 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_LOOKS_BETWEEN = tl.constexpr(4096)  # at a signal, before a program looks whether to give up: some milliseconds
+LEAST_SENT = 64  # values for each warp of a program that receives them, two for each thread
+_LOOKS_BETWEEN = tl.constexpr(4096)  # at a signal, between two looks whether to give up: some milliseconds
 
 
 @triton.jit
@@ -22,31 +23,28 @@ def row_at(addresses_ptr, rank, start, offs, KIND: tl.constexpr):
 
 
 @triton.jit
-def looks_left(failed_ptr, looks):
-    """How often this program may look for what others leave: not at all once a wait has given up."""
-    return looks * (1 - tl.load(failed_ptr))
-
-
-@triton.jit
-def signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, left, RANKS: tl.constexpr):
+def signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, looks, RANKS: tl.constexpr):
     """Tell all other ranks that this one's part of a row is there for its `use`, and wait until theirs are.
 
     What the program has written before is seen by who waits for it, and what others have written by this program
-    afterwards. A wait that looks in vain `left` times, at all signals together, sets the words at `failed_ptr` and
+    afterwards. A wait that looks in vain `looks` times, at all signals together, sets the words at `failed_ptr` and
     `told_ptr` and goes on; from then on nothing waits. The host may set them, too.
+
+    What may change meanwhile is read by one thread (atomics) or in a reduction of all: threads must go on alike.
     """
+    looked = 0
     tl.debug_barrier()  # every thread's writes come before the one thread's release
     for other in tl.static_range(RANKS):
         if other != rank:
             theirs = pointer_to(signal_addresses_ptr, other, tl.int32) + row * RANKS + rank
             tl.atomic_xchg(theirs, use, sem="release", scope="sys")
-    for other in tl.static_range(RANKS):
+    for other in range(RANKS):
         if other != rank:
             mine = pointer_to(signal_addresses_ptr, rank, tl.int32) + row * RANKS + other
             seen = tl.atomic_add(mine, 0, sem="acquire", scope="sys")
-            while (seen - use < 0) & (left > 0):  # a difference: counts may pass the largest number
+            while (seen - use < 0) & (looked < looks):  # a difference: counts may pass the largest number
                 seen = tl.atomic_add(mine, 0, sem="acquire", scope="sys")
-                left = _one_less(left, failed_ptr)
+                looked = _looked_again(looked, looks, failed_ptr)
             if seen - use < 0:
                 tl.store(failed_ptr, 1)
                 tl.store(told_ptr, 1)
@@ -54,11 +52,13 @@ def signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, 
 
 
 @triton.jit
-def _one_less(left, failed_ptr):
-    left -= 1
-    if left % _LOOKS_BETWEEN == 0:
-        left *= 1 - tl.load(failed_ptr, volatile=True)
-    return left
+def _looked_again(looked, looks, failed_ptr):
+    """One look more, or all of them where some wait has given up."""
+    looked += 1
+    if looked % _LOOKS_BETWEEN == 1:  # noqa: SIM102 (both would be asked for)
+        if tl.atomic_add(failed_ptr, 0, sem="relaxed") != 0:
+            looked = looks
+    return looked
 
 
 @triton.jit
@@ -71,19 +71,21 @@ def send(word_addresses_ptr, part, start, offs, mask, use, rank, RANKS: tl.const
 
 
 @triton.jit
-def receive(word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, told_ptr, left, KIND: tl.constexpr):
-    """The values [1, n] that `send` writes there, as KIND, once all of them are there; and the looks that are left.
+def receive(word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, told_ptr, looks, KIND: tl.constexpr):
+    """The values [1, n] that `send` writes there, as KIND, once all of them are there.
 
-    What `mask` leaves out is 0. Ends as `signal_and_wait` does where they do not come.
+    What `mask` leaves out is 0. No two threads may have the same value. Ends as `signal_and_wait` does where values do
+    not come.
     """
+    looked = 0
     words_ptr, nothing = row_at(word_addresses_ptr, rank, start, offs, tl.int64), use.to(tl.int64) << 32
     words = tl.load(words_ptr, mask=mask, other=nothing, volatile=True)
     missing = tl.max(((words >> 32).to(tl.int32) != use).to(tl.int32))
-    while (missing > 0) & (left > 0):
+    while (missing > 0) & (looked < looks):
         words = tl.load(words_ptr, mask=mask, other=nothing, volatile=True)
         missing = tl.max(((words >> 32).to(tl.int32) != use).to(tl.int32))
-        left = _one_less(left, failed_ptr)
+        looked = _looked_again(looked, looks, failed_ptr)
     if missing > 0:
         tl.store(failed_ptr, 1)
         tl.store(told_ptr, 1)
-    return words.to(tl.uint32).to(KIND, bitcast=True), left
+    return words.to(tl.uint32).to(KIND, bitcast=True)
