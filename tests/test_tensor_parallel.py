@@ -142,6 +142,39 @@ def test_what_ranks_exchange_is_checked_by_a_command(tmp_path):
 
 @pytest.mark.slow
 @two_processes
+def test_ranks_are_compared_with_one_process_by_a_command(tmp_path):
+    options = ["--device", "cpu", "--prompts", "1", "--steps", "3", "--dtype", "float32"]
+    tokens, reports = json.loads(torchrun("tools/decode_on_ranks.py", *options))["rows"]
+    assert (tokens["compared"], tokens["differ"], reports["steps"], reports["differ"]) == (5, 0, 3, 0)
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        "import hashlib, os, sys\n"
+        "from types import SimpleNamespace\n"
+        "from eagle_triton import EaModel\n"
+        "from tools import decode_on_ranks\n"
+        "rank, load = int(os.environ['RANK']), EaModel.from_pretrained\n"
+        "def other_alone(*args, **kwargs):\n"
+        "    model = load(*args, **kwargs)\n"
+        "    if rank and 'tp_plan' not in kwargs:\n"
+        "        model.base_model.model.norm.weight.data.neg_()\n"
+        "    return model\n"
+        "EaModel.from_pretrained = other_alone\n"
+        "decode_on_ranks.hashlib = SimpleNamespace(sha256=lambda: hashlib.sha256(bytes([rank])))\n"
+        "sys.exit(decode_on_ranks.main(sys.argv[1:]))\n"
+    )
+    with pytest.raises(AssertionError) as failure:
+        torchrun(str(broken), *options)
+    for sentence in (
+        "rank 1, tree, prompt 0: other tokens than alone",
+        "rank 1, batch from prompt 0: other tokens than alone",
+        "the ranks' reports are not the same after 3 steps",
+    ):
+        assert sentence in str(failure.value)
+    assert "rank 0, " not in str(failure.value)
+
+
+@pytest.mark.slow
+@two_processes
 @pytest.mark.skipif(sys.platform == "win32", reason="torchrun cannot ask a process there to end")
 def test_rank_0_serves_what_all_share():
     pytest.importorskip("uvicorn", reason='pip install ".[serve,test]"')

@@ -71,8 +71,8 @@ MUTATIONS = [
     Mutation(
         "a norm does not wait for another rank's part",
         "runtime/peer_exchange.py",
-        "while (seen - use < 0) & (left > 0):",
-        "while (seen - use < 0) & (left > looks):",
+        "while (seen - use < 0) & (looked < looks):",
+        "while (seen - use < 0) & (looked < 0):",
         "tests/test_peer_memory.py -k two_processes",
     ),
     Mutation(

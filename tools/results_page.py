@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shlex
 import statistics
 import sys
@@ -26,14 +27,19 @@ from eagle_triton.benchmarks.arguments import Parser
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PAGE = "results.md"  # of the site
 SCRIPTS = {  # modes of other scripts: how they are called, and the options that they read
-    "integration": ("python integration_test.py", ("dtype", "max_length", "num_runs")),
-    "first call": ("python tools/first_call.py", ("shape",)),
-    "serve": ("python tools/time_server.py", ("model", "draft", "num_runs", "prompt_length", "max_length")),
+    "integration": ("integration_test.py", ("dtype", "max_length", "num_runs")),
+    "first call": ("tools/first_call.py", ("shape",)),
+    "serve": ("tools/time_server.py", ("model", "draft", "num_runs", "prompt_length", "max_length")),
+    "ranks": ("tools/check_ranks.py", ("rows", "width", "replays", "num_runs")),
+    "decode-on-ranks": ("tools/decode_on_ranks.py", ("prompts", "steps", "dtype")),
 }
 DEFAULTS = {
     "integration": {"dtype": "float32", "max_length": 100, "num_runs": 5},
     "serve": {"num_runs": 20, "prompt_length": 64, "max_length": 128},
+    "ranks": {"rows": [1, 10, 60, 480], "width": 8192, "replays": 5000, "num_runs": 20},
+    "decode-on-ranks": {"prompts": 8, "steps": 10_000, "dtype": "bfloat16"},
 }
+RANKS = re.compile(r"(?:ranks: )?(\d+) (?:ranks,|share the target)")  # the note of how many ranks there were
 FOLDED = 24  # rows from which on a table is shown when it is asked for
 TOP = """# Results
 
@@ -94,8 +100,11 @@ def _section(path: Path) -> tuple[str, str]:
 def command(record: Mapping[str, Any]) -> str:
     """The command that gives a record of these options: what differs from the defaults is given."""
     mode, options = record["mode"], record["options"]
+    ranks = next((found[1] for note in record["notes"] if (found := RANKS.match(note))), None)
+    launcher = f"torchrun --nproc-per-node {ranks}" if ranks else "python"
     if mode in SCRIPTS:
-        start, names = SCRIPTS[mode]
+        script, names = SCRIPTS[mode]
+        start = f"{launcher} {script}"
         defaults = DEFAULTS.get(mode, {})
         given = {name: options[name] for name in names if options.get(name) not in (None, defaults.get(name))}
         return " ".join([start, *(word for name, value in given.items() for word in _words(name, value))])
@@ -109,7 +118,7 @@ def command(record: Mapping[str, Any]) -> str:
         if name in options and options[name] not in (getattr(settled, name), [], None):
             given[name] = options[name]
     words = [word for name, value in given.items() for word in _words(name, value)]
-    return " ".join(["python benchmark.py", *([] if mode == "generate" else [mode]), *words])
+    return " ".join([f"{launcher} benchmark.py", *([] if mode == "generate" else [mode]), *words])
 
 
 def _words(name: str, value: Any) -> list[str]:

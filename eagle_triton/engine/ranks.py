@@ -19,9 +19,10 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import psutil
@@ -101,12 +102,7 @@ class Ranks:
             device = new("nccl" if mesh.device_type == "cuda" else "gloo", STEP_SECONDS)
             ranks = Ranks(dist.get_rank(group), len(members), device, new("gloo", STEP_SECONDS), meeting)
             ranks.together(torch.zeros(1, device=mesh.device_type))  # connects, which a capture could not
-            places = ranks.of_all((socket.gethostname(), os.getpid()))
-            ranks.processes = {
-                rank: psutil.Process(process)
-                for rank, (host, process) in enumerate(places)
-                if rank != ranks.rank and host == places[ranks.rank][0]
-            }
+            ranks.processes = _processes_beside(ranks)
             _KNOWN[group] = ranks
         return _KNOWN[group]
 
@@ -274,6 +270,18 @@ class Ranks:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.host_group)
         return values
+
+
+def _processes_beside(ranks: Ranks) -> dict[int, psutil.Process]:
+    """The other ranks' processes that this one can look at: those of its host, and there of its container."""
+    namespace = Path("/proc/self/ns/pid")
+    here = (socket.gethostname(), namespace.stat().st_ino if namespace.exists() else None)
+    found: dict[int, psutil.Process] = {}
+    for rank, (where, process) in enumerate(ranks.of_all((here, os.getpid()))):
+        if rank != ranks.rank and where == here:
+            with suppress(psutil.Error):  # one that has ended meanwhile ends this one by its connections
+                found[rank] = psutil.Process(process)
+    return found
 
 
 def _has_ended(process: psutil.Process) -> bool:
