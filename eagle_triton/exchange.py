@@ -5,9 +5,9 @@
 | name | shape            | dtype, layout                              |
 |------|------------------|--------------------------------------------|
 | part | [..., n]         | 16 or 32 bits; this rank's, rows contiguous |
-| out  | [..., size * n]  | the same                                   |
+| out  | [..., ranks * n] | the same                                   |
 
-Numerics: copies. One launch for as many blocks of a row as PeerMemory has rows.
+Numerics: copies. Rows are cut into blocks, of which each takes one row of PeerMemory.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from eagle_triton.reference.exchange import check_join_columns
 from eagle_triton.runtime.overlap import await_inputs, overlapped
-from eagle_triton.runtime.peer_exchange import receive, row_at, send, signal_and_wait
+from eagle_triton.runtime.peer_exchange import LEAST_SENT, receive, row_at, send, signal_and_wait
 from eagle_triton.runtime.peer_memory import PeerMemory
 
-_LEAST_BLOCK = 1024  # elements: below, programs wait for each other for little
+_LEAST_BLOCK = 1024  # elements of a program: with fewer there are more programs that wait
 
 
-@triton.jit(do_not_specialize=["first", "place_rows", "sent_rows"])
+@triton.jit(do_not_specialize=["looks", "first", "place_rows", "sent_rows", "blocks"])
 def _join_columns_kernel(
     part_ptr,
     out_ptr,
@@ -42,7 +42,7 @@ def _join_columns_kernel(
     sent_rows,
     word_width,
     first,
-    size,
+    columns,
     blocks,
     stride_pm,
     BLOCK: tl.constexpr,
@@ -51,8 +51,7 @@ def _join_columns_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (blocks of rows in this launch,): a program leaves its block where other ranks read it, or with SENT sends
-    it to them, waits for theirs, and writes all of them. first: of the blocks; size: elements of a part's row, in
-    `blocks` blocks.
+    it to them, waits for theirs, and writes all of them. first: of the blocks; columns: of a part, in `blocks` blocks.
 
     place_rows, place_width: rows, and elements in one, of a place in PeerMemory; sent_rows, word_width: of what is
     sent.
@@ -60,8 +59,8 @@ def _join_columns_kernel(
     await_inputs(PDL)
     here = tl.program_id(0).to(tl.int64)
     row, block = (first + here) // blocks, (first + here) % blocks
-    offs, width = tl.arange(0, BLOCK)[None, :], size - block * BLOCK
-    mask = offs < width
+    offs = tl.arange(0, BLOCK)[None, :]
+    mask = offs < columns - block * BLOCK
     kind: tl.constexpr = part_ptr.dtype.element_ty
     use = tl.load(uses_ptr + here) + 1
     part = tl.load(part_ptr + row * stride_pm + block * BLOCK + offs, mask=mask)
@@ -71,25 +70,25 @@ def _join_columns_kernel(
     else:
         place = ((use & 1) * place_rows + here) * place_width
         tl.store(row_at(place_addresses_ptr, rank, place, offs, kind), part, mask=mask)
-    out_ptr += row * RANKS * size + block * BLOCK
+    out_ptr += row * RANKS * columns + block * BLOCK
     if SENT:
         for other in range(RANKS):
             theirs = part
             if other != rank:
                 start = (place + other * sent_rows) * word_width
                 theirs = receive(word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, told_ptr, looks, kind)
-            tl.store(out_ptr + other * size + offs, theirs, mask=mask)
+            tl.store(out_ptr + other * columns + offs, theirs, mask=mask)
         tl.debug_barrier()
     else:
         signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, here, use, rank, looks, RANKS)
         for other in tl.static_range(RANKS):
             theirs = tl.load(row_at(place_addresses_ptr, other, place, offs, kind), mask=mask)
-            tl.store(out_ptr + other * size + offs, theirs, mask=mask)
+            tl.store(out_ptr + other * columns + offs, theirs, mask=mask)
     tl.store(uses_ptr + here, use)  # behind a barrier: every thread has read it
 
 
 def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
-    """All columns of a product of which each rank has some: [..., n] -> [..., size * n], by the ranks in their order.
+    """All columns of a product of which each rank has some: [..., n] -> [..., ranks * n], by the ranks in their order.
 
     All ranks call this, with parts of the same shape and dtype. Raises ValueError for a part that does not lie where
     the memory does, or is of 8 or 64 bits.
@@ -100,42 +99,35 @@ def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
         return out
     rows, joined = part.reshape(-1, part.shape[-1]), out.view(-1, out.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    halves = rows.shape[1], rows.stride(0), rows.data_ptr() // 2
-    if part.element_size() == 2 and not any(count % 2 for count in halves):
-        rows, joined = rows.view(torch.int32), joined.view(torch.int32)  # two by two
-    size = rows.shape[1]
-    fewest = _blocks(rows, _largest_block(peers, rows))
-    sent = rows.element_size() == 4 and fewest <= peers.sent_rows and peers.sends(1, rows.numel())
-    most = peers.sent_rows if sent else peers.rows
-    block, largest = _LEAST_BLOCK, _largest_block(peers, rows)
-    while block < largest and _blocks(rows, block) > most:
+    in_pairs = (rows.shape[1] | rows.stride(0) | rows.data_ptr() // 2) % 2 == 0
+    if part.element_size() == 2 and in_pairs:
+        rows, joined = rows.view(torch.int32), joined.view(torch.int32)
+    columns = rows.shape[1]
+    largest = 1 << ((peers.row_bytes // rows.element_size()).bit_length() - 1)  # for which a row of the memory has room
+    sent = (
+        rows.element_size() == 4
+        and largest >= LEAST_SENT
+        and _blocks(rows, largest) <= peers.sent_rows
+        and peers.sends(1, rows.numel())
+    )
+    block = min(_LEAST_BLOCK, largest)
+    while block < largest and _blocks(rows, block) > (peers.sent_rows if sent else peers.rows):
         block *= 2
-    block = min(block, largest)
-    blocks = triton.cdiv(size, block)
+    warps = min(max(block // 512, 4), 16)
+    blocks = triton.cdiv(columns, block)
     for first, last in peers.pieces(len(rows) * blocks):
         overlapped(_join_columns_kernel, (last - first,), part.device)(
             rows,
             joined,
-            peers.place_addresses,
-            peers.signal_addresses,
-            peers.word_addresses,
-            peers.uses,
-            peers.failed,
-            peers.told,
-            peers.rank,
-            peers.looks,
-            peers.rows,
-            peers.row_bytes // rows.element_size(),
-            peers.sent_rows,
-            peers.row_bytes // 4,
+            *peers.arguments(rows.element_size()),
             first,
-            size,
+            columns,
             blocks,
             rows.stride(0),
             block,
             peers.size,
             sent,
-            num_warps=min(max(block // 512, 4), 16),
+            num_warps=min(warps, block // LEAST_SENT) if sent else warps,
         )
     return out
 
@@ -143,8 +135,3 @@ def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
 def _blocks(rows: Tensor, block: int) -> int:
     """Into how many blocks of rows these fall."""
     return len(rows) * triton.cdiv(rows.shape[1], block)
-
-
-def _largest_block(peers: PeerMemory, rows: Tensor) -> int:
-    """Elements of the largest power of two of which a row of the memory has room for as many."""
-    return 1 << ((peers.row_bytes // rows.element_size()).bit_length() - 1)

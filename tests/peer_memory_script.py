@@ -15,7 +15,7 @@ import torch
 from eagle_triton.runtime.peer_memory import PeerMemory
 from eagle_triton.runtime.split_sums import SharedSums, SplitSums
 
-RANKS, ROWS, WIDTH = 2, 4, 48
+RANKS, ROWS, WIDTH = 2, 4, 80  # a join sends blocks of 64 elements at least
 USES = 40
 SENT_ROWS = 2  # of ROWS
 
@@ -33,8 +33,10 @@ def memory_in(folder: Path, rank: int, create: bool = False, rows: int = ROWS, w
 def main(argv: list[str]) -> int:
     folder, what, rank = Path(argv[0]), argv[1], int(argv[2])
     if what == "kernel":
+        from eagle_triton.exchange import join_columns
         from eagle_triton.layers import add_rms_norm
     else:
+        from eagle_triton.reference.exchange import join_columns
         from eagle_triton.reference.layers import add_rms_norm
     peers = memory_in(folder, rank)
     pace = random.Random(rank)
@@ -48,6 +50,9 @@ def main(argv: list[str]) -> int:
         expected = add_rms_norm(SplitSums(torch.stack(parts), torch.float32), residual, weight, 1e-5)
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other), (use, one - other)
+        time.sleep(pace.choice([0, 0, 0.003]))
+        columns = [part[:, : 1 + use] for part in parts]  # of up to two rows sent, of more left and read
+        assert torch.equal(join_columns(columns[rank], peers), torch.cat(columns, 1)), use
     assert not peers.gave_up()
     print("the same bits")
     return 0

@@ -18,6 +18,9 @@ from eagle_triton.engine.modules import Norm, Projection, add_norm, embed_norm, 
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.ranks import Ranks, RanksError, SharedEmbedding
 from eagle_triton.reference import layers as reference
+from eagle_triton.reference.exchange import join_columns
+from eagle_triton.runtime.launch import recorded
+from eagle_triton.runtime.peer_exchange import LEAST_SENT
 from eagle_triton.runtime.peer_memory import PeerMemory
 from eagle_triton.runtime.split_sums import SharedRows, SharedSums, SplitSums, own_rows, total_of
 from tests.peer_memory_script import memory_in
@@ -171,6 +174,24 @@ def test_counts_pass_the_largest_number(device, module, sent_rows):
         leave(everybody[1], parts[1])
         assert torch.equal(module.add(SharedSums(parts[0], torch.float32, everybody[0])), gathered.sum(0))
     assert everybody[0].uses[:3].tolist() == [2 - 2**31] * 3 and not everybody[0].gave_up()
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "draft", "sent"),
+    [(1, 64, False, True), (1, 64, True, False), (1, 256, True, True), (7, 64, False, False), (6, 33, False, True)],
+)
+def test_each_thread_of_a_norm_that_is_sent_has_values_of_its_own(device, rows, width, draft, sent):
+    """In a draft pass four warps share a row, whatever its width."""
+    count = PeerMemory.bytes_for(1, 8, 1024, ROWS)
+    block = torch.zeros(count, dtype=torch.uint8, device=device)
+    peers = PeerMemory.of(0, [block], 8, 1024, sent_rows=ROWS)
+    part, weight = torch.zeros(rows, width, device=device), torch.ones(width, device=device)
+    with recorded() as launches:
+        kernels.rms_norm(SharedSums(part, torch.float32, peers), weight, 1e-5, in_draft_pass=draft)
+    (launch,) = launches.values()
+    given = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
+    assert given["SENT"] == sent
+    assert not sent or launch.options["num_warps"] * LEAST_SENT <= given["BLOCK"]
 
 
 def test_what_does_not_fit_is_not_exchanged(device):
@@ -342,7 +363,70 @@ def test_memory_is_opened_once_without_multicast(symmetric_memory, monkeypatch):
     assert ranks.peers is peers and ranks.met == 1
     ranks.open_memory(40, torch.device("cpu"))  # of a wider model; graphs of the other go on
     assert ranks.peers.row_bytes == 160 and ranks.met == 2
-    assert any(kept is peers for _, kept in ranks._kept)
+    event = SimpleNamespace(query=lambda: True)
+    ranks.wait_for(event)
+    peers.told[0] = 1  # a graph of the narrower model has waited in vain
+    with pytest.raises(RanksError, match="waited for another rank's part in vain"):
+        ranks.wait_for(event)
+    with pytest.raises(RanksError, match="gone or hangs"):
+        ranks.wait_for(SimpleNamespace(query=lambda: False), 0.01)
+    assert peers.failed[0] == ranks.peers.failed[0] == 1, "no graph waits any more"
+
+
+def test_what_a_wider_model_needs_and_does_not_get_is_said(symmetric_memory, monkeypatch):
+    ranks = Gathering(0, 2, SimpleNamespace(group_name="both"), None, None)
+    ranks.open_memory(30, torch.device("cpu"))
+    monkeypatch.setattr(symmetric, "empty", lambda *_, **__: torch.empty(-1))
+    ranks.open_memory(40, torch.device("cpu"))
+    assert ranks.peers.row_bytes == 128 and "of rows wider than 32 elements NCCL gathers what ranks have" in ranks.note
+
+
+def test_memory_that_was_opened_in_inference_mode_is_given_up(symmetric_memory):
+    ranks = Gathering(0, 2, SimpleNamespace(group_name="both"), None, None)
+    with torch.inference_mode():
+        ranks.open_memory(30, torch.device("cpu"))
+        ranks.peers.signals[1][0, 0] = 1
+    with pytest.raises(RanksError, match="gone or hangs"):
+        ranks.wait_for(SimpleNamespace(query=lambda: False), 0.01)
+    assert ranks.peers.failed.tolist() == [1]
+    ranks.peers.exchanged(torch.ones(2, 8))  # writes in place
+
+
+def test_a_rank_says_that_others_are_lost_whatever_else_fails(monkeypatch):
+    (peers,) = ranks_memory("cpu", 1)
+    monkeypatch.setattr(PeerMemory, "give_up", lambda _: 1 / 0)
+    with pytest.raises(RanksError, match="gone or hangs"):
+        Gathering(0, 2, None, None, None, peers=peers).wait_for(SimpleNamespace(query=lambda: False), 0.01)
+
+
+def test_engines_of_the_same_ranks_take_turns():
+    """They count the uses of one memory."""
+    waited = []
+    one, two = (SimpleNamespace(wait_stream=lambda other, name=name: waited.append((name, other))) for name in "ab")
+    ranks = Gathering(0, 2, None, None, None)
+    for stream in (one, one, two, one):
+        ranks.take_turns(stream)
+    assert waited == [("b", one), ("a", two)]
+
+
+def test_only_processes_beside_this_one_are_watched(monkeypatch):
+    ranks = Gathering(0, 2, None, None, None)
+    for other, watched in ((0, {1: os.getpid()}), (1, {}), (2, {}), (3, {})):
+
+        def of_all(value, other=other):
+            place, process = value
+            theirs = list(place)
+            if other:
+                theirs[other - 1] = "another host, boot or container"
+            return [value, (tuple(theirs), process)]
+
+        monkeypatch.setattr(ranks, "of_all", of_all)
+        found = ranks_module._processes_beside(ranks)
+        assert {rank: process.pid for rank, process in found.items()} == watched
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    monkeypatch.setattr(ranks, "of_all", lambda value: [value, (value[0], gone.pid)])
+    assert ranks_module._processes_beside(ranks) == {}
 
 
 @pytest.mark.parametrize("whose", [0, 1])
@@ -363,25 +447,54 @@ def test_where_there_is_no_such_memory_on_any_rank_the_report_says_so(symmetric_
     assert ranks.met == 1
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_memory_that_gives_other_sums_than_a_gather_is_given_up(broken):
-    from eagle_triton.reference.layers import add
-    from eagle_triton.runtime.split_sums import SharedSums
-
+@pytest.mark.parametrize("broken", [None, "sums", "columns", "a wait"])
+def test_memory_that_gives_other_numbers_than_a_gather_is_given_up(broken):
     class Together(Gathering):
         def together(self, part):
             return part[None].clone()
 
-    def added(x):
-        out = add(x)
-        return out + 1 if broken and isinstance(x, SharedSums) and len(out) == 3 else out
-
     (peers,) = ranks_memory("cpu", 1)
+
+    class Broken:
+        @staticmethod
+        def add(x):
+            out = reference.add(x)
+            return out + 1 if broken == "sums" and isinstance(x, SharedSums) and len(out) == 3 else out
+
+        @staticmethod
+        def join_columns(part, memory):
+            if broken == "a wait" and len(part) == 3:
+                memory.told[0] = 1
+            out = join_columns(part, memory)
+            return out + 1 if broken == "columns" and len(out) == 3 else out
+
     ranks = Together(0, 1, None, None, None, peers=peers)
-    ranks.prove_memory(added, torch.zeros(8, dtype=torch.bfloat16))
-    assert (ranks.peers is None) == broken and (peers.uses[0] > 0)
+    ranks.prove_memory(Broken, torch.zeros(8, dtype=torch.bfloat16))
+    assert (ranks.peers is None) == (broken is not None) and (peers.uses[0] > 0)
     if broken:
-        assert "sums of 3 rows through the ranks' memory were not those of a gather" in ranks.note
+        expected = {
+            "sums": "sums of 3 rows through the ranks' memory were not those of a gather",
+            "columns": "columns of 3 rows came otherwise",
+            "a wait": "a wait for 3 rows in the ranks' memory was in vain",
+        }
+        assert expected[broken] in ranks.note
+        return
+    uses = peers.uses.clone()
+    ranks.prove_memory(Broken, torch.zeros(8, dtype=torch.bfloat16))
+    assert torch.equal(peers.uses, uses), "once is enough"
+    ranks._proved, ranks.peers = False, peers  # as open_memory leaves it
+    ranks.prove_memory(Broken, torch.zeros(8, dtype=torch.bfloat16))
+    assert (peers.uses[0] > uses[0]).item()
+
+
+def test_wider_memory_is_proved_again(symmetric_memory):
+    ranks = Gathering(0, 2, SimpleNamespace(group_name="both"), None, None)
+    ranks.open_memory(30, torch.device("cpu"))
+    ranks._proved = True
+    ranks.open_memory(30, torch.device("cpu"))
+    assert ranks._proved
+    ranks.open_memory(40, torch.device("cpu"))
+    assert not ranks._proved
 
 
 def test_a_wait_ends_where_the_process_of_a_rank_has(monkeypatch):

@@ -116,8 +116,9 @@ def test_the_benchmark_of_a_step_is_printed_once():
 @pytest.mark.slow
 @two_processes
 def test_what_ranks_exchange_is_checked_by_a_command(tmp_path):
-    options = ["--device", "cpu", "--rows", "1,5", "--width", "48", "--replays", "5"]
-    assert json.loads(torchrun("tools/check_ranks.py", *options))["notes"] == ["2 ranks, all on one cpu"]
+    options = ["--device", "cpu", "--rows", "1,5", "--width", "256", "--replays", "5"]
+    found = torchrun("tools/check_ranks.py", *options[:3], "1,5,80", *options[4:])
+    assert json.loads(found)["notes"] == ["2 ranks, all on one cpu"]
     broken = tmp_path / "broken.py"
     broken.write_text(
         "import os, sys\n"

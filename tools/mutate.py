@@ -76,6 +76,20 @@ MUTATIONS = [
         "tests/test_peer_memory.py -k two_processes",
     ),
     Mutation(
+        "columns are joined before another rank's are there",
+        "exchange.py",
+        "        signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, here, use, rank, looks, RANKS)",
+        "        pass",
+        "tests/test_exchange.py -k waits_for_others",
+    ),
+    Mutation(
+        "what is sent is read before it is there",
+        "runtime/peer_exchange.py",
+        "while (missing > 0) & (looked < looks):",
+        "while (missing > 0) & (looked < 0):",
+        "tests/test_peer_memory.py -k two_processes",
+    ),
+    Mutation(
         "every rank adds the bias of an FP8 projection that they share",
         "adapters/float8.py",
         "bias = found.bias if ranks is None or ranks.rank == 0 else None",

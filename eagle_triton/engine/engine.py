@@ -108,7 +108,7 @@ class Engine:
         )
         if self.ops.kernels and self.device.type == "cuda":
             ranks.open_memory(self.view.hidden_size, self.device)
-            ranks.prove_memory(self.ops.add, self.view.norm.weight)
+            ranks.prove_memory(self.ops, self.view.norm.weight)
             self.notes["ranks"] += f"; {ranks.note}"
 
     def clear(self) -> None:
@@ -188,6 +188,8 @@ class Engine:
             if self._stream is not None and stream != self._stream:
                 stream.wait_stream(self._stream)
             self._stream = stream
+            if self.view.ranks is not None:
+                self.view.ranks.take_turns(stream)
             yield
 
     def sequences(self, slots: int, rows: int) -> Sequences:

@@ -80,7 +80,8 @@ class Ranks:
     peers: PeerMemory | None = None
     why_no_peers: str | None = None
     processes: dict[int, psutil.Process] = field(default_factory=dict)
-    _kept: list[Any] = field(default_factory=list)  # what that memory belongs to, and what was there before
+    _opened: list[tuple[Any, PeerMemory]] = field(default_factory=list)  # all, and what each belongs to: graphs go on
+    _last_stream: torch.cuda.Stream | None = None  # of all engines
     _proved: bool = False
 
     @staticmethod
@@ -106,6 +107,7 @@ class Ranks:
             _KNOWN[group] = ranks
         return _KNOWN[group]
 
+    @torch.inference_mode(False)  # the memory outlives a caller's
     def open_memory(self, width: int, device: torch.device) -> None:
         """Have kernels exchange parts by themselves, sums of rows of at most `width` among them, if torch gives all
         ranks memory of their GPUs that the others see (symmetric memory, without multicast). All ranks call this; once
@@ -136,28 +138,31 @@ class Ranks:
 
         if self._all_do(allocate) and self._all_do(connect):
             self.peers = PeerMemory.of(self.rank, found["blocks"], MOST_ROWS, row_bytes)
-            self._kept.append((found, self.peers))
+            self._opened.append((found, self.peers))
             self._proved = False
 
-    def prove_memory(self, add: Callable[[SplitSums | SharedSums], Tensor], like: Tensor) -> None:
-        """Give `peers` up, and say so in `why_no_peers`, unless sums through it have the bits of gathered ones on every
-        rank. add: the operation of this name; like: a tensor of the width, dtype and device of what is summed. All
-        ranks call this, behind `open_memory`; once is enough."""
+    def prove_memory(self, ops: Any, like: Tensor) -> None:
+        """Give `peers` up, and say so in `why_no_peers`, unless sums and columns through it have the bits of gathered
+        ones on every rank. ops: Operations; like: a tensor of the width, dtype and device of what is summed. All ranks
+        call this, behind `open_memory`; once is enough."""
         if self.peers is None or self._proved:
             return
         memory, generator = replace(self.peers, looks=PROOF_LOOKS), torch.Generator().manual_seed(self.rank)
         for rows in (1, 3, min(60, memory.rows), memory.rows, 1):
             part = torch.randn(rows, like.shape[-1], generator=generator).to(like.device, torch.float32)
             parts = part, part.to(like.dtype)
-            gathered = [self.summed(each, like.dtype) for each in parts]  # by all ranks, whatever comes of the rest
+            gathered = [self.together(each) for each in parts]  # by all ranks, whatever comes of the rest
 
             def compare(rows: int = rows, parts: Any = parts, gathered: Any = gathered) -> None:
-                equal = [
-                    torch.equal(add(SharedSums(each, like.dtype, memory)), add(expected))
-                    for each, expected in zip(parts, gathered, strict=True)
-                ]
-                if not all(equal) or memory.gave_up():
-                    raise RuntimeError(f"sums of {rows} rows through the ranks' memory were not those of a gather")
+                for each, all_parts in zip(parts, gathered, strict=True):
+                    summed = ops.add(SharedSums(each, like.dtype, memory))
+                    joined = ops.join_columns(each, memory)
+                    if not torch.equal(summed, ops.add(SplitSums(all_parts.float(), like.dtype))):
+                        raise RuntimeError(f"sums of {rows} rows through the ranks' memory were not those of a gather")
+                    if not torch.equal(joined, torch.cat(all_parts.unbind(0), -1)):
+                        raise RuntimeError(f"columns of {rows} rows came otherwise through the ranks' memory")
+                if memory.gave_up():
+                    raise RuntimeError(f"a wait for {rows} rows in the ranks' memory was in vain")
 
             if not self._all_do(compare):
                 self.peers = None
@@ -178,9 +183,13 @@ class Ranks:
     @property
     def note(self) -> str | None:
         """What a report says of how sums are exchanged on GPUs."""
-        if self.peers is not None:
-            return "kernels exchange what ranks have by symmetric memory"
-        return None if self.why_no_peers is None else f"NCCL gathers what ranks have, for want of: {self.why_no_peers}"
+        by_nccl = f"NCCL gathers what ranks have, for want of: {self.why_no_peers}"
+        if self.peers is None:
+            return None if self.why_no_peers is None else by_nccl
+        by_kernels = "kernels exchange what ranks have by symmetric memory"
+        if self.why_no_peers is None:
+            return by_kernels
+        return f"{by_kernels}; of rows wider than {self.peers.row_bytes // 4} elements {by_nccl}"
 
     # --- in a step ---
 
@@ -233,14 +242,29 @@ class Ranks:
             if now > start + seconds:
                 self._end(f"a step did not end in {seconds:g} s: another rank has gone or hangs; end all ranks")
             time.sleep(POLL_SECONDS)
-        if self.peers is not None and self.peers.gave_up():
+        if any(memory.gave_up() for memory in self._memories):
             raise RanksError("a kernel has waited for another rank's part in vain: it has gone or hangs; end all ranks")
 
     def _end(self, why: str) -> NoReturn:
         """Raise RanksError, and let the device come to an end."""
-        if self.peers is not None:
-            self.peers.give_up()
-        raise RanksError(why)
+        try:
+            for memory in self._memories:
+                memory.give_up()
+        finally:
+            raise RanksError(why)
+
+    def take_turns(self, stream: torch.cuda.Stream) -> None:
+        """What is launched on a stream from now on comes behind all that engines of these ranks have launched on
+        others: they count uses of one memory."""
+        if self._last_stream is not None and stream != self._last_stream:
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
+
+    @property
+    def _memories(self) -> list[PeerMemory]:
+        """By which graphs may exchange something: `peers`, and what was there before a wider model."""
+        now = [] if self.peers is None else [self.peers]
+        return [*now, *(memory for _, memory in self._opened if memory is not self.peers)]
 
     @_named
     def meet(self) -> None:
@@ -274,12 +298,16 @@ class Ranks:
 
 def _processes_beside(ranks: Ranks) -> dict[int, psutil.Process]:
     """The other ranks' processes that this one can look at: those of its host, and there of its container."""
-    namespace = Path("/proc/self/ns/pid")
-    here = (socket.gethostname(), namespace.stat().st_ino if namespace.exists() else None)
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    here = (
+        socket.gethostname(),
+        boot.read_text() if boot.exists() else None,
+        namespace.stat().st_ino if namespace.exists() else None,
+    )
     found: dict[int, psutil.Process] = {}
     for rank, (where, process) in enumerate(ranks.of_all((here, os.getpid()))):
         if rank != ranks.rank and where == here:
-            with suppress(psutil.Error):  # one that has ended meanwhile ends this one by its connections
+            with suppress(psutil.Error):  # it has ended meanwhile, which is noticed as that of one elsewhere is
                 found[rank] = psutil.Process(process)
     return found
 

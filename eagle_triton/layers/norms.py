@@ -168,7 +168,7 @@ def _rms_norm_kernel(
         store_pair(tl.reshape(wide, (BLOCK // WIDTH, WIDTH)), 0, parts_ptr, scale_ptr, row, rows, size)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens_ptr"])
+@triton.jit(do_not_specialize=["table_rows", "looks"], do_not_specialize_on_alignment=["tokens_ptr"])
 def _shared_rms_norm_kernel(
     x_ptr,
     tokens_ptr,
@@ -478,18 +478,7 @@ def _launch_shared_norm(
             piece(residual),
             piece(out),
             piece(total),
-            peers.place_addresses,
-            peers.signal_addresses,
-            peers.word_addresses,
-            peers.uses,
-            peers.failed,
-            peers.told,
-            peers.rank,
-            peers.looks,
-            peers.rows,
-            peers.row_bytes // rows.element_size(),
-            peers.sent_rows,
-            peers.row_bytes // 4,
+            *peers.arguments(rows.element_size()),
             stride_split,
             rows.stride(-2),
             0 if residual is None else residual.stride(0),

@@ -3,7 +3,9 @@ So they exchange the columns of logits and what they look up in an embedding, to
 
 Few values are sent: a rank writes each, with the count of its use beside it in one word, into the memory of others,
 who look there until all are there. That takes one way between GPUs, and twice the bytes. Of more each rank leaves its
-part in its own memory, signals, and reads the others': three ways.
+part in its own memory, signals, and reads the others': three ways. A word of eight bytes at a multiple of eight must
+therefore come as a whole: GPUs keep it so, NCCL's LL protocol relies on that too, though PTX promises it only of
+stores that say so.
 
 A row has two places, which alternate by how often the row was used. So one signal suffices: who writes a
 place for the next but one use has seen everybody's signal for the next, which nobody gives before the kernel that read
@@ -58,6 +60,7 @@ class PeerMemory:
     failed: Tensor
     told: Tensor
     looks: int = LOOKS  # how often a wait looks at a signal before it gives up
+    rescue: torch.cuda.Stream | None = None  # on which `give_up` writes: no kernel waits there
 
     @staticmethod
     def bytes_for(size: int, rows: int, row_bytes: int, sent_rows: int = SENT_ROWS) -> int:
@@ -65,6 +68,7 @@ class PeerMemory:
         return _signal_bytes(size, rows) + PLACES * (rows + 2 * size * sent_rows) * row_bytes
 
     @staticmethod
+    @torch.inference_mode(False)  # it outlives a caller's
     def of(
         rank: int,
         blocks: Sequence[Tensor],
@@ -100,10 +104,12 @@ class PeerMemory:
         def zeros(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)
 
-        told = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        on_gpu = device.type == "cuda"
+        told = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        rescue = torch.cuda.Stream(device, priority=-1) if on_gpu else None
         return PeerMemory(
             rank, places, signals, words, addresses(places), addresses(signals), addresses(words),
-            zeros(rows), zeros(1), told, looks,
+            zeros(rows), zeros(1), told, looks, rescue,
         )  # fmt: skip
 
     @property
@@ -141,13 +147,20 @@ class PeerMemory:
     def give_up(self) -> None:
         """Let no kernel wait any more, also none that waits now."""
         self.told[0] = 1
-        if self.uses.device.type == "cpu":
+        if self.rescue is None:
             self.failed.fill_(1)
             return
-        stream = torch.cuda.Stream(self.uses.device)  # the others are behind what waits
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self.rescue):
             self.failed.copy_(self.told, non_blocking=True)
-        stream.synchronize()
+        self.rescue.synchronize()
+
+    def arguments(self, element_size: int) -> tuple[Any, ...]:
+        """What kernels take that exchange parts of elements of so many bytes, from `place_addresses_ptr` to
+        `word_width`."""
+        return (
+            self.place_addresses, self.signal_addresses, self.word_addresses, self.uses, self.failed, self.told,
+            self.rank, self.looks, self.rows, self.row_bytes // element_size, self.sent_rows, self.row_bytes // 4,
+        )  # fmt: skip
 
     def exchanged(self, part: Tensor) -> Tensor:
         """Every rank's part [..., N], in their order, [size, ..., N]: what the kernels do, in plain torch and on a CPU.
@@ -156,6 +169,8 @@ class PeerMemory:
         """
         if self.uses.device.type != "cpu":
             raise RuntimeError("parts that lie on a device are exchanged by the kernel that adds them up")
+        if not part.numel():
+            return part.new_empty(self.size, *part.shape)
         rows = part.reshape(-1, part.shape[-1])
         found = [self._exchanged(rows[first:last]) for first, last in self.pieces(len(rows))]
         return torch.cat(found, 1).view(self.size, *part.shape)

@@ -17,8 +17,10 @@ def _case(name, block, ranks, sent=False, kind="i32"):
         else _TYPES.get(argument, f"*{kind}" if argument.endswith("_ptr") else "i32")
         for argument in _join_columns_kernel.arg_names
     }
-    aligned = ("size", "place_width", "word_width", "stride_pm")
+    aligned = ("columns", "place_width", "word_width", "stride_pm")
     options = {**EXACT, "num_warps": min(max(block // 512, 4), 16), "aligned": aligned}
+    if sent:  # a word of eight bytes is read as a whole
+        options["without"] = ("ld.volatile.global.b32", "ld.volatile.global.v2.b32", "ld.volatile.global.v4.b32")
     return name, _join_columns_kernel, signature, values, options
 
 
