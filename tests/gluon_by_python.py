@@ -2,7 +2,8 @@
 
 It shows what indices, slots and barriers do, which no interpreter of Gluon does. A product that is asked for reads its
 operands when it is waited for, so a slot that is refilled too early gives wrong numbers; a wait that nobody ends raises
-TimeoutError. Layouts and fences mean nothing here. It knows what linear/wide.py's kernel asks for.
+TimeoutError. Layouts, fences and dtypes mean nothing here: numbers are double. It knows what the kernels of
+linear/wide.py and linear/streamed_rotary.py ask for.
 """
 
 from __future__ import annotations
@@ -56,6 +57,15 @@ class Tile:
     def permute(self, _: tuple[int, int]) -> Tile:
         return Tile(self.data.T)
 
+    def slice(self, start: int, length: int, dim: int) -> Tile:
+        return Tile(self.data[(slice(None),) * dim + (slice(start, start + length),)])
+
+    def _reinterpret(self, _dtype: Any, shape: list[int], _layout: Any) -> Tile:
+        return Tile(self.data.reshape([int(size) for size in shape]))
+
+    def load(self, _: Any) -> Array:
+        return self.data.copy().view(Array)
+
     def store(self, value: Any) -> None:
         self.data[:] = value.done()
 
@@ -75,6 +85,9 @@ class Sum:
     def to(self, _: Any) -> Sum:
         return self
 
+    def permute(self, _: tuple[int, int]) -> Sum:
+        return Sum(self.done().T, [])
+
     def __add__(self, other: Any) -> Sum:
         return Sum(self.done() + other, [])
 
@@ -88,8 +101,34 @@ def _wait_for(left: int, deps: list[Sum]) -> Sum:
     return Sum(value, acc.pending[max(now, 0) :])
 
 
+class Array(np.ndarray):
+    def to(self, kind: Any) -> Array:
+        return self.astype(np.int64) if kind == "int" else self.astype(np.float64) if kind == "float" else self
+
+
+class Number(int):
+    """An index of a program: what is calculated with it is one too."""
+
+    def to(self, _: Any) -> Number:
+        return self
+
+
+def _calculated(method: Callable) -> Callable:
+    def calculate(self: Number, other: Any) -> Any:
+        result = method(self, other)
+        return Number(result) if isinstance(result, int) else result
+
+    return calculate
+
+
+for _name in ("__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__floordiv__", "__mod__"):
+    setattr(Number, _name, _calculated(getattr(int, _name)))
+
+
 class Pointer:
-    """Somewhere in a vector."""
+    """Somewhere in a tensor's storage."""
+
+    dtype = types.SimpleNamespace(element_ty=None)
 
     def __init__(self, data: Any, offset: Any = 0):
         self.data, self.offset = data, offset
@@ -97,10 +136,20 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.data, self.offset + offset)
 
+    def load(self, mask: Any = True, other: Any = 0) -> Any:
+        offset, mask = np.broadcast_arrays(self.offset, mask)
+        found = np.where(mask, self.data[np.where(mask, offset, 0)], other)
+        return found.view(Array) if found.ndim else Number(found)
 
-class Loaded(np.ndarray):
-    def to(self, _: Any) -> Loaded:
-        return self
+    def store(self, value: Any, mask: Any) -> None:
+        offset, value, mask = np.broadcast_arrays(self.offset, value, mask)
+        assert not np.isnan(value[mask]).any()
+        self.data[offset[mask]] = value[mask]
+
+
+def _storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's storage behind its first element."""
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())[tensor.storage_offset() :]
 
 
 class Descriptor:
@@ -164,21 +213,32 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
         if errors:
             raise errors[0]
 
+    def either(condition: Any, one: Any, other: Any) -> Any:
+        if isinstance(condition, np.ndarray):
+            return np.where(condition, one, other).view(Array)
+        return one if condition else other
+
     gl = types.SimpleNamespace(
-        program_id=lambda axis: program[0],
+        program_id=lambda axis: Number(program[0]),
         minimum=min,
-        where=lambda condition, one, other: one if condition else other,
+        cdiv=lambda one, other: -(-one // other),
+        where=either,
+        floor=np.floor,
         static_range=range,
         num_warps=lambda: 8,
         NVMMADistributedLayout=lambda *_: None,
+        BlockedLayout=lambda *_: None,
         SliceLayout=lambda *_: None,
-        arange=lambda start, end, _: np.arange(start, end),
+        arange=lambda start, end, _: np.arange(start, end).view(Array),
         zeros=lambda shape, *_: Sum(np.zeros(shape), []),
-        load=lambda pointer: pointer.data[pointer.offset].view(Loaded),
+        load=lambda pointer, **options: pointer.load(**options),
+        store=lambda pointer, value, mask: pointer.store(value, mask),
         allocate_shared_memory=_allocated,
         warp_specialize=specialised,
-        float32=None,
-        int64=None,
+        float32="float",
+        float64="float",
+        int32="int",
+        int64="int",
     )
     module.update(
         gl=gl,
@@ -186,7 +246,7 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
             MBarrierLayout=lambda: None,
             init=_init,
             expect=_expect,
-            wait=lambda barrier, parity: barrier.wait(parity),
+            wait=lambda barrier, parity, pred=True: barrier.wait(parity) if pred else None,
             arrive=lambda barrier, pred=True: barrier.update(arrivals=1) if pred else None,
         ),
         tma=types.SimpleNamespace(
@@ -197,20 +257,29 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
         warpgroup_mma=lambda x, w, acc, is_async: Sum(acc.value, [*acc.pending, (x, w)]),
         warpgroup_mma_wait=lambda left, deps: _wait_for(left, deps),
         fence_async_shared=lambda: None,
+        debug_barrier=lambda: None,
         gdc_wait=lambda: None,
         gdc_launch_dependents=lambda: None,
     )
     for name, value in list(module.items()):
         if type(value).__name__ == "constexpr":
             module[name] = value.value
-        elif hasattr(value, "fn") and getattr(value.fn, "__globals__", None) is kernel.fn.__globals__:
-            module[name] = types.FunctionType(value.fn.__code__, module, name, value.fn.__defaults__)
-    given = {}
+        elif isinstance(getattr(value, "fn", None), types.FunctionType):
+            mine = value.fn.__globals__ is kernel.fn.__globals__
+            names = module if mine else {**value.fn.__globals__, "tl": gl}
+            module[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+    given, tensors = {}, []
     for name, value in arguments.items():
+        given[name] = value
         if name.endswith("_desc"):
             given[name] = Descriptor(value)
-        else:
-            given[name] = Pointer(value.double().numpy()) if isinstance(value, torch.Tensor) else value
+        elif isinstance(value, torch.Tensor):
+            storage = _storage(value)
+            numbers = (storage.double() if storage.is_floating_point() else storage.long()).numpy().copy()
+            given[name] = Pointer(numbers)
+            tensors.append((storage, numbers))
     for number in range(int(np.prod(grid))):
         program[0] = number
         module[kernel.fn.__name__](**given)
+    for storage, numbers in tensors:
+        storage.copy_(torch.from_numpy(numbers))

@@ -10,7 +10,8 @@ K are left to the reader, as in the engine. With --streamed, settings are those 
 they differ. With --float8, weights have eight
 bits and scales for rows or for blocks, settings are those of linear/paired_float8.py, beyond 64 rows of
 linear/streamed_float8.py, timed likewise (with the kernel that makes x's pair), and cuBLAS's time is that of the same
-weights in 16 bits.
+weights in 16 bits. With --rotary, q, k and v are rotated and appended to a cache, by settings of
+linear/streamed_rotary.py in one launch, and in two.
 """
 
 from __future__ import annotations
@@ -42,7 +43,13 @@ def main(argv: list[str] | None = None) -> int:
     add("--keep_splits", action="store_true", help="leave sums over splits of K to the reader")
     add("--streamed", action="store_true", help="linear/streamed.py and wide.py, behind a small kernel")
     add("--float8", choices=("rows", "blocks"), help="weights of eight bits: what has a scale")
+    add("--rotary", action="store_true", help="q, k and v, rotated and appended by one launch, of up to 64 rows")
     args = read_sweep(parser, argv, "products are", "product")
+    if args.rotary:
+        from tools.tuning import rotary
+
+        rotary.sweep(args)
+        return 0
     from tools.tuning.products import sweep
 
     sweep(args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -242,26 +243,41 @@ def check_rotary_append(
     heads = k.shape[2]
     _check_shape(name, "k", k, (batch, count, heads, dim))
     _check_shape(name, "v", v, k.shape)
+    for norm in (q_norm, k_norm):
+        if norm is not None:
+            _check_shape(name, "q_norm and k_norm", norm, (dim,))
+    _check_alike(name, q, k, v, q_norm, k_norm)
+    check_appended(name, k.shape, q.device, cache, first_row, depths, inv_freq, table)
+
+
+def check_appended(
+    name: str,
+    shape: Sequence[int],
+    device: torch.device,
+    cache: Tensor,
+    first_row: Tensor,
+    depths: Tensor | None,
+    inv_freq: Tensor,
+    table: Tensor | None,
+) -> None:
+    """Raise ValueError unless these say how keys of this shape [B, N, Hkv, d] are rotated, and where they are kept."""
+    batch, count, heads, dim = shape
     if cache.dim() != 5:
         raise ValueError(f"{name}: cache must be [2, B, Hkv, T, d], got {tuple(cache.shape)}")
     pages = batch if table is None else cache.shape[1]
     _check_shape(name, "cache", cache, (2, pages, heads, cache.shape[3], dim))
-    check_table(name, table, batch, q.device)
+    check_table(name, table, batch, device)
     _check_shape(name, "first_row", first_row, (batch,))
     if depths is not None:
         _check_shape(name, "depths", depths, (batch, count))
     if inv_freq.dim() != 1 or not 0 < len(inv_freq) <= dim // 2:
         raise ValueError(f"{name}: inv_freq must have 1 to {dim // 2} elements, got {tuple(inv_freq.shape)}")
-    for norm in (q_norm, k_norm):
-        if norm is not None:
-            _check_shape(name, "q_norm and k_norm", norm, (dim,))
     for label, indices in (("first_row", first_row), ("depths", depths)):
         if indices is not None and indices.dtype != torch.int32:
             raise ValueError(f"{name}: {label} must be int32, got {indices.dtype}")
-    _check_alike(name, q, k, v, q_norm, k_norm)
     for other in (cache, first_row, depths, inv_freq):
-        if other is not None and other.device != q.device:
-            raise ValueError(f"{name}: all tensors must be on {q.device}, got one on {other.device}")
+        if other is not None and other.device != device:
+            raise ValueError(f"{name}: all tensors must be on {device}, got one on {other.device}")
 
 
 def check_swiglu(gate: Tensor, up: Tensor) -> None:
