@@ -120,6 +120,7 @@ def test_step_measures_every_decoding_context_and_batch(capsys):
     assert cases == list(itertools.product(("greedy", "sampled", "plain"), (1, 2), (20, 30)))
     floors = {row["decoding"]: row["floor_ms"] for row in rows}
     assert floors["greedy"] == floors["sampled"] > floors["plain"] > 0
+    assert all(row["ms_slowest"] >= row["ms_p80"] and row["ms_behind_prompts"] > 0 for row in rows[: len(cases)])
 
 
 @pytest.mark.parametrize("mode", ["step", "batches", "prefill"])
