@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from eagle_triton.attention import launchers as kernels
+from eagle_triton.attention import settings
 from eagle_triton.reference import attention as reference
+from eagle_triton.reference.layers import float8_pair
 from eagle_triton.runtime.overlap import triton_version
 from tests.paging import in_pages
 
@@ -69,6 +71,41 @@ def assert_close(out, case, scale, window=None):
 def check(case, window=None):
     scale = case[0].shape[-1] ** -0.5
     assert_close(kernels.tree_attention(*case, scale=scale, sliding_window=window), case, scale, window)
+
+
+@pytest.mark.parametrize(
+    ("batch", "nodes", "kv_heads", "group"), [(1, 60, 2, 4), (3, 5, 2, 3), (4, 1, 1, 1), (1, 12, 1, 8)]
+)
+def test_the_merge_makes_pairs_where_products_read_them(device, monkeypatch, batch, nodes, kv_heads, group):
+    """The pair of what it would have stored in bf16. In Triton's interpreter from fp32, which it cuts off to bf16."""
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    lengths = [900 - 130 * sequence for sequence in range(batch)]
+    case = make_case(batch, nodes, kv_heads, group, 128, 1024, lengths, 1, dtype, device)
+    options = {"scale": 128**-0.5, "for_float8": True}
+    assert isinstance(kernels.tree_attention(*case, **options), torch.Tensor), "until it was measured"
+    monkeypatch.setattr(settings, "MERGES_MAKE_PAIRS", True)
+    plain = kernels.tree_attention(*case, scale=128**-0.5)
+    if not CUDA:
+        assert isinstance(kernels.tree_attention(*case, **options), torch.Tensor)
+        monkeypatch.setattr(kernels, "takes_pairs", lambda x: x.shape == (batch, nodes, kv_heads * group * 128))
+        plain = (plain.view(torch.int32) & -(2**16)).view(torch.float32)
+    found, expected = kernels.tree_attention(*case, **options), float8_pair(plain.bfloat16().flatten(-2))
+    assert found.shape == expected.shape == (batch, nodes, kv_heads * group * 128) and found.dtype == dtype
+    assert torch.equal(found.scale, expected.scale) and (found.scale > 0).all()
+    parts, exact = found.parts.float(), expected.parts.float()
+    # Triton's interpreter truncates the smallest numbers of e4m3, which lie 2 ** -9 apart
+    assert torch.equal(parts, exact) if CUDA else (parts - exact).abs().max() <= 2.0**-7
+    assert (parts != 0).float().mean() > 0.5
+
+
+def test_what_is_no_pair_stays_a_tensor(device, monkeypatch):
+    monkeypatch.setattr(kernels, "takes_pairs", lambda x: True)
+    monkeypatch.setattr(settings, "MERGES_MAKE_PAIRS", True)
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    for batch, nodes, kv_heads, width in ((1, 8, 1, 64), (64, 40, 8, 128), (1, 0, 1, 128)):  # width, one program, none
+        case = make_case(batch, nodes, kv_heads, 1, width, 128, [9] * batch, 1 if nodes else 0, dtype, device)
+        out = kernels.tree_attention(*case, scale=1.0, for_float8=True)
+        assert isinstance(out, torch.Tensor) and out.shape == case[0].shape
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

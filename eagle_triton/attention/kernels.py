@@ -6,6 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from eagle_triton.layers.float8_pair import store_groups
+from eagle_triton.layers.values import rounded
+
 _WORD = tl.constexpr(64)
 MANY_TILES = tl.constexpr(64)  # of keys: more are worth all splits, fewer half of them
 
@@ -520,10 +523,13 @@ def merge_rows(
     softmax_ptr,
     lengths_ptr,
     out_ptr,
+    parts_ptr,
+    scale_ptr,
     stride_ob,
     stride_on,
     stride_oh,
     nodes,
+    all_nodes,
     capacity,
     window,
     D: tl.constexpr,
@@ -539,7 +545,8 @@ def merge_rows(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Add up what programs left of rows row_block * BLOCK_R .. of one head of a sequence."""
+    """Add up what programs left of rows row_block * BLOCK_R .. of one head of a sequence, and store the sums, or with
+    `parts_ptr` their Float8Pair, of which a head's 128 elements are a group. all_nodes: of all sequences."""
     batch, rows = sequence.to(tl.int64), nodes * GROUP
     length = tl.minimum(tl.load(lengths_ptr + batch, cache_modifier=".cg"), capacity)  # see runtime/overlap.py
     oldest, newest = _span(length, nodes, capacity, window, WORDS, WINDOW, BLOCK_N)
@@ -566,21 +573,31 @@ def merge_rows(
         sums = tl.fma(partial, beside[:, None], sums)
         whole = tl.fma(total, beside, whole)
     out = _normalised(sums, whole)
-    o_offset = (row // GROUP) * stride_on + (head * GROUP + row % GROUP) * stride_oh
-    out_ptr += batch * stride_ob
-    tl.store(out_ptr + (o_offset[:, None] + column[None, :]), out.to(out_ptr.dtype.element_ty), mask=mask)
+    node, query_head = row // GROUP, head * GROUP + row % GROUP
+    if parts_ptr is not None:
+        tl.static_assert(D == 128)
+        out = rounded(out, tl.bfloat16)
+        size = HEADS * GROUP * D
+        store_groups(out, query_head, sequence * nodes + node, row_ok, parts_ptr, scale_ptr, all_nodes, size)
+    else:
+        o_offset = node * stride_on + query_head * stride_oh
+        out_ptr += batch * stride_ob
+        tl.store(out_ptr + (o_offset[:, None] + column[None, :]), out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["lengths_ptr", "nodes"])
+@triton.jit(do_not_specialize_on_alignment=["lengths_ptr", "nodes", "all_nodes"])
 def _merge_kernel(
     partial_ptr,
     softmax_ptr,
     lengths_ptr,
     out_ptr,
+    parts_ptr,
+    scale_ptr,
     stride_ob,
     stride_on,
     stride_oh,
     nodes,
+    all_nodes,
     capacity,
     window,
     D: tl.constexpr,
@@ -607,10 +624,13 @@ def _merge_kernel(
         softmax_ptr,
         lengths_ptr,
         out_ptr,
+        parts_ptr,
+        scale_ptr,
         stride_ob,
         stride_on,
         stride_oh,
         nodes,
+        all_nodes,
         capacity,
         window,
         D,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import triton
@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from eagle_triton import kv_cache
+from eagle_triton.attention import settings
 from eagle_triton.attention.kernels import _merge_kernel, _tree_attention_kernel
 from eagle_triton.attention.settings import (
     MERGE_REGISTERS,
@@ -20,13 +21,47 @@ from eagle_triton.attention.settings import (
     settings_for,
     settings_for_pieces,
 )
+from eagle_triton.layers.float8_pair import empty_pair
 from eagle_triton.reference.attention import capacity_of, check_tree_attention
+from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs
 from eagle_triton.runtime.gluon import gluon_module
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import can_overlap, prefer_shared_memory
 
 _TILE_ROWS = 64  # no tile of keys has more
 _PIECE_NODES = 16  # pieces of prompts have as many at least
+
+
+@overload
+def tree_attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor | None = None,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    launch_nodes: int | None = None,
+    table: Tensor | None = None,
+    read_early: bool = False,
+    for_float8: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def tree_attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor | None = None,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    launch_nodes: int | None = None,
+    table: Tensor | None = None,
+    read_early: bool = False,
+    for_float8: bool,
+) -> Tensor | Float8Pair: ...
 
 
 def tree_attention(
@@ -40,7 +75,8 @@ def tree_attention(
     launch_nodes: int | None = None,
     table: Tensor | None = None,
     read_early: bool = False,
-) -> Tensor:
+    for_float8: bool = False,
+) -> Tensor | Float8Pair:
     """softmax(scale * q k^T + mask) v for N new nodes per sequence, whose keys are in the cache already.
 
     q [B, N, Hq, d]; cache [2, B, Hkv, T, d] in q's dtype (fp16, bf16 or fp32), d <= 256; lengths [B] int32; ancestors
@@ -49,7 +85,9 @@ def tree_attention(
     The last dimension of every tensor must be contiguous; its other strides are free. `launch_nodes`: choose the
     launch settings for that many nodes. `read_early`: lengths, table and committed rows were written before the last
     product, and behind that only kernels of runtime/overlap.py were launched; then they may be read before these end.
-    Returns [B, N, Hq, d]. Raises ValueError before the launch if shapes, dtypes, strides or devices do not fit.
+    Returns [B, N, Hq, d]; with `for_float8`, whose reader is a product with weights of eight bits, a Float8Pair
+    [B, N, Hq * d] where that is of use to it and splits are added up. Raises ValueError before the launch if shapes,
+    dtypes, strides or devices do not fit.
     """
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table)
     _check_kernel_limits(q, cache, lengths, ancestors, table)
@@ -57,7 +95,9 @@ def tree_attention(
     use = settings_for(rows, q.shape[3], cache.shape[2], len(q), q.dtype, _capability(q.device))
     if ancestors is None and q.shape[1] >= _PIECE_NODES and table is not None:
         use = settings_for_pieces(use, rows, len(q) * cache.shape[2])
-    return _launch(q, cache, lengths, ancestors, scale, sliding_window, use, table, read_early=read_early)
+    return _launch(
+        q, cache, lengths, ancestors, scale, sliding_window, use, table, read_early=read_early, for_float8=for_float8
+    )
 
 
 def attend_committed(q: Tensor, cache: Tensor, length: int, *, scale: float, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +119,9 @@ def attend_committed(q: Tensor, cache: Tensor, length: int, *, scale: float, tab
     use = settings_for(rows, width, cache.shape[2], batch, q.dtype, _capability(q.device))
     lse = torch.empty(batch, heads, nodes, dtype=torch.float32, device=q.device)
     use = use._replace(splits=1, programs=1, pdl=0)
-    return _launch(q, cache, lengths, None, scale, None, use, table, lse), lse
+    out = _launch(q, cache, lengths, None, scale, None, use, table, lse)
+    assert isinstance(out, Tensor)
+    return out, lse
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
@@ -120,7 +162,8 @@ def _launch(
     table: Tensor | None = None,
     lse: Tensor | None = None,
     read_early: bool = False,
-) -> Tensor:
+    for_float8: bool = False,
+) -> Tensor | Float8Pair:
     assert use.programs in (1, use.splits), "a program takes one split or all"
     assert lse is None or use.programs == 1, "a merge gives no log-sum-exp"
     batch, nodes, heads, width = q.shape
@@ -130,8 +173,11 @@ def _launch(
     if not out.numel():
         return out
     block_d = max(16, triton.next_power_of_2(width))
-    partial = softmax = None
+    partial = softmax = pair = None
     if use.programs > 1:
+        beside = out.flatten(-2)
+        if for_float8 and settings.MERGES_MAKE_PAIRS and width == GROUP and takes_pairs(beside):
+            pair = empty_pair(beside.shape, out)
         partial = torch.empty(batch, kv_heads, use.programs, rows, width, dtype=torch.float32, device=q.device)
         softmax = torch.empty(batch, kv_heads, use.programs, 2, rows, dtype=torch.float32, device=q.device)
     rows_of_memory = None
@@ -221,8 +267,11 @@ def _launch(
             softmax,
             lengths,
             out,
+            None if pair is None else pair.parts,
+            None if pair is None else pair.scale,
             *out.stride()[:3],
             nodes,
+            batch * nodes,
             capacity,
             sliding_window or 0,
             **shared,
@@ -235,7 +284,7 @@ def _launch(
             **({"launch_pdl": True} if pdl else {}),
         )
         prefer_shared_memory(compiled)
-    return out
+    return out if pair is None else pair
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import triton
 
 from eagle_triton.runtime.overlap import triton_version
 
+MERGES_MAKE_PAIRS = False  # for products with weights of eight bits: neither run nor measured on a GPU yet
 MERGE_REGISTERS = 64  # of 8 splits: two programs find room beside two of attention's on Hopper
 
 
@@ -74,7 +75,7 @@ def settings_for(
     if rows > 1024:  # a chunk of a prompt fills the device with its row blocks
         splits = programs = 1
     else:
-        for_a_split = kv_heads * triton.cdiv(rows, block_m)  # of one sequence
+        for_a_split = max(kv_heads * triton.cdiv(rows, block_m), 1)  # of one sequence
         splits = _power_of_two(min(264 // for_a_split, 8 if capability is None else 16))
         programs = splits if for_a_split * batch < (128 if few_rows else 256) else 1
     return Settings(

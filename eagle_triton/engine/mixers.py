@@ -257,7 +257,7 @@ class Attention(Mixer):
         return KeyValueCache(memory, pages.table)
 
     def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows) -> Product:
-        attended = self.attend(ops, x, cache, rows)
+        attended = self._attend(ops, x, cache, rows, for_float8=in_float8(self.o))
         return project_split(ops, self.o, attended, rows.launch_rows)
 
     def remember(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows) -> None:
@@ -282,23 +282,31 @@ class Attention(Mixer):
 
     def attend(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows) -> Tensor:
         """Project, rotate, append to the cache and attend: x [B, n, *] -> [B, n, Hq * d], the input of o."""
+        attended = self._attend(ops, x, cache, rows)
+        assert isinstance(attended, Tensor)
+        return attended
+
+    def _attend(
+        self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows, for_float8: bool = False
+    ) -> Tensor | Float8Pair:
+        """`attend`; for_float8: see tree_attention."""
         q, gate = self._append(ops, x, cache, rows)
         if rows.stretch is not None and self.stretch_shape is not None:
             assert cache.table is not None, "a prompt that is read in pieces lies in pages"
             stretch, table = q.flatten(0, 1), cache.table[0]
             out = ops.prompt_attention(stretch, cache.data, *rows.stretch, scale=self.scale, table=table).view_as(q)
         else:
-            out = ops.tree_attention(
-                q,
-                cache.data,
-                rows.lengths,
-                rows.ancestors,
-                scale=self.scale,
+            options: dict[str, Any] = dict(
                 sliding_window=self.sliding_window,
                 launch_nodes=rows.launch_nodes,
                 table=cache.table,
                 read_early=self._launches_products,
+                for_float8=for_float8 and gate is None,
             )
+            attended = ops.tree_attention(q, cache.data, rows.lengths, rows.ancestors, scale=self.scale, **options)
+            if isinstance(attended, Float8Pair):
+                return attended
+            out = attended
         if gate is not None:
             out = ops.gate_heads(out, gate)
         return out.flatten(-2)

@@ -38,25 +38,41 @@ def _rounded_to_e4m3(x):
 
 
 @triton.jit
-def store_pair(x, first, parts_ptr, scale_ptr, row, rows, size):
-    """Store the pair of columns first.. of one row of `size`: x [G, WIDTH] fp32, 0 behind the last of them. `first` is
-    a multiple of 128, and WIDTH is 128 unless G is 1."""
-    groups, width = tl.arange(0, x.shape[0]), tl.arange(0, x.shape[1])
-    offs = first + groups[:, None] * 128 + width[None, :]
-    mask = offs < size
+def _pair_of(x):
+    """The high and low parts of groups x [G, WIDTH] fp32, to be stored as e4m3, and their scales [G]."""
     largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1)  # NaN counts as infinity
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
     exponent = tl.where(largest == 0.0, 134, tl.minimum(tl.maximum(exponent, 8), 254))
     scale = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
     x *= ((261 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     high = _rounded_to_e4m3(x)
-    low = (x - high) * 16.0
+    return high, (x - high) * 16.0, tl.where(largest < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def store_pair(x, first, parts_ptr, scale_ptr, row, rows, size):
+    """Store the pair of columns first.. of one row of `size`: x [G, WIDTH] fp32, 0 behind the last of them. `first` is
+    a multiple of 128, and WIDTH is 128 unless G is 1."""
+    groups, width = tl.arange(0, x.shape[0]), tl.arange(0, x.shape[1])
+    offs = first + groups[:, None] * 128 + width[None, :]
+    mask = offs < size
+    high, low, scale = _pair_of(x)
     parts_ptr += row.to(tl.int64) * size + offs
     tl.store(parts_ptr, high.to(tl.float8e4nv), mask=mask)
     tl.store(parts_ptr + rows.to(tl.int64) * size, low.to(tl.float8e4nv), mask=mask)
     group = first // 128 + groups
-    scale = tl.where(largest < float("inf"), scale, float("nan"))
     tl.store(scale_ptr + group * rows + row, scale, mask=group * 128 < size)
+
+
+@triton.jit
+def store_groups(x, group, row, ok, parts_ptr, scale_ptr, rows, size):
+    """Store pairs of groups of 128 columns wherever they stand: x [G, 128] fp32, `group` [G] of `row` [G] of `rows`,
+    each of `size` columns, where `ok` [G]."""
+    high, low, scale = _pair_of(x)
+    parts_ptr += row.to(tl.int64)[:, None] * size + group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tl.store(parts_ptr, high.to(tl.float8e4nv), mask=ok[:, None])
+    tl.store(parts_ptr + rows.to(tl.int64) * size, low.to(tl.float8e4nv), mask=ok[:, None])
+    tl.store(scale_ptr + group * rows + row, scale, mask=ok)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
+
+from eagle_triton.runtime.float8_pair import Float8Pair
 
 WORD = 64  # bits in one word of an ancestor mask
 
@@ -23,6 +27,7 @@ def pack_ancestors(matrix: Tensor) -> Tensor:
     return (padded << torch.arange(WORD, device=matrix.device)).sum(-1)  # bit 63 wraps into the sign, as it should
 
 
+@overload
 def tree_attention(
     q: Tensor,
     cache: Tensor,
@@ -34,7 +39,39 @@ def tree_attention(
     launch_nodes: int | None = None,
     table: Tensor | None = None,
     read_early: bool = False,
-) -> Tensor:
+    for_float8: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def tree_attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor | None = None,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    launch_nodes: int | None = None,
+    table: Tensor | None = None,
+    read_early: bool = False,
+    for_float8: bool,
+) -> Tensor | Float8Pair: ...
+
+
+def tree_attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor | None = None,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    launch_nodes: int | None = None,
+    table: Tensor | None = None,
+    read_early: bool = False,
+    for_float8: bool = False,
+) -> Tensor | Float8Pair:
     """softmax(scale * q k^T + mask) v for N new nodes per sequence, whose keys are in the cache already.
 
     q [B, N, Hq, d]; cache [2, B, Hkv, T, d] (keys, values of one layer), Hq a multiple of Hkv; lengths [B] int32:
@@ -45,7 +82,7 @@ def tree_attention(
 
     With a `table` [B, W] int32 the cache is [2, P, Hkv, R, d], and row t of sequence b is row t % R of page
     table[b, t // R]: W = 1 says where each sequence's rows lie, more that they lie in pages. T = W * R.
-    `launch_nodes` and `read_early` are for the kernels, and change no result.
+    `launch_nodes`, `read_early` and `for_float8` are for the kernels, and change no result.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table)

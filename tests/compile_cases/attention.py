@@ -19,6 +19,8 @@ TYPES = {
     "softmax_ptr": "*fp32",
     "scale_log2": "fp32",
 }
+_PAIR = {"parts_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+_NO_PAIR = dict.fromkeys(_PAIR)
 SHAPES = [  # nodes, words of ancestors (0: causal), sliding window
     (60, 1, False),
     (10, 2, False),
@@ -84,7 +86,10 @@ def _cases(
             "BLOCK_S": triton.next_power_of_2(use.programs),
         }
         capped = {"maxnreg": MERGE_REGISTERS} if use.pdl and use.splits == 8 else {}
-        cases.append(_case(f"merge  {name}", _merge_kernel, merge, tensors, {**options, "num_warps": 1, **capped}))
+        options |= {"num_warps": 1, **capped}
+        cases.append(_case(f"merge  {name}", _merge_kernel, {**merge, **_NO_PAIR}, tensors, options))
+        if width == 128 and arch == "sm_90" and dtype == "bf16":
+            cases.append(_case(f"merge  {name} to a pair", _merge_kernel, merge, {**tensors, **_PAIR}, options))
     return cases
 
 
