@@ -1,12 +1,14 @@
 """The scripts' command lines: a wrong argument is one sentence, said before anything is imported, loaded or written."""
 
 import argparse
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from eagle_triton.benchmarks import arguments, comparison
 from eagle_triton.benchmarks import main as modes
 from eagle_triton.benchmarks.arguments import SHAPES, Parser
 from eagle_triton.benchmarks.comparison import Run
-from tools import first_call, mutate, train_demo, tune_attention, tune_linear
+from tools import first_call, mutate, remeasure, train_demo, tune_attention, tune_linear
 from tools.tuning import attention as tuned_attention
 from tools.tuning import products
 
@@ -368,6 +370,8 @@ TOOLS = [
         "first_call.py --shape huge",
         f"--shape must be one of {', '.join(SHAPES)}, got 'huge'",
     ),
+    ("remeasure.py nothing.json", "nothing.json must be a record of a measurement: FileNotFoundError"),
+    ("remeasure.py nothing.json --to nowhere", "--to must be a folder that exists, got nowhere"),
 ]
 
 
@@ -472,3 +476,46 @@ def test_every_mutation_has_its_text_in_the_package():
     mutations = mutate.MUTATIONS
     stale = [m.name for m in mutations if (ROOT / "eagle_triton" / m.file).read_text("utf-8").count(m.text) != 1]
     assert len(mutations) >= 24 and not stale
+
+
+# --- tools/remeasure.py
+
+
+def test_a_file_is_measured_again_by_its_own_command(tmp_path, capfd):
+    """As many rows, by this commit; the old file stays."""
+    old, new = tmp_path / "small.json", tmp_path / "new"
+    new.mkdir()
+    options = ["--shape", "tiny", "--decoding", "plain", "--context", "20", "--num-runs", "1"]
+    assert benchmark.main(["step", *options, "--output", str(old), "--csv", str(old.with_suffix(".csv"))]) == 0
+    before = old.read_text()
+    assert remeasure.main([str(old), "--to", str(new), "--commit", "this one"]) == 0
+    found, was = (json.loads(path.read_text()) for path in (new / "small.json", old))
+    assert found["options"] == was["options"] and len(found["rows"]) == len(was["rows"]) == 2
+    assert found["machine"]["commit"] == "this one" and old.read_text() == before and (new / "small.csv").exists()
+    assert "small.json: done after " in capfd.readouterr().out
+
+
+def test_commands_that_fail_or_come_too_late_are_named(tmp_path, monkeypatch, capsys):
+    files = [ROOT / "results" / f"{stem}-h200.json" for stem in ("ranks", "serve-demo", "step-trees-llama-3.2-1b")]
+    ran, clock = [], iter([0.0, 1.0, 1.0, 2.0, 9.0, 9.0, 10.0, 11.0])
+    monkeypatch.setattr(remeasure.time, "monotonic", lambda: next(clock))
+    done = SimpleNamespace(returncode=1)
+    monkeypatch.setattr(remeasure.subprocess, "run", lambda words, **_: ran.append(words) or done)
+    assert remeasure.main([*map(str, files), "--to", str(tmp_path), "--seconds", "9"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "ranks-h200.json: FAILED after 1 s",
+        "serve-demo-h200.json: FAILED after 1 s",
+        "not measured: ranks-h200.json, serve-demo-h200.json, step-trees-llama-3.2-1b-h200.json",
+    ]
+    module = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "tools/check_ranks.py"]
+    assert ran[0] == [sys.executable, *module, "--output", str(tmp_path / "ranks-h200.json")]
+    assert ran[1][:2] == [sys.executable, "tools/time_server.py"]
+
+
+def test_a_checkout_is_asked_for(tmp_path, capsys):
+    path = ROOT / "results" / "step-llama-3.1-8b-h200-bfd4ab9.json"
+    assert "name a clone of it by --upstream" in refuse(remeasure, f"{path} --to {tmp_path} --list", capsys)
+    assert remeasure.main([str(path), "--to", str(tmp_path), "--list", "--upstream", str(tmp_path)]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[words.index("--upstream") + 1] == str(tmp_path)
+    assert words[words.index("--plot") + 1] == str(tmp_path / f"{path.stem}.png")

@@ -118,6 +118,7 @@ def command(record: Mapping[str, Any]) -> str:
         if name in options and options[name] not in (getattr(settled, name), [], None):
             given[name] = options[name]
     words = [word for name, value in given.items() for word in _words(name, value)]
+    words += ["--device", "cpu"] if options["device"] == "cpu" else []  # also where there is a GPU
     return " ".join([f"{launcher} benchmark.py", *([] if mode == "generate" else [mode]), *words])
 
 
