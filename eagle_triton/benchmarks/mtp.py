@@ -17,7 +17,7 @@ from eagle_triton.adapters.causal_lm import read_causal_lm
 from eagle_triton.adapters.mtp import read_mtp
 from eagle_triton.benchmarks.drafters import Run, decode
 from eagle_triton.benchmarks.models import weight_bytes
-from eagle_triton.benchmarks.parity import MARGIN_BOUND
+from eagle_triton.benchmarks.parity import margin_bound
 from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.step import STEPS, optimised_step
 from eagle_triton.benchmarks.timing import copy_bandwidth, noise, synchronise
@@ -121,7 +121,7 @@ def _measure_demo(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[
                 }
             )
     worst = max((row["largest_margin"] or 0.0 for row in rows), default=0.0)
-    verdict = "FAIL: " if worst >= MARGIN_BOUND[dtype] else ""
+    verdict = "FAIL: " if worst >= margin_bound(model) else ""
     notes.append(
         f"{verdict}where outputs differ from plain decoding's the two best logits are {worst:.3g} apart at most"
     )

@@ -320,10 +320,10 @@ def _rotary_settings(
     settings: RotaryStreaming | None,
 ) -> RotaryStreaming | None:
     """How one launch makes, rotates and appends q, k and v; None: a product does, and a kernel behind it."""
-    module, plain = _streamed_rotary(), [weight for weight in weights if isinstance(weight, Tensor)]
-    if module is not None and isinstance(x, Tensor) and len(plain) == len(weights):
-        rows, cols = contiguous_rows(x), tuple(len(weight) for weight in plain)
-        if module.can_rotate(rows, plain, biases, cache, inv_freq):
+    plain = [weight for weight in weights if isinstance(weight, Tensor)]
+    if isinstance(x, Tensor) and len(plain) == len(weights) and can_stream([contiguous_rows(x), *plain]):
+        module, rows, cols = _streamed_rotary(), contiguous_rows(x), tuple(len(weight) for weight in plain)
+        if module is not None and module.can_rotate(rows, biases, cache, inv_freq):
             use = settings or module.settings_for(len(rows), cols, x.shape[-1], cache.shape[-1])
             if use is None or module.fits(len(rows), use):
                 return use

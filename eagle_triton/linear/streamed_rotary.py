@@ -46,7 +46,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from eagle_triton import kv_cache
 from eagle_triton.layers import rotary
-from eagle_triton.linear.settings import can_stream
 from eagle_triton.linear.streamed import PREFETCH_BYTES, TILE_LAYOUT
 from eagle_triton.reference.attention import capacity_of
 from eagle_triton.runtime.launch import EXACT, launch
@@ -274,10 +273,9 @@ def fits(rows: int, settings: RotaryStreaming) -> bool:
     return enough and 2 * (ring + _block_m(rows) * _COLUMNS.value) <= MOST_SHARED
 
 
-def can_rotate(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], cache: Tensor, inv_freq: Tensor
-) -> bool:
-    """Whether the kernel can make these heads: few rows, rotated as a whole, kept in the dtype that they have."""
+def can_rotate(x: Tensor, biases: Sequence[Tensor | None], cache: Tensor, inv_freq: Tensor) -> bool:
+    """Whether the kernel, where x and the weights can be streamed, can make these heads: few rows, rotated as a whole,
+    kept in the dtype that they have, with biases for all or none."""
     dim = cache.shape[-1]
     return (
         len(x) <= MOST_ROWS
@@ -285,8 +283,7 @@ def can_rotate(
         and 2 * len(inv_freq) == dim
         and inv_freq.dtype == torch.float32
         and cache.dtype == x.dtype
-        and (all(bias is None for bias in biases) or not any(bias is None for bias in biases))
-        and can_stream([x, *weights])
+        and len({bias is None for bias in biases}) == 1
     )
 
 
