@@ -5,7 +5,8 @@
 Reads CASES from tests/compile_cases/<stem>.py: tuples (name, kernel, signature, constexprs, options) as
 triton.compiler.ASTSource takes them; `options` may hold "targets", the architectures to which a case is limited,
 "aligned", the names of integer arguments that are multiples of 16 (pointers always are), "without", words that must
-not stand in its PTX, and "local", the bytes of local memory it may use on sm_90. All cases are compiled for sm_90, for
+not stand in its PTX, "without_behind", a word and another that must not stand behind it there, and "local", the bytes
+of local memory it may use on sm_90. All cases are compiled for sm_90, for
 the other targets the first of each kernel, with --every all. Prints one line per case and target; the exit status is 1
 if a case fails to compile or uses more local memory on sm_90, which is none unless a case says so.
 Runs in a process of its own because the interpreter, once chosen, stays.
@@ -101,6 +102,7 @@ def _compile(job: tuple[str, int, str]) -> Usage | str:
     options.pop("targets", None)
     options.pop("local", None)
     aligned, unwanted = set(options.pop("aligned", ())), options.pop("without", ())
+    before, late = options.pop("without_behind", (None, None))
     if signature.get("PDL", "constexpr") != "constexpr":  # launched early where that can be
         signature, constexprs = {**signature, "PDL": "constexpr"}, {**constexprs, "PDL": arch in ("sm_90", "sm_100")}
     missing = set(kernel.arg_names) ^ set(signature)
@@ -122,6 +124,8 @@ def _compile(job: tuple[str, int, str]) -> Usage | str:
         return f"{type(error).__name__}: {error}"
     if target.backend == "cuda":
         found = [word for word in unwanted if word in compiled.asm["ptx"]]
+        if before is not None and late in compiled.asm["ptx"].partition(before)[2]:
+            found.append(f"{late} behind {before}")
         return f"its PTX has {', '.join(found)}" if found else _cuda_usage(compiled)
     return _amd_usage(compiled)
 

@@ -153,28 +153,31 @@ def _storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Descriptor:
-    """Of a matrix: what lies outside is loaded as 0, and not stored."""
+    """Of a tensor: what lies outside is loaded as 0, and not stored."""
 
     def __init__(self, descriptor: Any):
-        self.matrix: torch.Tensor = descriptor.base
+        whole = descriptor.base
+        self.tensor: torch.Tensor = whole.as_strided(descriptor.shape, descriptor.strides)
         self.shape, self.dtype, self.layout = tuple(descriptor.block_shape), None, None
         self.block_type = types.SimpleNamespace(
-            shape=self.shape, nbytes=int(np.prod(self.shape)) * self.matrix.element_size()
+            shape=self.shape, nbytes=int(np.prod(self.shape)) * self.tensor.element_size()
         )
+
+    def _box(self, where: list[int]) -> torch.Tensor:
+        """What lies inside of the box that begins there."""
+        assert min(where) >= 0 and len(where) == self.tensor.dim()
+        return self.tensor[tuple(slice(start, start + size) for start, size in zip(where, self.shape, strict=True))]
 
     def load(self, where: list[int], barrier: Barrier, tile: Tile, pred: bool = True) -> None:
         if pred:
-            (row, column), (height, width) = where, self.shape
-            assert row >= 0 and column >= 0
-            part = self.matrix[row : row + height, column : column + width].double().numpy()
+            part = self._box(where).double().numpy()
             tile.data[:] = 0
-            tile.data[: part.shape[0], : part.shape[1]] = part
+            tile.data[tuple(map(slice, part.shape))] = part
             barrier.update(promised=-self.block_type.nbytes)
 
     def store(self, where: list[int], tile: Tile) -> None:
-        (row, column), (height, width) = where, self.shape
-        part = self.matrix[row : row + height, column : column + width]
-        part.copy_(torch.from_numpy(tile.data[: part.shape[0], : part.shape[1]]))
+        part = self._box(where)
+        part.copy_(torch.from_numpy(tile.data[tuple(map(slice, part.shape))]))
 
 
 def _allocated(dtype: Any, shape: list[int], _layout: Any) -> Tile:
@@ -220,11 +223,13 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
 
     gl = types.SimpleNamespace(
         program_id=lambda axis: Number(program[0]),
-        minimum=min,
+        minimum=lambda one, other: np.minimum(one, other) if isinstance(one, np.ndarray) else min(one, other),
         cdiv=lambda one, other: -(-one // other),
         where=either,
         floor=np.floor,
         static_range=range,
+        static_assert=lambda *_: None,
+        inline_asm_elementwise=lambda _text, _constraints, given, *_, **__: given[0],
         num_warps=lambda: 8,
         NVMMADistributedLayout=lambda *_: None,
         BlockedLayout=lambda *_: None,
@@ -266,7 +271,7 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
             module[name] = value.value
         elif isinstance(getattr(value, "fn", None), types.FunctionType):
             mine = value.fn.__globals__ is kernel.fn.__globals__
-            names = module if mine else {**value.fn.__globals__, "tl": gl}
+            names = module if mine else {**value.fn.__globals__, **module, "tl": gl}
             module[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
     given, tensors = {}, []
     for name, value in arguments.items():

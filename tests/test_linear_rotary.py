@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from eagle_triton.attention import tree_attention
+from eagle_triton.layers import rms_norm
 from eagle_triton.linear import products as kernels
 from eagle_triton.linear import settings as table
 from eagle_triton.linear.products import linear_rotary_append
@@ -23,7 +25,8 @@ PAGE = 64
 
 
 def operands(batch, nodes, heads, kv_heads, dim, depth, *, paged, bias=False, dtype=torch.bfloat16, device="cpu"):
-    """Of linear_rotary_append, from x to table: whole numbers whose sums are exact, three pages for each sequence."""
+    """Of linear_rotary_append, from x to table: whole numbers whose sums are exact, three pages for each sequence, or
+    one whole of 192 rows, found by a table (paged: 0) or in turn (None)."""
     torch.manual_seed(batch * 100 + nodes)
 
     def numbers(*shape):
@@ -31,13 +34,15 @@ def operands(batch, nodes, heads, kv_heads, dim, depth, *, paged, bias=False, dt
 
     x = numbers(batch, nodes, depth)
     rows = [n * dim for n in (heads, kv_heads, kv_heads)]
-    weights, biases = [numbers(n, depth) for n in rows], [numbers(n) if bias else None for n in rows]
-    pages = 3 * batch + 1 if paged else batch
-    cache = torch.full((2, pages, kv_heads, PAGE if paged else 3 * PAGE, dim), 9.0, device=device).to(dtype)
+    weights = [numbers(n, depth + 8)[:, :depth] for n in rows]
+    biases = [numbers(2 * n)[::2] if bias else None for n in rows]
+    each = 3 if paged else 1
+    pages = batch if paged is None else each * batch + 1
+    cache = torch.full((2, pages, kv_heads, 3 * PAGE // each, dim), 9.0, device=device).to(dtype)
     first_row = torch.randint(0, 2 * PAGE, (batch,), dtype=torch.int32, device=device)
     depths = torch.randint(0, 9, (batch, nodes), dtype=torch.int32, device=device)
     inv_freq = 10_000.0 ** -(torch.arange(0, dim, 2, device=device) / dim)
-    tables = torch.randperm(3 * batch, device=device).view(batch, 3).int() + 1 if paged else None
+    tables = torch.randperm(each * batch, device=device).view(batch, each).int() + 1 if paged is not None else None
     return (x, weights, biases, cache, first_row, depths, inv_freq), tables
 
 
@@ -58,8 +63,10 @@ def both(given, **options):
     [
         (1, 1, 4, 2, 128, 512, dict(paged=True)),  # plain decoding
         (1, 60, 4, 1, 64, 640, dict(paged=True, bias=True)),  # a tree
-        (3, 7, 2, 1, 128, 200, dict(paged=True)),  # the last step of K is cut off, and there are fewer than slots
-        (2, 16, 2, 2, 64, 256, dict(paged=False)),
+        (3, 7, 2, 1, 128, 200, dict(paged=True, bias=True)),  # the last step of K is cut off
+        (2, 16, 2, 2, 64, 256, dict(paged=None)),
+        (3, 7, 2, 1, 64, 256, dict(paged=0, bias=True)),  # fewer rows than the tile has
+        (17, 1, 1, 1, 64, 128, dict(paged=0)),
         (4, 16, 1, 1, 256, 128, dict(paged=True)),
     ],
 )
@@ -142,6 +149,12 @@ def test_settings_that_cannot_be_are_refused(hopper, monkeypatch):
         linear_rotary_append(*given[:4], given[4].long(), *given[5:], table=tables, settings=USE)
     with pytest.raises(ValueError, match="weight must be"):
         linear_rotary_append(given[0][..., :64], *given[1:], table=tables, settings=USE)
+    strided = torch.cat((given[3], given[3]), -1)[..., ::2]
+    with pytest.raises(ValueError, match="the cache's last dimension must be contiguous"):
+        linear_rotary_append(*given[:3], strided, *given[4:], table=tables, settings=USE)
+    columns = [torch.cat((weight, weight), 1)[:, ::2] for weight in given[1]]
+    with pytest.raises(ValueError, match="the rows of a weight must be contiguous"):
+        linear_rotary_append(given[0], columns, *given[2:], table=tables, settings=USE)
     monkeypatch.setattr(table, "compute_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match="one launch takes a Hopper GPU"):
         linear_rotary_append(*given, table=tables, settings=USE)
@@ -150,7 +163,7 @@ def test_settings_that_cannot_be_are_refused(hopper, monkeypatch):
 @pytest.mark.parametrize("rows", [1, 16, 17, 33, 64])
 def test_candidates_fit_shared_memory(rows):
     found = list(streamed.candidates(rows))
-    assert len(found) > 3 and all(streamed.fits(rows, settings) for settings in found)
+    assert len(found) > 3 and all(streamed.fits_memory(rows, settings) for settings in found)
 
 
 @on_hopper
@@ -160,25 +173,51 @@ def test_candidates_fit_shared_memory(rows):
     ("heads", "kv_heads", "dim", "depth"), [(32, 8, 128, 4096), (32, 8, 64, 2048), (4, 2, 256, 200)]
 )
 def test_the_bits_are_those_of_two_launches(heads, kv_heads, dim, depth, batch, nodes, dtype):
-    """Of a product whose K is not split; for all settings that are timed, and again."""
+    """Of a product whose K is not split; by some settings, twice, and of a tree by all that are timed."""
     from eagle_triton.layers import rotary_append
     from eagle_triton.linear.streamed import Streaming
 
+    found = list(streamed.candidates(batch * nodes))
+    some = found if (depth, nodes, dtype) == (4096, 60, torch.bfloat16) else [found[0], found[-1]]
     for bias in (False, True):
         given, tables = operands(
             batch, nodes, heads, kv_heads, dim, depth, paged=True, bias=bias, dtype=dtype, device="cuda"
         )
-        x, weights, biases = (
-            torch.randn_like(given[0]),
-            [torch.randn_like(w) * depth**-0.5 for w in given[1]],
-            given[2],
-        )
-        rest, options = given[3:], {"table": tables, "attention_scaling": 1.25}
+        x, biases, rest = torch.randn_like(given[0]), given[2], given[3:]
+        weights = [torch.randn_like(weight) * depth**-0.5 for weight in given[1]]
+        options = {"table": tables, "attention_scaling": 1.25}
         use = Streaming(64, 128, 1, batch * nodes <= 32, 3, 3)
-        plain = kernels.linear_stack(x, weights, biases, settings=use)
+        products = kernels.linear_stack(x, weights, biases, settings=use)
         expected_cache = rest[0].clone()
-        expected = rotary_append(*(p.unflatten(-1, (-1, dim)) for p in plain), expected_cache, *rest[1:], **options)
-        for settings in [*streamed.candidates(batch * nodes)] * 2:
+        heads_of = [product.unflatten(-1, (-1, dim)) for product in products]
+        expected = rotary_append(*heads_of, expected_cache, *rest[1:], **options)
+        assert expected.isfinite().all() and expected.std() > 0.1
+        for settings in [*some, *some]:
             cache = rest[0].clone()
-            found = linear_rotary_append(x, weights, biases, cache, *rest[1:], **options, settings=settings)
-            assert torch.equal(found, expected) and torch.equal(cache, expected_cache), settings
+            q = linear_rotary_append(x, weights, biases, cache, *rest[1:], **options, settings=settings)
+            assert torch.equal(q, expected) and torch.equal(cache, expected_cache), settings
+
+
+@on_hopper
+def test_replays_in_a_graph_are_the_same():
+    """Behind a kernel that makes x, before one that reads what is written."""
+    given, tables = operands(1, 60, 32, 8, 128, 4096, paged=True, device="cuda")
+    inputs = [torch.randn_like(given[0]), torch.randn_like(given[0])]
+    x = inputs[0].clone()
+
+    def run():
+        q = linear_rotary_append(rms_norm(x, torch.ones_like(x[0, 0]), 1e-5), *given[1:], table=tables, settings=USE)
+        return tree_attention(q, given[3], given[4], scale=1.0, table=tables, read_early=True)
+
+    expected = []
+    for values in inputs:
+        x.copy_(values)
+        expected.append(run())
+    assert not torch.equal(*expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [run() for _ in range(3)]
+    for count in range(100):
+        x.copy_(inputs[count % 2])
+        graph.replay()
+        assert all(torch.equal(out, expected[count % 2]) for out in outs)

@@ -529,7 +529,7 @@ def merge_rows(
     stride_on,
     stride_oh,
     nodes,
-    all_nodes,
+    all_rows,
     capacity,
     window,
     D: tl.constexpr,
@@ -546,7 +546,8 @@ def merge_rows(
     BLOCK_D: tl.constexpr,
 ):
     """Add up what programs left of rows row_block * BLOCK_R .. of one head of a sequence, and store the sums, or with
-    `parts_ptr` their Float8Pair, of which a head's 128 elements are a group. all_nodes: of all sequences."""
+    `parts_ptr` their Float8Pair, of which a head's 128 elements are a group. all_rows: of that, the nodes of all
+    sequences."""
     batch, rows = sequence.to(tl.int64), nodes * GROUP
     length = tl.minimum(tl.load(lengths_ptr + batch, cache_modifier=".cg"), capacity)  # see runtime/overlap.py
     oldest, newest = _span(length, nodes, capacity, window, WORDS, WINDOW, BLOCK_N)
@@ -578,14 +579,14 @@ def merge_rows(
         tl.static_assert(D == 128)
         out = rounded(out, tl.bfloat16)
         size = HEADS * GROUP * D
-        store_groups(out, query_head, sequence * nodes + node, row_ok, parts_ptr, scale_ptr, all_nodes, size)
+        store_groups(out, query_head, batch * nodes + node, row_ok, parts_ptr, scale_ptr, all_rows, size)
     else:
         o_offset = node * stride_on + query_head * stride_oh
         out_ptr += batch * stride_ob
         tl.store(out_ptr + (o_offset[:, None] + column[None, :]), out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["lengths_ptr", "nodes", "all_nodes"])
+@triton.jit(do_not_specialize=["all_rows"], do_not_specialize_on_alignment=["lengths_ptr", "nodes"])
 def _merge_kernel(
     partial_ptr,
     softmax_ptr,
@@ -597,7 +598,7 @@ def _merge_kernel(
     stride_on,
     stride_oh,
     nodes,
-    all_nodes,
+    all_rows,
     capacity,
     window,
     D: tl.constexpr,
@@ -630,7 +631,7 @@ def _merge_kernel(
         stride_on,
         stride_oh,
         nodes,
-        all_nodes,
+        all_rows,
         capacity,
         window,
         D,

@@ -175,9 +175,9 @@ def _launch(
     block_d = max(16, triton.next_power_of_2(width))
     partial = softmax = pair = None
     if use.programs > 1:
-        beside = out.flatten(-2)
-        if for_float8 and settings.MERGES_MAKE_PAIRS and width == GROUP and takes_pairs(beside):
-            pair = empty_pair(beside.shape, out)
+        flat = out.flatten(-2)
+        if for_float8 and settings.MERGES_MAKE_PAIRS and width == GROUP and takes_pairs(flat):
+            pair = empty_pair(flat.shape, out)  # instead of `out`, in which nothing is written then
         partial = torch.empty(batch, kv_heads, use.programs, rows, width, dtype=torch.float32, device=q.device)
         softmax = torch.empty(batch, kv_heads, use.programs, 2, rows, dtype=torch.float32, device=q.device)
     rows_of_memory = None

@@ -69,9 +69,9 @@ def store_groups(x, group, row, ok, parts_ptr, scale_ptr, rows, size):
     """Store pairs of groups of 128 columns wherever they stand: x [G, 128] fp32, `group` [G] of `row` [G] of `rows`,
     each of `size` columns, where `ok` [G]."""
     high, low, scale = _pair_of(x)
-    parts_ptr += row.to(tl.int64)[:, None] * size + group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    tl.store(parts_ptr, high.to(tl.float8e4nv), mask=ok[:, None])
-    tl.store(parts_ptr + rows.to(tl.int64) * size, low.to(tl.float8e4nv), mask=ok[:, None])
+    column = (group[:, None] * 128 + tl.arange(0, 128)[None, :]).to(tl.int64)
+    tl.store(parts_ptr + row[:, None] * size + column, high.to(tl.float8e4nv), mask=ok[:, None])
+    tl.store(parts_ptr + (rows + row)[:, None] * size + column, low.to(tl.float8e4nv), mask=ok[:, None])
     tl.store(scale_ptr + group * rows + row, scale, mask=ok)
 
 

@@ -338,8 +338,6 @@ def rotary_append(
     batch, count, heads, dim = q.shape
     num_kv_heads = k.shape[2]
     group = heads // num_kv_heads
-    if cache.stride(4) != 1:
-        raise ValueError(f"rotary_append: the cache's last dimension must be contiguous, got {cache.stride()}")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sums = [x.sums for x in (q, k, v) if isinstance(x, SplitSums)]
     splits, stride_split = 1, 0

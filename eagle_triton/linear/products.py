@@ -161,7 +161,8 @@ def linear_rotary_append(
             zero_centred=zero_centred,
             table=table,
         )
-    x, plain = whole_of(x), [weight for weight in weights if isinstance(weight, Tensor)]
+    assert isinstance(x, Tensor), "a pair has no settings"
+    plain = [weight for weight in weights if isinstance(weight, Tensor)]
     check_product("linear_rotary_append", x, plain, biases, None)
     q_heads, kv_heads, _ = (len(weight) // cache.shape[-1] for weight in plain)
     shape = (*x.shape[:2], kv_heads, cache.shape[-1])
@@ -169,7 +170,7 @@ def linear_rotary_append(
     out = x.new_empty(*x.shape[:2], q_heads, cache.shape[-1])
     if out.numel():
         _streamed_rotary().linear_rotary(
-            contiguous_rows(x),
+            _matrix("linear_rotary_append", x, plain),
             plain,
             biases,
             cache,
@@ -325,7 +326,7 @@ def _rotary_settings(
         module, rows, cols = _streamed_rotary(), contiguous_rows(x), tuple(len(weight) for weight in plain)
         if module is not None and module.can_rotate(rows, biases, cache, inv_freq):
             use = settings or module.settings_for(len(rows), cols, x.shape[-1], cache.shape[-1])
-            if use is None or module.fits(len(rows), use):
+            if use is None or module.fits_memory(len(rows), use):
                 return use
     if settings is not None:
         raise ValueError(

@@ -266,6 +266,8 @@ def check_appended(
         raise ValueError(f"{name}: cache must be [2, B, Hkv, T, d], got {tuple(cache.shape)}")
     pages = batch if table is None else cache.shape[1]
     _check_shape(name, "cache", cache, (2, pages, heads, cache.shape[3], dim))
+    if cache.stride(4) != 1:
+        raise ValueError(f"{name}: the cache's last dimension must be contiguous, got strides {cache.stride()}")
     check_table(name, table, batch, device)
     _check_shape(name, "first_row", first_row, (batch,))
     if depths is not None:

@@ -8,8 +8,8 @@ when their sums are complete, so after their own wait. SwiGLU's lets it start at
 
 Two things are read before the wait. Weights, by products and norms: no kernel of a decode step writes them. And, by
 attention and the merge of its splits, lengths, page tables and committed keys and values, behind a product and a rotary
-embedding: what was launched before such a product has completed when these start (`read_early` of tree_attention). All
-come from L2 (`.cg`, TMA), because L1 may be older.
+embedding, or a product that rotates: what was launched before such a product has completed when these start
+(`read_early` of tree_attention). All come from L2 (`.cg`, TMA), because L1 may be older.
 
 A multiprocessor that must change its carveout, the share of its memory that is shared memory and not L1, runs empty
 first, and nothing overlaps there. So all these kernels prefer the same carveout, the largest.

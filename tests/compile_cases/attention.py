@@ -89,7 +89,10 @@ def _cases(
         options |= {"num_warps": 1, **capped}
         cases.append(_case(f"merge  {name}", _merge_kernel, {**merge, **_NO_PAIR}, tensors, options))
         if width == 128 and arch == "sm_90" and dtype == "bf16":
-            cases.append(_case(f"merge  {name} to a pair", _merge_kernel, merge, {**tensors, **_PAIR}, options))
+            one = {"all_rows": 1} if nodes == 1 else {}  # as it would be specialised
+            cases.append(
+                _case(f"merge  {name} to a pair", _merge_kernel, {**merge, **one}, {**tensors, **_PAIR}, options)
+            )
     return cases
 
 

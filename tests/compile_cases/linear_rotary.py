@@ -1,7 +1,7 @@
 """q, k and v that are rotated and appended in one launch: settings that tools/tune_linear.py --rotary times."""
 
 from eagle_triton.linear.streamed import PREFETCH_BYTES, TILE_LAYOUT
-from eagle_triton.linear.streamed_rotary import RotaryStreaming, _block_m, linear_rotary_kernel
+from eagle_triton.linear.streamed_rotary import _PAIRED_LAYOUT, RotaryStreaming, _block_m, linear_rotary_kernel
 from eagle_triton.runtime.launch import EXACT
 
 _TYPES = {
@@ -32,10 +32,13 @@ def _case(name: str, rows: int, settings: RotaryStreaming, heads=(32, 8, 128), d
         if argument in given:
             signature[argument] = "constexpr"
         elif argument.endswith("_desc"):
-            signature[argument] = f"tensordesc<{dtype}{[block_m if argument == 'x_desc' else 32, 64]},{TILE_LAYOUT!r}>"
+            x = argument == "x_desc"
+            block = [block_m, settings.block_k] if x else [2, 32, settings.block_k]
+            signature[argument] = f"tensordesc<{dtype}{block},{TILE_LAYOUT if x else _PAIRED_LAYOUT!r}>"
         else:
             signature[argument] = _TYPES.get(argument, f"*{dtype}" if argument.endswith("_ptr") else "i32")
     options = {**EXACT, "num_warps": 4, "launch_pdl": True, "aligned": _ALIGNED, "targets": ("sm_90",)}
+    options["without_behind"] = ("griddepcontrol.launch_dependents", ".f64")  # angles are made while x comes
     return name, linear_rotary_kernel, signature, given, options
 
 
