@@ -349,6 +349,44 @@ def steps_that_one_rank_has_alone_are_refused(folder: Path) -> None:
         inference.generate([random_prompt(9)[0]], 5)
 
 
+def what_decides_is_compared(folder: Path) -> None:
+    """Before anything is exchanged by it."""
+    model, rank, prompt = str(folder / "llama, EAGLE-3"), dist.get_rank(), [random_prompt(9)[0]]
+
+    def inference(**options: Any) -> EAGLEInference:
+        return EAGLEInference(None, EaModel.from_pretrained(model, tp_plan="auto", **TREE), EAGLEConfig(**options))
+
+    both = [inference(), inference()]
+    with refused(RanksError, "its engine"):
+        both[rank].generate(prompt, 5)
+    for options in ({"verify_strategy": "rejection"}, {"fallback": False}, {"prefixes": False}, {"cache_tokens": 512}):
+        other = inference(**(options if rank else {}))
+        with refused(RanksError, "the configuration, the number of prompts and stop_strings must be the same"):
+            other.generate(prompt, 5)
+        with refused(RanksError, "the configuration and the options of a session must be the same"):
+            other.session(96)
+    with refused(RanksError, "must be the same on all ranks"):
+        both[0].generate(prompt * (1 + rank), 5)
+    expected = both[1].generate(prompt, 5)[0][0]
+    assert torch.equal(both[0].generate(prompt, 5)[0][0], expected), "they are together again"
+    ids = prompt[0][None]
+    with both[0].session(96) as session:
+        if session.leads:
+            for ask in (both[0].forget_outputs, lambda: both[0].draft_step(ids)):
+                with refused(RuntimeError, "another generation is running"):
+                    ask()
+        else:
+            session.follow()
+    both[0].forget_outputs()
+    both[0].draft_step(ids)
+    assert torch.equal(both[0].generate(prompt, 5)[0][0], expected)
+    if rank:
+        both[0].engine.pool.forget()  # as where a weight was written to on one rank alone
+    with refused(RanksError, "what was forgotten"):
+        both[0].generate(prompt, 5)
+    assert torch.equal(both[1].generate(prompt, 5)[0][0], expected)
+
+
 class Letters:
     """A tokenizer whose tokens are letters."""
 
@@ -493,6 +531,7 @@ CASES: tuple[Callable[[Path], None], ...] = (
     one_rank_may_stream_alone,
     one_rank_may_lack_memory,
     steps_that_one_rank_has_alone_are_refused,
+    what_decides_is_compared,
     what_is_refused,
     a_head_is_shared_where_it_divides,
     norms_add_up_what_ranks_leave_in_memory,

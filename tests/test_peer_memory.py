@@ -4,6 +4,7 @@ already; two processes exchange parts in tests/peer_memory_script.py."""
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -397,6 +398,53 @@ def test_a_rank_says_that_others_are_lost_whatever_else_fails(monkeypatch):
     monkeypatch.setattr(PeerMemory, "give_up", lambda _: 1 / 0)
     with pytest.raises(RanksError, match="gone or hangs"):
         Gathering(0, 2, None, None, None, peers=peers).wait_for(SimpleNamespace(query=lambda: False), 0.01)
+
+
+def test_behind_a_failure_nothing_is_exchanged(monkeypatch):
+    """Others wait for something else, or for nobody: half an hour between calls."""
+    ranks, asked = Ranks(0, 2, None, None, None), []
+
+    def breaks(*args, **kwargs):
+        asked.append(args)
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(ranks_module.dist, "monitored_barrier", breaks)
+    monkeypatch.setattr(ranks_module.dist, "all_gather_object", breaks)
+    for exchange in (ranks.meet, lambda: ranks.of_all(1), ranks.meet, lambda: ranks.check_alike("what", 1)):
+        with pytest.raises(RanksError, match="gone or hangs; end all ranks and start again .Connection closed by peer"):
+            exchange()
+    with pytest.raises(RanksError, match="Connection closed"):
+        ranks.wait_for(SimpleNamespace(query=lambda: True))
+    assert len(asked) == 1 and asked[0][1].total_seconds() == ranks_module.BETWEEN_SECONDS
+
+
+def test_what_differs_is_said_and_goes_on():
+    ranks = Gathering(0, 2, None, None, None)
+    ranks.said = 2
+    with pytest.raises(RanksError, match=r"numbers must be the same on all ranks: those of \[1\] are not rank 0's"):
+        ranks.check_alike("numbers", 1)
+    ranks.check_alike("numbers", 2)
+
+
+def test_one_thread_decodes_on_ranks():
+    from eagle_triton.engine.engine import Engine
+
+    ranks = Gathering(0, 2, None, None, None)
+    engine = SimpleNamespace(view=SimpleNamespace(ranks=ranks))
+    with Engine._alone(engine), Engine._alone(engine):  # another engine of the same thread
+        failed = []
+
+        def decode():
+            try:
+                with Engine._alone(engine):
+                    pass
+            except RuntimeError as error:
+                failed.append(str(error))
+
+        thread = threading.Thread(target=decode)
+        thread.start()
+        thread.join()
+    assert failed == ["another thread decodes with a model that these ranks share: one thread may"]
 
 
 def test_engines_of_the_same_ranks_take_turns():

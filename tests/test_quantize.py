@@ -111,6 +111,18 @@ def test_an_ea_model_takes_it_with_the_demo_head(demo: Path, monkeypatch: pytest
         assert torch.equal(model.eagenerate(prompt, max_new_tokens=24), expected)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="FP8 weights stay narrow on a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_cpu_makes_wide_has_one_dtype(demo: Path, dtype: torch.dtype) -> None:
+    """Embedding, norms and head are stored in bf16."""
+    model = load_target(str(demo), dtype=dtype)
+    assert {tensor.dtype for tensor in model.parameters()} == {dtype}
+    prompt = torch.arange(5, 25)[None]
+    expected = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    with optimize_with_triton(model):
+        assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), expected)
+
+
 def saved(folder: Path, shards: str = "5GB", family: str = "llama") -> Path:
     model = tiny_model(family, eagle3=False, layers=2).base_model
     model.save_pretrained(folder, max_shard_size=shards)

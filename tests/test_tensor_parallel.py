@@ -71,6 +71,7 @@ def test_two_ranks_decode_as_one(tmp_path):
         "one_rank_may_stream_alone",
         "one_rank_may_lack_memory",
         "steps_that_one_rank_has_alone_are_refused",
+        "what_decides_is_compared",
         "what_is_refused",
         "a_head_is_shared_where_it_divides",
         "norms_add_up_what_ranks_leave_in_memory",

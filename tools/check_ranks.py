@@ -38,14 +38,14 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where ranks run (default: cuda)")
     add("--rows", type=sizes(512), default=[1, 10, 60, 480], metavar="N[,N]", help="of a sum (default: 1,10,60,480)")
-    add("--width", type=whole(16), default=8192, metavar="N", help="of a row (default: 8192)")
+    add("--width", type=whole(16, 131_072), default=8192, metavar="N", help="of a row (default: 8192)")
     add("--replays", type=whole(), default=5000, metavar="N", help="of a graph for each of --rows (default: 5000)")
     add("--num-runs", type=whole(), default=20, metavar="N", help="replays that are timed (default: 20)")
     add("--output", type=output_file(), metavar="FILE.json", help="write the figures there")
     add("--commit", type=some_text, metavar="NAME", help="what to record as the commit instead of what git says")
     args = parser.parse_args(argv)
-    if "RANK" not in os.environ:
-        parser.stop("is started by torchrun, one process for each rank")
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        parser.stop("is started by torchrun, one process for each of two ranks or more")
     with parser.explains():
         import torch
         import torch.distributed as dist
@@ -118,16 +118,16 @@ class Check:
         if self.device.type == "cuda":
             ranks.open_memory(self.width, self.device)
             return ranks.peers
-        count = PeerMemory.bytes_for(ranks.size, 512, 4 * self.width)
-        path = ranks.agreed(tempfile.mkstemp()[1] if ranks.rank == 0 else None)
-        if ranks.rank == 0:
-            Path(path).write_bytes(bytes(ranks.size * count))
-        ranks.meet()
-        whole = torch.from_file(path, shared=True, size=ranks.size * count, dtype=torch.uint8)
-        ranks.meet()
-        if ranks.rank == 0:
-            os.unlink(path)
-        return PeerMemory.of(ranks.rank, whole.split(count), 512, 4 * self.width)
+        row_bytes = -(-4 * self.width // 16) * 16
+        count = PeerMemory.bytes_for(ranks.size, 512, row_bytes)
+        with tempfile.TemporaryDirectory() as folder:  # rank 0's is used
+            path = ranks.agreed(str(Path(folder) / "memory"))
+            if ranks.rank == 0:
+                Path(path).write_bytes(bytes(ranks.size * count))
+            ranks.meet()
+            whole = torch.from_file(path, shared=True, size=ranks.size * count, dtype=torch.uint8)
+            ranks.meet()
+        return PeerMemory.of(ranks.rank, whole.split(count), 512, row_bytes)
 
     def gathered(self, part: Any) -> Any:
         """Every rank's part [...], in fp32: as the engine gathers it, on one GPU through the host."""

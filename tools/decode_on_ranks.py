@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         import torch
         import torch.distributed as dist
 
+        from eagle_triton import UnsupportedModelError
         from eagle_triton.benchmarks.record import Record, machine
 
     device = torch.device("cpu")
@@ -52,7 +53,10 @@ def main(argv: list[str] | None = None) -> int:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
-    row, note, wrong = same_tokens(device, args.prompts)
+    try:
+        row, note, wrong = same_tokens(device, args.prompts)
+    except UnsupportedModelError as error:  # whose heads do not divide, say
+        parser.stop(str(error))
     rows = [row]
     row, apart = same_reports(device, args.steps, getattr(torch, args.dtype))
     rows.append(row)

@@ -109,7 +109,9 @@ def _check_scale(module: nn.Module, scale: Any, style: _Style, where: str) -> No
         if ranks > 1 and size % (BLOCK * ranks):
             what = ("rows", "columns")[dim]
             raise _refused(
-                where, f"{size} {what} do not divide by {ranks} ranks into equal parts of whole blocks of {BLOCK}"
+                where,
+                f"{size} {what} do not divide by {ranks} ranks into equal parts of whole blocks of {BLOCK}",
+                _OTHER_COUNT,
             )
     _check_placement(scale, dim, style, where)
 
@@ -142,9 +144,8 @@ def _check_placement(tensor: Any, expected: int | None, style: _Style, where: st
         wanted = "Replicate()" if expected is None else f"Shard(dim={expected})"
         raise _refused(where, f"as {placement!r}, and by {style.names[0]!r} it must be {wanted}")
     if expected is not None and tensor.shape[expected] % tensor.device_mesh.size():
-        raise _refused(
-            where, f"{tensor.shape[expected]} do not divide by {tensor.device_mesh.size()} ranks into equal parts"
-        )
+        size = tensor.device_mesh.size()
+        raise _refused(where, f"{tensor.shape[expected]} do not divide by {size} ranks into equal parts", _OTHER_COUNT)
 
 
 def refuse_sharded(module: nn.Module, root: str) -> None:
@@ -198,7 +199,7 @@ def local_heads(attention: nn.Module, num_heads: int, num_kv_heads: int, where: 
     size = weight.device_mesh.size()
     for name, heads in (("q_proj", num_heads), ("k_proj", num_kv_heads)):
         if heads % size:
-            raise _refused(f"{where}.{name}", f"its {heads} heads do not divide by {size} ranks")
+            raise _refused(f"{where}.{name}", f"its {heads} heads do not divide by {size} ranks", _OTHER_COUNT)
     return num_heads // size, num_kv_heads // size
 
 
@@ -252,9 +253,12 @@ def _columns_of(projection: Projection, ranks: Ranks) -> Projection:
     return Projection(weight, projection.bias if ranks.rank == 0 else None, summed_over=ranks)
 
 
-def _refused(where: str, why: str) -> UnsupportedModelError:
+_REMEDY = 'load it by tp_plan="auto", or on one device, or hand it over to vLLM or SGLang (eagle-triton export)'
+
+_OTHER_COUNT = "start as many processes as it divides by, or one"
+
+
+def _refused(where: str, why: str, remedy: str = _REMEDY) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{where} is sharded over several devices (tp_plan) in a way that is not supported: {why}; load it by "
-        'tp_plan="auto", or on one device, or hand it over to vLLM or SGLang (eagle-triton export)',
-        "devices",
+        f"{where} is sharded over several devices (tp_plan) in a way that is not supported: {why}; {remedy}", "devices"
     )

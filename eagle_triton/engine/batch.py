@@ -334,8 +334,7 @@ class Batch:
         for request in requests:
             self._check(request)
         if self.engine.view.ranks is not None:
-            batch = (len(self._entries), self.rows, self._spec, self.engine.launched)
-            requests = _agreed(self.engine.view.ranks, requests, batch)
+            requests = _agreed(self.engine.view.ranks, requests, self._to_compare())
         slots = self.free[: len(requests)]
         if len(slots) < len(requests):
             raise RuntimeError(f"{len(requests)} requests do not fit into {len(slots)} free slots; step until some end")
@@ -350,6 +349,12 @@ class Batch:
             if entry.found:
                 self.engine.ops.calls["prompt_tokens_found"] += entry.found
         return slots
+
+    def _to_compare(self) -> tuple[Any, ...]:
+        """What decides beside the requests how they are decoded, and must be the same on all ranks."""
+        engine, pool = self.engine, self.sequences.pages.pool
+        options = engine.number, engine.prefixes, self.verification, self._drafts, pool.limit is None
+        return (*options, len(self._entries), self.rows, self._spec, engine.launched, pool.forgot)
 
     def _put(self, entering: dict[int, _SlotEntry]) -> None:
         """Give slots pages for what they read first, and let it wait to be read; others have room for their next trees.
@@ -814,9 +819,9 @@ class Batch:
 
 
 def _agreed(ranks: Ranks, requests: Sequence[Request], batch: tuple[Any, ...]) -> list[Request]:
-    """The same requests, with the seeds that rank 0 gives or draws. batch: what else decides how they are decoded, and
-    how many steps were launched before: what one rank has launched alone, others' next step would be exchanged with.
-    Raises RanksError on all ranks where they have others."""
+    """The same requests, with the seeds that rank 0 gives or draws. batch: what else decides how they are decoded; how
+    many steps were launched before, for with what one rank has launched alone others' next step would be exchanged; and
+    how often kept pages were forgotten. Raises RanksError on all ranks where they have others."""
     asked = [
         {
             **{field.name: getattr(request, field.name) for field in fields(request)},
@@ -825,7 +830,8 @@ def _agreed(ranks: Ranks, requests: Sequence[Request], batch: tuple[Any, ...]) -
         }
         for request in requests
     ]
-    ranks.check_alike("the requests of a batch, its trees and slots, and the number of steps before", (batch, asked))
+    what = "the requests of a batch, its engine, options, trees and slots, what was forgotten, and the number of steps"
+    ranks.check_alike(f"{what} before", (batch, asked))
     seeds = ranks.agreed([request.sampling.seeds(1)[0] for request in requests])
     return [
         replace(request, sampling=replace(request.sampling, seed=seed))

@@ -85,6 +85,7 @@ class Engine:
         self.accept_lengths: list[int] = []  # of the last generation's first sequence, one for each step
         self.notes: dict[str, str] = {}
         self.launched = 0  # steps so far
+        self.number = 0  # among those of the same ranks
         self.device = self.view.device
         if self.view.ranks is not None:
             self._check_alone()
@@ -103,6 +104,8 @@ class Engine:
                 raise ValueError(f"{option}=True: not supported yet over several ranks (tp_plan)")
         self.megakernel = self.long_prompts = False
         ranks = self.view.ranks
+        ranks.engines += 1
+        self.number = ranks.engines
         self.notes["ranks"] = (
             f"{ranks.size} share the target; the megakernel is not used, and long prompts are read as others"
         )
@@ -173,9 +176,23 @@ class Engine:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Decode inside the block: without gradients, and with tensors that outlive a caller's inference mode."""
-        with torch.inference_mode(False), torch.no_grad(), self.current():
+        """Decode inside the block: without gradients, and with tensors that outlive a caller's inference mode. Raises
+        RuntimeError where another thread does so on the same ranks."""
+        with torch.inference_mode(False), torch.no_grad(), self._alone(), self.current():
             yield
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Have what ranks exchange to this thread, so that all exchange it in one order."""
+        if self.view.ranks is None:
+            yield
+            return
+        if not self.view.ranks.decoding.acquire(blocking=False):
+            raise RuntimeError("another thread decodes with a model that these ranks share: one thread may")
+        try:
+            yield
+        finally:
+            self.view.ranks.decoding.release()
 
     @contextmanager
     def current(self) -> Iterator[None]:

@@ -130,6 +130,7 @@ class PagePool:
         self._kept: OrderedDict[int, None] = OrderedDict()  # that nobody holds, the next to give up first
         self._old: set[int] = set()  # pages that are held, and must not be found any more
         self._short = False  # growing has failed since pages came back last
+        self.forgot = 0  # how often nothing was found any more
         self.unread: set[int] = set()  # pages of prompts whose rows are still to be computed
 
     def memory(
@@ -231,6 +232,7 @@ class PagePool:
 
     def forget(self) -> None:
         """No page is found by what it holds now, or will until its sequences have left."""
+        self.forgot += 1
         self._old = set(self._holders)
         self._free += self._kept
         self._kept.clear()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -51,16 +52,23 @@ class RanksError(RuntimeError):
 
 
 def _named(exchange: Callable[P, R]) -> Callable[P, R]:
-    """The same, what fails in it as a RanksError that says what to do."""
+    """The same, what fails in it as a RanksError that says what to do. Behind such a failure nothing is exchanged any
+    more: others wait for something else, or for nobody."""
 
     @functools.wraps(exchange)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        ranks = args[0] if isinstance(args[0], Ranks) else None
+        if ranks is not None:
+            ranks.check_together()
         try:
             return exchange(*args, **kwargs)
         except (RanksError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            raise RanksError(f"another rank has gone or hangs; end all ranks and start again ({error})") from error
+            why = f"another rank has gone or hangs; end all ranks and start again ({error})"
+            if ranks is not None:
+                ranks.lost = why
+            raise RanksError(why) from error
 
     return call
 
@@ -70,7 +78,7 @@ class Ranks:
     """This process, `rank` of `size`. device_group: for what lies on the device; host_group: for Python's objects;
     meeting_group: for what ranks do first in a call, to which they come at different times. peers: the memory by which
     kernels exchange parts, where there is such (`open_memory`), and why_no_peers, where that was tried in vain.
-    processes: of the other ranks on this host."""
+    processes: of the other ranks on this host. lost: why the ranks are not together any more, None: they are."""
 
     rank: int
     size: int
@@ -80,6 +88,9 @@ class Ranks:
     peers: PeerMemory | None = None
     why_no_peers: str | None = None
     processes: dict[int, psutil.Process] = field(default_factory=dict)
+    lost: str | None = None
+    engines: int = 0  # that were made on them: the same script makes them in the same order
+    decoding: threading.RLock = field(default_factory=threading.RLock)  # held by the thread that launches
     _opened: list[tuple[Any, PeerMemory]] = field(default_factory=list)  # all, and what each belongs to: graphs go on
     _last_stream: torch.cuda.Stream | None = None  # of all engines
     _proved: bool = False
@@ -231,6 +242,7 @@ class Ranks:
         with a rank that has gone never ends, and nobody else watches over it. Also where a kernel has waited for
         another rank in vain, and went on without its part.
         """
+        self.check_together()
         start, seconds = time.monotonic(), STEP_SECONDS if seconds is None else seconds
         look = start + LIVING_SECONDS
         while not event.query():
@@ -243,10 +255,11 @@ class Ranks:
                 self._end(f"a step did not end in {seconds:g} s: another rank has gone or hangs; end all ranks")
             time.sleep(POLL_SECONDS)
         if any(memory.gave_up() for memory in self._memories):
-            raise RanksError("a kernel has waited for another rank's part in vain: it has gone or hangs; end all ranks")
+            self._end("a kernel has waited for another rank's part in vain: it has gone or hangs; end all ranks")
 
     def _end(self, why: str) -> NoReturn:
-        """Raise RanksError, and let the device come to an end."""
+        """Raise RanksError, now and from now on, and let the device come to an end."""
+        self.lost = why
         try:
             for memory in self._memories:
                 memory.give_up()
@@ -266,11 +279,16 @@ class Ranks:
         now = [] if self.peers is None else [self.peers]
         return [*now, *(memory for _, memory in self._opened if memory is not self.peers)]
 
+    def check_together(self) -> None:
+        """Raise RanksError where the ranks have lost each other before."""
+        if self.lost is not None:
+            raise RanksError(self.lost)
+
     @_named
     def meet(self) -> None:
         """Wait for the others, who come to this at different times: before what they do first in a call."""
-        # by the group's own timeout: one that is given holds for rank 0 only
-        dist.monitored_barrier(self.meeting_group)
+        # rank 0 waits as long as is given here, or by torch's default; the others by the group's timeout
+        dist.monitored_barrier(self.meeting_group, timedelta(seconds=BETWEEN_SECONDS))
 
     @_named
     def agreed(self, value: Any) -> Any:

@@ -157,8 +157,11 @@ def load_target(path: str, hybrids: bool = False, **kwargs: Any) -> nn.Module:
     """The target in eval mode, fp32 unless `dtype` (or `torch_dtype`) says otherwise; kwargs go to transformers.
     hybrids: see check_architecture.
 
-    Raises FileNotFoundError for missing files, ValueError for files that cannot be read or lack weights.
+    Raises FileNotFoundError for missing files, ValueError for files that cannot be read or lack weights, and for a
+    `tp_plan` without processes to spread the target over.
     """
+    if kwargs.get("tp_plan") is not None:
+        _check_plan(kwargs["tp_plan"])
     dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or torch.float32
     kwargs.pop("torch_dtype", None)
     kwargs["dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"] = dtype
@@ -172,7 +175,23 @@ def load_target(path: str, hybrids: bool = False, **kwargs: Any) -> nn.Module:
     check_architecture(model.config, hybrids)
     unexpected = set(info["unexpected_keys"])
     check_keys(f"target {path!r}", info["missing_keys"], unexpected - mtp_names(unexpected))
-    return model.eval()
+    return _in_one_dtype(model, dtype).eval()
+
+
+def _check_plan(tp_plan: Any) -> None:
+    if tp_plan != "auto":
+        raise ValueError(f'tp_plan must be "auto", transformers\' own for the model, got {tp_plan!r}')
+    if "WORLD_SIZE" not in os.environ:
+        raise ValueError('tp_plan="auto" spreads a target over processes: start them by torchrun --nproc-per-node N')
+
+
+def _in_one_dtype(model: Any, dtype: Any) -> nn.Module:
+    """A target whose FP8 weights transformers has made wide, as it does where no GPU is: those come in `dtype`, and the
+    rest in the checkpoint's."""
+    found = [tensor.dtype for tensor in model.parameters()]
+    wide = all(kind.is_floating_point and kind.itemsize > 1 for kind in found)
+    embedding = model.get_input_embeddings().weight
+    return nn.Module.to(model, dtype) if wide and dtype in found and embedding.dtype != dtype else model
 
 
 def load_tokenizer(path: str, **hub: Any) -> Any | None:

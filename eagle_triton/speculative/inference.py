@@ -153,7 +153,9 @@ class EAGLEInference:
 
     def forget_outputs(self) -> None:
         """Draft no more from the outputs of former requests, which `suffix_drafts` and method suffix keep, and method
-        nasd with reset_in_between=False; and compute beginnings again that were kept for further requests."""
+        nasd with reset_in_between=False; and compute beginnings again that were kept for further requests. All ranks
+        that share the target call this, and none while a session is open."""
+        self._check_alike("what is called, here forget_outputs,", None)
         self.engine.pool.forget()
         if self.pair.draft is not None:
             with self.engine.running():
@@ -291,7 +293,8 @@ class EAGLEInference:
                 "session: give rows, the most tokens of a sequence, or set max_length in the configuration"
             )
         texts = self.tokenizer is not None
-        self._check_alike("the options of a session", (rows, slots, logprobs, report_drafts, texts))
+        asked = (rows, slots, logprobs, report_drafts, texts)
+        self._check_alike("the configuration and the options of a session", (asked, self._configured()))
         kind = Session if self.pair.view.ranks is None else SharedSession
         return self._session(self.policy(slots), slots, rows, logprobs, report_drafts=report_drafts, kind=kind)
 
@@ -346,6 +349,7 @@ class EAGLEInference:
                 f"input_ids: expected a row for each of the {past_key_values.batch} sequences of past_key_values, got "
                 f"{len(input_ids)}"
             )
+        self._check_alike("what is called, here draft_step,", list(input_ids.shape))
         with self.engine.running():
             return stages.draft_step(self.engine, self.config, input_ids, past_key_values)
 
@@ -358,6 +362,7 @@ class EAGLEInference:
         """
         self._check_ids(input_ids)
         self._check_roots(verified_id, input_ids)
+        self._check_alike("what is called, here generate_draft_tree,", list(input_ids.shape))
         with self.engine.running():
             return stages.generate_draft_tree(self.engine, self.config, input_ids, verified_id)
 
@@ -380,6 +385,7 @@ class EAGLEInference:
         self._check_roots(verified_id, input_ids)
         check_token_ids("draft_tokens", draft_tokens, (len(input_ids), "N - 1"), self.pair.view.vocab_size)
         tree = (draft_tokens, verified_id, parent_list, top_scores_index)
+        self._check_alike("what is called, here verify_drafts,", [list(input_ids.shape), list(draft_tokens.shape)])
         with self.engine.running():
             return stages.verify_drafts(self.engine, self.config, input_ids, *tree)
 
@@ -405,10 +411,13 @@ class EAGLEInference:
         next call."""
         if self.pair.draft is None:
             return None
-        if slots not in self._policies:
-            cost, trees, ranks = pass_cost(self.pair.view, self.pair.draft), self._trees(), self.pair.view.ranks
+        ranks, known = self.pair.view.ranks, slots in self._policies
+        if ranks is not None:
+            self._check_alike("what is called, and the number of slots,", slots)
+            known = all(ranks.of_all(known))  # one that was called alone has learnt what others have not
+        if not known:
+            cost, trees = pass_cost(self.pair.view, self.pair.draft), self._trees()
             if ranks is not None:
-                self._check_alike("what is called, and the number of slots,", slots)
                 cost = ranks.agreed(cost)  # by bytes, and not all have the same
             usual = TreePolicy(trees, StepCosts(self.config.slots, cost, self._table))
             costs = StepCosts(slots, cost, self._table)
@@ -460,7 +469,7 @@ class EAGLEInference:
         name = "target alone" if policy is None else "speculative"
         with (
             self._open(calls, policy, logprobs, on_step is not None, rows) as session,
-            tqdm(total=len(calls), desc=name, disable=not progress) as bar,
+            tqdm(total=len(calls), desc=name, disable=not progress or self._follows) as bar,
         ):
             watch = Stopwatch(self.pair.view.device, self.pair.view.ranks)
             for call in calls:
@@ -505,8 +514,19 @@ class EAGLEInference:
     ) -> Session:
         slots = min(self.config.slots, len(calls))
         # the batch compares all else, but does not know of text
-        self._check_alike("stop_strings", [call.stop_strings for call in calls])
+        texts = [call.stop_strings for call in calls]
+        self._check_alike("the configuration, the number of prompts and stop_strings", (texts, self._configured()))
         return self._session(policy, slots, rows or self._rows(calls), logprobs, text, report_drafts)
+
+    def _configured(self) -> dict[str, str]:
+        """The configuration as ranks compare it: but for what each has its own of."""
+        return {name: repr(value) for name, value in vars(self.config).items() if name not in ("device", "verbose")}
+
+    @property
+    def _follows(self) -> bool:
+        """Whether this is one of several ranks, and not the one that speaks."""
+        ranks = self.pair.view.ranks
+        return ranks is not None and ranks.rank > 0
 
     def _check_alike(self, what: str, value: Any) -> None:
         """Compare what ranks are called with that share the target. RuntimeError, and nothing is exchanged, while a
