@@ -932,3 +932,13 @@ def test_parts_that_do_not_fit_are_refused():
         EaModel(base, Eagle1Head(draft_config(False, hidden_size=32)))
     with pytest.raises(ValueError, match="draft_vocab_size"):
         Eagle1Head(draft_config(False, draft_vocab_size=8))
+
+
+def test_a_tp_plan_is_refused_where_it_would_do_nothing(monkeypatch):
+    """As transformers does nothing, in one process without torchrun, and says nothing."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for plan in ("auto", {"model.layers.*.mlp.up_proj": "colwise"}):
+        with pytest.raises(ValueError, match="start them by torchrun --nproc-per-node N"):
+            EaModel.from_pretrained("demo", tp_plan=plan)
+    with pytest.raises(ValueError, match=r"tp_plan must be .auto., .*, or a plan, got 'colwise'"):
+        EaModel.from_pretrained("demo", tp_plan="colwise")

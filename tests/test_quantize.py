@@ -112,11 +112,12 @@ def test_an_ea_model_takes_it_with_the_demo_head(demo: Path, monkeypatch: pytest
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="FP8 weights stay narrow on a GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_what_a_cpu_makes_wide_has_one_dtype(demo: Path, dtype: torch.dtype) -> None:
     """Embedding, norms and head are stored in bf16."""
     model = load_target(str(demo), dtype=dtype)
     assert {tensor.dtype for tensor in model.parameters()} == {dtype}
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}, "rotary frequencies are not rounded"
     prompt = torch.arange(5, 25)[None]
     expected = model.generate(prompt, max_new_tokens=8, do_sample=False)
     with optimize_with_triton(model):

@@ -158,7 +158,7 @@ def load_target(path: str, hybrids: bool = False, **kwargs: Any) -> nn.Module:
     hybrids: see check_architecture.
 
     Raises FileNotFoundError for missing files, ValueError for files that cannot be read or lack weights, and for a
-    `tp_plan` without processes to spread the target over.
+    `tp_plan` that is none, or without processes to spread the target over.
     """
     if kwargs.get("tp_plan") is not None:
         _check_plan(kwargs["tp_plan"])
@@ -179,19 +179,22 @@ def load_target(path: str, hybrids: bool = False, **kwargs: Any) -> nn.Module:
 
 
 def _check_plan(tp_plan: Any) -> None:
-    if tp_plan != "auto":
-        raise ValueError(f'tp_plan must be "auto", transformers\' own for the model, got {tp_plan!r}')
+    if isinstance(tp_plan, str) and tp_plan != "auto":
+        raise ValueError(f'tp_plan must be "auto", transformers\' own for the model, or a plan, got {tp_plan!r}')
     if "WORLD_SIZE" not in os.environ:
-        raise ValueError('tp_plan="auto" spreads a target over processes: start them by torchrun --nproc-per-node N')
+        raise ValueError("tp_plan spreads a target over processes: start them by torchrun --nproc-per-node N")
 
 
 def _in_one_dtype(model: Any, dtype: Any) -> nn.Module:
     """A target whose FP8 weights transformers has made wide, as it does where no GPU is: those come in `dtype`, and the
-    rest in the checkpoint's."""
-    found = [tensor.dtype for tensor in model.parameters()]
+    other parameters in the checkpoint's. Buffers, rotary frequencies among them, stay as they are."""
+    parameters = list(model.parameters())
+    found = [parameter.dtype for parameter in parameters]
     wide = all(kind.is_floating_point and kind.itemsize > 1 for kind in found)
-    embedding = model.get_input_embeddings().weight
-    return nn.Module.to(model, dtype) if wide and dtype in found and embedding.dtype != dtype else model
+    if wide and dtype in found and model.get_input_embeddings().weight.dtype != dtype:
+        for parameter in parameters:
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def load_tokenizer(path: str, **hub: Any) -> Any | None:
