@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from eagle_triton.attention import launchers as kernels
-from eagle_triton.attention import settings
 from eagle_triton.reference import attention as reference
 from eagle_triton.reference.layers import float8_pair
 from eagle_triton.runtime.overlap import triton_version
@@ -82,8 +81,6 @@ def test_the_merge_makes_pairs_where_products_read_them(device, monkeypatch, bat
     lengths = [900 - 130 * sequence for sequence in range(batch)]
     case = make_case(batch, nodes, kv_heads, group, 128, 1024, lengths, 1, dtype, device)
     options = {"scale": 128**-0.5, "for_float8": True}
-    assert isinstance(kernels.tree_attention(*case, **options), torch.Tensor), "until it was measured"
-    monkeypatch.setattr(settings, "MERGES_MAKE_PAIRS", True)
     plain = kernels.tree_attention(*case, scale=128**-0.5)
     if not CUDA:
         assert isinstance(kernels.tree_attention(*case, **options), torch.Tensor)
@@ -100,7 +97,6 @@ def test_the_merge_makes_pairs_where_products_read_them(device, monkeypatch, bat
 
 def test_what_is_no_pair_stays_a_tensor(device, monkeypatch):
     monkeypatch.setattr(kernels, "takes_pairs", lambda x: True)
-    monkeypatch.setattr(settings, "MERGES_MAKE_PAIRS", True)
     dtype = torch.bfloat16 if CUDA else torch.float32
     for batch, nodes, kv_heads, width in ((1, 8, 1, 64), (64, 40, 8, 128), (1, 0, 1, 128)):  # width, one program, none
         case = make_case(batch, nodes, kv_heads, 1, width, 128, [9] * batch, 1 if nodes else 0, dtype, device)

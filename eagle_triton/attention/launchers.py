@@ -12,7 +12,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from eagle_triton import kv_cache
-from eagle_triton.attention import settings
 from eagle_triton.attention.kernels import _merge_kernel, _tree_attention_kernel
 from eagle_triton.attention.settings import (
     MERGE_REGISTERS,
@@ -176,7 +175,7 @@ def _launch(
     partial = softmax = pair = None
     if use.programs > 1:
         flat = out.flatten(-2)
-        if for_float8 and settings.MERGES_MAKE_PAIRS and width == GROUP and takes_pairs(flat):
+        if for_float8 and width == GROUP and takes_pairs(flat):
             pair = empty_pair(flat.shape, out)  # instead of `out`, in which nothing is written then
         partial = torch.empty(batch, kv_heads, use.programs, rows, width, dtype=torch.float32, device=q.device)
         softmax = torch.empty(batch, kv_heads, use.programs, 2, rows, dtype=torch.float32, device=q.device)

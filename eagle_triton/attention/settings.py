@@ -9,7 +9,6 @@ import triton
 
 from eagle_triton.runtime.overlap import triton_version
 
-MERGES_MAKE_PAIRS = False  # for products with weights of eight bits: neither run nor measured on a GPU yet
 MERGE_REGISTERS = 64  # of 8 splits: two programs find room beside two of attention's on Hopper
 
 

@@ -46,6 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from eagle_triton.linear.settings import tiles_of
@@ -56,13 +57,16 @@ from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+_SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of x's groups and rows
+_A_GROUP = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of these, one group's
 _BLOCK_K = gl.constexpr(BLOCK)
 _ROWS_OF_A_LOAD = 32  # of x: where a tile has more, those that end behind the last row are other rows, not padding
 _LOADER = gl.constexpr(24)  # registers of a thread of the warp that loads
 _PREFETCH_BYTES = 24 * 1024  # of weights in flight before the input is there: more would slow what makes the input
-_SHARED_MEMORY = 224 * 1024  # of a multiprocessor, for the rings of its programs
+_SHARED_MEMORY = 224 * 1024  # of a multiprocessor, for the rings of its programs and the scales of x
 _REGISTERS = 64 * 1024  # of a multiprocessor
 _STAGES = 6  # slots of a ring at most
+_MOST_GROUPS = 128  # of x, whose scales a program keeps in shared memory
 _PROGRAMS = 120  # enough of them
 _FEW_PROGRAMS = 90  # enough for tiles of 128 rows of weights where x has up to 16
 _DEEP = 8192  # columns from which on tiles are 128 rows of weights high
@@ -165,11 +169,37 @@ def _block_scale(scale_ptr, col, k, stride_sn, stride_sk, IN_BLOCKS: gl.constexp
 
 
 @gluon.jit
-def _row_scales(x_scale_ptr, rows, group, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The scales [1, BLOCK_M] of a group of x's rows. To be asked for behind x, which is not there before."""
-    layout: gl.constexpr = _zeros(BLOCK_N, BLOCK_M).type.layout
-    offs = gl.minimum(gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout)), rows - 1)
-    return gl.load(x_scale_ptr + group * rows + offs)[None, :]
+def _room_for_scales(BLOCK_M: gl.constexpr, GROUPS: gl.constexpr):
+    """Shared memory for the scales of x's rows in GROUPS groups; of one that nobody reads if there are none."""
+    return gl.allocate_shared_memory(gl.float32, [max(GROUPS, 1), BLOCK_M], _SCALES)
+
+
+@gluon.jit
+def _keep_scales(ring, x_scale_ptr, rows, first, count, scales, GROUPS: gl.constexpr):
+    """Copy the scales of x's rows in `count` groups from `first` on to shared memory. In each step anew, they would be
+    waited for as long as all that is on its way from L2 together with the weights."""
+    _await(ring, 0, 1)  # x is not there before
+    if GROUPS:
+        BLOCK_M: gl.constexpr = scales.shape[1]
+        layout: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [gl.num_warps(), 1], [1, 0])
+        groups, offs = gl.arange(0, GROUPS, gl.SliceLayout(1, layout)), gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+        mask = (groups < count)[:, None] & (offs < rows)[None, :]
+        ptrs = x_scale_ptr + (first + groups)[:, None] * rows + offs[None, :]
+        scales.store(gl.load(ptrs, mask=mask, other=0.0))
+        debug_barrier()
+
+
+@gluon.jit
+def _row_scales(scales, x_scale_ptr, rows, first, step, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr):
+    """The scales [1, BLOCK_M] of x's rows in a step."""
+    BLOCK_M: gl.constexpr = scales.shape[1]
+    layout: gl.constexpr = gl.SliceLayout(0, _zeros(BLOCK_N, BLOCK_M).type.layout)
+    if GROUPS:
+        found = scales._reinterpret(gl.float32, scales.shape, _A_GROUP).index(step).load(layout)
+    else:
+        offs = gl.minimum(gl.arange(0, BLOCK_M, layout), rows - 1)
+        found = gl.load(x_scale_ptr + (first + step) * rows + offs)
+    return found[None, :]
 
 
 @gluon.jit
@@ -189,6 +219,7 @@ def _add(total, sums, x_scale, scale, IN_BLOCKS: gl.constexpr):
 @gluon.jit
 def _multiply_split(
     ring,
+    scales,
     x_scale_ptr,
     scale_ptr,
     rows,
@@ -202,9 +233,11 @@ def _multiply_split(
     IN_BLOCKS: gl.constexpr,
     IN_FLIGHT: gl.constexpr,
     STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):
     """The sum [BLOCK_N, BLOCK_M] over `count` steps of K from step `first`, IN_FLIGHT of them (1 or 2) at a time."""
     zero, total = _zeros(BLOCK_N, 2 * BLOCK_M), _zeros(BLOCK_N, BLOCK_M)
+    _keep_scales(ring, x_scale_ptr, rows, first, count, scales, GROUPS)
     k = first * _BLOCK_K
     pairs = 0
     if IN_FLIGHT == 2:
@@ -216,8 +249,8 @@ def _multiply_split(
         sums0 = _multiply(ring, step, zero, 0, STAGES)
         _await(ring, step + 1, STAGES)
         sums1 = _multiply(ring, step + 1, zero, 0, STAGES)
-        x_scale0 = _row_scales(x_scale_ptr, rows, first + step, BLOCK_M, BLOCK_N)
-        x_scale1 = _row_scales(x_scale_ptr, rows, first + step + 1, BLOCK_M, BLOCK_N)
+        x_scale0 = _row_scales(scales, x_scale_ptr, rows, first, step, BLOCK_N, GROUPS)
+        x_scale1 = _row_scales(scales, x_scale_ptr, rows, first, step + 1, BLOCK_N, GROUPS)
         sums0, sums1 = warpgroup_mma_wait(1, deps=[sums0, sums1])
         _give_back(ring, step, STAGES)
         total = _add(total, sums0, x_scale0, scale0, IN_BLOCKS)
@@ -228,7 +261,7 @@ def _multiply_split(
         scale = _block_scale(scale_ptr, col, k + step * _BLOCK_K, stride_sn, stride_sk, IN_BLOCKS)
         _await(ring, step, STAGES)
         sums = _multiply(ring, step, zero, 0, STAGES)
-        x_scale = _row_scales(x_scale_ptr, rows, first + step, BLOCK_M, BLOCK_N)
+        x_scale = _row_scales(scales, x_scale_ptr, rows, first, step, BLOCK_N, GROUPS)
         sums = warpgroup_mma_wait(0, deps=[sums])
         _give_back(ring, step, STAGES)
         total = _add(total, sums, x_scale, scale, IN_BLOCKS)
@@ -280,10 +313,11 @@ def linear_kernel(
     IN_FLIGHT: gl.constexpr,
     STAGES: gl.constexpr,
     PREFETCH: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):
     """Grid (column tiles of all weights, splits): as streamed.linear_kernel. No split may be without a step.
 
-    stride_sn: of a weight's scales from row to row, or block to block, 0 if one is for all.
+    stride_sn: of a weight's scales from row to row, or block to block, 0 if one is for all. GROUPS: see groups_of.
     """
     tile, split = gl.program_id(0), gl.program_id(1)
     w_desc, scale_ptr, bias_ptr, cols, stride_sn = w0_desc, scale0_ptr, bias0_ptr, cols0, stride_sn0
@@ -314,11 +348,11 @@ def linear_kernel(
     first = split * per_split
     count = gl.minimum(per_split, steps - first)
 
-    ring = _ring(x_desc, (w_desc,), BLOCK_M, BLOCK_N, STAGES)
+    ring, scales = _ring(x_desc, (w_desc,), BLOCK_M, BLOCK_N, STAGES), _room_for_scales(BLOCK_M, GROUPS)
     # fmt: off
     (total,) = gl.warp_specialize([
-        (_multiply_split, (ring, x_scale_ptr, scale_ptr, rows, col, first, count, stride_sn, stride_sk, BLOCK_M,
-                           BLOCK_N, IN_BLOCKS, IN_FLIGHT, STAGES)),
+        (_multiply_split, (ring, scales, x_scale_ptr, scale_ptr, rows, col, first, count, stride_sn, stride_sk, BLOCK_M,
+                           BLOCK_N, IN_BLOCKS, IN_FLIGHT, STAGES, GROUPS)),
         (_load, (x_desc, (w_desc,), rows, col, first, count, ring, STAGES, PREFETCH)),
     ], [1], [_LOADER])
     # fmt: on
@@ -332,6 +366,7 @@ def linear_kernel(
 @gluon.jit
 def _multiply_both(
     ring,
+    scales,
     x_scale_ptr,
     gate_scale_ptr,
     up_scale_ptr,
@@ -345,17 +380,19 @@ def _multiply_both(
     BLOCK_N: gl.constexpr,
     IN_BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):
     """As _multiply_split, of the gate and of what it gates, one product at a time: the sums of two would not fit the
     registers beside the scales of x, and by its cycles memory should take longer than both."""
     zero, gate_total = _zeros(BLOCK_N, 2 * BLOCK_M), _zeros(BLOCK_N, BLOCK_M)
     up_total = gate_total
+    _keep_scales(ring, x_scale_ptr, rows, 0, count, scales, GROUPS)
     for step in range(count):
         gate_scale = _block_scale(gate_scale_ptr, col, step * _BLOCK_K, stride_sn0, stride_sk, IN_BLOCKS)
         up_scale = _block_scale(up_scale_ptr, col, step * _BLOCK_K, stride_sn1, stride_sk, IN_BLOCKS)
         _await(ring, step, STAGES)
         gate = _multiply(ring, step, zero, 0, STAGES)
-        x_scale = _row_scales(x_scale_ptr, rows, step, BLOCK_M, BLOCK_N)
+        x_scale = _row_scales(scales, x_scale_ptr, rows, 0, step, BLOCK_N, GROUPS)
         gate = warpgroup_mma_wait(0, deps=[gate])
         gate_total = _add(gate_total, gate, x_scale, gate_scale, IN_BLOCKS)
         up = _multiply(ring, step, zero, 1, STAGES)
@@ -410,17 +447,18 @@ def swiglu_kernel(
     IN_BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
     PREFETCH: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):
     """Grid (column tiles,): a program makes one tile of both products and multiplies them. If there is room for a pair,
     it stores that instead: its tile is a group of columns."""
     col = gl.program_id(0) * BLOCK_N
     count = gl.cdiv(depth, _BLOCK_K)
-    ring = _ring(x_desc, (gate_desc, up_desc), BLOCK_M, BLOCK_N, STAGES)
+    ring, scales = _ring(x_desc, (gate_desc, up_desc), BLOCK_M, BLOCK_N, STAGES), _room_for_scales(BLOCK_M, GROUPS)
     gdc_launch_dependents()
     # fmt: off
     gate, up = gl.warp_specialize([
-        (_multiply_both, (ring, x_scale_ptr, gate_scale_ptr, up_scale_ptr, rows, col, count, stride_sn0, stride_sn1,
-                          stride_sk, BLOCK_M, BLOCK_N, IN_BLOCKS, STAGES)),
+        (_multiply_both, (ring, scales, x_scale_ptr, gate_scale_ptr, up_scale_ptr, rows, col, count, stride_sn0,
+                          stride_sn1, stride_sk, BLOCK_M, BLOCK_N, IN_BLOCKS, STAGES, GROUPS)),
         (_load, (x_desc, (gate_desc, up_desc), rows, col, 0, count, ring, STAGES, PREFETCH)),
     ], [1], [_LOADER])
     # fmt: on
@@ -458,7 +496,8 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> S
     most = _REGISTERS // (registers_of(found, block_m, in_flight, 4 if fused else 1) * 32 * (warps + 4))
     together = max(1, min(most, triton.cdiv(programs, _MULTIPROCESSORS)))
     slot = (block_n * (2 if fused else 1) + 2 * block_m) * BLOCK
-    stages = min(_STAGES, max(2, _SHARED_MEMORY // together // slot))
+    of_scales = 4 * groups_of(depth, splits) * block_m
+    stages = min(_STAGES, max(2, (_SHARED_MEMORY // together - of_scales) // slot))
     return found._replace(w_stages=stages, x_stages=stages)
 
 
@@ -505,6 +544,7 @@ def linear(
         in_flight,
         settings.w_stages,
         prefetch_stages(settings, 1),
+        groups_of(x.shape[-1], settings.splits),
         num_warps=settings.warps,
         maxnreg=registers_of(settings, block_m, in_flight, 1),
         launch_pdl=True,
@@ -542,6 +582,7 @@ def linear_swiglu(
         gate.in_blocks,
         settings.w_stages,
         prefetch_stages(settings, 2),
+        groups_of(x.shape[-1], 1),
         num_warps=settings.warps,
         maxnreg=registers_of(settings, block_m, 1, 4),
         launch_pdl=True,
@@ -553,6 +594,12 @@ def linear_swiglu(
 def block_m_of(rows: int) -> int:
     """Rows of x in a tile; the tensor cores' right operand has twice as many."""
     return max(16, triton.next_power_of_2(rows))
+
+
+def groups_of(depth: int, splits: int) -> int:
+    """Groups of x whose scales a program keeps in shared memory, a power of two; 0: it asks for them in each step."""
+    groups = triton.next_power_of_2(triton.cdiv(triton.cdiv(depth, BLOCK), splits))
+    return groups if groups <= _MOST_GROUPS else 0
 
 
 def in_flight_of(programs: int, multiprocessors: int) -> int:
