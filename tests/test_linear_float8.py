@@ -287,13 +287,14 @@ if HOPPER:
 
     @pytest.mark.parametrize("depth", [144, 1040, 4112, 16528])  # the last: too deep to keep all scales of x
     @pytest.mark.parametrize("kind", KINDS)
-    def test_streamed_depths_and_poisoned_outputs(kind, depth):
+    @pytest.mark.parametrize("rows", [5, 37])
+    def test_streamed_depths_and_poisoned_outputs(rows, kind, depth):
         torch.manual_seed(depth)
-        x, weight = torch.randn(5, depth, device="cuda").bfloat16(), weight_of(kind, 200, depth, "cuda")
-        use = paired.settings_for(5, (200,), depth, False)
-        out = torch.full((use.splits, 5, 200), float("nan"), device="cuda")
+        x, weight = torch.randn(rows, depth, device="cuda").bfloat16(), weight_of(kind, 200, depth, "cuda")
+        use = paired.settings_for(rows, (200,), depth, False)
+        out = torch.full((use.splits, rows, 200), float("nan"), device="cuda")
         paired.linear(float8_pair(x), [weight], [200], [None], out if use.splits > 1 else out[0].to(x.dtype), use)
         assert_close(kernels.linear(x, weight, keep_splits=True), x, weight)
         assert use.splits == 1 or out.isfinite().all()
         assert_close(kernels.linear(x, weight), x, weight)
-        assert (paired.groups_of(depth, 1) == 0) == (depth == 16528)
+        assert (paired.groups_of(depth, 1, 32) == 0) == (depth == 16528)

@@ -25,7 +25,8 @@ Of Llama-3.1-8B with scales for blocks, us of 1 and 60 rows behind a small kerne
 counted: q, k and v 10.1, 12.9; o 8.2, 9.0; gate and up 34.6, 39.3; down 18.9, 22.8. Their bytes alone need 8.8, 6.8,
 30.8 and 16.8. Kernels that convert the weights, which they were before, took 12.4, 14.9; 9.4, 11.3; 40.5, 51.3; 20.9,
 28.3. In a step less of that is left: 4.77 ms of a tree instead of 4.90, 2.84 of plain decoding as before, since what
-waits between products is the same; docs/structure.md says what was tried since. (Experiments of single products with
+waits between products is the same. Since then scales of x that are kept in shared memory have taken 4.4 us off down of
+60 rows and 1.4 off o, and 0.16 ms off a tree; docs/structure.md says what else was tried. (Experiments of products with
 scales of x for rows, and of both steps, that were not kept; tools/tune_linear.py --float8 times products, x's pair
 counted.)
 """
@@ -496,7 +497,7 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> S
     most = _REGISTERS // (registers_of(found, block_m, in_flight, 4 if fused else 1) * 32 * (warps + 4))
     together = max(1, min(most, triton.cdiv(programs, _MULTIPROCESSORS)))
     slot = (block_n * (2 if fused else 1) + 2 * block_m) * BLOCK
-    of_scales = 4 * groups_of(depth, splits) * block_m
+    of_scales = 4 * groups_of(depth, splits, block_m) * block_m
     stages = min(_STAGES, max(2, (_SHARED_MEMORY // together - of_scales) // slot))
     return found._replace(w_stages=stages, x_stages=stages)
 
@@ -544,7 +545,7 @@ def linear(
         in_flight,
         settings.w_stages,
         prefetch_stages(settings, 1),
-        groups_of(x.shape[-1], settings.splits),
+        groups_of(x.shape[-1], settings.splits, block_m),
         num_warps=settings.warps,
         maxnreg=registers_of(settings, block_m, in_flight, 1),
         launch_pdl=True,
@@ -582,7 +583,7 @@ def linear_swiglu(
         gate.in_blocks,
         settings.w_stages,
         prefetch_stages(settings, 2),
-        groups_of(x.shape[-1], 1),
+        groups_of(x.shape[-1], 1, block_m),
         num_warps=settings.warps,
         maxnreg=registers_of(settings, block_m, 1, 4),
         launch_pdl=True,
@@ -596,10 +597,11 @@ def block_m_of(rows: int) -> int:
     return max(16, triton.next_power_of_2(rows))
 
 
-def groups_of(depth: int, splits: int) -> int:
-    """Groups of x whose scales a program keeps in shared memory, a power of two; 0: it asks for them in each step."""
+def groups_of(depth: int, splits: int, block_m: int) -> int:
+    """Groups of x whose scales a program keeps in shared memory, a power of two; 0: it asks for them in each step, as
+    is faster for few rows."""
     groups = triton.next_power_of_2(triton.cdiv(triton.cdiv(depth, BLOCK), splits))
-    return groups if groups <= _MOST_GROUPS else 0
+    return groups if block_m > 16 and groups <= _MOST_GROUPS else 0
 
 
 def in_flight_of(programs: int, multiprocessors: int) -> int:

@@ -25,7 +25,7 @@ def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, in_blocks
             **({} if fused else {"SPLITS": use.splits, "IN_FLIGHT": in_flight}),
             "STAGES": use.w_stages,
             "PREFETCH": paired.prefetch_stages(use, 2 if fused else 1),
-            "GROUPS": paired.groups_of(depth, use.splits),
+            "GROUPS": paired.groups_of(depth, use.splits, block_m),
         }
         registers = paired.registers_of(use, block_m, in_flight, 4 if fused else 1)
         height = min(block_m, paired._ROWS_OF_A_LOAD)

@@ -157,7 +157,7 @@ def float8_candidates(product: Product, rows: int) -> Iterator[Streaming]:
     block_k = 128 if pairs else 64
     for block_n, splits, stages, warps in itertools.product((64, 128), (1, 2, 4), (3, 4, 6), (4, 8)):
         shared = (block_n * per_program + block_m * 2) * block_k * stages
-        shared += 4 * block_m * paired_float8.groups_of(product.depth, splits) if pairs else 0
+        shared += 4 * block_m * paired_float8.groups_of(product.depth, splits, block_m) if pairs else 0
         programs = sum(-(-n // block_n) for n in product.cols) // per_program * splits
         programs *= -(-rows // block_m)
         if shared > _SHARED_MEMORY or not (90 if pairs else 32) <= programs <= (2000 if splits == 1 else 520):
