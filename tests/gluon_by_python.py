@@ -3,7 +3,7 @@
 It shows what indices, slots and barriers do, which no interpreter of Gluon does. A product that is asked for reads its
 operands when it is waited for, so a slot that is refilled too early gives wrong numbers; a wait that nobody ends raises
 TimeoutError. Layouts, fences and dtypes mean nothing here: numbers are double. It knows what the kernels of
-linear/wide.py and linear/streamed_rotary.py ask for.
+linear/wide.py ask for.
 """
 
 from __future__ import annotations

@@ -229,52 +229,6 @@ def test_graph_replays(device, settings):
         assert torch.equal(out, expected) and torch.equal(again, expected)
 
 
-def heads_of(device: str, dtype: torch.dtype, nodes: int):
-    """Of linear_rotary_append: two sequences, 4 and 2 heads of 16, pages of 8 rows."""
-    x, weights, biases, _ = operands(device, dtype, (2, nodes), 48, (64, 32, 32))
-    cache = torch.full((2, 9, 2, 8, 16), 9.0, device=device, dtype=dtype)
-    first_row = torch.tensor([3, 11], dtype=torch.int32, device=device)
-    depths = torch.randint(0, 5, (2, nodes), dtype=torch.int32, device=device)
-    inv_freq = 100.0 ** -(torch.arange(0, 16, 2, device=device) / 16)
-    table = torch.tensor([[4, 1, 7, 2], [8, 3, 6, 5]], dtype=torch.int32, device=device)
-    return (x, weights, biases, cache, first_row, depths, inv_freq), table
-
-
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("nodes", [1, 9])
-@pytest.mark.parametrize("launch_rows", [None, 12])
-def test_heads_are_made_rotated_and_kept(device, nodes, norms, launch_rows):
-    dtype = torch.bfloat16 if CUDA else torch.float16
-    given, table = heads_of(device, dtype, nodes)
-    norm = torch.rand(16, device=device).to(dtype) + 0.5
-    options = {"table": table, "attention_scaling": 1.5, "skip": 2, "launch_rows": launch_rows}
-    results = []
-    for module, kind in ((kernels, dtype), (reference, dtype), (reference, torch.float32)):
-        x, weights, biases, cache, *rest = given
-        some = {"q_norm": norm.to(kind), "k_norm": norm.to(kind), "eps": 1e-5} if norms else {}
-        cache = cache.to(kind, copy=True)
-        mine = (x.to(kind), [w.to(kind) for w in weights], [biases[0].to(kind), None, None], cache)
-        results.append((module.linear_rotary_append(*mine, *rest, **options, **some), cache))
-    for out, same, exact in zip(*results, strict=True):
-        assert_close(out, same, exact)
-    assert (results[0][1] != 9).sum() == 2 * 2 * nodes * 2 * 16
-
-
-@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
-def test_heads_that_do_not_fit_are_refused(device, module):
-    (x, weights, biases, cache, *rest), table = heads_of(device, torch.float16, 3)
-    for change, message in (
-        ((x[0], weights, biases, cache), "expected x"),
-        ((x, weights[:2], biases[:2], cache), "three weights"),
-        ((x, weights, biases, cache[0]), "a cache"),
-        ((x, [weights[0][:60], *weights[1:]], biases, cache), r"make heads of 16 elements, got \[60, 32, 32\] rows"),
-        ((x, weights, biases[:2], cache), "one bias or None per weight"),
-        ((x, weights, biases, cache[:, :, :1]), "cache must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            module.linear_rotary_append(*change, *rest, table=table)
-
-
 @pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
 def test_bad_operands_are_refused(device, module):
     x, weights, biases, residual = operands(device, torch.float32, (4,), 32, (16, 24))

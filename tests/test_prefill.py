@@ -388,7 +388,7 @@ def test_an_interrupt_while_a_prompt_is_read_loses_nothing(packed, at, monkeypat
         batch.enter_all([running])
         steps_of(batch, got, 1)
         batch.enter_all([long])
-        calls, original = itertools.count(1), engine.ops.linear_rotary_append
+        calls, original = itertools.count(1), engine.ops.rotary_append
 
         def interrupt(*args, **kwargs):
             if next(calls) == at:
@@ -396,7 +396,7 @@ def test_an_interrupt_while_a_prompt_is_read_loses_nothing(packed, at, monkeypat
             return original(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine.ops, "linear_rotary_append", interrupt)
+            patch.setattr(engine.ops, "rotary_append", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 batch.step()
         assert batch.reading and batch.running == [0, 1]

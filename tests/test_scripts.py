@@ -365,9 +365,6 @@ TOOLS = [
     ("train_demo.py --set seed=x", "--set must give seed a number like 0, got 'seed=x'"),
     ("train_demo.py --set num_heads=3", "--set: hidden_size must divide by num_heads"),
     ("tune_linear.py --products nothing", "--products must be one of qkv, o, gate_up, down, head, draft_qkv"),
-    ("tune_linear.py --rotary --streamed --products qkv", "--rotary does not read --products, --streamed"),
-    ("tune_linear.py --rotary --rows 16 65", "--rotary takes --rows of at most 64, got 65"),
-    ("tune_linear.py --rotary --shape qwen3.5-9b", "--rotary takes a shape whose heads are not normed, got qwen3.5-9b"),
     ("tune_attention.py --nodes 0", f"--nodes {NUMBER} 512, got '0'"),
     (
         "first_call.py --shape huge",

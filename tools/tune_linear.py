@@ -10,13 +10,11 @@ K are left to the reader, as in the engine. With --streamed, settings are those 
 they differ. With --float8, weights have eight
 bits and scales for rows or for blocks, settings are those of linear/paired_float8.py, beyond 64 rows of
 linear/streamed_float8.py, timed likewise (with the kernel that makes x's pair), and cuBLAS's time is that of the same
-weights in 16 bits. With --rotary, which --rows up to 64 and --shape alone go with, q, k and v are rotated and appended
-to a cache, by settings of linear/streamed_rotary.py in one launch, and in two.
+weights in 16 bits.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -44,31 +42,11 @@ def main(argv: list[str] | None = None) -> int:
     add("--keep_splits", action="store_true", help="leave sums over splits of K to the reader")
     add("--streamed", action="store_true", help="linear/streamed.py and wide.py, behind a small kernel")
     add("--float8", choices=("rows", "blocks"), help="weights of eight bits: what has a scale")
-    add("--rotary", action="store_true", help="q, k and v, rotated and appended by one launch, of up to 64 rows")
-    args = read_sweep(parser, argv, "products are", "product", _check)
-    if args.rotary:
-        from tools.tuning import rotary
-
-        rotary.sweep(args)
-        return 0
+    args = read_sweep(parser, argv, "products are", "product")
     from tools.tuning.products import sweep
 
     sweep(args)
     return 0
-
-
-def _check(parser: Parser, args: argparse.Namespace) -> None:
-    """Of --rotary, what it would not read."""
-    if not args.rotary:
-        return
-    others = {"--products": args.products != list(PRODUCTS), "--keep_splits": args.keep_splits,
-              "--streamed": args.streamed, "--float8": args.float8 is not None}  # fmt: skip
-    if given := [name for name, is_given in others.items() if is_given]:
-        parser.error(f"--rotary does not read {', '.join(given)}")
-    if max(args.rows) > 64:
-        parser.error(f"--rotary takes --rows of at most 64, got {max(args.rows)}")
-    if args.shape.startswith("qwen3"):
-        parser.error(f"--rotary takes a shape whose heads are not normed, got {args.shape}")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ class KernelOperations(Operations):
     linear = staticmethod(_linear.linear)
     linear_stack = staticmethod(_linear.linear_stack)
     linear_swiglu = staticmethod(_linear.linear_swiglu)
-    linear_rotary_append = staticmethod(_linear.linear_rotary_append)
     join_columns = staticmethod(_exchange.join_columns)
     swiglu = staticmethod(_layers.swiglu)
     rotary_append = staticmethod(_layers.rotary_append)

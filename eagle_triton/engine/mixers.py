@@ -320,7 +320,21 @@ class Attention(Mixer):
         self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows
     ) -> tuple[Tensor, Tensor | None]:
         """Keys and values to the cache; the rotated queries, and the gate if there is one, [B, n, Hq, d] each."""
-        options: dict[str, Any] = dict(
+        products = project_stack(
+            ops, (self.q, self.k, self.v), x, keep_splits=not self.gated, launch_rows=rows.launch_rows
+        )
+        q, k, v = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
+        gate = None
+        if self.gated:
+            q, gate = total_of(q).unflatten(-2, (-1, 2)).unbind(-2)
+        q = ops.rotary_append(
+            q,
+            k,
+            v,
+            cache.data,
+            rows.first,
+            rows.depths,
+            self.rotary.inv_freq,
             skip=rows.skip,
             attention_scaling=self.rotary.attention_scaling,
             q_norm=None if self.q_norm is None else self.q_norm.weight,
@@ -329,18 +343,6 @@ class Attention(Mixer):
             zero_centred=self.q_norm is not None and self.q_norm.zero_centred,
             table=cache.table,
         )
-        places = (cache.data, rows.first, rows.depths, self.rotary.inv_freq)
-        projections = (self.q, self.k, self.v)
-        weights = [projection.weight for projection in projections if projection.weight is not None]
-        if len(weights) == len(projections) and not self.gated:
-            biases = [projection.bias for projection in projections]
-            return ops.linear_rotary_append(x, weights, biases, *places, **options, launch_rows=rows.launch_rows), None
-        products = project_stack(ops, projections, x, keep_splits=not self.gated, launch_rows=rows.launch_rows)
-        q, k, v = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
-        gate = None
-        if self.gated:
-            q, gate = total_of(q).unflatten(-2, (-1, 2)).unbind(-2)
-        q = ops.rotary_append(q, k, v, *places, **options)
         return q, gate
 
     @property

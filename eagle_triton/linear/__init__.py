@@ -1,9 +1,8 @@
 """Products of few rows with weights as they lie in the model: the time is that of reading the weights once.
 
-    linear:                out = x @ weight.T (+ bias) (+ residual)
-    linear_stack:          out[i] = x @ weights[i].T (+ biases[i]), e.g. q, k and v
-    linear_swiglu:         out = silu(x @ gate.T) * (x @ up.T)
-    linear_rotary_append:  linear_stack of q, k and v, and layers.rotary_append of these
+    linear:         out = x @ weight.T (+ bias) (+ residual)
+    linear_stack:   out[i] = x @ weights[i].T (+ biases[i]), e.g. q, k and v
+    linear_swiglu:  out = silu(x @ gate.T) * (x @ up.T)
 
 | name       | shape                         | dtype, layout                                                |
 |------------|-------------------------------|--------------------------------------------------------------|
@@ -22,12 +21,11 @@ to 2 us at the end of the launch.
 
 `products.py` takes the calls and chooses: the Triton kernels of `small.py` for few rows, on Hopper those of
 `streamed.py`, which ask for their weights before their input is there, and of `wide.py` for some products of up to 512
-rows, and cuBLAS where it is faster. `settings.py` has the table of launch settings. `streamed_rotary.py` has a kernel
-that makes q, k and v, rotates and appends them; nothing chooses it before it was measured. Weights of eight bits with
-their scales are `float8.py`'s, on Hopper `paired_float8.py`'s and, of more rows, `streamed_float8.py`'s; there a
-residual is added to what was rounded. What they are multiplied with may come as a Float8Pair.
+rows, and cuBLAS where it is faster. `settings.py` has the table of launch settings. Weights of eight bits with their
+scales are `float8.py`'s, on Hopper `paired_float8.py`'s and, of more rows, `streamed_float8.py`'s; there a residual is
+added to what was rounded. What they are multiplied with may come as a Float8Pair.
 """
 
-from eagle_triton.linear.products import linear, linear_rotary_append, linear_stack, linear_swiglu
+from eagle_triton.linear.products import linear, linear_stack, linear_swiglu
 
-__all__ = ["linear", "linear_rotary_append", "linear_stack", "linear_swiglu"]
+__all__ = ["linear", "linear_stack", "linear_swiglu"]

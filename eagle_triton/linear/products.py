@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_triton.layers import rotary_append, swiglu
+from eagle_triton.layers import swiglu
 from eagle_triton.linear import float8, small
 from eagle_triton.linear.float8 import contiguous_rows
 from eagle_triton.linear.settings import (
@@ -24,8 +24,7 @@ from eagle_triton.linear.settings import (
     has_descriptors,
     launch_settings,
 )
-from eagle_triton.reference.layers import check_appended
-from eagle_triton.reference.linear import check_heads, check_product
+from eagle_triton.reference.linear import check_product
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.gluon import gluon_module
@@ -33,7 +32,6 @@ from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 if TYPE_CHECKING:  # Gluon's
     from eagle_triton.linear.streamed import Streaming
-    from eagle_triton.linear.streamed_rotary import RotaryStreaming
 
 
 def linear(
@@ -109,81 +107,6 @@ def linear_stack(
         else:
             outs += out.split(cols, dim=-1)
     return tuple(outs)
-
-
-def linear_rotary_append(
-    x: Tensor | Float8Pair,
-    weights: Sequence[Tensor | Float8Weight],
-    biases: Sequence[Tensor | None],
-    cache: Tensor,
-    first_row: Tensor,
-    depths: Tensor | None,
-    inv_freq: Tensor,
-    *,
-    skip: int = 0,
-    attention_scaling: float = 1.0,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-    zero_centred: bool = False,
-    table: Tensor | None = None,
-    launch_rows: int | None = None,
-    settings: RotaryStreaming | None = None,
-) -> Tensor:
-    """linear_stack of x [B, N, K] with the weights of q, k and v, and rotary_append of these with all that follows the
-    biases. Returns the rotated q [B, N, Hq, d].
-
-    In one launch where `settings` say how, or shapes that were measured. `launch_rows`: as for `linear`; never in one
-    launch. Raises ValueError as these two do, and for settings that cannot be.
-    """
-    check_heads("linear_rotary_append", x, weights, cache)
-    if q_norm is not None or k_norm is not None or launch_rows is not None:
-        if settings is not None:
-            raise ValueError("linear_rotary_append: one launch norms no heads and has no launch_rows, got settings")
-    else:
-        settings = _rotary_settings(x, weights, biases, cache, inv_freq, settings)
-    if settings is None:
-        products = linear_stack(x, weights, biases, keep_splits=True, launch_rows=launch_rows)
-        q, k, v = (product.unflatten(-1, (-1, cache.shape[-1])) for product in products)
-        return rotary_append(
-            q,
-            k,
-            v,
-            cache,
-            first_row,
-            depths,
-            inv_freq,
-            skip=skip,
-            attention_scaling=attention_scaling,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=eps,
-            zero_centred=zero_centred,
-            table=table,
-        )
-    assert isinstance(x, Tensor), "a pair has no settings"
-    plain = [weight for weight in weights if isinstance(weight, Tensor)]
-    check_product("linear_rotary_append", x, plain, biases, None)
-    q_heads, kv_heads, _ = (len(weight) // cache.shape[-1] for weight in plain)
-    shape = (*x.shape[:2], kv_heads, cache.shape[-1])
-    check_appended("linear_rotary_append", shape, x.device, cache, first_row, depths, inv_freq, table)
-    out = x.new_empty(*x.shape[:2], q_heads, cache.shape[-1])
-    if out.numel():
-        _streamed_rotary().linear_rotary(
-            _matrix("linear_rotary_append", x, plain),
-            plain,
-            biases,
-            cache,
-            first_row,
-            depths,
-            inv_freq,
-            out,
-            skip,
-            attention_scaling,
-            table,
-            settings,
-        )
-    return out
 
 
 def linear_swiglu(
@@ -312,39 +235,9 @@ def _choose(
     return streaming.settings_for(len(matrix), cols, depth, *tile, fused) or settings
 
 
-def _rotary_settings(
-    x: Tensor | Float8Pair,
-    weights: Sequence[Tensor | Float8Weight],
-    biases: Sequence[Tensor | None],
-    cache: Tensor,
-    inv_freq: Tensor,
-    settings: RotaryStreaming | None,
-) -> RotaryStreaming | None:
-    """How one launch makes, rotates and appends q, k and v; None: a product does, and a kernel behind it."""
-    plain = [weight for weight in weights if isinstance(weight, Tensor)]
-    if isinstance(x, Tensor) and len(plain) == len(weights) and can_stream([contiguous_rows(x), *plain]):
-        module, rows, cols = _streamed_rotary(), contiguous_rows(x), tuple(len(weight) for weight in plain)
-        if module is not None and module.can_rotate(rows, biases, cache, inv_freq):
-            use = settings or module.settings_for(len(rows), cols, x.shape[-1], cache.shape[-1])
-            if use is None or module.fits_memory(len(rows), use):
-                return use
-    if settings is not None:
-        raise ValueError(
-            "linear_rotary_append: one launch takes a Hopper GPU, at most 64 rows, 16 bits, a cache of the same, heads "
-            "that are a multiple of 64 wide and rotated as a whole, biases for all or none, and rings that fit shared "
-            f"memory; got {settings} for {x.dtype} {tuple(x.shape)} and heads of {cache.shape[-1]}"
-        )
-    return None
-
-
 @functools.cache
 def _streamed() -> Any:
     return gluon_module("eagle_triton.linear.streamed")
-
-
-@functools.cache
-def _streamed_rotary() -> Any:
-    return gluon_module("eagle_triton.linear.streamed_rotary")
 
 
 @functools.cache

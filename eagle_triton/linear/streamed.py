@@ -98,7 +98,7 @@ _MANY_ROWS = {
 _ALONE, _SHARED = 176 * 1024, 113 * 1024
 _LONG = 2048  # columns of a split from which on tiles are 256 wide where x has up to 16 rows
 _FEW = 32  # rows, for which the weights are the left operand
-PREFETCH_BYTES = 32 * 1024  # in flight before the input is there: more would slow the kernel that makes the input
+_PREFETCH_BYTES = 32 * 1024  # in flight before the input is there: more would slow the kernel that makes the input
 _MULTIPROCESSOR = 228 * 1024  # bytes of shared memory, of which each program takes 1024 more than it asks for
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _MULTIPROCESSORS = 132  # of the chip that was measured
@@ -498,7 +498,7 @@ def _prefetch_stages(settings: Streaming, weights: int, rows: int, programs: int
     shared = settings.w_stages * w_stage + settings.x_stages * x_stage
     if programs > multiprocessors * (_MULTIPROCESSOR // (shared + 1024)):
         return settings.w_stages
-    return min(settings.w_stages, max(1, PREFETCH_BYTES // w_stage))
+    return min(settings.w_stages, max(1, _PREFETCH_BYTES // w_stage))
 
 
 @functools.cache

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_triton.reference.layers import rotary_append
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.split_sums import SplitSums
@@ -61,58 +60,6 @@ def linear_swiglu(
     matter to the kernel alone."""
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
     return F.silu(_product(x, gate)) * _product(x, up)
-
-
-def linear_rotary_append(
-    x: Tensor | Float8Pair,
-    weights: Sequence[Tensor | Float8Weight],
-    biases: Sequence[Tensor | None],
-    cache: Tensor,
-    first_row: Tensor,
-    depths: Tensor | None,
-    inv_freq: Tensor,
-    *,
-    skip: int = 0,
-    attention_scaling: float = 1.0,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-    zero_centred: bool = False,
-    table: Tensor | None = None,
-    launch_rows: int | None = None,
-) -> Tensor:
-    """linear_stack of x [B, N, K] with the weights of q, k and v, and rotary_append of these with all that follows the
-    biases. Returns the rotated q [B, N, Hq, d]. `launch_rows` matters to the kernel alone."""
-    check_heads("linear_rotary_append", x, weights, cache)
-    q, k, v = (product.unflatten(-1, (-1, cache.shape[-1])) for product in linear_stack(x, weights, biases))
-    return rotary_append(
-        q,
-        k,
-        v,
-        cache,
-        first_row,
-        depths,
-        inv_freq,
-        skip=skip,
-        attention_scaling=attention_scaling,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        eps=eps,
-        zero_centred=zero_centred,
-        table=table,
-    )
-
-
-def check_heads(name: str, x: Tensor | Float8Pair, weights: Sequence[Tensor | Float8Weight], cache: Tensor) -> None:
-    """Raise ValueError unless three weights make whole heads of q, k and v for such a cache."""
-    if len(x.shape) != 3 or cache.dim() != 5 or len(weights) != 3:
-        raise ValueError(
-            f"{name}: expected x [B, N, K], three weights and a cache [2, B, Hkv, T, d], got {tuple(x.shape)}, "
-            f"{len(weights)} and {tuple(cache.shape)}"
-        )
-    rows = [weight.shape[0] for weight in weights]
-    if any(count % cache.shape[-1] for count in rows):
-        raise ValueError(f"{name}: weights must make heads of {cache.shape[-1]} elements, got {rows} rows")
 
 
 def _product(x: Tensor | Float8Pair, weight: Tensor | Float8Weight, bias: Tensor | None = None) -> Tensor:

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from eagle_triton.benchmarks.arguments import Parser, check_device, output_file, whole
 
 
-def read_sweep(
-    parser: Parser,
-    argv: Sequence[str] | None,
-    what: str,
-    of_what: str,
-    check: Callable[[Parser, argparse.Namespace], None] = lambda parser, args: None,
-) -> argparse.Namespace:
+def read_sweep(parser: Parser, argv: Sequence[str] | None, what: str, of_what: str) -> argparse.Namespace:
     """Add what every sweep takes and read the arguments. `what` is timed on a GPU, without which the parser stops;
-    `of_what` is printed for. check: refuses arguments that do not go together."""
+    `of_what` is printed for."""
     workers = max(1, (os.cpu_count() or 2) - 1)
     add = parser.add_argument
     add("--workers", type=whole(most=256), default=workers, metavar="N", help=f"compilers (default: {workers})")
     add("--csv", type=output_file(), metavar="FILE.csv", help="write every measurement here")
     add("--top", type=whole(), default=4, metavar="N", help=f"settings to print per {of_what} (default: 4)")
     args = parser.parse_args(argv)
-    check(parser, args)
     check_device(parser, None, only_gpu=True)
     with parser.explains():
         import torch
