@@ -17,6 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import eagle_triton
 from eagle_triton.adapters import native
+from eagle_triton.engine import skipped_features
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
@@ -228,6 +229,39 @@ def test_a_dry_pass_records_what_a_batch_launches_and_changes_nothing(way, monke
         results.append((told, seen, engine.ops.calls, torch.rand(1)))
         launched.clear()
     assert results[0] == results[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="watches launches in the interpreter")
+def test_what_catches_up_behind_plain_steps_is_compiled_when_these_begin(monkeypatch):
+    recorded, launched, tokens = set(), set(), []
+
+    def run(self, *args, grid, warmup, original=InterpretedFunction.run, **options):
+        launched.add(launch_key(self, args, options))
+        return original(self, *args, grid=grid, warmup=warmup, **options)
+
+    def compile(launches):
+        recorded.update(launch_key(kernel, args, options) for kernel, _, args, options in launches)
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    monkeypatch.setattr(compile_ahead, "_compile", compile)
+    monkeypatch.setattr(skipped_features, "ROWS", 3)
+    for ahead in (False, True):
+        monkeypatch.setattr(compile_ahead, "can_compile_ahead", lambda device, ahead=ahead: ahead)
+        engine = Engine(*native.read(model()), make_operations(kernels=True))
+        with Batch(engine, 1, PLAIN, 60) as batch:
+            batch.admit(Request(random_prompt(6, vocab=7)[0] + 1, 20))
+            batch.step()
+            known, behind = set(recorded), set(launched)
+            for _ in range(skipped_features.ROWS + 1):
+                batch.step()
+            assert launched > behind, "nothing was caught up with"
+            assert known >= launched or not ahead
+            batch.spec = engine.draft.read_tree()
+            for _ in range(3):
+                batch.step()
+            tokens.append(batch.tokens(0).tolist())
+        launched.clear()
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

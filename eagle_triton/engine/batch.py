@@ -686,6 +686,7 @@ class Batch:
             grow()
             self.state, self._levels = state, self._spec.beam_levels
         if starts_skipping:
+            self.engine.compile_catch_up(self.state)
             self._plain_steps = 0
 
     def _catch_up(self) -> None:

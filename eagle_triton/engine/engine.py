@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from eagle_triton.engine import skipped_features
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.graph import LaunchGraph, StepGraph, median_milliseconds
 from eagle_triton.engine.long_prompts import LongPrompts
@@ -124,7 +125,7 @@ class Engine:
         self._parts: dict[tuple[Sequences, int], Sequences] = {}  # the first so many slots of them
         self._states: dict[tuple[Sequences, TreeSpec], DecodeState] = {}
         self._steps: dict[tuple[DecodeState, Mode], Callable[[], None]] = {}
-        self._compiled: set[tuple[DecodeState, Mode]] = set()  # ahead
+        self._compiled: set[tuple[DecodeState, Mode | None]] = set()  # ahead
         self._prefills: dict[Sequences, Prefill] = {}
         self._launched: set[tuple[Any, ...]] = set()  # keys of prompts' launches that have been done once
         self._prompt_launches: dict[tuple[Any, ...], Callable[[], None]] = {}
@@ -310,6 +311,26 @@ class Engine:
         projection) run once more, on zeros. If this fails, kernels are compiled one after another when they are
         launched, as they are where they cannot be compiled ahead, and the report says so.
         """
+
+        def launch_all() -> None:
+            if before is not None:
+                before()
+            megakernel = self._megakernel_step(state)
+            both = megakernel is not None and self.megakernel is None  # "auto" tries both
+            for which in [megakernel, None] if both else [megakernel]:
+                decode_step(self.ops, self.view, self.draft, state, mode, which)
+
+        self._compile_ahead(state, mode, launch_all)
+
+    def compile_catch_up(self, state: DecodeState) -> None:
+        """The same of what the draft, which knows all tokens now, launches to take in those of plain steps to come."""
+        assert self.draft is not None, "without a draft nothing catches up"
+        draft, steps = self.draft, skipped_features.ROWS
+        catch_up = functools.partial(skipped_features.catch_up, self.ops, draft, state.sequences, steps)
+        self._compile_ahead(state, None, catch_up)
+
+    def _compile_ahead(self, state: DecodeState, mode: Mode | None, launch_all: Callable[[], None]) -> None:
+        """Compile in parallel what `launch_all` launches, once for a state and a mode; None: to catch up."""
         if (state, mode) in self._compiled or not self.ops.kernels:
             return
         from eagle_triton.runtime.compile_ahead import can_compile_ahead, compiled_ahead  # needs Triton
@@ -319,12 +340,7 @@ class Engine:
         calls = Counter(self.ops.calls)
         try:
             with state.unchanged(), compiled_ahead():
-                if before is not None:
-                    before()
-                megakernel = self._megakernel_step(state)
-                both = megakernel is not None and self.megakernel is None  # "auto" tries both
-                for which in [megakernel, None] if both else [megakernel]:
-                    decode_step(self.ops, self.view, self.draft, state, mode, which)
+                launch_all()
         except Exception as error:  # whatever it is, a launch or the step itself says it again
             if self.view.ranks is not None:  # this rank has left the others in the middle of what they exchange
                 raise
