@@ -10,9 +10,10 @@ from eagle_triton.adapters import native
 from eagle_triton.attention import launchers
 from eagle_triton.benchmarks.comparison import compare, decode, top2_margin
 from eagle_triton.demo import demo_prompts
-from eagle_triton.engine import long_prompts
+from eagle_triton.engine import long_prompts, skipped_features
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.graph import LaunchGraph
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -87,6 +88,23 @@ def test_graph_and_eager_step_give_the_same_tokens_also_sampled():
                 model.naivegenerate(ids, max_new_tokens=20),
             ]
     assert all(map(torch.equal, rows[True], rows[False]))
+
+
+def test_what_catches_up_behind_plain_steps_is_one_graph_with_the_same_drafts():
+    ways = {}
+    for cuda_graph in (True, False):
+        engine = Engine(*native.read(demo()), make_operations(kernels=True), cuda_graph=cuda_graph)
+        with Batch(engine, 2, PLAIN, 400) as batch:
+            batch.admit_all(Request(random_prompt(length)[0], 300) for length in (70, 9))
+            for _ in range(2 * skipped_features.ROWS + 9):  # caught up with twice, and some steps behind that
+                batch.step()
+            assert isinstance(engine.catch_up(batch.state), LaunchGraph) == cuda_graph
+            batch.spec = engine.draft.read_tree()
+            steps = [batch.step() for _ in range(9)]
+        assert "catch_up_graph" not in engine.notes
+        ways[cuda_graph] = [[(row.tokens, row.accepted) for row in step] for step in steps]
+    assert ways[True] == ways[False]
+    assert any(accepted for step in ways[True] for _, accepted in step)
 
 
 def test_what_attention_reads_early_is_what_was_committed(monkeypatch):

@@ -686,12 +686,12 @@ class Batch:
             grow()
             self.state, self._levels = state, self._spec.beam_levels
         if starts_skipping:
-            self.engine.compile_catch_up(self.state)
+            self.engine.catch_up(self.state)  # made now, not between two steps
             self._plain_steps = 0
 
     def _catch_up(self) -> None:
-        if self._plain_steps and self.engine.draft is not None:
-            skipped_features.catch_up(self.engine.ops, self.engine.draft, self.sequences, self._plain_steps)
+        if self._plain_steps:
+            self.engine.catch_up(self.state)()
             self._plain_steps = 0
 
     def _set_up(self, entering: dict[int, _SlotEntry], mode: Mode) -> None:

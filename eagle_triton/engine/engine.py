@@ -124,7 +124,8 @@ class Engine:
         self._sequences: list[Sequences] = []  # none is larger than another in both slots and capacity
         self._parts: dict[tuple[Sequences, int], Sequences] = {}  # the first so many slots of them
         self._states: dict[tuple[Sequences, TreeSpec], DecodeState] = {}
-        self._steps: dict[tuple[DecodeState, Mode], Callable[[], None]] = {}
+        # by state and mode; None: what catches up
+        self._steps: dict[tuple[DecodeState, Mode | None], Callable[[], None]] = {}
         self._compiled: set[tuple[DecodeState, Mode | None]] = set()  # ahead
         self._prefills: dict[Sequences, Prefill] = {}
         self._launched: set[tuple[Any, ...]] = set()  # keys of prompts' launches that have been done once
@@ -322,12 +323,17 @@ class Engine:
 
         self._compile_ahead(state, mode, launch_all)
 
-    def compile_catch_up(self, state: DecodeState) -> None:
-        """The same of what the draft, which knows all tokens now, launches to take in those of plain steps to come."""
-        assert self.draft is not None, "without a draft nothing catches up"
-        draft, steps = self.draft, skipped_features.ROWS
-        catch_up = functools.partial(skipped_features.catch_up, self.ops, draft, state.sequences, steps)
-        self._compile_ahead(state, None, catch_up)
+    def catch_up(self, state: DecodeState) -> Callable[[], None]:
+        """Has the draft, behind plain steps of a state, take in what they committed since it knew all: up to
+        skipped_features.ROWS tokens of each sequence. A graph as a step is, captured here the first time."""
+        key = (state, None)
+        if key not in self._steps:
+            assert self.draft is not None, "without a draft nothing catches up"
+            rows = skipped_features.ROWS  # always as many, of which some may be nobody's
+            launches = functools.partial(skipped_features.catch_up, self.ops, self.draft, state.sequences, rows)
+            self._compile_ahead(state, None, launches)
+            self._steps[key] = self._as_graph(launches, state, "catch_up_graph", "what catches up behind plain steps")
+        return self._steps[key]
 
     def _compile_ahead(self, state: DecodeState, mode: Mode | None, launch_all: Callable[[], None]) -> None:
         """Compile in parallel what `launch_all` launches, once for a state and a mode; None: to catch up."""
@@ -362,11 +368,15 @@ class Engine:
 
     def _launchable(self, state: DecodeState, mode: Mode, megakernel: MegakernelStep | None) -> Callable[[], None]:
         """The step as a graph where that is asked for and can be."""
-        eager = functools.partial(decode_step, self.ops, self.view, self.draft, state, mode, megakernel)
+        launches = functools.partial(decode_step, self.ops, self.view, self.draft, state, mode, megakernel)
+        return self._as_graph(launches, state, "cuda_graph", "a step")
+
+    def _as_graph(self, launches: Callable[[], None], state: DecodeState, path: str, what: str) -> Callable[[], None]:
+        """Launches over a state as a graph, where that is asked for and can be; else a note under `path`."""
         if not (self.cuda_graph and state.tokens.is_cuda):
-            return eager
-        capture = functools.partial(StepGraph, eager, state, self.ops, ranks=self.view.ranks)
-        return self._captured(lambda: capture(pool=self._pool()), eager, "cuda_graph", "a step")
+            return launches
+        capture = functools.partial(StepGraph, launches, state, self.ops, ranks=self.view.ranks)
+        return self._captured(lambda: capture(pool=self._pool()), launches, path, what)
 
     def _captured(
         self, capture: Callable[[], LaunchGraph], eager: Callable[[], None], path: str, what: str

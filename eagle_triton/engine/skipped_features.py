@@ -52,7 +52,8 @@ def start_skipping(view: ModelView, sequences: Sequences) -> None:
 
 
 def catch_up(ops: Operations, draft: Draft, sequences: Sequences, steps: int) -> None:
-    """Let the draft take in what it does not know, at most `steps` <= ROWS positions of each sequence."""
+    """Let the draft take in what it does not know, at most `steps` <= ROWS positions of each sequence. Rows of its
+    cache behind those of the committed tokens may be written."""
     assert sequences.skipped is not None, "plain steps have kept nothing"
     draft.catch_up(ops, sequences, steps)
     sequences.skipped.draft_lengths.copy_(sequences.lengths)

@@ -206,7 +206,7 @@ class DecodeState:
         changed = [*self.tree, sequences.sampling.step, sequences.active, sequences.nan, sequences.root_logprob]
         changed += tensors_of(sequences.draft_tensors, objects=False)
         changed += [] if sequences.rules is None else [sequences.rules.seen]
-        changed += [] if sequences.skipped is None else [sequences.skipped.features]
+        changed += [] if sequences.skipped is None else [*sequences.skipped]
         saved = [tensor.clone() for tensor in changed]
         sequences.active.fill_(False)
         try:
