@@ -97,6 +97,15 @@ def test_ranks_wait_for_one_that_comes_late(tmp_path):
     assert shown == "rank 0 was late, then rank 1"
 
 
+@two_processes
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
+def test_threads_of_collectives_end_before_python_does():
+    """Else one of them may want Python's lock when there is none any more, which aborts the process."""
+    for shown in torchrun("tests/ending_rank_script.py").splitlines():
+        before, at_the_end = map(int, shown.split())
+        assert before >= 4 and at_the_end == 0
+
+
 @pytest.mark.slow
 @two_processes
 @pytest.mark.parametrize("ranks", [1, 3, 4])

@@ -13,6 +13,7 @@ norm behind a product those of its sums. Everywhere else the group's backend doe
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import socket
@@ -60,6 +61,7 @@ def _named(exchange: Callable[P, R]) -> Callable[P, R]:
         ranks = args[0] if isinstance(args[0], Ranks) else None
         if ranks is not None:
             ranks.check_together()
+            ranks.exchanges += 1
         try:
             return exchange(*args, **kwargs)
         except (RanksError, torch.OutOfMemoryError):
@@ -69,6 +71,9 @@ def _named(exchange: Callable[P, R]) -> Callable[P, R]:
             if ranks is not None:
                 ranks.lost = why
             raise RanksError(why) from error
+        finally:
+            if ranks is not None:
+                ranks.exchanges -= 1
 
     return call
 
@@ -89,11 +94,15 @@ class Ranks:
     why_no_peers: str | None = None
     processes: dict[int, psutil.Process] = field(default_factory=dict)
     lost: str | None = None
+    exchanges: int = 0  # that threads are in now
     engines: int = 0  # that were made on them: the same script makes them in the same order
     decoding: threading.RLock = field(default_factory=threading.RLock)  # held by the thread that launches
     _opened: list[tuple[Any, PeerMemory]] = field(default_factory=list)  # all, and what each belongs to: graphs go on
     _last_stream: torch.cuda.Stream | None = None  # of all engines
     _proved: bool = False
+
+    def __post_init__(self) -> None:
+        _ALL.add(self)
 
     @staticmethod
     @_named
@@ -314,6 +323,27 @@ class Ranks:
         return values
 
 
+@atexit.register
+def _end_threads() -> None:
+    """Have gloo's threads end before Python does, also those of groups that were destroyed and are held here.
+
+    A collective returns before its thread has given the tensors back, and for that it needs Python: where that ends
+    meanwhile torch (2.13) aborts a process that has done all it should ("terminate called without an active
+    exception"). Not where a thread is inside a collective, for whose end this would wait.
+    """
+    for ranks in list(_ALL):
+        if ranks.exchanges:
+            continue
+        ranks.lost = "Python is ending"
+        for name in ("device_group", "host_group", "meeting_group"):
+            group = getattr(ranks, name)
+            if isinstance(group, dist.ProcessGroup) and group.name() == "gloo":
+                with suppress(ValueError):  # it was destroyed before
+                    dist.destroy_process_group(group)
+                setattr(ranks, name, None)  # the last to hold it waits for its threads
+            group = None
+
+
 def _processes_beside(ranks: Ranks) -> dict[int, psutil.Process]:
     """The other ranks' processes that this one can look at: those of its host, and there of its container."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
@@ -352,6 +382,7 @@ def _without_multicast() -> Iterator[None]:
 
 
 _KNOWN: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
+_ALL: weakref.WeakSet[Ranks] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, eq=False)

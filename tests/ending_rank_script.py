@@ -1,0 +1,41 @@
+"""A rank that exchanges something and ends: `ending_rank_script.py`.
+
+Prints how many of gloo's threads there were before that, and behind what the package does at the end.
+
+Run by tests/test_tensor_parallel.py under torchrun.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from pathlib import Path
+
+
+def count_threads() -> int:
+    """Of gloo's, those that run collectives."""
+    return sum("gloo_run" in name.read_text() for name in Path("/proc/self/task").glob("*/comm"))
+
+
+counts: list[int] = []
+atexit.register(lambda: print(*counts, count_threads(), flush=True))  # first, so that it runs last
+
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+
+from eagle_triton.engine.ranks import Ranks  # noqa: E402
+
+
+def main() -> Ranks:
+    """Exchange something. The ranks are held until the end, as by a model."""
+    dist.init_process_group("gloo")
+    ranks = Ranks.of(init_device_mesh("cpu", (dist.get_world_size(),)))
+    assert ranks.agreed(7) == 7
+    counts.append(count_threads())
+    dist.destroy_process_group()
+    return ranks
+
+
+if __name__ == "__main__":
+    held = main()
+    sys.exit(0)
