@@ -2,8 +2,8 @@
 
 It shows what indices, slots and barriers do, which no interpreter of Gluon does. A product that is asked for reads its
 operands when it is waited for, so a slot that is refilled too early gives wrong numbers; a wait that nobody ends raises
-TimeoutError. Layouts, fences and dtypes mean nothing here: numbers are double. It knows what the kernels of
-linear/wide.py ask for.
+TimeoutError. Layouts and fences mean nothing here, and numbers are double until a kernel asks for another kind. It
+knows what the kernels of linear/wide.py and linear/paired_float8.py ask for.
 """
 
 from __future__ import annotations
@@ -57,9 +57,6 @@ class Tile:
     def permute(self, _: tuple[int, int]) -> Tile:
         return Tile(self.data.T)
 
-    def slice(self, start: int, length: int, dim: int) -> Tile:
-        return Tile(self.data[(slice(None),) * dim + (slice(start, start + length),)])
-
     def _reinterpret(self, _dtype: Any, shape: list[int], _layout: Any) -> Tile:
         return Tile(self.data.reshape([int(size) for size in shape]))
 
@@ -78,32 +75,68 @@ class Sum:
     def __init__(self, value: Any, pending: list[tuple[Tile, Tile]]):
         self.value, self.pending, self.shape = value, pending, value.shape
 
-    def done(self) -> Any:
+    def done(self) -> Array:
         assert not self.pending, "a sum is used before it is waited for"
-        return self.value
+        return self.value.view(Array)
 
-    def to(self, _: Any) -> Sum:
-        return self
+    def reshape(self, shape: tuple[int, ...]) -> Array:
+        return self.done().reshape(shape)
 
-    def permute(self, _: tuple[int, int]) -> Sum:
-        return Sum(self.done().T, [])
+    def to(self, kind: Any) -> Array:
+        return self.done().to(kind)
 
-    def __add__(self, other: Any) -> Sum:
-        return Sum(self.done() + other, [])
+    def __add__(self, other: Any) -> Array:
+        return self.done() + other
 
 
-def _wait_for(left: int, deps: list[Sum]) -> Sum:
-    (acc,) = deps
-    now = len(acc.pending) - left
-    value = acc.value
-    for one, other in acc.pending[: max(now, 0)]:
-        value = value + one.data @ other.data
-    return Sum(value, acc.pending[max(now, 0) :])
+def _wait_for(left: int, deps: list[Sum]) -> Any:
+    """The sums with all but the last `left` products read. deps: in the order in which these were asked for."""
+    now, found = sum(len(acc.pending) for acc in deps) - left, []
+    for acc in deps:
+        read, value = min(max(now, 0), len(acc.pending)), acc.value
+        for one, other in acc.pending[:read]:
+            value = value + one.data @ other.data
+        now -= read
+        found.append(Sum(value, acc.pending[read:]))
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _values(value: Any) -> Any:
+    return value.done() if isinstance(value, Sum) else value
 
 
 class Array(np.ndarray):
-    def to(self, kind: Any) -> Array:
-        return self.astype(np.int64) if kind == "int" else self.astype(np.float64) if kind == "float" else self
+    """What a program holds in registers. Assigned to, it is another one."""
+
+    type = types.SimpleNamespace(layout=None)
+    __iadd__, __isub__, __imul__ = np.ndarray.__add__, np.ndarray.__sub__, np.ndarray.__mul__  # type: ignore[assignment]
+
+    def to(self, kind: Any, bitcast: bool = False) -> Array:
+        if bitcast:
+            single = self.astype(np.float32) if self.dtype == np.float64 else self
+            return single.view(kind)
+        if kind == "bfloat16":
+            return torch.from_numpy(np.asarray(self)).bfloat16().float().numpy().view(Array)
+        return self if kind is None else self.astype(kind)
+
+    def done(self) -> Array:
+        return self
+
+    def permute(self, order: tuple[int, ...]) -> Array:
+        return self.transpose(order)
+
+    def split(self) -> tuple[Array, Array]:
+        return self[..., 0], self[..., 1]
+
+    def broadcast_to(self, shape: tuple[int, ...]) -> Array:
+        return np.broadcast_to(self, shape).view(Array)
+
+
+class Real(float):
+    """A number of a program with a point."""
+
+    def to(self, _: Any) -> Real:
+        return self
 
 
 class Number(int):
@@ -139,7 +172,9 @@ class Pointer:
     def load(self, mask: Any = True, other: Any = 0) -> Any:
         offset, mask = np.broadcast_arrays(self.offset, mask)
         found = np.where(mask, self.data[np.where(mask, offset, 0)], other)
-        return found.view(Array) if found.ndim else Number(found)
+        if found.ndim:
+            return found.view(Array)
+        return Real(found) if found.dtype == np.float64 else Number(found)
 
     def store(self, value: Any, mask: Any) -> None:
         offset, value, mask = np.broadcast_arrays(self.offset, value, mask)
@@ -199,22 +234,25 @@ def _expect(barrier: Barrier, size: int, pred: bool = True) -> None:
 def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
     """Run a kernel of a module, [programs], on its arguments by name: descriptors, CPU tensors, numbers, None."""
     module = dict(kernel.fn.__globals__)
-    program, errors = [0], []
+    program, errors = [(0, 0, 0)], []
 
-    def specialised(ways: list[tuple[Callable, tuple]], *_: Any) -> None:
-        def start(way: Callable, given: tuple) -> None:
+    def specialised(ways: list[tuple[Callable, tuple]], *_: Any) -> Any:
+        results = {}
+
+        def start(place: int, way: Callable, given: tuple) -> None:
             try:
-                way(*given)
+                results[place] = way(*given)
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=start, args=way, daemon=True) for way in ways]
+        threads = [threading.Thread(target=start, args=(i, *way), daemon=True) for i, way in enumerate(ways)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         if errors:
             raise errors[0]
+        return results[0]  # what does not load has some
 
     def either(condition: Any, one: Any, other: Any) -> Any:
         if isinstance(condition, np.ndarray):
@@ -222,14 +260,19 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
         return one if condition else other
 
     gl = types.SimpleNamespace(
-        program_id=lambda axis: Number(program[0]),
+        program_id=lambda axis: Number(program[0][axis]),
         minimum=lambda one, other: np.minimum(one, other) if isinstance(one, np.ndarray) else min(one, other),
+        maximum=np.maximum,
+        max=lambda values, axis: values.max(axis),
+        abs=np.abs,
+        exp=np.exp,
+        fma=lambda one, other, more: _values(one) * _values(other) + _values(more),
+        full=lambda shape, value, *_: np.full(shape, value).view(Array),
+        convert_layout=lambda value, *_, **__: _values(value),
         cdiv=lambda one, other: -(-one // other),
         where=either,
-        floor=np.floor,
         static_range=range,
         static_assert=lambda *_: None,
-        inline_asm_elementwise=lambda _text, _constraints, given, *_, **__: given[0],
         num_warps=lambda: 8,
         NVMMADistributedLayout=lambda *_: None,
         BlockedLayout=lambda *_: None,
@@ -240,10 +283,10 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
         store=lambda pointer, value, mask: pointer.store(value, mask),
         allocate_shared_memory=_allocated,
         warp_specialize=specialised,
-        float32="float",
-        float64="float",
-        int32="int",
-        int64="int",
+        float32="float32",
+        bfloat16="bfloat16",
+        int32="int32",
+        int64="int64",
     )
     module.update(
         gl=gl,
@@ -259,12 +302,15 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
             async_copy_shared_to_global=lambda desc, *rest: desc.store(*rest),
             store_wait=lambda _: None,
         ),
-        warpgroup_mma=lambda x, w, acc, is_async: Sum(acc.value, [*acc.pending, (x, w)]),
+        warpgroup_mma=lambda x, w, acc, is_async, use_acc=True: Sum(
+            acc.value if use_acc else np.zeros(acc.shape), [*(acc.pending if use_acc else ()), (x, w)]
+        ),
         warpgroup_mma_wait=lambda left, deps: _wait_for(left, deps),
         fence_async_shared=lambda: None,
         debug_barrier=lambda: None,
         gdc_wait=lambda: None,
         gdc_launch_dependents=lambda: None,
+        range=lambda *ends: map(Number, range(*ends)),
     )
     for name, value in list(module.items()):
         if type(value).__name__ == "constexpr":
@@ -276,15 +322,17 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
     given, tensors = {}, []
     for name, value in arguments.items():
         given[name] = value
-        if name.endswith("_desc"):
+        if name.endswith("_desc") and value is not None:
             given[name] = Descriptor(value)
         elif isinstance(value, torch.Tensor):
             storage = _storage(value)
             numbers = (storage.double() if storage.is_floating_point() else storage.long()).numpy().copy()
             given[name] = Pointer(numbers)
             tensors.append((storage, numbers))
-    for number in range(int(np.prod(grid))):
-        program[0] = number
+        elif type(value) is int:
+            given[name] = Number(value)
+    for place in np.ndindex(*grid):
+        program[0] = (*place, 0, 0)
         module[kernel.fn.__name__](**given)
     for storage, numbers in tensors:
         storage.copy_(torch.from_numpy(numbers))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -247,28 +246,13 @@ def check_rotary_append(
         if norm is not None:
             _check_shape(name, "q_norm and k_norm", norm, (dim,))
     _check_alike(name, q, k, v, q_norm, k_norm)
-    check_appended(name, k.shape, q.device, cache, first_row, depths, inv_freq, table)
-
-
-def check_appended(
-    name: str,
-    shape: Sequence[int],
-    device: torch.device,
-    cache: Tensor,
-    first_row: Tensor,
-    depths: Tensor | None,
-    inv_freq: Tensor,
-    table: Tensor | None,
-) -> None:
-    """Raise ValueError unless these say how keys of this shape [B, N, Hkv, d] are rotated, and where they are kept."""
-    batch, count, heads, dim = shape
     if cache.dim() != 5:
         raise ValueError(f"{name}: cache must be [2, B, Hkv, T, d], got {tuple(cache.shape)}")
     pages = batch if table is None else cache.shape[1]
     _check_shape(name, "cache", cache, (2, pages, heads, cache.shape[3], dim))
     if cache.stride(4) != 1:
         raise ValueError(f"{name}: the cache's last dimension must be contiguous, got strides {cache.stride()}")
-    check_table(name, table, batch, device)
+    check_table(name, table, batch, q.device)
     _check_shape(name, "first_row", first_row, (batch,))
     if depths is not None:
         _check_shape(name, "depths", depths, (batch, count))
@@ -278,8 +262,8 @@ def check_appended(
         if indices is not None and indices.dtype != torch.int32:
             raise ValueError(f"{name}: {label} must be int32, got {indices.dtype}")
     for other in (cache, first_row, depths, inv_freq):
-        if other is not None and other.device != device:
-            raise ValueError(f"{name}: all tensors must be on {device}, got one on {other.device}")
+        if other is not None and other.device != q.device:
+            raise ValueError(f"{name}: all tensors must be on {q.device}, got one on {other.device}")
 
 
 def check_swiglu(gate: Tensor, up: Tensor) -> None:
