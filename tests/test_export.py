@@ -304,8 +304,11 @@ def test_what_an_engine_cannot_do_is_refused_by_name(to, head, message, saved, t
             ValueError,
             "tensor_parallel_size=3 must divide the head's num_attention",
         ),
-        ("vllm", dict(total_token=1), ValueError, "total_token must be at least 2"),
-        ("vllm", dict(total_token=50, depth=1, top_k=2), ValueError, "too few for total_token=50"),
+        ("sglang", dict(total_token=1), ValueError, "total_token must be at least 2"),
+        ("sglang", dict(total_token=50, depth=1, top_k=2), ValueError, "too few for total_token=50"),
+        ("vllm", dict(total_token=9), ValueError, "total_token=9 is not read by vllm, but by sglang, safeailab"),
+        ("speculators", dict(top_k=3), ValueError, "top_k=3 is not read by speculators"),
+        ("vllm", dict(depth=3, num_speculative_tokens=4), ValueError, "both say how long a chain is"),
         ("vllm", dict(target="./nowhere"), FileNotFoundError, "'./nowhere' does not exist"),
     ],
 )

@@ -1059,9 +1059,11 @@ def test_another_engine_is_told_a_speculative_config(other_engines):
     ("line", "message"),
     [
         ("--engine vllm --max-queue 256", "--max-queue is not read with --engine vllm"),
+        ("--engine vllm --topk 3", "--topk is not read with --engine vllm"),
+        ("--engine vllm --num-draft-tokens 9", "--num-draft-tokens is not read with --engine vllm"),
         ("--engine sglang --suffix-drafts 4", "--suffix-drafts is not read with --engine sglang"),
         ("./target --draft mtp --engine vllm", "says the same"),
-        ("--engine vllm --num-draft-tokens auto", "must be a number with --engine vllm"),
+        ("--engine sglang --num-draft-tokens auto", "must be a number with --engine sglang"),
         ("./target --engine sglang", "target: needed, because './target' does not hold the model"),
         ('--engine sglang --speculative-config {"method":"suffix"}', "method suffix is not offered by SGLang"),
         ("--engine trt", "--engine must be one of vllm, sglang"),

@@ -624,6 +624,16 @@ def test_the_demo_by_its_name():
     assert eagle.generate("import ", 4)[1].completions[0].text and eagle.pair.view.device.type == "cpu"
 
 
+def test_paths_that_hold_nothing_are_refused_by_the_names_they_have_here(tmp_path):
+    for (draft, target), message in {
+        (None, str(tmp_path)): "draft: needed, because .* does not hold both a target and a head",
+        (None, "./nothing"): "target: './nothing' does not exist",
+        ("./nothing", "demo"): "draft: './nothing' does not exist",
+    }.items():
+        with pytest.raises(FileNotFoundError, match=message):
+            EAGLEInference(draft, target)
+
+
 def test_a_tree_keeps_its_shape_through_a_run():
     nodes = set()
     eagle = EAGLEInference(None, tiny_model(), FIXED.changed(num_draft_tokens=5))

@@ -2,6 +2,8 @@
 
 ENGINES = ("vllm", "sglang", "speculators", "safeailab")
 READERS = {  # of the options that not all of them read
+    "total_token": ("sglang", "safeailab"),
+    "top_k": ("sglang", "safeailab"),
     "num_speculative_tokens": ("vllm", "speculators"),
     "tensor_parallel_size": ("vllm", "sglang", "speculators"),
 }

@@ -39,8 +39,8 @@ def export_head(
     the one that lies with `head`.
 
     total_token, depth, top_k: the tree, as `EaModel.from_pretrained` takes it; None: the head's own. SGLang drafts that
-    tree. num_speculative_tokens: drafts a step of vLLM, which has chains alone; None: as deep as the tree.
-    tensor_parallel_size: GPUs that share target and head.
+    tree. vLLM has chains alone, as deep as the tree: by depth, or by num_speculative_tokens, drafts a step; None: the
+    head's own depth. tensor_parallel_size: GPUs that share target and head.
 
     Tensors keep their dtype and their bits. An embedding that is the target's is left out, and engines take it from
     there. `max_position_embeddings` is raised to the target's.
@@ -48,10 +48,11 @@ def export_head(
     Raises ExportError, a ValueError, naming what the engine cannot do; ValueError, TypeError and FileNotFoundError as
     loading does, and FileExistsError for a directory that holds something. Nothing is written then.
     """
+    tree = dict(total_token=total_token, depth=depth, top_k=top_k)
     options = dict(num_speculative_tokens=num_speculative_tokens, tensor_parallel_size=tensor_parallel_size)
-    check_options(to, options)
+    check_options(to, {**tree, **options})
     folder = free_folder(path)
-    contents = read_contents(head, target, dict(total_token=total_token, depth=depth, top_k=top_k))
+    contents = read_contents(head, target, tree)
     chain = num_speculative_tokens or contents.tree.levels
     config, tensors, plan = _written(contents, to, folder, chain, tensor_parallel_size)
     _write(folder, config, tensors)
@@ -59,19 +60,22 @@ def export_head(
 
 
 def check_options(to: str, options: Mapping[str, Any]) -> None:
-    """ValueError for an unknown engine, an option that it does not read, or one out of range; TypeError for no int."""
+    """ValueError for an unknown engine, an option that it does not read, or one out of range; TypeError for no int.
+    options: those of READERS, and depth."""
     if to not in ENGINES:
         raise ValueError(f"to must be one of {', '.join(ENGINES)}, got {to!r}")
-    for name, unset in (("num_speculative_tokens", None), ("tensor_parallel_size", 1)):
+    for name, readers in READERS.items():
         value = options[name]
-        if value == unset and not isinstance(value, bool):
+        if value is None or (name == "tensor_parallel_size" and value == 1 and not isinstance(value, bool)):
             continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an integer, got {value!r}")
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-        if to not in READERS[name]:
-            raise ValueError(f"{name}={value} is not read by {to}, but by {', '.join(READERS[name])}")
+        if to not in readers:
+            raise ValueError(f"{name}={value} is not read by {to}, but by {', '.join(readers)}")
+    if options["depth"] is not None and options["num_speculative_tokens"] is not None:
+        raise ValueError("depth and num_speculative_tokens both say how long a chain is; give one of them")
 
 
 def _written(

@@ -44,22 +44,28 @@ OF_A_REPOSITORY = ("revision", "code_revision", "subfolder", "trust_remote_code"
 UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 
 
-def locate(base_model_path: str, ea_model_path: str | None, use_eagle3: bool) -> tuple[str, str, bool]:
+def locate(
+    base_model_path: str,
+    ea_model_path: str | None,
+    use_eagle3: bool,
+    names: tuple[str, str] = ("base_model_path", "ea_model_path"),
+) -> tuple[str, str, bool]:
     """Where target and head are: (target path or hub id, head path or hub id, whether it is an EAGLE-3 head).
 
     `base_model_path` alone is "demo" or a directory with the subfolders that `save_pretrained` writes; if it holds
-    one head only, that one is taken. Raises ValueError or FileNotFoundError.
+    one head only, that one is taken. names: what the caller's users call the two. Raises ValueError or
+    FileNotFoundError.
     """
     if ea_model_path is not None:
         places = (
-            directory_or_hub_id("base_model_path", base_model_path),
-            directory_or_hub_id("ea_model_path", ea_model_path),
+            directory_or_hub_id(names[0], base_model_path),
+            directory_or_hub_id(names[1], ea_model_path),
         )
         return *places, use_eagle3
-    root = DEMO if str(base_model_path) == "demo" else Path(directory_or_hub_id("base_model_path", base_model_path))
+    root = DEMO if str(base_model_path) == "demo" else Path(directory_or_hub_id(names[0], base_model_path))
     heads = [kind for kind, folder in HEAD_FOLDERS.items() if (root / folder / "config.json").is_file()]
     if not heads or not (root / TARGET_FOLDER / "config.json").is_file():
-        raise _without_head(root)
+        raise _without_head(root, names[1])
     kind = use_eagle3 if use_eagle3 in heads else heads[0]
     return str(root / TARGET_FOLDER), str(root / HEAD_FOLDERS[kind]), kind
 
@@ -78,17 +84,17 @@ def directory_or_hub_id(name: str, path: str | Path) -> str:
     return text
 
 
-def _without_head(root: Path) -> Exception:
+def _without_head(root: Path, name: str) -> Exception:
     """What to raise for a target that comes alone: for what it is, if no head could help it."""
     if not root.is_dir():
         return FileNotFoundError(
-            f"ea_model_path: needed, because {root.as_posix()!r} is no directory here, and as a hub id it names a "
+            f"{name}: needed, because {root.as_posix()!r} is no directory here, and as a hub id it names a "
             "target without a head: pass the directory or hub id of the EAGLE head too"
         )
     if (root / "config.json").is_file():
         read_target_config(str(root))
     return FileNotFoundError(
-        f"ea_model_path: needed, because {str(root)!r} does not hold both a target and a head (subfolders "
+        f"{name}: needed, because {str(root)!r} does not hold both a target and a head (subfolders "
         f"{TARGET_FOLDER!r} and {' or '.join(HEAD_FOLDERS.values())})"
     )
 

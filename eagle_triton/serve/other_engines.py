@@ -50,7 +50,8 @@ def serve_elsewhere(parser: Parser, args: argparse.Namespace) -> int:
 
 def _check(parser: Parser, args: argparse.Namespace) -> None:
     """Refuse what that server does not read, and where it is not installed."""
-    heads = () if args.speculative_config else (*TREE, "num_steps")
+    tree = TREE if args.engine == "sglang" else {}  # vLLM drafts chains
+    heads = () if args.speculative_config else (*tree, "num_steps")
     for name in sorted(args.named):
         if name not in (*SHARED, *heads, *PASSED_ON[args.engine]):
             parser.error(f"--{name.replace('_', '-')} is not read with --engine {args.engine}")

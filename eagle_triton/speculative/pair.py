@@ -32,6 +32,8 @@ from eagle_triton.speculative.config import EAGLEConfig
 from eagle_triton.speculative.proposers import needs_model, propose_with
 from eagle_triton.speculative.speculative_config import SpecMethod
 
+_NAMES = "target", "draft"  # of paths, in what is said of them
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -212,6 +214,7 @@ def _load_target(
     dtype = config.dtype or (torch.float32 if where.type == "cpu" else _stored_dtype(path, draft_model))
     if (isinstance(draft_model, (str, Path)) and draft_model != MTP) or (draft_model is None and _of_head(config)):
         head = None if draft_model is None else str(draft_model)
+        locate(path, head, True, _NAMES)  # which says what is wrong by these names
         model = EaModel.from_pretrained(path, head, dtype=dtype, **shared)
         return model if shared else model.to(where), model.tokenizer
     if path == "demo":
@@ -230,7 +233,7 @@ def _of_head(config: EAGLEConfig) -> bool:
 def _stored_dtype(path: str, draft_model: Any) -> torch.dtype:
     """The dtype that a checkpoint's configuration names, float32 if it names none."""
     if draft_model is None and not (Path(path) / "config.json").is_file():
-        path, _, _ = locate(path, None, True)
+        path, _, _ = locate(path, None, True, _NAMES)
     config = read_target_config(path, hybrids=True)
     parts = (config, text_config(config))
     named = [getattr(part, name, None) for part in parts for name in ("dtype", "torch_dtype")]
