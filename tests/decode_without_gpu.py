@@ -30,7 +30,7 @@ from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.linear import settings, streamed
+from eagle_triton.linear import products, settings, streamed
 from eagle_triton.runtime import compile_ahead, overlap
 from tests.tiny import random_prompt, tiny_model
 
@@ -86,7 +86,7 @@ def main() -> int:
     # a CPU that passes for a Hopper GPU
     compile_ahead.can_compile_ahead = lambda device: True
     settings.compute_capability = launchers._capability = lambda device: (9, 0)
-    streamed._multiprocessors = lambda device: 132
+    products.multiprocessors_of = streamed.multiprocessors_of = lambda device: 132
     overlap._driver = lambda: None
     for name, module in list(sys.modules.items()):
         if name.startswith("eagle_triton") and hasattr(module, "can_overlap"):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
 
 from eagle_triton.linear import float8
 from eagle_triton.linear import products as kernels
-from eagle_triton.linear.settings import Settings
+from eagle_triton.linear.settings import Settings, Streaming
 from eagle_triton.reference import linear as reference
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 from eagle_triton.runtime.split_sums import SplitSums
@@ -180,30 +178,22 @@ def test_weights_share_a_launch_if_their_scales_are_alike(monkeypatch):
 
 
 def test_settings_that_cannot_be_kept_to(device):
-    class Streaming(NamedTuple):  # as that of streamed.py, which takes Gluon
-        block_n: int = 64
-        block_k: int = 128
-        splits: int = 1
-        swap: bool = True
-        w_stages: int = 2
-        x_stages: int = 2
-        warps: int = 4
-
+    use = Streaming(64, 128, 1, True, 2, 2)
     x, weight = torch.randn(2, 144, device=device), weight_of("rows", 40, 144, device)  # not of 16 bits
     for call in (
-        lambda: kernels.linear(x, weight, settings=Streaming()),
-        lambda: kernels.linear_stack(x, (weight, weight), (None, None), settings=Streaming()),
-        lambda: kernels.linear_swiglu(x, weight, weight, settings=Streaming()),
+        lambda: kernels.linear(x, weight, settings=use),
+        lambda: kernels.linear_stack(x, (weight, weight), (None, None), settings=use),
+        lambda: kernels.linear_swiglu(x, weight, weight, settings=use),
     ):
         with pytest.raises(ValueError, match="products with weights of eight bits are streamed in steps of 64 or 128"):
             call()
     with pytest.raises(ValueError, match="leave split sums to the reader"):
-        kernels.linear(x, weight, settings=Streaming(splits=2))
+        kernels.linear(x, weight, settings=use._replace(splits=2))
     with pytest.raises(ValueError, match="4 splits of 2 steps would leave some without any"):
-        kernels.linear(x, weight, keep_splits=True, settings=Streaming(splits=4))
+        kernels.linear(x, weight, keep_splits=True, settings=use._replace(splits=4))
     for call in (
-        lambda: kernels.linear_stack(x, (weight, weight.dequantised()), (None, None), settings=Streaming()),
-        lambda: kernels.linear_swiglu(x, weight, weight.dequantised(), settings=Streaming()),
+        lambda: kernels.linear_stack(x, (weight, weight.dequantised()), (None, None), settings=use),
+        lambda: kernels.linear_swiglu(x, weight, weight.dequantised(), settings=use),
     ):
         with pytest.raises(ValueError, match="settings are for weights of one kind"):
             call()

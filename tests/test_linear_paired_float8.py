@@ -68,7 +68,7 @@ def run(launch: Callable[[], None]) -> dict[str, object]:
     ],
 )
 def test_products(monkeypatch, rows, cols, depth, splits, kept, kind, multiprocessors):
-    monkeypatch.setattr(paired, "_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(paired, "multiprocessors_of", lambda device: multiprocessors)
     torch.manual_seed(rows)
     x, weights = pair_of(rows, depth), [weight_of(kind, n, depth) for n in cols]
     biases = [torch.randint(-9, 10, (n,)).bfloat16() if len(cols) > 1 else None for n in cols]

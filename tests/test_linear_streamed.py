@@ -80,7 +80,8 @@ def test_what_can_be_streamed(rows, block_n, block_k, swap):
 )
 def test_prompts_of_every_length_launch_products_that_were_rehearsed(monkeypatch, cols):
     monkeypatch.setattr(table, "compute_capability", lambda device: (9, 0))
-    monkeypatch.setattr(streamed, "_multiprocessors", lambda device: 132)
+    for module in (kernels, streamed):
+        monkeypatch.setattr(module, "multiprocessors_of", lambda device: 132)
     weights = [torch.empty(n, 4096, dtype=torch.bfloat16) for n in cols]
 
     def launched(rows: int):
@@ -171,7 +172,8 @@ def test_an_old_triton_streams_nothing_and_says_so(monkeypatch, caplog):
 def test_without_gluon_or_hopper_products_are_launched_as_ever(monkeypatch):
     x, weight = torch.zeros(4, 1024, dtype=torch.bfloat16), torch.zeros(64, 1024, dtype=torch.bfloat16)
     monkeypatch.setattr(table, "compute_capability", lambda device: (9, 0))
-    monkeypatch.setattr(streamed, "_multiprocessors", lambda device: 132)
+    for module in (kernels, streamed):
+        monkeypatch.setattr(module, "multiprocessors_of", lambda device: 132)
     assert isinstance(kernels._choose(x, (weight,), None, keep_splits=True), streamed.Streaming)
     assert isinstance(kernels._choose(x, (weight,), None), Settings)  # its last program adds up the splits
     assert isinstance(kernels._choose(x, (weight,), None, True, x), Settings)  # a residual

@@ -82,7 +82,7 @@ def test_what_is_wide(rows, cols, depth, chosen):
 
 def test_who_is_given_to_it(monkeypatch):
     monkeypatch.setattr(table, "compute_capability", lambda device: (9, 0))
-    monkeypatch.setattr(streamed, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 132)
     x = torch.empty(480, 4096, dtype=torch.bfloat16)
     qkv, gate_up = ([torch.empty(n, 4096, dtype=torch.bfloat16) for n in cols] for cols in (QKV, GATE_UP))
     assert kernels._choose(x, qkv, None) == wide.STACK
@@ -94,7 +94,7 @@ def test_who_is_given_to_it(monkeypatch):
     assert kernels._choose(x, qkv[:1], None, True) is None
     assert kernels._choose(x.float(), [weight.float() for weight in qkv], None) is None
     assert kernels._choose(x[:, 4:], [weight[:, 4:] for weight in qkv], None) is None  # rows not aligned
-    monkeypatch.setattr(streamed, "_multiprocessors", lambda device: 78)
+    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 78)
     assert kernels._choose(x, qkv, None, True) is None  # 48 columns for 19 groups
     monkeypatch.setattr(table, "compute_capability", lambda device: (10, 0))
     assert kernels._choose(x, qkv, None) is None
@@ -123,7 +123,7 @@ def test_settings_are_refused_elsewhere():
 @pytest.mark.parametrize("multiprocessors", [132, 78, 4])
 @pytest.mark.parametrize("rows", [129, 256, 257, 480, 512])
 def test_a_program_has_a_multiprocessor_and_work(monkeypatch, rows, multiprocessors):
-    monkeypatch.setattr(wide, "_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(wide, "multiprocessors_of", lambda device: multiprocessors)
     x, weight = torch.zeros(rows, 256, dtype=torch.bfloat16), torch.zeros(384, 256, dtype=torch.bfloat16)
     with recorded() as launches:
         wide.linear(x, [weight] * 3, [384, 384, 0], [None] * 3, x.new_empty(rows, 768), wide.STACK)
@@ -147,7 +147,7 @@ def test_a_program_has_a_multiprocessor_and_work(monkeypatch, rows, multiprocess
 )
 def test_indices_slots_and_barriers(monkeypatch, rows, cols, depth, settings, bias, multiprocessors):
     """The kernel's own Python, on whole numbers: all that is not layouts and fences."""
-    monkeypatch.setattr(wide, "_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(wide, "multiprocessors_of", lambda device: multiprocessors)
     torch.manual_seed(rows)
     x = torch.randint(-3, 4, (rows, depth)).to(torch.bfloat16)
     weights = [torch.randint(-2, 3, (max(n, 128), depth)).to(torch.bfloat16) for n in cols]

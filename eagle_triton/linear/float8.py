@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,15 +31,12 @@ from torch import Tensor
 
 from eagle_triton.layers import float8_pair, swiglu
 from eagle_triton.layers.float8_pair import empty_pair
-from eagle_triton.linear.settings import MOST_STREAMED, STACKED, compute_capability, has_descriptors
+from eagle_triton.linear.settings import MOST_STREAMED, STACKED, Streaming, compute_capability, has_descriptors
 from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs, whole_of
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 from eagle_triton.runtime.gluon import gluon_module
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.split_sums import SplitSums, total_of
-
-if TYPE_CHECKING:  # Gluon's
-    from eagle_triton.linear.streamed import Streaming
 
 MOST_CONVERTED = 2048  # rows of a product that Hopper's kernels make
 _PROGRAMS = 112  # enough of them to load every multiprocessor

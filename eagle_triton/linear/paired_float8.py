@@ -50,8 +50,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from eagle_triton.linear.settings import tiles_of
-from eagle_triton.linear.streamed import _MULTIPROCESSORS, Streaming, _multiprocessors, _rounded, _store
+from eagle_triton.linear.gluon_tiles import rounded, store
+from eagle_triton.linear.settings import MULTIPROCESSORS, Streaming, multiprocessors_of, tiles_of
 from eagle_triton.runtime.float8_pair import Float8Pair
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 from eagle_triton.runtime.launch import EXACT, launch
@@ -361,7 +361,7 @@ def linear_kernel(
 
     total = _scaled(total, scale_ptr, col, cols, stride_sn, IN_BLOCKS)
     out_ptr += split.to(gl.int64) * rows * stride_om
-    _store(total, out_ptr, bias_ptr, col, rows, gl.where(split == 0, cols, 0), cols, stride_om, BLOCK_M, BLOCK_N, True)
+    store(total, out_ptr, bias_ptr, col, rows, gl.where(split == 0, cols, 0), cols, stride_om, BLOCK_M, BLOCK_N, True)
 
 
 @gluon.jit
@@ -417,9 +417,9 @@ def _store_pair(out, parts_ptr, scale_ptr, col, rows, cols, BLOCK_M: gl.constexp
     small = (out + 24576.0) - 24576.0
     high = gl.where(gl.abs(out) < 0.015625, small, normal)
     low = (out - high) * 16.0
-    _store(high, parts_ptr, None, col, rows, cols, cols, cols, BLOCK_M, BLOCK_N, True)
+    store(high, parts_ptr, None, col, rows, cols, cols, cols, BLOCK_M, BLOCK_N, True)
     parts_ptr += rows.to(gl.int64) * cols
-    _store(low, parts_ptr, None, col, rows, cols, cols, cols, BLOCK_M, BLOCK_N, True)
+    store(low, parts_ptr, None, col, rows, cols, cols, cols, BLOCK_M, BLOCK_N, True)
     scale = gl.where(largest < float("inf"), scale, float("nan"))
     offs_m = gl.arange(0, BLOCK_M, largest.type.layout)
     gl.store(scale_ptr + col // _BLOCK_K * rows + offs_m, scale, mask=offs_m < rows)
@@ -467,12 +467,12 @@ def swiglu_kernel(
     gate = _scaled(gate, gate_scale_ptr, col, cols, stride_sn0, IN_BLOCKS)
     up = _scaled(up, up_scale_ptr, col, cols, stride_sn1, IN_BLOCKS)
     kind: gl.constexpr = gl.bfloat16  # as all that comes in pairs
-    gate, up = _rounded(gate, kind), _rounded(up, kind)
-    out = _rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), kind) * up
+    gate, up = rounded(gate, kind), rounded(up, kind)
+    out = rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), kind) * up
     if parts_ptr is None:
-        _store(out.to(kind), out_ptr, None, col, rows, cols, cols, stride_om, BLOCK_M, BLOCK_N, True)
+        store(out.to(kind), out_ptr, None, col, rows, cols, cols, stride_om, BLOCK_M, BLOCK_N, True)
     else:
-        _store_pair(_rounded(out, kind), parts_ptr, out_scale_ptr, col, rows, cols, BLOCK_M, BLOCK_N)
+        _store_pair(rounded(out, kind), parts_ptr, out_scale_ptr, col, rows, cols, BLOCK_M, BLOCK_N)
 
 
 def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> Streaming:
@@ -493,9 +493,9 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> S
     warps = 8 if block_n == 128 and (block_m > 16 or not fused) else 4
     programs = tiles * splits
     found = Streaming(block_n, BLOCK, splits, True, _STAGES, _STAGES, warps)
-    in_flight = 1 if fused else in_flight_of(programs, _MULTIPROCESSORS)
+    in_flight = 1 if fused else in_flight_of(programs, MULTIPROCESSORS)
     most = _REGISTERS // (registers_of(found, block_m, in_flight, 4 if fused else 1) * 32 * (warps + 4))
-    together = max(1, min(most, triton.cdiv(programs, _MULTIPROCESSORS)))
+    together = max(1, min(most, triton.cdiv(programs, MULTIPROCESSORS)))
     slot = (block_n * (2 if fused else 1) + 2 * block_m) * BLOCK
     of_scales = 4 * groups_of(depth, splits, block_m) * block_m
     stages = min(_STAGES, max(2, (_SHARED_MEMORY // together - of_scales) // slot))
@@ -517,8 +517,7 @@ def linear(
     sum of cols].
     """
     tiles, block_m = tiles_of(cols, settings.block_n), block_m_of(x.rows)
-    programs, multiprocessors = tiles * settings.splits, _multiprocessors(x.device)
-    in_flight = in_flight_of(programs, multiprocessors)
+    in_flight = in_flight_of(tiles * settings.splits, multiprocessors_of(x.device))
     absent = [None] * (4 - len(weights))
     compiled = launch(linear_kernel, (tiles, settings.splits))(
         _rows_descriptor(x, block_m),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,19 +19,18 @@ from eagle_triton.linear.settings import (
     STACKED,
     WIDE_TILE,
     Settings,
+    Streaming,
     Wide,
     can_stream,
     has_descriptors,
     launch_settings,
+    multiprocessors_of,
 )
 from eagle_triton.reference.linear import check_product
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.gluon import gluon_module
 from eagle_triton.runtime.split_sums import SplitSums, total_of
-
-if TYPE_CHECKING:  # Gluon's
-    from eagle_triton.linear.streamed import Streaming
 
 
 def linear(
@@ -219,7 +218,7 @@ def _choose(
     if settings is None:
         if streaming is None:
             return None
-        wide = _wide().settings_for(len(matrix), cols, depth, streaming._multiprocessors(x.device))
+        wide = _wide().settings_for(len(matrix), cols, depth, multiprocessors_of(x.device))
         if wide is not None:
             return wide
         many = streaming.many_rows_settings(rows, cols, depth, fused)

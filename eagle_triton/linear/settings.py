@@ -24,6 +24,20 @@ class Settings(NamedTuple):
     tma: bool = True  # descriptors, where the hardware and the tensors allow them
 
 
+class Streaming(NamedTuple):
+    """How one product is launched: tiles of [block_n, block_k] of the weights, and how many of them and of x's tiles
+    shared memory holds. `splits` of K; `swap`: the weights are the left operand; `warps`: four to a group of the tensor
+    cores."""
+
+    block_n: int
+    block_k: int
+    splits: int
+    swap: bool
+    w_stages: int
+    x_stages: int
+    warps: int = 4
+
+
 class Wide(NamedTuple):
     """How one product of wide.py is launched: steps of K whose tiles shared memory holds, and of how many the weights
     are asked for before x is there."""
@@ -58,6 +72,7 @@ MOST_WIDE = 512  # rows of wide.py's products, which have more than WIDE_TILE
 WIDE_TILE = 128  # rows and columns of a tile of theirs
 STACKED = 4  # weights to a launch
 _PROGRAMS = 112  # enough of them to load every multiprocessor
+MULTIPROCESSORS = 132  # of the chip that was measured
 
 
 def launch_settings(
@@ -116,6 +131,12 @@ def block_m_of(rows: int) -> int:
 def tiles_of(cols: Sequence[int], block_n: int, fused: bool = False) -> int:
     """Column tiles of products with so many columns each; `fused`: of the first alone, whose programs read them all."""
     return sum(triton.cdiv(n, block_n) for n in (cols[:1] if fused else cols))
+
+
+@functools.cache
+def multiprocessors_of(device: torch.device) -> int:
+    """How many a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

@@ -22,17 +22,13 @@ Numerics: those of small.py with the same splits of K, to the bit: K is summed i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -42,24 +38,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from eagle_triton.linear.settings import MOST_STREAMED, tiles_of
+from eagle_triton.linear.gluon_tiles import TILE_LAYOUT, ready, rounded, store, zeros
+from eagle_triton.linear.settings import MOST_STREAMED, MULTIPROCESSORS, Streaming, multiprocessors_of, tiles_of
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
-
-
-class Streaming(NamedTuple):
-    """How one product is launched: tiles of [block_n, block_k] of the weights, and how many of them and of x's tiles
-    shared memory holds. `splits` of K; `swap`: the weights are the left operand; `warps`: four to a group of the tensor
-    cores."""
-
-    block_n: int
-    block_k: int
-    splits: int
-    swap: bool
-    w_stages: int
-    x_stages: int
-    warps: int = 4
-
 
 # One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K) -> block_n, block_k, w_stages, x_stages. Behind each
 # row, us in a CUDA graph behind a small kernel of 2.8 us, that one included; then the same by small.py's kernels, or by
@@ -100,8 +82,6 @@ _LONG = 2048  # columns of a split from which on tiles are 256 wide where x has 
 _FEW = 32  # rows, for which the weights are the left operand
 _PREFETCH_BYTES = 32 * 1024  # in flight before the input is there: more would slow the kernel that makes the input
 _MULTIPROCESSOR = 228 * 1024  # bytes of shared memory, of which each program takes 1024 more than it asks for
-TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-_MULTIPROCESSORS = 132  # of the chip that was measured
 _MANY_ROWS_PROGRAMS = 90  # of many rows: enough of them to split K no further
 
 
@@ -113,16 +93,6 @@ def _ring(desc, STAGES: gl.constexpr):
     tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     return tiles, full
-
-
-@gluon.jit
-def _ready(barriers, SLOTS: gl.constexpr):
-    """Make rows of up to SLOTS barriers ready, slot by slot: between two of a row Triton puts a barrier of its own."""
-    for slot in gl.static_range(SLOTS):
-        for i in gl.static_range(len(barriers)):
-            if slot < barriers[i].shape[0]:
-                mbarrier.init(barriers[i].index(slot), count=1)
-    fence_async_shared()
 
 
 @gluon.jit
@@ -139,18 +109,6 @@ def _wait_full(full, step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _zeros(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SWAP: gl.constexpr):
-    """An accumulator: [BLOCK_M, BLOCK_N], or its transpose with SWAP."""
-    warps: gl.constexpr = gl.num_warps()
-    ROWS: gl.constexpr = BLOCK_N if SWAP else BLOCK_M
-    COLS: gl.constexpr = BLOCK_M if SWAP else BLOCK_N
-    DOWN: gl.constexpr = warps if 16 * warps <= ROWS else 4  # warpgroups one below another, else side by side
-    WIDTH: gl.constexpr = COLS * DOWN // warps
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, warps // DOWN], [16, WIDTH, 16])
-    return gl.zeros((ROWS, COLS), gl.float32, layout)
-
-
-@gluon.jit
 def _multiply_add(x, w, acc, SWAP: gl.constexpr):
     """acc + x @ w.T, or its transpose with SWAP; not complete before it is waited for."""
     if SWAP:
@@ -158,35 +116,6 @@ def _multiply_add(x, w, acc, SWAP: gl.constexpr):
     else:
         acc = warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
     return acc
-
-
-@gluon.jit
-def _store(
-    value,
-    out_ptr,
-    bias_ptr,
-    col,
-    rows,
-    bias_cols,
-    cols,
-    stride_om,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    SWAP: gl.constexpr,
-):
-    """Add the bias of the first `bias_cols` columns, round, and store the tile whose first column is `col`."""
-    LANES: gl.constexpr = BLOCK_N // 4 if BLOCK_N < 128 else 32
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
-    if SWAP:
-        value = value.permute((1, 0))
-    value = gl.convert_layout(value, layout)
-    offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
-    offs_n = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-    if bias_ptr is not None:
-        value += gl.load(bias_ptr + offs_n, mask=offs_n < bias_cols, other=0.0).to(gl.float32)[None, :]
-    mask = (offs_m < rows)[:, None] & (offs_n < cols)[None, :]
-    out = out_ptr + offs_m.to(gl.int64)[:, None] * stride_om + offs_n[None, :]
-    gl.store(out, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -253,7 +182,7 @@ def linear_kernel(
 
     w_tiles, w_full = _ring(w_desc, W_STAGES)
     x_tiles, x_full = _ring(x_desc, X_STAGES)
-    _ready((w_full, x_full), max(W_STAGES, X_STAGES))
+    ready((w_full, x_full), max(W_STAGES, X_STAGES))
     for i in gl.static_range(W_STAGES):
         if i >= PREFETCH:
             mbarrier.wait(w_full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
@@ -262,7 +191,7 @@ def linear_kernel(
     for i in gl.static_range(X_STAGES):
         _issue_load(x_desc, 0, (first + i) * BLOCK_K, x_tiles, x_full, i, i < count)
 
-    acc = _zeros(BLOCK_M, BLOCK_N, SWAP)
+    acc = zeros(BLOCK_M, BLOCK_N, SWAP)
     for step in range(count):
         _wait_full(w_full, step, W_STAGES)
         _wait_full(x_full, step, X_STAGES)
@@ -278,13 +207,7 @@ def linear_kernel(
     gdc_launch_dependents()  # behind the wait: attention relies on that (runtime/overlap.py)
 
     out_ptr += split.to(gl.int64) * rows * stride_om
-    _store(acc, out_ptr, bias_ptr, col, rows, gl.where(split == 0, cols, 0), cols, stride_om, BLOCK_M, BLOCK_N, SWAP)
-
-
-@gluon.jit
-def _rounded(x, KIND: gl.constexpr):
-    """fp32 values as they are after rounding to KIND."""
-    return x.to(KIND).to(gl.float32)
+    store(acc, out_ptr, bias_ptr, col, rows, gl.where(split == 0, cols, 0), cols, stride_om, BLOCK_M, BLOCK_N, SWAP)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -314,7 +237,7 @@ def swiglu_kernel(
     gate_tiles, gate_full = _ring(gate_desc, W_STAGES)
     up_tiles, up_full = _ring(up_desc, W_STAGES)
     x_tiles, x_full = _ring(x_desc, X_STAGES)
-    _ready((gate_full, up_full, x_full), max(W_STAGES, X_STAGES))
+    ready((gate_full, up_full, x_full), max(W_STAGES, X_STAGES))
     gdc_launch_dependents()
     for i in gl.static_range(W_STAGES):
         if i >= PREFETCH:
@@ -326,8 +249,8 @@ def swiglu_kernel(
     for i in gl.static_range(X_STAGES):
         _issue_load(x_desc, 0, i * BLOCK_K, x_tiles, x_full, i, i < count)
 
-    gate = _zeros(BLOCK_M, BLOCK_N, SWAP)
-    up = _zeros(BLOCK_M, BLOCK_N, SWAP)
+    gate = zeros(BLOCK_M, BLOCK_N, SWAP)
+    up = zeros(BLOCK_M, BLOCK_N, SWAP)
     for step in range(count):
         x = x_tiles.index(step % X_STAGES)
         _wait_full(gate_full, step, W_STAGES)
@@ -346,9 +269,9 @@ def swiglu_kernel(
     debug_barrier()  # as above
 
     kind: gl.constexpr = out_ptr.dtype.element_ty
-    gate, up = _rounded(gate, kind), _rounded(up, kind)
-    out = _rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), kind) * up
-    _store(out.to(kind), out_ptr, None, col, rows, cols, cols, stride_om, BLOCK_M, BLOCK_N, SWAP)
+    gate, up = rounded(gate, kind), rounded(up, kind)
+    out = rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), kind) * up
+    store(out.to(kind), out_ptr, None, col, rows, cols, cols, stride_om, BLOCK_M, BLOCK_N, SWAP)
 
 
 def settings_for(
@@ -374,7 +297,7 @@ def settings_for(
     if measured is not None:
         block_n, block_k, w_stages, x_stages = measured
     else:
-        alone = tiles_of(cols, block_n, fused) * splits <= _MULTIPROCESSORS
+        alone = tiles_of(cols, block_n, fused) * splits <= MULTIPROCESSORS
         if fused and 2 * (2 * block_n + _block_m(swap, rows)) * block_k * 2 > _SHARED:
             block_k = 64  # two stages of the larger tiles would leave no room for a second program
         long = len(cols) == 1 and depth >= _LONG * splits and depth % (256 * splits) == 0
@@ -452,7 +375,7 @@ def linear(
         settings.swap,
         settings.w_stages,
         settings.x_stages,
-        _prefetch_stages(settings, 1, len(x), tiles * settings.splits, _multiprocessors(x.device)),
+        _prefetch_stages(settings, 1, len(x), tiles * settings.splits, multiprocessors_of(x.device)),
         num_warps=settings.warps,
         launch_pdl=True,
         **EXACT,
@@ -479,7 +402,7 @@ def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: St
         settings.swap,
         settings.w_stages,
         settings.x_stages,
-        _prefetch_stages(settings, 2, len(x), tiles, _multiprocessors(x.device)),
+        _prefetch_stages(settings, 2, len(x), tiles, multiprocessors_of(x.device)),
         num_warps=settings.warps,
         launch_pdl=True,
         **EXACT,
@@ -499,11 +422,6 @@ def _prefetch_stages(settings: Streaming, weights: int, rows: int, programs: int
     if programs > multiprocessors * (_MULTIPROCESSOR // (shared + 1024)):
         return settings.w_stages
     return min(settings.w_stages, max(1, _PREFETCH_BYTES // w_stage))
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _descriptor(tensor: Tensor, height: int, settings: Streaming) -> TensorDescriptor:

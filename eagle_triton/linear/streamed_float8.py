@@ -40,15 +40,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from eagle_triton.linear.settings import MOST_STREAMED, tiles_of
-from eagle_triton.linear.streamed import (
-    _MULTIPROCESSORS,
-    TILE_LAYOUT,
-    Streaming,
-    _ready,
-    _store,
-    _zeros,
-)
+from eagle_triton.linear.gluon_tiles import TILE_LAYOUT, ready, store, zeros
+from eagle_triton.linear.settings import MOST_STREAMED, MULTIPROCESSORS, Streaming, tiles_of
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
@@ -259,7 +252,7 @@ def _multiply_split(
     registers, each of which keeps its own. Sums are of all steps, so scales of blocks are multiplied into the weights.
     """
     kind: gl.constexpr = x_ring[0].dtype
-    acc = _zeros(BLOCK_M, BLOCK_N, True)
+    acc = zeros(BLOCK_M, BLOCK_N, True)
     block_ptr = scale_ptr + col // 128 * stride_sn
     even = _take_weights(w_ring, 0, _scale_of_step(block_ptr, k, stride_sk, IN_BLOCKS), acc, kind, W_STAGES)
     odd = even
@@ -373,7 +366,7 @@ def linear_kernel(
     count = gl.minimum(per_split, steps - first)
 
     w_ring, x_ring = _ring(w_desc, BLOCK_N, W_STAGES), _ring(x_desc, BLOCK_M, X_STAGES)
-    _ready((w_ring[1], w_ring[2], x_ring[1], x_ring[2]), max(W_STAGES, X_STAGES))
+    ready((w_ring[1], w_ring[2], x_ring[1], x_ring[2]), max(W_STAGES, X_STAGES))
     # fmt: off
     (total,) = gl.warp_specialize([
         (_multiply_split, (x_ring, w_ring, scale_ptr, col, cols, first * BLOCK_K, count, stride_sn, stride_sk, BLOCK_M,
@@ -386,7 +379,7 @@ def linear_kernel(
 
     out_ptr += (split.to(gl.int64) * rows + row) * stride_om
     rows -= row
-    _store(total, out_ptr, bias_ptr, col, rows, gl.where(split == 0, cols, 0), cols, stride_om, BLOCK_M, BLOCK_N, True)
+    store(total, out_ptr, bias_ptr, col, rows, gl.where(split == 0, cols, 0), cols, stride_om, BLOCK_M, BLOCK_N, True)
 
 
 def settings_for(rows: int, cols: tuple[int, ...], depth: int, in_blocks: bool) -> Streaming:
@@ -401,7 +394,7 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, in_blocks: bool) 
         splits = _splits(cols, depth)
     else:
         programs = tiles_of(cols, 128) * triton.cdiv(rows, block_m)
-        while splits < 4 and 2 * programs * splits <= _MULTIPROCESSORS and depth >= 8 * splits * _BLOCK_K:
+        while splits < 4 and 2 * programs * splits <= MULTIPROCESSORS and depth >= 8 * splits * _BLOCK_K:
             splits *= 2
     stages = 4 if block_m > 128 else 6
     return Streaming(128, _BLOCK_K // 2, splits, True, stages, stages, 8)  # 128 columns would not fit the registers

@@ -40,8 +40,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from eagle_triton.linear.settings import MOST_WIDE, WIDE_TILE, Wide
-from eagle_triton.linear.streamed import _MULTIPROCESSORS, TILE_LAYOUT, _multiprocessors
+from eagle_triton.linear.gluon_tiles import TILE_LAYOUT
+from eagle_triton.linear.settings import MOST_WIDE, MULTIPROCESSORS, WIDE_TILE, Wide, multiprocessors_of
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
@@ -193,7 +193,7 @@ def linear_kernel(
     # fmt: on
 
 
-def settings_for(rows: int, cols: tuple[int, ...], depth: int, multiprocessors: int = _MULTIPROCESSORS) -> Wide | None:
+def settings_for(rows: int, cols: tuple[int, ...], depth: int, multiprocessors: int = MULTIPROCESSORS) -> Wide | None:
     """Settings for three products of `rows` rows with weights [n, depth] for n in `cols`, or None: not by this kernel.
 
     A rule from what was measured of models with 1, 3, 8 and 32 billion parameters: if a group has one column at most,
@@ -222,7 +222,7 @@ def linear(
     """
     columns = [n // WIDE_TILE for n in cols]
     row_tiles = triton.cdiv(len(x), WIDE_TILE)
-    groups = min(_multiprocessors(x.device) // row_tiles, sum(columns))
+    groups = min(multiprocessors_of(x.device) // row_tiles, sum(columns))
     compiled = launch(linear_kernel, (groups * row_tiles,))(
         _descriptor(x),
         *(_descriptor(weight) for weight in weights),

@@ -2,12 +2,11 @@
 
 import torch
 
-from eagle_triton.linear.settings import settings_on
+from eagle_triton.linear.gluon_tiles import TILE_LAYOUT
+from eagle_triton.linear.settings import Streaming, settings_on
 from eagle_triton.linear.streamed import (
     _HOPPER,
     _MANY_ROWS,
-    TILE_LAYOUT,
-    Streaming,
     _block_m,
     _prefetch_stages,
     linear_kernel,

@@ -9,7 +9,7 @@ import itertools
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,17 +20,13 @@ from torch import Tensor
 from eagle_triton import linear as products
 from eagle_triton.layers import swiglu
 from eagle_triton.linear import settings as table
-from eagle_triton.linear.settings import MOST_STREAMED, MOST_WIDE, WIDE_TILE, Settings, Wide
+from eagle_triton.linear.settings import MOST_STREAMED, MOST_WIDE, WIDE_TILE, Settings, Streaming, Wide
 from eagle_triton.models.shapes import HYBRIDS, SHAPES
 from eagle_triton.runtime.float8_pair import MOST_ROWS
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.runtime.split_sums import SplitSums
 from tools.tuning.graph_time import time_graph
-
-if TYPE_CHECKING:  # Gluon's
-    from eagle_triton.linear.streamed import Streaming
-
 
 Weight = Tensor | Float8Weight
 
@@ -111,7 +107,7 @@ def candidates(product: Product, rows: int) -> Iterator[Settings]:
 
 def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
     """Rings that fit shared memory, in programs that fill the chip."""
-    from eagle_triton.linear.streamed import Streaming, _block_m
+    from eagle_triton.linear.streamed import _block_m
 
     if rows > MOST_STREAMED:
         return
@@ -150,7 +146,6 @@ def wide_candidates(product: Product, rows: int) -> Iterator[Wide]:
 def float8_candidates(product: Product, rows: int) -> Iterator[Streaming]:
     """The same for weights of eight bits, which are always the left operand; of few rows x comes as a pair."""
     from eagle_triton.linear import paired_float8, streamed_float8
-    from eagle_triton.linear.streamed import Streaming
 
     per_program, pairs = 2 if product.fused else 1, rows <= MOST_ROWS
     block_m = (paired_float8 if pairs else streamed_float8).block_m_of(rows)
