@@ -1,6 +1,7 @@
 """A rank that exchanges something and ends: `ending_rank_script.py`.
 
-Prints how many of gloo's threads there were before that, and behind what the package does at the end.
+Prints how many of gloo's threads there were before that, and behind what the package does at the end. A child that was
+forked meanwhile ends too, though it has none of them.
 
 Run by tests/test_tensor_parallel.py under torchrun.
 """
@@ -8,6 +9,7 @@ Run by tests/test_tensor_parallel.py under torchrun.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from pathlib import Path
 
@@ -18,7 +20,15 @@ def count_threads() -> int:
 
 
 counts: list[int] = []
-atexit.register(lambda: print(*counts, count_threads(), flush=True))  # first, so that it runs last
+parent = os.getpid()
+
+
+@atexit.register  # first, so that it runs last
+def end() -> None:
+    if os.getpid() != parent:
+        os._exit(7)
+    print(*counts, count_threads(), flush=True)
+
 
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
@@ -32,6 +42,10 @@ def main() -> Ranks:
     ranks = Ranks.of(init_device_mesh("cpu", (dist.get_world_size(),)))
     assert ranks.agreed(7) == 7
     counts.append(count_threads())
+    child = os.fork()
+    if not child:
+        sys.exit()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     dist.destroy_process_group()
     return ranks
 

@@ -536,6 +536,44 @@ def test_drafting_resumes_as_if_it_had_never_stopped(eagle3, plain_steps):
     assert accepted > 0, "nothing was accepted: the test shows nothing"
 
 
+@pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
+def test_what_another_request_left_is_not_taken_in_when_drafting_resumes(eagle3):
+    """NaN features of a plain step, in rows that the next request's plain steps do not write."""
+    resumed = []
+    for poisoned in (False, True):
+        engine = engine_for(tiny_model(eagle3=eagle3, layers=5, **LARGER))
+        if poisoned:
+            with Batch(engine, 1, PLAIN, 250) as batch:
+                batch.admit(Request(prompt(40), 100))
+                for _ in range(9):
+                    batch.step()
+                fill_target_cache(batch.sequences, 0, float("nan"))
+                drain(batch)
+                assert batch.sequences.skipped.features.isnan().any()
+        spec = engine.draft.read_tree()
+        with Batch(engine, 1, spec, 250) as batch:
+            batch.admit(Request(prompt(10), 200))
+            for tree in (*3 * [spec], *4 * [PLAIN], *10 * [spec]):
+                batch.spec = tree
+                (row,) = batch.step()
+                resumed.append((poisoned, row.tokens, batch.state.tree.tokens.tolist()))
+            (cache,) = batch.sequences.draft_tensors.caches.caches
+            assert not cache.data.isnan().any()
+    clean, after_nan = ([row[1:] for row in resumed if row[0] == poisoned] for poisoned in (False, True))
+    assert clean == after_nan
+
+
+def test_what_takes_in_plain_steps_is_made_before_it_is_needed():
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    with Batch(engine, 2, PLAIN, 200) as batch:
+        batch.admit(Request(prompt(9), 150))
+        batch.step()
+        made = engine._steps[batch.state, None]
+        batch.admit(Request(prompt(5), 100, stop_ids=frozenset(range(100, 117))))  # more than there was room for
+        batch.step()
+        assert engine._steps[batch.state, None] is not made
+
+
 @IN_FLIGHT
 def test_trees_may_change_at_every_step(in_flight):
     engine = engine_for(tiny_model(layers=5, **SMALL))

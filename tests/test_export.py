@@ -292,6 +292,10 @@ def test_what_an_engine_cannot_do_is_refused_by_name(to, head, message, saved, t
         ("safeailab", dict(tensor_parallel_size=2), ValueError, "tensor_parallel_size=2 is not read by safeailab"),
         ("vllm", dict(num_speculative_tokens=0), ValueError, "num_speculative_tokens must be at least 1"),
         ("vllm", dict(tensor_parallel_size=True), TypeError, "tensor_parallel_size must be an integer, got True"),
+        ("vllm", dict(tensor_parallel_size=1.0), TypeError, "tensor_parallel_size must be an integer, got 1.0"),
+        ("safeailab", dict(tensor_parallel_size=None), TypeError, "tensor_parallel_size must be an integer, got None"),
+        ("vllm", dict(depth=2.0), TypeError, "depth must be an integer, got 2.0"),
+        ("vllm", dict(total_token=-1), ValueError, "total_token=-1 is not read by vllm"),
         (
             "sglang",
             dict(tensor_parallel_size=8),

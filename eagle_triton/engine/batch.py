@@ -686,8 +686,9 @@ class Batch:
             grow()
             self.state, self._levels = state, self._spec.beam_levels
         if starts_skipping:
-            self.engine.catch_up(self.state)  # made now, not between two steps
             self._plain_steps = 0
+        if self._plain_steps is not None:
+            self.engine.catch_up(self.state)  # made now, where that is new, not when it is launched
 
     def _catch_up(self) -> None:
         if self._plain_steps:

@@ -61,7 +61,7 @@ def _named(exchange: Callable[P, R]) -> Callable[P, R]:
         ranks = args[0] if isinstance(args[0], Ranks) else None
         if ranks is not None:
             ranks.check_together()
-            ranks.exchanges += 1
+            ranks.exchanges.append(exchange.__name__)
         try:
             return exchange(*args, **kwargs)
         except (RanksError, torch.OutOfMemoryError):
@@ -73,7 +73,7 @@ def _named(exchange: Callable[P, R]) -> Callable[P, R]:
             raise RanksError(why) from error
         finally:
             if ranks is not None:
-                ranks.exchanges -= 1
+                ranks.exchanges.pop()
 
     return call
 
@@ -94,7 +94,7 @@ class Ranks:
     why_no_peers: str | None = None
     processes: dict[int, psutil.Process] = field(default_factory=dict)
     lost: str | None = None
-    exchanges: int = 0  # that threads are in now
+    exchanges: list[str] = field(default_factory=list)  # that threads are in now
     engines: int = 0  # that were made on them: the same script makes them in the same order
     decoding: threading.RLock = field(default_factory=threading.RLock)  # held by the thread that launches
     _opened: list[tuple[Any, PeerMemory]] = field(default_factory=list)  # all, and what each belongs to: graphs go on
@@ -383,6 +383,8 @@ def _without_multicast() -> Iterator[None]:
 
 _KNOWN: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
 _ALL: weakref.WeakSet[Ranks] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):  # where there is fork; a child has none of the threads
+    os.register_at_fork(after_in_child=_ALL.clear)
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,9 +31,11 @@ class SkippedFeatures(NamedTuple):
         """Remember features [B, n, F], n <= R, of the positions lengths .. lengths + n."""
         self.features.scatter_(1, self._places(lengths, features.shape[1]), features)
 
-    def since(self, first: Tensor, count: int) -> Tensor:
-        """Those of positions first .. first + count, [B, count, F]; arbitrary where nothing was kept."""
-        return self.features.gather(1, self._places(first, count))
+    def since(self, first: Tensor, count: int, end: Tensor) -> Tensor:
+        """Those of positions first .. first + count, [B, count, F]; from `end` [B] on zeros: what stands there may be
+        of another request, and NaN."""
+        known = first[:, None] + torch.arange(count, device=first.device) < end[:, None]
+        return torch.where(known[:, :, None], self.features.gather(1, self._places(first, count)), 0)
 
     def _places(self, first: Tensor, count: int) -> Tensor:
         """Where positions first .. first + count stand in `features`: an index [B, count, F] into dimension 1."""
@@ -52,8 +54,8 @@ def start_skipping(view: ModelView, sequences: Sequences) -> None:
 
 
 def catch_up(ops: Operations, draft: Draft, sequences: Sequences, steps: int) -> None:
-    """Let the draft take in what it does not know, at most `steps` <= ROWS positions of each sequence. Rows of its
-    cache behind those of the committed tokens may be written."""
+    """Let the draft take in what it does not know, at most `steps` <= ROWS positions of each sequence. It takes in as
+    many of all: rows of its cache behind those of the committed tokens are written too."""
     assert sequences.skipped is not None, "plain steps have kept nothing"
     draft.catch_up(ops, sequences, steps)
     sequences.skipped.draft_lengths.copy_(sequences.lengths)

@@ -17,6 +17,9 @@ from eagle_triton.export.engines import ENGINES, READERS
 from eagle_triton.export.folder import free_folder, made_whole
 from eagle_triton.export.launch_plan import LaunchPlan
 
+_UNSET = {"tensor_parallel_size": 1}  # and None the others
+_LEAST = {"total_token": 2}
+
 
 def export_head(
     head: Any,
@@ -61,19 +64,19 @@ def export_head(
 
 def check_options(to: str, options: Mapping[str, Any]) -> None:
     """ValueError for an unknown engine, an option that it does not read, or one out of range; TypeError for no int.
-    options: those of READERS, and depth."""
+    options: those of READERS, and depth, which all read."""
     if to not in ENGINES:
         raise ValueError(f"to must be one of {', '.join(ENGINES)}, got {to!r}")
-    for name, readers in READERS.items():
-        value = options[name]
-        if value is None or (name == "tensor_parallel_size" and value == 1 and not isinstance(value, bool)):
+    for name, value in options.items():
+        unset, readers = _UNSET.get(name), READERS.get(name, ENGINES)
+        if value is None and unset is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an integer, got {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-        if to not in readers:
+        if to not in readers and value != unset:
             raise ValueError(f"{name}={value} is not read by {to}, but by {', '.join(readers)}")
+        if value < _LEAST.get(name, 1):
+            raise ValueError(f"{name} must be at least {_LEAST.get(name, 1)}, got {value}")
     if options["depth"] is not None and options["num_speculative_tokens"] is not None:
         raise ValueError("depth and num_speculative_tokens both say how long a chain is; give one of them")
 

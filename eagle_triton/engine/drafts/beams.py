@@ -272,7 +272,8 @@ class BeamDraft(Draft):
         assert skipped is not None, "plain steps have kept nothing"
         known = skipped.draft_lengths
         tokens = ops.sequence_rows(sequences.tokens, known + 1, steps)
-        outputs = self.take_in(ops, skipped.since(known, steps), tokens, mine.caches, self.rows(known))
+        features = skipped.since(known, steps, sequences.lengths)
+        outputs = self.take_in(ops, features, tokens, mine.caches, self.rows(known))
         last = (sequences.lengths - known - 1)[:, None, None].long()  # -1: it knew all
         for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
             root = output.gather(1, last.clamp(min=0).expand_as(kept))
