@@ -2,21 +2,26 @@
 
 It shows what indices, slots and barriers do, which no interpreter of Gluon does. A product that is asked for reads its
 operands when it is waited for, so a slot that is refilled too early gives wrong numbers; a wait that nobody ends raises
-TimeoutError. Layouts and fences mean nothing here, and numbers are double until a kernel asks for another kind. It
-knows what the kernels of linear/wide.py and linear/paired_float8.py ask for.
+TimeoutError. x, which an earlier kernel makes, is NaN until a program has waited for that. Layouts, fences and barriers
+of the threads of one partition mean nothing here, and numbers are double until a kernel asks for another kind. It knows
+what the kernels of linear/wide.py and linear/paired_float8.py ask for.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import types
 from collections.abc import Callable
+from threading import Event
 from typing import Any
 
 import numpy as np
 import torch
 
 SECONDS = 20  # a wait may take
+LATE = ("x_desc", "x_scale_ptr")  # what an earlier kernel makes
+LATE_SECONDS = 1e-3
 
 
 class Barrier:
@@ -163,22 +168,23 @@ class Pointer:
 
     dtype = types.SimpleNamespace(element_ty=None)
 
-    def __init__(self, data: Any, offset: Any = 0):
-        self.data, self.offset = data, offset
+    def __init__(self, data: Any, came: Event, offset: Any = 0):
+        self.data, self.came, self.offset = data, came, offset
 
     def __add__(self, offset: Any) -> Pointer:
-        return Pointer(self.data, self.offset + offset)
+        return Pointer(self.data, self.came, self.offset + offset)
 
     def load(self, mask: Any = True, other: Any = 0) -> Any:
         offset, mask = np.broadcast_arrays(self.offset, mask)
         found = np.where(mask, self.data[np.where(mask, offset, 0)], other)
+        if not self.came.is_set():
+            found = np.full_like(found, np.nan)
         if found.ndim:
             return found.view(Array)
         return Real(found) if found.dtype == np.float64 else Number(found)
 
     def store(self, value: Any, mask: Any) -> None:
         offset, value, mask = np.broadcast_arrays(self.offset, value, mask)
-        assert not np.isnan(value[mask]).any()
         self.data[offset[mask]] = value[mask]
 
 
@@ -190,8 +196,8 @@ def _storage(tensor: torch.Tensor) -> torch.Tensor:
 class Descriptor:
     """Of a tensor: what lies outside is loaded as 0, and not stored."""
 
-    def __init__(self, descriptor: Any):
-        whole = descriptor.base
+    def __init__(self, descriptor: Any, came: Event):
+        whole, self.came = descriptor.base, came
         self.tensor: torch.Tensor = whole.as_strided(descriptor.shape, descriptor.strides)
         self.shape, self.dtype, self.layout = tuple(descriptor.block_shape), None, None
         self.block_type = types.SimpleNamespace(
@@ -207,7 +213,7 @@ class Descriptor:
         if pred:
             part = self._box(where).double().numpy()
             tile.data[:] = 0
-            tile.data[tuple(map(slice, part.shape))] = part
+            tile.data[tuple(map(slice, part.shape))] = part if self.came.is_set() else np.nan
             barrier.update(promised=-self.block_type.nbytes)
 
     def store(self, where: list[int], tile: Tile) -> None:
@@ -235,6 +241,12 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
     """Run a kernel of a module, [programs], on its arguments by name: descriptors, CPU tensors, numbers, None."""
     module = dict(kernel.fn.__globals__)
     program, errors = [(0, 0, 0)], []
+    there, made = Event(), Event()
+    there.set()
+
+    def wait_for_x() -> None:
+        time.sleep(LATE_SECONDS)
+        made.set()
 
     def specialised(ways: list[tuple[Callable, tuple]], *_: Any) -> Any:
         results = {}
@@ -263,7 +275,7 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
         program_id=lambda axis: Number(program[0][axis]),
         minimum=lambda one, other: np.minimum(one, other) if isinstance(one, np.ndarray) else min(one, other),
         maximum=np.maximum,
-        max=lambda values, axis: values.max(axis),
+        max=lambda values, axis: np.fmax.reduce(values, axis),  # NaN loses
         abs=np.abs,
         exp=np.exp,
         fma=lambda one, other, more: _values(one) * _values(other) + _values(more),
@@ -308,7 +320,7 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
         warpgroup_mma_wait=lambda left, deps: _wait_for(left, deps),
         fence_async_shared=lambda: None,
         debug_barrier=lambda: None,
-        gdc_wait=lambda: None,
+        gdc_wait=wait_for_x,
         gdc_launch_dependents=lambda: None,
         range=lambda *ends: map(Number, range(*ends)),
     )
@@ -321,18 +333,19 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
             module[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
     given, tensors = {}, []
     for name, value in arguments.items():
-        given[name] = value
+        given[name], came = value, made if name in LATE else there
         if name.endswith("_desc") and value is not None:
-            given[name] = Descriptor(value)
+            given[name] = Descriptor(value, came)
         elif isinstance(value, torch.Tensor):
             storage = _storage(value)
             numbers = (storage.double() if storage.is_floating_point() else storage.long()).numpy().copy()
-            given[name] = Pointer(numbers)
+            given[name] = Pointer(numbers, came)
             tensors.append((storage, numbers))
         elif type(value) is int:
             given[name] = Number(value)
     for place in np.ndindex(*grid):
         program[0] = (*place, 0, 0)
+        made.clear()
         module[kernel.fn.__name__](**given)
     for storage, numbers in tensors:
         storage.copy_(torch.from_numpy(numbers))

@@ -65,6 +65,7 @@ def run(launch: Callable[[], None]) -> dict[str, object]:
         (37, (200, 72, 72, 64), 640, 1, 8),  # tiles of two loads
         (60, (72,), 1664, 2, 8),  # splits of 7 and 6 steps: an odd one in the end
         (33, (64,), 3200, 4, 8),
+        (17, (72, 64, 40), 1152, 2, 8),  # biases, which one of the splits adds
     ],
 )
 def test_products(monkeypatch, rows, cols, depth, splits, kept, kind, multiprocessors):
@@ -81,23 +82,47 @@ def test_products(monkeypatch, rows, cols, depth, splits, kept, kind, multiproce
     assert torch.equal(out.double().sum(0), torch.cat(wanted, -1).double())
 
 
-@pytest.mark.parametrize("as_pair", [False, True], ids=["rows", "pair"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "cols", "depth"), [(1, 256, 1104), (17, 200, 640), (60, 256, 128)])
-def test_gate_and_up(rows, cols, depth, kind, as_pair):
-    torch.manual_seed(rows)
-    x, up, gate = pair_of(rows, depth), weight_of(kind, cols, depth), weight_of(kind, cols, depth)
+def gate_and_up(x: Float8Pair, kind: str, cols: int, as_pair: bool) -> tuple[Float8Weight, Float8Weight, object]:
+    """The weights, and what the kernel made of them over NaN."""
+    up, gate = weight_of(kind, cols, x.shape[-1]), weight_of(kind, cols, x.shape[-1])
     gate = Float8Weight(gate.values, gate.scale / 256)  # where SiLU bends
-    wanted, gated = ((exact(x) @ weight.dequantised(torch.float64).T).bfloat16().float() for weight in (gate, up))
-    wanted = (torch.nn.functional.silu(wanted).bfloat16().float() * gated).bfloat16()
-    out = torch.full((rows, cols), float("nan"), dtype=torch.bfloat16)
+    out = torch.full((x.rows, cols), float("nan"), dtype=torch.bfloat16)
     if as_pair:
         shaped = float8_pair(torch.zeros_like(out))
         nan = [torch.full(each.shape, float("nan")) for each in (shaped.parts, shaped.scale)]
         out = shaped._replace(parts=nan[0].to(shaped.parts.dtype), scale=nan[1])
-    run(lambda: paired.linear_swiglu(x, gate, up, out, paired.settings_for(rows, (cols, cols), depth, True)))
-    if as_pair:
-        assert torch.equal(out.scale, float8_pair(wanted).scale)
-        out = out.total()
+    settings = paired.settings_for(x.rows, (cols, cols), x.shape[-1], True)
+    run(lambda: paired.linear_swiglu(x, gate, up, out, settings))
+    return gate, up, out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "cols", "depth"), [(1, 256, 1104), (17, 200, 640), (60, 256, 128)])
+def test_gate_and_up(rows, cols, depth, kind):
+    torch.manual_seed(rows)
+    x = pair_of(rows, depth)
+    gate, up, out = gate_and_up(x, kind, cols, False)
+    wanted, gated = ((exact(x) @ weight.dequantised(torch.float64).T).bfloat16().float() for weight in (gate, up))
+    wanted = (torch.nn.functional.silu(wanted).bfloat16().float() * gated).bfloat16()
     # an exponential may be rounded otherwise, and a number then be the next one
     torch.testing.assert_close(out.double(), wanted.double(), rtol=2**-7, atol=2**-20 * wanted.abs().max().item())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinities, as wanted
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "cols", "depth"), [(1, 256, 1104), (60, 200, 256)])
+def test_a_pair_has_the_bits_of_one_that_is_made_of_rows(rows, cols, depth, kind):
+    x = pair_of(rows, depth)
+    if rows > 1:  # rows of zeros, of numbers too small and too large for a scale, and of NaN
+        x.parts[:, 3] = 0
+        x.scale[:, 5], x.scale[:, 6], x.scale[:, 7], x.scale[0, 8] = 2.0**-70, 2.0**-75, 2.0**70, float("nan")
+    made = []
+    for as_pair in (False, True):
+        torch.manual_seed(depth)  # the same weights
+        made.append(gate_and_up(x, kind, cols, as_pair)[2])
+    same, out = float8_pair(made[0]), made[1]
+    assert torch.equal(out.scale.isnan(), same.scale.isnan())
+    assert torch.equal(out.scale.nan_to_num(), same.scale.nan_to_num())
+    known = ~same.scale.isnan().T.repeat_interleave(GROUP, 1)[:, :cols]
+    parts = [each.parts.float()[:, known] for each in (out, same)]
+    assert torch.equal(*parts) and known.any() and (rows == 1 or not known.all())
