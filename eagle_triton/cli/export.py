@@ -69,9 +69,14 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
     add("--target", type=arguments.model, metavar="PATH_OR_ID", help="the model that HEAD drafts for")
     add("--to", choices=ENGINES, required=True, help="who takes it")
     add("-o", "--output", type=arguments.new_directory, required=True, metavar="OUT", help="a directory to be made")
-    add("--total-token", type=whole(2, 1024), metavar="N", help="nodes of SGLang's tree (default: the head's)")
-    add("--depth", type=whole(1, 1024), metavar="N", help="beam passes behind the first (default: the head's)")
-    add("--top-k", type=whole(1, 1024), metavar="N", help="beam width of SGLang's tree (default: the head's)")
+    add("--total-token", type=whole(2, 1024), metavar="N", help="nodes of a tree (default: the head's)")
+    add(
+        "--depth",
+        type=whole(1, 1024),
+        metavar="N",
+        help="beam passes behind the first, of a tree or a chain (default: the head's)",
+    )
+    add("--top-k", type=whole(1, 1024), metavar="N", help="beam width of a tree (default: the head's)")
     add(
         "--num-speculative-tokens",
         type=whole(1, 1024),
@@ -90,7 +95,7 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
         if getattr(args, name) is not None and not args.check:
             parser.error(f"--{name} must come with --check, which alone runs a model")
     for name, engines in READERS.items():
-        if getattr(args, name) not in (None, 1) and args.to not in engines:
+        if getattr(args, name) != parser.get_default(name) and args.to not in engines:
             parser.error(f"--{name.replace('_', '-')} is not read by --to {args.to}, but by {', '.join(engines)}")
     if None not in (args.depth, args.num_speculative_tokens):
         parser.error("--depth and --num-speculative-tokens both say how long a chain is: give one of them")

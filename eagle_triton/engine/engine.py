@@ -375,7 +375,7 @@ class Engine:
         """Launches over a state as a graph, where that is asked for and can be; else a note under `path`."""
         if not (self.cuda_graph and state.tokens.is_cuda):
             return launches
-        capture = functools.partial(StepGraph, launches, state, self.ops, ranks=self.view.ranks)
+        capture = functools.partial(StepGraph, launches, state, self.ops, ranks=self.view.ranks, what=what)
         return self._captured(lambda: capture(pool=self._pool()), launches, path, what)
 
     def _captured(

@@ -46,18 +46,24 @@ class LaunchGraph:
 
 
 class StepGraph(LaunchGraph):
-    """A step captured once for the tensors of one state."""
+    """A step, or what else is launched between steps, captured once for the tensors of one state."""
 
     def __init__(
-        self, step: Callable[[], None], state: DecodeState, ops: Operations, pool: Any, ranks: Ranks | None = None
+        self,
+        step: Callable[[], None],
+        state: DecodeState,
+        ops: Operations,
+        pool: Any,
+        ranks: Ranks | None = None,
+        what: str = "a step",
     ):
         """Run `step` a few times with no sequence active, then capture it. What the state holds stays as it is.
 
-        pool, ranks: see LaunchGraph.
+        pool, ranks: see LaunchGraph. what: `step` in words, for people at a terminal and the log.
         """
         start = time.perf_counter()
         # a progress line for people at a terminal; gone when the capture is done, which takes seconds once per shape
-        steps = tqdm(total=WARM_UPS + 1, desc="compiling and capturing a decode step", leave=False, disable=None)
+        steps = tqdm(total=WARM_UPS + 1, desc=f"compiling and capturing {what}", leave=False, disable=None)
         with state.unchanged(), steps:
             stream = torch.cuda.Stream(state.lengths.device)
             stream.wait_stream(torch.cuda.current_stream())
@@ -67,7 +73,7 @@ class StepGraph(LaunchGraph):
                     steps.update()
             torch.cuda.current_stream().wait_stream(stream)
             super().__init__(step, ops, pool, ranks)
-        log.info("captured a decode step in %.1f s", time.perf_counter() - start)
+        log.info("captured %s in %.1f s", what, time.perf_counter() - start)
 
 
 def median_milliseconds(step: Callable[[], None], rounds: int = 20) -> float:

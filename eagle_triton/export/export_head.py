@@ -41,9 +41,9 @@ def export_head(
     target: directory or hub id of the model that the head drafts for, or beside a draft head the model itself; None:
     the one that lies with `head`.
 
-    total_token, depth, top_k: the tree, as `EaModel.from_pretrained` takes it; None: the head's own. SGLang drafts that
-    tree. vLLM has chains alone, as deep as the tree: by depth, or by num_speculative_tokens, drafts a step; None: the
-    head's own depth. tensor_parallel_size: GPUs that share target and head.
+    total_token, depth, top_k: the tree, as `EaModel.from_pretrained` takes it, but no total_token of -1; None: the
+    head's own. SGLang drafts that tree. vLLM has chains alone: as deep as the tree, or of num_speculative_tokens drafts
+    a step. tensor_parallel_size: GPUs that share target and head.
 
     Tensors keep their dtype and their bits. An embedding that is the target's is left out, and engines take it from
     there. `max_position_embeddings` is raised to the target's.
