@@ -125,6 +125,29 @@ def test_head_dims(width, dtype, device):
     check(make_case(1, 7, 2, 4, width, 192, [100], 1, dtype, device))
 
 
+@pytest.mark.parametrize("new_keys", [1, 3, 7, 64, 70])
+def test_no_node_sees_what_is_behind_the_new_keys(new_keys, device):
+    """Neither in a tile of its own nor in one with others; by one program and by several, whose merge must agree."""
+    nodes, lengths = 7, [0, 60, 62, 64, 200]
+    case = make_case(len(lengths), nodes, 2, 2, 64, 320, lengths, 2, torch.float32, device)
+    q, cache, lengths_tensor, ancestors = case
+    seen = reference.ancestor_matrix(ancestors, 128)
+    behind = seen.clone()
+    behind[..., new_keys:] = False
+    cleared = (q, cache, lengths_tensor, reference.pack_ancestors(behind))
+    for sequence, length in enumerate(lengths):
+        cache[:, sequence, :, length + min(new_keys, nodes) :] = float("nan")
+    options = {"scale": 64**-0.5, "new_keys": new_keys}
+    expected = reference.tree_attention(*cleared, scale=64**-0.5)
+    torch.testing.assert_close(reference.tree_attention(*case, **options), expected, rtol=1e-5, atol=1e-6)
+    assert_close(kernels.tree_attention(*case, **options), cleared, 64**-0.5)
+    capability = torch.cuda.get_device_capability() if CUDA else None
+    use = kernels.settings_for(14, 64, 2, 1, torch.float32, capability)._replace(splits=3, min_tiles=1)
+    for programs in (1, 3):
+        out = kernels._launch(*case, 64**-0.5, None, use._replace(programs=programs), new_keys=new_keys)
+        assert_close(out, cleared, 64**-0.5)
+
+
 @pytest.mark.parametrize("group", [1, 4, 7])
 @pytest.mark.parametrize("nodes", [1, 26 if CUDA else 11])
 def test_groups(group, nodes, device):
@@ -256,11 +279,12 @@ def test_streamed_keys_give_the_same_bits(nodes, kv_heads, group, width, words, 
             cache, table = in_pages(cache, page_rows)
         use = kernels.settings_for(nodes * group, width, kv_heads, 1, dtype, (9, 0))
         assert use.streamed
-        for change in ({}, {"min_tiles": 1}, {"splits": 5, "min_tiles": 2}):
+        for change, new_keys in (({}, None), ({"min_tiles": 1}, nodes), ({"splits": 5, "min_tiles": 2}, nodes)):
             for programs in (1, use._replace(**change).splits):
                 launch = use._replace(**change)._replace(programs=programs)
+                options = {"read_early": read_early, "new_keys": new_keys}
                 out, expected = (
-                    kernels._launch(q, cache, *rest, 0.1, None, one, table, read_early=read_early)
+                    kernels._launch(q, cache, *rest, 0.1, None, one, table, **options)
                     for one in (launch, launch._replace(streamed=False))
                 )
                 assert torch.equal(out, expected)
@@ -422,6 +446,12 @@ def good_arguments(device):
         (lambda a: {"lengths": a["lengths"].to("meta")}, "one device"),
         (lambda a: {"scale": 0.0}, "scale must be positive"),
         (lambda a: {"sliding_window": 0}, "sliding_window must be at least 1"),
+        (lambda a: {"new_keys": 0}, "new_keys must be 1 to 64"),
+        (
+            lambda a: {"new_keys": 65},
+            "new_keys must be 1 to 64 \\* W of the ancestors, got 65 and ancestors of 1 words",
+        ),
+        (lambda a: {"new_keys": 5, "ancestors": None}, "new_keys .* got 5 and no ancestors"),
         (lambda a: {"table": torch.zeros(2, 1, dtype=torch.int64)}, "table must be int32"),
         (lambda a: {"table": torch.zeros(3, 1, dtype=torch.int32)}, "table must be int32 \\[2, W\\]"),
         (lambda a: {"table": torch.zeros(2, 0, dtype=torch.int32)}, "table must be int32"),

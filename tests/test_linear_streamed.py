@@ -183,7 +183,7 @@ def test_without_gluon_or_hopper_products_are_launched_as_ever(monkeypatch):
     stack = torch.zeros(80, 1024, dtype=torch.bfloat16), (weight, weight, weight)
     assert kernels._choose(*stack, None, True).splits == 4
     assert kernels._choose(*stack, None) is None  # nobody adds up the splits
-    assert kernels._choose(x, stack[1], 80, True)[1:4] == (64, 4, True)  # as many splits, another tile
+    assert kernels._choose(x, stack[1], 80, True) == kernels._choose(x, stack[1], len(x), True)  # no matter of how many
     assert isinstance(kernels._choose(x[0], (weight,), None, keep_splits=True), streamed.Streaming)  # one row
     copied = torch.zeros(2, 3, 104, dtype=torch.bfloat16)[:, :2, :100]  # as rows of 100: not aligned
     assert isinstance(kernels._choose(copied, (weight[:, :100],), None, keep_splits=True), Settings)
@@ -291,18 +291,25 @@ def test_more_rows(monkeypatch, cols, depth, rows):
     if streamed.many_rows_settings(rows, cols, depth, fused) is None:
         assert kernels._choose(x, weights, rows, True, fused=fused) is None
         return
-    assert isinstance(kernels._choose(x, weights, rows, True, fused=fused), streamed.Streaming)
+    use = kernels._choose(x, weights, rows, True, fused=fused)
+    assert isinstance(use, streamed.Streaming)
+    few = kernels._choose(x[:20], weights, rows, True, fused=fused)
+    assert few == kernels._choose(x[:20], weights, 20, True, fused=fused)
     exact = [x.double() @ weight.double().T for weight in weights]
     for _ in range(5):
         if fused:
             outs = [kernels.linear_swiglu(x, *weights)]
-            some = [kernels.linear_swiglu(x[:20], *weights, launch_rows=rows)]
+            some = [kernels.linear_swiglu(x[:20], *weights, settings=use)]
             gate, up = (each.to(x.dtype).double() for each in exact)
             exact_outs, bound = [torch.nn.functional.silu(gate).to(x.dtype).double() * up], 2**-7
         else:
-            kept = {"keep_splits": True, "launch_rows": rows}
             outs, some = (
-                [out.sums for out in kernels.linear_stack(y, weights, [None] * len(weights), **kept)]
+                [
+                    out.sums
+                    for out in kernels.linear_stack(
+                        y, weights, [None] * len(weights), keep_splits=True, launch_rows=rows, settings=use
+                    )
+                ]
                 for y in (x, x[:20])
             )
             exact_outs, bound = exact, 2**-14

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from eagle_triton.linear import products as kernels
 from eagle_triton.linear import settings as table
-from eagle_triton.linear.settings import MOST_WIDE, WIDE_TILE, Wide
+from eagle_triton.linear.settings import MOST_WIDE, WIDE_TILE, Streaming, Wide
 from eagle_triton.runtime.launch import recorded
 from tests.gluon_by_python import run as run_by_python
 
@@ -89,8 +89,9 @@ def test_who_is_given_to_it(monkeypatch):
     assert kernels._choose(x, gate_up, None, fused=True) is None
     assert kernels._choose(x.view(8, 60, 4096), qkv, None, True) == wide.STACK
     assert kernels._choose(x[:240], qkv, 480, True) == wide.STACK  # by the rows that there are
-    assert kernels._choose(x[:80], qkv, 480, True) is None
-    assert kernels._choose(x[:20], qkv, 240, True).splits == 1
+    for rows in (80, 20):
+        few = kernels._choose(x[:rows], qkv, 480, True)
+        assert isinstance(few, Streaming) and few == kernels._choose(x[:rows], qkv, None, True)
     assert kernels._choose(x, qkv[:1], None, True) is None
     assert kernels._choose(x.float(), [weight.float() for weight in qkv], None) is None
     assert kernels._choose(x[:, 4:], [weight[:, 4:] for weight in qkv], None) is None  # rows not aligned

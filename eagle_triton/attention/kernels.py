@@ -9,14 +9,13 @@ import triton.language as tl
 from eagle_triton.layers.float8_pair import store_groups
 from eagle_triton.layers.values import rounded
 
-_WORD = tl.constexpr(64)
 MANY_TILES = tl.constexpr(64)  # of keys: more are worth all splits, fewer half of them
 
 
 @triton.jit
-def _span(length, nodes, capacity, window, WORDS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def _span(length, new_keys, capacity, window, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """The cache rows [oldest, newest) that any node of a sequence may see, from a tile's start on."""
-    newest = tl.minimum(length + (_WORD * WORDS if WORDS else nodes), capacity)
+    newest = tl.minimum(length + new_keys, capacity)
     return tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N if WINDOW else 0, newest
 
 
@@ -313,6 +312,7 @@ def attend_split(
     stride_on,
     stride_oh,
     nodes,
+    new_keys,
     capacity,
     scale_log2,
     window,
@@ -346,7 +346,7 @@ def attend_split(
     query_head = head * GROUP + row % GROUP
     q_offset = node * stride_qn + query_head * stride_qh
     length = tl.minimum(tl.load(lengths_ptr + batch), capacity)
-    oldest, newest = _span(length, nodes, capacity, window, WORDS, WINDOW, BLOCK_N)
+    oldest, newest = _span(length, new_keys, capacity, window, WINDOW, BLOCK_N)
     tiles, active = _share_out(newest - oldest, BLOCK_N, SPLITS, MIN_TILES)
     if program < active:
         q = tl.load(q_ptr + batch * stride_qb + (q_offset[:, None] + column[None, :]), mask=mask, other=0.0)
@@ -414,7 +414,7 @@ def attend_split(
             tl.store(partial_ptr + p_row * D + (row[:, None] * D + column[None, :]), sums, mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "nodes"])
+@triton.jit(do_not_specialize=["new_keys"], do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "nodes"])
 def _tree_attention_kernel(
     q_ptr,
     cache_ptr,
@@ -438,6 +438,7 @@ def _tree_attention_kernel(
     stride_on,
     stride_oh,
     nodes,
+    new_keys,
     capacity,
     scale_log2,
     window,
@@ -493,6 +494,7 @@ def _tree_attention_kernel(
         stride_on,
         stride_oh,
         nodes,
+        new_keys,
         capacity,
         scale_log2,
         window,
@@ -530,12 +532,12 @@ def merge_rows(
     stride_oh,
     nodes,
     all_rows,
+    new_keys,
     capacity,
     window,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
-    WORDS: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr,
@@ -550,7 +552,7 @@ def merge_rows(
     sequences."""
     batch, rows = sequence.to(tl.int64), nodes * GROUP
     length = tl.minimum(tl.load(lengths_ptr + batch, cache_modifier=".cg"), capacity)  # see runtime/overlap.py
-    oldest, newest = _span(length, nodes, capacity, window, WORDS, WINDOW, BLOCK_N)
+    oldest, newest = _span(length, new_keys, capacity, window, WINDOW, BLOCK_N)
     _, active = _share_out(newest - oldest, BLOCK_N, SPLITS, MIN_TILES)
     row, column, split = row_block * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     row_ok = row < rows
@@ -586,7 +588,7 @@ def merge_rows(
         tl.store(out_ptr + (o_offset[:, None] + column[None, :]), out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["all_rows"], do_not_specialize_on_alignment=["lengths_ptr", "nodes"])
+@triton.jit(do_not_specialize=["all_rows", "new_keys"], do_not_specialize_on_alignment=["lengths_ptr", "nodes"])
 def _merge_kernel(
     partial_ptr,
     softmax_ptr,
@@ -599,12 +601,12 @@ def _merge_kernel(
     stride_oh,
     nodes,
     all_rows,
+    new_keys,
     capacity,
     window,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
-    WORDS: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr,
@@ -632,12 +634,12 @@ def _merge_kernel(
         stride_oh,
         nodes,
         all_rows,
+        new_keys,
         capacity,
         window,
         D,
         GROUP,
         HEADS,
-        WORDS,
         WINDOW,
         SPLITS,
         MIN_TILES,

@@ -21,7 +21,7 @@ from eagle_triton.attention.settings import (
     settings_for_pieces,
 )
 from eagle_triton.layers.float8_pair import empty_pair
-from eagle_triton.reference.attention import capacity_of, check_tree_attention
+from eagle_triton.reference.attention import WORD, capacity_of, check_tree_attention
 from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs
 from eagle_triton.runtime.gluon import gluon_module
 from eagle_triton.runtime.launch import EXACT, launch
@@ -40,6 +40,7 @@ def tree_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    new_keys: int | None = None,
     launch_nodes: int | None = None,
     table: Tensor | None = None,
     read_early: bool = False,
@@ -56,6 +57,7 @@ def tree_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    new_keys: int | None = None,
     launch_nodes: int | None = None,
     table: Tensor | None = None,
     read_early: bool = False,
@@ -71,6 +73,7 @@ def tree_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    new_keys: int | None = None,
     launch_nodes: int | None = None,
     table: Tensor | None = None,
     read_early: bool = False,
@@ -80,7 +83,8 @@ def tree_attention(
 
     q [B, N, Hq, d]; cache [2, B, Hkv, T, d] in q's dtype (fp16, bf16 or fp32), d <= 256; lengths [B] int32; ancestors
     [B, N, W] int64 or None (causal); `scale` > 0. See `reference.attention.tree_attention` for who sees what, and for
-    the `table` of a cache in pages, which must be of 64 rows or a multiple where a sequence has several.
+    the `table` of a cache in pages, which must be of 64 rows or a multiple where a sequence has several. `new_keys`:
+    no node sees a new key from that number on, whatever its bits say: fewer are read.
     The last dimension of every tensor must be contiguous; its other strides are free. `launch_nodes`: choose the
     launch settings for that many nodes. `read_early`: lengths, table and committed rows were written before the last
     product, and behind that only kernels of runtime/overlap.py were launched; then they may be read before these end.
@@ -88,14 +92,24 @@ def tree_attention(
     [B, N, Hq * d] where that is of use to it and splits are added up. Raises ValueError before the launch if shapes,
     dtypes, strides or devices do not fit.
     """
-    check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table)
+    check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys)
     _check_kernel_limits(q, cache, lengths, ancestors, table)
     rows = (launch_nodes or q.shape[1]) * (q.shape[2] // cache.shape[2])
     use = settings_for(rows, q.shape[3], cache.shape[2], len(q), q.dtype, _capability(q.device))
     if ancestors is None and q.shape[1] >= _PIECE_NODES and table is not None:
         use = settings_for_pieces(use, rows, len(q) * cache.shape[2])
     return _launch(
-        q, cache, lengths, ancestors, scale, sliding_window, use, table, read_early=read_early, for_float8=for_float8
+        q,
+        cache,
+        lengths,
+        ancestors,
+        scale,
+        sliding_window,
+        use,
+        table,
+        new_keys=new_keys,
+        read_early=read_early,
+        for_float8=for_float8,
     )
 
 
@@ -160,6 +174,7 @@ def _launch(
     use: Settings,
     table: Tensor | None = None,
     lse: Tensor | None = None,
+    new_keys: int | None = None,
     read_early: bool = False,
     for_float8: bool = False,
 ) -> Tensor | Float8Pair:
@@ -187,10 +202,11 @@ def _launch(
         "D": width,
         "GROUP": group,
         "HEADS": kv_heads,
-        "WORDS": 0 if ancestors is None else ancestors.shape[-1],
         "SPLITS": use.splits,
         "MIN_TILES": use.min_tiles,
     }
+    words = 0 if ancestors is None else ancestors.shape[-1]
+    new_keys = nodes if ancestors is None else new_keys or WORD * words
     merged = {"WINDOW": sliding_window is not None, "PDL": pdl, "BLOCK_N": use.block_n, "BLOCK_D": block_d}
     strides = (*q.stride()[:3], *cache.stride()[:3], 0 if table is None else table.stride(0))
     strides += ((0, 0) if ancestors is None else ancestors.stride()[:2]) + out.stride()[:3]
@@ -211,12 +227,14 @@ def _launch(
             softmax,
             *strides,
             nodes,
+            new_keys,
             capacity,
             scale_log2,
             **shared,
+            WORDS=words,
             PAGE=page_rows,
             PROGRAMS=use.programs,
-            NODES=streamed.nodes_for(nodes, ancestors.shape[-1]),
+            NODES=streamed.nodes_for(nodes, words),
             STAGES=streamed.stages_of(width),
             READ_EARLY=read_early,
             num_warps=4,
@@ -240,10 +258,12 @@ def _launch(
             lse if softmax is None else softmax,
             *strides,
             nodes,
+            new_keys,
             capacity,
             scale_log2,
             sliding_window or 0,
             **shared,
+            WORDS=words,
             **merged,
             STRIDE_T=cache.stride(3),
             PAGE=page_rows,
@@ -271,6 +291,7 @@ def _launch(
             *out.stride()[:3],
             nodes,
             batch * nodes,
+            new_keys,
             capacity,
             sliding_window or 0,
             **shared,

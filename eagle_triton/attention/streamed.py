@@ -40,10 +40,32 @@ ROWS = 64  # query rows of a program, and keys of a tile: the bits of one word
 REGISTERS = 128  # of a thread of 256, before the warps that do not multiply give theirs away: two programs fit
 _ROWS = gl.constexpr(ROWS)
 _LOADER = gl.constexpr(24)  # registers of a thread of the warp that loads
+
 _share_out = gluon.jit(kernels._share_out.fn)
 _first_tile = gluon.jit(kernels._first_tile.fn)
 _either = gluon.jit(kernels._either.fn)
 _relative_to = gluon.jit(kernels._relative_to.fn)
+
+# PTX: two numbers rounded to 16 bits, in one register, and the same in fp32 again.
+_ROUND_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;")
+_ROUND_FP16 = gl.constexpr(
+    "{ .reg .f16 a, b; cvt.rn.f16x2.f32 $0, $4, $3; mov.b32 {a, b}, $0; cvt.f32.f16 $1, a; cvt.f32.f16 $2, b; }"
+)
+
+
+def _scaling(count: int) -> tuple[gl.constexpr, gl.constexpr]:
+    """PTX that multiplies `count` numbers of a thread, which has some of two rows, by their rows' factors, and its
+    operands. Of a tile of the tensor cores' sums a thread has two numbers of one row, then two of the other."""
+    sums, terms, factors = range(count), range(count, 2 * count), range(2 * count, 3 * count)
+    copies = " ".join(f"mov.b32 ${i}, ${j};" for i, j in zip(sums, terms, strict=True))
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${j};" for i, j in zip(sums, factors, strict=True))
+    test = f"setp.neu.f32 p, ${factors[0]}, 0f3F800000; setp.neu.or.f32 p, ${factors[2]}, 0f3F800000, p;"
+    text = f"{{ .reg .pred p; {copies} {test} vote.sync.any.pred p, p, -1; @!p bra DONE; {products} DONE: }}"
+    return gl.constexpr(text), gl.constexpr(",".join(["=r"] * count + ["r"] * (2 * count)))
+
+
+_SCALE_32, _SCALE_32_OPERANDS = _scaling(32)  # of a tile of 64 rows and 64 columns
+_SCALE_64, _SCALE_64_OPERANDS = _scaling(64)  # and of one of 128
 
 
 def descriptor(rows_of_memory: Tensor, width: int) -> TensorDescriptor:
@@ -159,12 +181,24 @@ def _per_row(x, like):
 
 @gluon.jit
 def _rounded_in_pairs(x, KIND: gl.constexpr):
-    """fp32 rounded to 16 bits, two numbers at a time."""
+    """fp32 rounded to 16 bits, two numbers at a time, and the same in fp32 again."""
     if KIND is gl.bfloat16:
-        x = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, True, 2)
+        both = gl.inline_asm_elementwise(_ROUND_BF16, "=r,=r,=r,r,r", [x], (gl.bfloat16, gl.float32), True, 2)
     else:
-        x = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, True, 2)
-    return x
+        both = gl.inline_asm_elementwise(_ROUND_FP16, "=r,=r,=r,r,r", [x], (gl.float16, gl.float32), True, 2)
+    return both
+
+
+@gluon.jit
+def _decayed(acc, decay):
+    """acc [rows, d] times a factor for each row: powers of two, for most tiles 1. A warp that has no other skips it."""
+    factors = _per_row(decay, acc).broadcast_to(acc.shape)
+    if acc.shape[1] == 128:
+        acc = gl.inline_asm_elementwise(_SCALE_64, _SCALE_64_OPERANDS, [acc, factors], gl.float32, True, 64)
+    else:
+        gl.static_assert(acc.shape[1] == 64)
+        acc = gl.inline_asm_elementwise(_SCALE_32, _SCALE_32_OPERANDS, [acc, factors], gl.float32, True, 32)
+    return acc
 
 
 @gluon.jit
@@ -177,9 +211,9 @@ def _weigh(scores, top, total, scale_log2, KIND: gl.constexpr):
     base = gl.where(new_top == float("-inf"), 0.0, new_top)
     scales = gl.full(scores.shape, scale_log2, gl.float32, scores.type.layout)
     weights = gl.exp2(gl.fma(scores, scales, (-base)[:, None].broadcast_to(scores.shape)))
-    weights = _rounded_in_pairs(weights, KIND)
+    weights, rounded = _rounded_in_pairs(weights, KIND)
     decay = gl.exp2(top - base)
-    return weights, decay, new_top, gl.fma(total, decay, gl.sum(weights.to(gl.float32), 1))
+    return weights, decay, new_top, gl.fma(total, decay, gl.sum(rounded, 1))
 
 
 @gluon.jit
@@ -281,7 +315,7 @@ def _attend(
     top = gl.full((_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros((_ROWS,), gl.float32, gl.SliceLayout(1, SCORES))
     sums, base, whole = acc, top, total
-    split = 1  # the next to begin
+    split, split_tile = 1, _first_tile(1, tiles, active)  # the next to begin, and where
 
     mbarrier.wait(full.index(0), 0)
     scores = warpgroup_mma(q_tile, k_tiles.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -297,16 +331,18 @@ def _attend(
         scores = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
         if tile > committed:
             _clear_unseen(v_tiles.index(slot), node_bits, node_ok, start - _ROWS, length, last, WORDS, LOADS)
-        acc *= _per_row(decay, acc)
+        acc = _decayed(acc, decay)
         acc = warpgroup_mma(operand, v_tiles.index(slot), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         if tile >= committed:
             scores = _visible_scores(scores, row_bits, row_ok, start, length, last, WORDS)
         if ALL_SPLITS:
-            begins = tile == _first_tile(split, tiles, active)
+            begins = tile == split_tile
             split_top, split_total = top, total
             top, total = gl.where(begins, float("-inf"), top), gl.where(begins, 0.0, total)
         weights, decay, top, total = _weigh(scores, top, total, scale_log2, KIND)
+        # It is full. But no instruction is moved over this: ptxas would have the sums waited for before the weights.
+        mbarrier.wait(full.index(slot), tile // STAGES & 1)
         acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
         mbarrier.arrive(read.index(slot))
         operand = gl.convert_layout(weights, WEIGHTS)
@@ -315,12 +351,13 @@ def _attend(
                 sums, base, whole = _add_split(sums, base, whole, acc, split_top, split_total)
                 acc = gl.zeros((_ROWS, BLOCK_D), gl.float32, SUMS)
                 split += 1
+                split_tile = _first_tile(split, tiles, active)
     slot = count % STAGES
     mbarrier.wait(full.index(slot), count // STAGES & 1)
     if count > committed:
         start = first + (count - 1) * _ROWS
         _clear_unseen(v_tiles.index(slot), node_bits, node_ok, start, length, last, WORDS, LOADS)
-    acc *= _per_row(decay, acc)
+    acc = _decayed(acc, decay)
     acc = warpgroup_mma(operand, v_tiles.index(slot), acc, is_async=True)
     acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
     if ALL_SPLITS:
@@ -339,7 +376,7 @@ def _attend(
         gl.store(partial_ptr + p_row * D + (out_row[:, None] * D + out_column[None, :]), acc, mask=mask)
 
 
-@gluon.jit(do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "nodes"])
+@gluon.jit(do_not_specialize=["new_keys"], do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "nodes"])
 def tree_attention_kernel(
     q_ptr,
     cache_desc,
@@ -362,6 +399,7 @@ def tree_attention_kernel(
     stride_on,
     stride_oh,
     nodes,
+    new_keys,
     capacity,
     scale_log2,
     D: gl.constexpr,
@@ -391,7 +429,7 @@ def tree_attention_kernel(
     gdc_launch_dependents()
     batch = sequence.to(gl.int64)
     length = gl.maximum(gl.minimum(gl.load(lengths_ptr + batch, cache_modifier=".cg"), capacity), 0)
-    newest = gl.minimum(length + _ROWS * WORDS, capacity)
+    newest = gl.minimum(length + new_keys, capacity)
     tiles, active = _share_out(newest, _ROWS, SPLITS, MIN_TILES)
     if program < active:
         first, last = 0, newest

@@ -18,7 +18,7 @@ from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.modules import MLP, Norm, Projection
 from eagle_triton.engine.pages import PAGE_ROWS
 from eagle_triton.engine.state import DecodeState
-from eagle_triton.linear.settings import Settings, block_m_of, descriptors, launch_settings
+from eagle_triton.linear.settings import MAX_ROWS, Settings, block_m_of, descriptors, launch_settings
 from eagle_triton.megakernel.kernel import draft_verify_update_kernel
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.launch import DRAFT_WARPS, EXACT, launch
@@ -27,7 +27,6 @@ from eagle_triton.tree_decoding import topk_chunk_of
 BARRIER_LIMIT = 1 << 18  # looks at a barrier before giving up: some tenths of a second
 FASTER = {"NVIDIA H200": False}
 """Whether the megakernel was measured faster than the separate kernels, by device: results/megakernel-*-h200.json."""
-MAX_ROWS = 64  # rows of a draft pass; more go to cuBLAS, which has no tiles to deal out
 
 
 class _UnsupportedError(Exception):
@@ -135,7 +134,7 @@ def unsupported(draft: Draft | None, state: DecodeState) -> str | None:
         return "the target's layers are not all attention of one shape"
     rows = state.batch * state.draft_tree_tensors.launch_nodes
     if rows > MAX_ROWS:
-        return f"{rows} rows in a draft pass, more than {MAX_ROWS}"
+        return f"{rows} rows in a draft pass, more than {MAX_ROWS}"  # cuBLAS has no tiles to deal out
     if spec.top_k > 64 or spec.top_k * max((1, *spec.beam_widths)) > 1024:
         return f"{spec.top_k} children for each of {max((1, *spec.beam_widths))} nodes"
     return None

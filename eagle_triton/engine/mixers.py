@@ -37,6 +37,7 @@ class Rows(NamedTuple):
     first: Tensor  # [B] int32: where the new rows begin, and what their depths count from
     depths: Tensor | None  # [B, n] int32: their positions are first + depths; None: one after another
     ancestors: Tensor | None  # [B, n, W] int64, bit j: row lengths + j is visible; None: causal
+    new_keys: int | None = None  # none of the new rows sees one from `lengths` + that on; None: by their bits alone
     launch_nodes: int | None = None  # nodes that launches are chosen for, the same in all passes of a draft; None: n
     depth: int = 0  # of a tree: no node lies more below its root
     skip: int = 0  # rows between `first` and the new ones: those of the tree's levels above
@@ -298,6 +299,7 @@ class Attention(Mixer):
         else:
             options: dict[str, Any] = dict(
                 sliding_window=self.sliding_window,
+                new_keys=rows.new_keys,
                 launch_nodes=rows.launch_nodes,
                 table=cache.table,
                 read_early=self._launches_products,

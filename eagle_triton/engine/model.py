@@ -138,7 +138,8 @@ def target_forward(
     it runs). Returns the normed last hidden states [B, n, H], the features
     for the draft [B, n, F], and for trees what the caches' commit asks for.
     """
-    rows = Rows(lengths, lengths, depths, ancestors, depth=depth)
+    new_keys = None if ancestors is None else tokens.shape[1]
+    rows = Rows(lengths, lengths, depths, ancestors, new_keys, depth=depth)
     pending = None if ancestors is None else caches.new_pending(tokens.shape[1])
     x, update, features = _layers(ops, view, view.layers, tokens, caches, rows, pending)
     assert x is not None, "a model has layers"

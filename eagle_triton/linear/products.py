@@ -14,6 +14,7 @@ from eagle_triton.layers import swiglu
 from eagle_triton.linear import float8, small
 from eagle_triton.linear.float8 import contiguous_rows
 from eagle_triton.linear.settings import (
+    MAX_ROWS,
     MOST_STREAMED,
     MOST_WIDE,
     STACKED,
@@ -208,10 +209,13 @@ def _choose(
     """How a product is launched, None: by cuBLAS. Streaming up to 64 rows does not change a bit.
 
     Splits of K follow from `launch_rows`, if they are more than there are, tiles from the rows that there are, and so
-    does whether these are many enough for wide.py.
+    does whether these are many enough for wide.py. More than MAX_ROWS `launch_rows` are no reason: of so many no pass
+    has another's bits.
     """
     matrix = contiguous_rows(x)
     rows, depth = max(launch_rows or 0, len(matrix)), x.shape[-1]
+    if rows > MAX_ROWS and x.dtype.itemsize == 2:
+        rows = len(matrix)
     cols = tuple(weight.shape[0] for weight in weights)
     settings = launch_settings(x.device, x.dtype, rows, cols, depth, fused, launch_rows is not None)
     streaming = _streamed() if residual is None and can_stream([matrix, *weights]) else None

@@ -66,7 +66,7 @@ _HOPPER = {
     (64, (4096, 1024, 1024), 8192): Settings(64, 128, 2, 4, 3),  # 30.8, 28.8; 28.7
     (64, (32000,), 4096): Settings(128, 64, 1, 4, 4),  # 64.9; 67.7
 }
-_MAX_ROWS = 64  # more rows are cuBLAS's, streamed.many_rows_settings' or wide.settings_for's
+MAX_ROWS = 64  # of what is measured above; more are for cuBLAS, streamed.many_rows_settings or wide.settings_for
 MOST_STREAMED = 256  # rows of a streamed product
 MOST_WIDE = 512  # rows of wide.py's products, which have more than WIDE_TILE
 WIDE_TILE = 128  # rows and columns of a tile of theirs
@@ -103,7 +103,7 @@ def settings_on(
     in_draft_pass: bool = False,
 ) -> Settings | None:
     """launch_settings for a device of this compute capability."""
-    if rows > _MAX_ROWS or (dtype.itemsize > 2 and not in_draft_pass):
+    if rows > MAX_ROWS or (dtype.itemsize > 2 and not in_draft_pass):
         return None
     if dtype.itemsize > 2:
         settings = Settings(32, 32, stages=2, tma=False)

@@ -36,6 +36,7 @@ def tree_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    new_keys: int | None = None,
     launch_nodes: int | None = None,
     table: Tensor | None = None,
     read_early: bool = False,
@@ -52,6 +53,7 @@ def tree_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    new_keys: int | None = None,
     launch_nodes: int | None = None,
     table: Tensor | None = None,
     read_early: bool = False,
@@ -67,6 +69,7 @@ def tree_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    new_keys: int | None = None,
     launch_nodes: int | None = None,
     table: Tensor | None = None,
     read_early: bool = False,
@@ -78,6 +81,7 @@ def tree_attention(
     rows 0..lengths-1 are committed and visible to every node. Row lengths + j belongs to new key j, visible to node i
     iff bit j of ancestors [B, N, W] int64 is set; without `ancestors`, iff j <= i (causal). With `sliding_window` a
     node at position p sees positions > p - sliding_window only; a node's position is lengths + its ancestor count - 1.
+    `new_keys`: no node sees a new key from that number on, whatever its bits say, which still count for its position.
     Returns [B, N, Hq, d] in q's dtype, computed in fp32. A row with nothing to see gives 0.
 
     With a `table` [B, W] int32 the cache is [2, P, Hkv, R, d], and row t of sequence b is row t % R of page
@@ -85,7 +89,7 @@ def tree_attention(
     `launch_nodes`, `read_early` and `for_float8` are for the kernels, and change no result.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table)
+    check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys)
     _, nodes, heads, _ = q.shape
     kv_heads, page_rows, capacity = cache.shape[2], cache.shape[3], capacity_of(cache, table)
     matrix = None if ancestors is None else ancestor_matrix(ancestors, ancestors.shape[-1] * WORD)
@@ -100,6 +104,9 @@ def tree_attention(
         cache = cache[:, :, :, :rows][:, pages]  # [2, B, W, Hkv, R, d]
         cache = cache.movedim(2, 3).flatten(3, 4)  # [2, B, Hkv, T, d]
     visible = _visible(lengths, matrix, nodes, rows, sliding_window)
+    if new_keys is not None:
+        behind = torch.arange(rows, device=lengths.device) - lengths[:, None].long() >= new_keys
+        visible = visible & ~behind[:, None]
 
     keys, values = cache[:, :, :, :rows].float()
     grouped = q.float().unflatten(2, (kv_heads, heads // kv_heads))
@@ -134,6 +141,7 @@ def check_tree_attention(
     scale: float,
     sliding_window: int | None,
     table: Tensor | None = None,
+    new_keys: int | None = None,
 ) -> None:
     """Raise ValueError, with what was expected and what came, if the arguments of tree_attention do not fit."""
     fits = q.dim() == 4 and cache.dim() == 5 and cache.shape[0] == 2 and cache.shape[4] == q.shape[3]
@@ -169,6 +177,9 @@ def check_tree_attention(
         raise ValueError(f"tree_attention: scale must be positive, got {scale}")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"tree_attention: sliding_window must be at least 1, got {sliding_window}")
+    if new_keys is not None and (ancestors is None or not 1 <= new_keys <= WORD * ancestors.shape[2]):
+        bits = "no ancestors" if ancestors is None else f"ancestors of {ancestors.shape[2]} words"
+        raise ValueError(f"tree_attention: new_keys must be 1 to 64 * W of the ancestors, got {new_keys} and {bits}")
 
 
 def _visible(lengths: Tensor, matrix: Tensor | None, nodes: int, rows: int, sliding_window: int | None) -> Tensor:

@@ -294,7 +294,7 @@ class BeamDraft(Draft):
         tokens [B, n] in these rows, features [B, n, F] of the positions before the tokens'; `ancestors` [B, n, W] may
         say in bits what None does: each row sees those before it. `launch_nodes`: see Rows. Returns as `forward`.
         """
-        rows = Rows(lengths, lengths, None, ancestors, launch_nodes)
+        rows = Rows(lengths, lengths, None, ancestors, launch_nodes=launch_nodes)
         return self.forward(ops, self.inputs_of(ops, features, rows), None, tokens, caches, rows)
 
     def run_layers(
@@ -352,7 +352,7 @@ class BeamDraft(Draft):
                 break
             scores, ancestors = grown.scores, grown.ancestors
             depths = plan.slot_levels[:, slots]
-            rows = Rows(lengths, lengths, depths, ancestors, plan.launch_nodes, skip=first_slot)
+            rows = Rows(lengths, lengths, depths, ancestors, launch_nodes=plan.launch_nodes, skip=first_slot)
             hidden, normed = self.forward(ops, hidden, grown.parents, grown.tokens, mine.caches, rows, level + 1)
             first_slot += beam
         if end < spec.candidates:  # levels that were not run
