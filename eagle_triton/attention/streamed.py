@@ -341,8 +341,10 @@ def _attend(
             split_top, split_total = top, total
             top, total = gl.where(begins, float("-inf"), top), gl.where(begins, 0.0, total)
         weights, decay, top, total = _weigh(scores, top, total, scale_log2, KIND)
-        # It is full. But no instruction is moved over this: ptxas would have the sums waited for before the weights.
-        mbarrier.wait(full.index(slot), tile // STAGES & 1)
+        if not ALL_SPLITS:
+            # It is full. But no instruction moves over this: ptxas would have the sums waited for before the weights.
+            # Many sequences, for whom memory is slow, gain by slots that are given back early.
+            mbarrier.wait(full.index(slot), tile // STAGES & 1)
         acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
         mbarrier.arrive(read.index(slot))
         operand = gl.convert_layout(weights, WEIGHTS)
