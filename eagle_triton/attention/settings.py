@@ -52,12 +52,13 @@ def settings_for(
     nodes of one sequence, 8 splits: 10.7, 15.6, 31; 4 splits: 10.6, 22, 39. Of eight sequences one program for all
     splits takes 21, 58, 197, one for each of four 29, 59, 187. One node of one sequence, 16 splits: 5.9, 9.9, 15; 8
     splits: 7.1, 13, 22. Of 64 sequences one program for all splits: 46, 134, 489, where reading alone takes 31, 126,
-    502. Between, few rows of eight sequences, neither is good: 12.8, 27, 79 with 16 splits, 10.7, 24, 75 with 8. Half
-    of the splits up to 64 tiles: more are not worth their merge. A program that has no keys must do nothing at all: a
-    batch has many. The number of a tile's page must be known a tile ahead: 37.7 instead of 31.4 at 8192 keys.
-    Descriptors do not matter up to 2048 keys, and save 2 % at 8192. A tile with new keys takes two to three times as
-    long as another whatever its height, so block_t 64 beats 32. Dependent launch (pdl 2) takes 0.3 µs off at 60 nodes,
-    0.6 at 10, if merges keep to MERGE_REGISTERS: else it costs 2.
+    502. Between, few rows of eight sequences, neither is good: 12.8, 27, 79 with 16 splits, 10.7, 24, 75 with 8. Of 60
+    nodes of four sequences with 512 keys one program for all splits takes 13.2 on another card, one for each 16.6
+    (streamed.py); more keys were not tried. Half of the splits up to 64 tiles: more are not worth their merge. A
+    program that has no keys must do nothing at all: a batch has many. The number of a tile's page must be known a tile
+    ahead: 37.7 instead of 31.4 at 8192 keys. Descriptors do not matter up to 2048 keys, and save 2 % at 8192. A tile
+    with new keys takes two to three times as long as another whatever its height, so block_t 64 beats 32. Dependent
+    launch (pdl 2) takes 0.3 µs off at 60 nodes, 0.6 at 10, if merges keep to MERGE_REGISTERS: else it costs 2.
     """
     hopper = capability is not None and capability[0] in (9, 10)
     num_stages = 3 if hopper else 2
