@@ -15,9 +15,9 @@ from eagle_triton.benchmarks import generate, mtp, operations, step, timing
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.acceptance import deepest_path, fix_acceptance
 from eagle_triton.benchmarks.arguments import DECODINGS, PLOTS, SHAPES, TREES, stored_positions
+from eagle_triton.benchmarks.cases.case import Case, Provider
 from eagle_triton.benchmarks.comparison import Run, accepted_histogram
 from eagle_triton.benchmarks.float8 import round_target
-from eagle_triton.benchmarks.operations import Case, Provider, measure_case
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.plot import plot
 from eagle_triton.benchmarks.record import Record, histogram_table
@@ -60,6 +60,8 @@ def test_what_a_run_writes(mode, tmp_path, capsys):
 
 
 def test_an_interrupted_run_keeps_what_it_has(monkeypatch, capsys):
+    measure_case = operations.measure_case
+
     def interrupt(case, device):
         if "verification" in case.name:
             raise KeyboardInterrupt
@@ -236,7 +238,7 @@ def test_a_provider_that_differs_is_not_timed():
         Provider("broken", torch.linalg.inv_ex, ours=True),
         Provider("raises", lambda x: x @ x[:3]),
     ]
-    rows, notes = measure_case(Case("group", "case", numbers, torch.abs, providers, 64), torch.device("cpu"))
+    rows, notes = operations.measure_case(Case("group", "case", numbers, torch.abs, providers, 64), torch.device("cpu"))
     assert [row["provider"] for row in rows] == ["right"]
     assert [note.partition(" was")[0] for note in notes] == [
         "case: zeros",

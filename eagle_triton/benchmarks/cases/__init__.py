@@ -1,0 +1,47 @@
+"""The operations that `benchmark.py operations` times: `case.py` says what a case is, the others make some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from eagle_triton.benchmarks.cases.attention import attention_case, commit_case
+from eagle_triton.benchmarks.cases.case import NODES, Case, Random, RecurrentSizes, Sizes
+from eagle_triton.benchmarks.cases.gated_delta import delta_cases, prompt_case, states_case
+from eagle_triton.benchmarks.cases.layers import layer_cases
+from eagle_triton.benchmarks.cases.products import product_cases
+from eagle_triton.benchmarks.cases.suffixes import suffix_case
+from eagle_triton.benchmarks.cases.trees import topk_case, tree_case
+from eagle_triton.benchmarks.cases.verification import verification_cases
+from eagle_triton.engine.operations import Operations
+
+LLAMA_8B = Sizes(32, 4096, 14336, 32, 8, 128, 128256, 32000, (512, 2048, 32768))
+TOY = Sizes(2, 64, 128, 4, 2, 16, 512, 128, (64, 128))
+QWEN3_5_9B, QWEN3_5_27B = RecurrentSizes(24, 16, 32, 128, 512), RecurrentSizes(48, 16, 48, 128, 512)
+RECURRENT_TOY = RecurrentSizes(2, 2, 4, 16, 70)
+RINGS = [(10_000, 1, None), (1_000_000, 1, 25), (1_000_000, 8, 32), (1_000_000, 64, 80), (10_000_000, 1, 35)]
+
+
+def all_cases(ops: Operations, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """What is timed. 16 rows stand for a beam, 64 for a tree."""
+    random = Random(device, dtype)
+    for keys, target_us in zip(sizes.keys, (8, 12, 50), strict=False):
+        yield attention_case(ops, sizes, random, NODES, 1, keys, target_us)
+    for batch, target_us in ((8, 9), (32, 24), (64, 44)) if device.type == "cuda" else ((3, 0),):
+        yield attention_case(ops, sizes, random, 1, batch, sizes.keys[0], target_us)
+    for rows in (16, 64):
+        yield from product_cases(ops, sizes, random, rows)
+    yield from verification_cases(ops, sizes, random)
+    yield tree_case(ops, random)
+    yield commit_case(ops, sizes, random)
+    yield topk_case(ops, sizes, random)
+    yield from layer_cases(ops, sizes, random)
+    for recurrent in (QWEN3_5_9B, QWEN3_5_27B) if device.type == "cuda" else (RECURRENT_TOY,):
+        for batch, nodes in ((1, NODES), (8, NODES), (1, 1), (8, 1)):
+            yield from delta_cases(ops, recurrent, random, batch, nodes)
+        yield prompt_case(ops, recurrent, random)
+    for batch in (1, 8):
+        yield states_case(ops, QWEN3_5_9B if device.type == "cuda" else RECURRENT_TOY, random, batch)
+    for ring, batch, target in RINGS if device.type == "cuda" else [(2000, 2, None)]:
+        yield suffix_case(ops, sizes, random, ring, batch, target)

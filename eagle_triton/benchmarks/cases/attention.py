@@ -1,0 +1,133 @@
+"""Attention of a tree's nodes, and the commit of its accepted path to the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from eagle_triton.benchmarks.cases.case import NODES, Case, Provider, Random, Sizes, ours
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.state import capacity_bucket
+from eagle_triton.reference import attention, kv_cache, tree_decoding
+
+
+def attention_case(
+    ops: Operations, sizes: Sizes, random: Random, nodes: int, batch: int, keys: int, target_us: float
+) -> Case:
+    """The nodes of a tree for each sequence over `keys` committed rows and each other; torch gets its masks ready
+    made."""
+    heads, kv_heads, width, device = sizes.heads, sizes.kv_heads, sizes.width, random.device
+    group, rows, capacity = heads // kv_heads, keys + nodes, capacity_bucket(keys + nodes)
+    matrix = tree_decoding._ancestor_closure(random.parents(nodes))
+    ancestors = attention.pack_ancestors(matrix).repeat(batch, 1, 1)
+    lengths, scale = random.int32(*[keys] * batch), width**-0.5
+    visible = torch.ones(nodes, rows, dtype=torch.bool, device=device)
+    visible[:, keys:] = matrix[0]
+    bias = None
+    if nodes > 1:
+        bias = torch.zeros(nodes * group, -(-rows // 8) * 8, dtype=random.dtype, device=device)[:, :rows]  # aligned
+        bias.masked_fill_(~visible.repeat_interleave(group, 0), float("-inf"))
+
+    def make(generator: torch.Generator) -> tuple:
+        q = random.normal(generator, batch, nodes, heads, width)
+        packed = q.view(batch, nodes, kv_heads, group, width).transpose(1, 2).reshape(batch, kv_heads, -1, width)
+        return q, packed, random.normal(generator, 2, batch, kv_heads, capacity, width)
+
+    def expected(q: Tensor, packed: Tensor, cache: Tensor) -> Tensor:
+        return attention.tree_attention(q, cache, lengths, ancestors, scale=scale)
+
+    def kernel(q: Tensor, packed: Tensor, cache: Tensor) -> Tensor:
+        return ops.tree_attention(q, cache, lengths, ancestors, scale=scale, new_keys=nodes)
+
+    def sdpa(q: Tensor, packed: Tensor, cache: Tensor) -> Tensor:
+        """The heads of a group packed into rows, so that keys are not repeated."""
+        k, v = cache[:, :, :, :rows]
+        return F.scaled_dot_product_attention(packed, k, v, bias, scale=scale)
+
+    def unpack(out: Tensor, *_: Tensor) -> Tensor:
+        return out.view(batch, kv_heads, nodes, group, width).transpose(1, 2).reshape(batch, nodes, heads, width)
+
+    providers = [Provider("sdpa", sdpa, unpack)]
+    if device.type == "cuda":
+        backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        if bias is None:
+            backends.append(SDPBackend.FLASH_ATTENTION)
+        for backend in backends:
+            providers.append(Provider(f"sdpa {backend.name.lower()}", sdpa_kernel(backend)(sdpa), unpack))
+        for name, query_block, options in (
+            ("flex_attention", 128, {"FORCE_USE_FLEX_ATTENTION": True}),
+            ("flex decoding", 256, {}),  # packs the heads of a group: 4 x 64 rows must divide the mask's block
+        ):
+            call = _flex(visible, scale, query_block, options)
+            providers.append(Provider(name, call, lambda out, *_: out.transpose(1, 2)))
+    name = f"tree attention, {nodes} nodes, {keys} keys" if nodes > 1 else f"attention, {batch} sequences, {keys} keys"
+    return Case(
+        "attention",
+        name,
+        make,
+        expected,
+        [*providers, ours(ops, kernel)],
+        2 * batch * (rows * kv_heads + nodes * heads) * width * random.dtype.itemsize,
+        target_us,
+        1.5 if nodes > 1 else None,
+    )
+
+
+def _flex(visible: Tensor, scale: float, query_block: int, options: Any) -> Callable[..., Tensor]:
+    """flex_attention as compiled by torch for a mask [nodes, rows] of all sequences."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    nodes, rows = visible.shape
+    mask = create_block_mask(
+        lambda b, h, i, j: visible[i, j], None, None, nodes, rows, visible.device, (query_block, 128)
+    )
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def call(q: Tensor, packed: Tensor, cache: Tensor) -> Tensor:
+        k, v = cache[:, :, :, :rows]
+        return compiled(q.transpose(1, 2), k, v, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=options)
+
+    return call
+
+
+def commit_case(ops: Operations, sizes: Sizes, random: Random) -> Case:
+    """The accepted path of a tree moves together, in every layer."""
+    path = random.int32(0, 1, 4, 9, 15, 22, 31, 44, 59)[None]
+    count, keys = path.shape[1], 512 if random.device.type == "cuda" else 64
+    lengths, accepted = random.int32(keys), random.int32(count - 1)
+    source = keys + path[0].long()
+    target = keys + torch.arange(count, device=random.device)
+
+    def make(generator: torch.Generator) -> tuple:
+        capacity = capacity_bucket(keys + NODES)
+        return (random.normal(generator, sizes.layers, 2, 1, sizes.kv_heads, capacity, sizes.width),)
+
+    def kept(_: Any, cache: Tensor) -> Tensor:
+        return cache[:, :, :, :, keys : keys + count]
+
+    def call(commit: Callable[..., None], cache: Tensor) -> None:
+        commit(cache, lengths, path, accepted)
+
+    def expected(cache: Tensor) -> Tensor:
+        call(kv_cache.commit, cache)
+        return kept(None, cache)
+
+    def index_copy(cache: Tensor) -> None:
+        cache.index_copy_(4, target, cache.index_select(4, source))
+
+    rows = count * sizes.layers * 2 * sizes.kv_heads
+    return Case(
+        "cache",
+        f"commit, {count} rows over {sizes.layers} layers",
+        make,
+        expected,
+        [Provider("index_select, index_copy", index_copy, kept), ours(ops, partial(call, ops.commit), kept)],
+        2 * rows * sizes.width * random.dtype.itemsize,
+        6,
+    )
