@@ -2,9 +2,9 @@
 
 It shows what indices, slots and barriers do, which no interpreter of Gluon does. A product that is asked for reads its
 operands when it is waited for, so a slot that is refilled too early gives wrong numbers; a wait that nobody ends raises
-TimeoutError. x, which an earlier kernel makes, is NaN until a program has waited for that. Layouts, fences and barriers
-of the threads of one partition mean nothing here, and numbers are double until a kernel asks for another kind. It knows
-what the kernels of linear/wide.py and linear/paired_float8.py ask for.
+TimeoutError. What an earlier kernel makes is NaN, or no number, until a program has waited for that. Layouts, fences
+and barriers of the threads of one partition mean nothing here, and numbers are double until a kernel asks for another
+kind. It knows what the kernels of linear/wide.py, linear/paired_float8.py and attention/streamed.py ask for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from functools import partial, reduce
 from threading import Event
 from typing import Any
 
@@ -20,7 +21,8 @@ import numpy as np
 import torch
 
 SECONDS = 20  # a wait may take
-LATE = ("x_desc", "x_scale_ptr")  # what an earlier kernel makes
+LATE = ("x_desc", "x_scale_ptr")  # what an earlier kernel makes, where a test names nothing else
+NO_NUMBER = -(2**40)  # an integer that is not there yet
 LATE_SECONDS = 1e-3
 
 
@@ -73,41 +75,62 @@ class Tile:
 
 
 class Sum:
-    """A sum of products, of which some have not read their operands yet."""
+    """What a product is added to, once it has been waited for; then all that an Array is."""
 
     type = types.SimpleNamespace(layout=None)
 
-    def __init__(self, value: Any, pending: list[tuple[Tile, Tile]]):
-        self.value, self.pending, self.shape = value, pending, value.shape
+    def __init__(self, before: Any, one: Any, other: Any):
+        self.before, self.one, self.other = before, one, other
+        self.value: Array | None = None
+        self.shape = (one.shape[0], other.shape[1])
+
+    def read(self) -> None:
+        before = 0 if self.before is None else _values(self.before)
+        one, other = (each.data if isinstance(each, Tile) else _values(each) for each in (self.one, self.other))
+        self.value = (before + np.asarray(one) @ np.asarray(other)).view(Array)
 
     def done(self) -> Array:
-        assert not self.pending, "a sum is used before it is waited for"
-        return self.value.view(Array)
+        assert self.value is not None, "a sum is used before it is waited for"
+        return self.value
 
-    def reshape(self, shape: tuple[int, ...]) -> Array:
-        return self.done().reshape(shape)
-
-    def to(self, kind: Any) -> Array:
-        return self.done().to(kind)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.done(), name)
 
     def __add__(self, other: Any) -> Array:
         return self.done() + other
 
+    def __mul__(self, other: Any) -> Array:
+        return self.done() * other
 
-def _wait_for(left: int, deps: list[Sum]) -> Any:
-    """The sums with all but the last `left` products read. deps: in the order in which these were asked for."""
-    now, found = sum(len(acc.pending) for acc in deps) - left, []
-    for acc in deps:
-        read, value = min(max(now, 0), len(acc.pending)), acc.value
-        for one, other in acc.pending[:read]:
-            value = value + one.data @ other.data
-        now -= read
-        found.append(Sum(value, acc.pending[read:]))
-    return found[0] if len(found) == 1 else tuple(found)
+
+_asked = threading.local()  # a partition's products that have not been waited for, the oldest first
+
+
+def _multiply(one: Any, other: Any, acc: Any, is_async: bool, use_acc: bool = True) -> Sum:
+    found = Sum(acc if use_acc else None, one, other)
+    _asked.products = [*getattr(_asked, "products", []), found]
+    if not is_async:
+        _wait_for(0, [found])
+    return found
+
+
+def _wait_for(left: int, deps: list[Any]) -> Any:
+    """Read all products but the last `left` that this partition asked for."""
+    products = getattr(_asked, "products", [])
+    count = max(len(products) - left, 0)
+    for product in products[:count]:
+        product.read()
+    _asked.products = products[count:]
+    return deps[0] if len(deps) == 1 else tuple(deps)
 
 
 def _values(value: Any) -> Any:
     return value.done() if isinstance(value, Sum) else value
+
+
+def _chosen(of_arrays: Callable, of_numbers: Callable, one: Any, other: Any) -> Any:
+    arrays = isinstance(one, np.ndarray) or isinstance(other, np.ndarray)
+    return (of_arrays if arrays else of_numbers)(one, other)
 
 
 class Array(np.ndarray):
@@ -159,7 +182,8 @@ def _calculated(method: Callable) -> Callable:
     return calculate
 
 
-for _name in ("__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__floordiv__", "__mod__"):
+_OPERATIONS = "add radd sub rsub mul rmul floordiv mod and rshift"
+for _name in (f"__{name}__" for name in _OPERATIONS.split()):
     setattr(Number, _name, _calculated(getattr(int, _name)))
 
 
@@ -174,16 +198,17 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.data, self.came, self.offset + offset)
 
-    def load(self, mask: Any = True, other: Any = 0) -> Any:
+    def load(self, mask: Any = True, other: Any = 0, cache_modifier: str = "") -> Any:
         offset, mask = np.broadcast_arrays(self.offset, mask)
         found = np.where(mask, self.data[np.where(mask, offset, 0)], other)
         if not self.came.is_set():
-            found = np.full_like(found, np.nan)
+            found = np.full_like(found, np.nan if found.dtype.kind == "f" else NO_NUMBER)
         if found.ndim:
             return found.view(Array)
         return Real(found) if found.dtype == np.float64 else Number(found)
 
     def store(self, value: Any, mask: Any) -> None:
+        value = _values(value)
         offset, value, mask = np.broadcast_arrays(self.offset, value, mask)
         self.data[offset[mask]] = value[mask]
 
@@ -196,8 +221,9 @@ def _storage(tensor: torch.Tensor) -> torch.Tensor:
 class Descriptor:
     """Of a tensor: what lies outside is loaded as 0, and not stored."""
 
-    def __init__(self, descriptor: Any, came: Event):
-        whole, self.came = descriptor.base, came
+    def __init__(self, descriptor: Any, came: Event, late: Any = True):
+        """late: which rows are NaN until that came, bool [rows], or all."""
+        whole, self.came, self.late = descriptor.base, came, late
         self.tensor: torch.Tensor = whole.as_strided(descriptor.shape, descriptor.strides)
         self.shape, self.dtype, self.layout = tuple(descriptor.block_shape), None, None
         self.block_type = types.SimpleNamespace(
@@ -211,9 +237,12 @@ class Descriptor:
 
     def load(self, where: list[int], barrier: Barrier, tile: Tile, pred: bool = True) -> None:
         if pred:
-            part = self._box(where).double().numpy()
+            part = self._box(where).double()
+            if not self.came.is_set():
+                rows = slice(where[0], where[0] + len(part))
+                part[True if self.late is True else self.late[rows]] = float("nan")
             tile.data[:] = 0
-            tile.data[tuple(map(slice, part.shape))] = part if self.came.is_set() else np.nan
+            tile.data[tuple(map(slice, part.shape))] = part.numpy()
             barrier.update(promised=-self.block_type.nbytes)
 
     def store(self, where: list[int], tile: Tile) -> None:
@@ -237,8 +266,23 @@ def _expect(barrier: Barrier, size: int, pred: bool = True) -> None:
         barrier.update(arrivals=1)
 
 
-def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
-    """Run a kernel of a module, [programs], on its arguments by name: descriptors, CPU tensors, numbers, None."""
+def _plain(names: dict[str, Any]) -> dict[str, Any]:
+    """The same with the values of constexprs."""
+    return {name: value.value if type(value).__name__ == "constexpr" else value for name, value in names.items()}
+
+
+def run(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: dict[str, Any],
+    late: Collection[str] | Mapping[str, Any] = LATE,
+    assembly: Mapping[str, Callable[..., Any]] | None = None,
+) -> None:
+    """Run a kernel of a module, [programs], on its arguments by name: descriptors, CPU tensors, numbers, None.
+
+    late: what an earlier kernel makes, by name; of a descriptor, by a mapping, rows alone. assembly: what PTX text of
+    the kernel does.
+    """
     module = dict(kernel.fn.__globals__)
     program, errors = [(0, 0, 0)], []
     there, made = Event(), Event()
@@ -267,15 +311,22 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
         return results[0]  # what does not load has some
 
     def either(condition: Any, one: Any, other: Any) -> Any:
+        one, other = _values(one), _values(other)
         if isinstance(condition, np.ndarray):
             return np.where(condition, one, other).view(Array)
         return one if condition else other
 
     gl = types.SimpleNamespace(
         program_id=lambda axis: Number(program[0][axis]),
-        minimum=lambda one, other: np.minimum(one, other) if isinstance(one, np.ndarray) else min(one, other),
-        maximum=np.maximum,
-        max=lambda values, axis: np.fmax.reduce(values, axis),  # NaN loses
+        minimum=partial(_chosen, np.minimum, min),
+        maximum=partial(_chosen, np.maximum, max),
+        max=lambda values, axis: np.fmax.reduce(_values(values), axis),  # NaN loses
+        sum=lambda values, axis: _values(values).sum(axis),
+        reduce=lambda values, axis, fold: reduce(fold, np.moveaxis(values, axis, 0)),
+        exp2=np.exp2,
+        ceil=np.ceil,
+        zeros_like=np.zeros_like,
+        inline_asm_elementwise=lambda text, operands, given, *_: (assembly or {})[text](*map(_values, given)),
         abs=np.abs,
         exp=np.exp,
         fma=lambda one, other, more: _values(one) * _values(other) + _values(more),
@@ -288,14 +339,16 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
         num_warps=lambda: 8,
         NVMMADistributedLayout=lambda *_: None,
         BlockedLayout=lambda *_: None,
+        DotOperandLayout=lambda *_: None,
         SliceLayout=lambda *_: None,
         arange=lambda start, end, _: np.arange(start, end).view(Array),
-        zeros=lambda shape, *_: Sum(np.zeros(shape), []),
+        zeros=lambda shape, *_: np.zeros(shape).view(Array),
         load=lambda pointer, **options: pointer.load(**options),
         store=lambda pointer, value, mask: pointer.store(value, mask),
         allocate_shared_memory=_allocated,
         warp_specialize=specialised,
         float32="float32",
+        float16="float16",
         bfloat16="bfloat16",
         int32="int32",
         int64="int64",
@@ -314,28 +367,25 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
             async_copy_shared_to_global=lambda desc, *rest: desc.store(*rest),
             store_wait=lambda _: None,
         ),
-        warpgroup_mma=lambda x, w, acc, is_async, use_acc=True: Sum(
-            acc.value if use_acc else np.zeros(acc.shape), [*(acc.pending if use_acc else ()), (x, w)]
-        ),
-        warpgroup_mma_wait=lambda left, deps: _wait_for(left, deps),
+        warpgroup_mma=_multiply,
+        warpgroup_mma_wait=_wait_for,
         fence_async_shared=lambda: None,
         debug_barrier=lambda: None,
         gdc_wait=wait_for_x,
         gdc_launch_dependents=lambda: None,
         range=lambda *ends: map(Number, range(*ends)),
     )
+    module = _plain(module)
     for name, value in list(module.items()):
-        if type(value).__name__ == "constexpr":
-            module[name] = value.value
-        elif isinstance(getattr(value, "fn", None), types.FunctionType):
+        if isinstance(getattr(value, "fn", None), types.FunctionType):
             mine = value.fn.__globals__ is kernel.fn.__globals__
-            names = module if mine else {**value.fn.__globals__, **module, "tl": gl}
+            names = module if mine else {**_plain(value.fn.__globals__), **module, "tl": gl}
             module[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
     given, tensors = {}, []
     for name, value in arguments.items():
-        given[name], came = value, made if name in LATE else there
+        given[name], came = value, made if name in late else there
         if name.endswith("_desc") and value is not None:
-            given[name] = Descriptor(value, came)
+            given[name] = Descriptor(value, came, late[name] if isinstance(late, Mapping) and name in late else True)
         elif isinstance(value, torch.Tensor):
             storage = _storage(value)
             numbers = (storage.double() if storage.is_floating_point() else storage.long()).numpy().copy()

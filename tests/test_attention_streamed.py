@@ -1,0 +1,138 @@
+"""The kernel of attention/streamed.py by its own Python: tiles, slots, splits, masks and early reads, all but layouts.
+
+tests/test_attention.py has its bits on a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_triton.attention import launchers
+from eagle_triton.attention.settings import Settings, settings_for
+from eagle_triton.reference import attention as reference
+from eagle_triton.runtime.launch import recorded
+from tests.gluon_by_python import run as run_by_python
+from tests.test_attention import in_pages, random_trees
+
+streamed = launchers._streamed()
+if streamed is None:
+    pytest.skip("needs Triton 3.6", allow_module_level=True)
+
+SCALE = 0.2
+ASSEMBLY = {
+    **dict.fromkeys((streamed._ROUND_BF16.value, streamed._ROUND_FP16.value), lambda x: (x, x)),
+    **dict.fromkeys((streamed._SCALE_32.value, streamed._SCALE_64.value), lambda sums, factors: sums * factors),
+}
+
+
+def settings(nodes: int, group: int, width: int, **change: Any) -> Settings:
+    use = settings_for(nodes * group, width, 1, 1, torch.bfloat16, (9, 0))
+    return use._replace(streamed=True, pdl=0, **change)
+
+
+def attend(case: tuple, use: Settings, table: torch.Tensor | None, new: torch.Tensor, **options: Any) -> torch.Tensor:
+    """What the kernel makes of it, its splits added up. new: which rows of the cache's memory hold new keys."""
+    q, cache, lengths, ancestors = case
+    with recorded() as launches:
+        out = launchers._launch(q, cache, lengths, ancestors, SCALE, None, use, table, **options)
+    found, *merge = launches.values()
+    assert found.kernel is streamed.tree_attention_kernel and len(merge) == (use.programs > 1)
+    given = dict(zip(found.kernel.arg_names, found.args, strict=False))
+    given |= {name: value for name, value in found.options.items() if name in found.kernel.arg_names}
+    out.fill_(float("nan"))
+    if merge:  # splits without keys write nothing
+        given["partial_ptr"].zero_()
+        given["softmax_ptr"].zero_()[:, :, :, 0] = float("-inf")
+    late = {"q_ptr": True, "ancestors_ptr": True, "cache_desc": new}
+    if not options["read_early"]:
+        late = dict.fromkeys((*late, "lengths_ptr", "table_ptr"), True)
+    run_by_python(found.kernel, found.grid, given, late, ASSEMBLY)
+    if not merge:
+        return out
+    assert out.isnan().all(), "who attends one split stored the sum of all"
+    partial, softmax = given["partial_ptr"].double(), given["softmax_ptr"].double()
+    top, total = softmax.unbind(3)  # [B, Hkv, splits, rows]
+    beside = (top - top.amax(2, keepdim=True)).exp2()
+    sums = (partial * beside[..., None]).sum(2) / (total * beside).sum(2)[..., None]
+    return sums.unflatten(2, (q.shape[1], -1)).transpose(1, 2).reshape(q.shape)
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
+    """Sums of splits are of fp32, what is stored as q is rounded to fp16."""
+    tolerance = 2.0**-10 if out.dtype == torch.float16 else 1e-5
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def memory_rows(cache: torch.Tensor, table: torch.Tensor | None, lengths: list[int]) -> torch.Tensor:
+    """Of the memory's rows: which hold keys and values behind the committed ones."""
+    marks = torch.zeros(cache.shape[:4], dtype=torch.bool)
+    for sequence, length in enumerate(lengths):
+        if table is None:
+            marks[:, sequence, :, length:] = True
+        else:
+            for row in range(length, cache.shape[3] * table.shape[1]):
+                marks[:, table[sequence, row // cache.shape[3]], :, row % cache.shape[3]] = True
+    rows = launchers._rows_of_memory(cache)
+    assert rows is not None
+    flat = torch.zeros(len(rows), dtype=torch.bool)
+    strides = [stride // cache.shape[4] for stride in cache.stride()[:4]]
+    flat.as_strided(cache.shape[:4], strides).copy_(marks)
+    return flat
+
+
+@pytest.mark.parametrize(
+    ("page_rows", "read_early"),
+    [(None, False), (None, True), (64, True), (128, False)],
+    ids=["dense, late", "dense, early", "pages of 64, early", "pages of 128, late"],
+)
+@pytest.mark.parametrize(
+    ("nodes", "group", "width", "words", "new_keys"),
+    [
+        (1, 4, 64, 1, 1),
+        (1, 4, 64, 1, None),
+        (10, 2, 128, 1, None),
+        (60, 1, 64, 1, 60),
+        (70, 1, 80, 2, 70),
+    ],
+)
+def test_every_row_of_any_length(nodes, group, width, words, new_keys, page_rows, read_early):
+    """By one program for each split and by one for all; behind the new keys lies NaN."""
+    torch.manual_seed(nodes)
+    lengths, kv_heads, capacity = [0, 64, 250, 383], 2, 512
+    q = torch.randn(len(lengths), nodes, kv_heads * group, width).half()
+    cache = torch.randn(2, len(lengths), kv_heads, capacity, width).half()
+    for sequence, length in enumerate(lengths):
+        cache[:, sequence, :, length + nodes :] = float("nan")
+    ancestors = reference.pack_ancestors(random_trees(len(lengths), nodes, words))
+    given = torch.tensor(lengths, dtype=torch.int32)
+    expected = reference.tree_attention(q.double(), cache.double(), given, ancestors, scale=SCALE)
+    table = None
+    if page_rows is not None:
+        cache, table = in_pages(cache, page_rows)
+    new = memory_rows(cache, table, lengths)
+    for change in ({}, {"splits": 5, "min_tiles": 1}):
+        use = settings(nodes, group, width, **change)
+        for programs in (1, use.splits):
+            case = (q, cache, given, ancestors)
+            options = {"new_keys": new_keys, "read_early": read_early}
+            out = attend(case, use._replace(programs=programs), table, new, **options)
+            assert_close(out, expected)
+
+
+def test_a_group_of_small_weights_keeps_its_sum():
+    """Maxima that grow from tile to tile, and fall: what was summed before is scaled or not."""
+    torch.manual_seed(1)
+    length, width = 400, 64
+    q, cache = torch.randn(1, 3, 2, width).half(), torch.randn(2, 1, 1, 512, width).half()
+    for tile in range(8):
+        cache[0, :, :, 64 * tile : 64 * tile + 64] *= (1, 9, 3, 30, 2, 60, 1, 90)[tile]
+    given, ancestors = torch.tensor([length], dtype=torch.int32), reference.pack_ancestors(random_trees(1, 3, 1))
+    expected = reference.tree_attention(q.double(), cache.double(), given, ancestors, scale=SCALE)
+    new = memory_rows(cache, None, [length])
+    for programs, splits in ((1, 1), (1, 3), (3, 3)):
+        use = settings(3, 2, width, splits=splits, programs=programs, min_tiles=1)
+        out = attend((q, cache, given, ancestors), use, None, new, new_keys=3, read_early=True)
+        assert_close(out, expected)
