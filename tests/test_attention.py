@@ -146,6 +146,13 @@ def test_no_node_sees_what_is_behind_the_new_keys(new_keys, device):
     for programs in (1, 3):
         out = kernels._launch(*case, 64**-0.5, None, use._replace(programs=programs), new_keys=new_keys)
         assert_close(out, cleared, 64**-0.5)
+    pages, table = in_pages(cache, 64)
+    out = kernels.tree_attention(q, pages, lengths_tensor, ancestors, **options, table=table)
+    assert_close(out, cleared, 64**-0.5)
+    if new_keys >= nodes:
+        for attend in (kernels, reference):
+            out = attend.tree_attention(*case, **options, sliding_window=70)
+            assert_close(out, cleared, 64**-0.5, 70)
 
 
 @pytest.mark.parametrize("group", [1, 4, 7])
@@ -447,6 +454,8 @@ def good_arguments(device):
         (lambda a: {"scale": 0.0}, "scale must be positive"),
         (lambda a: {"sliding_window": 0}, "sliding_window must be at least 1"),
         (lambda a: {"new_keys": 0}, "new_keys must be 1 to 64"),
+        (lambda a: {"new_keys": True}, "new_keys must be 1 to 64"),
+        (lambda a: {"new_keys": 2.5}, "got 2.5 and"),
         (
             lambda a: {"new_keys": 65},
             "new_keys must be 1 to 64 \\* W of the ancestors, got 65 and ancestors of 1 words",

@@ -92,6 +92,7 @@ def test_who_is_given_to_it(monkeypatch):
     for rows in (80, 20):
         few = kernels._choose(x[:rows], qkv, 480, True)
         assert isinstance(few, Streaming) and few == kernels._choose(x[:rows], qkv, None, True)
+        assert kernels._choose(x[:rows], qkv, 480, False) == kernels._choose(x[:rows], qkv, None, False)
     assert kernels._choose(x, qkv[:1], None, True) is None
     assert kernels._choose(x.float(), [weight.float() for weight in qkv], None) is None
     assert kernels._choose(x[:, 4:], [weight[:, 4:] for weight in qkv], None) is None  # rows not aligned

@@ -17,11 +17,12 @@ so that every key is read once for the whole group and the products are tall eno
 | lse        | [B, Hq, N]               | float32 | the natural logarithm of the sum of a row's weights       |
 
 The keys of a sequence are split into parts, whose number follows from the static shapes of one sequence, and how many
-of them share its rows from its length: a captured graph serves every length, and a result depends neither on the batch
-nor on the capacity. They share the rows evenly, half of them up to 64 tiles; the others are empty. They are added up in
-the order of their numbers: the same bits whether each is a program's own (P = splits), as for a single sequence, and
-`_merge_kernel` adds them up, or one program does so with all of them (P = 1), as in a large batch. (But for what a
-split adds that is 2^-149 of what others do: it may be nothing in one way, and a denormal number in the other.)
+of them share its rows from its length and the new keys: a captured graph serves every length, and a result depends
+neither on the batch nor on the capacity. They share the rows evenly, half of them up to 64 tiles; the others are empty.
+They are added up in the order of their numbers: the same bits whether each is a program's own (P = splits), as for a
+single sequence, and `_merge_kernel` adds them up, or one program does so with all of them (P = 1), as in a large batch.
+(But for what a split adds that is 2^-149 of what others do: it may be nothing in one way, and a denormal number in the
+other.)
 
 Numerics: products of the input dtype accumulated in fp32 (true fp32 for fp32 inputs), softmax in fp32 in the log2
 domain, one rounding of the weights to the values' dtype and one of the result. The maximum that is taken off the scores

@@ -58,13 +58,13 @@ _ROUND_FP16 = gl.constexpr(
 
 def _scaling(count: int) -> tuple[gl.constexpr, gl.constexpr]:
     """PTX that multiplies `count` numbers of a thread, which has some of two rows, by their rows' factors, and its
-    operands. Of a tile of the tensor cores' sums a thread has two numbers of one row, then two of the other."""
-    sums, terms, factors = range(count), range(count, 2 * count), range(2 * count, 3 * count)
-    copies = " ".join(f"mov.b32 ${i}, ${j};" for i, j in zip(sums, terms, strict=True))
+    operands: sums, terms in the same registers, factors in others. Of a tile of the tensor cores' sums a thread has two
+    numbers of one row, then two of the other."""
+    sums, factors = range(count), range(2 * count, 3 * count)
     products = " ".join(f"mul.f32 ${i}, ${i}, ${j};" for i, j in zip(sums, factors, strict=True))
     test = f"setp.neu.f32 p, ${factors[0]}, 0f3F800000; setp.neu.or.f32 p, ${factors[2]}, 0f3F800000, p;"
-    text = f"{{ .reg .pred p; {copies} {test} vote.sync.any.pred p, p, -1; @!p bra DONE; {products} DONE: }}"
-    return gl.constexpr(text), gl.constexpr(",".join(["=r"] * count + ["r"] * (2 * count)))
+    text = f"{{ .reg .pred p; {test} vote.sync.any.pred p, p, -1; @!p bra DONE; {products} DONE: }}"
+    return gl.constexpr(text), gl.constexpr(",".join(["=&r"] * count + [str(i) for i in sums] + ["r"] * count))
 
 
 _SCALE_32, _SCALE_32_OPERANDS = _scaling(32)  # of a tile of 64 rows and 64 columns
@@ -345,8 +345,8 @@ def _attend(
             top, total = gl.where(begins, float("-inf"), top), gl.where(begins, 0.0, total)
         weights, decay, top, total = _weigh(scores, top, total, scale_log2, KIND)
         if not ALL_SPLITS:
-            # It is full. But no instruction moves over this: ptxas would have the sums waited for before the weights.
-            # Many sequences, for whom memory is slow, gain by slots that are given back early.
+            # It is full. But ptxas keeps the wait below behind this one, and makes the weights before it; else it waits
+            # for the sums first. That is better for many sequences, for whom memory is slow: slots are free early.
             mbarrier.wait(full.index(slot), tile // STAGES & 1)
         acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
         mbarrier.arrive(read.index(slot))

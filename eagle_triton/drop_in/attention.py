@@ -194,7 +194,8 @@ class TargetAttention:
             raise Fallback(frame.refused)
         attention = self.layers[index]
         cache = rows.cache(attention)
-        where = Rows(frame.lengths, frame.lengths, frame.depths, frame.ancestors)
+        new_keys = None if frame.ancestors is None else x.shape[1]
+        where = Rows(frame.lengths, frame.lengths, frame.depths, frame.ancestors, new_keys)
         with self.engine.current():
             out = attention.attend(self.ops, x, KeyValues(cache), where)
             rows.keep()

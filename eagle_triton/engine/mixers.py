@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     depths: Tensor | None  # [B, n] int32: their positions are first + depths; None: one after another
     ancestors: Tensor | None  # [B, n, W] int64, bit j: row lengths + j is visible; None: causal
     new_keys: int | None = None  # none of the new rows sees one from `lengths` + that on; None: by their bits alone
-    launch_nodes: int | None = None  # nodes that launches are chosen for, the same in all passes of a draft; None: n
+    launch_nodes: int | None = None  # nodes that launches are chosen for, as `linear` has it; None: n
     depth: int = 0  # of a tree: no node lies more below its root
     skip: int = 0  # rows between `first` and the new ones: those of the tree's levels above
     stretch: Stretch | None = None  # see Pieces

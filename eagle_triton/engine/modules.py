@@ -130,7 +130,7 @@ def in_float8(*projections: Projection) -> bool:
 def project(ops: Operations, projection: Projection, x: Tensor | Float8Pair, launch_rows: int | None = None) -> Tensor:
     """One matrix product, or the module that stands in its place: x [B, n, *] -> [B, n, out].
 
-    `launch_rows`: rows that its launch is chosen for, None: as many as x has.
+    `launch_rows`: rows that its launch is chosen for, see `linear`; None: as many as x has.
     """
     return total_of(_project(ops, projection, x, False, launch_rows))
 

@@ -47,8 +47,8 @@ def linear(
     """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
 
     `keep_splits`: the caller takes SplitSums too, and there is no residual. `launch_rows`: choose the launch settings
-    for that many rows, so that passes of different widths share them; those of weights of eight bits do by themselves,
-    up to 64 rows.
+    for that many rows, up to 64, so that passes of different widths share them; those of weights of eight bits do by
+    themselves.
     `settings` overrides that choice. Raises ValueError on shapes, dtypes, strides or devices that do not fit, and on
     Streaming or Wide settings that cannot be.
     """
@@ -209,13 +209,13 @@ def _choose(
     """How a product is launched, None: by cuBLAS. Streaming up to 64 rows does not change a bit.
 
     Splits of K follow from `launch_rows`, if they are more than there are, tiles from the rows that there are, and so
-    does whether these are many enough for wide.py. More than MAX_ROWS `launch_rows` are no reason: of so many no pass
-    has another's bits.
+    does whether these are many enough for wide.py. More than MAX_ROWS `launch_rows` of 16 bits are as none: of so many
+    no pass has another's bits.
     """
     matrix = contiguous_rows(x)
+    if launch_rows is not None and launch_rows > MAX_ROWS and x.dtype.itemsize == 2:
+        launch_rows = None
     rows, depth = max(launch_rows or 0, len(matrix)), x.shape[-1]
-    if rows > MAX_ROWS and x.dtype.itemsize == 2:
-        rows = len(matrix)
     cols = tuple(weight.shape[0] for weight in weights)
     settings = launch_settings(x.device, x.dtype, rows, cols, depth, fused, launch_rows is not None)
     streaming = _streamed() if residual is None and can_stream([matrix, *weights]) else None

@@ -177,9 +177,10 @@ def check_tree_attention(
         raise ValueError(f"tree_attention: scale must be positive, got {scale}")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"tree_attention: sliding_window must be at least 1, got {sliding_window}")
-    if new_keys is not None and (ancestors is None or not 1 <= new_keys <= WORD * ancestors.shape[2]):
+    most = 0 if ancestors is None else WORD * ancestors.shape[2]
+    if new_keys is not None and (type(new_keys) is not int or not 1 <= new_keys <= most):
         bits = "no ancestors" if ancestors is None else f"ancestors of {ancestors.shape[2]} words"
-        raise ValueError(f"tree_attention: new_keys must be 1 to 64 * W of the ancestors, got {new_keys} and {bits}")
+        raise ValueError(f"tree_attention: new_keys must be 1 to 64 * W of the ancestors, got {new_keys!r} and {bits}")
 
 
 def _visible(lengths: Tensor, matrix: Tensor | None, nodes: int, rows: int, sliding_window: int | None) -> Tensor:
