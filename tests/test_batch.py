@@ -205,6 +205,29 @@ def test_an_interrupted_step_leaves_the_model_usable(operation, monkeypatch):
         assert alone(engine, REQUESTS[0]) == expected
 
 
+def test_the_target_reads_no_new_keys_but_its_own(monkeypatch):
+    """A tree's nodes, or the root alone; a draft's passes see those of levels above, by their bits."""
+    engine = engine_for(tiny_model())
+    attend, passes = engine.ops.tree_attention, []
+
+    def seen(q, cache, lengths, ancestors=None, **options):
+        if ancestors is not None:
+            passes.append((q.shape[1], options["launch_nodes"], options["new_keys"]))
+        return attend(q, cache, lengths, ancestors, **options)
+
+    monkeypatch.setattr(engine.ops, "tree_attention", seen)
+    for spec in (engine.draft.read_tree(), PLAIN):
+        passes.clear()
+        with Batch(engine, 1, spec, 64) as batch:
+            batch.admit(Request(random_prompt(9)[0], 40))
+            for _ in range(3):
+                batch.step()
+        of_target = [(nodes, keys) for nodes, launch_nodes, keys in passes if launch_nodes is None]
+        of_draft = [keys for _, launch_nodes, keys in passes if launch_nodes is not None]
+        assert of_target and all(nodes == keys == spec.nodes for nodes, keys in of_target)
+        assert not any(of_draft) and bool(of_draft) == (spec != PLAIN)
+
+
 def test_a_closed_batch_decodes_no_more_and_leaves_the_next_one_alone():
     engine = engine_for(tiny_model(layers=5, **SMALL))
     spec, expected = engine.draft.read_tree(), alone(engine, REQUESTS[0])
