@@ -122,8 +122,8 @@ def test_every_row_of_any_length(nodes, group, width, words, new_keys, page_rows
             assert_close(out, expected)
 
 
-def test_a_group_of_small_weights_keeps_its_sum():
-    """Maxima that grow from tile to tile, and fall: what was summed before is scaled or not."""
+def test_sums_are_scaled_where_a_maximum_grows():
+    """Scores of tiles that grow and fall, over one split and over several."""
     torch.manual_seed(1)
     length, width = 400, 64
     q, cache = torch.randn(1, 3, 2, width).half(), torch.randn(2, 1, 1, 512, width).half()

@@ -83,8 +83,9 @@ def tree_attention(
 
     q [B, N, Hq, d]; cache [2, B, Hkv, T, d] in q's dtype (fp16, bf16 or fp32), d <= 256; lengths [B] int32; ancestors
     [B, N, W] int64 or None (causal); `scale` > 0. See `reference.attention.tree_attention` for who sees what, and for
-    the `table` of a cache in pages, which must be of 64 rows or a multiple where a sequence has several. `new_keys`:
-    no node sees a new key from that number on, whatever its bits say: fewer are read.
+    the `table` of a cache in pages, which must be of 64 rows or a multiple where a sequence has several. `new_keys`,
+    1 to 64 W and with `ancestors` alone: no node sees a new key from that number on, whatever its bits say: fewer are
+    read.
     The last dimension of every tensor must be contiguous; its other strides are free. `launch_nodes`: choose the
     launch settings for that many nodes. `read_early`: lengths, table and committed rows were written before the last
     product, and behind that only kernels of runtime/overlap.py were launched; then they may be read before these end.

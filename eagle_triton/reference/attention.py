@@ -81,7 +81,8 @@ def tree_attention(
     rows 0..lengths-1 are committed and visible to every node. Row lengths + j belongs to new key j, visible to node i
     iff bit j of ancestors [B, N, W] int64 is set; without `ancestors`, iff j <= i (causal). With `sliding_window` a
     node at position p sees positions > p - sliding_window only; a node's position is lengths + its ancestor count - 1.
-    `new_keys`: no node sees a new key from that number on, whatever its bits say, which still count for its position.
+    `new_keys`, 1 to 64 W and with `ancestors` alone: no node sees a new key from that number on, whatever its bits say,
+    which still count for its position.
     Returns [B, N, Hq, d] in q's dtype, computed in fp32. A row with nothing to see gives 0.
 
     With a `table` [B, W] int32 the cache is [2, P, Hkv, R, d], and row t of sequence b is row t % R of page

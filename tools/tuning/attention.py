@@ -48,8 +48,8 @@ class Case(NamedTuple):
 
     def run(self, use: Settings, layer: int) -> Tensor:
         scale = self.q.shape[-1] ** -0.5
-        case, nodes = (self.q, self.caches[layer], self.lengths, self.ancestors), self.q.shape[1]
-        return launchers._launch(*case, scale, None, use, self.table, new_keys=nodes)
+        case = self.q, self.caches[layer], self.lengths, self.ancestors
+        return launchers._launch(*case, scale, None, use, self.table, new_keys=self.q.shape[1])
 
     def expected(self) -> Tensor:
         q, cache = self.q.float(), self.caches[0].float()
