@@ -101,7 +101,9 @@ def test_ranks_wait_for_one_that_comes_late(tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
 def test_threads_of_collectives_end_before_python_does():
     """Else one of them may want Python's lock when there is none any more, which aborts the process."""
-    for shown in torchrun("tests/ending_rank_script.py").splitlines():
+    lines = torchrun("tests/ending_rank_script.py").splitlines()
+    assert len(lines) == 2
+    for shown in lines:
         before, at_the_end = map(int, shown.split())
         assert before >= 4 and at_the_end == 0
 
