@@ -18,6 +18,7 @@ from eagle_triton.benchmarks.arguments import DECODINGS, PLOTS, SHAPES, TREES, s
 from eagle_triton.benchmarks.cases.case import Case, Provider
 from eagle_triton.benchmarks.comparison import Run, accepted_histogram
 from eagle_triton.benchmarks.float8 import round_target
+from eagle_triton.benchmarks.gpu_clocks import FIGURES
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.plot import plot
 from eagle_triton.benchmarks.record import Record, histogram_table
@@ -117,12 +118,15 @@ def test_prefill_measures_first_tokens_gaps_and_short_requests(capsys):
 
 def test_step_measures_every_decoding_context_and_batch(capsys):
     assert benchmark.main([*MODES["step"], "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    record = json.loads(capsys.readouterr().out)
+    rows = record["rows"]
     cases = [(row["decoding"], row["batch"], row["context"]) for row in rows if row["variant"] == "optimised"]
     assert cases == list(itertools.product(("greedy", "sampled", "plain"), (1, 2), (20, 30)))
     floors = {row["decoding"]: row["floor_ms"] for row in rows}
     assert floors["greedy"] == floors["sampled"] > floors["plain"] > 0
     assert all(row["ms_slowest"] >= row["ms_p80"] and row["ms_behind_prompts"] > 0 for row in rows[: len(cases)])
+    assert all(row[name] is None for row in rows[: len(cases)] for name in FIGURES)  # a CPU has no such clocks
+    assert not any("clocks" in note for note in record["notes"])
 
 
 @pytest.mark.parametrize("mode", ["step", "batches", "prefill"])

@@ -496,6 +496,20 @@ MUTATIONS = [
         "del self._outputs[next(reversed(self._outputs))]",
         "tests/test_suffix.py -k oldest_request",
     ),
+    Mutation(
+        "clocks of the device before the replayed steps count",
+        "benchmarks/gpu_clocks.py",
+        "            if start.query():\n",
+        "            if True:\n",
+        "tests/test_gpu_clocks.py -k between_the_events",
+    ),
+    Mutation(
+        "clocks of the device behind the replayed steps count",
+        "benchmarks/gpu_clocks.py",
+        "if end.query():  # the device",
+        "if False:  # the device",
+        "tests/test_gpu_clocks.py -k device_ends",
+    ),
 ]
 
 

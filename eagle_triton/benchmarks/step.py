@@ -17,6 +17,7 @@ from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.acceptance import WARNING, fix_acceptance, fixed_acceptance
 from eagle_triton.benchmarks.comparison import decode
 from eagle_triton.benchmarks.float8 import read
+from eagle_triton.benchmarks.gpu_clocks import GpuClocks
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth, noise, synchronise
@@ -61,6 +62,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     if mean is not None:
         fix_acceptance(operations, mean)
     engine = Engine(view, draft, operations, cuda_graph=cuda, prefixes=False)
+    clocks = GpuClocks(view.device)
     bandwidth = copy_bandwidth(view.device)
     contexts = args.context or ([512] if cuda else [64])
     cases = list(itertools.product(dict.fromkeys(args.decoding), args.batch, contexts))
@@ -85,9 +87,11 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             engine.clear()
             prompts = [prompt[0].to(view.device) for prompt in models.random_prompts(model, batch, context)]
             target = None if mean is not None else model.base_model
-            figures = optimised_step(engine, prompts, spec, DECODINGS[decoding].sampling, args.num_runs, target)
+            sampling = DECODINGS[decoding].sampling
+            figures = optimised_step(engine, prompts, spec, sampling, args.num_runs, target, clocks)
             add("optimised", decoding, batch, context, figures)
         engine.clear()
+        notes += clocks.notes()
         originals: dict[str, Any] = {"original": model}
         if args.target_weights is not None:
             originals = {}
@@ -112,10 +116,12 @@ def optimised_step(
     sampling: SamplingParams,
     repeats: int,
     target: nn.Module | None = None,
+    clocks: GpuClocks | None = None,
 ) -> dict[str, Any]:
     """Figures of one shape: `repeats` generations of a few steps each, and one before them that compiles and captures.
 
     target: what the tokens of that one are compared with; ValueError if they differ.
+    clocks: what samples the replayed steps; its figures are added where it is given.
 
     ms_per_step is what a caller sees while a batch decodes, ms_behind_prompts the same right behind reading the prompts
     (for which a device may lower its clocks), ms_slowest the longest step; device_ms is the step replayed without a
@@ -152,7 +158,7 @@ def optimised_step(
             walls.append(statistics.fmean(times))
             slowest.append(max(times))
             if device.type == "cuda":
-                replays.append(_replay_ms(batch, steps))
+                replays.append(_replay_ms(batch, steps, clocks))
     wall = Quantiles.of(walls)
     device_ms = statistics.median(replays) if replays else None
     return {
@@ -168,6 +174,7 @@ def optimised_step(
         "first_token_ms": statistics.median(prefills),
         "first_call_s": first_call,
         "memory_gib": _memory_gib(engine),
+        **(clocks.figures() if clocks is not None else {}),
     }
 
 
@@ -189,8 +196,9 @@ def _memory_gib(engine: Engine) -> float | None:
     return (torch.cuda.max_memory_allocated(engine.device) + engine.pool.bytes_beside_torch) / 2**30
 
 
-def _replay_ms(batch: Batch, steps: int) -> float:
-    """Milliseconds per step with nothing between the launches. The host loses track: the batch must end here."""
+def _replay_ms(batch: Batch, steps: int, clocks: GpuClocks | None) -> float:
+    """Milliseconds per step with nothing between the launches, which `clocks` samples. The host loses track: the batch
+    must end here."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     batch.launch()  # the first launch is waited for, the others are queued behind it
@@ -198,6 +206,8 @@ def _replay_ms(batch: Batch, steps: int) -> float:
     for _ in range(steps - 1):
         batch.launch()
     end.record()
+    if clocks is not None:
+        clocks.sample(start, end)
     torch.cuda.synchronize()
     return start.elapsed_time(end) / (steps - 1)
 
@@ -231,6 +241,9 @@ def text(rows: list[dict[str, Any]]) -> str:
         "behind prompts": lambda row: row.get("ms_behind_prompts"),
         "device ms": lambda row: row.get("device_ms"),
         "idle": lambda row: None if row.get("idle_share") is None else f"{row['idle_share']:.1%}",
+        "SM MHz": lambda row: row.get("sm_clock_mhz"),
+        "W": lambda row: row.get("power_w"),
+        "capped": lambda row: None if row.get("power_capped_share") is None else f"{row['power_capped_share']:.0%}",
         "floor ms": lambda row: row["floor_ms"],
         "of floor": lambda row: f"{row['floor_share']:.1%}",
         "tau": lambda row: row["tau"],
@@ -239,4 +252,7 @@ def text(rows: list[dict[str, Any]]) -> str:
         "first call s": lambda row: row.get("first_call_s"),
         "peak GiB": lambda row: row.get("memory_gib"),
     }
+    for name in ("SM MHz", "W", "capped"):  # only where they were read
+        if all(columns[name](row) is None for row in rows):
+            del columns[name]
     return table(list(columns), [[column(row) for column in columns.values()] for row in rows])
