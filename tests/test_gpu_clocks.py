@@ -4,6 +4,7 @@
 nvidia-ml-py is installed, the library below its real module is stood in for as well.
 """
 
+import contextlib
 import ctypes
 import json
 import sys
@@ -293,7 +294,7 @@ def test_a_cpu_has_nothing_to_read_and_nothing_is_said(nvml, clock):
 
 
 def test_sampling_begins_when_all_steps_are_queued(monkeypatch):
-    log = []
+    log, devices = [], []
 
     class Event:
         def __init__(self, enable_timing):
@@ -308,11 +309,13 @@ def test_sampling_begins_when_all_steps_are_queued(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: log.append("synchronize"))
-    batch = SimpleNamespace(launch=lambda: log.append("launch"))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: devices.append(device) or contextlib.nullcontext())
+    batch = SimpleNamespace(launch=lambda: log.append("launch"), engine=SimpleNamespace(device=CUDA))
     clocks = SimpleNamespace(sample=lambda start, end: log.append((start, end)))
     assert step._replay_ms(batch, 4, clocks) == 20
     start, end, *rest = log
     assert rest == ["synchronize", "launch", "record", *["launch"] * 3, "record", (start, end), "synchronize"]
+    assert devices == [CUDA]
     log.clear()
     assert step._replay_ms(batch, 4, None) == 20 and log[-1] == "synchronize"
 

@@ -199,17 +199,18 @@ def _memory_gib(engine: Engine) -> float | None:
 def _replay_ms(batch: Batch, steps: int, clocks: GpuClocks | None) -> float:
     """Milliseconds per step with nothing between the launches, which `clocks` samples. The host loses track: the batch
     must end here."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    batch.launch()  # the first launch is waited for, the others are queued behind it
-    start.record()
-    for _ in range(steps - 1):
-        batch.launch()
-    end.record()
-    if clocks is not None:
-        clocks.sample(start, end)
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / (steps - 1)
+    with torch.cuda.device(batch.engine.device):  # whose stream the events are to lie in
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        batch.launch()  # the first launch is waited for, the others are queued behind it
+        start.record()
+        for _ in range(steps - 1):
+            batch.launch()
+        end.record()
+        if clocks is not None:
+            clocks.sample(start, end)
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / (steps - 1)
 
 
 def original_step(model: Any, prompt: Tensor, decoding: str, room: int) -> dict[str, Any]:
