@@ -10,12 +10,13 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from eagle_triton.engine import skipped_features
-from eagle_triton.engine.batch import MIN_SCRATCH_ROWS, Batch
+from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.pages import PAGE_ROWS
 from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.step_chooser import MIN_SCRATCH_ROWS
 from eagle_triton.engine.stop_rules import generate
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.reference.verification import VERIFY_STRATEGIES, Verification, first_path
@@ -80,7 +81,7 @@ def test_staggered_requests_get_what_each_gets_alone(eagle3, in_flight):
     expected = [alone(engine, request) for request in REQUESTS]
     for every, order in ((1, REQUESTS), (3, REQUESTS[::-1])):
         with Batch(engine, 3, engine.draft.read_tree(), 80) as batch:
-            batch.max_in_flight = in_flight
+            batch.in_flight.most = in_flight
             results = drain(batch, order, every)
             assert batch.free == [0, 1, 2] and batch.step() == []
         for request, tokens in zip(REQUESTS, expected, strict=True):
@@ -92,7 +93,7 @@ def test_staggered_requests_get_what_each_gets_alone(eagle3, in_flight):
 def test_a_released_slot_belongs_to_the_next_request_alone(in_flight):
     engine = engine_for(tiny_model(layers=5, **SMALL))
     with Batch(engine, 2, engine.draft.read_tree(), 80) as batch:
-        batch.max_in_flight = in_flight
+        batch.in_flight.most = in_flight
         batch.admit_all(REQUESTS[:2])
         batch.step()
         batch.release(0)
@@ -109,7 +110,7 @@ def test_a_released_slot_belongs_to_the_next_request_alone(in_flight):
 def test_nan_logits_end_one_request_and_no_other(in_flight):
     engine = engine_for(tiny_model(layers=5, **SMALL))
     with Batch(engine, 3, engine.draft.read_tree(), 80) as batch:
-        batch.max_in_flight = in_flight
+        batch.in_flight.most = in_flight
         batch.admit_all(REQUESTS[:3])
         batch.step()
         fill_target_cache(batch.sequences, 1, float("nan"))
@@ -338,7 +339,7 @@ def test_what_a_capture_runs_leaves_sequences_as_they_are():
                 batch.spec = tree
                 if held:
                     with torch.no_grad():
-                        batch._change_tree(batch._mode([]))
+                        batch.chooser.change_tree(batch.chooser.mode([]))
                     with batch.state.unchanged():
                         batch.launch()
                         batch.launch()
@@ -603,7 +604,7 @@ def test_trees_may_change_at_every_step(in_flight):
     trees = [engine.draft.read_tree(), TreeSpec.dynamic(20, 4, 5), PLAIN, TreeSpec.fixed([[0], [1], [0, 0]]), PLAIN]
     greedy = [request for request in REQUESTS if request.sampling.greedy]
     with Batch(engine, 2, trees[0], 80) as batch:
-        batch.max_in_flight = in_flight
+        batch.in_flight.most = in_flight
         waiting, results, proposed = list(greedy), {}, set()
         for tree in itertools.cycle(trees):
             batch.spec = tree
@@ -673,7 +674,7 @@ def test_penalties_and_biases_are_those_of_plain_decoding(tree, in_flight):
     neighbour = Request(prompt(30, vocab=12), 18, SamplingParams(temperature=1.0, seed=8))
     spec = PLAIN if tree == "plain" else engine.draft.read_tree()
     with Batch(engine, 2, spec, 60, logprobs=True) as batch:
-        batch.max_in_flight = in_flight
+        batch.in_flight.most = in_flight
         waiting, rows = [*requests[3:], neighbour, *requests[:3]], {}
         accepted = 0
         while waiting or batch.running:

@@ -112,7 +112,7 @@ def test_drafts_are_what_the_draft_model_says_on_its_own():
     prompts = [prompt % 8 for prompt in prompts_of(3)]
     seen = set()
     with Batch.start(engine, prompts, CHAIN, SamplingParams(temperature=1.0, seed=1), 200) as running:
-        running.max_in_flight = 1  # the tree that is read belongs to the step that was read
+        running.in_flight.most = 1  # the tree that is read belongs to the step that was read
         for step in range(15):
             running.spec = PLAIN if step in (5, 6, 7, 8) else CHAIN  # plain steps, which the draft takes in later
             counts = [progress.accepted for progress in running.step()]

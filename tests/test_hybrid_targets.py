@@ -208,7 +208,7 @@ def test_states_after_every_step_are_those_of_the_committed_tokens(pairs, kind, 
     model, head = pairs(kind)
     trees, rejected, places = itertools.cycle([TREES["dynamic"], PLAIN, TREES["chain"]]), 0, [0, 1, 2]
     with torch.no_grad(), Batch(engine_of(model, head, False, packed), 2, TREES["dynamic"], 90) as batch:
-        batch.max_in_flight = 1  # the states that are read belong to the step that was read
+        batch.in_flight.most = 1  # the states that are read belong to the step that was read
         batch.admit_all([Request(PROMPTS[20], 40), Request(PROMPTS[3], 40)])
         for _ in range(9):
             batch.spec = next(trees)

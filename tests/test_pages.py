@@ -350,7 +350,7 @@ def test_a_batch_that_failed_leaves_no_page_held(monkeypatch):
     with Batch(engine, 2, engine.draft.read_tree(), 360) as batch:
         batch.admit(request)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(batch._reports, "send", lambda report: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(batch.in_flight, "send", lambda report: (_ for _ in ()).throw(KeyboardInterrupt))
             batch.step()
         with pytest.raises(RuntimeError, match="begin another batch"):
             batch.step()

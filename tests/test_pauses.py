@@ -62,7 +62,7 @@ def decoded(batch: Batch, requests: list[Request]) -> list[tuple[list[int], list
 def test_who_pauses_gives_what_it_gives_alone(packed, in_flight, prefixes):
     engine, plain = small_cache(8, pack_prompts=packed, prefixes=prefixes)
     with Batch(engine, 4, engine.draft.read_tree(), 340, logprobs=True) as batch:
-        batch.max_in_flight = in_flight
+        batch.in_flight.most = in_flight
         got = decoded(batch, REQUESTS)
     with Batch(plain, 4, plain.draft.read_tree(), 340, logprobs=True) as batch:
         expected = decoded(batch, REQUESTS)
@@ -169,7 +169,7 @@ def test_a_token_that_was_drawn_is_not_drawn_again_after_a_pause(monkeypatch, in
     engine.verification = Verification("rejection")
     drawn: dict[int, int] = {}
     with Batch(engine, 4, engine.draft.read_tree(), 340) as batch:
-        batch.max_in_flight, pause, seen = in_flight, batch._pause, 0
+        batch.in_flight.most, pause, seen = in_flight, batch._pause, 0
 
         def keeping(slot):
             drawn[slot] = int(batch.sequences.tokens[slot, batch.lengths[slot]])

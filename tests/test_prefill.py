@@ -206,7 +206,7 @@ def test_prompts_are_read_between_steps(packed, in_flight):
     twin = replace(long, sampling=SamplingParams())
     expected = [alone(plain, request) for request in (short, long, twin)]
     with Batch(engine, 4, engine.draft.read_tree(), 320, prompt_tokens=64) as batch:
-        batch.max_in_flight = in_flight
+        batch.in_flight.most = in_flight
         got: dict[int, list[int]] = {}
         assert batch.enter_all([short]) == [0] and batch.reading and batch.running == [0]
         steps_of(batch, got, 1)
@@ -273,7 +273,8 @@ def test_a_rehearsal_leaves_those_who_decode_as_they_are(packed):
         got: dict[int, list[int]] = {}
         for slot, request in enumerate(requests):
             with batch._in_use(), batch.state.unchanged():
-                batch._prefill.rehearse({slot: request.prompt}, engine.draft, batch.state, batch._mode(requests))
+                mode = batch.chooser.mode(map(batch._entry_of, requests))
+                batch._prefill.rehearse({slot: request.prompt}, engine.draft, batch.state, mode)
             batch.enter_all([request])
             steps_of(batch, got, 2)
             assert batch.sequences.prompt_lengths[: slot + 1].tolist() == [9 + 30 * each for each in range(slot + 1)]

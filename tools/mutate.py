@@ -119,7 +119,7 @@ MUTATIONS = [
     ),
     Mutation(
         "top_p_first is ignored by the batch",
-        "engine/batch.py",
+        "engine/step_chooser.py",
         "top_p_first=True in orders",
         "top_p_first=False",
         "tests/test_batch.py -k order_of_the_filters",
@@ -294,8 +294,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a NaN after a prompt that is read between steps is not told",
-        "engine/batch.py",
-        "rows[slot][: len(_FAILED)] = _FAILED",
+        "engine/step_reports.py",
+        "row[: len(_FAILED)] = _FAILED",
         "pass",
         "tests/test_prefill.py -k nan_logits_of_a_prompt_alone",
     ),
@@ -316,16 +316,15 @@ MUTATIONS = [
     Mutation(
         "a failed forward is not read again",
         "engine/batch.py",
-        "        if self._prefill.read(forward, self.engine.draft if self._drafts else None):\n",
-        "        self._prompts.take(forward)\n"
-        "        if self._prefill.read(forward, self.engine.draft if self._drafts else None):\n",
+        "        if self._prefill.read(forward, self._draft):\n",
+        "        self._prompts.take(forward)\n        if self._prefill.read(forward, self._draft):\n",
         "tests/test_prefill.py -k interrupt_while",
     ),
     Mutation(
         "a forward for which there was no memory is not read again",
         "engine/batch.py",
-        "self.engine.draft if self._drafts else None):\n            return 0\n",
-        "self.engine.draft if self._drafts else None):\n            pass\n",
+        "self._prefill.read(forward, self._draft):\n            return 0\n",
+        "self._prefill.read(forward, self._draft):\n            pass\n",
         "tests/test_prefill.py -k no_memory_for_a_long",
     ),
     Mutation(
@@ -351,9 +350,9 @@ MUTATIONS = [
     ),
     Mutation(
         "random numbers come again after a pause",
-        "engine/batch.py",
-        "waiting.waits, waiting.steps = entry.found, True, entry.steps",
-        "waiting.waits, waiting.steps = entry.found, True, 0",
+        "engine/slot_entry.py",
+        "self.found, True, self.steps, root",
+        "self.found, True, 0, root",
         "tests/test_pauses.py -k random_numbers",
     ),
     Mutation(
@@ -366,7 +365,7 @@ MUTATIONS = [
     Mutation(
         "a request that comes overtakes those that wait for room",
         "engine/batch.py",
-        "        if requests and any(entry.waits for entry in self._entries if entry is not None):\n",
+        "        if requests and self._occupied(waiting=True):\n",
         "        if False:\n",
         "tests/test_pauses.py -k overtakes",
     ),
@@ -408,7 +407,7 @@ MUTATIONS = [
     Mutation(
         "drafted requests find what was decoded plainly",
         "engine/batch.py",
-        'b"drafts" if self._drafts else b"plain"',
+        'b"plain" if self._draft is None else b"drafts"',
         'b"plain"',
         "tests/test_pages.py -k share_nothing",
     ),

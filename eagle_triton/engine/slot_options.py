@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.slot_entry import SlotEntry
 from eagle_triton.engine.state import Sequences
 from eagle_triton.engine.upload import to_device, upload
 from eagle_triton.reference.logit_processing import LogitRules
 
 
-def write_options(sequences: Sequences, slots: Tensor, requests: Sequence[Request]) -> None:
+def write_entries(sequences: Sequences, entries: Mapping[int, SlotEntry]) -> Tensor:
+    """Begin slots anew with the requests that enter them. Returns which these are, ascending: int64 [n]."""
+    slots = sorted(entries)
+    for run in _runs(slots):
+        sequences.part(run).clear()
+    where = upload(slots, torch.int64, sequences.device)
+    _write_options(sequences, where, [entries[slot].request for slot in slots])
+    sequences.first_step[where] = upload([entries[slot].steps for slot in slots], torch.int64, sequences.device)
+    sequences.first_root[where] = upload([entries[slot].root for slot in slots], torch.int64, sequences.device)
+    if sequences.rules is not None:
+        for slot, entry in entries.items():
+            _write_rules(sequences.rules, slot, entry.request, entry.prompt)
+    return where
+
+
+def _write_options(sequences: Sequences, slots: Tensor, requests: Sequence[Request]) -> None:
     """Write how requests are sampled, where they stop and how long their prompts are to slots [n] int64."""
     stops, device = sequences.stops, slots.device
     SamplingParams.write([request.sampling for request in requests], sequences.sampling, slots)
@@ -28,7 +45,7 @@ def write_options(sequences: Sequences, slots: Tensor, requests: Sequence[Reques
     stops.exact[slots] = upload([request.exact for request in requests], torch.bool, device)
 
 
-def write_rules(rules: LogitRules, slot: int, request: Request, seen: Tensor) -> None:
+def _write_rules(rules: LogitRules, slot: int, request: Request, seen: Tensor) -> None:
     """Write the penalties and biases of the request in a slot, from where on it may stop, and which tokens it has:
     `seen` [L] int64."""
     device, sampling = rules.seen.device, request.sampling
@@ -39,3 +56,10 @@ def write_rules(rules: LogitRules, slot: int, request: Request, seen: Tensor) ->
     if sampling.biases:
         tokens, values = zip(*sampling.biases, strict=True)
         rules.bias[slot].index_copy_(0, upload(tokens, torch.int64, device), upload(values, torch.float32, device))
+
+
+def _runs(slots: list[int]) -> list[slice]:
+    """Ascending slots as few slices."""
+    groups = itertools.groupby(enumerate(slots), lambda pair: pair[1] - pair[0])
+    runs = [[slot for _, slot in group] for _, group in groups]
+    return [slice(run[0], run[-1] + 1) for run in runs]

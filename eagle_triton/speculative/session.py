@@ -384,7 +384,7 @@ class Session:
         if self.policy is None:
             return
         fixed = any(job.needs_fixed_tree(self._batch.verification) for job in jobs)
-        self._batch.every_level = fixed
+        self._batch.chooser.every_level = fixed
         wanted: TreeSpec = self.policy.fixed_tree if fixed else self.policy.choose()
         if self._batch.spec != wanted:
             self._batch.spec = wanted

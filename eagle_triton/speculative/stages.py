@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.batch import MIN_SCRATCH_ROWS
 from eagle_triton.engine.drafts.beams import BeamDraft, Candidates
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import WrappedDraft
@@ -23,6 +22,7 @@ from eagle_triton.engine.prefill import read_prompts
 from eagle_triton.engine.skipped_features import ROWS, catch_up, start_skipping
 from eagle_triton.engine.slots import bytes_of, tensors_of
 from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, scratch_rows
+from eagle_triton.engine.step_chooser import rows_behind
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.reference.attention import pack_ancestors
 from eagle_triton.speculative.config import EAGLEConfig
@@ -186,7 +186,7 @@ def memory_bytes(engine: Engine, spec: TreeSpec, slots: int, rows: int) -> dict[
     """See `EAGLEInference.memory_bytes`."""
     view, nowhere = engine.view, torch.device("meta")
     size = torch.empty((), dtype=view.dtype).element_size()
-    pages = SlotPages.whole(slots, rows + max(scratch_rows(spec), MIN_SCRATCH_ROWS), nowhere)
+    pages = SlotPages.whole(slots, rows + rows_behind(spec, engine.draft is not None), nowhere)
     caches = view.new_caches(pages)
     return {
         "target_cache": bytes_of(caches),
