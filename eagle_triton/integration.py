@@ -33,6 +33,7 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.model_watch import ModelWatch
 from eagle_triton.engine.operations import choose_operations
+from eagle_triton.engine.options import with_options
 from eagle_triton.engine.pages import check_cache_tokens
 from eagle_triton.engine.tree_spec import MOST_NODES, PLAIN, TreeSpec
 from eagle_triton.models.heads import DraftHead
@@ -58,11 +59,7 @@ class _Options:
 
     def changed(self, **options: Any) -> Any:
         """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""
-        known = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
-        return dataclasses.replace(self, **options)  # type: ignore[type-var]
+        return with_options(self, options)
 
     def _check_switches(self, *others: str) -> None:
         """TypeError for a field, but for `others`, that is neither a truth value nor what else it may be."""

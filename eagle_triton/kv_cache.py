@@ -7,7 +7,7 @@
 | name           | shape                     | dtype |                                                          |
 |----------------|---------------------------|-------|----------------------------------------------------------|
 | cache          | [layers, 2, P, Hkv, R, d] | any   | keys (s = 0) and values (s = 1) in P pages of R rows     |
-| table          | [B, W]                    | int32 | each sequence's pages, T = W * R; None: P = B, its own   |
+| table          | [B, M]                    | int32 | each sequence's pages, T = M * R; None: P = B, its own   |
 | new            | [layers, 2, B, n, Hkv, d] | any   | as a projection lays them out; converted to the cache's  |
 | lengths        | [B]                       | int32 | committed rows                                           |
 | rows           | [B, n]                    | int32 | rows to gather, -1 for none                              |
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from eagle_triton.reference.attention import capacity_of
 from eagle_triton.reference.kv_cache import check_append, check_commit, check_gather
+from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.launch import launch
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
@@ -220,12 +221,12 @@ def _commit_kernel(
 def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = None) -> None:
     """Write new rows [layers, 2, B, n, Hkv, d] at rows lengths .. lengths + n of every layer, in place.
 
-    cache [layers, 2, B, Hkv, T, d], or in pages with a `table` [B, W] int32, see reference.attention.tree_attention;
+    cache [layers, 2, B, Hkv, T, d], or in pages with a `table` [B, M] int32, see reference.attention.tree_attention;
     lengths [B] int32. Lengths are known on the device only: the caller guards the capacity, and rows past it are
     dropped. Raises ValueError before writing if shapes, dtypes or devices do not fit.
     """
     check_append(cache, new, lengths, table)
-    _check_rows_contiguous("append", cache=cache, new=new, lengths=lengths, table=table)
+    check_rows_contiguous("append", cache=cache, new=new, lengths=lengths, table=table)
     planes, count, width = _planes(cache, lengths), new.shape[3], cache.shape[5]
     if not planes * count:
         return
@@ -257,7 +258,7 @@ def gather(cache: Tensor, rows: Tensor, table: Tensor | None = None) -> Tensor:
     Raises ValueError before the launch if shapes, dtypes or devices do not fit.
     """
     check_gather(cache, rows, table)
-    _check_rows_contiguous("gather", cache=cache, rows=rows, table=table)
+    check_rows_contiguous("gather", cache=cache, rows=rows, table=table)
     planes, count, width = _planes(cache, rows), rows.shape[1], cache.shape[5]
     layers, two, _, heads = cache.shape[:4]
     out = torch.empty(layers, two, len(rows), heads, count, width, dtype=cache.dtype, device=cache.device)
@@ -292,7 +293,7 @@ def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor, table
     past the capacity stay. Raises ValueError before writing if shapes, dtypes or devices do not fit.
     """
     check_commit(cache, lengths, path, accepted, table)
-    _check_rows_contiguous("commit", cache=cache, lengths=lengths, path=path, accepted=accepted, table=table)
+    check_rows_contiguous("commit", cache=cache, lengths=lengths, path=path, accepted=accepted, table=table)
     planes, steps, width = _planes(cache, lengths), path.shape[1], cache.shape[5]
     if not planes * steps:
         return
@@ -327,11 +328,3 @@ _WARPS = 2
 
 def _planes(cache: Tensor, by_sequence: Tensor) -> int:
     return cache.shape[0] * 2 * len(by_sequence) * cache.shape[3]
-
-
-def _check_rows_contiguous(name: str, **tensors: Tensor | None) -> None:
-    for argument, tensor in tensors.items():
-        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(
-                f"{name}: {argument} must have stride 1 in its last dimension, got strides {tensor.stride()}"
-            )

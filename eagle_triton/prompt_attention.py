@@ -6,7 +6,7 @@
 |--------|------------------|--------------|---------------------------------------------------------------------|
 | q, out | [N, Hq, d]       | bf16 or fp16 | rows of one prompt, d a multiple of 8 and at most 128               |
 | cache  | [2, P, Hkv, R, d] | q           | keys and values of one layer, in P pages of R rows                  |
-| table  | [W]              | int32        | the prompt's pages                                                  |
+| table  | [M]              | int32        | the prompt's pages                                                  |
 | part   | [N, Hq, d]       | q            | what the rows attend to in one stretch of the keys (workspace)      |
 | lse    | [Hq, N]          | float32      | the natural logarithm of the sum of that stretch's weights (workspace) |
 
@@ -191,7 +191,7 @@ def prompt_attention(q: Tensor, cache: Tensor, start: int, end: int, *, scale: f
     """softmax(scale * q k^T) v for tokens start .. end of one prompt, whose keys are in the cache already.
 
     q [N, Hq, d], N >= end - start: row i is token start + i and sees tokens 0 .. start + i; cache [2, P, Hkv, R, d] in
-    q's dtype, with contiguous rows; table [W] int32: token t is row t % R of page table[t // R], R a multiple of 64
+    q's dtype, with contiguous rows; table [M] int32: token t is row t % R of page table[t // R], R a multiple of 64
     that divides the shortest of SEGMENTS. start and end are the host's, start a multiple of R. Not for a captured
     graph: what is launched depends on start.
     Returns [N, Hq, d]; rows from end - start on are of no use. Raises ValueError before the launch if shapes, dtypes,

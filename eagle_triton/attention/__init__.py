@@ -9,18 +9,18 @@ so that every key is read once for the whole group and the products are tall eno
 |------------|--------------------------|---------|-----------------------------------------------------------|
 | q, out     | [B, N, Hq, d]            | q       | the new nodes                                             |
 | cache      | [2, P, Hkv, R, d]        | q       | keys and values of one layer, in P pages of R rows        |
-| table      | [B, W]                   | int32   | of each sequence its pages, T = W * R; None: P = B, its own |
+| table      | [B, M]                   | int32   | of each sequence its pages, T = M * R; None: P = B, its own |
 | lengths    | [B]                      | int32   | committed rows, visible to every node                     |
 | ancestors  | [B, N, W]                | int64   | bit j of row i: node i sees cache row lengths + j         |
-| partial    | [B, Hkv, P, N * G, d]    | float32 | weighted sum of each program's values (workspace)         |
-| softmax    | [B, Hkv, P, 2, N * G]    | float32 | log2 of what its weights are relative to; their sum       |
+| partial    | [B, Hkv, S, N * G, d]    | float32 | weighted sum of the values of each of S programs (workspace) |
+| softmax    | [B, Hkv, S, 2, N * G]    | float32 | log2 of what its weights are relative to; their sum       |
 | lse        | [B, Hq, N]               | float32 | the natural logarithm of the sum of a row's weights       |
 
 The keys of a sequence are split into parts, whose number follows from the static shapes of one sequence, and how many
 of them share its rows from its length and the new keys: a captured graph serves every length, and a result depends
 neither on the batch nor on the capacity. They share the rows evenly, half of them up to 64 tiles; the others are empty.
-They are added up in the order of their numbers: the same bits whether each is a program's own (P = splits), as for a
-single sequence, and `_merge_kernel` adds them up, or one program does so with all of them (P = 1), as in a large batch.
+They are added up in the order of their numbers: the same bits whether each is a program's own (S = splits), as for a
+single sequence, and `_merge_kernel` adds them up, or one program does so with all of them (S = 1), as in a large batch.
 (But for what a split adds that is 2^-149 of what others do: it may be nothing in one way, and a denormal number in the
 other.)
 

@@ -117,7 +117,7 @@ def tree_attention(
 def attend_committed(q: Tensor, cache: Tensor, length: int, *, scale: float, table: Tensor) -> tuple[Tensor, Tensor]:
     """What N nodes of each sequence, however many, see of its first `length` rows, all that the table's pages have.
 
-    q, cache and table as in `tree_attention`, length = W * R. Returns [B, N, Hq, d], and the natural logarithm of the
+    q, cache and table as in `tree_attention`, length = M * R. Returns [B, N, Hq, d], and the natural logarithm of the
     sum of each row's weights, [B, Hq, N] float32, by which others can be added. Raises ValueError before the launch if
     shapes, dtypes, strides, devices or the length do not fit.
     """

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle_triton.benchmarks.timing import synchronise
 from eagle_triton.drop_in.patching import Originals, SeamReport
 from eagle_triton.integration import EagleTritonConfig, optimize_eagle_with_triton
 
@@ -77,7 +78,7 @@ def decode(
     method = model.naive_generate if plain else model.ea_generate
     options = dict(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
     lengths, times, sequence = [], [], input_ids
-    _synchronise(device)
+    synchronise(device)
     start = time.perf_counter()
     with closing(
         method(input_ids.to(device), **options, max_length=room or room_for(model, input_ids, max_new_tokens))
@@ -91,11 +92,6 @@ def decode(
 def room_for(model: Any, input_ids: Tensor, max_new_tokens: int) -> int:
     """A `max_length` that does not end a generation early."""
     return input_ids.shape[1] + max_new_tokens + 2 * (model.ea_layer.total_tokens + 32)
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def first_difference(one: Run, other: Run) -> int | None:

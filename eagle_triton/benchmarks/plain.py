@@ -16,6 +16,7 @@ from tqdm import tqdm
 from eagle_triton import optimize_with_triton
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.record import table
+from eagle_triton.benchmarks.timing import synchronise
 
 STATIC = {"cache_implementation": "static"}
 
@@ -64,18 +65,13 @@ def _times(model: Any, prompt: Tensor, new: int, runs: int, options: dict[str, A
     options = dict(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
     seconds = []
     for run in range(runs + 1):
-        _wait(prompt.device)
+        synchronise(prompt.device)
         start = time.perf_counter()
         tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-        _wait(prompt.device)
+        synchronise(prompt.device)
         if run:
             seconds.append(time.perf_counter() - start)
     return seconds, tokens
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def text(rows: list[dict[str, Any]]) -> str:

@@ -35,11 +35,11 @@ def kept_interrupts() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def left_by_sigterm(code: int = 130) -> Iterator[None]:
-    """Let SIGTERM end the program with this exit code inside, where a KeyboardInterrupt would stop an answer alone."""
+def left_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the program with exit code 130 inside, where a KeyboardInterrupt would stop an answer alone."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
-        sys.exit(code)
+        sys.exit(130)
 
     before = signal.signal(signal.SIGTERM, leave)
     try:

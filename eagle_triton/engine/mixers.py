@@ -163,7 +163,7 @@ class KeyValues(NamedTuple):
     """Keys and values of one attention layer."""
 
     data: Tensor  # [2, P, Hkv, R, d]
-    table: Tensor | None = None  # [B, W] int32: the pages of each sequence; None: P = B, its own
+    table: Tensor | None = None  # [B, M] int32: the pages of each sequence; None: P = B, its own
 
 
 class KeyValueCache(MixerCache):
@@ -173,7 +173,7 @@ class KeyValueCache(MixerCache):
     """
 
     def __init__(self, memory: PageMemory, table: Tensor):
-        """table [B, W] int32: the pages of each sequence."""
+        """table [B, M] int32: the pages of each sequence."""
         self._memory, self._table = memory, table
 
     @property

@@ -1,19 +1,10 @@
-"""What the kernels ask for beyond what the references do."""
+"""What kernels ask of a recurrent state beyond what the references do."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 MOST_KEY_DIM = 256  # a program holds all of a head's K
-
-
-def check_rows_contiguous(name: str, **tensors: Tensor | None) -> None:
-    """Raise ValueError unless each tensor's last dimension is contiguous."""
-    for argument, tensor in tensors.items():
-        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(
-                f"{name}: {argument} must have stride 1 in its last dimension, got strides {tensor.stride()}"
-            )
 
 
 def check_heads_contiguous(name: str, argument: str, state: Tensor) -> None:

@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.gated_delta.checks import check_heads_contiguous, check_rows_contiguous
+from eagle_triton.gated_delta.checks import check_heads_contiguous
 from eagle_triton.gated_delta.recurrent import WARPS, column_block, state_offsets, take_in
 from eagle_triton.reference.gated_delta import check_commit_states
+from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 BLOCK_C = 1024  # channels of a window that a program moves on

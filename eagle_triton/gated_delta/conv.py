@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.gated_delta.checks import check_rows_contiguous
 from eagle_triton.gated_delta.pieces import sequence_of
 from eagle_triton.layers.values import rounded
 from eagle_triton.reference.gated_delta import PromptPieces, check_causal_conv
+from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 BLOCK_N = 8  # nodes of a program

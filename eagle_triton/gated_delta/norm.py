@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.gated_delta.checks import check_rows_contiguous
 from eagle_triton.layers.norms import normalise
 from eagle_triton.layers.values import rounded
 from eagle_triton.reference.gated_delta import check_gated_norm
+from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 TILE = 1024  # values of a program: as many heads of a row as fit

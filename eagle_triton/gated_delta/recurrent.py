@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.gated_delta.checks import check_heads_contiguous, check_rows_contiguous
+from eagle_triton.gated_delta.checks import check_heads_contiguous
 from eagle_triton.layers.values import rounded
 from eagle_triton.reference.gated_delta import check_delta
+from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 # Of whatever takes tokens into a state: with another tile the sums have another order.

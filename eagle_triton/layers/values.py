@@ -23,6 +23,6 @@ def rounded(x, KIND: tl.constexpr):
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """x as [rows, H], each row contiguous."""
-    x = x.reshape(-1, x.shape[-1])
+    """x as [rows, H], whose rows are contiguous: copied only where they are not."""
+    x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()

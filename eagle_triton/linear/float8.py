@@ -31,6 +31,7 @@ from torch import Tensor
 
 from eagle_triton.layers import float8_pair, swiglu
 from eagle_triton.layers.float8_pair import empty_pair
+from eagle_triton.layers.values import contiguous_rows
 from eagle_triton.linear.settings import MOST_STREAMED, STACKED, Streaming, compute_capability, has_descriptors
 from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs, whole_of
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
@@ -409,9 +410,3 @@ def _streamed() -> Any:
 @functools.cache
 def _paired() -> Any:
     return gluon_module("eagle_triton.linear.paired_float8")
-
-
-def contiguous_rows(x: Tensor) -> Tensor:
-    """x as [rows, K], whose rows are contiguous: copied only where they are not."""
-    x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()

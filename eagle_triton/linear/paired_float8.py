@@ -533,7 +533,7 @@ def linear(
         *cols,
         *(0 for _ in absent),
         x.shape[-1],
-        *(_stride(weight) for weight in weights),
+        *(weight.scale_stride for weight in weights),
         *(0 for _ in absent),
         weights[0].scale.stride(1) if weights[0].in_blocks else 0,
         out.stride(-2),
@@ -573,8 +573,8 @@ def linear_swiglu(
         x.rows,
         len(gate),
         x.shape[-1],
-        _stride(gate),
-        _stride(up),
+        gate.scale_stride,
+        up.scale_stride,
         gate.scale.stride(1) if gate.in_blocks else 0,
         len(gate),
         block_m,
@@ -629,8 +629,3 @@ def _rows_descriptor(x: Float8Pair, block_m: int) -> TensorDescriptor:
 
 def _descriptor(tensor: Tensor, height: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [height, BLOCK], TILE_LAYOUT)
-
-
-def _stride(weight: Float8Weight) -> int:
-    """Of the scales, from one row or block to the next."""
-    return weight.scale.stride(0) if len(weight.scale) > 1 else 0

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_triton.layers import swiglu
+from eagle_triton.layers.values import contiguous_rows
 from eagle_triton.linear import float8, small
-from eagle_triton.linear.float8 import contiguous_rows
 from eagle_triton.linear.settings import (
     MAX_ROWS,
     MOST_STREAMED,

@@ -439,7 +439,7 @@ def linear(
         *cols,
         *(0 for _ in absent),
         x.shape[1],
-        *(_stride(weight) for weight in weights),
+        *(weight.scale_stride for weight in weights),
         *(0 for _ in absent),
         weights[0].scale.stride(1) if weights[0].in_blocks else 0,
         out.stride(-2),
@@ -471,8 +471,3 @@ def _descriptor(tensor: Tensor, height: int, width: int) -> TensorDescriptor:
 
 def _pairs(weight: Float8Weight, settings: Streaming) -> TensorDescriptor:
     return _descriptor(weight.values.view(torch.int16), settings.block_n, settings.block_k // 2)
-
-
-def _stride(weight: Float8Weight) -> int:
-    """Of the scales, from one row or block to the next."""
-    return weight.scale.stride(0) if len(weight.scale) > 1 else 0

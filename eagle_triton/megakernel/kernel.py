@@ -21,7 +21,7 @@ takes less time than a barrier.
 | levels      | [3, D + 1]              | int32  | per level: beam width, first beam slot, first flat candidate |
 | candidates  | [B, C]                  | int64, fp32 | tokens and scores of all children, in flat order         |
 | beam        | [D, B, K, ...]          | fp32, int64 | scores and ancestors of each level's nodes               |
-| table       | [B, W]                  | int32  | pages of PAGE rows, of the target's cache and of the draft's |
+| table       | [B, M]                  | int32  | pages of PAGE rows, of the target's cache and of the draft's |
 | others      | [rows, ...]             | model's| rows of a pass, b * n + i; fp32 partial sums of split products |
 
 Numerics: those of the operations. A barrier that waits too long ends the launch with FAULT in every sequence's report

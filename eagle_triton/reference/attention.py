@@ -85,8 +85,8 @@ def tree_attention(
     which still count for its position.
     Returns [B, N, Hq, d] in q's dtype, computed in fp32. A row with nothing to see gives 0.
 
-    With a `table` [B, W] int32 the cache is [2, P, Hkv, R, d], and row t of sequence b is row t % R of page
-    table[b, t // R]: W = 1 says where each sequence's rows lie, more that they lie in pages. T = W * R.
+    With a `table` [B, M] int32 the cache is [2, P, Hkv, R, d], and row t of sequence b is row t % R of page
+    table[b, t // R]: M = 1 says where each sequence's rows lie, more that they lie in pages. T = M * R.
     `launch_nodes`, `read_early` and `for_float8` are for the kernels, and change no result.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
@@ -129,7 +129,7 @@ def check_table(name: str, table: Tensor | None, batch: int, device: torch.devic
     if table is None:
         return
     if table.dim() != 2 or len(table) != batch or not table.shape[1] or table.dtype != torch.int32:
-        raise ValueError(f"{name}: table must be int32 [{batch}, W], got {table.dtype} {tuple(table.shape)}")
+        raise ValueError(f"{name}: table must be int32 [{batch}, M], got {table.dtype} {tuple(table.shape)}")
     if table.device != device:
         raise ValueError(f"{name}: all tensors must be on one device, got a table on {table.device}, not {device}")
 

@@ -12,7 +12,7 @@ def prompt_attention(q: Tensor, cache: Tensor, start: int, end: int, *, scale: f
     """softmax(scale * q k^T) v for tokens start .. end of one prompt, whose keys are in the cache already.
 
     q [N, Hq, d], N >= end - start: row i is token start + i and sees tokens 0 .. start + i; cache [2, P, Hkv, R, d]
-    (keys, values of one layer) in q's dtype, Hq a multiple of Hkv; table [W] int32: token t is row t % R of page
+    (keys, values of one layer) in q's dtype, Hq a multiple of Hkv; table [M] int32: token t is row t % R of page
     table[t // R]. start and end are the host's, start a multiple of R.
     Returns [N, Hq, d] in q's dtype, computed in fp32; rows from end - start on are of no use. Raises ValueError if
     shapes, dtypes or devices do not fit.
@@ -37,7 +37,7 @@ def check_prompt_attention(q: Tensor, cache: Tensor, start: int, end: int, scale
     if q.dtype != cache.dtype:
         raise ValueError(f"{name}: q and cache must have one dtype, got {q.dtype} and {cache.dtype}")
     if table.dim() != 1 or table.dtype != torch.int32:
-        raise ValueError(f"{name}: table must be int32 [W], got {table.dtype} {tuple(table.shape)}")
+        raise ValueError(f"{name}: table must be int32 [M], got {table.dtype} {tuple(table.shape)}")
     if q.device != cache.device or q.device != table.device:
         devices = sorted(str(tensor.device) for tensor in (q, cache, table))
         raise ValueError(f"{name}: all tensors must be on one device, got {devices}")

@@ -65,6 +65,11 @@ class Float8Weight:
         return self.scale.shape[1] > 1 or (len(self.scale) > 1 and len(self.scale) < len(self.values))
 
     @property
+    def scale_stride(self) -> int:
+        """From one row or block of the scales to the next, 0 where all have one."""
+        return self.scale.stride(0) if len(self.scale) > 1 else 0
+
+    @property
     def tensors(self) -> tuple[Tensor, Tensor]:
         """All that one product reads."""
         return self.values, self.scale

@@ -94,11 +94,8 @@ def _number(words: str, holds: Callable[[float], bool]) -> Kind:
     )
 
 
-def _list_of(words: str, holds: Callable[[Any], bool], most: int | None = None) -> Kind:
-    return (
-        words,
-        lambda value: isinstance(value, list) and (most is None or len(value) <= most) and all(map(holds, value)),
-    )
+def _list_of(words: str, holds: Callable[[Any], bool]) -> Kind:
+    return words, lambda value: isinstance(value, list) and all(map(holds, value))
 
 
 def _is_unicode(text: str) -> bool:

@@ -13,6 +13,7 @@ from eagle_triton.adapters.float8 import EXACT, check_activations
 from eagle_triton.engine.batch import PROMPT_TOKENS
 from eagle_triton.engine.drafts.beams import checked_vocabulary
 from eagle_triton.engine.drafts.float8 import check_draft_dtype
+from eagle_triton.engine.options import with_options
 from eagle_triton.engine.pages import check_cache_tokens
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import MOST_NODES, TreeSpec
@@ -223,11 +224,7 @@ class EAGLEConfig:
 
     def changed(self, **options: Any) -> EAGLEConfig:
         """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""
-        known = [field.name for field in dataclasses.fields(self)]
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
-        return dataclasses.replace(self, **options)
+        return with_options(self, options)
 
 
 def check_filters(params: SamplingParams, given: Mapping[str, Any]) -> None:

@@ -77,7 +77,6 @@ def _ends(
     time,
     real,
     places,
-    N: tl.constexpr,
     J: tl.constexpr,
     BANNED: tl.constexpr,
 ):
@@ -237,7 +236,7 @@ def _draft_run(
     time = _gathered(best_ptr, reach_ptr, segments, longest, keep, longer, whole, WIDTH, N)
     occurrences = tl.minimum(longer + whole, keep)
     real = tl.arange(0, N) < occurrences
-    ends = _ends(row, ring_ptr, head, ring, from_ring, end, time, real, places, N, J, BANNED)
+    ends = _ends(row, ring_ptr, head, ring, from_ring, end, time, real, places, J, BANNED)
 
     m = tl.arange(0, _DEEPEST) + 1
     tried = (m <= longest) & (m >= shortest)

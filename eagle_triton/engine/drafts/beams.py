@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,10 +26,6 @@ from eagle_triton.reference.attention import pack_ancestors
 from eagle_triton.runtime.float8_pair import Float8Pair
 from eagle_triton.runtime.float8_weight import Float8Weight, rows_of
 from eagle_triton.runtime.split_sums import SplitSums
-
-if TYPE_CHECKING:
-    pass
-
 
 LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # that a step is captured for where trees are adaptive, and all
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.adaptive_length import GuideTensors
 from eagle_triton.reference.grafting import BUCKETS
-
-if TYPE_CHECKING:
-    pass
 
 
 class HybridPlan(BeamPlan):

@@ -1,0 +1,14 @@
+"""What kernels ask of tensors beyond what the references do."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def check_rows_contiguous(name: str, **tensors: Tensor | None) -> None:
+    """Raise ValueError unless each tensor's last dimension is contiguous. name: of the operation."""
+    for argument, tensor in tensors.items():
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(
+                f"{name}: {argument} must have stride 1 in its last dimension, got strides {tensor.stride()}"
+            )
