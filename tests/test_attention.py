@@ -462,7 +462,7 @@ def good_arguments(device):
         ),
         (lambda a: {"new_keys": 5, "ancestors": None}, "new_keys .* got 5 and no ancestors"),
         (lambda a: {"table": torch.zeros(2, 1, dtype=torch.int64)}, "table must be int32"),
-        (lambda a: {"table": torch.zeros(3, 1, dtype=torch.int32)}, "table must be int32 \\[2, W\\]"),
+        (lambda a: {"table": torch.zeros(3, 1, dtype=torch.int32)}, "table must be int32 \\[2, M\\]"),
         (lambda a: {"table": torch.zeros(2, 0, dtype=torch.int32)}, "table must be int32"),
         (lambda a: {"table": torch.zeros(2, 1, dtype=torch.int32, device="meta")}, "one device"),
     ],

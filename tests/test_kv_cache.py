@@ -230,7 +230,7 @@ def test_tables_that_do_not_fit_are_refused(module, device):
     lengths = lengths_of(0, 0, device=device)
     for table in (torch.zeros(3, 2, dtype=torch.int32), torch.zeros(2, 2), torch.zeros(2, 0, dtype=torch.int32)):
         table = table.to(device)
-        with pytest.raises(ValueError, match="table must be int32 \\[2, W\\]"):
+        with pytest.raises(ValueError, match="table must be int32 \\[2, M\\]"):
             module.gather(cache, lengths[:, None], table)
         with pytest.raises(ValueError, match="table must be"):
             module.append(cache, cache[:, :, :2, :, :1].transpose(3, 4), lengths, table)
