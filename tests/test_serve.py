@@ -631,15 +631,15 @@ def test_a_stream_that_fails_in_the_middle_ends_with_its_error(client, alone):
 def test_a_step_that_fails_loses_those_who_run_and_no_others(server, client, monkeypatch, caplog):
     from eagle_triton.engine.batch import Batch
 
-    original, failing = Batch._read_report, threading.Event()
+    original, failing = Batch._read_step, threading.Event()
 
-    def read_report(batch):
+    def read_step(batch):
         if failing.is_set() and len(batch.running) == 4:
             failing.clear()
             raise RuntimeError("out of everything")
         return original(batch)
 
-    monkeypatch.setattr(Batch, "_read_report", read_report)
+    monkeypatch.setattr(Batch, "_read_step", read_step)
 
     async def ask():
         async with client.asynchronous as made:
