@@ -15,9 +15,10 @@ from torch.distributed import _symmetric_memory as symmetric
 
 from eagle_triton import layers as kernels
 from eagle_triton.engine import ranks as ranks_module
-from eagle_triton.engine.modules import Norm, Projection, add_norm, embed_norm, project, project_split
+from eagle_triton.engine.modules import Norm, Projection, SharedEmbedding, add_norm, embed_norm, project, project_split
 from eagle_triton.engine.operations import make_operations
-from eagle_triton.engine.ranks import Ranks, RanksError, SharedEmbedding
+from eagle_triton.engine.rank_processes import processes_beside
+from eagle_triton.engine.ranks import Ranks, RanksError
 from eagle_triton.reference import layers as reference
 from eagle_triton.reference.exchange import join_columns
 from eagle_triton.runtime.launch import recorded
@@ -457,8 +458,7 @@ def test_engines_of_the_same_ranks_take_turns():
     assert waited == [("b", one), ("a", two)]
 
 
-def test_only_processes_beside_this_one_are_watched(monkeypatch):
-    ranks = Gathering(0, 2, None, None, None)
+def test_only_processes_beside_this_one_are_watched():
     for other, watched in ((0, {1: os.getpid()}), (1, {}), (2, {}), (3, {})):
 
         def of_all(value, other=other):
@@ -468,13 +468,11 @@ def test_only_processes_beside_this_one_are_watched(monkeypatch):
                 theirs[other - 1] = "another host, boot or container"
             return [value, (tuple(theirs), process)]
 
-        monkeypatch.setattr(ranks, "of_all", of_all)
-        found = ranks_module._processes_beside(ranks)
+        found = processes_beside(0, of_all)
         assert {rank: process.pid for rank, process in found.items()} == watched
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    monkeypatch.setattr(ranks, "of_all", lambda value: [value, (value[0], gone.pid)])
-    assert ranks_module._processes_beside(ranks) == {}
+    assert processes_beside(0, lambda value: [value, (value[0], gone.pid)]) == {}
 
 
 @pytest.mark.parametrize("whose", [0, 1])

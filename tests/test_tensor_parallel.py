@@ -26,9 +26,10 @@ from eagle_triton.adapters import native
 from eagle_triton.engine import engine as engine_module
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import wait_for_all
+from eagle_triton.engine.modules import SharedEmbedding
 from eagle_triton.engine.operations import choose_operations
 from eagle_triton.engine.pages import CacheFullError, PagePool
-from eagle_triton.engine.ranks import Ranks, RanksError, SharedEmbedding
+from eagle_triton.engine.ranks import Ranks, RanksError
 from eagle_triton.runtime import compile_ahead
 from eagle_triton.runtime.split_sums import SplitSums
 from eagle_triton.speculative import EAGLEInference

@@ -24,8 +24,7 @@ from eagle_triton.engine.model_watch import (
     is_plain_tensor,
     is_sharded_tensor,
 )
-from eagle_triton.engine.modules import MLP, Norm, Projection, Rotary
-from eagle_triton.engine.ranks import SharedEmbedding
+from eagle_triton.engine.modules import MLP, Norm, Projection, Rotary, SharedEmbedding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)

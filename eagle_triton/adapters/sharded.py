@@ -19,8 +19,8 @@ from eagle_triton.engine.drafts.eagle import EagleDraft
 from eagle_triton.engine.mixers import Attention
 from eagle_triton.engine.model import Layer
 from eagle_triton.engine.model_watch import is_plain_tensor, is_sharded_tensor, is_tensor_parallel_forward, local_part
-from eagle_triton.engine.modules import MLP, Projection
-from eagle_triton.engine.ranks import Ranks, SharedEmbedding
+from eagle_triton.engine.modules import MLP, Projection, SharedEmbedding
+from eagle_triton.engine.ranks import Ranks
 from eagle_triton.runtime.float8_weight import BLOCK
 
 

@@ -11,10 +11,19 @@ from torch import Tensor
 
 from eagle_triton.engine.layer_caches import LayerCaches
 from eagle_triton.engine.mixers import Mixer, Rows
-from eagle_triton.engine.modules import MLP, Experts, Norm, Projection, add_norm, embed_norm, feed_forward
+from eagle_triton.engine.modules import (
+    MLP,
+    Experts,
+    Norm,
+    Projection,
+    SharedEmbedding,
+    add_norm,
+    embed_norm,
+    feed_forward,
+)
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.pages import SlotPages
-from eagle_triton.engine.ranks import Ranks, SharedEmbedding
+from eagle_triton.engine.ranks import Ranks
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.runtime.float8_pair import Float8Pair
 from eagle_triton.runtime.split_sums import Product

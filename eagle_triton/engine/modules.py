@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal, overload
 
+import torch
 from torch import Tensor, nn
 
 from eagle_triton.engine.model_watch import stored_tensors
 from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.ranks import Ranks, SharedEmbedding
+from eagle_triton.engine.ranks import Ranks
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
-from eagle_triton.runtime.split_sums import Product, SplitSums, total_of
+from eagle_triton.runtime.split_sums import Product, SharedRows, SplitSums, own_rows, total_of
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,36 @@ class Projection:
             yield self.bias
         if isinstance(self.module, nn.Module):
             yield from _stored_in(self.module)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedEmbedding:
+    """An embedding [V, H] of which each rank has V / size rows, read as a tensor is: table[tokens]."""
+
+    rows: Tensor  # [V / size, H]: this rank's
+    ranks: Ranks
+
+    def in_memory(self, kernels: bool) -> SharedRows | None:
+        """The same for a norm that exchanges look-ups by itself, if there is memory for that; see Ranks.peers_for."""
+        peers = self.ranks.peers_for(kernels, self.device)
+        return None if peers is None or not peers.fits(self.rows) else SharedRows(self.rows, peers)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.rows) * self.ranks.size, self.rows.shape[1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    def __getitem__(self, tokens: Tensor) -> Tensor:
+        """tokens [...] int64 -> [..., H]: every rank's look-up of the tokens that are its own, zeros for the others,
+        added up."""
+        return self.ranks.together(own_rows(self.rows, tokens, self.ranks.rank)).sum(0)
 
 
 @dataclass(frozen=True)

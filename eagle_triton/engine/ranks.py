@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import socket
 import threading
 import time
 import weakref
@@ -24,7 +23,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import psutil
@@ -32,8 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from eagle_triton.engine.rank_processes import has_ended, processes_beside
 from eagle_triton.runtime.peer_memory import LOOKS, PeerMemory
-from eagle_triton.runtime.split_sums import SharedRows, SharedSums, SplitSums, own_rows
+from eagle_triton.runtime.split_sums import SharedSums, SplitSums
 
 STEP_SECONDS = 60.0  # that a rank waits for another inside a generation: the other may be compiling kernels
 POLL_SECONDS = 2e-5
@@ -123,7 +122,7 @@ class Ranks:
             device = new("nccl" if mesh.device_type == "cuda" else "gloo", STEP_SECONDS)
             ranks = Ranks(dist.get_rank(group), len(members), device, new("gloo", STEP_SECONDS), meeting)
             ranks.together(torch.zeros(1, device=mesh.device_type))  # connects, which a capture could not
-            ranks.processes = _processes_beside(ranks)
+            ranks.processes = processes_beside(ranks.rank, ranks.of_all)
             _KNOWN[group] = ranks
         return _KNOWN[group]
 
@@ -258,7 +257,7 @@ class Ranks:
             now = time.monotonic()
             if now > look:
                 look = now + LIVING_SECONDS
-                if gone := [rank for rank, process in self.processes.items() if _has_ended(process)]:
+                if gone := [rank for rank, process in self.processes.items() if has_ended(process)]:
                     self._end(f"the processes of ranks {gone} have ended; end all ranks")
             if now > start + seconds:
                 self._end(f"a step did not end in {seconds:g} s: another rank has gone or hangs; end all ranks")
@@ -344,29 +343,6 @@ def _end_threads() -> None:
             group = None
 
 
-def _processes_beside(ranks: Ranks) -> dict[int, psutil.Process]:
-    """The other ranks' processes that this one can look at: those of its host, and there of its container."""
-    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    here = (
-        socket.gethostname(),
-        boot.read_text() if boot.exists() else None,
-        namespace.stat().st_ino if namespace.exists() else None,
-    )
-    found: dict[int, psutil.Process] = {}
-    for rank, (where, process) in enumerate(ranks.of_all((here, os.getpid()))):
-        if rank != ranks.rank and where == here:
-            with suppress(psutil.Error):  # it has ended meanwhile, which is noticed as that of one elsewhere is
-                found[rank] = psutil.Process(process)
-    return found
-
-
-def _has_ended(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return not psutil.pid_exists(process.pid)  # of a process that may not be looked at
-
-
 @contextmanager
 def _without_multicast() -> Iterator[None]:
     """Memory that is connected in the block needs no NVLink multicast, which some machines lack."""
@@ -385,33 +361,3 @@ _KNOWN: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
 _ALL: weakref.WeakSet[Ranks] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):  # where there is fork; a child has none of the threads
     os.register_at_fork(after_in_child=_ALL.clear)
-
-
-@dataclass(frozen=True, eq=False)
-class SharedEmbedding:
-    """An embedding [V, H] of which each rank has V / size rows, read as a tensor is: table[tokens]."""
-
-    rows: Tensor  # [V / size, H]: this rank's
-    ranks: Ranks
-
-    def in_memory(self, kernels: bool) -> SharedRows | None:
-        """The same for a norm that exchanges look-ups by itself, if there is memory for that; see Ranks.peers_for."""
-        peers = self.ranks.peers_for(kernels, self.device)
-        return None if peers is None or not peers.fits(self.rows) else SharedRows(self.rows, peers)
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((len(self.rows) * self.ranks.size, self.rows.shape[1]))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.rows.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.rows.device
-
-    def __getitem__(self, tokens: Tensor) -> Tensor:
-        """tokens [...] int64 -> [..., H]: every rank's look-up of the tokens that are its own, zeros for the others,
-        added up."""
-        return self.ranks.together(own_rows(self.rows, tokens, self.ranks.rank)).sum(0)
