@@ -32,6 +32,7 @@ from eagle_triton.speculative import (
     pad_to_alignment,
     sample_from_logits,
     select_top_k_tokens,
+    session,
     verify_tree_greedy,
 )
 from eagle_triton.speculative import policy as policy_module
@@ -613,6 +614,12 @@ def test_public_names_are_there():
     assert all(getattr(speculative, name) is not None for name in speculative.__all__)
     with pytest.raises(AttributeError, match="nothing"):
         _ = speculative.nothing
+
+
+def test_what_generations_hand_out_is_public():
+    """Also the classes that nobody makes, for annotations: of pieces, steps, requests and whole calls."""
+    for shown in (session.Piece, session.StepInfo, session.Completion, session.Results):
+        assert getattr(speculative, shown.__name__) is shown
 
 
 def test_the_pause_that_learns_what_a_plain_step_costs_forgets_nothing():

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from eagle_triton.speculative.inference import EAGLEInference as EAGLEInference
     from eagle_triton.speculative.proposers import create_proposer as create_proposer
     from eagle_triton.speculative.session import Completion as Completion
+    from eagle_triton.speculative.session import Piece as Piece
+    from eagle_triton.speculative.session import Results as Results
     from eagle_triton.speculative.session import Session as Session
     from eagle_triton.speculative.session import StepInfo as StepInfo
     from eagle_triton.speculative.shared_session import SharedSession as SharedSession
@@ -53,7 +55,9 @@ _HOMES = {
     "EAGLEInference": "eagle_triton.speculative.inference",
     "EGAGConfig": "eagle_triton.reference.adaptive_length",
     "MTPStrategy": "eagle_triton.speculative.speculative_config",
+    "Piece": "eagle_triton.speculative.session",
     "RequestMetrics": "eagle_triton.speculative.statistics",
+    "Results": "eagle_triton.speculative.session",
     "SamplingParams": "eagle_triton.engine.sampling_params",
     "Session": "eagle_triton.speculative.session",
     "SharedSession": "eagle_triton.speculative.shared_session",
