@@ -329,6 +329,14 @@ def test_each_mode_has_help_of_its_own(mode, capsys):
         assert bool(re.search(rf"\n  {option}\s", told)) == read, option
 
 
+@pytest.mark.parametrize("program", ["benchmark.py", "eagle-triton bench"])
+def test_the_help_without_a_mode_names_every_mode(program, capsys):
+    with pytest.raises(SystemExit):
+        modes.main(["--help"], program)
+    told = capsys.readouterr().out
+    assert [mode for mode in modes.MODES if not re.search(rf"{program} {mode} |it is {mode}\b", told)] == []
+
+
 def documented():
     """The command lines of README and docs for benchmark.py and integration_test.py."""
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]

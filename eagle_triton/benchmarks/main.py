@@ -11,9 +11,10 @@ python benchmark.py questions                            files as MT-bench's, ov
 python benchmark.py egag                                 chains of a draft model, as long as its entropy lets them be
 python benchmark.py prefill --shape llama-3.1-8b         first tokens, prompts that enter a batch, short requests
 python benchmark.py plain --shape llama-3.1-8b           generate of a plain Hugging Face model
+python benchmark.py mtp --hybrid qwen3.5-9b              a Qwen3.5 with multi-token prediction, over trees
 python benchmark.py operations                           every kernel against the best of torch
 
-Each mode has options of its own: python benchmark.py step --help
+Each mode has options of its own: python benchmark.py step --help. Without a mode it is generate.
 """
 
 from __future__ import annotations
