@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,9 @@ def machine(**changes):
             environment.TRITON: "3.7.1",
             "transformers": "5.23.0",
             "accelerate": "1.15.0",
+            "psutil": "7.2.2",
             "safetensors": "0.8.0",
+            "tqdm": "4.70.1",
             "eagle-llm": None,
         },
         "torch": {"error": None, "cuda": None, "gpus": []},
@@ -60,7 +63,9 @@ def test_a_machine_without_a_gpu_is_usable():
         ("transformers", "4.52.4"),
         ("transformers", "6.0.0"),
         ("accelerate", None),
+        ("psutil", None),
         ("safetensors", "0.4.2"),
+        ("tqdm", "4.65.0"),
     ],
 )
 def test_missing_and_wrong_versions_are_faults(name, version):
@@ -123,10 +128,25 @@ def test_eagle_package(path, error, transformers, status, comment):
     assert ("constraints-upstream.txt" in found.mend) == (status == "note")
 
 
-def test_bounds_are_those_of_pyproject():
+def requirements() -> dict[str, str]:
+    """What pyproject.toml requires on this system: a name, and its bounds."""
     project = (ROOT / "pyproject.toml").read_text()
-    for name, (low, below) in environment.REQUIRED.items():
-        assert f"{name}>={low}{f',<{below}' if below else ''}" in project
+    lines = ast.literal_eval(re.search(r"^dependencies = (\[.*?^\])", project, re.DOTALL | re.MULTILINE)[1])
+    found = dict(re.match(r"([\w-]+)([^;]*)", line).groups() for line in lines)
+    del found["triton" if environment.TRITON != "triton" else "triton-windows"]
+    return found
+
+
+def test_what_is_checked_is_what_pyproject_requires():
+    checked = {name: f">={low}{f',<{below}' if below else ''}" for name, (low, below) in environment.REQUIRED.items()}
+    assert checked == requirements()
+    assert set(checked) <= {row.name for row in environment.check(machine())}
+
+
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-upstream.txt"])
+def test_what_pyproject_requires_is_pinned(file):
+    pinned = re.findall(r"^([\w-]+)==", (ROOT / file).read_text(), re.MULTILINE)
+    assert set(requirements()) <= set(pinned)
 
 
 def fake_tool(directory: Path, name: str, script: str) -> None:

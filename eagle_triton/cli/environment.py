@@ -31,7 +31,9 @@ REQUIRED = {  # at least, below: the bounds of pyproject.toml
     TRITON: ("3.4", None),
     "transformers": ("4.53", "6"),
     "accelerate": ("1.0", None),
+    "psutil": ("5.9", None),
     "safetensors": ("0.4.3", None),
+    "tqdm": ("4.66", None),
 }
 
 
@@ -152,7 +154,7 @@ def check(facts: dict[str, Any]) -> list[Check]:
         check_triton(packages[TRITON]),
         check_driver(facts["nvidia"]),
         *check_gpus(facts),
-        *[check_package(name, packages[name]) for name in ("transformers", "accelerate", "safetensors")],
+        *[check_package(name, packages[name]) for name in REQUIRED if name not in ("torch", TRITON)],
         check_eagle(facts),
     ]
 
