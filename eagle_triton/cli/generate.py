@@ -2,9 +2,9 @@
 
     eagle-triton generate 'def main():'
     echo 'import os' | eagle-triton generate --method eagle --max-new-tokens 100
-    eagle-triton generate --model PATH --draft PATH --temperature 0.8 --top-p 0.95 'Once upon a time'
+    eagle-triton generate --model PATH --drafter PATH --temperature 0.8 --top-p 0.95 'Once upon a time'
 
-Without --method the draft model drafts where there is one (the demo has one), else the --head that is given; without
+Without --method the drafter drafts where there is one (the demo has one), else the --head that is given; without
 either the target decodes alone. A chat model gets the prompt by its chat template unless --plain is given.
 Exit code 0: answered; 2: a wrong argument, or a prompt that cannot be answered; 130: interrupted.
 """
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton generate") 
         from eagle_triton.cli.decoding import Decoder
 
         dtype = args.dtype and getattr(torch, args.dtype)
-        decoder = Decoder(args.model, args.draft, args.head, find_device(args.device), dtype)
+        decoder = Decoder(args.model, args.drafter, args.head, find_device(args.device), dtype)
         decoder.load(args.method, settings)
         ids = plain_ids(prompt, decoder.tokenizer) if args.plain else Conversation().ids(prompt, decoder.tokenizer)
         with kept_interrupts() as check:
@@ -90,7 +90,12 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
     add = parser.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="default: what is piped in")
     add("--model", type=arguments.model, default="demo", metavar="PATH_OR_ID", help="the target (default: demo)")
-    add("--draft", type=arguments.model, metavar="PATH_OR_ID", help="a smaller model (default: the demo's)")
+    add(
+        "--drafter",
+        type=arguments.model,
+        metavar="PATH_OR_ID",
+        help="a smaller model with the same vocabulary (default: the demo's)",
+    )
     add("--head", type=arguments.model, metavar="PATH_OR_ID", help="an EAGLE-3 head (default: the target's)")
     add("--method", choices=METHODS, help="how to decode")
     add("--max-new-tokens", type=arguments.whole(), default=100, metavar="N", help="default: 100")
@@ -119,15 +124,15 @@ def _option(name: str) -> str:
 def _choose_method(parser: Parser, args: argparse.Namespace) -> None:
     """Settle the method, and refuse models that it does not read."""
     if args.method is None:
-        drafted = args.draft or (args.model == "demo" and not args.head)
+        drafted = args.drafter or (args.model == "demo" and not args.head)
         args.method = "speculative" if drafted else "eagle" if args.head else "target"
-    for name, readers in (("draft", ("drafter", "speculative")), ("head", ("eagle", "hybrid"))):
+    for name, readers in (("drafter", ("drafter", "speculative")), ("head", ("eagle", "hybrid"))):
         if getattr(args, name) is not None and args.method not in readers:
             parser.error(f"--{name} is not read by --method {args.method}, but by {', '.join(readers)}")
-    if args.draft is None and args.method in ("drafter", "speculative"):
+    if args.drafter is None and args.method in ("drafter", "speculative"):
         if args.model != "demo":
-            parser.error(f"--draft must name a smaller model for --method {args.method}")
-        args.draft = DEMO_DRAFT
+            parser.error(f"--drafter must name a smaller model for --method {args.method}")
+        args.drafter = DEMO_DRAFT
 
 
 def _settings(parser: Parser, args: argparse.Namespace) -> Settings:
