@@ -2,13 +2,14 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel, optimize_eagle_with_triton
 from eagle_triton.benchmarks.comparison import compare, decode
-from eagle_triton.demo import PARTS, demo_directory, demo_prompts
+from eagle_triton.demo import PARTS, demo_directory, demo_prompts, path_of
 from eagle_triton.models.tree import MC_SIM_7B_63
 from eagle_triton.speculative import SpeculativeConfig
 
@@ -129,6 +130,25 @@ def test_sampling_with_the_same_seed_is_the_same_and_speculation_does_not_bend_i
             rows.append(model.eagenerate(ids, temperature=1.0, top_p=0.95, max_new_tokens=24))
     assert torch.equal(cold, greedy)
     assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "folder"),
+    [
+        ("demo", "target", "target"),
+        ("demo", "eagle1", "eagle1"),
+        ("demo-gdn", "", "gdn"),
+        ("demo-gdn", "target", "gdn"),
+        ("demo-draft", "eagle3", "draft"),
+    ],
+)
+def test_models_of_the_package_go_by_names(name, part, folder):
+    assert path_of(name, part) == path_of(Path(name), part) == str(demo_directory(folder))
+
+
+def test_other_paths_are_as_they_are():
+    assert path_of("some/model", "target") == "some/model" and path_of(Path("~/demo")) == str(Path("~/demo"))
+    assert {path.name for path in Path(path_of("demo")).iterdir()} >= set(PARTS)
 
 
 def test_the_checkpoint_is_small_and_in_the_published_formats():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import eagle_triton
-from eagle_triton import gdn, speculative, speculative_decoding
+from eagle_triton import demo, gdn, speculative, speculative_decoding
 from eagle_triton.engine.kernel_operations import KernelOperations
 from eagle_triton.engine.operations import Operations, operation_names
 
@@ -70,6 +70,16 @@ def test_no_kind_is_asked_for():
     """A draft or a layer is asked what it does, never what it is called."""
     for path in (PACKAGE / "engine").rglob("*.py"):
         assert ".kind" not in path.read_text(encoding="utf-8"), path
+
+
+def test_the_names_of_embedded_models_stand_in_one_place():
+    """Everybody else imports them, and asks `demo.path_of` where they lie."""
+    names = {demo.PAIR, demo.HYBRID, demo.DRAFT}
+    for path in set(PACKAGE.rglob("*.py")) - {Path(demo.__file__)}:
+        found = [
+            node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant)
+        ]
+        assert not [(path, node.lineno) for node in found if isinstance(node.value, str) and node.value in names]
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-DEMO = Path(__file__).resolve().parents[1] / "demo"
+from eagle_triton.demo import HYBRID, PAIR, path_of
+
 SHAPES = dict.fromkeys(
     ("tiny", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.3-70b", "qwen3-0.6b", "qwen3-32b"), 131072
 )  # positions of eagle_triton.models.shapes
-HYBRIDS = ("tiny", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", "demo-gdn")  # shapes of the same module, and the demo
+HYBRIDS = ("tiny", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", HYBRID)  # shapes of the same module, and the demo
 TREES = ("plain", "chain-4", "tree-32", "tree-60")  # of benchmarks/mtp.py
 DECODINGS = ("greedy", "sampled", "plain", "chain-3", "chain-7", "tree-128", "tree-256")  # of benchmarks/step.py
 DRAFTERS = ("plain", "head", "ngram", "nasd", "suffix", "both")  # of benchmarks/drafters.py
@@ -289,7 +290,7 @@ def try_to_write_into(directory: Path) -> None:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", type=model, default="demo", metavar="PATH_OR_ID", help="target: directory or hub id (default: demo)"
+        "--model", type=model, default=PAIR, metavar="PATH_OR_ID", help="target: directory or hub id (default: demo)"
     )
     parser.add_argument(
         "--draft", type=model, metavar="PATH_OR_ID", help="its head: directory or hub id (default: the demo's)"
@@ -298,16 +299,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def holds_target(directory: str) -> bool:
-    """Whether a target lies in a directory beside its heads."""
-    return (Path(directory) / "target" / "config.json").is_file()
+    """Whether a target lies in a directory, or in "demo", beside its heads."""
+    return (Path(path_of(directory)) / "target" / "config.json").is_file()
 
 
 def check_model(parser: argparse.ArgumentParser, target: str, draft: str | None) -> None:
     """Refuse a target without a head, and the demo with somebody else's."""
     if draft is not None:
-        if target == "demo":
+        if target == PAIR:
             parser.error("--draft must come with the --model that it drafts for: the demo has heads of its own")
-    elif target != "demo" and not holds_target(target):
+    elif not holds_target(target):
         here = "was not saved with one" if Path(target).is_dir() else "is no directory here"
         parser.error(f"--draft must name the head (a directory or a hub id) for --model {target}, which {here}")
 
@@ -351,7 +352,7 @@ def check_outputs(parser: argparse.ArgumentParser, **paths: Path | None) -> None
 
 def stored_positions(target: str) -> int | None:
     """How many positions the configuration of a model on this disk has; None if it does not say, or is not here."""
-    root = DEMO if target == "demo" else Path(target)
+    root = Path(path_of(target))
     for file in (root / "target" / "config.json", root / "config.json"):
         try:
             positions = json.loads(file.read_text(encoding="utf-8")).get("max_position_embeddings")

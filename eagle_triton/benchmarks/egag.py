@@ -22,7 +22,7 @@ from eagle_triton.benchmarks.drafters import Run, decode, differences
 from eagle_triton.benchmarks.drafting_work import work
 from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import noise
-from eagle_triton.demo import demo_directory
+from eagle_triton.demo import DRAFT, PAIR, path_of
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model import ModelView
@@ -67,8 +67,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
 def _demo(args: argparse.Namespace) -> tuple[Any, Any, dict[str, list[Tensor]]]:
     dtype = getattr(torch, args.dtype)
-    model = models.load_pair("demo", None, False, dtype, args.device)
-    drafter = load_target(str(demo_directory("draft")), dtype=dtype).to(args.device)
+    model = models.load_pair(PAIR, None, False, dtype, args.device)
+    drafter = load_target(path_of(DRAFT), dtype=dtype).to(args.device)
     kinds = {"easy": "edit", "hard": "prose"}
     works = {name: work(kind, model.tokenizer, args.num_runs, SEED) for name, kind in kinds.items()}
     return model.base_model, drafter, works

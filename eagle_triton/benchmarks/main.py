@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from eagle_triton.benchmarks import arguments
 from eagle_triton.benchmarks.arguments import OF_THE_HEAD, Parser, check_outputs, sentence
 from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, digest, of_categories, read_questions
+from eagle_triton.demo import PAIR
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.benchmarks.record import Record
@@ -40,7 +41,7 @@ UNRECORDED = ("mode", "json", "commit", "output", "csv", "plot", "results", "ans
 OPTIONS: dict[str, dict[str, Any]] = {
     "--model": dict(
         type=arguments.model,
-        default="demo",
+        default=PAIR,
         metavar="PATH_OR_ID",
         help="target: directory or hub id (default: demo, the embedded checkpoint)",
     ),
@@ -388,7 +389,7 @@ def _grows_trees(args: argparse.Namespace) -> bool:
 def _check_model(parser: Parser, args: argparse.Namespace) -> None:
     prompt = getattr(args, "prompt", None)
     shape = getattr(args, "shape", None)
-    if shape and (args.model != "demo" or args.draft or prompt):
+    if shape and (args.model != PAIR or args.draft or prompt):
         parser.error("--shape builds the model and random prompts: no --model, --draft or --prompt with it")
     if getattr(args, "context", None) and prompt:
         parser.error("--context makes random prompts: no --prompt with it")

@@ -21,7 +21,7 @@ from eagle_triton.benchmarks.parity import margin_bound
 from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.step import STEPS, optimised_step
 from eagle_triton.benchmarks.timing import copy_bandwidth, noise, synchronise
-from eagle_triton.demo import HYBRID, demo_directory, demo_prompts
+from eagle_triton.demo import HYBRID, demo_prompts, path_of
 from eagle_triton.engine.drafts.beams import with_vocabulary
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.gated_delta import GatedDeltaCache
@@ -92,7 +92,7 @@ def _measure_demo(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[
     """Held-out prompts one after another: how many tokens a step gives, and whether they are plain decoding's."""
     if args.context or args.batch:
         raise ValueError("--context and --batch are of random weights: demo-gdn decodes its own prompts one by one")
-    path, new = str(demo_directory("gdn")), args.max_length or 64
+    path, new = path_of(HYBRID), args.max_length or 64
     model: Any = load_target(path, hybrids=True, dtype=dtype).to(args.device)
     tokenizer, view = load_tokenizer(path), read_causal_lm(model)
     assert tokenizer is not None, "the demo has a tokenizer"
@@ -102,7 +102,7 @@ def _measure_demo(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[
     room = max(map(len, prompts)) + new
     names = ["plain", *(name for name in args.tree or SPECS if name != "plain")]
     plain: list[Run] = []
-    with torch.no_grad(), tqdm(names, desc="demo-gdn", disable=args.json or None, leave=False) as bar:
+    with torch.no_grad(), tqdm(names, desc=HYBRID, disable=args.json or None, leave=False) as bar:
         for name in bar:
             decode(engine, draft, prompts[0], min(new, 8), room, SPECS[name])
             runs = [decode(engine, draft, prompt, new, room, SPECS[name]) for prompt in prompts]

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eagle_triton.benchmarks.arguments import DEMO
+from eagle_triton.demo import PAIR, path_of
 
-OWN_QUESTIONS = DEMO / "questions.jsonl"
+OWN_QUESTIONS = Path(path_of(PAIR)) / "questions.jsonl"
 ALL = "all questions"  # of a row, in the place of a category
 
 

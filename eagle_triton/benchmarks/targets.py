@@ -9,6 +9,7 @@ import torch
 
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.arguments import holds_target, sentence
+from eagle_triton.demo import path_of
 from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.loading import load_target, load_tokenizer
@@ -34,13 +35,14 @@ def load(path: str, draft: str | None, eagle1: bool, with_head: bool, dtype: tor
 
     Raises ValueError in one sentence, whatever it is that keeps it from being loaded.
     """
-    if with_head or path == "demo" or holds_target(path):
+    if with_head or holds_target(path):
         pair = models.load_pair(path, draft, eagle1, dtype, device)
         target = Target(pair, pair.base_model, pair.ea_layer, pair.tokenizer)
     else:
         try:
-            causal_lm = load_target(path, hybrids=True, dtype=dtype).to(device)
-            target = Target(causal_lm, causal_lm, None, load_tokenizer(path))
+            place = path_of(path)
+            causal_lm = load_target(place, hybrids=True, dtype=dtype).to(device)
+            target = Target(causal_lm, causal_lm, None, load_tokenizer(place))
         except (ValueError, TypeError, OSError) as error:
             raise ValueError(f"--model {path} cannot be loaded: {sentence(error)}") from error
     if target.tokenizer is None:

@@ -29,7 +29,7 @@ from eagle_triton.benchmarks import arguments
 from eagle_triton.benchmarks.arguments import Parser, sentence
 from eagle_triton.cli.ablation_rows import BASELINE, GROUPS, Conditions, Job, Results
 from eagle_triton.cli.settings import MOST_SEED, PROCESSORS, Settings
-from eagle_triton.demo import demo_prompts
+from eagle_triton.demo import DRAFT, PAIR, demo_prompts
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.cli.decoding import Decoder
@@ -209,8 +209,8 @@ def _settle(parser: Parser, args: argparse.Namespace) -> None:
         readers = [group for group in GROUPS if GROUPS[group].method in methods]
         if getattr(args, name) is not None and not set(readers) & set(args.groups):
             parser.error(f"--{name} is not read by --groups {','.join(args.groups)}, but by {', '.join(readers)}")
-    if args.drafter is None and args.target == "demo":
-        args.drafter = "demo-draft"
+    if args.drafter is None and args.target == PAIR:
+        args.drafter = DRAFT
     drafting = [group for group in args.groups if GROUPS[group].method == "speculative"]
     if args.drafter is None and drafting:
         parser.error(f"--drafter must be given for {', '.join(drafting)} with --target {args.target}")
@@ -299,7 +299,7 @@ def _parser(program: str) -> Parser:
     add("--plot", type=arguments.output_file(*arguments.PLOTS), metavar="FILE.png", help="draw the groups' figures")
     add("--overwrite", action="store_true", help="begin anew, whatever --out and --trace hold")
     model = dict(type=arguments.model, metavar="PATH_OR_ID")
-    add("--target", **model, default="demo", help="default: demo, the embedded checkpoint")
+    add("--target", **model, default=PAIR, help="default: demo, the embedded checkpoint")
     add("--drafter", **model, help="a smaller model with the same vocabulary (default: the demo's)")
     add("--head", **model, help="an EAGLE-3 head (default: the target's)")
     add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")

@@ -22,12 +22,12 @@ from eagle_triton.cli.commands import State, answer_to, state_line
 from eagle_triton.cli.figures import Totals, figures, totals_table
 from eagle_triton.cli.interrupts import kept_interrupts, left_by_sigterm
 from eagle_triton.cli.readers import LINE_END, Reader, choose_reader
+from eagle_triton.demo import DRAFT, PAIR
 from eagle_triton.speculative.conversation import Conversation, plain_ids
 
 if TYPE_CHECKING:  # they import torch, for which --help does not wait
     from eagle_triton.cli.decoding import Answer, Decoder, Step
 
-DEMO_DRAFT = "demo-draft"
 REFUSALS = (ValueError, TypeError, OSError, RuntimeError)  # of a model, a setting, the disk, the memory
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
     code: 0xFFFD for code in range(0x7F, 0xA0)
@@ -182,7 +182,7 @@ class Chat:
 def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Namespace]:
     parser = Parser(program, (__doc__ or "").replace("eagle-triton chat", program))
     add = parser.add_argument
-    add("--target", type=arguments.model, default="demo", metavar="PATH_OR_ID", help="default: demo, the embedded one")
+    add("--target", type=arguments.model, default=PAIR, metavar="PATH_OR_ID", help="default: demo, the embedded one")
     add(
         "--drafter",
         type=arguments.model,
@@ -199,8 +199,8 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
     add("--dtype", choices=arguments.DTYPES, help="default: float32 on a CPU, else the checkpoint's")
     add("--commands", type=_lines, metavar="FILE", help="read lines from a file, and leave at its end")
     args = parser.parse_args(argv)
-    if args.drafter is None and args.target == "demo":
-        args.drafter = DEMO_DRAFT
+    if args.drafter is None and args.target == PAIR:
+        args.drafter = DRAFT
     return parser, args
 
 

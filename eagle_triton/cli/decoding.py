@@ -12,16 +12,15 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from eagle_triton.cli.settings import ENGINE, METHODS, OWN_FORWARD, Settings
-from eagle_triton.demo import HYBRID, demo_directory
+from eagle_triton.demo import DRAFT, PAIR
 from eagle_triton.engine.drafts.counted import MOST_FILLERS, MOST_N
-from eagle_triton.models.loading import TARGET_FOLDER, fit_head, load_head, locate
+from eagle_triton.models.loading import fit_head, is_saved_pair, load_head, locate, saved_target
 from eagle_triton.models.mtp import MTP, has_mtp
 from eagle_triton.speculative.config import EAGLEConfig
 from eagle_triton.speculative.inference import EAGLEInference
@@ -164,8 +163,8 @@ class Decoder:
 
     def __init__(
         self,
-        target: str | nn.Module = "demo",
-        drafter: str | nn.Module | None = "demo-draft",
+        target: str | nn.Module = PAIR,
+        drafter: str | nn.Module | None = DRAFT,
         head: str | None = None,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -188,11 +187,10 @@ class Decoder:
         target, head = self._target_given, self._head_given
         if isinstance(target, nn.Module):
             return _Places(target, head)
-        if head is None and (target == "demo" or (Path(target) / TARGET_FOLDER / "config.json").is_file()):
+        if head is None and is_saved_pair(target):
             return _Places(*locate(target, None, True))
-        if target in (HYBRID, "demo"):
-            target = str(demo_directory("gdn" if target == HYBRID else "target"))
-        return _Places(target, MTP if head is None and has_mtp(target) else head)
+        place = saved_target(target)
+        return _Places(place, MTP if head is None and has_mtp(place) else head)
 
     @property
     def target(self) -> Any:

@@ -89,7 +89,7 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
     add("--dtype", choices=arguments.DTYPES, help="of --check (default: float32)")
     add("--json", action="store_true", help="print all of it as JSON")
     args = parser.parse_args(argv)
-    if args.target is None and args.head != "demo" and not arguments.holds_target(args.head):
+    if args.target is None and not arguments.holds_target(args.head):
         parser.error(f"--target must name the model that {args.head} drafts for")
     for name in ("device", "dtype"):
         if getattr(args, name) is not None and not args.check:

@@ -21,12 +21,12 @@ from eagle_triton.benchmarks.arguments import Parser
 from eagle_triton.cli.figures import figures
 from eagle_triton.cli.interrupts import kept_interrupts
 from eagle_triton.cli.settings import EGAG_MODES, METHODS, MOST_DRAFTS, MOST_SEED, STORAGES, Settings
+from eagle_triton.demo import DRAFT, PAIR
 from eagle_triton.speculative.conversation import Conversation, plain_ids
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.cli.decoding import Step
 
-DEMO_DRAFT = "demo-draft"
 SPECULATIVE, NGRAM = ("speculative",), ("ngram",)
 OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # those of Settings, and the methods that read them
     "gamma": (dict(type=arguments.whole(most=MOST_DRAFTS), help="drafts a step"), SPECULATIVE + NGRAM),
@@ -89,7 +89,7 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
     parser = Parser(program, (__doc__ or "").replace("eagle-triton generate", program))
     add = parser.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="default: what is piped in")
-    add("--model", type=arguments.model, default="demo", metavar="PATH_OR_ID", help="the target (default: demo)")
+    add("--model", type=arguments.model, default=PAIR, metavar="PATH_OR_ID", help="the target (default: demo)")
     add(
         "--drafter",
         type=arguments.model,
@@ -124,15 +124,15 @@ def _option(name: str) -> str:
 def _choose_method(parser: Parser, args: argparse.Namespace) -> None:
     """Settle the method, and refuse models that it does not read."""
     if args.method is None:
-        drafted = args.drafter or (args.model == "demo" and not args.head)
+        drafted = args.drafter or (args.model == PAIR and not args.head)
         args.method = "speculative" if drafted else "eagle" if args.head else "target"
     for name, readers in (("drafter", ("drafter", "speculative")), ("head", ("eagle", "hybrid"))):
         if getattr(args, name) is not None and args.method not in readers:
             parser.error(f"--{name} is not read by --method {args.method}, but by {', '.join(readers)}")
     if args.drafter is None and args.method in ("drafter", "speculative"):
-        if args.model != "demo":
+        if args.model != PAIR:
             parser.error(f"--drafter must name a smaller model for --method {args.method}")
-        args.drafter = DEMO_DRAFT
+        args.drafter = DRAFT
 
 
 def _settings(parser: Parser, args: argparse.Namespace) -> Settings:

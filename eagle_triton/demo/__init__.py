@@ -11,7 +11,17 @@ from itertools import cycle, islice
 from pathlib import Path
 
 PARTS = ("target", "eagle3", "eagle1", "gdn", "draft")
-HYBRID, DRAFT = "demo-gdn", "demo-draft"  # as paths of models
+PAIR, HYBRID, DRAFT = "demo", "demo-gdn", "demo-draft"  # as paths of models
+
+
+def path_of(name: str | Path, part: str = "") -> str:
+    """The directory of a model of this package that goes by a name; any other path, or hub id, as it is.
+
+    Of "demo" the part that is meant, "target", "eagle3" or "eagle1"; without one the directory that holds all of them,
+    as `EaModel.save_pretrained` leaves them. The others are one model each.
+    """
+    places = {PAIR: part, HYBRID: "gdn", DRAFT: "draft"}
+    return str(Path(__file__).parent / places[str(name)]) if str(name) in places else str(name)
 
 
 def demo_directory(name: str) -> Path:

@@ -17,11 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from eagle_triton.demo import DRAFT, HYBRID, demo_directory
 from eagle_triton.export.contents import ExportError
 from eagle_triton.export.folder import free_folder, made_whole
-from eagle_triton.export.source import saved_target
-from eagle_triton.models.loading import directory_or_hub_id, read_target_config, tensor_names
+from eagle_triton.models.loading import directory_or_hub_id, read_target_config, saved_target, tensor_names
 from eagle_triton.runtime.float8_weight import BLOCK, quantised
 
 FORMATS = ("fp8",)
@@ -112,8 +110,7 @@ def _fetched(target: str | Path, patterns: tuple[str, ...]) -> Path:
     """The directory of a target; of a hub id, one that has what fits the patterns. Raises FileNotFoundError without
     one, ValueError for a file."""
     name = str(target)
-    named = {DRAFT: "draft", HYBRID: "gdn"}.get(name)
-    place = Path(demo_directory(named) if named else saved_target(name)).expanduser()
+    place = Path(saved_target(name)).expanduser()
     if place.is_dir():
         return place
     name = directory_or_hub_id("target", name)

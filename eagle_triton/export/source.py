@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from eagle_triton.demo import DRAFT, HYBRID, demo_directory
+from eagle_triton.demo import path_of
 from eagle_triton.models.heads import DraftHead
-from eagle_triton.models.loading import HEAD_FOLDERS, TARGET_FOLDER, locate, tensor_names
+from eagle_triton.models.loading import is_saved_pair, locate, saved_target, tensor_names
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def find_source(head: Any, target: Any) -> Source:
     if not isinstance(head, (str, Path)):
         raise TypeError(f"head must be an EaModel, a draft head, a directory or a hub id, got {type(head).__name__}")
     path = str(head)
-    saved = _is_saved_pair(path)
+    saved = is_saved_pair(path)
     if target is None and not saved:
         raise ValueError(f"target: needed, because {path!r} does not hold the model that the head drafts for")
     if isinstance(target, nn.Module):
@@ -59,8 +59,7 @@ def find_source(head: Any, target: Any) -> Source:
 
 def _check_is_head(path: str) -> None:
     """ValueError for the weights of something else, which need no export."""
-    brought = {DRAFT: "draft", HYBRID: "gdn"}  # models of this package that go by a name
-    folder = demo_directory(brought[path]) if path in brought else Path(path).expanduser()
+    folder = Path(path_of(path)).expanduser()
     names = [name for file in sorted(folder.glob("*.safetensors")) for name in tensor_names(file)]
     if names and not any(name.removeprefix("model.") == "fc.weight" for name in names):
         raise ValueError(
@@ -73,14 +72,3 @@ def _named(path: Any) -> str:
     if not path:
         raise ValueError("target: needed, because the model does not say where it came from: a directory or hub id")
     return str(path)
-
-
-def _is_saved_pair(path: str) -> bool:
-    """Whether a path is the demo, or a directory that `EaModel.save_pretrained` wrote."""
-    heads = (Path(path) / folder / "config.json" for folder in HEAD_FOLDERS.values())
-    return path == "demo" or ((Path(path) / TARGET_FOLDER / "config.json").is_file() and any(map(Path.is_file, heads)))
-
-
-def saved_target(path: str) -> str:
-    """The target in a directory that holds a head, too; any other path as it is."""
-    return locate(path, None, True)[0] if _is_saved_pair(path) else path

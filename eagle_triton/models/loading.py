@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from eagle_triton.demo import path_of
+
 from .head_fields import check_head_fields
 from .heads import DraftConfig, DraftHead, Eagle1Head, Eagle3Head
 from .mtp import INDEX, mtp_names
 from .target import SUPPORTED, check_architecture, default_feature_layers
 
-DEMO = Path(__file__).parent.parent / "demo"
 TARGET_FOLDER = "target"
 HEAD_FOLDERS = {True: "eagle3", False: "eagle1"}  # by use_eagle3
 TREE_FIELDS = ("total_token", "depth", "top_k", "threshold", "tree_choices")
@@ -53,16 +54,16 @@ def locate(
     """Where target and head are: (target path or hub id, head path or hub id, whether it is an EAGLE-3 head).
 
     `base_model_path` alone is "demo" or a directory with the subfolders that `save_pretrained` writes; if it holds
-    one head only, that one is taken. names: what the caller's users call the two. Raises ValueError or
-    FileNotFoundError.
+    one head only, that one is taken. With another head it may be one, too: the target in it is meant. names: what the
+    caller's users call the two. Raises ValueError or FileNotFoundError.
     """
     if ea_model_path is not None:
         places = (
-            directory_or_hub_id(names[0], base_model_path),
-            directory_or_hub_id(names[1], ea_model_path),
+            directory_or_hub_id(names[0], saved_target(base_model_path)),
+            directory_or_hub_id(names[1], path_of(ea_model_path, HEAD_FOLDERS[use_eagle3])),
         )
         return *places, use_eagle3
-    root = DEMO if str(base_model_path) == "demo" else Path(directory_or_hub_id(names[0], base_model_path))
+    root = Path(directory_or_hub_id(names[0], path_of(base_model_path)))
     heads = [kind for kind, folder in HEAD_FOLDERS.items() if (root / folder / "config.json").is_file()]
     if not heads or not (root / TARGET_FOLDER / "config.json").is_file():
         raise _without_head(root, names[1])
@@ -82,6 +83,22 @@ def directory_or_hub_id(name: str, path: str | Path) -> str:
     if text.startswith((".", "~")) or place.anchor or (nested and place.parent.is_dir()):
         raise FileNotFoundError(f"{name}: {text!r} does not exist")
     return text
+
+
+def is_saved_pair(path: str | Path) -> bool:
+    """Whether a path is "demo", or a directory with what `save_pretrained` writes: a target, and heads beside it."""
+    root = Path(path_of(path)).expanduser()
+    places = [root / folder / "config.json" for folder in (TARGET_FOLDER, *HEAD_FOLDERS.values())]
+    return places[0].is_file() and any(place.is_file() for place in places[1:])
+
+
+def saved_target(path: str | Path) -> str:
+    """The target in a directory that `save_pretrained` has written; any other path, or hub id, as it is.
+
+    Models of this package may be given by their names.
+    """
+    place = Path(path_of(path)).expanduser() / TARGET_FOLDER
+    return str(place) if (place / "config.json").is_file() else path_of(path)
 
 
 def _without_head(root: Path, name: str) -> Exception:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_triton.benchmarks import arguments
 from eagle_triton.benchmarks.arguments import Parser
+from eagle_triton.demo import PAIR
 from eagle_triton.serve.other_engines import ENGINES, serve_elsewhere
 
 if TYPE_CHECKING:
@@ -261,9 +262,9 @@ def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
         args = parser.parse_args(words)
         if args.model is None and model is not None:
             args.model = parser.parse_args(["--", model]).model
-    args.model = args.model or "demo"
+    args.model = args.model or PAIR
     args.named = _named(parser.prog, words)
-    if args.draft is not None and args.model == "demo":
+    if args.draft is not None and args.model == PAIR:
         parser.error("--draft must come with a MODEL that it drafts for: the demo has a head of its own")
     if shaped := [name for name in TREE_OPTIONS if getattr(args, name) is not None and args.speculative_config]:
         parser.error(f"--{shaped[0].replace('_', '-')} is not read with --speculative-config, which says how to draft")

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import FrameType
 
 from eagle_triton.benchmarks.arguments import Parser
-from eagle_triton.demo import HYBRID, demo_directory
 from eagle_triton.export.launch_plan import flags
 
 log = logging.getLogger(__name__)
@@ -73,9 +72,10 @@ def _command(parser: Parser, args: argparse.Namespace, folder: Path) -> list[str
     """The server's command, to which options may be added."""
     vllm = args.engine == "vllm"
     if args.speculative_config is not None:
+        from eagle_triton.models.loading import saved_target
         from eagle_triton.speculative.speculative_config import SpeculativeConfig
 
-        config, target = SpeculativeConfig.from_json(args.speculative_config), _target(args.model)
+        config, target = SpeculativeConfig.from_json(args.speculative_config), saved_target(args.model)
         if vllm:
             options = config.to_vllm()
             words = ["vllm", "serve", target, *flags({} if options is None else {"speculative_config": options})]
@@ -92,12 +92,6 @@ def _command(parser: Parser, args: argparse.Namespace, folder: Path) -> list[str
             log.info("%s", note)
         words = list(plan.command)
     return [sys.executable, *words[1:]] if words[0] == "python" else words
-
-
-def _target(model: str) -> str:
-    """The target's path, for a program that does not know the names of what this package brings."""
-    brought = {"demo": "target", HYBRID: "gdn"}
-    return str(demo_directory(brought[model])) if model in brought else model
 
 
 def _hidden(command: list[str], key: str | None) -> list[str]:

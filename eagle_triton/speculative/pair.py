@@ -14,7 +14,7 @@ from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.adapters.float8 import with_float8
 from eagle_triton.adapters.module_reader import UnsupportedModelError, check_readable
 from eagle_triton.adapters.mtp import read_mtp
-from eagle_triton.demo import DRAFT, HYBRID, demo_directory
+from eagle_triton.demo import DRAFT, path_of
 from eagle_triton.engine.drafts.beams import BeamDraft, with_vocabulary
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.drafts.draft import Draft
@@ -25,7 +25,7 @@ from eagle_triton.integration import FAMILIES
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.models.heads import DraftHead
-from eagle_triton.models.loading import load_target, load_tokenizer, locate, read_target_config
+from eagle_triton.models.loading import load_target, load_tokenizer, locate, read_target_config, saved_target
 from eagle_triton.models.mtp import MTP, MTPHead, has_mtp, load_mtp
 from eagle_triton.models.target import text_config
 from eagle_triton.speculative.config import EAGLEConfig
@@ -85,8 +85,7 @@ def read_pair(
         options = f'SpeculativeConfig(method="draft_model", model="{DRAFT}")'
         raise ValueError(f'draft_model: "{DRAFT}" is a causal language model, no head: it drafts with {options}')
     if draft_model is None and isinstance(target_model, (str, Path)) and _takes_mtp(config):
-        path = _model_path(target_model)
-        draft_model = MTP if path != "demo" and has_mtp(path) else None
+        draft_model = MTP if has_mtp(path_of(target_model)) else None
     target, tokenizer = _load_target(draft_model, target_model, config, device, tp_plan)
     draft_model = _configured_model(draft_model, target, config)
     check_readable(target, "target_model")
@@ -95,7 +94,8 @@ def read_pair(
     if draft_model is None and _is_hybrid(config) and not hasattr(target, "ea_layer"):
         draft_model = MTP
     if draft_model == MTP:
-        draft_model = load_mtp(base, None if config.speculative is None else config.speculative.model)
+        where = None if config.speculative is None else config.speculative.model
+        draft_model = load_mtp(base, None if where is None else path_of(where))
     elif isinstance(draft_model, (str, Path)) or draft_model is None:
         draft_model = getattr(target, "ea_layer", None)
     if config.speculative is not None and not needs_model(config) and not isinstance(draft_model, Draft):
@@ -169,12 +169,6 @@ def _configured_head(draft_model: Any, config: EAGLEConfig) -> Any:
     return draft_model if options.model is None or options.method is SpecMethod.DRAFT_MODEL else options.model
 
 
-def _model_path(path: str | Path) -> str:
-    """The path, also of a model of this package that goes by a name."""
-    part = {HYBRID: "gdn", DRAFT: "draft"}.get(str(path))
-    return str(path) if part is None else str(demo_directory(part))
-
-
 def _takes_mtp(config: EAGLEConfig) -> bool:
     """Whether drafts come of MTP layers where they lie beside the target, and nobody says from where."""
     return config.speculative is None or _is_hybrid(config)
@@ -191,7 +185,7 @@ def _configured_model(draft_model: Any, target: nn.Module, config: EAGLEConfig) 
     if options is None or options.model is None or options.method is not SpecMethod.DRAFT_MODEL:
         return draft_model
     beside = next(target.parameters())
-    return load_target(_model_path(options.model), dtype=beside.dtype).to(beside.device)
+    return load_target(path_of(options.model, "target"), dtype=beside.dtype).to(beside.device)
 
 
 def _load_target(
@@ -208,17 +202,20 @@ def _load_target(
                 f"target_model must be an EaModel, a causal language model or a path, got {type(target_model).__name__}"
             )
         return target_model, getattr(target_model, "tokenizer", None)
-    path = _model_path(target_model)
+    path = path_of(target_model)
     shared: dict[str, Any] = {} if tp_plan is None else {"tp_plan": tp_plan}
     where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = config.dtype or (torch.float32 if where.type == "cpu" else _stored_dtype(path, draft_model))
-    if (isinstance(draft_model, (str, Path)) and draft_model != MTP) or (draft_model is None and _of_head(config)):
-        head = None if draft_model is None else str(draft_model)
+    with_head = (isinstance(draft_model, (str, Path)) and draft_model != MTP) or (
+        draft_model is None and _of_head(config)
+    )
+    head = str(draft_model) if with_head and draft_model is not None else None
+    if with_head:
         locate(path, head, True, _NAMES)  # which says what is wrong by these names
-        model = EaModel.from_pretrained(path, head, dtype=dtype, **shared)
+    dtype = config.dtype or (torch.float32 if where.type == "cpu" else _stored_dtype(saved_target(path)))
+    if with_head:
+        model = EaModel.from_pretrained(str(target_model), head, dtype=dtype, **shared)
         return model if shared else model.to(where), model.tokenizer
-    if path == "demo":
-        path, _, _ = locate(path, None, True)
+    path = saved_target(path)
     read_target_config(path, hybrids=True)
     target = load_target(path, hybrids=True, dtype=dtype, **shared)
     return target if shared else target.to(where), load_tokenizer(path)
@@ -230,10 +227,8 @@ def _of_head(config: EAGLEConfig) -> bool:
     return needs_model(config) and (options is None or options.method is not SpecMethod.DRAFT_MODEL)
 
 
-def _stored_dtype(path: str, draft_model: Any) -> torch.dtype:
+def _stored_dtype(path: str) -> torch.dtype:
     """The dtype that a checkpoint's configuration names, float32 if it names none."""
-    if draft_model is None and not (Path(path) / "config.json").is_file():
-        path, _, _ = locate(path, None, True, _NAMES)
     config = read_target_config(path, hybrids=True)
     parts = (config, text_config(config))
     named = [getattr(part, name, None) for part in parts for name in ("dtype", "torch_dtype")]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from eagle_triton.demo import DRAFT, HYBRID, demo_directory
+from eagle_triton.demo import path_of
 
 if TYPE_CHECKING:
     from eagle_triton.speculative.speculative_config import SpeculativeConfig
@@ -114,8 +114,7 @@ def _model(config: SpeculativeConfig) -> str:
 
 def _place(model: str) -> str:
     """A path for another program, which does not know the names of what this package brings."""
-    places = {DRAFT: "draft", HYBRID: "gdn", "demo": "eagle3"}
-    return str(demo_directory(places[model])) if model in places else model
+    return path_of(model, "eagle3")
 
 
 def _checked(config: SpeculativeConfig, engine: str) -> str | None:
