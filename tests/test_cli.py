@@ -30,6 +30,7 @@ from eagle_triton.cli.decoding import Answer, Decoder, Step
 from eagle_triton.cli.figures import figures
 from eagle_triton.cli.interrupts import kept_interrupts
 from eagle_triton.cli.settings import MOST_SEED, Settings
+from eagle_triton.demo import demo_directory
 from eagle_triton.speculative.conversation import Conversation
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -811,6 +812,20 @@ def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch, capsys
         chat_module.main(["--target", str(tmp_path), "--device", "cpu"])
     (line,) = capsys.readouterr().err.splitlines()[-1:]
     assert stopped.value.code == 2 and line.startswith("eagle-triton chat: ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["generate", "import os"], ["ablation", "--groups", "speculative", "--out", "out.csv"]],
+    ids=lambda x: x[0],
+)
+def test_a_head_as_the_drafter_is_one_line(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main.main([*words, "--drafter", str(demo_directory("eagle3")), "--device", "cpu"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and line.startswith(f"eagle-triton {words[0]}: ")
+    assert "eagle3' is a draft head, by its fc.weight" in line and "--head" in line
 
 
 @pytest.mark.parametrize(

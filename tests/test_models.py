@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from eagle_triton import EAGLEInference
 from eagle_triton.models import MC_SIM_7B_63, DraftConfig, Eagle1Head, Eagle3Head, EaModel, loading
-from eagle_triton.models.loading import read_draft_config
+from eagle_triton.models.loading import load_target, read_draft_config, read_target_config
 from eagle_triton.models.target import TargetCache, default_feature_layers, run_target
 from eagle_triton.models.tree import ancestor_mask, fixed_tree, grow_dynamic_tree, retrieve_paths, top_k
 from eagle_triton.models.verify import children_of, generate_warpers, verify_tree
@@ -688,6 +688,26 @@ def test_a_target_that_lacks_weights_is_refused(checkpoints):
         EaModel.from_pretrained(str(base), str(path))
 
 
+def test_a_target_whose_weights_are_of_other_shapes_is_refused(checkpoints):
+    base, path = checkpoints
+    edit(base, intermediate_size=80)
+    message = r"target .*: model.layers.0.mlp.down_proj.weight must be \[64, 80\] after config.json, got \[64, 96\]"
+    with pytest.raises(ValueError, match=message):
+        EaModel.from_pretrained(str(base), str(path))
+
+
+@pytest.mark.parametrize(("layout", "binary"), [("safeailab", False), ("safeailab", True), ("vllm", False)])
+@pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
+def test_a_head_is_no_target(layout, binary, eagle3, tmp_path):
+    """Be it that transformers takes it for a model with other shapes, or knows nothing of its configuration."""
+    path = write_head(tmp_path, model(eagle3=eagle3).ea_layer, layout, binary)
+    if layout == "safeailab":
+        edit(path, model_type="llama")
+    with pytest.raises(ValueError, match="whatever '.*head-.*' is a draft head, by its fc.weight, and no causal "):
+        read_target_config(str(path), whose="whatever")
+        load_target(str(path), whose="whatever")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -781,7 +801,7 @@ def fetched(monkeypatch):
 
     raw = {name: value for name, value in draft_config(True).to_dict().items() if value is not None}
     tensors = head(target(), True).state_dict()
-    loaded = lambda: (target(), dict(missing_keys=[], unexpected_keys=[]))  # noqa: E731
+    loaded = lambda: (target(), dict(missing_keys=[], unexpected_keys=[], mismatched_keys=[]))  # noqa: E731
     monkeypatch.setattr(loading.AutoConfig, "from_pretrained", record("config", lambda: target().config))
     monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", record("tokenizer", tokenizer))
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", record("weights", loaded))

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
-from eagle_triton.demo import demo_prompts
+from eagle_triton.demo import demo_directory, demo_prompts
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.speculative import SpeculativeConfig
 from eagle_triton.speculative.costs import CostTable
 from tests.tiny import random_prompt, tiny_model
 
@@ -632,6 +633,39 @@ def test_paths_that_hold_nothing_are_refused_by_the_names_they_have_here(tmp_pat
     }.items():
         with pytest.raises(FileNotFoundError, match=message):
             EAGLEInference(draft, target)
+
+
+@pytest.mark.parametrize("head", ["eagle3", "eagle1"])
+def test_a_head_in_the_place_of_a_draft_model_is_called_one(head):
+    place = str(demo_directory(head))
+    options = SpeculativeConfig("draft_model", model=place)
+    with pytest.raises(ValueError, match=f"draft '.*{head}' is a draft head.*: give it where a head is taken"):
+        EAGLEInference(None, "demo", options, "cpu")
+    with pytest.raises(ValueError, match=f"target '.*{head}' is a draft head"):
+        EAGLEInference(None, place, SpeculativeConfig("ngram"), "cpu")
+
+
+def test_a_draft_model_that_is_not_there_is_called_the_draft(tmp_path, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise OSError("We couldn't connect to 'https://huggingface.co'")
+
+    monkeypatch.setattr("eagle_triton.models.loading.AutoConfig.from_pretrained", unreachable)
+    model = tiny_model()
+    for place, message in {
+        "some/model": "draft 'some/model': We couldn't connect",
+        "./nothing": "draft: './nothing' does not exist",
+        str(tmp_path): "draft: no config.json in",
+    }.items():
+        with pytest.raises(FileNotFoundError, match=message):
+            EAGLEInference(None, model.base_model, SpeculativeConfig("draft_model", model=place))
+
+
+def test_weights_of_a_draft_model_that_cannot_be_read_are_the_drafts(tmp_path):
+    for file in demo_directory("draft").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes()[:100_000])
+    model = EaModel.from_pretrained("demo")
+    with pytest.raises(ValueError, match="draft '.*': the weights cannot be read"):
+        EAGLEInference(None, model.base_model, SpeculativeConfig("draft_model", model=str(tmp_path)))
 
 
 def test_a_tree_keeps_its_shape_through_a_run():

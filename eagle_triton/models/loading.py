@@ -157,48 +157,75 @@ def quiet() -> Iterator[None]:
 # --- the target ---
 
 
-def read_target_config(path: str, hybrids: bool = False, **hub: Any) -> Any:
+def read_target_config(path: str, hybrids: bool = False, whose: str = "target", **hub: Any) -> Any:
     """The target's config; `hub`: where in it, and how to reach the hub, as transformers takes it.
 
-    hybrids: see check_architecture.
+    hybrids, whose: see check_architecture.
     Raises FileNotFoundError without a config.json, ValueError for an unknown architecture.
     """
-    path = directory_or_hub_id("target", path)
+    path = directory_or_hub_id(whose, path)
     if Path(path).is_dir() and not (Path(path) / hub.get("subfolder", "") / "config.json").is_file():
-        raise FileNotFoundError(f"target: no config.json in {path!r}")
+        raise FileNotFoundError(f"{whose}: no config.json in {path!r}")
     try:
         config = AutoConfig.from_pretrained(path, **hub)
     except (ValueError, KeyError) as error:
-        raise ValueError(f"target {path!r}: expected one of {', '.join(SUPPORTED)}: {error}") from error
+        for file in Path(path).glob("*.safetensors"):
+            _check_no_head(f"{whose} {path!r}", tensor_names(file))
+        raise ValueError(f"{whose} {path!r}: expected one of {', '.join(SUPPORTED)}: {error}") from error
     except OSError as error:
-        raise FileNotFoundError(f"target {path!r}: {error}") from error
-    check_architecture(config, hybrids)
+        raise FileNotFoundError(f"{whose} {path!r}: {error}") from error
+    check_architecture(config, hybrids, whose)
     return config
 
 
-def load_target(path: str, hybrids: bool = False, **kwargs: Any) -> nn.Module:
+def load_target(path: str, hybrids: bool = False, whose: str = "target", **kwargs: Any) -> nn.Module:
     """The target in eval mode, fp32 unless `dtype` (or `torch_dtype`) says otherwise; kwargs go to transformers.
-    hybrids: see check_architecture.
+    hybrids, whose: see check_architecture.
 
-    Raises FileNotFoundError for missing files, ValueError for files that cannot be read or lack weights, and for a
-    `tp_plan` that is none, or without processes to spread the target over.
+    Raises FileNotFoundError for missing files, ValueError for a draft head, for files that cannot be read, lack weights
+    or have them of other shapes than config.json says, and for a `tp_plan` that is none, or without processes to spread
+    the target over.
     """
     if kwargs.get("tp_plan") is not None:
         _check_plan(kwargs["tp_plan"])
     dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or torch.float32
     kwargs.pop("torch_dtype", None)
     kwargs["dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"] = dtype
+    named = f"{whose} {path!r}"
+    try:
+        model, info = _read_target(path, kwargs)
+    except (SafetensorError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{named}: the weights cannot be read: {error}") from error
+    except OSError as error:
+        raise FileNotFoundError(f"{named}: {error}") from error
+    check_architecture(model.config, hybrids, whose)
+    unexpected = set(info["unexpected_keys"])
+    _check_no_head(named, unexpected)
+    if not kwargs.get("ignore_mismatched_sizes"):
+        for name, stored, expected in sorted(info["mismatched_keys"]):
+            raise ValueError(f"{named}: {name} must be {list(expected)} after config.json, got {list(stored)}")
+    check_keys(named, info["missing_keys"], unexpected - mtp_names(unexpected))
+    return _in_one_dtype(model, dtype).eval()
+
+
+def _read_target(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The model, and what transformers says of its tensors; those whose shapes do not fit are among that."""
     try:
         with quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
-    except (SafetensorError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"target {path!r}: the weights cannot be read: {error}") from error
-    except OSError as error:
-        raise FileNotFoundError(f"target {path!r}: {error}") from error
-    check_architecture(model.config, hybrids)
-    unexpected = set(info["unexpected_keys"])
-    check_keys(f"target {path!r}", info["missing_keys"], unexpected - mtp_names(unexpected))
-    return _in_one_dtype(model, dtype).eval()
+            return AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+    return _read_target(path, {**options, "ignore_mismatched_sizes": True})
+
+
+def _check_no_head(named: str, tensors: Iterable[str]) -> None:
+    """ValueError if these are tensors of a draft head; named: what to call it."""
+    if "fc.weight" in {name.removeprefix("model.") for name in tensors}:
+        raise ValueError(
+            f"{named} is a draft head, by its fc.weight, and no causal language model: give it where a head is taken "
+            "(--head, or draft_model of EAGLEInference)"
+        )
 
 
 def _check_plan(tp_plan: Any) -> None:

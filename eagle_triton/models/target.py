@@ -24,21 +24,21 @@ def text_config(config: Any) -> Any:
     return getattr(config, "text_config", config)
 
 
-def check_architecture(config: Any, hybrids: bool = False) -> None:
+def check_architecture(config: Any, hybrids: bool = False, whose: str = "target") -> None:
     """ValueError unless `config` is of a target that EaModel can run, with an attention that takes our masks.
 
-    hybrids: those that only the engine can run will do.
+    hybrids: those that only the engine can run will do. whose: what to call it.
     """
     known = (*SUPPORTED, *HYBRIDS) if hybrids else SUPPORTED
     if config.model_type not in known:
         instead = "; EAGLEInference and optimize_with_triton take it without an EaModel"
         raise ValueError(
-            f"target: expected one of {', '.join(known)}, got model_type {config.model_type!r}"
+            f"{whose}: expected one of {', '.join(known)}, got model_type {config.model_type!r}"
             f"{instead if config.model_type in HYBRIDS else ''}"
         )
     attention = getattr(config, "_attn_implementation", None)
     if attention not in (None, "sdpa", "eager"):
-        raise ValueError(f"target: attn_implementation must be 'sdpa' or 'eager', got {attention!r}")
+        raise ValueError(f"{whose}: attn_implementation must be 'sdpa' or 'eager', got {attention!r}")
 
 
 def default_feature_layers(layers: int) -> tuple[int, ...]:

@@ -185,7 +185,9 @@ def _configured_model(draft_model: Any, target: nn.Module, config: EAGLEConfig) 
     if options is None or options.model is None or options.method is not SpecMethod.DRAFT_MODEL:
         return draft_model
     beside = next(target.parameters())
-    return load_target(path_of(options.model, "target"), dtype=beside.dtype).to(beside.device)
+    path = path_of(options.model, "target")
+    read_target_config(path, whose=_NAMES[1])
+    return load_target(path, whose=_NAMES[1], dtype=beside.dtype).to(beside.device)
 
 
 def _load_target(
