@@ -9,7 +9,8 @@ import torch
 
 from eagle_triton.cli.decoding import MOST_ENGINES, Decoder, Step
 from eagle_triton.cli.settings import ENGINE, METHODS, OWN_FORWARD, Settings
-from eagle_triton.demo import demo_prompts
+from eagle_triton.demo import demo_directory, demo_prompts
+from eagle_triton.models.heads import Eagle1Head, Eagle3Head
 from eagle_triton.speculative_decoding import (
     NGramStorage,
     autoregressive_generate,
@@ -269,6 +270,11 @@ class TestAnswers:
         for method in ("target", "ngram"):
             answer = decoder.decode(method, long, Settings())
             assert len(answer.tokens) == 2 and answer.finished == "length"
+
+
+@pytest.mark.parametrize(("part", "kind"), [("eagle3", Eagle3Head), ("eagle1", Eagle1Head)])
+def test_a_head_of_either_kind_for_the_demo(part, kind):
+    assert isinstance(Decoder(head=str(demo_directory(part)), device="cpu").head, kind)
 
 
 class TestRefusals:

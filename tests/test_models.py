@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from eagle_triton import EAGLEInference
+from eagle_triton.demo import demo_directory
 from eagle_triton.models import MC_SIM_7B_63, DraftConfig, Eagle1Head, Eagle3Head, EaModel, loading
 from eagle_triton.models.loading import load_target, read_draft_config, read_target_config
 from eagle_triton.models.target import TargetCache, default_feature_layers, run_target
@@ -686,6 +687,30 @@ def test_a_target_that_lacks_weights_is_refused(checkpoints):
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="target.*lacks model.layers.3.mlp.up_proj.weight"):
         EaModel.from_pretrained(str(base), str(path))
+
+
+@pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
+def test_the_weights_of_a_head_tell_which_it_is(eagle3, tmp_path):
+    own = "3" if eagle3 else "1/2"
+    paths = [str(write_target(tmp_path)), str(write_head(tmp_path, model(eagle3=eagle3).ea_layer))]
+    loaded = EaModel.from_pretrained(*paths, use_eagle3=None)
+    assert loaded.use_eagle3 == eagle3 and isinstance(loaded.ea_layer, Eagle3Head if eagle3 else Eagle1Head)
+    message = f"is an EAGLE-{own} head by its weights, and use_eagle3 is {not eagle3}"
+    with pytest.raises(ValueError, match=message):
+        EaModel.from_pretrained(*paths, use_eagle3=not eagle3)
+    loaded.save_pretrained(tmp_path / "pair")
+    assert EaModel.from_pretrained(str(tmp_path / "pair"), use_eagle3=None).use_eagle3 == eagle3
+
+
+def test_another_head_for_the_target_of_a_saved_pair(tmp_path):
+    """Be it the demo by its name, or a directory."""
+    model().save_pretrained(tmp_path / "pair")
+    path = write_head(tmp_path, model(eagle3=False).ea_layer)
+    loaded = EaModel.from_pretrained(str(tmp_path / "pair"), str(path), use_eagle3=False)
+    assert isinstance(loaded.ea_layer, Eagle1Head)
+    loaded = EaModel.from_pretrained("demo", str(demo_directory("eagle3")))
+    assert isinstance(loaded.ea_layer, Eagle3Head) and loaded.base_model_name_or_path == "demo"
+    assert isinstance(EaModel.from_pretrained("demo", "demo", use_eagle3=False).ea_layer, Eagle1Head)
 
 
 def test_a_target_whose_weights_are_of_other_shapes_is_refused(checkpoints):

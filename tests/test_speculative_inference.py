@@ -11,6 +11,7 @@ from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.demo import demo_directory, demo_prompts
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.models.heads import Eagle1Head, Eagle3Head
 from eagle_triton.speculative import SpeculativeConfig
 from eagle_triton.speculative.costs import CostTable
 from tests.tiny import random_prompt, tiny_model
@@ -633,6 +634,18 @@ def test_paths_that_hold_nothing_are_refused_by_the_names_they_have_here(tmp_pat
     }.items():
         with pytest.raises(FileNotFoundError, match=message):
             EAGLEInference(draft, target)
+
+
+@pytest.mark.parametrize("target", ["demo", "path"])
+@pytest.mark.parametrize("head", ["eagle3", "eagle1"])
+def test_a_head_and_its_target_by_their_paths(head, target):
+    place, target = str(demo_directory(head)), "demo" if target == "demo" else str(demo_directory("target"))
+    eagle = EAGLEInference(place, target, FIXED, "cpu")
+    assert isinstance(eagle.pair.draft_model, Eagle3Head if head == "eagle3" else Eagle1Head)
+    eagle.generate(demo_prompts(1), 24)
+    assert eagle.statistics.tau > 2
+    chain = EAGLEInference(None, target, SpeculativeConfig("eagle", model=place, num_speculative_tokens=3), "cpu")
+    assert type(chain.pair.draft_model) is type(eagle.pair.draft_model)
 
 
 @pytest.mark.parametrize("head", ["eagle3", "eagle1"])

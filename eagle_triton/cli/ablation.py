@@ -301,7 +301,7 @@ def _parser(program: str) -> Parser:
     model = dict(type=arguments.model, metavar="PATH_OR_ID")
     add("--target", **model, default=PAIR, help="default: demo, the embedded checkpoint")
     add("--drafter", **model, help="a smaller model with the same vocabulary (default: the demo's)")
-    add("--head", **model, help="an EAGLE-3 head (default: the target's)")
+    add("--head", **model, help="an EAGLE head (default: the target's)")
     add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add(
         "--dtype",

@@ -193,7 +193,7 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
         "--head",
         type=arguments.model,
         metavar="PATH_OR_ID",
-        help="an EAGLE-3 head (default: the target's)",
+        help="an EAGLE head (default: the target's)",
     )
     add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--dtype", choices=arguments.DTYPES, help="default: float32 on a CPU, else the checkpoint's")

@@ -131,7 +131,7 @@ class _Places:
 
     target: str | nn.Module
     head: str | None
-    eagle3: bool = True
+    eagle3: bool | None = None  # None: its weights tell
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Decoder:
 
     target: a directory, a hub id, "demo" or "demo-gdn", or a causal language model. drafter: a directory, a hub id,
     "demo-draft", or a model with the target's vocabulary; read by the methods of `NEEDS_DRAFTER`, None: there is none.
-    head: a directory or hub id of an EAGLE-3 head, None: what lies beside the target, a head or layers for multi-token
+    head: a directory or hub id of an EAGLE head, None: what lies beside the target, a head or layers for multi-token
     prediction; read by those of `NEEDS_HEAD`. device: None takes a GPU if there is one. dtype: None takes float32 on a
     CPU, else what the checkpoint says. Raises ValueError and FileNotFoundError when something is loaded.
     """
@@ -188,7 +188,7 @@ class Decoder:
         if isinstance(target, nn.Module):
             return _Places(target, head)
         if head is None and is_saved_pair(target):
-            return _Places(*locate(target, None, True))
+            return _Places(*locate(target, None, None))
         place = saved_target(target)
         return _Places(place, MTP if head is None and has_mtp(place) else head)
 
@@ -233,7 +233,7 @@ class Decoder:
         if places.head is None:
             raise ValueError(
                 f"head: none lies beside the target {self._target_given!s:.60}; eagle and hybrid need a directory or a "
-                "hub id of an EAGLE-3 head"
+                "hub id of an EAGLE head"
             )
         if places.head == MTP:
             return MTP

@@ -82,7 +82,7 @@ class EaModel(nn.Module):
         cls,
         base_model_path: str,
         ea_model_path: str | None = None,
-        use_eagle3: bool = True,
+        use_eagle3: bool | None = True,
         total_token: int | None = None,
         depth: int | None = None,
         top_k: int | None = None,
@@ -97,7 +97,7 @@ class EaModel(nn.Module):
         base_model_path: a directory or hub id of a Llama, Mistral, Qwen2 or Qwen3 model; "demo" for the checkpoint
         that ships with this package; or, without `ea_model_path`, a directory written by `save_pretrained`.
         ea_model_path: a directory or hub id of the head, in SafeAILab's layout or that of speculators/vLLM/SGLang.
-        use_eagle3: whether it is an EAGLE-3 head (else EAGLE-1/2).
+        use_eagle3: whether it is an EAGLE-3 head, else EAGLE-1/2; None: its weights tell.
         total_token: nodes of a tree, root included (60); -1 picks from 40, 48, 50, 56 and 60 by measuring the target.
         depth, top_k: beam passes (7) and beam width (10) of a dynamic tree. tree_choices: rank paths of a fixed tree
         instead. None, as for `threshold` (1), takes what `save_pretrained` stored, else the number in brackets; one of

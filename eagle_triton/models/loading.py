@@ -48,10 +48,11 @@ UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_fre
 def locate(
     base_model_path: str,
     ea_model_path: str | None,
-    use_eagle3: bool,
+    use_eagle3: bool | None,
     names: tuple[str, str] = ("base_model_path", "ea_model_path"),
-) -> tuple[str, str, bool]:
-    """Where target and head are: (target path or hub id, head path or hub id, whether it is an EAGLE-3 head).
+) -> tuple[str, str, bool | None]:
+    """Where target and head are: (target path or hub id, head path or hub id, whether it is an EAGLE-3 head; None: its
+    weights tell, and of two in one directory it is the one).
 
     `base_model_path` alone is "demo" or a directory with the subfolders that `save_pretrained` writes; if it holds
     one head only, that one is taken. With another head it may be one, too: the target in it is meant. names: what the
@@ -60,7 +61,7 @@ def locate(
     if ea_model_path is not None:
         places = (
             directory_or_hub_id(names[0], saved_target(base_model_path)),
-            directory_or_hub_id(names[1], path_of(ea_model_path, HEAD_FOLDERS[use_eagle3])),
+            directory_or_hub_id(names[1], path_of(ea_model_path, HEAD_FOLDERS[use_eagle3 is not False])),
         )
         return *places, use_eagle3
     root = Path(directory_or_hub_id(names[0], path_of(base_model_path)))
@@ -403,7 +404,12 @@ def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapp
     """
     raw, tensors = read_head(path, **hub)
     config = read_draft_config(raw)
-    use_eagle3 = is_eagle3(tensors) if use_eagle3 is None else use_eagle3
+    found = is_eagle3(tensors)
+    if use_eagle3 is False and found:
+        raise ValueError(f"draft head {path!r} is an EAGLE-3 head by its weights, and use_eagle3 is False")
+    if use_eagle3 and not found and not any("midlayer." in name for name in tensors):
+        raise ValueError(f"draft head {path!r} is an EAGLE-1/2 head by its weights, and use_eagle3 is True")
+    use_eagle3 = found if use_eagle3 is None else use_eagle3
     tensors = rename_tensors(tensors, use_eagle3)
     config = settle_biases(config, tensors)
     query = tensors.get("midlayer.self_attn.q_proj.weight" if use_eagle3 else "layers.0.self_attn.q_proj.weight")

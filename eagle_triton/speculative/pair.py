@@ -75,7 +75,7 @@ def read_pair(
     the checkpoint of this package). draft_model: None for the head of a target that is an EaModel, an EaModel whose
     head is meant, a draft head, "mtp" for the multi-token-prediction layers beside the target's weights, or what
     `load_mtp` makes of them, a causal language model with the target's vocabulary, a `Draft` of one's own, or, beside a
-    target's path, that of an EAGLE-3 head. What is configured to draft without a model needs none. device:
+    target's path, that of a head. What is configured to draft without a model needs none. device:
     where the models must lie, None: wherever they do. tp_plan: how a target is spread over ranks that is given by its
     path, None: not at all. Raises UnsupportedModelError for what is not known, ValueError
     for a draft that does not fit or models that lie elsewhere.
@@ -212,10 +212,10 @@ def _load_target(
     )
     head = str(draft_model) if with_head and draft_model is not None else None
     if with_head:
-        locate(path, head, True, _NAMES)  # which says what is wrong by these names
+        locate(path, head, None, _NAMES)  # which says what is wrong by these names
     dtype = config.dtype or (torch.float32 if where.type == "cpu" else _stored_dtype(saved_target(path)))
     if with_head:
-        model = EaModel.from_pretrained(str(target_model), head, dtype=dtype, **shared)
+        model = EaModel.from_pretrained(str(target_model), head, None, dtype=dtype, **shared)
         return model if shared else model.to(where), model.tokenizer
     path = saved_target(path)
     read_target_config(path, hybrids=True)
