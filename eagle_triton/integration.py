@@ -48,6 +48,7 @@ FAMILIES: tuple[tuple[ModuleType, ModuleType], ...] = (
     (eagle_llm, eagle_llm_methods),
 )
 
+SUFFIX, NGRAM = "suffix", "ngram"  # drafts by their names
 SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5  # of drafts that are asked for by name; 16 rows are one tile of a product
 
 
@@ -313,9 +314,9 @@ def make_draft(draft: Any, view: ModelView, config: TritonConfig) -> Draft | Non
         raise ValueError(f"topk, num_steps and num_draft_tokens shape a model's trees, and draft is {draft!r}")
     if draft is None:
         return None
-    if draft == "suffix":
+    if draft == SUFFIX:
         return with_suffix_drafts(None, config.suffix_drafts or SUFFIX_DRAFTS, view.device)
-    if draft == "ngram":
+    if draft == NGRAM:
         if config.suffix_drafts:
             raise ValueError(f'suffix_drafts={config.suffix_drafts}: draft="ngram" drafts by n-grams alone')
         return RepeatDraft(NgramSource(NGRAM_DRAFTS))
@@ -367,7 +368,7 @@ def _read(model: Any, draft: Any, config: TritonConfig, roots: dict[str, nn.Modu
     drafted = read.draft
     if config.draft_vocabulary is not None:
         drafted = with_vocabulary(scoring(drafted, "draft_vocabulary"), config.draft_vocabulary)
-    if config.suffix_drafts and draft != "suffix":
+    if config.suffix_drafts and draft != SUFFIX:
         drafted = with_suffix_drafts(drafted, config.suffix_drafts, view.device)
     return read._replace(draft=drafted)
 

@@ -5,6 +5,7 @@ import torch
 
 from eagle_triton import EAGLEConfig, EAGLEInference
 from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.drafts.counted import CountedDraft
 from eagle_triton.engine.drafts.hybrid import ContinuedDraft, HybridDraft
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft, SuffixSource
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -252,6 +253,50 @@ def test_memory_and_slots_are_those_of_the_configuration(model):
     with pytest.raises(ValueError, match="slots must lie in 1..256, got 300"):
         EAGLEInference(None, model, SpeculativeConfig("ngram")).session(rows=10, slots=300)
     assert "RepeatDraft; method suffix" in repr(EAGLEInference(None, plain, SpeculativeConfig("suffix")))
+
+
+@pytest.mark.parametrize("target", ["demo", "EaModel", "plain"])
+@pytest.mark.parametrize(("name", "places"), [("suffix", 15), ("ngram", 5)])
+def test_drafts_from_repetition_by_their_names(name, places, target, model):
+    """As for optimize_with_triton: without a head, be it that the target has one."""
+    eagle = EAGLEInference(name, {"demo": "demo", "EaModel": model, "plain": model.base_model}[target], device="cpu")
+    draft = eagle.pair.draft
+    assert isinstance(draft, RepeatDraft) and draft.source.places == places
+    assert isinstance(draft.source, NgramSource if name == "ngram" else SuffixSource)
+    assert [tree.nodes for tree in eagle._trees()] == [1 + places]
+    assert f"num_draft_tokens {1 + places}," in repr(eagle)
+    (out,), stats = eagle.generate([[1, 2, 3] * 6], 16)
+    (want,), _ = EAGLEInference(None, eagle.pair.target_model, SpeculativeConfig("naive")).generate([[1, 2, 3] * 6], 16)
+    assert torch.equal(out, want) and stats["total_draft_tokens"]
+
+
+def test_named_drafts_take_the_options_that_they_read(model):
+    plain = model.base_model
+    eagle = EAGLEInference("suffix", plain, EAGLEConfig(suffix_drafts=4, suffix_ring=100))
+    assert eagle.pair.draft.source.places == 4 and len(eagle.pair.draft.source.ring.tensors.tokens) == 100
+    for name, config, message in (
+        ("suffix", SpeculativeConfig("eagle"), '"suffix" says how to draft, and so does speculative, by method eagle'),
+        ("ngram", SpeculativeConfig("suffix"), '"ngram" says how to draft, and so does speculative, by method suffix'),
+        ("ngram", EAGLEConfig(suffix_drafts=4), "suffix_drafts needs a draft that scores candidates"),
+        ("ngram", EAGLEConfig(topk=2), "topk: a RepeatDraft drafts its own tree only"),
+        ("suffix", EAGLEConfig(num_draft_tokens="auto"), "num_draft_tokens: a RepeatDraft drafts its own tree only"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EAGLEInference(name, plain, config)
+
+
+def test_options_of_a_tree_are_refused_where_the_draft_grows_its_own(model):
+    tree = EAGLEConfig(topk=3, num_steps=4, num_draft_tokens=20)
+    message = "topk, num_steps, num_draft_tokens: a {} drafts its own tree only"
+    for draft in (RepeatDraft(NgramSource(5)), CountedDraft(4)):
+        with pytest.raises(ValueError, match=message.format(type(draft).__name__)):
+            EAGLEInference(draft, model, tree)
+        with pytest.raises(ValueError, match="num_draft_tokens: "):
+            EAGLEInference(draft, model, EAGLEConfig(num_draft_tokens=None))
+        own = draft.read_tree().nodes
+        eagle = EAGLEInference(draft, model)
+        assert [tree.nodes for tree in eagle._trees()] == [own] and f"num_draft_tokens {own}," in repr(eagle)
+    assert "num_draft_tokens 20," in repr(EAGLEInference(None, model, tree))
 
 
 def test_a_draft_goes_with_its_own_configuration(model, plain):

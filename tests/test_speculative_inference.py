@@ -626,6 +626,16 @@ def test_the_demo_by_its_name():
     assert eagle.generate("import ", 4)[1].completions[0].text and eagle.pair.view.device.type == "cpu"
 
 
+def test_a_dtype_that_a_loaded_target_does_not_have_is_refused():
+    model = tiny_model()
+    for target in (model, model.base_model):
+        with pytest.raises(ValueError, match="dtype=torch.bfloat16, but target_model is in torch.float32: load it so"):
+            EAGLEInference(model.ea_layer, target, EAGLEConfig(dtype=torch.bfloat16))
+        assert EAGLEInference(model.ea_layer, target, EAGLEConfig(dtype=torch.float32)).pair.view.dtype == torch.float32
+    config = EAGLEConfig(speculative=SpeculativeConfig("ngram"), dtype=torch.bfloat16)
+    assert EAGLEInference(None, "demo", config, "cpu").pair.view.dtype == torch.bfloat16
+
+
 def test_paths_that_hold_nothing_are_refused_by_the_names_they_have_here(tmp_path):
     for (draft, target), message in {
         (None, str(tmp_path)): "draft: needed, because .* does not hold both a target and a head",

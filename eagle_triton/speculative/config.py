@@ -51,7 +51,8 @@ class EAGLEConfig:
     while there is room, for requests that begin alike.
     tree_mask_mode: of `verify_drafts` and of the trees that it shows.
     device: where the models must lie; a model given by its path is put there, None: on a GPU if there is one.
-    dtype: of a model given by its path, None: float32 on a CPU, else what its checkpoint says. verbose: log each step.
+    dtype: of a model given by its path, None: float32 on a CPU, else what its checkpoint says; a loaded target must
+    have it. verbose: log each step.
     verify_strategy, accept_policy, verify_window, max_candidate_len: how drafts are judged, see `Verification`.
     suffix_drafts: tokens that may be drafted from text that occurred before, in the request or in former outputs, in
     one tree with the draft's, or alone where there is no draft; 0: none. suffix_ring: tokens of former outputs that

@@ -68,11 +68,11 @@ class EAGLEInference:
         costs: Sequence[CostTable] | None = None,
         tp_plan: str | None = None,
     ) -> None:
-        """draft_model: an EAGLE head, an EaModel for its head, a causal language model with the target's vocabulary;
-        None for the head of the target, or where the configuration drafts without a model. target_model: an EaModel, a
-        Hugging Face causal language model, or the path of one. config: a `SpeculativeConfig` is short for an
-        EAGLEConfig with it as `speculative`. device: goes before config.device. tokenizer: for prompts and output as
-        text; None takes the target's.
+        """draft_model: an EAGLE head, an EaModel for its head, a causal language model with the target's vocabulary,
+        "suffix" or "ngram" for drafts from text that occurred before; None for the head of the target, or where the
+        configuration drafts without a model. target_model: an EaModel, a Hugging Face causal language model, or the
+        path of one. config: a `SpeculativeConfig` is short for an EAGLEConfig with it as `speculative`. device: goes
+        before config.device. tokenizer: for prompts and output as text; None takes the target's.
         kernels, cuda_graph: as for `EagleTritonConfig`. costs: cost tables to consult, None: those of the package.
         tp_plan: "auto" spreads a target that is given by its path over the ranks that torchrun has started.
 
@@ -125,8 +125,9 @@ class EAGLEInference:
 
         target: a target alone, with multi-token-prediction layers beside its weights, or with a head in a folder
         beside it, as `EaModel.save_pretrained` leaves them; "demo" and "demo-gdn" are the checkpoints of this package.
-        draft: of an EAGLE head, "mtp", or None for what lies beside the target, or what config says. config, device and
-        options as for the constructor. Raises as the constructor does, and FileNotFoundError for missing files.
+        draft: of an EAGLE head, "mtp", "suffix", "ngram", or None for what lies beside the target, or what config
+        says. config, device and options as for the constructor. Raises as the constructor does, and FileNotFoundError
+        for missing files.
         """
         return cls(draft, str(target), config, device, **options)
 
@@ -135,7 +136,9 @@ class EAGLEInference:
         names = type(target).__name__, type(self.pair.draft if draft is None else draft).__name__
         where = f"{str(view.dtype).removeprefix('torch.')} on {view.device}"
         options = self.config.speculative
-        drafts = f"num_draft_tokens {self.config.num_draft_tokens}" if options is None else f"method {options.method}"
+        own = self.pair.draft
+        nodes = self.config.num_draft_tokens if own is None or own.any_tree else own.read_tree().nodes
+        drafts = f"num_draft_tokens {nodes}" if options is None else f"method {options.method}"
         return (
             f"EAGLEInference({names[0]} of {len(view.layers)} layers, {where}; draft {names[1]}; "
             f"{drafts}, temperature {self.config.temperature})"

@@ -19,9 +19,10 @@ from eagle_triton.engine.drafts.beams import BeamDraft, with_vocabulary
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.float8 import float8_draft
-from eagle_triton.engine.drafts.hybrid import scoring
+from eagle_triton.engine.drafts.hybrid import scoring, with_suffix_drafts
+from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.model import ModelView
-from eagle_triton.integration import FAMILIES
+from eagle_triton.integration import FAMILIES, NGRAM, NGRAM_DRAFTS, SUFFIX, SUFFIX_DRAFTS
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.models.heads import DraftHead
@@ -74,12 +75,14 @@ def read_pair(
     target_model: an EaModel of any family, a Hugging Face causal language model, or the path or hub id of one ("demo":
     the checkpoint of this package). draft_model: None for the head of a target that is an EaModel, an EaModel whose
     head is meant, a draft head, "mtp" for the multi-token-prediction layers beside the target's weights, or what
-    `load_mtp` makes of them, a causal language model with the target's vocabulary, a `Draft` of one's own, or, beside a
-    target's path, that of a head. What is configured to draft without a model needs none. device:
-    where the models must lie, None: wherever they do. tp_plan: how a target is spread over ranks that is given by its
-    path, None: not at all. Raises UnsupportedModelError for what is not known, ValueError
-    for a draft that does not fit or models that lie elsewhere.
+    `load_mtp` makes of them, a causal language model with the target's vocabulary, "suffix" or "ngram" for drafts from
+    text that occurred before, a `Draft` of one's own, or, beside a target's path, that of a head. What is configured to
+    draft without a model needs none. device: where the models must lie, None: wherever they do. tp_plan: how a target
+    is spread over ranks that is given by its path, None: not at all. Raises UnsupportedModelError for what is not
+    known, ValueError for a draft that does not fit, models that lie elsewhere or are of another dtype than the
+    configuration says, and options that would not be read.
     """
+    _check_named(draft_model, config)
     draft_model = _configured_head(draft_model, config)
     if isinstance(draft_model, (str, Path)) and str(draft_model) == DRAFT:
         options = f'SpeculativeConfig(method="draft_model", model="{DRAFT}")'
@@ -96,8 +99,10 @@ def read_pair(
     if draft_model == MTP:
         where = None if config.speculative is None else config.speculative.model
         draft_model = load_mtp(base, None if where is None else path_of(where))
-    elif isinstance(draft_model, (str, Path)) or draft_model is None:
+    elif draft_model is None or _is_path(draft_model):
         draft_model = getattr(target, "ea_layer", None)
+    elif isinstance(draft_model, str):
+        draft_model, config = _repeating(draft_model, config, next(base.parameters()).device)
     if config.speculative is not None and not needs_model(config) and not isinstance(draft_model, Draft):
         draft_model = None
     elif draft_model is None and needs_model(config):
@@ -133,8 +138,9 @@ def read_pair(
     read = with_float8(view, draft, _models(target, draft_model), config.activations)
     view, draft = read.view, read.draft
     if draft is not None and config.speculative is None:
-        view.check_tree(config.tree(), "num_draft_tokens")
+        view.check_tree(config.tree() if draft.any_tree else draft.read_tree(), "num_draft_tokens")
     _check_places(view, draft, device)
+    _check_dtype(view, target_model, config)
     if config.draft_vocabulary is not None:
         draft = with_vocabulary(scoring(draft, "draft_vocabulary"), config.draft_vocabulary)
     if config.egag is not None:
@@ -148,6 +154,26 @@ def read_pair(
     if config.drafting_dtype is not None:
         draft, notes["draft_dtype"] = float8_draft(draft)
     return Pair(target, draft_model, view, draft, tokenizer, stop_ids, positions, read.modules, notes)
+
+
+def _is_path(draft_model: Any) -> bool:
+    """Whether a head is given by its path, and no draft by its name."""
+    return isinstance(draft_model, (str, Path)) and str(draft_model) not in (MTP, SUFFIX, NGRAM)
+
+
+def _check_named(draft_model: Any, config: EAGLEConfig) -> None:
+    """ValueError for drafts from repetition beside a method, which says how to draft too."""
+    if isinstance(draft_model, str) and draft_model in (SUFFIX, NGRAM) and config.speculative is not None:
+        method = config.speculative.method
+        raise ValueError(f'draft_model: "{draft_model}" says how to draft, and so does speculative, by method {method}')
+
+
+def _repeating(name: str, config: EAGLEConfig, device: torch.device) -> tuple[Draft, EAGLEConfig]:
+    """The draft from repetition of a name, and what is left of the configuration for it to be read with."""
+    if name == NGRAM:
+        return RepeatDraft(NgramSource(NGRAM_DRAFTS)), config
+    draft = with_suffix_drafts(None, config.suffix_drafts or SUFFIX_DRAFTS, device, config.suffix_ring)
+    return draft, config.changed(suffix_drafts=0, suffix_ring=EAGLEConfig.suffix_ring)
 
 
 def _configured_head(draft_model: Any, config: EAGLEConfig) -> Any:
@@ -197,7 +223,7 @@ def _load_target(
     if not isinstance(target_model, (str, Path)):
         if tp_plan is not None:
             raise ValueError("tp_plan goes with a target_model that is given by its path; another is spread as it is")
-        if isinstance(draft_model, (str, Path)) and draft_model != MTP:
+        if _is_path(draft_model):
             raise TypeError("draft_model: a path goes with a target_model that is given by its path too")
         if not isinstance(target_model, nn.Module):
             raise TypeError(
@@ -207,9 +233,7 @@ def _load_target(
     path = path_of(target_model)
     shared: dict[str, Any] = {} if tp_plan is None else {"tp_plan": tp_plan}
     where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with_head = (isinstance(draft_model, (str, Path)) and draft_model != MTP) or (
-        draft_model is None and _of_head(config)
-    )
+    with_head = _is_path(draft_model) or (draft_model is None and _of_head(config))
     head = str(draft_model) if with_head and draft_model is not None else None
     if with_head:
         locate(path, head, None, _NAMES)  # which says what is wrong by these names
@@ -252,6 +276,15 @@ def _check_places(view: ModelView, draft: Draft | None, device: torch.device | N
         raise ValueError(
             f"draft and target do not fit: the draft's vocabulary has {draft.embedding.shape[0]} tokens, the target's "
             f"{view.vocab_size}"
+        )
+
+
+def _check_dtype(view: ModelView, target_model: Any, config: EAGLEConfig) -> None:
+    """ValueError for a dtype that a loaded target does not have; one that is given by its path has been cast to it."""
+    if isinstance(target_model, nn.Module) and config.dtype not in (None, view.dtype):
+        raise ValueError(
+            f"dtype={config.dtype}, but target_model is in {view.dtype}: load it so, or give its path, of which alone "
+            "that is read"
         )
 
 

@@ -58,10 +58,10 @@ def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> D
     """
     options = config.speculative
     if options is None:
+        if given := [name for name in TREE if getattr(config, name) != getattr(EAGLEConfig, name)]:
+            _check_tree_is_read(", ".join(given), config, model)
         if not config.suffix_drafts:
             return model
-        if model is None and (given := [name for name in TREE if getattr(config, name) != getattr(EAGLEConfig, name)]):
-            raise ValueError(f"{', '.join(given)}: there is no draft model whose trees that could shape")
         return with_suffix_drafts(model, config.suffix_drafts, view.device, config.suffix_ring)
     if isinstance(model, (RepeatDraft, CountedDraft, WrappedDraft)):  # of create_proposer
         return model
@@ -82,6 +82,14 @@ def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> D
     if options.method is SpecMethod.HYBRID:
         return _continued(options, scoring(model, "method hybrid"))
     return None
+
+
+def _check_tree_is_read(given: str, config: EAGLEConfig, model: Draft | None) -> None:
+    """ValueError for options of a tree where the draft grows its own."""
+    if model is None and config.suffix_drafts:
+        raise ValueError(f"{given}: there is no draft model whose trees that could shape")
+    if model is not None and not model.any_tree:
+        raise ValueError(f"{given}: a {type(model).__name__} drafts its own tree only")
 
 
 def _suffix_source(options: SpeculativeConfig, ring_tokens: int, device: torch.device) -> SuffixSource:
