@@ -11,7 +11,7 @@ import torch
 from eagle_triton import EaModel
 from eagle_triton.adapters import native
 from eagle_triton.adapters.float8 import with_float8
-from eagle_triton.benchmarks import generate, mtp, operations, step, timing
+from eagle_triton.benchmarks import drafters, egag, generate, mtp, operations, step, timing
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.acceptance import deepest_path, fix_acceptance
 from eagle_triton.benchmarks.arguments import DECODINGS, PLOTS, SHAPES, TREES, stored_positions
@@ -435,6 +435,23 @@ def test_the_help_of_a_mode_has_its_own_defaults(capsys):
             benchmark.main([mode, "--help"])
         told = " ".join(capsys.readouterr().out.split())
         assert f"default: {absent}" not in told and present in told
+
+
+@pytest.mark.parametrize("figures", [drafters.figures, egag._figures], ids=["drafters", "egag"])
+def test_a_row_of_drafters_fits_itself(figures):
+    """Also where prompts take so unequal times that their median is another than their mean."""
+
+    def run(steps, emitted, seconds):
+        return drafters.Run(torch.zeros(1), steps, emitted, seconds, 2 * steps)
+
+    found = {"plain": [run(20, 20, 1.0), run(9, 9, 0.3), run(40, 40, 5.0)],
+             "drafts": [run(5, 20, 0.5), run(3, 9, 0.4), run(4, 40, 0.1)]}  # fmt: skip
+    plain, drafts = figures("prose", found)
+    for row in (plain, drafts):
+        assert row["tokens_per_second"] == pytest.approx(row["tau"] / row["ms_per_step"] * 1e3)
+        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / plain["tokens_per_second"])
+    assert drafts["tokens_per_second"] == pytest.approx(69.0) and drafts["steps"] == 12
+    assert drafts.get("passes", 2) == 2
 
 
 def test_places_in_a_draft_are_whole_numbers(tmp_path, monkeypatch):

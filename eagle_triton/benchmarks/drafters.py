@@ -7,7 +7,6 @@ this device. A drafter is made anew for each kind of work, so that former output
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -65,7 +64,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
                     notes += differences(kind, name, found[name], found["plain"], view.dtype)
                 bar.update()
             second = args.num_runs if kind == "warm" else 0  # the first half of "warm" is "prose" once more
-            rows += _figures(kind, {name: runs[second:] for name, runs in found.items()})
+            rows += figures(kind, {name: runs[second:] for name, runs in found.items()})
     if "prose" in prompts_of:
         notes += _judge(rows)
     notes += noise(min(row["steps"] for row in rows), "take more of --num-runs or --max-length")
@@ -132,20 +131,29 @@ def differences(kind: str, name: str, runs: list[Run], plain: list[Run], dtype: 
     return [f"{verdict}{kind}, {name}: {differ} of {len(runs)} outputs are not plain decoding's"] if differ else []
 
 
-def _figures(work_name: str, found: dict[str, list[Run]]) -> list[dict[str, Any]]:
-    rates = {name: statistics.median(run.emitted / run.seconds for run in runs) for name, runs in found.items()}
+def figures(work_name: str, found: dict[str, list[Run]]) -> list[dict[str, Any]]:
+    """A row for each variant, of all its prompts together.
+
+    So its tokens per second are tau over the time of a step, and its speedup is the ratio of its tokens per second to
+    those of "plain".
+    """
+    plain = _tokens_per_second(found["plain"])
     return [
         {
             "work": work_name,
             "variant": name,
             "tau": sum(run.emitted for run in runs) / sum(run.steps for run in runs),
             "ms_per_step": sum(run.seconds for run in runs) / sum(run.steps for run in runs) * 1e3,
-            "tokens_per_second": rates[name],
-            "speedup": rates[name] / rates["plain"],
+            "tokens_per_second": _tokens_per_second(runs),
+            "speedup": _tokens_per_second(runs) / plain,
             "steps": sum(run.steps for run in runs),
         }
         for name, runs in found.items()
     ]
+
+
+def _tokens_per_second(runs: list[Run]) -> float:
+    return sum(run.emitted for run in runs) / sum(run.seconds for run in runs)
 
 
 def _judge(rows: list[dict[str, Any]]) -> list[str]:

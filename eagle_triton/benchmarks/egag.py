@@ -8,7 +8,6 @@ choosing costs.
 from __future__ import annotations
 
 import argparse
-import statistics
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from tqdm import tqdm
 
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.drafters import Run, decode, differences
+from eagle_triton.benchmarks.drafters import Run, decode, differences, figures
 from eagle_triton.benchmarks.drafting_work import work
 from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import noise
@@ -116,20 +115,9 @@ def _all_figures(found: dict[str, dict[str, list[Run]]]) -> list[dict[str, Any]]
 
 
 def _figures(kind: str, found: dict[str, list[Run]]) -> list[dict[str, Any]]:
-    rates = {name: statistics.median(run.emitted / run.seconds for run in runs) for name, runs in found.items()}
-    return [
-        {
-            "work": kind,
-            "variant": name,
-            "tau": sum(run.emitted for run in runs) / sum(run.steps for run in runs),
-            "passes": sum(run.passes for run in runs) / sum(run.steps for run in runs),
-            "ms_per_step": statistics.median(run.seconds / run.steps * 1e3 for run in runs),
-            "tokens_per_second": sum(run.emitted for run in runs) / sum(run.seconds for run in runs),
-            "speedup": rates[name] / rates["plain"],
-            "steps": sum(run.steps for run in runs),
-        }
-        for name, runs in found.items()
-    ]
+    """The rows of `drafters.figures`, with passes of the draft for each step."""
+    passes = {name: sum(run.passes for run in runs) for name, runs in found.items()}
+    return [{**row, "passes": passes[row["variant"]] / row["steps"]} for row in figures(kind, found)]
 
 
 def _judge(rows: list[dict[str, Any]]) -> list[str]:
