@@ -26,8 +26,8 @@ counted: q, k and v 10.1, 12.9; o 8.2, 9.0; gate and up 34.6, 39.3; down 18.9, 2
 30.8 and 16.8. Kernels that convert the weights, which they were before, took 12.4, 14.9; 9.4, 11.3; 40.5, 51.3; 20.9,
 28.3. In a step less of that is left: 4.77 ms of a tree instead of 4.90, 2.84 of plain decoding as before, since what
 waits between products is the same. Since then scales of x that are kept in shared memory have taken 4.4 us off down of
-60 rows and 1.4 off o, and 0.16 ms off a tree; docs/speed-notes.md says what else was tried. (Experiments of products with
-scales of x for rows, and of both steps, that were not kept; tools/tune_linear.py --float8 times products, x's pair
+60 rows and 1.4 off o, and 0.16 ms off a tree; docs/speed-notes.md says what else was tried. (Experiments of products
+with scales of x for rows, and of both steps, that were not kept; tools/tune_linear.py --float8 times products, x's pair
 counted.)
 """
 
