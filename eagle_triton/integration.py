@@ -14,8 +14,9 @@ from torch import nn
 from eagle_triton.adapters import eagle_llm, native, upstream
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.adapters.float8 import EXACT, Float8Reading, check_activations, with_float8
-from eagle_triton.adapters.module_reader import UnsupportedModelError, check_readable
+from eagle_triton.adapters.module_reader import check_readable
 from eagle_triton.adapters.mtp import read_mtp
+from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.drop_in import causal_lm as causal_lm_methods
 from eagle_triton.drop_in import eagle_llm as eagle_llm_methods
 from eagle_triton.drop_in import native as native_methods

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from eagle_triton.adapters import eagle_llm, native, upstream
-from eagle_triton.adapters.module_reader import UnsupportedModelError, read_norm
+from eagle_triton.adapters.module_reader import read_norm
+from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.drop_in import methods
 from eagle_triton.drop_in.attention import PreallocatedRows, _ancestors
 from eagle_triton.drop_in.patching import Fallback

@@ -10,7 +10,7 @@ from torch import nn
 from eagle_triton import EAGLEConfig, EAGLEInference, optimize_with_triton, restore
 from eagle_triton.adapters import native
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
-from eagle_triton.adapters.module_reader import UnsupportedModelError
+from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.drafts.eagle import Eagle1Draft
 from eagle_triton.engine.engine import Engine

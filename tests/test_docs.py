@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import pytest
 
-from eagle_triton.adapters.module_reader import UnsupportedModelError
+from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.engine.operations import Operations, operation_names
 from eagle_triton.sglang_plugin import patch_sglang

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_triton.adapters import causal_lm
-from eagle_triton.adapters.module_reader import UnsupportedModelError
+from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.drop_in.attention import TargetAttention, transformers_forward
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.mixers import Attention, Rows

@@ -14,7 +14,7 @@ from eagle_triton import (
     optimize_with_triton,
     restore_eagle,
 )
-from eagle_triton.adapters.module_reader import UnsupportedModelError
+from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.drop_in.patching import PatchError
 from tests.tiny import random_prompt, tiny_model
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from eagle_triton.adapters.gated_delta import read_gated_delta
 from eagle_triton.adapters.module_reader import (
-    UnsupportedModelError,
     attribute_at,
     check_dtype,
     check_fits_target,
@@ -23,6 +22,7 @@ from eagle_triton.adapters.module_reader import (
     read_rotary,
     read_target_embedding,
 )
+from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.adapters.sharded import ranks_of
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.gated_delta import GatedDelta

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from eagle_triton.adapters.float8_classes import SCALES, name_of_scale
-from eagle_triton.adapters.module_reader import FLOAT8, UnsupportedModelError
+from eagle_triton.adapters.module_reader import FLOAT8
+from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.model_watch import (

@@ -5,13 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from eagle_triton.adapters.module_reader import (
-    UnsupportedModelError,
-    attribute_at,
-    read_projection,
-    read_tensor,
-    read_weight,
-)
+from eagle_triton.adapters.module_reader import attribute_at, read_projection, read_tensor, read_weight
+from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.engine.gated_delta import GatedDelta
 from eagle_triton.engine.model_watch import is_plain_linear
 from eagle_triton.engine.modules import Norm, Projection

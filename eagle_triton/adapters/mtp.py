@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from eagle_triton.adapters.module_reader import (
-    UnsupportedModelError,
     attribute_at,
     check_fits_target,
     check_readable,
@@ -18,6 +17,7 @@ from eagle_triton.adapters.module_reader import (
     read_norm,
     read_projection,
 )
+from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.engine.drafts.mtp import MTPDraft, MTPUnit
 from eagle_triton.engine.mixers import Attention
 from eagle_triton.engine.model import Layer, ModelView

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from eagle_triton.adapters.module_reader import (
-    UnsupportedModelError,
     attribute_at,
     check_dtype,
     check_silu,
@@ -22,6 +21,7 @@ from eagle_triton.adapters.module_reader import (
     read_projection,
     read_rotary,
 )
+from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.adapters.sharded import refuse_sharded
 from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft, EagleDraft
 from eagle_triton.engine.model import Layer, ModelView

@@ -22,7 +22,8 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 from transformers.generation import logits_process as processors
 
 from eagle_triton.adapters.causal_lm import body_path
-from eagle_triton.adapters.module_reader import UnsupportedModelError, attribute_at
+from eagle_triton.adapters.module_reader import attribute_at
+from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.drop_in.patching import Fallback, Seam
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from eagle_triton.adapters.module_reader import UnsupportedModelError
+from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.drop_in import attention
 from eagle_triton.drop_in.methods import Steps, check_tree, draft_of, drop, last, method_seam, prompt, sequences
 from eagle_triton.drop_in.patching import Seam

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_triton.adapters.module_reader import UnsupportedModelError
+from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.drop_in.patching import Seam
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.eagle import EagleDraft

@@ -39,7 +39,7 @@ def serve_elsewhere(parser: Parser, args: argparse.Namespace) -> int:
     """
     _check(parser, args)
     with tempfile.TemporaryDirectory(prefix="eagle_triton-") as folder, parser.explains():
-        command = _command(parser, args, Path(folder) / "head")
+        command = _command(args, Path(folder) / "head")
         known = PASSED_ON[args.engine]
         handed_on = args.named | {"host", "port"}
         command += flags({theirs: getattr(args, name) for name, theirs in known.items() if name in handed_on})
@@ -68,7 +68,7 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
         parser.stop(f"{args.engine} is not installed: pip install {args.engine}")
 
 
-def _command(parser: Parser, args: argparse.Namespace, folder: Path) -> list[str]:
+def _command(args: argparse.Namespace, folder: Path) -> list[str]:
     """The server's command, to which options may be added."""
     vllm = args.engine == "vllm"
     if args.speculative_config is not None:

@@ -11,7 +11,7 @@ import torch
 
 from eagle_triton import EaModel
 from eagle_triton.adapters import upstream as adapter
-from eagle_triton.adapters.module_reader import UnsupportedModelError
+from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.demo import demo_directory
 from eagle_triton.drop_in import patching
 from eagle_triton.drop_in import upstream as drop_in
