@@ -1,0 +1,103 @@
+"""Which draft is meant, before anything is loaded, and what is loaded then."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from eagle_triton import EAGLEConfig
+from eagle_triton.demo import path_of
+from eagle_triton.engine.drafts.repeats import RepeatDraft
+from eagle_triton.speculative import SpeculativeConfig, given_models
+from eagle_triton.speculative.draft_choice import (
+    HeadAt,
+    InMemory,
+    LayersAt,
+    ModelAt,
+    Nothing,
+    OwnHead,
+    choose_draft,
+)
+
+PLAIN, WITH_HEAD = nn.Linear(1, 1), nn.Linear(1, 1)
+WITH_HEAD.ea_layer = nn.Linear(1, 1)
+EAGLE, DRAFT_MODEL = SpeculativeConfig("eagle"), SpeculativeConfig("draft_model")
+HYBRID = SpeculativeConfig("hybrid", num_speculative_tokens=2)
+
+
+def choice(draft, target, options=None, **config):
+    return choose_draft(draft, target, EAGLEConfig(speculative=options, **config))[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "expected"),
+    [
+        ("demo", None, OwnHead()),
+        ("demo", EAGLE, OwnHead()),
+        ("demo", DRAFT_MODEL, Nothing()),
+        ("demo", HYBRID, OwnHead()),
+        ("demo", SpeculativeConfig("mtp"), LayersAt(None)),
+        ("demo", SpeculativeConfig("suffix"), Nothing()),
+        ("demo-gdn", None, LayersAt(None)),
+        ("demo-gdn", HYBRID, LayersAt(None)),
+        ("demo-gdn", EAGLE, OwnHead()),
+        ("demo-gdn", SpeculativeConfig("naive"), Nothing()),
+        (WITH_HEAD, None, OwnHead()),
+        (WITH_HEAD, HYBRID, OwnHead()),
+        (WITH_HEAD, SpeculativeConfig("ngram"), Nothing()),
+        (PLAIN, None, Nothing()),
+        (PLAIN, HYBRID, LayersAt(None)),
+    ],
+)
+def test_what_comes_with_the_target(target, options, expected):
+    assert choice(None, target, options) == expected
+
+
+def test_suffix_drafts_share_a_tree_with_what_comes_with_the_target():
+    for target, expected in (("demo", Nothing()), ("demo-gdn", LayersAt(None)), (WITH_HEAD, OwnHead())):
+        assert choice(None, target, suffix_drafts=4) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (SpeculativeConfig("eagle", model="some/head"), HeadAt("some/head")),
+        (SpeculativeConfig("draft_model", model="demo-draft"), ModelAt(path_of("demo-draft"))),
+        (SpeculativeConfig("draft_model", model="demo"), ModelAt(path_of("demo", "target"))),
+        (SpeculativeConfig("mtp", model="demo-gdn"), LayersAt(path_of("demo-gdn"))),
+        (SpeculativeConfig("hybrid", model="some/layers", num_speculative_tokens=2), LayersAt("some/layers")),
+    ],
+)
+@pytest.mark.parametrize("target", ["demo", WITH_HEAD, PLAIN], ids=["path", "EaModel", "plain"])
+def test_what_the_configuration_names(target, options, expected):
+    assert choice(None, target, options) == expected
+    with pytest.raises(ValueError, match="draft_model was given, and model="):
+        choice(PLAIN, target, options)
+
+
+def test_what_is_handed_in():
+    assert choice(PLAIN, "demo", EAGLE) == InMemory(PLAIN) and choice("mtp", PLAIN) == LayersAt(None)
+    assert choice("some/head", "demo") == HeadAt("some/head")
+    assert isinstance(choice("ngram", WITH_HEAD).model, RepeatDraft)
+    found, config = choose_draft("suffix", WITH_HEAD, EAGLEConfig())
+    assert found == Nothing() and config.suffix_drafts == 15
+    with pytest.raises(ValueError, match="method suffix drafts without a model"):
+        choice(PLAIN, "demo", SpeculativeConfig("suffix"))
+
+
+def test_a_target_by_its_hub_id_alone_comes_in_the_dtype_that_it_names(monkeypatch):
+    """Where it is not put on a CPU, and whatever drafts without a model."""
+    asked = {}
+
+    def load(path, **options):
+        asked.update(options, path=path)
+        return nn.Linear(1, 1, device="meta")
+
+    config = SimpleNamespace(dtype=torch.bfloat16)
+    monkeypatch.setattr(given_models, "read_target_config", lambda path, **options: config)
+    monkeypatch.setattr(given_models, "load_tokenizer", lambda path: "tokenizer")
+    monkeypatch.setattr(given_models, "load_target", load)
+    for options in (EAGLEConfig(suffix_drafts=4), EAGLEConfig(speculative=SpeculativeConfig("ngram"))):
+        found = given_models.target_in_memory("some/model", Nothing(), options, torch.device("meta"), None)
+        assert found[1] == "tokenizer" and asked == dict(hybrids=True, path="some/model", dtype=torch.bfloat16)
