@@ -9,6 +9,7 @@ speculators, vLLM and SGLang: the layer called `layers.0`, an optional `model.` 
 import json
 import os
 import pickle
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -170,8 +171,7 @@ def read_target_config(path: str, hybrids: bool = False, whose: str = "target", 
     try:
         config = AutoConfig.from_pretrained(path, **hub)
     except (ValueError, KeyError) as error:
-        for file in Path(path).glob("*.safetensors"):
-            _check_no_head(f"{whose} {path!r}", tensor_names(file))
+        _check_no_head(f"{whose} {path!r}", _stored_names(path))
         raise ValueError(f"{whose} {path!r}: expected one of {', '.join(SUPPORTED)}: {error}") from error
     except OSError as error:
         raise FileNotFoundError(f"{whose} {path!r}: {error}") from error
@@ -199,12 +199,14 @@ def load_target(path: str, hybrids: bool = False, whose: str = "target", **kwarg
         raise ValueError(f"{named}: the weights cannot be read: {error}") from error
     except OSError as error:
         raise FileNotFoundError(f"{named}: {error}") from error
+    except ValueError as error:  # of transformers 4, which takes a head's names for damage
+        _check_no_head(named, _stored_names(path))
+        raise ValueError(f"{named}: {error}") from error
     check_architecture(model.config, hybrids, whose)
     unexpected = set(info["unexpected_keys"])
     _check_no_head(named, unexpected)
     if not kwargs.get("ignore_mismatched_sizes"):
-        for name, stored, expected in sorted(info["mismatched_keys"]):
-            raise ValueError(f"{named}: {name} must be {list(expected)} after config.json, got {list(stored)}")
+        _check_shapes(named, model, info["mismatched_keys"])
     check_keys(named, info["missing_keys"], unexpected - mtp_names(unexpected))
     return _in_one_dtype(model, dtype).eval()
 
@@ -215,9 +217,23 @@ def _read_target(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, 
         with quiet():
             return AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
     except RuntimeError as error:
-        if "ignore_mismatched_sizes" not in str(error):
+        if not re.search("size mismatch|ignore_mismatched_sizes", str(error)):
             raise
     return _read_target(path, {**options, "ignore_mismatched_sizes": True})
+
+
+def _check_shapes(named: str, model: nn.Module, mismatched: Iterable[Any]) -> None:
+    """ValueError naming a tensor that does not fit; transformers 4 does not say what shape it has."""
+    for found in sorted(mismatched):
+        name, got = (found, "") if isinstance(found, str) else (found[0], f", got {list(found[1])}")
+        expected = list(model.state_dict()[name].shape)
+        raise ValueError(f"{named}: {name} must be {expected} after config.json{got}")
+
+
+def _stored_names(path: str) -> set[str]:
+    """The names of the tensors in a directory; none for a hub id."""
+    files = [file for kind in ("*.safetensors", "pytorch_model*.bin") for file in Path(path).glob(kind)]
+    return {name for file in files for name in tensor_names(file)}
 
 
 def _check_no_head(named: str, tensors: Iterable[str]) -> None:
@@ -280,11 +296,14 @@ def read_target_embedding(path: str, **hub: Any) -> Tensor:
 
 
 def tensor_names(file: Path) -> list[str]:
-    """The names of the tensors in a file of safetensors. Raises ValueError for one that cannot be read."""
+    """The names of the tensors in a file of safetensors, or of torch's. Raises ValueError for one that cannot be
+    read."""
     try:
+        if file.suffix != ".safetensors":
+            return list(torch.load(file, "cpu", weights_only=True, mmap=True))
         with safe_open(file, "pt") as tensors:
             return list(tensors.keys())
-    except SafetensorError as error:
+    except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{str(file)!r} cannot be read, truncated or not weights: {error}") from error
 
 
