@@ -23,8 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from eagle_triton import EAGLEInference
 from eagle_triton.demo import demo_directory
-from eagle_triton.models import MC_SIM_7B_63, DraftConfig, Eagle1Head, Eagle3Head, EaModel, loading
-from eagle_triton.models.loading import load_target, read_draft_config, read_target_config
+from eagle_triton.models import MC_SIM_7B_63, DraftConfig, Eagle1Head, Eagle3Head, EaModel, head_loading, loading
+from eagle_triton.models.head_loading import read_draft_config
+from eagle_triton.models.loading import load_target, read_target_config
 from eagle_triton.models.target import TargetCache, default_feature_layers, run_target
 from eagle_triton.models.tree import ancestor_mask, fixed_tree, grow_dynamic_tree, retrieve_paths, top_k
 from eagle_triton.models.verify import children_of, generate_warpers, verify_tree
@@ -840,7 +841,7 @@ def fetched(monkeypatch):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
         return folder
 
-    monkeypatch.setattr(loading, "snapshot_download", download)
+    monkeypatch.setattr(head_loading, "snapshot_download", download)
     return calls
 
 

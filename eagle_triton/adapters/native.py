@@ -24,7 +24,7 @@ from eagle_triton.engine.modules import Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models import heads
 from eagle_triton.models.ea_model import EaModel
-from eagle_triton.models.loading import check_fit
+from eagle_triton.models.head_loading import check_fit
 from eagle_triton.models.target import default_feature_layers
 
 

@@ -20,7 +20,8 @@ from torch import nn
 from eagle_triton.cli.settings import ENGINE, METHODS, OWN_FORWARD, Settings
 from eagle_triton.demo import DRAFT, PAIR
 from eagle_triton.engine.drafts.counted import MOST_FILLERS, MOST_N
-from eagle_triton.models.loading import fit_head, is_saved_pair, load_head, locate, saved_target
+from eagle_triton.models.head_loading import fit_head, load_head
+from eagle_triton.models.loading import is_saved_pair, locate, saved_target
 from eagle_triton.models.mtp import MTP, has_mtp
 from eagle_triton.speculative.config import EAGLEConfig
 from eagle_triton.speculative.inference import EAGLEInference

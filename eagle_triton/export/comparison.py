@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from eagle_triton.demo import demo_prompts
 from eagle_triton.export.contents import HeadContents, read_contents
+from eagle_triton.models.head_loading import fit_head
 from eagle_triton.models.heads import DraftHead, Eagle1Head, Eagle3Head
-from eagle_triton.models.loading import fit_head, load_target, load_tokenizer
+from eagle_triton.models.loading import load_target, load_tokenizer
 from eagle_triton.models.target import TargetCache, run_target
 
 PROMPT_TOKENS = 64

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from eagle_triton.export.source import Source, find_source
+from eagle_triton.models.head_loading import check_fit, load_head
 from eagle_triton.models.heads import DraftConfig, DraftHead, Eagle3Head, rope_type
-from eagle_triton.models.loading import check_fit, load_head, read_target_config, read_target_embedding
+from eagle_triton.models.loading import read_target_config, read_target_embedding
 from eagle_triton.models.target import default_feature_layers
 from eagle_triton.models.tree import check_dynamic_tree
 

@@ -18,20 +18,9 @@ from torch import Tensor, nn
 
 from .checks import check_fits, check_logits, check_prompt
 from .generate_arguments import GenerateArguments, check_sampling_is_meant, make_generator, original_stop_ids
+from .head_loading import check_fit, fit_head, is_sharded, load_head
 from .heads import DraftHead, Eagle3Head
-from .loading import (
-    HEAD_FOLDERS,
-    TARGET_FOLDER,
-    HubArguments,
-    check_fit,
-    fit_head,
-    is_sharded,
-    load_head,
-    load_target,
-    load_tokenizer,
-    locate,
-    read_target_config,
-)
+from .loading import HEAD_FOLDERS, TARGET_FOLDER, HubArguments, load_target, load_tokenizer, locate, read_target_config
 from .target import TargetCache, check_architecture, default_feature_layers, run_target, without_capture_hooks
 from .tree import TreeChoices
 from .verify import children_of, choose, eagle_warpers, generate_warpers, verify_tree

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from .ea_model import EaModel
+from .head_loading import borrow_embedding
 from .heads import DraftConfig, Eagle1Head, Eagle3Head
-from .loading import borrow_embedding
 from .mtp import MTPHead, new_unit
 
 SHAPES: dict[str, dict[str, int]] = {

@@ -1,0 +1,239 @@
+"""Reading draft heads from disk or the hub, in every layout in which people publish them.
+
+Heads come in two layouts. SafeAILab's: config fields at the top level, the EAGLE-3 layer called `midlayer`. That of
+speculators, vLLM and SGLang: the layer called `layers.0`, an optional `model.` prefix, the sizes in
+`transformer_layer_config`, target layers named by `eagle_aux_hidden_state_layer_ids`. Both become the names of
+`heads`. Everything is checked before anything is built.
+"""
+
+import json
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from .head_fields import check_head_fields
+from .heads import DraftConfig, DraftHead, Eagle1Head, Eagle3Head
+from .loading import UNUSED, check_keys, directory_or_hub_id
+from .target import default_feature_layers
+
+TREE_FIELDS = ("total_token", "depth", "top_k", "threshold", "tree_choices")
+
+
+def read_head(path: str, **hub: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(content of config.json, tensors under their published names) of a head, from a directory or a hub id.
+
+    Weights are *.safetensors, else pytorch_model.bin. hub: `revision`, `token` and others of `snapshot_download`.
+    Raises FileNotFoundError for missing files, ValueError for files that cannot be read.
+    """
+    directory = Path(directory_or_hub_id("draft head", path))
+    if not directory.is_dir():
+        files_of_a_head = ["config.json", "*.safetensors", "pytorch_model.bin"]
+        try:
+            directory = Path(snapshot_download(str(path), allow_patterns=files_of_a_head, **hub))
+        except (OSError, ValueError) as error:
+            raise FileNotFoundError(
+                f"draft head: {path!r} is no directory, and no hub id to be had: {error}"
+            ) from error
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(f"draft head: no config.json in {path!r}")
+    files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model.bin"))
+    if not files:
+        raise FileNotFoundError(f"draft head: no weights (*.safetensors or pytorch_model.bin) in {path!r}")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"draft head: {str(file)!r} cannot be read, truncated or not weights: {error}") from error
+    return _read_json(directory / "config.json"), tensors
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in a file. Raises ValueError for what is none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"draft head: {str(file)!r} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"draft head: {str(file)!r} must hold an object, got {type(found).__name__}")
+    return found
+
+
+def read_draft_config(raw: Mapping[str, Any]) -> DraftConfig:
+    """The config of a head from config.json, either layout.
+
+    Target layers: a top-level `eagle_aux_hidden_state_layer_ids` names layers by their input, as vLLM reads it; the
+    same field inside `eagle_config` by their output, as SGLang does. Raises ValueError for what no head here does.
+    """
+    config = dict(raw)
+    if nested := config.pop("transformer_layer_config", None):
+        if "norm_before_residual" not in config:
+            raise ValueError("draft head: config.json lacks norm_before_residual, which this layout must state")
+        config = {**nested, **{name: value for name, value in config.items() if value is not None}}
+    check_head_fields(config)
+    eagle = config.get("eagle_config") or {}
+    if not eagle.get("use_aux_hidden_state", True):
+        raise ValueError("draft head: EAGLE-3 without auxiliary hidden states is not supported")
+    inputs = config.get("eagle_aux_hidden_state_layer_ids")
+    outputs = eagle.get("eagle_aux_hidden_state_layer_ids")
+    config["feature_layers"] = inputs or (outputs and [layer + 1 for layer in outputs])
+    return DraftConfig.from_dict(config)
+
+
+def rename_tensors(tensors: Mapping[str, Tensor], use_eagle3: bool) -> dict[str, Tensor]:
+    """Published names, either layout, to those of `heads`; tensors that no head uses are left out."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        name = name.removeprefix("model.")
+        if use_eagle3 and name.startswith("layers.0."):
+            name = "midlayer." + name.removeprefix("layers.0.")
+        if not name.endswith(UNUSED):
+            renamed[name] = tensor
+    return renamed
+
+
+def is_eagle3(tensors: Iterable[str]) -> bool:
+    """Whether tensors of these names, in any layout, are an EAGLE-3 head's: none before it norms the hidden states."""
+    return any(name.endswith("hidden_norm.weight") for name in tensors)
+
+
+def settle_biases(config: DraftConfig, tensors: dict[str, Tensor]) -> DraftConfig:
+    """The config with the biases that the weights show, which engines name otherwise or not at all.
+
+    vLLM, SGLang and speculators have a bias in `o_proj` wherever queries have one. No head here has: zeros are left out
+    of `tensors`.
+    """
+    for name in [name for name in tensors if name.endswith("o_proj.bias")]:
+        if not tensors[name].any():
+            del tensors[name]
+    queries = any(name.endswith("q_proj.bias") for name in tensors)
+    return config.replace(bias=config.bias or "fc.bias" in tensors, qkv_bias=config.qkv_bias or queries)
+
+
+def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapping[str, Any], **hub: Any) -> DraftHead:
+    """A head that fits the target. Without an embedding of its own, `embed_tokens.weight` stays on the meta device.
+
+    use_eagle3: whether it is an EAGLE-3 head; None: its weights tell. tree: keyword arguments of `DraftHead`; where
+    `save_pretrained` stored a tree, None takes the stored value. hub: as for `read_head`.
+    Raises FileNotFoundError and ValueError, before any weight of the target is read.
+    """
+    raw, tensors = read_head(path, **hub)
+    config = read_draft_config(raw)
+    found = is_eagle3(tensors)
+    if use_eagle3 is False and found:
+        raise ValueError(f"draft head {path!r} is an EAGLE-3 head by its weights, and use_eagle3 is False")
+    if use_eagle3 and not found and not any("midlayer." in name for name in tensors):
+        raise ValueError(f"draft head {path!r} is an EAGLE-1/2 head by its weights, and use_eagle3 is True")
+    use_eagle3 = found if use_eagle3 is None else use_eagle3
+    tensors = rename_tensors(tensors, use_eagle3)
+    config = settle_biases(config, tensors)
+    query = tensors.get("midlayer.self_attn.q_proj.weight" if use_eagle3 else "layers.0.self_attn.q_proj.weight")
+    if query is not None:  # some configs leave head_dim out or wrong; the weights decide
+        config = config.replace(head_dim=query.shape[0] // config.num_attention_heads)
+    if not use_eagle3:
+        config = config.replace(draft_vocab_size=config.vocab_size)
+    check_fit(config, target_config, use_eagle3)
+
+    with torch.device("meta"):
+        head = (Eagle3Head if use_eagle3 else Eagle1Head)(config, **resolve_tree(tree, raw.get("tree") or {}))
+    head.init_tree()
+    if use_eagle3:
+        settle_vocabulary(config, tensors)
+    expected = head.state_dict()
+    borrowed = {"embed_tokens.weight"} if config.hidden_size == target_config.hidden_size else set()
+    check_keys(f"draft head {path!r}", expected.keys() - tensors.keys() - borrowed, tensors.keys() - expected.keys())
+    if wrong := [name for name, tensor in tensors.items() if tensor.shape != expected[name].shape]:
+        name = wrong[0]
+        raise ValueError(
+            f"draft head {path!r}: {name} must be {list(expected[name].shape)} after config.json and target, "
+            f"got {list(tensors[name].shape)}"
+        )
+    head.load_state_dict(tensors, strict=False, assign=True)
+    return head
+
+
+def fit_head(head: DraftHead, target: Any) -> DraftHead:
+    """A head of `load_head` in eval mode, where its target lies and of its dtype. An embedding that the checkpoint left
+    to the target is copied."""
+    if head.embed_tokens.weight.is_meta:
+        borrow_embedding(head, target)
+    embedding = target.get_input_embeddings().weight  # of the model's dtype, also where projections have FP8 weights
+    return head.to(device=embedding.device, dtype=embedding.dtype).eval()
+
+
+def borrow_embedding(head: DraftHead, target: Any) -> None:
+    """Give a head a copy of its target's embedding, whole where that is spread over ranks, all of which call this."""
+    shared = target.get_input_embeddings().weight.detach()
+    head.embed_tokens.weight = nn.Parameter(shared.full_tensor() if is_sharded(target) else shared.clone())
+
+
+def is_sharded(target: nn.Module) -> bool:
+    """Whether a target's weights are spread over ranks (tp_plan), each of which has loaded a part."""
+    return any(hasattr(weight, "full_tensor") for weight in target.parameters())
+
+
+def resolve_tree(asked: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Tree arguments: what was asked for, else what was stored, else left to `DraftHead`'s defaults.
+
+    A stored fixed tree gives way to any size of a dynamic one.
+    """
+    if any(asked.get(name) is not None for name in ("total_token", "depth", "top_k")):
+        stored = {**stored, "tree_choices": None}
+    merged = {name: stored.get(name) if asked.get(name) is None else asked[name] for name in TREE_FIELDS}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def settle_vocabulary(config: DraftConfig, tensors: dict[str, Tensor]) -> None:
+    """Complete and check the vocabulary tables `d2t` and `t2d` of an EAGLE-3 checkpoint, in place.
+
+    A full draft vocabulary has none; a missing `t2d` follows from `d2t`. Raises ValueError for a `d2t` that leaves
+    the target's vocabulary or names a token twice.
+    """
+    offsets = tensors.get("d2t")
+    if config.draft_vocab_size == config.vocab_size:
+        if offsets is not None and offsets.any():
+            raise ValueError("draft head: d2t reorders a full vocabulary, which is not supported")
+        tensors.pop("d2t", None)
+        tensors.pop("t2d", None)
+    elif offsets is not None:
+        ids = offsets.long() + torch.arange(len(offsets))
+        if ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) < len(ids):
+            raise ValueError(
+                f"draft head: d2t must map draft ids to different target ids below {config.vocab_size}, "
+                f"got {int(ids.min())}..{int(ids.max())}"
+            )
+        tensors["d2t"] = offsets.long()
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+
+
+def check_fit(config: DraftConfig, target_config: Any, use_eagle3: bool) -> None:
+    """ValueError unless a head of this config can serve the target: vocabulary, hidden size, feature layers."""
+    if config.vocab_size != target_config.vocab_size:
+        raise ValueError(
+            f"head and target do not fit: the head's vocabulary has {config.vocab_size} tokens, "
+            f"the target's {target_config.vocab_size}"
+        )
+    width = config.target_hidden_size if use_eagle3 else config.hidden_size
+    if width != target_config.hidden_size:
+        raise ValueError(
+            f"head and target do not fit: the head expects hidden size {width}, "
+            f"the target has {target_config.hidden_size}"
+        )
+    if use_eagle3:
+        if config.num_hidden_layers != 1:
+            raise ValueError(f"draft head: EAGLE-3 heads have one layer, got {config.num_hidden_layers}")
+        layers = config.feature_layers or default_feature_layers(target_config.num_hidden_layers)
+        if any(not 0 <= layer < target_config.num_hidden_layers for layer in layers):
+            raise ValueError(
+                f"head and target do not fit: the head sees layers {list(layers)}, "
+                f"the target has {target_config.num_hidden_layers}"
+            )
+        if len(layers) * config.target_hidden_size == config.hidden_size:
+            raise ValueError("draft head: target features as wide as its hidden states cannot be told apart")
