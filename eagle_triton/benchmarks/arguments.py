@@ -298,6 +298,17 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eagle1", action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3")
 
 
+def add_drafting_models(parser: argparse.ArgumentParser) -> None:
+    """What may draft for a target: a smaller model, or a head."""
+    parser.add_argument(
+        "--drafter",
+        type=model,
+        metavar="PATH_OR_ID",
+        help="a smaller model with the same vocabulary (default: the demo's)",
+    )
+    parser.add_argument("--head", type=model, metavar="PATH_OR_ID", help="an EAGLE head (default: the target's)")
+
+
 def holds_target(directory: str) -> bool:
     """Whether a target lies in a directory, or in "demo", beside its heads."""
     return (Path(path_of(directory)) / "target" / "config.json").is_file()

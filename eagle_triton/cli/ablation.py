@@ -298,10 +298,8 @@ def _parser(program: str) -> Parser:
     add("--trace", type=arguments.output_file(), metavar="FILE", help="write each step of each row as CSV")
     add("--plot", type=arguments.output_file(*arguments.PLOTS), metavar="FILE.png", help="draw the groups' figures")
     add("--overwrite", action="store_true", help="begin anew, whatever --out and --trace hold")
-    model = dict(type=arguments.model, metavar="PATH_OR_ID")
-    add("--target", **model, default=PAIR, help="default: demo, the embedded checkpoint")
-    add("--drafter", **model, help="a smaller model with the same vocabulary (default: the demo's)")
-    add("--head", **model, help="an EAGLE head (default: the target's)")
+    add("--target", type=arguments.model, default=PAIR, metavar="PATH_OR_ID", help="default: demo, the embedded one")
+    arguments.add_drafting_models(parser)
     add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add(
         "--dtype",

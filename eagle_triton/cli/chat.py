@@ -183,18 +183,7 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
     parser = Parser(program, (__doc__ or "").replace("eagle-triton chat", program))
     add = parser.add_argument
     add("--target", type=arguments.model, default=PAIR, metavar="PATH_OR_ID", help="default: demo, the embedded one")
-    add(
-        "--drafter",
-        type=arguments.model,
-        metavar="PATH_OR_ID",
-        help="a smaller model with the same vocabulary (default: the demo's)",
-    )
-    add(
-        "--head",
-        type=arguments.model,
-        metavar="PATH_OR_ID",
-        help="an EAGLE head (default: the target's)",
-    )
+    arguments.add_drafting_models(parser)
     add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--dtype", choices=arguments.DTYPES, help="default: float32 on a CPU, else the checkpoint's")
     add("--commands", type=_lines, metavar="FILE", help="read lines from a file, and leave at its end")

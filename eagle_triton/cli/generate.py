@@ -90,13 +90,7 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
     add = parser.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="default: what is piped in")
     add("--model", type=arguments.model, default=PAIR, metavar="PATH_OR_ID", help="the target (default: demo)")
-    add(
-        "--drafter",
-        type=arguments.model,
-        metavar="PATH_OR_ID",
-        help="a smaller model with the same vocabulary (default: the demo's)",
-    )
-    add("--head", type=arguments.model, metavar="PATH_OR_ID", help="an EAGLE head (default: the target's)")
+    arguments.add_drafting_models(parser)
     add("--method", choices=METHODS, help="how to decode")
     add("--max-new-tokens", type=arguments.whole(), default=100, metavar="N", help="default: 100")
     add("--temperature", type=arguments.number(0, 100), default=0.0, metavar="T", help="default: 0, greedy")
