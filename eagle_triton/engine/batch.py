@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eagle_triton.engine.admission import agreed_requests, check_request
 from eagle_triton.engine.cache_room import CacheRoom
+from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import wait_for_all
 from eagle_triton.engine.pages import PAGE_ROWS, Beginning, CacheFullError
@@ -79,9 +80,8 @@ class Batch:
         try:
             self.engine, self.rows = engine, rows
             drafts = engine.draft is not None if drafts is None else drafts
-            self._draft = engine.draft if drafts else None
-            self.verification = engine.verification if verification is None else verification
-            options = StepOptions(drafts, logprobs, report_drafts, self.verification)
+            verification = engine.verification if verification is None else verification
+            options = StepOptions(drafts, logprobs, report_drafts, verification)
             behind = rows_behind(spec, drafts)
             with engine.running():
                 self.sequences = engine.sequences(slots, rows + behind)
@@ -171,6 +171,16 @@ class Batch:
     @spec.setter
     def spec(self, spec: TreeSpec) -> None:
         self.chooser.spec = spec
+
+    @property
+    def verification(self) -> Verification:
+        """How drafts are judged."""
+        return self.chooser.options.verification
+
+    @property
+    def _draft(self) -> Draft | None:
+        """What drafts, None: nothing ever does."""
+        return self.engine.draft if self.chooser.options.drafts else None
 
     @property
     def state(self) -> DecodeState:
@@ -368,9 +378,11 @@ class Batch:
         stays, because `rejection` would draw it by another law."""
         entry = self._entries[slot]
         assert entry is not None
+        tokens = entry.committed
+        beginning = self._beginning_of(tokens, entry.beginning.keys)
         wait_for_all(self.sequences.device, self.engine.view.ranks)
         root = int(self.sequences.tokens[slot, self.lengths[slot]]) if entry.decodes else entry.root
-        waiting = entry.paused(self._beginning_of(entry.committed, entry.beginning.keys), root)
+        waiting = entry.paused(tokens, beginning, root)
         with self._must_finish():
             self._empty(slot)
             self._entries[slot] = waiting

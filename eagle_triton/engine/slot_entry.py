@@ -35,9 +35,9 @@ class SlotEntry:
         """All its tokens, as far as reports tell: int64 [L], on the host."""
         return torch.cat((self.prompt, torch.tensor(self.tokens, dtype=torch.int64, device="cpu")))
 
-    def paused(self, beginning: Beginning, root: int) -> SlotEntry:
-        """The same request, waiting for room to read again all that was committed, which pages with `beginning` hold
-        perhaps, and to go on with the root that was chosen behind it (-1: none was)."""
-        waiting = SlotEntry(self.request, self.committed, beginning, self.turn)
+    def paused(self, tokens: Tensor, beginning: Beginning, root: int) -> SlotEntry:
+        """The same request, waiting for room to read again what was committed, `tokens`, which pages with `beginning`
+        hold perhaps, and to go on with the root that was chosen behind it (-1: none was)."""
+        waiting = SlotEntry(self.request, tokens, beginning, self.turn)
         waiting.found, waiting.waits, waiting.steps, waiting.root = self.found, True, self.steps, root
         return waiting
