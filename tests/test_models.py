@@ -724,6 +724,28 @@ def test_a_target_whose_weights_are_of_other_shapes_is_refused(checkpoints):
         EaModel.from_pretrained(str(base), str(path))
 
 
+def test_shapes_that_transformers_refuses_whatever_is_asked_are_said_once(tmp_path, monkeypatch):
+    target().save_pretrained(tmp_path)
+    asked = []
+
+    def refuse(path, **options):
+        asked.append(options.get("ignore_mismatched_sizes"))
+        raise RuntimeError("size mismatch for lm_head.weight")
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(RuntimeError, match="size mismatch for lm_head"):
+        load_target(str(tmp_path))
+    assert asked == [None, True]
+
+
+def test_an_unknown_target_is_called_that_also_beside_weights_that_cannot_be_read(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "nobody-s"}')
+    (tmp_path / "pytorch_model.bin").write_bytes(b"no weights")
+    (tmp_path / "model.safetensors").write_bytes(b"none either")
+    with pytest.raises(ValueError, match="target .*: expected one of llama, mistral"):
+        read_target_config(str(tmp_path))
+
+
 @pytest.mark.parametrize(("layout", "binary"), [("safeailab", False), ("safeailab", True), ("vllm", False)])
 @pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
 def test_a_head_is_no_target(layout, binary, eagle3, tmp_path):

@@ -5,7 +5,7 @@ import os
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,7 +204,8 @@ def _read_target(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, 
         with quiet():
             return AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
     except RuntimeError as error:
-        if not re.search("size mismatch|ignore_mismatched_sizes", str(error)):
+        asked = options.get("ignore_mismatched_sizes")
+        if asked or not re.search("size mismatch|ignore_mismatched_sizes", str(error)):
             raise
     return _read_target(path, {**options, "ignore_mismatched_sizes": True})
 
@@ -218,9 +219,13 @@ def _check_shapes(named: str, model: nn.Module, mismatched: Iterable[Any]) -> No
 
 
 def _stored_names(path: str) -> set[str]:
-    """The names of the tensors in a directory; none for a hub id."""
-    files = [file for kind in ("*.safetensors", "pytorch_model*.bin") for file in Path(path).glob(kind)]
-    return {name for file in files for name in tensor_names(file)}
+    """The names of the tensors in a directory, as far as its files tell; none for a hub id."""
+    names: set[str] = set()
+    for kind in ("*.safetensors", "pytorch_model*.bin"):
+        for file in Path(path).glob(kind):
+            with suppress(ValueError):  # of a file that cannot be read: what is wrong with the target is said anyway
+                names |= set(tensor_names(file))
+    return names
 
 
 def _check_no_head(named: str, tensors: Iterable[str]) -> None:
