@@ -867,6 +867,20 @@ def fetched(monkeypatch):
     return calls
 
 
+def test_a_head_borrows_an_embedding_that_ranks_have_whole():
+    """transformers 5.17 spreads projections and leaves the embedding whole."""
+    target = nn.Module()
+    target.embedding, target.up = nn.Embedding(6, 4), nn.Linear(4, 4)
+    target.get_input_embeddings = lambda: target.embedding
+    target.up.weight.full_tensor = lambda: pytest.fail("only the embedding is borrowed")
+    head = nn.Module()
+    head.embed_tokens = nn.Embedding(6, 4)
+    assert head_loading.is_sharded(target)
+    head_loading.borrow_embedding(head, target)
+    assert torch.equal(head.embed_tokens.weight, target.embedding.weight)
+    assert head.embed_tokens.weight.data_ptr() != target.embedding.weight.data_ptr()
+
+
 def test_hub_arguments_reach_every_file(fetched):
     everywhere = dict(token="T", cache_dir="/c", local_files_only=True, force_download=False)
     targets = dict(revision="abc", trust_remote_code=True, subfolder="s")

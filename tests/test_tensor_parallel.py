@@ -41,8 +41,8 @@ SECONDS = 300  # that a run may take
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 two_processes = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()) or Version(transformers.__version__) < Version("5.20"),
-    reason="needs gloo, and transformers from 5.20 on, which spreads models as it does now",
+    not (dist.is_available() and dist.is_gloo_available()) or Version(transformers.__version__) < Version("5.17"),
+    reason="needs gloo, and transformers from 5.17 on, which spreads models as it does now",
 )
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -171,7 +171,8 @@ def fit_head(head: DraftHead, target: Any) -> DraftHead:
 def borrow_embedding(head: DraftHead, target: Any) -> None:
     """Give a head a copy of its target's embedding, whole where that is spread over ranks, all of which call this."""
     shared = target.get_input_embeddings().weight.detach()
-    head.embed_tokens.weight = nn.Parameter(shared.full_tensor() if is_sharded(target) else shared.clone())
+    spread = hasattr(shared, "full_tensor")  # transformers may leave it whole where it spreads the rest
+    head.embed_tokens.weight = nn.Parameter(shared.full_tensor() if spread else shared.clone())
 
 
 def is_sharded(target: nn.Module) -> bool:
