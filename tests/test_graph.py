@@ -111,9 +111,9 @@ def test_what_attention_reads_early_is_what_was_committed(monkeypatch):
     """Heads of 64 in bf16, whose keys are streamed on Hopper: the same tokens if it waits for all kernels before it."""
     model, launch, tokens, launches = demo(torch.bfloat16), launchers._launch, {}, []
 
-    def wait(*operands, read_early=False):
+    def wait(*operands, read_early=False, **options):
         launches.append(read_early)
-        return launch(*operands)
+        return launch(*operands, **options)
 
     ids = prompts(model, 8)[-1].cuda()
     for how in ("early", "late"):
