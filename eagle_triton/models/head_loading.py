@@ -171,13 +171,17 @@ def fit_head(head: DraftHead, target: Any) -> DraftHead:
 def borrow_embedding(head: DraftHead, target: Any) -> None:
     """Give a head a copy of its target's embedding, whole where that is spread over ranks, all of which call this."""
     shared = target.get_input_embeddings().weight.detach()
-    spread = hasattr(shared, "full_tensor")  # transformers may leave it whole where it spreads the rest
-    head.embed_tokens.weight = nn.Parameter(shared.full_tensor() if spread else shared.clone())
+    # transformers may leave it whole where it spreads the rest
+    head.embed_tokens.weight = nn.Parameter(shared.full_tensor() if _is_spread(shared) else shared.clone())
 
 
 def is_sharded(target: nn.Module) -> bool:
     """Whether a target's weights are spread over ranks (tp_plan), each of which has loaded a part."""
-    return any(hasattr(weight, "full_tensor") for weight in target.parameters())
+    return any(map(_is_spread, target.parameters()))
+
+
+def _is_spread(weight: Tensor) -> bool:
+    return hasattr(weight, "full_tensor")  # torch's DTensor
 
 
 def resolve_tree(asked: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
