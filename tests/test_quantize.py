@@ -281,6 +281,31 @@ def test_an_index_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
         quantize_checkpoint(source, tmp_path / "out")
 
 
+@pytest.mark.parametrize("kind", ["an empty directory", "a link to one", "a link to nothing yet"])
+def test_an_empty_place_is_filled(kind: str, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    if kind != "a link to nothing yet":
+        place.mkdir()
+    inode = place.stat().st_ino if place.exists() else None
+    out = place if kind == "an empty directory" else tmp_path / "link"
+    if out != place:
+        out.symlink_to(place)
+    assert quantize_checkpoint(saved(tmp_path / "in"), out).folder == place
+    assert inode in (None, place.stat().st_ino)  # a mount point cannot be replaced
+    assert {file.name for file in out.iterdir()} >= {"config.json", "model.safetensors"}
+    assert {entry.name for entry in tmp_path.iterdir()} <= {"in", "place", "link"}
+    assert not [entry for entry in place.iterdir() if entry.is_dir()]
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize, "_fetched", lambda *_: pytest.fail("the target is read"))
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match=r"path: .*out' cannot be written: .*file': Not a directory"):
+        quantize_checkpoint("demo", tmp_path / "file" / "out")
+
+
 # --- the command ---
 
 

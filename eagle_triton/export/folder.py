@@ -11,27 +11,43 @@ from pathlib import Path
 
 
 def free_folder(path: str | Path) -> Path:
-    """An absolute path at which nothing lies that would be lost. Raises FileExistsError where something does."""
+    """An absolute path at which nothing lies that would be lost; of a symbolic link, where it leads.
+
+    Raises FileExistsError where something lies, and another OSError for a folder that cannot be made or written into.
+    Nothing is made.
+    """
     folder = Path(path).expanduser()
+    folder = folder.resolve() if folder.is_symlink() else folder.absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         what = "holds something already" if folder.is_dir() else "is a file"
         raise FileExistsError(f"path: {str(folder)!r} {what}; give a directory that does not exist yet, or is empty")
-    return folder.absolute()
+    place = next(place for place in (folder, *folder.parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise type(error)(f"path: {str(folder)!r} cannot be written: {str(place)!r}: {error.strerror}") from error
+    return folder
 
 
 @contextmanager
 def made_whole(folder: Path) -> Iterator[Path]:
-    """A directory to write into, which becomes `folder` at the end of the block: what is interrupted leaves no folder
-    that an engine could take for whole."""
+    """A directory to write into; at the end of the block its files lie in `folder`, config.json last: what is
+    interrupted leaves no folder that an engine could take for whole. An empty `folder` stays the one it is, which may
+    be a mount point."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder if folder.is_dir() else folder.parent))
     try:
         yield beside
-        for made, mode in ((beside, 0o777), *((file, 0o666) for file in beside.iterdir())):
+        files = sorted(beside.iterdir(), key=lambda file: (file.name == "config.json", file.name))
+        for made, mode in ((beside, 0o777), *((file, 0o666) for file in files)):
             made.chmod(mode & ~_umask())  # some writers make what only their user may read
         if folder.is_dir():
-            folder.rmdir()
-        beside.rename(folder)
+            for file in files:
+                file.rename(folder / file.name)
+            beside.rmdir()
+        else:
+            beside.rename(folder)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
