@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script
 
 from eagle_triton import gdn
 from eagle_triton.engine.mixers import AcceptedPath
+from eagle_triton.gdn import GDNSpeculativeWorker, SimpleLMWithGDN
 from eagle_triton.gdn.tree import ancestor_mask, candidate_parents, link_parents
 from eagle_triton.speculative import build_tree_structure
 
@@ -71,9 +72,9 @@ def layer(
     return net
 
 
-def model(seed: int = 0, device: str = "cpu", sharp: float = 6.0) -> gdn.SimpleLMWithGDN:
+def model(seed: int = 0, device: str = "cpu", sharp: float = 6.0) -> SimpleLMWithGDN:
     """A random model; sharp: scales its logits."""
-    lm = gdn.SimpleLMWithGDN(VOCABULARY, 48, 2, 4, 16, 16, dtype=torch.float32, device=device).eval()
+    lm = SimpleLMWithGDN(VOCABULARY, 48, 2, 4, 16, 16, dtype=torch.float32, device=device).eval()
     lively(lm, seed)
     lm.lm_head.weight.data *= sharp
     return lm
@@ -99,7 +100,7 @@ def path_to(parents: list[int], node: int) -> list[int]:
     return path
 
 
-def plain_text(target: gdn.SimpleLMWithGDN, prompt: Tensor, count: int) -> list[int]:
+def plain_text(target: SimpleLMWithGDN, prompt: Tensor, count: int) -> list[int]:
     """Greedy decoding of a prompt [T], each token by a forward over everything before it."""
     text = prompt.tolist()
     for _ in range(count):
@@ -109,7 +110,7 @@ def plain_text(target: gdn.SimpleLMWithGDN, prompt: Tensor, count: int) -> list[
 
 
 def speculate(
-    worker: gdn.GDNSpeculativeWorker, prompts: list[Tensor], steps: int, temperature: float = 0.0
+    worker: GDNSpeculativeWorker, prompts: list[Tensor], steps: int, temperature: float = 0.0
 ) -> tuple[list[list[int]], list[list[int]]]:
     """The texts of a batch after so many steps, and the accept_length of each step."""
     texts, lengths = [prompt.tolist() for prompt in prompts], []
@@ -128,6 +129,8 @@ def speculate(
 
 
 def test_import():
+    """All names; and the documented example imports two of them from this file."""
+    assert globals().keys() >= {"GDNSpeculativeWorker", "SimpleLMWithGDN"}
     assert gdn.__all__ == sorted(gdn.__all__)
     for name in gdn.__all__:
         assert getattr(gdn, name).__name__ == name and getattr(gdn, name).__doc__
@@ -638,7 +641,7 @@ class TestSimpleLMWithGDN:
         out = lm(tokens, use_cache=True, return_hidden=True)
         assert out.hidden_states.shape == (2, 5, 48) and out.past_key_values is out.past_state
         assert out.past_state.states.shape == (1, 2, 4, 16, 16) and out.past_state.windows.shape == (1, 2, 3, 128)
-        assert {parameter.dtype for parameter in gdn.SimpleLMWithGDN(device=device).parameters()} == {
+        assert {parameter.dtype for parameter in SimpleLMWithGDN(device=device).parameters()} == {
             torch.bfloat16, torch.float32,  # A_log and dt_bias
         }  # fmt: skip
 
@@ -691,7 +694,7 @@ def gdn_operations(device: str):
 
 class TestGDNDraftWorker:
     def test_draft_step(self, device):
-        lm = gdn.SimpleLMWithGDN(1000, 128, 2, 2, 32, 32, device=device).eval()
+        lm = SimpleLMWithGDN(1000, 128, 2, 2, 32, 32, device=device).eval()
         worker = gdn.GDNDraftWorker(lm, topk=4, num_steps=2, device=device)
         tokens = torch.randint(0, 1000, (2, 10), device=device)
         scores, token_ids, hidden, past = worker.draft_step(tokens, past_state=None)
@@ -699,11 +702,17 @@ class TestGDNDraftWorker:
         probabilities = lm(tokens).logits[:, -1].float().softmax(-1)
         torch.testing.assert_close(scores, probabilities.gather(1, token_ids), rtol=1e-4, atol=0)
         assert (scores.diff() <= 0).all() and torch.equal(scores[:, 0], scores.amax(1))
-        again = worker.draft_step(token_ids[:, :1], hidden, past)[0]
+        again = worker.draft_step(token_ids[:, :1], past)[0]
+        expected = lm(token_ids[:, :1], past_state=past).logits[:, -1].float().softmax(-1).topk(4).values
+        torch.testing.assert_close(again, expected, rtol=1e-4, atol=0)
+        assert torch.equal(again, worker.draft_step(token_ids[:, :1], past_state=past)[0])
         assert not torch.equal(again, worker.draft_step(token_ids[:, :1])[0])
+        for given in ({"hidden_states": hidden}, {"hidden_states": hidden, "past_state": past}):
+            with pytest.raises(TypeError, match=r"hidden_states are not read.*got Tensor: call draft_step\("):
+                worker.draft_step(token_ids[:, :1], **given)
 
     def test_generate_draft_tree(self, device):
-        lm = gdn.SimpleLMWithGDN(1000, 128, 2, 2, 32, 32, device=device).eval()
+        lm = SimpleLMWithGDN(1000, 128, 2, 2, 32, 32, device=device).eval()
         worker = gdn.GDNDraftWorker(lm, topk=4, num_steps=2, device=device)
         assert worker.num_draft_tokens == 8
         tokens = torch.randint(0, 1000, (2, 10), device=device)
@@ -796,7 +805,7 @@ class TestGDNDraftWorker:
 
 class TestGDNVerifyWorker:
     def test_verify(self, device):
-        lm = gdn.SimpleLMWithGDN(1000, 128, 2, 2, 32, 32, device=device).eval()
+        lm = SimpleLMWithGDN(1000, 128, 2, 2, 32, 32, device=device).eval()
         worker = gdn.GDNVerifyWorker(lm, topk=4, num_steps=2, num_draft_tokens=20, device=device)
         roots, drafts = (torch.randint(0, 1000, shape, device=device) for shape in ((2,), (2, 19)))
         parent_list = torch.tensor([[-1, 0, 1, 2, 3]] * 2, device=device)
@@ -891,11 +900,11 @@ class TestGDNVerifyWorker:
 class TestGDNSpeculativeWorker:
     def test_generate_step(self, device):
         """The documented shapes, and the documented figures where no draft is right."""
-        draft, target = (gdn.SimpleLMWithGDN(1000, 128, 2, 2, 32, 32, device=device).eval() for _ in range(2))
+        draft, target = (SimpleLMWithGDN(1000, 128, 2, 2, 32, 32, device=device).eval() for _ in range(2))
         draft.lm_head.weight.data = -target.lm_head.weight.data
         draft.gdn.load_state_dict(target.gdn.state_dict())
         draft.embed.load_state_dict(target.embed.state_dict())  # the draft's best tokens are the target's worst
-        worker = gdn.GDNSpeculativeWorker(draft, target, topk=4, num_steps=2, device=device)
+        worker = GDNSpeculativeWorker(draft, target, topk=4, num_steps=2, device=device)
         empty = worker.get_statistics()
         assert (empty["total_steps"], empty["mean_acceptance_rate"], empty["speedup_ratio"]) == (0, 0.0, 1.0)
         tokens = torch.randint(0, 1000, (2, 10), device=device)
@@ -909,12 +918,13 @@ class TestGDNSpeculativeWorker:
         assert stats["speedup_ratio"] == stats["mean_accept_length"] == 1.0 and stats["acceptance_rates"] == [0.0]
         assert f"{stats['legacy_acceptance_rate']:.2%}" == "14.29%"
         assert f"{stats['legacy_speedup_ratio']:.2f}" == "1.14"
+        assert worker.stats == stats
         worker.reset_stats()
-        assert worker.get_statistics() == empty
+        assert worker.get_statistics() == worker.stats == empty
 
     def test_multi_step_generation(self, device):
         draft, target = model(1, device), model(2, device)
-        worker = gdn.GDNSpeculativeWorker(draft, target, topk=4, num_steps=2, device=device)
+        worker = GDNSpeculativeWorker(draft, target, topk=4, num_steps=2, device=device)
         text = prompt = random_tokens(1, 10, device=device)
         seq_lens = torch.tensor([10], device=device)
         for _ in range(4):
@@ -937,7 +947,7 @@ class TestGDNSpeculativeWorker:
             draft.lm_head.weight += 0.6 * torch.randn(draft.lm_head.weight.shape, generator=seeded(1)).to(device)
         prompts = [random_tokens(1, length, length, device)[0] for length in (1, 9, 70)]
         expected = [plain_text(target, prompt, 64) for prompt in prompts]
-        worker = gdn.GDNSpeculativeWorker(draft, target, topk, steps, **options)
+        worker = GDNSpeculativeWorker(draft, target, topk, steps, **options)
         texts, lengths = speculate(worker, prompts, 64)
         for text, want in zip(texts, expected, strict=True):
             assert text[: len(want)] == want
@@ -955,7 +965,7 @@ class TestGDNSpeculativeWorker:
         target, draft = model(12, device), model(13, device)
         draft.lm_head.weight.data = target.lm_head.weight.data
         draft.embed.weight.data = target.embed.weight.data
-        worker = gdn.GDNSpeculativeWorker(draft, target, 3, 3, expansion=expansion)
+        worker = GDNSpeculativeWorker(draft, target, 3, 3, expansion=expansion)
         texts, lengths = [random_tokens(1, length, length, device)[0] for length in (5, 11)], []
         for _ in range(20):
             following, accepted = speculate(worker, texts, 1)
@@ -976,21 +986,21 @@ class TestGDNSpeculativeWorker:
     )
     def test_a_draft_that_is_the_target_is_always_right(self, topk, steps, options, device):
         target = model(15, device)
-        worker = gdn.GDNSpeculativeWorker(target, target, topk, steps, **options)
+        worker = GDNSpeculativeWorker(target, target, topk, steps, **options)
         _, lengths = speculate(worker, [random_tokens(1, 8, 15, device)[0]], 10)
         assert lengths == [[steps + 1]] * 10 and worker.get_statistics()["speedup_ratio"] == steps + 1
 
     def test_a_seeded_text_does_not_depend_on_the_draft(self, device):
         target, prompts = model(16, device, sharp=2.0), [random_tokens(1, 6, 16, device)[0]]
         texts = [
-            speculate(gdn.GDNSpeculativeWorker(draft, target, topk, 2, seed=5), prompts, 30, 0.9)[0][0][:36]
+            speculate(GDNSpeculativeWorker(draft, target, topk, 2, seed=5), prompts, 30, 0.9)[0][0][:36]
             for draft, topk in ((model(17, device), 4), (target, 3), (model(18, device), 2))
         ]
         assert texts[0] == texts[1] == texts[2] != plain_text(target, prompts[0], 30)
 
     def test_other_sequences_are_read_from_their_begin(self, device):
         target = model(19, device)
-        worker = gdn.GDNSpeculativeWorker(model(20, device), target, 3, 2)
+        worker = GDNSpeculativeWorker(model(20, device), target, 3, 2)
         prompts = [random_tokens(1, length, length, device)[0] for length in (12, 80)]
         speculate(worker, prompts, 3)
         for batch in ([prompts[1], prompts[0]], [prompts[0]], [prompts[0][:6]]):
@@ -1000,18 +1010,18 @@ class TestGDNSpeculativeWorker:
 
     def test_only_new_tokens_are_read(self, device, monkeypatch):
         target = model(21, device)
-        worker = gdn.GDNSpeculativeWorker(model(22, device), target, 3, 2)
+        worker = GDNSpeculativeWorker(model(22, device), target, 3, 2)
         (text,), _ = speculate(worker, [random_tokens(1, 100, 21, device)[0]], 2)
         read = []
         for name in ("read", "read_tree"):
-            original = getattr(gdn.SimpleLMWithGDN, name)
+            original = getattr(SimpleLMWithGDN, name)
 
             def counted(self, tokens, *rest, original=original):
                 if self is target:
                     read.append(tokens.shape[1])
                 return original(self, tokens, *rest)
 
-            monkeypatch.setattr(gdn.SimpleLMWithGDN, name, counted)
+            monkeypatch.setattr(SimpleLMWithGDN, name, counted)
         speculate(worker, [torch.tensor(text, device=device)], 3)
         assert read == [6, 6, 6]
 
@@ -1023,7 +1033,7 @@ class TestGDNSpeculativeWorker:
         kernels = make_operations(kernels=True)
         for module in ("draft", "layer", "model", "norm", "prefix_states", "verify"):
             monkeypatch.setattr(f"eagle_triton.gdn.{module}.operations_for", lambda tensor: kernels)
-        worker = gdn.GDNSpeculativeWorker(target, target, 2, 2)
+        worker = GDNSpeculativeWorker(target, target, 2, 2)
         texts, _ = speculate(worker, prompts, 3)
         assert [text[: len(want)] for text, want in zip(texts, expected, strict=True)] == [
             want[: len(text)] for text, want in zip(texts, expected, strict=True)
@@ -1032,10 +1042,10 @@ class TestGDNSpeculativeWorker:
 
     def test_what_cannot_be_is_refused(self):
         lm, tokens = model(), random_tokens(1, 4)
-        other = gdn.SimpleLMWithGDN(65, 48, 2, 4, 16, 16, dtype=torch.float32, device="cpu")
+        other = SimpleLMWithGDN(65, 48, 2, 4, 16, 16, dtype=torch.float32, device="cpu")
         with pytest.raises(ValueError, match="one vocabulary"):
-            gdn.GDNSpeculativeWorker(other, lm)
-        worker = gdn.GDNSpeculativeWorker(lm, lm)
+            GDNSpeculativeWorker(other, lm)
+        worker = GDNSpeculativeWorker(lm, lm)
         with pytest.raises(ValueError, match="last token of each"):
             worker.generate_step(tokens, tokens[:, 0] + 1, torch.tensor([4]))
         assert worker.get_statistics()["total_steps"] == 0

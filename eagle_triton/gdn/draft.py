@@ -63,14 +63,24 @@ class GDNDraftWorker:
             )
 
     def draft_step(
-        self, input_ids: Tensor, hidden_states: Tensor | None = None, past_state: GatedDeltaCache | None = None
+        self,
+        input_ids: Tensor,
+        hidden_states: GatedDeltaCache | None = None,
+        past_state: GatedDeltaCache | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, GatedDeltaCache]:
         """The likeliest followers of sequences: (scores, token_ids [B, k], hidden [B, k, hidden], past_state).
 
-        input_ids [B, T] int64 stand behind what past_state remembers, which is not written. scores are softmax
-        probabilities, float32, best first; hidden is the last token's, once for each follower. hidden_states is not
-        read, past_state holds what a draft remembers; it is taken so that loops can hand everything back.
+        input_ids [B, T] int64 stand behind what past_state remembers, which is not written; draft_step(input_ids,
+        past_state) is the same. scores are softmax probabilities, float32, best first; hidden is the last token's, once
+        for each follower. Raises TypeError for hidden states: past_state is all that a draft remembers.
         """
+        if isinstance(hidden_states, GatedDeltaCache) and past_state is None:
+            hidden_states, past_state = None, hidden_states
+        if hidden_states is not None:
+            raise TypeError(
+                "draft_step: hidden_states are not read, since past_state is all that a draft remembers; "
+                f"got {type(hidden_states).__name__}: call draft_step(input_ids, past_state)"
+            )
         out = self.draft_model(input_ids, past_state=past_state, use_cache=True, return_hidden=True)
         scores, tokens = operations_for(input_ids).topk(out.logits[:, -1], self.topk)
         return scores.exp(), tokens, out.hidden_states[:, -1:].expand(-1, self.topk, -1), out.past_state

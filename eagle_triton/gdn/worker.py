@@ -86,3 +86,8 @@ class GDNSpeculativeWorker:
     def get_statistics(self) -> dict[str, Any]:
         """What was achieved since the last reset, by name: see `GDNStatistics.report`."""
         return self.statistics.report()
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """The same, as an attribute."""
+        return self.get_statistics()
