@@ -174,9 +174,13 @@ def test_every_command_is_tried_here():
     assert set(wanted.split()) <= set(COMMANDS)
 
 
-def test_unknown_commands_list_the_help():
-    reply = answer_to("/sepculative on", DEFAULT)
-    assert reply.lines == ("/sepculative is no command; these are:", *help_lines(DEFAULT)) and reply.state == DEFAULT
+def test_an_unknown_command_is_told_the_nearest_else_all():
+    for line, near in (("/Lenght 5", "/length"), ("/set_ngram onelevel 4", "/set_ngramstorage")):
+        name = line.split()[0]
+        assert answer_to(line, DEFAULT) == Reply(
+            DEFAULT, (f"{name} is no command; did you mean {near}? /help lists all",)
+        )
+    assert answer_to("/xyz", DEFAULT) == Reply(DEFAULT, ("/xyz is no command; these are:", *help_lines(DEFAULT)))
 
 
 def test_help_says_what_everything_is_set_to():
@@ -748,7 +752,7 @@ REFUSED = [
     ("check --frob", "'--frob' is no argument of this command"),
     ("chat --frob", "'--frob' is no argument of this command"),
     ("chat x", "'x' is no argument of this command"),
-    ("chat --targ demo", "'--targ' is no argument of this command"),
+    ("chat --targ demo", "'--targ' is no argument of this command; did you mean --target? (see --help)"),
     ("chat --commands nowhere", "--commands must be a file that can be read, and nowhere is not: No such file"),
     ("chat --commands .", "--commands must be a file that can be read, and . is not: Is a directory"),
     ("chat --commands binary", "--commands must be a file that can be read, and binary is not: it is not in UTF-8"),
@@ -770,7 +774,7 @@ REFUSED = [
     ("generate x --head h --method target", "--head is not read by --method target, but by eagle, hybrid"),
     ("generate x --drafter d --head h", "--head is not read by --method speculative, but by eagle, hybrid"),
     ("generate x --model some/model --method drafter", "--drafter must name a smaller model for --method dra"),
-    ("generate x --draft d", "'--draft' is no argument of this command"),
+    ("generate x --draft d", "'--draft' is no argument of this command; did you mean --drafter?"),
     ("generate x --gamma 2 --egag --egag-gamma-min 3", "egag_gamma_min must be at most 2"),
     ("generate ''", "PROMPT must be a text that is not empty"),
     ("quantize demo -o out", "the following arguments are required: --to"),

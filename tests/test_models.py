@@ -852,6 +852,7 @@ def fetched(monkeypatch):
     raw = {name: value for name, value in draft_config(True).to_dict().items() if value is not None}
     tensors = head(target(), True).state_dict()
     loaded = lambda: (target(), dict(missing_keys=[], unexpected_keys=[], mismatched_keys=[]))  # noqa: E731
+    monkeypatch.setattr(loading, "snapshot_download", record("first", lambda: "/c"))
     monkeypatch.setattr(loading.AutoConfig, "from_pretrained", record("config", lambda: target().config))
     monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", record("tokenizer", tokenizer))
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", record("weights", loaded))
@@ -886,6 +887,8 @@ def test_hub_arguments_reach_every_file(fetched):
     targets = dict(revision="abc", trust_remote_code=True, subfolder="s")
     EaModel.from_pretrained("a/target", "b/head", ea_revision="def", **everywhere, **targets)
     assert fetched["head"] == ("b/head", {**everywhere, "revision": "def"})
+    config = dict(allow_patterns=["s/config.json"], revision="abc")
+    assert fetched["first"] == ("a/target", {**everywhere, **config})
     for name in ("config", "tokenizer", "weights"):
         path, options = fetched[name]
         options.pop("dtype", None), options.pop("output_loading_info", None)

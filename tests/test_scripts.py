@@ -40,6 +40,7 @@ SCRIPTS = (
 NUMBER = "must be a whole number from 1 to"
 NEW = f"--max-new-tokens {NUMBER} 2047, got"
 UNKNOWN = "is no argument of this command; its options are --help"
+MISSPELT = "is no argument of this command; did you mean"
 USAGE_EXAMPLE = [
     ("--max-new-tokens -3", f"{NEW} '-3'"),
     ("--max-new-tokens 0", f"{NEW} '0'"),
@@ -54,8 +55,8 @@ USAGE_EXAMPLE = [
     ("--max-new-tokens ''", f"{NEW} ''"),
     ("--max-new-tokens", "--max-new-tokens: expected one argument"),
     ("--max-new-tokens 5 6", f"'6' {UNKNOWN}"),
-    ("--max-new 5", f"'--max-new' {UNKNOWN}"),
-    ("--max_new_tokens 5", f"'--max_new_tokens' {UNKNOWN}"),
+    ("--max-new 5", f"'--max-new' {MISSPELT} --max-new-tokens? (see --help)"),
+    ("--max_new_tokens 5", f"'--max_new_tokens' {MISSPELT} --max-new-tokens?"),
     ("--prompt ''", "--prompt must be a text that is not empty, got ''"),
     ("--prompt", "--prompt: expected one argument"),
     ("--prompt --max-new-tokens", "--prompt: expected one argument"),
@@ -91,7 +92,7 @@ INTEGRATION_TEST = [
     ("--num-runs 99999", f"--num-runs {NUMBER} 10000, got '99999'"),
     ("--prompt ''", "--prompt must be a text that is not empty, got ''"),
     ("--prompt x --num-runs 3", "--num-runs must be 1 with --prompt, which is one prompt, got 3"),
-    ("--verb", f"'--verb' {UNKNOWN}"),
+    ("--verb", f"'--verb' {MISSPELT} --verbose?"),
 ]
 BENCHMARK = [
     *PATHS,
@@ -100,7 +101,7 @@ BENCHMARK = [
         "mode must be one of generate, step, batches, megakernel, drafters, questions, egag, prefill, plain, mtp, "
         "operations, got 'nothing'",
     ),
-    ("--num=3", f"'--num=3' {UNKNOWN}"),
+    ("--num=3", f"'--num=3' {MISSPELT} --num-runs?"),
     ("--num-runs 3 step", "step is a mode and must come first"),
     ("--num-runs 0", f"--num-runs {NUMBER} 10000, got '0'"),
     ("--max-length -1", f"--max-length {NUMBER} 10000000, got '-1'"),
@@ -132,7 +133,7 @@ BENCHMARK = [
     ("--csv both --output both", "--csv must be another file than --output, got 'both' for both"),
 ]
 SETUP_ENV = [
-    ("--inst", f"'--inst' {UNKNOWN}, --install"),
+    ("--isntall", f"'--isntall' {MISSPELT} --install?"),
     ("--frob", f"'--frob' {UNKNOWN}, --install"),
     ("file", f"'file' {UNKNOWN}, --install"),
     ("--run", "--run must be followed by a script and its arguments, got none"),
@@ -362,7 +363,7 @@ def test_there_are_documented_command_lines():
 
 
 TOOLS = [
-    ("build_docs.py --ser", f"'--ser' {UNKNOWN}, --serve, --venv"),
+    ("build_docs.py --ser", f"'--ser' {MISSPELT} --serve?"),
     ("build_docs.py --venv file", "--venv must be a directory, and file is a file"),
     ("cost_tables.py missing.json", "FILE.json must be a file, and missing.json does not exist"),
     ("cost_tables.py file", "file must be a result of benchmark.py batches, and it is none"),

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.demo import demo_directory, demo_prompts
@@ -670,12 +671,13 @@ def test_a_head_in_the_place_of_a_draft_model_is_called_one(head):
 
 def test_a_draft_model_that_is_not_there_is_called_the_draft(tmp_path, monkeypatch):
     def unreachable(*args, **kwargs):
-        raise OSError("We couldn't connect to 'https://huggingface.co'")
+        raise LocalEntryNotFoundError("Name or service not known")
 
-    monkeypatch.setattr("eagle_triton.models.loading.AutoConfig.from_pretrained", unreachable)
+    monkeypatch.setattr("eagle_triton.models.loading.snapshot_download", unreachable)
+    monkeypatch.setattr("eagle_triton.models.loading.AutoConfig.from_pretrained", lambda *_, **__: pytest.fail("slow"))
     model = tiny_model()
     for place, message in {
-        "some/model": "draft 'some/model': We couldn't connect",
+        "some/model": "draft 'some/model' is no directory here, .* cannot be fetched: Name or service not known",
         "./nothing": "draft: './nothing' does not exist",
         str(tmp_path): "draft: no config.json in",
     }.items():

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import difflib
 import importlib.util
 import json
 import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -82,7 +83,17 @@ class Parser(argparse.ArgumentParser):
             return f"{name} {self.elsewhere[name]}"
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
         options = [option for action in shown for option in action.option_strings[-1:]]
+        if near := name.startswith("-") and nearest(name, options):
+            return f"{argument!r} is no argument of this command; did you mean {' or '.join(near)}?"
         return f"{argument!r} is no argument of this command; its options are {', '.join(options)}"
+
+
+def nearest(word: str, names: Iterable[str]) -> list[str]:
+    """The names that begin with a word, else the one that is most like it, else none. Leading signs do not count."""
+    bare = {name.lstrip("-/"): name for name in names}
+    word = word.lstrip("-/").lower()
+    begun = [known for known in bare if known.startswith(word)] if word else []
+    return [bare[known] for known in begun or difflib.get_close_matches(word, bare, 1)]
 
 
 def _choices(match: re.Match[str]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from eagle_triton.benchmarks.arguments import nearest
 from eagle_triton.cli.settings import EGAG_MODES, METHODS, PROCESSORS, STORAGES, Settings
 
 SWITCH = ("on", "off")
@@ -103,6 +104,8 @@ def _calls(line: str) -> list[list[str]]:
 def _run(name: str, arguments: list[str], state: State) -> Reply:
     command = COMMANDS.get(name[1:].lower())
     if command is None:
+        if near := nearest(name, [f"/{known}" for known in COMMANDS]):
+            return Reply(state, (f"{name} is no command; did you mean {' or '.join(near)}? /help lists all",))
         return Reply(state, (f"{name} is no command; these are:", *help_lines(state)))
     try:
         changed = command.change(state, arguments)

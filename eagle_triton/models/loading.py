@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from packaging.version import Version
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -155,6 +156,8 @@ def read_target_config(path: str, hybrids: bool = False, whose: str = "target", 
     path = directory_or_hub_id(whose, path)
     if Path(path).is_dir() and not (Path(path) / hub.get("subfolder", "") / "config.json").is_file():
         raise FileNotFoundError(f"{whose}: no config.json in {path!r}")
+    if not Path(path).is_dir():
+        _check_reachable(path, whose, hub)
     try:
         config = AutoConfig.from_pretrained(path, **hub)
     except (ValueError, KeyError) as error:
@@ -164,6 +167,21 @@ def read_target_config(path: str, hybrids: bool = False, whose: str = "target", 
         raise FileNotFoundError(f"{whose} {path!r}: {error}") from error
     check_architecture(config, hybrids, whose)
     return config
+
+
+def _check_reachable(path: str, whose: str, hub: Mapping[str, Any]) -> None:
+    """FileNotFoundError for a hub id that is not in the cache, if the hub does not answer: asked for one file after the
+    other, it is tried again for half a minute. What else is wrong, transformers says."""
+    config = f"{hub['subfolder']}/config.json" if hub.get("subfolder") else "config.json"
+    options = {name: hub[name] for name in (*HUB, "revision") if name in hub}
+    try:
+        snapshot_download(path, allow_patterns=[config], **options)
+    except LocalEntryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{whose} {path!r} is no directory here, not in the hub's cache, and cannot be fetched: {error}"
+        ) from error
+    except (OSError, ValueError):
+        pass
 
 
 def load_target(path: str, hybrids: bool = False, whose: str = "target", **kwargs: Any) -> nn.Module:
