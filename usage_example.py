@@ -1,8 +1,9 @@
 """Load an EAGLE model, optimise it with one call, generate, and give it back with another.
 
-python3 setup_env.py --run usage_example.py
+    python3 setup_env.py --run usage_example.py
+    python usage_example.py --model PATH_OR_ID --draft PATH_OR_ID     another target and its EAGLE head, in fp32
 
-Every model generates twice: the first call is shown apart, the figures are those of the second.
+The model generates twice: the first call is shown apart, the figures are those of the second.
 Exit code 0: the tokens are the same before, after, and once it is restored; 1: they are not; 2: a wrong argument.
 """
 
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         from eagle_triton.benchmarks.models import encoded, load_pair
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = load_pair("demo", None, False, torch.float32, device)
+        model = load_pair(args.model, args.draft, args.eagle1, torch.float32, device)
         (input_ids,) = encoded(model, [args.prompt], args.max_new_tokens)
 
     def generate() -> Run:
@@ -52,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
 
     print(model.tokenizer.decode(again.tokens[: again.prompt_length + args.max_new_tokens]))
     print("-" * 72)
-    print(f"device      {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}, float32, {patched} patches")
+    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, threads {torch.get_num_threads()}"
+    print(f"device      {where}, float32, {patched} patches")
     print(_line("original", *before))
     print(_line("optimised", *after, COMPILED if device == "cuda" else ""))
     same = all(run.tokens == again.tokens for run in (*before, *after))
@@ -74,14 +76,17 @@ def _line(name: str, first: Run, second: Run, why: str = "") -> str:
 
 def _parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace]:
     parser = Parser("usage_example.py", __doc__)
-    most = (arguments.stored_positions("demo") or arguments.MOST_TOKENS) - 1
+    arguments.add_model(parser)
     parser.add_argument(
         "--prompt", type=arguments.some_text, default=PROMPT, metavar="TEXT", help="default: the head of a function"
     )
-    parser.add_argument(
-        "--max-new-tokens", type=arguments.whole(most=most), default=100, metavar="N", help="default: 100"
-    )
-    return parser, parser.parse_args(argv)
+    parser.add_argument("--max-new-tokens", type=arguments.whole(), default=100, metavar="N", help="default: 100")
+    args = parser.parse_args(argv)
+    arguments.check_model(parser, args.model, args.draft)
+    positions = arguments.stored_positions(args.model)
+    if problem := arguments.new_too_many(args.max_new_tokens, positions, "--max-new-tokens"):
+        parser.error(problem)
+    return parser, args
 
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ import run_tests
 import setup_env
 import usage_example
 from eagle_triton import EaModel
-from eagle_triton.benchmarks import arguments, comparison
+from eagle_triton.benchmarks import arguments, comparison, models
 from eagle_triton.benchmarks import main as modes
 from eagle_triton.benchmarks.arguments import SHAPES, Parser
 from eagle_triton.benchmarks.comparison import Run
+from eagle_triton.demo import demo_directory
 from tools import first_call, mutate, remeasure, train_demo, tune_attention, tune_linear
 from tools.tuning import attention as tuned_attention
 from tools.tuning import products
@@ -38,13 +39,13 @@ SCRIPTS = (
     *sorted(f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py")),
 )
 NUMBER = "must be a whole number from 1 to"
-NEW = f"--max-new-tokens {NUMBER} 2047, got"
+NEW = f"--max-new-tokens {NUMBER} 10000000, got"
 UNKNOWN = "is no argument of this command; its options are --help"
 MISSPELT = "is no argument of this command; did you mean"
 USAGE_EXAMPLE = [
     ("--max-new-tokens -3", f"{NEW} '-3'"),
     ("--max-new-tokens 0", f"{NEW} '0'"),
-    ("--max-new-tokens 2048", f"{NEW} '2048'"),
+    ("--max-new-tokens 2048", "--max-new-tokens must be below the model's 2048 positions, got 2048"),
     ("--max-new-tokens 99999999999999999999", f"{NEW} '99999999999999999999'"),
     ("--max-new-tokens many", f"{NEW} 'many'"),
     ("--max-new-tokens 1.5", f"{NEW} '1.5'"),
@@ -60,9 +61,11 @@ USAGE_EXAMPLE = [
     ("--prompt ''", "--prompt must be a text that is not empty, got ''"),
     ("--prompt", "--prompt: expected one argument"),
     ("--prompt --max-new-tokens", "--prompt: expected one argument"),
-    ("'def f():'", f"'def f():' {UNKNOWN}, --prompt, --max-new-tokens"),
-    ("--model demo", f"'--model' {UNKNOWN}, --prompt, --max-new-tokens"),
-    ("--temperature=0.7", f"'--temperature=0.7' {UNKNOWN}, --prompt, --max-new-tokens"),
+    ("'def f():'", f"'def f():' {UNKNOWN}, --model, --draft, --eagle1, --prompt, --max-new-tokens"),
+    ("--model ./nowhere", "--model must be a directory or a hub id, and ./nowhere does not exist"),
+    ("--model some/target", "--draft must name the head (a directory or a hub id) for --model some/target"),
+    ("--draft some/head", "--draft must come with the --model that it drafts for"),
+    ("--temperature=0.7", f"'--temperature=0.7' {UNKNOWN}, --model, --draft, --eagle1, --prompt, --max-new-tokens"),
 ]
 PATHS = [  # of scripts that load a model and write files
     ("--model nowhere/", "--model must be a directory or a hub id, and nowhere/ does not exist"),
@@ -450,6 +453,40 @@ def test_usage_example_generates(capsys):
     assert usage_example.main(["--max-new-tokens", "6", "--prompt", "def f():"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("def f():") and "same tokens yes" in printed
+
+
+def test_usage_example_takes_another_target_and_head(monkeypatch, capsys):
+    target, head = str(demo_directory("target")), str(demo_directory("eagle3"))
+    monkeypatch.setattr(comparison, "decode", lambda *_: run_of(1.0))
+    monkeypatch.setattr(models, "choose_threads", lambda *given: print(given))
+    assert usage_example.main(["--model", target, "--draft", head]) == 0
+    printed = capsys.readouterr().out
+    assert "same tokens yes" in printed and f"('cpu', '{target}', '{head}')" in printed.replace("cuda", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "names", "variable", "threads"),
+    [
+        ("cpu", ("demo", None), None, 1),
+        ("cpu", ("demo", "demo-draft", None), None, 1),
+        ("cpu", ("demo", "some/drafter"), None, 8),
+        ("cuda", ("demo",), None, 8),
+        ("cpu", ("demo",), "OMP_NUM_THREADS", 8),
+        ("cpu", ("demo",), "MKL_NUM_THREADS", 8),
+    ],
+)
+def test_small_models_take_one_thread_unless_the_user_has_chosen(device, names, variable, threads, monkeypatch, capsys):
+    chosen = [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: chosen[-1])
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    for name in models.THREADS:
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "8")
+    models.choose_threads(device, *names)
+    models.choose_threads(device, *names)
+    assert chosen[-1] == threads and len(chosen) <= 2
+    assert capsys.readouterr().err.count("OMP_NUM_THREADS sets another number") == (threads == 1)
 
 
 def test_on_a_gpu_the_first_call_says_what_it_does():

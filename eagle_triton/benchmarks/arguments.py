@@ -399,8 +399,8 @@ def context_too_long(args: argparse.Namespace, positions: int | None) -> str | N
     return new_too_many(new, positions)
 
 
-def new_too_many(new: int, positions: int | None) -> str | None:
+def new_too_many(new: int, positions: int | None, name: str = "--max-length") -> str | None:
     """The same for new tokens that leave no room for a prompt."""
     if positions is None or new < positions:
         return None
-    return f"--max-length must be below the model's {positions} positions, got {new}"
+    return f"{name} must be below the model's {positions} positions, got {new}"

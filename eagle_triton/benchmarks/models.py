@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from eagle_triton import EaModel
 from eagle_triton.benchmarks.arguments import context_too_long, sentence, too_long
 from eagle_triton.benchmarks.float8 import round_target
-from eagle_triton.demo import demo_prompts
+from eagle_triton.demo import demo_prompts, path_of
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.shapes import random_model
 
+THREADS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}  # by which a user sets how many
 _ALIAS = "safeailab_eagle"  # an installed eagle-llm would be called `eagle` too
 
 
@@ -48,6 +49,19 @@ def find_device(name: str | None) -> str:
             f"--device must be one that torch sees here, got {name}, and it sees {torch.cuda.device_count()} GPUs"
         )
     return name
+
+
+def choose_threads(device: str, *models: str | None) -> None:
+    """One thread, said on stderr, where models of this package run on a CPU, unless the user has set a number.
+
+    Their products are too small to share. OpenMP's threads wait for each other by spinning, so where other programs
+    take a core each product lasts until the last thread gets one again, and decoding is 5 to 30 times slower.
+    """
+    small = all(path_of(model) != model for model in models if model)
+    if device != "cpu" or not small or torch.get_num_threads() == 1 or THREADS & os.environ.keys():
+        return
+    torch.set_num_threads(1)
+    print("One thread: these models are too small for more. OMP_NUM_THREADS sets another number.", file=sys.stderr)
 
 
 def load(args: argparse.Namespace) -> EaModel:
@@ -76,6 +90,7 @@ def load_pair(target: str, draft: str | None, eagle1: bool, dtype: torch.dtype, 
     except (ValueError, TypeError, OSError) as error:
         names = f"--model {target}" + (f" --draft {draft}" if draft else "")
         raise ValueError(f"{names} cannot be loaded: {sentence(error)}") from error
+    choose_threads(device, target, draft)
     return model if shared else model.to(device)
 
 

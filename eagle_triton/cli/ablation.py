@@ -53,9 +53,10 @@ def main(argv: list[str] | None = None, program: str = PROGRAM) -> int:
     with parser.explains():
         import torch
 
-        from eagle_triton.benchmarks.models import find_device
+        from eagle_triton.benchmarks.models import choose_threads, find_device
 
         args.device = find_device(args.device)
+        choose_threads(args.device, args.target, args.drafter, args.head)
         gpu = f" {torch.cuda.get_device_name(args.device)}" if args.device != "cpu" else ""
         conditions = Conditions(
             args.device + gpu, args.dtype, args.target, args.drafter, args.head or f"{args.target} (head)", args.options

@@ -41,11 +41,13 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton chat") -> i
     with parser.explains():
         import torch
 
-        from eagle_triton.benchmarks.models import find_device
+        from eagle_triton.benchmarks.models import choose_threads, find_device
         from eagle_triton.cli.decoding import Decoder
 
         dtype = args.dtype and getattr(torch, args.dtype)
-        decoder = Decoder(args.target, args.drafter, args.head, find_device(args.device), dtype)
+        device = find_device(args.device)
+        choose_threads(device, args.target, args.drafter, args.head)
+        decoder = Decoder(args.target, args.drafter, args.head, device, dtype)
         decoder.tokenizer  # noqa: B018  what cannot be loaded is said now
     state = State() if args.drafter else State(modes=frozenset({"target", "ngram"}))
     chat = Chat(decoder, sys.stdout, state)

@@ -52,11 +52,13 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton generate") 
     with parser.explains():
         import torch
 
-        from eagle_triton.benchmarks.models import find_device
+        from eagle_triton.benchmarks.models import choose_threads, find_device
         from eagle_triton.cli.decoding import Decoder
 
         dtype = args.dtype and getattr(torch, args.dtype)
-        decoder = Decoder(args.model, args.drafter, args.head, find_device(args.device), dtype)
+        device = find_device(args.device)
+        choose_threads(device, args.model, args.drafter, args.head)
+        decoder = Decoder(args.model, args.drafter, args.head, device, dtype)
         decoder.load(args.method, settings)
         ids = plain_ids(prompt, decoder.tokenizer) if args.plain else Conversation().ids(prompt, decoder.tokenizer)
         with kept_interrupts() as check:
