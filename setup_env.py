@@ -4,6 +4,7 @@
     python3 setup_env.py --install                    make .venv with the versions of constraints.txt
     python3 setup_env.py --run usage_example.py       install if needed, report, run the script in .venv
 
+The report says which of card, driver, torch and Triton do not go together, and what mends that.
 Uses the standard library alone, on Linux, WSL and Windows, with Python 3.10-3.13.
 Exit code 0: usable, perhaps on the CPU only; 1: not ready yet; 2: a wrong argument. After --run: that of the script.
 

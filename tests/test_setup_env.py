@@ -32,7 +32,9 @@ def machine(**changes):
             "tqdm": "4.70.1",
             "eagle-llm": None,
         },
-        "torch": {"error": None, "cuda": None, "gpus": []},
+        "torch": {"error": None, "cuda": None, "hip": None, "archs": [], "gpus": []},
+        "triton": {"asked": None, "assemblers": {}},
+        "hidden": False,
         "eagle": {"path": None, "error": None},
         "nvidia": {"error": None, "driver": None, "gpus": []},
     }
@@ -107,7 +109,163 @@ def test_gpu_that_torch_does_not_see():
     found = row(machine(nvidia={"driver": "580.65", "gpus": [GPU]}), "GPU")
     assert found.status == "note"
     assert "built for the CPU, does not see it under driver 580.65" in found.comment
-    assert "EAGLE_TRITON_TORCH_SPEC" in found.mend
+    assert "EAGLE_TRITON_TORCH_SPEC naming a build of torch for CUDA 13" in found.mend
+
+
+# --- What does not go together.
+
+
+def with_gpu(driver="580.65", capability="9.0", **torch):
+    """The facts of a machine whose torch, for CUDA 13, sees its GPU."""
+    gpu = GPU | {"capability": capability}
+    seen = {"cuda": "13.0", "archs": ["sm_75", "sm_80", "sm_90", "sm_100", "compute_120"], "gpus": [gpu]}
+    return machine(torch=seen | torch, nvidia={"driver": driver, "gpus": [gpu]})
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "status", "comment"),
+    [
+        ("570.86.15", "13.0", "note", "too old for torch's CUDA 13, which needs driver 580 or newer"),
+        ("470.57", "12.6", "note", "too old for torch's CUDA 12, which needs driver 525 or newer"),
+        ("525.60", "12.6", "ok", ""),
+        ("580.65", "13.2", "ok", ""),
+        ("999.1", "14.0", "ok", ""),
+    ],
+)
+def test_a_driver_that_is_too_old_for_torch(driver, cuda, status, comment):
+    facts = machine(torch={"cuda": cuda}, nvidia={"driver": driver, "gpus": [GPU]})
+    found = row(facts, "CUDA driver")
+    assert (found.status, found.comment) == (status, comment)
+    if status == "note":
+        least = comment.split()[-3]
+        fitting = "for CUDA 12" if driver.startswith("5") else "for CUDA 11"
+        assert found.mend.startswith(f"update the driver to {least}, or ") and fitting in found.mend
+        assert row(facts, "GPU").mend == found.mend
+
+
+def test_a_driver_is_judged_where_torch_does_not_import():
+    broken = {"error": "ImportError: libcudart", "cuda": None}
+    facts = machine(torch=broken, packages={"torch": "2.9.1+cu130"}, nvidia={"driver": "535.104", "gpus": [GPU]})
+    assert "too old for torch's CUDA 13" in row(facts, "CUDA driver").comment
+    assert row(facts, "torch").status == "fault"
+
+
+def test_a_driver_under_which_torch_sees_the_gpu_is_not_too_old():
+    assert {row.status for row in environment.check(with_gpu("570.86"))} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("torch", "comment"),
+    [
+        ({}, "built for the CPU"),
+        ({"cuda": "13.2"}, "built for CUDA 13.2"),
+        ({"hip": "7.1.25424"}, "built for ROCm 7.1.25424"),
+    ],
+)
+def test_torch_says_what_it_is_built_for(torch, comment):
+    assert row(machine(torch=torch), "torch").comment == comment
+
+
+def test_a_build_for_rocm_beside_an_nvidia_card():
+    found = row(machine(torch={"hip": "7.1"}, nvidia={"driver": "580.65", "gpus": [GPU]}), "GPU")
+    assert found.status == "note" and "torch, built for ROCm 7.1, does not see it" in found.comment
+
+
+def test_a_gpu_that_is_hidden_is_not_torchs_fault():
+    found = row(machine(hidden=True, torch={"cuda": "13.0"}, nvidia={"driver": "580.65", "gpus": [GPU]}), "GPU")
+    assert found.comment.endswith("; hidden by CUDA_VISIBLE_DEVICES") and found.mend == "unset CUDA_VISIBLE_DEVICES"
+
+
+def test_gpus_of_amd_are_named_as_not_tried():
+    amd = GPU | {"name": "AMD Instinct MI300X", "capability": "9.4"}
+    found = row(machine(torch={"hip": "7.1", "archs": ["gfx942"], "gpus": [amd]}), "GPU")
+    assert found.status == "note" and "have not been run on AMD's GPUs" in found.comment
+
+
+@pytest.mark.parametrize(
+    ("capability", "status", "comment"),
+    [
+        ("6.1", "fault", "older than 7.0, which Triton's kernels need"),
+        ("7.0", "fault", "this build of torch has kernels for sm_75, sm_80, sm_90, sm_100, compute_120 only"),
+        ("7.5", "note", "older than 8.0, from which on the kernels are compiled by the tests"),
+        ("8.0", "ok", "139.8 GiB"),
+        ("8.9", "ok", "139.8 GiB"),
+        ("11.0", "fault", "this build of torch has kernels for"),
+        ("12.1", "ok", "139.8 GiB"),
+        ("13.0", "ok", "139.8 GiB"),
+    ],
+)
+def test_cards_that_are_too_old_or_too_new(capability, status, comment):
+    found = row(with_gpu(capability=capability), "GPU")
+    assert found.status == status and comment in found.comment
+    assert ('CUDA_VISIBLE_DEVICES=""' in found.mend) == (status == "fault")
+    assert row(with_gpu(capability=capability, archs=[]), "GPU").status != "fault" or capability == "6.1"
+
+
+def test_only_the_first_card_makes_a_machine_unusable():
+    old = GPU | {"capability": "6.1"}
+    facts = with_gpu(gpus=[GPU, old])
+    assert [row.status for row in environment.check(facts) if row.name == "GPU"] == ["ok", "note"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "assembler", "status"),
+    [
+        ("570.86", "12.6", "13.4.59", "note"),
+        ("570.86", "12.6", "12.9.86", "ok"),
+        ("580.65", "12.6", "13.4.59", "ok"),
+        ("570.86", "13.0", "13.4.59", "ok"),  # torch of the same CUDA sees it: forward compatibility
+        ("570.86", "12.6", "unknown: ImportError: triton", "ok"),
+    ],
+)
+def test_a_triton_that_assembles_for_a_newer_driver(driver, cuda, assembler, status):
+    facts = with_gpu(driver, cuda=cuda) | {"triton": {"asked": None, "assemblers": {"9.0": assembler}}}
+    found = row(facts, "GPU")
+    assert found.status == status
+    assert ("Triton assembles kernels for CUDA 13, which needs driver 580" in found.comment) == (status == "note")
+
+
+@pytest.mark.parametrize(
+    ("version", "asked", "comment"),
+    [
+        ("3.7.1", "==3.7.1", ""),
+        ("3.7.0", "==3.7.1", "torch 2.13.0+cpu asks for ==3.7.1"),
+        ("3.9.2", "~=3.9.0", ""),
+        ("3.8.0", "~=3.9.0", "torch 2.13.0+cpu asks for ~=3.9.0"),
+        ("3.10.0", "~=3.9.0", "torch 2.13.0+cpu asks for ~=3.9.0"),
+        ("3.7.1", None, ""),
+        ("9.0.0", None, f"newer than {environment.TESTED_TRITON}, the newest that eagle_triton was tested with"),
+    ],
+)
+def test_a_triton_that_does_not_belong_to_torch(version, asked, comment):
+    facts = machine(packages={environment.TRITON: version}, triton={"asked": asked})
+    found = row(facts, environment.TRITON)
+    assert (found.status, found.comment) == ("note" if comment else "ok", comment)
+    assert found.mend == (f'.venv/bin/python -m pip install "{environment.TRITON}{asked}"' if "asks" in comment else "")
+
+
+def test_what_torch_asks_for_is_read_from_its_metadata(monkeypatch):
+    lines = [
+        "filelock",
+        'triton~=3.9.0; platform_system == "Linux" and python_version < "3.16"',
+        'tritonish==1; extra == "x"',
+    ]
+    monkeypatch.setattr(environment, "WINDOWS", False)
+    monkeypatch.setattr(environment.metadata, "requires", lambda name: lines)
+    assert environment.probe_triton({"cuda": None, "gpus": []}) == {"asked": "~=3.9.0", "assemblers": {}}
+    monkeypatch.setattr(environment.metadata, "requires", lambda name: None)
+    assert environment.probe_triton({"cuda": None, "gpus": []})["asked"] is None
+
+
+def test_the_assembler_of_a_card_is_tritons_own():
+    pytest.importorskip("triton.backends.nvidia.compiler")
+    found = environment.probe_triton({"cuda": "13.0", "gpus": [GPU]})["assemblers"]
+    assert list(found) == ["9.0"] and re.match(r"\d+\.\d+", found["9.0"])
+
+
+def test_pins_of_triton_are_not_newer_than_what_is_called_tested():
+    pinned = re.findall(r"^triton(?:-windows)?==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned and all(environment.release(p) <= environment.release(environment.TESTED_TRITON) for p in pinned)
 
 
 @pytest.mark.parametrize(

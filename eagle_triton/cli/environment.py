@@ -25,6 +25,8 @@ INSTALL_UPSTREAM = (
     f"{INSTALL} --venv .venv-upstream --constraints constraints-upstream.txt --extra-no-deps eagle-llm==1.2.1"
 )
 TRITON = "triton-windows" if WINDOWS else "triton"
+TRITONS = (TRITON, "pytorch-triton", "triton-rocm", "pytorch-triton-rocm")  # by which names torch's builds ask for it
+TESTED_TRITON = "3.9"  # the newest that this project was tested with
 TRITON_PLATFORMS = {("linux", "x86_64"), ("linux", "aarch64"), ("win32", "AMD64")}
 REQUIRED = {  # at least, below: the bounds of pyproject.toml
     "torch": ("2.6", None),
@@ -35,6 +37,12 @@ REQUIRED = {  # at least, below: the bounds of pyproject.toml
     "safetensors": ("0.4.3", None),
     "tqdm": ("4.66", None),
 }
+
+# The oldest driver for the programs of each CUDA major, whatever their minor version:
+# https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+DRIVERS = {11: 450, 12: 525, 13: 580}
+LEAST_CAPABILITY, TESTED_CAPABILITY = (7, 0), (8, 0)  # of Triton's kernels at all; of this project's
+ON_THE_CPU = 'to decode on the CPU, set CUDA_VISIBLE_DEVICES=""'
 
 
 class SetupError(Exception):
@@ -56,11 +64,14 @@ class Check(NamedTuple):
 
 def probe() -> dict[str, Any]:
     """Versions and devices that the running interpreter sees, as JSON data."""
+    torch = probe_torch()
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
-        "packages": {name: installed_version(name) for name in (*REQUIRED, "eagle-llm")},
-        "torch": probe_torch(),
+        "packages": {name: installed_version(name) for name in (*REQUIRED, "eagle-llm")} | {TRITON: triton_version()},
+        "torch": torch,
+        "triton": probe_triton(torch),
+        "hidden": os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"),
         "eagle": probe_eagle(),
     }
 
@@ -72,14 +83,37 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
+def triton_version() -> str | None:
+    return next(filter(None, map(installed_version, TRITONS)), None)
+
+
 def probe_torch() -> dict[str, Any]:
+    """What torch is built for and sees. archs: for which GPUs it has kernels; none where it does not say."""
     try:
         import torch
     except Exception as error:  # a broken build fails in many ways; the report shows which
-        return {"error": f"{type(error).__name__}: {error}", "cuda": None, "gpus": []}
+        return {"error": f"{type(error).__name__}: {error}", "cuda": None, "hip": None, "archs": [], "gpus": []}
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     gpus = [describe_gpu(d.name, f"{d.major}.{d.minor}", d.total_memory / 2**20) for d in devices]
-    return {"error": None, "cuda": torch.version.cuda, "gpus": gpus}
+    built = {"cuda": torch.version.cuda, "hip": torch.version.hip, "archs": torch.cuda.get_arch_list()}
+    return {"error": None, **built, "gpus": gpus}
+
+
+def probe_triton(torch: dict[str, Any]) -> dict[str, Any]:
+    """Which Triton torch asks for, as pip writes it, and the CUDA of the assembler that Triton takes for each GPU."""
+    asked, assemblers = None, {}
+    if installed_version("torch") and not WINDOWS:  # where no release of torch asks for one
+        pattern = rf"({'|'.join(TRITONS)})\s*((==|~=)\s*[\d.]+)"
+        found = [re.match(pattern, line) for line in metadata.requires("torch") or []]
+        asked = next((match[2].replace(" ", "") for match in found if match), None)
+    for capability in {gpu["capability"] for gpu in torch["gpus"]} if torch["cuda"] else ():
+        try:
+            from triton.backends.nvidia.compiler import get_ptxas
+
+            assemblers[capability] = get_ptxas(int(capability.replace(".", ""))).version
+        except Exception as error:  # of Triton's own, which may change or not import; the report does without
+            assemblers[capability] = f"unknown: {type(error).__name__}: {error}"
+    return {"asked": asked, "assemblers": assemblers}
 
 
 def probe_eagle() -> dict[str, Any]:
@@ -151,8 +185,8 @@ def check(facts: dict[str, Any]) -> list[Check]:
     return [
         check_python(facts["python"]),
         check_torch(facts),
-        check_triton(packages[TRITON]),
-        check_driver(facts["nvidia"]),
+        check_triton(facts),
+        check_driver(facts),
         *check_gpus(facts),
         *[check_package(name, packages[name]) for name in REQUIRED if name not in ("torch", TRITON)],
         check_eagle(facts),
@@ -190,19 +224,70 @@ def check_torch(facts: dict[str, Any]) -> Check:
         pinned = "-c constraints.txt " if CHECKOUT else ""
         mend = f"{facts['executable']} -m pip install --force-reinstall --no-deps {pinned}torch"
         return row._replace(status="fault", comment=torch["error"], mend=mend)
-    return row._replace(comment=f"built for CUDA {torch['cuda']}" if torch["cuda"] else "built for the CPU")
+    return row._replace(comment=f"built for {build_of(facts)}")
 
 
-def check_triton(version: str | None) -> Check:
+def build_of(facts: dict[str, Any]) -> str:
+    """What torch is built for: as it says itself, or by its version where it does not import."""
+    torch = facts["torch"]
+    if torch["hip"]:
+        return f"ROCm {torch['hip']}"
+    if torch["cuda"] or not torch["error"]:
+        return f"CUDA {torch['cuda']}" if torch["cuda"] else "the CPU"
+    tag = re.search(r"\+cu(\d+)(\d)\b", facts["packages"]["torch"] or "")
+    return f"CUDA {tag[1]}.{tag[2]}" if tag else "an unknown device"
+
+
+def cuda_major(text: str) -> int:
+    """13 of "13.2" and of "CUDA 13.2", 0 of what names no CUDA."""
+    found = re.match(r"(CUDA )?(\d+)\.", text)
+    return int(found[2]) if found else 0
+
+
+def check_triton(facts: dict[str, Any]) -> Check:
+    version, asked = facts["packages"][TRITON], facts["triton"]["asked"]
     if version is None and (sys.platform, platform.machine()) not in TRITON_PLATFORMS:
         return Check(TRITON, "none", "note", "not published for this platform; the CPU path does without")
-    return check_package(TRITON, version)
+    row = check_package(TRITON, version)
+    if row.status == "fault" or version is None:
+        return row
+    if asked and not meets(version, asked):
+        mend = f'{facts["executable"]} -m pip install "{TRITON}{asked}"'
+        return row._replace(status="note", comment=f"torch {facts['packages']['torch']} asks for {asked}", mend=mend)
+    if release(version)[:2] > release(TESTED_TRITON):
+        comment = f"newer than {TESTED_TRITON}, the newest that eagle_triton was tested with"
+        return row._replace(status="note", comment=comment)
+    return row
 
 
-def check_driver(nvidia: dict[str, Any]) -> Check:
+def meets(version: str, asked: str) -> bool:
+    """Whether a version is what `==` or `~=` asks for."""
+    found, wanted = release(version), release(asked[2:])
+    if asked.startswith("=="):
+        return found == wanted
+    return found[: len(wanted) - 1] == wanted[:-1] and found >= wanted
+
+
+def check_driver(facts: dict[str, Any]) -> Check:
+    nvidia, cuda = facts["nvidia"], cuda_major(build_of(facts))
     if nvidia["error"]:
         return Check("CUDA driver", "unknown", "note", f"nvidia-smi failed: {nvidia['error']}", "nvidia-smi")
-    return Check("CUDA driver", nvidia["driver"] or "none")
+    row, least = Check("CUDA driver", nvidia["driver"] or "none"), DRIVERS.get(cuda, 0)
+    if not nvidia["driver"] or facts["torch"]["gpus"] or release(nvidia["driver"])[0] >= least:
+        return row  # torch may see GPUs under an older driver, by NVIDIA's package for forward compatibility
+    comment = f"too old for torch's CUDA {cuda}, which needs driver {least} or newer"
+    return row._replace(
+        status="note", comment=comment, mend=another_torch(nvidia, f"update the driver to {least}, or ")
+    )
+
+
+def another_torch(nvidia: dict[str, Any], instead: str = "") -> str:
+    """How to get a build of torch that this driver runs."""
+    fitting = [major for major, least in DRIVERS.items() if least <= release(nvidia["driver"])[0]]
+    build = f"a build of torch for CUDA {fitting[-1]}" if fitting else "an older build of torch"
+    if CHECKOUT:
+        return f"{instead}{INSTALL}, with EAGLE_TRITON_TORCH_SPEC naming {build} (see --help)"
+    return f"{instead}install {build}: https://pytorch.org/get-started/locally"
 
 
 def check_gpus(facts: dict[str, Any]) -> list[Check]:
@@ -214,14 +299,57 @@ def check_gpus(facts: dict[str, Any]) -> list[Check]:
     for gpu in gpus:
         memory = f", {gpu['memory_gib']} GiB" if gpu["memory_gib"] else ""
         rows.append(Check("GPU", gpu["name"], comment=f"compute capability {gpu['capability']}{memory}"))
-    if torch["gpus"] or torch["error"]:
+    if torch["error"]:
         return rows
-    build = f"CUDA {torch['cuda']}" if torch["cuda"] else "the CPU"
-    blind = f"; torch, built for {build}, does not see it under driver {nvidia['driver']}"
-    mend = f"{INSTALL}, with EAGLE_TRITON_TORCH_SPEC naming a build for this driver (see --help)"
-    if not CHECKOUT:
-        mend = "install a build of torch for this driver"
+    if torch["gpus"]:
+        judged = [judge_gpu(row, gpu, facts) for row, gpu in zip(rows, gpus, strict=True)]
+        others = [row._replace(status="note", mend="") if row.status == "fault" else row for row in judged[1:]]
+        return [judged[0], *others]  # the first is the one that is used
+    if facts["hidden"]:
+        blind, mend = "; hidden by CUDA_VISIBLE_DEVICES", "unset CUDA_VISIBLE_DEVICES"
+    else:
+        blind = f"; torch, built for {build_of(facts)}, does not see it under driver {nvidia['driver']}"
+        mend = check_driver(facts).mend or another_torch(nvidia)
     return [row._replace(status="note", comment=row.comment + blind, mend=mend) for row in rows]
+
+
+def judge_gpu(row: Check, gpu: dict[str, Any], facts: dict[str, Any]) -> Check:
+    """A GPU that torch sees: whether torch, Triton and the kernels here can use it."""
+    torch, driver = facts["torch"], facts["nvidia"]["driver"]
+    if torch["hip"]:
+        comment = "the kernels compile for gfx942, and have not been run on AMD's GPUs"
+        return row._replace(status="note", comment=f"{row.comment}; {comment}")
+    capability = release(gpu["capability"])
+    if capability < LEAST_CAPABILITY:
+        comment = f"older than {dotted(LEAST_CAPABILITY)}, which Triton's kernels need"
+        return row._replace(status="fault", comment=f"{row.comment}; {comment}", mend=ON_THE_CPU)
+    if torch["archs"] and not has_kernels(torch["archs"], capability):
+        comment = f"this build of torch has kernels for {', '.join(torch['archs'])} only"
+        mend = "install a build of torch that has them: https://pytorch.org/get-started/locally"
+        return row._replace(status="fault", comment=f"{row.comment}; {comment}", mend=f"{mend}; {ON_THE_CPU}")
+    assembler = cuda_major(facts["triton"]["assemblers"].get(gpu["capability"], ""))
+    least = DRIVERS.get(assembler, 0)
+    if driver and release(driver)[0] < least and cuda_major(torch["cuda"]) < assembler:
+        comment = f"Triton assembles kernels for CUDA {assembler}, which needs driver {least} or newer"
+        mend = f"update the driver to {least}, or install the Triton that torch asks for"
+        return row._replace(status="note", comment=f"{row.comment}; {comment}", mend=mend)
+    if capability < TESTED_CAPABILITY:
+        comment = f"older than {dotted(TESTED_CAPABILITY)}, from which on the kernels are compiled by the tests"
+        return row._replace(status="note", comment=f"{row.comment}; {comment}")
+    return row
+
+
+def dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def has_kernels(archs: list[str], capability: tuple[int, ...]) -> bool:
+    """Whether a build has binaries for a GPU's generation, or code that its driver compiles: sm_86 or compute_80."""
+    for kind, major, minor in re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(archs)):
+        built = (int(major), int(minor))
+        if built <= capability and (kind == "compute" or built[0] == capability[0]):
+            return True
+    return False
 
 
 def check_eagle(facts: dict[str, Any]) -> Check:
