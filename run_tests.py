@@ -3,6 +3,8 @@
 All of it takes 30 to 50 minutes on two cores. Arguments that are not listed here go to pytest, and may name some tests:
 
     python run_tests.py tests/test_setup_env.py -k install
+
+--detailed-report also times generations, and every operation: attention, cache, tree, verification and others.
 """
 
 import os
@@ -38,7 +40,7 @@ def missing_path(arguments: list[str]) -> str | None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("run_tests.py", __doc__)
-    parser.add_argument("--detailed-report", action="store_true", help="also the slowest tests and the benchmark")
+    parser.add_argument("--detailed-report", action="store_true", help="also the slowest tests, and benchmarks")
     options, pytest_arguments = parser.parse_known_args(argv)
     missing = missing_path(pytest_arguments)
     if missing is not None:
@@ -54,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         run("-m", "pytest", *parallel, *durations, *pytest_arguments),
     ]
     if options.detailed_report and all(passed):
-        passed.append(run("benchmark.py"))
+        passed += [run("benchmark.py"), run("benchmark.py", "operations")]
     return 0 if all(passed) else 1
 
 

@@ -517,6 +517,13 @@ def test_a_missing_path_is_found_before_anything_runs(command, missing, monkeypa
         assert f"{missing} does not exist" in refuse(run_tests, command, capsys) and not ran
 
 
+def test_a_detailed_report_times_generations_and_every_operation(monkeypatch):
+    ran = []
+    monkeypatch.setattr(run_tests, "run", lambda *arguments: not ran.append(arguments))
+    assert run_tests.main(["--detailed-report"]) == 0
+    assert ran[-2:] == [("benchmark.py",), ("benchmark.py", "operations")] and "--durations" in ran[-3]
+
+
 def test_every_mutation_has_its_text_in_the_package():
     """They are run by hand; here they are only kept from growing stale."""
     mutations = mutate.MUTATIONS

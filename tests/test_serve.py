@@ -891,6 +891,10 @@ def test_a_config_file_and_prompts_in_the_log(tmp_path):
 
 
 WRONG = {
+    "--model demo": "--model is given without its name: eagle-triton serve PATH_OR_ID",
+    "demo --tensor-parallel-size 4": "--tensor-parallel-size is torchrun's here: torchrun --nproc-per-node N",
+    "--quantization fp8": "--quantization is the checkpoint's own: eagle-triton quantize MODEL --to fp8",
+    "--kv-transfer-config={}": "--kv-transfer-config is not offered: the server reads prompts and decodes on the same",
     "--port 99999": "--port must be a whole number from 0 to 65535, got '99999'",
     "--max-model-len 4096 --device cpu": "--max-model-len must be at most the model's 2048 positions, got 4096",
     "--speculative-config {": "speculative config",
@@ -916,6 +920,7 @@ def test_wrong_arguments_are_one_sentence(line, capsys):
     ("text", "message"),
     [
         ("prot: 1", "'prot' is no option; the options are model, activations, api-key"),
+        ("tensor-parallel-size: 4", "tensor-parallel-size is torchrun's here: torchrun --nproc-per-node N"),
         ("- a", "must be a mapping of options to values"),
         ("a: [", "cannot be read"),
         pytest.param("[" * 20_000, "cannot be read: maximum recursion depth exceeded", id="deep"),

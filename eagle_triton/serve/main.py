@@ -41,6 +41,21 @@ NEEDS = ("fastapi", "uvicorn", "prometheus_client", "jinja2", "yaml")  # the ext
 TREE_OPTIONS = ("topk", "num_steps", "num_draft_tokens", "suffix_drafts")  # of EAGLEConfig
 SWITCH_SECONDS = 0.0005  # that Python lets one thread run while the other waits: the engine's must not wait for HTTP
 CLOSING_SECONDS = 5  # for connections, behind the last answer
+APART = (
+    "is not offered: the server reads prompts and decodes on the same GPUs. SGLang and vLLM can part them; "
+    "docs/scaling.md has the commands"
+)
+ELSEWHERE = {  # options of other servers
+    "--model": "is given without its name: eagle-triton serve PATH_OR_ID",
+    "--tensor-parallel-size": (
+        "is torchrun's here: torchrun --nproc-per-node N --no-python eagle-triton serve MODEL; for vLLM and SGLang, "
+        "eagle-triton export takes it, and prints their command"
+    ),
+    "--quantization": "is the checkpoint's own: eagle-triton quantize MODEL --to fp8 -o OUT writes one in eight bits",
+    **dict.fromkeys(("--splitwise-role", "--disaggregation-mode", "--kv-transfer-config"), APART),
+}
+ELSEWHERE |= {"-tp": ELSEWHERE["--tensor-parallel-size"], "--tp-size": ELSEWHERE["--tensor-parallel-size"],
+              "--model-path": ELSEWHERE["--model"], "-q": ELSEWHERE["--quantization"]}  # fmt: skip
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -196,7 +211,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _parser(program: str) -> Parser:
-    parser = Parser(program, (__doc__ or "").replace("eagle-triton serve", program))
+    parser = Parser(program, (__doc__ or "").replace("eagle-triton serve", program), ELSEWHERE)
     add, whole, number = parser.add_argument, arguments.whole, arguments.number
     add(
         "model",
@@ -301,6 +316,8 @@ def _read_config(parser: Parser, path: Path) -> tuple[str | None, list[str]]:
         if option in seen:
             parser.error(f"--config: {key!r:.60} comes twice")
         seen.add(option)
+        if key != "model" and option in ELSEWHERE:
+            parser.error(f"--config: {key} {ELSEWHERE[option]}")
         if key != "model" and (option not in names or option in ("--config", "--help")):
             known = sorted(name[2:] for name in names if name.startswith("--") and name not in ("--config", "--help"))
             parser.error(f"--config: {key!r:.60} is no option; the options are model, {', '.join(known)}")
