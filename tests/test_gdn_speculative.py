@@ -990,6 +990,23 @@ class TestGDNSpeculativeWorker:
         _, lengths = speculate(worker, [random_tokens(1, 8, 15, device)[0]], 10)
         assert lengths == [[steps + 1]] * 10 and worker.get_statistics()["speedup_ratio"] == steps + 1
 
+    def test_adaptive_trees_follow_what_is_accepted(self, device):
+        """As deep as drafts are right, and one level more; the text is the target's all the same."""
+        target, draft, prompt = model(11, device), model(11, device), random_tokens(1, 9, 9, device)[0]
+        with torch.no_grad():
+            draft.lm_head.weight += 0.6 * torch.randn(draft.lm_head.weight.shape, generator=seeded(1)).to(device)
+        worker, text, nodes = GDNSpeculativeWorker(draft, target, 2, 4, adaptive=True), prompt, []
+        assert worker.num_draft_tokens == 8
+        for _ in range(40):
+            nodes.append(worker.num_draft_tokens)
+            text = torch.tensor(speculate(worker, [text], 1)[0][0], device=device)
+        assert {2, 4, 6} <= set(nodes) <= {2, 4, 6, 8}
+        assert any(a < b for a, b in itertools.pairwise(nodes)) and any(a > b for a, b in itertools.pairwise(nodes))
+        assert worker.stats["total_draft_tokens"] == sum(nodes) - 40
+        assert text[: 9 + 40].tolist() == plain_text(target, prompt, 40)
+        right = GDNSpeculativeWorker(target, target, 2, 3, adaptive=True, expansion="full")
+        assert speculate(right, [prompt], 6)[1] == [[4]] * 6 and right.num_draft_tokens == 15
+
     def test_a_seeded_text_does_not_depend_on_the_draft(self, device):
         target, prompts = model(16, device, sharp=2.0), [random_tokens(1, 6, 16, device)[0]]
         texts = [
@@ -1045,6 +1062,8 @@ class TestGDNSpeculativeWorker:
         other = SimpleLMWithGDN(65, 48, 2, 4, 16, 16, dtype=torch.float32, device="cpu")
         with pytest.raises(ValueError, match="one vocabulary"):
             GDNSpeculativeWorker(other, lm)
+        with pytest.raises(ValueError, match="adaptive trees have nodes by their levels, got num_draft_tokens=5"):
+            GDNSpeculativeWorker(lm, lm, num_draft_tokens=5, adaptive=True)
         worker = GDNSpeculativeWorker(lm, lm)
         with pytest.raises(ValueError, match="last token of each"):
             worker.generate_step(tokens, tokens[:, 0] + 1, torch.tensor([4]))

@@ -6,16 +6,17 @@ from typing import Any
 
 
 class GDNStatistics:
-    """Counts of steps over trees of `nodes` nodes, the root counted."""
+    """Counts of steps over trees of at most `nodes` nodes, the root counted."""
 
     def __init__(self, nodes: int) -> None:
         self.nodes = nodes
         self.steps = self.verified = self.accepted = self.proposed = 0
         self.rates: list[float] = []  # accepted / proposed of each step
 
-    def count(self, accept_length: list[int]) -> None:
-        """Take in a step; accept_length counts the target's own token, as `verify` returns it."""
-        accepted, proposed = sum(accept_length) - len(accept_length), (self.nodes - 1) * len(accept_length)
+    def count(self, accept_length: list[int], nodes: int) -> None:
+        """Take in a step over trees of `nodes` nodes; accept_length counts the target's own token, as `verify` returns
+        it."""
+        accepted, proposed = sum(accept_length) - len(accept_length), (nodes - 1) * len(accept_length)
         self.steps += 1
         self.verified += len(accept_length)
         self.accepted += accepted

@@ -13,13 +13,16 @@ from eagle_triton.gdn.prefix_states import PrefixStates, prefix_lengths
 from eagle_triton.gdn.statistics import GDNStatistics
 from eagle_triton.gdn.verify import GDNVerifyWorker
 
+RENEWAL = 0.25  # weight of a step among those of late
+
 
 class GDNSpeculativeWorker:
     """Speculative decoding, step by step: greedy output is the target's own, sampled output follows its distribution.
 
     What draft and target remember is kept from step to step, a slot for each sequence. expansion, num_draft_tokens: see
-    `GDNDraftWorker`; verify_strategy, seed: see `GDNVerifyWorker`. Both models need one vocabulary and one device. Make
-    a new worker after changing a model's weights. Raises ValueError for what cannot be.
+    `GDNDraftWorker`; verify_strategy, seed: see `GDNVerifyWorker`. adaptive: trees have at most num_steps levels, one
+    more than drafts were accepted of late. Both models need one vocabulary and one device. Make a new worker after
+    changing a model's weights. Raises ValueError for what cannot be.
     """
 
     def __init__(
@@ -34,25 +37,39 @@ class GDNSpeculativeWorker:
         num_draft_tokens: int | None = None,
         verify_strategy: str = "target_match",
         seed: int | None = None,
+        adaptive: bool = False,
     ) -> None:
+        if adaptive and num_draft_tokens is not None:
+            raise ValueError(
+                "GDNSpeculativeWorker: adaptive trees have nodes by their levels, got "
+                f"num_draft_tokens={num_draft_tokens}"
+            )
         if draft_model.vocab_size != target_model.vocab_size or draft_model.device != target_model.device:
             raise ValueError(
                 f"GDNSpeculativeWorker: one vocabulary and one device expected, got {draft_model.vocab_size} tokens on "
                 f"{draft_model.device} for the draft and {target_model.vocab_size} on {target_model.device}"
             )
-        self.draft_worker = GDNDraftWorker(
-            draft_model, topk, num_steps, device, expansion=expansion, num_draft_tokens=num_draft_tokens
-        )
-        self.verify_worker = GDNVerifyWorker(
-            target_model, topk, num_steps, self.num_draft_tokens, device, verify_strategy=verify_strategy, seed=seed
-        )
+
+        def workers(levels: int) -> tuple[GDNDraftWorker, GDNVerifyWorker]:
+            draft = GDNDraftWorker(
+                draft_model, topk, levels, device, expansion=expansion, num_draft_tokens=num_draft_tokens
+            )
+            nodes = draft.num_draft_tokens
+            return draft, GDNVerifyWorker(
+                target_model, topk, levels, nodes, device, verify_strategy=verify_strategy, seed=seed
+            )
+
+        fewer = range(1 if topk > 1 else 2, num_steps) if adaptive else ()  # one node of one level is no draft
+        self._workers = {levels: workers(levels) for levels in (*fewer, num_steps)}
+        self._accepted = float(num_steps)  # drafts of late, in each step of each sequence
+        self.draft_worker, self.verify_worker = self._workers[num_steps]
         self.device = self.draft_worker.device
         self.draft_states, self.target_states = PrefixStates(draft_model), PrefixStates(target_model)
         self.reset_stats()
 
     @property
     def num_draft_tokens(self) -> int:
-        """Nodes of a tree, the root counted."""
+        """Nodes of the next tree, the root counted."""
         return self.draft_worker.num_draft_tokens
 
     def generate_step(
@@ -74,14 +91,19 @@ class GDNSpeculativeWorker:
             verified_id, drafts, parent_list, before, temperature,
             top_scores_index=chosen, past_state=self.target_states.follow(input_ids, lengths),
         )  # fmt: skip
-        for slot, (row, count) in enumerate(zip(accepted_tokens.tolist(), accept_length.tolist(), strict=True)):
+        counts = accept_length.tolist()
+        for slot, (row, count) in enumerate(zip(accepted_tokens.tolist(), counts, strict=True)):
             self.target_states.took_in(slot, row[:count])
-        self.statistics.count(accept_length.tolist())
+        self.statistics.count(counts, self.num_draft_tokens)
+        if counts and len(self._workers) > 1:
+            self._accepted += RENEWAL * (sum(counts) / len(counts) - 1 - self._accepted)
+            levels = max(round(self._accepted) + 1, min(self._workers))
+            self.draft_worker, self.verify_worker = self._workers[min(levels, max(self._workers))]
         return accepted_tokens, accept_length
 
     def reset_stats(self) -> None:
         """Forget all counts; what is remembered of sequences stays."""
-        self.statistics = GDNStatistics(self.num_draft_tokens)
+        self.statistics = GDNStatistics(self._workers[max(self._workers)][0].num_draft_tokens)
 
     def get_statistics(self) -> dict[str, Any]:
         """What was achieved since the last reset, by name: see `GDNStatistics.report`."""
