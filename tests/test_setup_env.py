@@ -130,6 +130,7 @@ def with_gpu(driver="580.65", capability="9.0", **torch):
         ("525.60", "12.6", "ok", ""),
         ("580.65", "13.2", "ok", ""),
         ("999.1", "14.0", "ok", ""),
+        ("[N/A]", "13.0", "ok", ""),
     ],
 )
 def test_a_driver_that_is_too_old_for_torch(driver, cuda, status, comment):
@@ -228,11 +229,11 @@ def test_a_triton_that_assembles_for_a_newer_driver(driver, cuda, assembler, sta
 @pytest.mark.parametrize(
     ("version", "asked", "comment"),
     [
-        ("3.7.1", "==3.7.1", ""),
-        ("3.7.0", "==3.7.1", "torch 2.13.0+cpu asks for ==3.7.1"),
-        ("3.9.2", "~=3.9.0", ""),
-        ("3.8.0", "~=3.9.0", "torch 2.13.0+cpu asks for ~=3.9.0"),
-        ("3.10.0", "~=3.9.0", "torch 2.13.0+cpu asks for ~=3.9.0"),
+        ("3.7.1", "triton==3.7.1", ""),
+        ("3.7.0", "triton==3.7.1", "torch 2.13.0+cpu asks for triton==3.7.1"),
+        ("3.9.2", "triton~=3.9.0", ""),
+        ("3.8.0", "triton~=3.9.0", "torch 2.13.0+cpu asks for triton~=3.9.0"),
+        ("3.10.0", "triton-rocm~=3.9.0", "torch 2.13.0+cpu asks for triton-rocm~=3.9.0"),
         ("3.7.1", None, ""),
         ("9.0.0", None, f"newer than {environment.TESTED_TRITON}, the newest that eagle_triton was tested with"),
     ],
@@ -241,7 +242,7 @@ def test_a_triton_that_does_not_belong_to_torch(version, asked, comment):
     facts = machine(packages={environment.TRITON: version}, triton={"asked": asked})
     found = row(facts, environment.TRITON)
     assert (found.status, found.comment) == ("note" if comment else "ok", comment)
-    assert found.mend == (f'.venv/bin/python -m pip install "{environment.TRITON}{asked}"' if "asks" in comment else "")
+    assert found.mend == (f'.venv/bin/python -m pip install "{asked}"' if "asks" in comment else "")
 
 
 def test_what_torch_asks_for_is_read_from_its_metadata(monkeypatch):
@@ -252,7 +253,7 @@ def test_what_torch_asks_for_is_read_from_its_metadata(monkeypatch):
     ]
     monkeypatch.setattr(environment, "WINDOWS", False)
     monkeypatch.setattr(environment.metadata, "requires", lambda name: lines)
-    assert environment.probe_triton({"cuda": None, "gpus": []}) == {"asked": "~=3.9.0", "assemblers": {}}
+    assert environment.probe_triton({"cuda": None, "gpus": []}) == {"asked": "triton~=3.9.0", "assemblers": {}}
     monkeypatch.setattr(environment.metadata, "requires", lambda name: None)
     assert environment.probe_triton({"cuda": None, "gpus": []})["asked"] is None
 

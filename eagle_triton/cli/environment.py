@@ -7,6 +7,7 @@ library alone, and nothing of the package.
 import importlib
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
@@ -103,9 +104,9 @@ def probe_triton(torch: dict[str, Any]) -> dict[str, Any]:
     """Which Triton torch asks for, as pip writes it, and the CUDA of the assembler that Triton takes for each GPU."""
     asked, assemblers = None, {}
     if installed_version("torch") and not WINDOWS:  # where no release of torch asks for one
-        pattern = rf"({'|'.join(TRITONS)})\s*((==|~=)\s*[\d.]+)"
+        pattern = rf"(?:{'|'.join(TRITONS)})\s*(?:==|~=)\s*[\d.]+"
         found = [re.match(pattern, line) for line in metadata.requires("torch") or []]
-        asked = next((match[2].replace(" ", "") for match in found if match), None)
+        asked = next((match[0].replace(" ", "") for match in found if match), None)
     for capability in {gpu["capability"] for gpu in torch["gpus"]} if torch["cuda"] else ():
         try:
             from triton.backends.nvidia.compiler import get_ptxas
@@ -252,7 +253,7 @@ def check_triton(facts: dict[str, Any]) -> Check:
     if row.status == "fault" or version is None:
         return row
     if asked and not meets(version, asked):
-        mend = f'{facts["executable"]} -m pip install "{TRITON}{asked}"'
+        mend = f'{facts["executable"]} -m pip install "{asked}"'
         return row._replace(status="note", comment=f"torch {facts['packages']['torch']} asks for {asked}", mend=mend)
     if release(version)[:2] > release(TESTED_TRITON):
         comment = f"newer than {TESTED_TRITON}, the newest that eagle_triton was tested with"
@@ -261,9 +262,9 @@ def check_triton(facts: dict[str, Any]) -> Check:
 
 
 def meets(version: str, asked: str) -> bool:
-    """Whether a version is what `==` or `~=` asks for."""
-    found, wanted = release(version), release(asked[2:])
-    if asked.startswith("=="):
+    """Whether a version is what a requirement with `==` or `~=` asks for."""
+    found, wanted = release(version), release(asked.rpartition("=")[2])
+    if "==" in asked:
         return found == wanted
     return found[: len(wanted) - 1] == wanted[:-1] and found >= wanted
 
@@ -273,7 +274,7 @@ def check_driver(facts: dict[str, Any]) -> Check:
     if nvidia["error"]:
         return Check("CUDA driver", "unknown", "note", f"nvidia-smi failed: {nvidia['error']}", "nvidia-smi")
     row, least = Check("CUDA driver", nvidia["driver"] or "none"), DRIVERS.get(cuda, 0)
-    if not nvidia["driver"] or facts["torch"]["gpus"] or release(nvidia["driver"])[0] >= least:
+    if facts["torch"]["gpus"] or driver_major(nvidia) >= least:
         return row  # torch may see GPUs under an older driver, by NVIDIA's package for forward compatibility
     comment = f"too old for torch's CUDA {cuda}, which needs driver {least} or newer"
     return row._replace(
@@ -281,9 +282,15 @@ def check_driver(facts: dict[str, Any]) -> Check:
     )
 
 
+def driver_major(nvidia: dict[str, Any]) -> float:
+    """580 of "580.65"; without a driver, or one that says no number, as if it were new enough for everything."""
+    found = re.match(r"\d+", nvidia["driver"] or "")
+    return int(found[0]) if found else math.inf
+
+
 def another_torch(nvidia: dict[str, Any], instead: str = "") -> str:
     """How to get a build of torch that this driver runs."""
-    fitting = [major for major, least in DRIVERS.items() if least <= release(nvidia["driver"])[0]]
+    fitting = [major for major, least in DRIVERS.items() if least <= driver_major(nvidia)]
     build = f"a build of torch for CUDA {fitting[-1]}" if fitting else "an older build of torch"
     if CHECKOUT:
         return f"{instead}{INSTALL}, with EAGLE_TRITON_TORCH_SPEC naming {build} (see --help)"
@@ -315,7 +322,7 @@ def check_gpus(facts: dict[str, Any]) -> list[Check]:
 
 def judge_gpu(row: Check, gpu: dict[str, Any], facts: dict[str, Any]) -> Check:
     """A GPU that torch sees: whether torch, Triton and the kernels here can use it."""
-    torch, driver = facts["torch"], facts["nvidia"]["driver"]
+    torch = facts["torch"]
     if torch["hip"]:
         comment = "the kernels compile for gfx942, and have not been run on AMD's GPUs"
         return row._replace(status="note", comment=f"{row.comment}; {comment}")
@@ -329,7 +336,7 @@ def judge_gpu(row: Check, gpu: dict[str, Any], facts: dict[str, Any]) -> Check:
         return row._replace(status="fault", comment=f"{row.comment}; {comment}", mend=f"{mend}; {ON_THE_CPU}")
     assembler = cuda_major(facts["triton"]["assemblers"].get(gpu["capability"], ""))
     least = DRIVERS.get(assembler, 0)
-    if driver and release(driver)[0] < least and cuda_major(torch["cuda"]) < assembler:
+    if driver_major(facts["nvidia"]) < least and cuda_major(torch["cuda"]) < assembler:
         comment = f"Triton assembles kernels for CUDA {assembler}, which needs driver {least} or newer"
         mend = f"update the driver to {least}, or install the Triton that torch asks for"
         return row._replace(status="note", comment=f"{row.comment}; {comment}", mend=mend)
