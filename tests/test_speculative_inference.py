@@ -4,9 +4,9 @@ import copy
 import gc
 import random
 
+import huggingface_hub.errors
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.demo import demo_directory, demo_prompts
@@ -671,7 +671,7 @@ def test_a_head_in_the_place_of_a_draft_model_is_called_one(head):
 
 def test_a_draft_model_that_is_not_there_is_called_the_draft(tmp_path, monkeypatch):
     def unreachable(*args, **kwargs):
-        raise LocalEntryNotFoundError("Name or service not known")
+        raise huggingface_hub.errors.LocalEntryNotFoundError("Name or service not known")
 
     monkeypatch.setattr("eagle_triton.models.loading.snapshot_download", unreachable)
     monkeypatch.setattr("eagle_triton.models.loading.AutoConfig.from_pretrained", lambda *_, **__: pytest.fail("slow"))
