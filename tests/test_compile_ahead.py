@@ -1,6 +1,7 @@
 """Compiling in parallel: what is recorded, what a dry pass leaves behind, and what happens when something fails."""
 
 import ast
+import inspect
 import math
 import os
 import shutil
@@ -57,7 +58,9 @@ class Kernel:
 
         if active_mode.get() is None:
             return compile()
-        self.futures.append(active_mode.get().submit((self, args), compile, self._finished))
+        submit = active_mode.get().submit
+        after_failure = [lambda future: None] if "cleanup_fn" in inspect.signature(submit).parameters else []  # 3.9
+        self.futures.append(submit((self, args), compile, self._finished, *after_failure))
 
     def _finished(self, compiled):
         self.compiled += 1
