@@ -1,9 +1,11 @@
 """Prefills, steps and a change of tree against a driver that compiles for sm_90 and launches nothing; needs no GPU.
 
-    python tests/decode_without_gpu.py
+    python tests/decode_without_gpu.py [--broken-gluon]
 
-Prints how many kernels were compiled ahead and which later; the exit status is 1 if any was later. Runs in a process of
-its own because the interpreter, once chosen, stays.
+Prints how many kernels were compiled ahead and which later; the exit status is 1 if any was later. --broken-gluon: an
+operation of Gluon raises, as removed ones do in a newer Triton; then the exit status is 1 also if a Gluon kernel was
+launched, if nothing says so, or if strict=True does not raise. Runs in a process of its own because the interpreter,
+once chosen, stays.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gluon
 
 from eagle_triton.adapters import native
 from eagle_triton.attention import launchers
+from eagle_triton.attention import streamed as streamed_attention
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
@@ -31,7 +35,7 @@ from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.linear import products, settings, streamed
-from eagle_triton.runtime import compile_ahead, overlap
+from eagle_triton.runtime import compile_ahead, fallback, overlap
 from tests.tiny import random_prompt, tiny_model
 
 STREAMED_WIDTH = 64  # of heads, whose trees attention/streamed.py attends
@@ -73,7 +77,29 @@ class Driver:
         return start
 
 
-def main() -> int:
+def decode(sampling: SamplingParams, nodes: int, width: int, strict: bool = False) -> Engine:
+    """Two requests, then another tree."""
+    model = tiny_model(vocab=512, head_dim=width, total_token=nodes).to(torch.bfloat16)
+    engine = Engine(*native.read(model), make_operations(True), strict=strict)
+    with Batch(engine, 2, engine.draft.read_tree(), 110) as batch:
+        for length in (70, 77):  # the second enters another slot, where nothing is aligned as in the first
+            batch.admit(Request(random_prompt(length, 512)[0], 20, sampling))
+            for _ in range(2):
+                batch.launch()
+        batch.spec = TreeSpec.dynamic(16, 3, 4)
+        batch.launch()
+    return engine
+
+
+@gluon._core.builtin
+def removed(*_, _semantic=None, **__):
+    raise RuntimeError("async_load has been removed")
+
+
+def main(argv: list[str]) -> int:
+    broken = argv == ["--broken-gluon"]
+    if broken:
+        streamed_attention.async_load = streamed.async_load = removed
     driver = Driver()
     triton.runtime.driver.set_active(driver)
     ahead, later = [], []
@@ -98,22 +124,27 @@ def main() -> int:
         compile_ahead._ZeroedAllocations(),  # nothing else writes a kernel's results
     ):
         triton.knobs.cache.dir = cache
-        for sampling, nodes, width in WAYS:
-            model = tiny_model(vocab=512, head_dim=width, total_token=nodes).to(torch.bfloat16)
-            engine = Engine(*native.read(model), make_operations(True))
-            with Batch(engine, 2, engine.draft.read_tree(), 110) as batch:
-                for length in (70, 77):  # the second enters another slot, where nothing is aligned as in the first
-                    batch.admit(Request(random_prompt(length, 512)[0], 20, sampling))
-                    for _ in range(2):
-                        batch.launch()
-                batch.spec = TreeSpec.dynamic(16, 3, 4)
-                batch.launch()
+        if broken:
+            try:
+                decode(*WAYS[1], strict=True)
+            except fallback.KernelError as error:
+                print(f"strict=True raised: {error}")
+            else:
+                print("strict=True did not raise")
+                return 1
+            later.clear()
+        for way in WAYS:
+            engine = decode(*way)
+            if broken and not any("has been removed" in note for note in engine.notes.values()) and way is WAYS[1]:
+                print(f"nothing says that Gluon kernels are not used: {engine.notes}")
+                return 1
     print(f"{len(ahead)} kernels compiled ahead, {len(later)} later {sorted(later)}; {driver.launches} launches")
-    missing = {"tree_attention_kernel", "linear_kernel"} - set(ahead)  # of Gluon
-    for name in missing:
-        print(f"{name} was not compiled")
-    return int(bool(later or missing) or not driver.launches)
+    of_gluon = {"tree_attention_kernel", "linear_kernel"}
+    wrong = of_gluon & set(ahead) if broken else of_gluon - set(ahead)
+    for name in wrong:
+        print(f"{name} was {'' if broken else 'not '}compiled")
+    return int(bool(later or wrong) or not driver.launches)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -64,7 +64,7 @@ class Tile:
     def permute(self, _: tuple[int, int]) -> Tile:
         return Tile(self.data.T)
 
-    def _reinterpret(self, _dtype: Any, shape: list[int], _layout: Any) -> Tile:
+    def reinterpret(self, _dtype: Any, shape: list[int], _layout: Any) -> Tile:
         return Tile(self.data.reshape([int(size) for size in shape]))
 
     def load(self, _: Any) -> Array:
@@ -362,11 +362,10 @@ def run(
             wait=lambda barrier, parity, pred=True: barrier.wait(parity) if pred else None,
             arrive=lambda barrier, pred=True: barrier.update(arrivals=1) if pred else None,
         ),
-        tma=types.SimpleNamespace(
-            async_copy_global_to_shared=lambda desc, *rest, **options: desc.load(*rest, **options),
-            async_copy_shared_to_global=lambda desc, *rest: desc.store(*rest),
-            store_wait=lambda _: None,
-        ),
+        async_load=lambda desc, *rest, **options: desc.load(*rest, **options),
+        async_store=lambda desc, *rest: desc.store(*rest),
+        store_wait=lambda _: None,
+        reinterpret=lambda tiles, *rest: tiles.reinterpret(*rest),
         warpgroup_mma=_multiply,
         warpgroup_mma_wait=_wait_for,
         fence_async_shared=lambda: None,

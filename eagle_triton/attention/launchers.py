@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, Literal, overload
 
@@ -22,8 +21,8 @@ from eagle_triton.attention.settings import (
 )
 from eagle_triton.layers.float8_pair import empty_pair
 from eagle_triton.reference.attention import WORD, capacity_of, check_tree_attention
+from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs
-from eagle_triton.runtime.gluon import gluon_module
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import can_overlap, prefer_shared_memory
 
@@ -308,7 +307,6 @@ def _launch(
     return out if pair is None else pair
 
 
-@functools.cache
 def _streamed() -> Any:
     return gluon_module("eagle_triton.attention.streamed")
 

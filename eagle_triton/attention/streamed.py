@@ -23,20 +23,21 @@ from __future__ import annotations
 
 import triton
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from eagle_triton.attention import kernels
+from eagle_triton.runtime.gluon import (
+    TensorDescriptor,
+    async_load,
+    debug_barrier,
     fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language import debug_barrier
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from eagle_triton.attention import kernels
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 ROWS = 64  # query rows of a program, and keys of a tile: the bits of one word
@@ -167,12 +168,8 @@ def _load(
         mbarrier.expect(full.index(slot), cache_desc.block_type.nbytes, pred=step < count)
         mbarrier.expect(full.index(slot), cache_desc.block_type.nbytes, pred=step > 0)
         mbarrier.arrive(full.index(slot), pred=(step == 0) | (step == count))  # where one of both is not loaded
-        tma.async_copy_global_to_shared(
-            cache_desc, [k_row + row, 0], full.index(slot), k_tiles.index(slot), pred=step < count
-        )
-        tma.async_copy_global_to_shared(
-            cache_desc, [v_row + row_before, 0], full.index(slot), v_tiles.index(slot), pred=step > 0
-        )
+        async_load(cache_desc, [k_row + row, 0], full.index(slot), k_tiles.index(slot), pred=step < count)
+        async_load(cache_desc, [v_row + row_before, 0], full.index(slot), v_tiles.index(slot), pred=step > 0)
         row_before = row
 
 

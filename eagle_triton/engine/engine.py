@@ -26,11 +26,14 @@ from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, t
 from eagle_triton.engine.step import Mode, decode_step
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.verification import TARGET_MATCH, Verification
+from eagle_triton.runtime.fallback import KernelError
 
 if TYPE_CHECKING:
     from eagle_triton.engine.megakernel_step import MegakernelStep
 
 log = logging.getLogger(__name__)
+
+KERNEL_REMEDY = "install versions that this package is tested with (docs/support.md), or update the driver"
 
 _BUSY = "another generation is running on this model; finish or close it first (docs/limits.md#threads)"
 
@@ -91,9 +94,18 @@ class Engine:
         if self.view.ranks is not None:
             self._check_alone()
         check_cache_tokens(self.cache_tokens)
+        if not self.strict:
+            self.ops.on_kernel_error = self._note_kernel_error
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None  # that of the last launch
         self.clear()
+
+    def _note_kernel_error(self, operation: str, error: KernelError) -> None:
+        """A twin runs in the place of a kernel that does not compile: say so once."""
+        path = f"kernels of {operation}"
+        if self.notes.get(path) != str(error):
+            log.warning("%s runs by a slower twin: %s; %s", operation, error, KERNEL_REMEDY)
+        self.notes[path] = f"a slower twin runs: {error}"
 
     def _check_alone(self) -> None:
         """Leave out what one rank might do and another not: for that would be measured, or found out by running out of
@@ -319,7 +331,11 @@ class Engine:
             megakernel = self._megakernel_step(state)
             both = megakernel is not None and self.megakernel is None  # "auto" tries both
             for which in [megakernel, None] if both else [megakernel]:
-                decode_step(self.ops, self.view, self.draft, state, mode, which)
+                try:
+                    decode_step(self.ops, self.view, self.draft, state, mode, which)
+                except KernelError:  # of the megakernel: "auto" does without it
+                    if not both or which is None:
+                        raise
 
         self._compile_ahead(state, mode, launch_all)
 
@@ -345,10 +361,15 @@ class Engine:
             return
         calls = Counter(self.ops.calls)
         try:
-            with state.unchanged(), compiled_ahead():
-                launch_all()
+            while True:
+                with state.unchanged(), compiled_ahead() as failed:
+                    launch_all()
+                if not failed:
+                    break  # else again, with the twins of the kernels that do not compile here
         except Exception as error:  # whatever it is, a launch or the step itself says it again
             if self.view.ranks is not None:  # this rank has left the others in the middle of what they exchange
+                raise
+            if self.strict and isinstance(error, KernelError):
                 raise
             log.warning("kernels are compiled one after another: compiling them ahead failed: %s", error)
             self.notes["compile_ahead"] = f"kernels are compiled one after another: {error}"

@@ -31,10 +31,16 @@ from eagle_triton.reference import prompt_attention as _prompt_attention
 from eagle_triton.reference import suffix_match as _suffix_match
 from eagle_triton.reference import tree_decoding as _tree_decoding
 from eagle_triton.reference import verification as _verification
+from eagle_triton.runtime.fallback import KernelError, give_up_gluon
 
 
 class Operations:
-    """Every operation as an attribute of its own name, each call counted in `calls`. In plain torch, on any device."""
+    """Every operation as an attribute of its own name, each call counted in `calls`. In plain torch, on any device.
+
+    on_kernel_error: called with the operation's name and the error where a kernel does not compile here. If it returns,
+    the kernel's twin runs from then on: a Triton kernel for a Gluon kernel, the torch reference for a Triton kernel.
+    None: the error is raised.
+    """
 
     kernels: ClassVar[bool] = False
 
@@ -84,6 +90,7 @@ class Operations:
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
+        self.on_kernel_error: Callable[[str, KernelError], None] | None = None
         for name in operation_names():
             setattr(self, name, self._counted(name, getattr(type(self), name)))
 
@@ -91,7 +98,16 @@ class Operations:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             self.calls[name] += 1
-            return function(*args, **kwargs)
+            nonlocal function
+            while True:
+                try:
+                    return function(*args, **kwargs)
+                except KernelError as error:
+                    if self.on_kernel_error is None:
+                        raise
+                    self.on_kernel_error(name, error)
+                    if not give_up_gluon(error.module):
+                        function = getattr(Operations, name)
 
         return call
 

@@ -19,7 +19,6 @@ calls.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,9 +32,9 @@ from eagle_triton.layers import float8_pair, swiglu
 from eagle_triton.layers.float8_pair import empty_pair
 from eagle_triton.layers.values import contiguous_rows
 from eagle_triton.linear.settings import MOST_STREAMED, STACKED, Streaming, compute_capability, has_descriptors
+from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs, whole_of
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
-from eagle_triton.runtime.gluon import gluon_module
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
@@ -402,11 +401,9 @@ def _kind_of_scale(weight: Float8Weight) -> tuple[bool, torch.dtype, int]:
     return weight.in_blocks, scale.dtype, scale.stride(1) if scale.shape[1] > 1 else 0
 
 
-@functools.cache
 def _streamed() -> Any:
     return gluon_module("eagle_triton.linear.streamed_float8")
 
 
-@functools.cache
 def _paired() -> Any:
     return gluon_module("eagle_triton.linear.paired_float8")

@@ -37,23 +37,25 @@ from collections.abc import Sequence
 
 import triton
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language import debug_barrier
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from eagle_triton.linear.gluon_tiles import rounded, store
 from eagle_triton.linear.settings import MULTIPROCESSORS, Streaming, multiprocessors_of, tiles_of
 from eagle_triton.runtime.float8_pair import Float8Pair
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
+from eagle_triton.runtime.gluon import (
+    TensorDescriptor,
+    async_load,
+    debug_barrier,
+    fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
@@ -100,7 +102,7 @@ def _put_weights(w_descs, col, step, first, ring, STAGES: gl.constexpr):
     mbarrier.expect(full.index(slot), len(w_descs) * w_descs[0].block_type.nbytes)
     for i in gl.static_range(len(w_descs)):
         where = [col, (first + step) * _BLOCK_K]
-        tma.async_copy_global_to_shared(w_descs[i], where, full.index(slot), w_tiles[i].index(slot))
+        async_load(w_descs[i], where, full.index(slot), w_tiles[i].index(slot))
 
 
 @gluon.jit
@@ -110,14 +112,14 @@ def _put_rows(x_desc, rows, step, first, ring, STAGES: gl.constexpr):
     x_tiles, _w_tiles, full, _read = ring
     HEIGHT: gl.constexpr = x_desc.block_type.shape[0]
     LOADS: gl.constexpr = x_tiles.shape[1] // HEIGHT
-    tiles = x_tiles._reinterpret(x_desc.dtype, [STAGES * LOADS, HEIGHT, _BLOCK_K], x_desc.layout)
+    tiles = reinterpret(x_tiles, x_desc.dtype, [STAGES * LOADS, HEIGHT, _BLOCK_K], x_desc.layout)
     slot = step % STAGES
     mbarrier.expect(full.index(slot), LOADS * x_desc.block_type.nbytes)
     for i in gl.static_range(LOADS):
         row = i % (LOADS // 2) * HEIGHT
         row = gl.where(row < rows, row, 0) + i // (LOADS // 2) * rows
         where = [row, (first + step) * _BLOCK_K]
-        tma.async_copy_global_to_shared(x_desc, where, full.index(slot), tiles.index(slot * LOADS + i))
+        async_load(x_desc, where, full.index(slot), tiles.index(slot * LOADS + i))
 
 
 @gluon.jit
@@ -196,7 +198,7 @@ def _row_scales(scales, x_scale_ptr, rows, first, step, BLOCK_N: gl.constexpr, G
     BLOCK_M: gl.constexpr = scales.shape[1]
     layout: gl.constexpr = gl.SliceLayout(0, _zeros(BLOCK_N, BLOCK_M).type.layout)
     if GROUPS:
-        found = scales._reinterpret(gl.float32, scales.shape, _A_GROUP).index(step).load(layout)
+        found = reinterpret(scales, gl.float32, scales.shape, _A_GROUP).index(step).load(layout)
     else:
         offs = gl.minimum(gl.arange(0, BLOCK_M, layout), rows - 1)
         found = gl.load(x_scale_ptr + (first + step) * rows + offs)

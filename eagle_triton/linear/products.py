@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,9 +27,9 @@ from eagle_triton.linear.settings import (
     multiprocessors_of,
 )
 from eagle_triton.reference.linear import check_product
+from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
-from eagle_triton.runtime.gluon import gluon_module
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 
@@ -238,12 +237,10 @@ def _choose(
     return streaming.settings_for(len(matrix), cols, depth, *tile, fused) or settings
 
 
-@functools.cache
 def _streamed() -> Any:
     return gluon_module("eagle_triton.linear.streamed")
 
 
-@functools.cache
 def _wide() -> Any:
     return gluon_module("eagle_triton.linear.wide")
 

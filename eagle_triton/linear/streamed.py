@@ -26,20 +26,21 @@ from collections.abc import Sequence
 
 import triton
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language import debug_barrier
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from eagle_triton.linear.gluon_tiles import TILE_LAYOUT, ready, rounded, store, zeros
 from eagle_triton.linear.settings import MOST_STREAMED, MULTIPROCESSORS, Streaming, multiprocessors_of, tiles_of
+from eagle_triton.runtime.gluon import (
+    TensorDescriptor,
+    async_load,
+    debug_barrier,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
@@ -99,7 +100,7 @@ def _ring(desc, STAGES: gl.constexpr):
 def _issue_load(desc, row, column, tiles, full, slot, wanted):
     """Let TMA load the tile at (row, column) into a slot of a ring, if it is wanted."""
     mbarrier.expect(full.index(slot), desc.block_type.nbytes, pred=wanted)
-    tma.async_copy_global_to_shared(desc, [row, column], full.index(slot), tiles.index(slot), pred=wanted)
+    async_load(desc, [row, column], full.index(slot), tiles.index(slot), pred=wanted)
 
 
 @gluon.jit

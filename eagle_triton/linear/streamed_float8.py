@@ -29,20 +29,22 @@ from collections.abc import Sequence
 import torch
 import triton
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from eagle_triton.linear.gluon_tiles import TILE_LAYOUT, ready, store, zeros
 from eagle_triton.linear.settings import MOST_STREAMED, MULTIPROCESSORS, Streaming, tiles_of
 from eagle_triton.runtime.float8_weight import Float8Weight
+from eagle_triton.runtime.gluon import (
+    TensorDescriptor,
+    async_load,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
@@ -140,7 +142,7 @@ def _put(desc, row, column, ring, step, STAGES: gl.constexpr):
     slot = step % STAGES
     mbarrier.wait(read.index(slot), (step // STAGES & 1) ^ 1)
     mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [row, column], full.index(slot), tiles.index(slot))
+    async_load(desc, [row, column], full.index(slot), tiles.index(slot))
 
 
 @gluon.jit
@@ -157,14 +159,14 @@ def _put_rows(desc, row, rows, column, ring, step, STAGES: gl.constexpr):
         _put(desc, row, column, ring, step, STAGES)
     else:
         gl.static_assert(WIDTH * 2 <= 128, "rows of a tile lie one behind the other")
-        parts = tiles._reinterpret(desc.dtype, [STAGES * PARTS, HEIGHT, WIDTH], desc.layout)
+        parts = reinterpret(tiles, desc.dtype, [STAGES * PARTS, HEIGHT, WIDTH], desc.layout)
         slot = step % STAGES
         mbarrier.wait(read.index(slot), (step // STAGES & 1) ^ 1)
         mbarrier.expect(full.index(slot), PARTS * desc.block_type.nbytes)
         for part in gl.static_range(PARTS):
             of_part = row + part * HEIGHT
             of_part = gl.where(of_part < rows, of_part, 0)
-            tma.async_copy_global_to_shared(desc, [of_part, column], full.index(slot), parts.index(slot * PARTS + part))
+            async_load(desc, [of_part, column], full.index(slot), parts.index(slot * PARTS + part))
 
 
 @gluon.jit

@@ -28,20 +28,23 @@ from collections.abc import Sequence
 
 import triton
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from eagle_triton.linear.gluon_tiles import TILE_LAYOUT
 from eagle_triton.linear.settings import MOST_WIDE, MULTIPROCESSORS, WIDE_TILE, Wide, multiprocessors_of
+from eagle_triton.runtime.gluon import (
+    TensorDescriptor,
+    async_load,
+    async_store,
+    fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
@@ -81,9 +84,7 @@ def _load_weights(descs, starts, column, k, ring, slot, wanted):
     mbarrier.expect(full, descs[0].block_type.nbytes, pred=wanted)
     for i in gl.static_range(len(descs)):
         mine = wanted & (column >= starts[i]) & (column < starts[i + 1])
-        tma.async_copy_global_to_shared(
-            descs[i], [(column - starts[i]) * _TILE, k], full, w_tiles.index(slot), pred=mine
-        )
+        async_load(descs[i], [(column - starts[i]) * _TILE, k], full, w_tiles.index(slot), pred=mine)
 
 
 @gluon.jit
@@ -102,7 +103,7 @@ def _load(x_desc, w_descs, starts, row, begin, end, steps, ring, PREFETCH: gl.co
             mbarrier.wait(read.index(slot), (step // STAGES & 1) ^ 1)
             _load_weights(w_descs, starts, column, k * _DEPTH, ring, slot, step >= ahead)
             mbarrier.expect(full.index(slot), x_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(x_desc, [row, k * _DEPTH], full.index(slot), x_tiles.index(slot))
+            async_load(x_desc, [row, k * _DEPTH], full.index(slot), x_tiles.index(slot))
             step += 1
 
 
@@ -127,10 +128,10 @@ def _multiply(ring, step, count):
 @gluon.jit
 def _store(value, out_desc, row, column, staging):
     """Let TMA store a tile, once the one before it has left `staging`. What is behind the last row is not stored."""
-    tma.store_wait(0)
+    store_wait(0)
     staging.store(value)
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [row, column * _TILE], staging)
+    async_store(out_desc, [row, column * _TILE], staging)
 
 
 @gluon.jit
@@ -148,7 +149,7 @@ def _multiply_columns(out_desc, bias_ptrs, starts, row, begin, end, steps, ring,
             offs = gl.arange(0, _TILE, gl.SliceLayout(0, acc.type.layout))
             acc += gl.load(bias_ptr + offs).to(gl.float32)[None, :]
         _store(acc.to(out_desc.dtype), out_desc, row, column, staging)
-    tma.store_wait(0)
+    store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["rows", "tiles0", "tiles1", "tiles2", "steps", "groups", "row_tiles"])

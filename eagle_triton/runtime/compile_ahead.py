@@ -23,7 +23,8 @@ from tqdm import tqdm
 from triton.runtime import build as launchers
 from triton.runtime import driver
 
-from eagle_triton.runtime.launch import Launch, recorded
+from eagle_triton.runtime.fallback import KernelError
+from eagle_triton.runtime.launch import Launch, compile_failure, recorded
 from eagle_triton.runtime.overlap import await_inputs, triton_version
 
 _ATTEMPTS = 4  # see _built
@@ -39,20 +40,24 @@ def can_compile_ahead(device: torch.device) -> bool:
 
 
 @contextmanager
-def compiled_ahead() -> Iterator[None]:
+def compiled_ahead() -> Iterator[list[KernelError]]:
     """Launches of this thread inside the block are not done; their kernels are compiled in parallel when it ends.
 
     torch's operations do run, on zeros where the kernels would have written. So what the block writes is of no use, but
-    an index it computes is valid. A kernel that does not compile is left to its launch, which says what is wrong.
-    Nothing is compiled if the block raises. What an interrupt leaves out is compiled when it is launched.
+    an index it computes is valid. The list that the block is given then holds the kernels that did not compile: another
+    block that comes by such a launch raises that error there. Nothing is compiled if the block raises. What an
+    interrupt leaves out is compiled when it is launched.
     """
+    failed: list[KernelError] = []
     with recorded() as launches, _ZeroedAllocations():
-        yield
+        yield failed
     # in a context of its own: whatever stops this, no mode of Triton's stays behind
-    contextvars.copy_context().run(_compile, launches.values())
+    if contextvars.copy_context().run(_compile, launches.values()):
+        failed += [failure for wanted in launches.values() if (failure := compile_failure(wanted))]
 
 
-def _compile(launches: Collection[Launch]) -> None:
+def _compile(launches: Collection[Launch]) -> bool:
+    """Compile and load all of them; whether one failed."""
     with (
         _turn,
         _launchers_of_their_own(),
@@ -66,6 +71,7 @@ def _compile(launches: Collection[Launch]) -> None:
         except BaseException:
             loader.stop()
             raise
+    return loader.failed
 
 
 @contextmanager
@@ -99,6 +105,7 @@ class _Loader(ThreadPoolExecutor):
         active = driver.active
         super().__init__(_workers(), "compile", active.set_current_device, (active.get_current_device(),))
         self._progress, self._stopped, self._left = progress, False, False
+        self.failed = False
 
     def __exit__(self, kind, *exception) -> None:
         if kind is not None:
@@ -119,8 +126,12 @@ class _Loader(ThreadPoolExecutor):
         def build_and_load() -> Any:
             if self._stopped:
                 raise CancelledError
-            compiled = _built(build)
-            compiled.run  # noqa: B018  a property that loads
+            try:
+                compiled = _built(build)
+                compiled.run  # noqa: B018  a property that loads
+            except Exception:
+                self.failed = True
+                raise
             return compiled
 
         def result(timeout: float | None = None) -> Any:

@@ -1,26 +1,49 @@
-"""Kernels in Gluon, Triton's lower language, which not every Triton compiles."""
+"""What the Gluon kernels of this package take from Triton, under one name each for Triton 3.6 to 3.9.
+
+The only file that knows what a version calls an operation. Importing it raises ImportError where Gluon is missing.
+"""
 
 from __future__ import annotations
 
-import importlib
-import logging
-from typing import Any
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import debug_barrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-import triton
+__all__ = [
+    "TensorDescriptor",
+    "async_load",
+    "async_store",
+    "debug_barrier",
+    "fence_async_shared",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "reinterpret",
+    "store_wait",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
 
-from eagle_triton.runtime.overlap import triton_version
+# 3.6 and 3.7 have the longer names, 3.8 has both, 3.9 raises for the longer ones.
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+store_wait = tma.store_wait  # until the sources in shared memory have been read; from 3.8 on an argument says so
 
-log = logging.getLogger(__name__)
+_REINTERPRET = "reinterpret" if hasattr(gl.shared_memory_descriptor, "reinterpret") else "_reinterpret"  # from 3.9 on
 
 
-def gluon_module(name: str) -> Any:
-    """The module of this name, whose kernels take Gluon, or None with a Triton before 3.6, whose Gluon does not compile
-    them, or without Gluon."""
-    if triton_version() < (3, 6):
-        log.warning("%s is not used: that takes Triton 3.6, this is %s", name, triton.__version__)
-        return None
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        log.warning("%s is not used: %s", name, error)
-        return None
+@gl._core.builtin
+def reinterpret(tiles, dtype, shape, layout, _semantic=None):
+    """Shared memory as tiles of another dtype, shape or layout."""
+    return getattr(tiles, _REINTERPRET)(dtype, shape, layout, _semantic=_semantic)

@@ -9,12 +9,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from eagle_triton.runtime.fallback import KernelError
+
 DRAFT_WARPS = 4
 """Warps of the megakernel, and of every kernel of a draft pass: sums of the same layout have the same order."""
 
 EXACT = {"enable_fp_fusion": False}
 """Products are fused into sums where `tl.fma` says so and nowhere else, so that a function gives the same bits in every
 kernel it is compiled into, and rounds where it is written to."""
+
+FUSED = {"enable_fp_fusion": True}
+"""Launches that do not ask for EXACT say so: from Triton 3.9 on it warns where nothing is said, to change its default."""
 
 
 class Launch(NamedTuple):
@@ -27,18 +32,53 @@ class Launch(NamedTuple):
 
 
 _recorded: ContextVar[dict[tuple, Launch] | None] = ContextVar("recorded", default=None)
+_failed: dict[tuple, KernelError] = {}  # by launch_key
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """kernel[grid], to be called as that is; returns the compiled kernel, or None inside `recorded()`."""
+    """kernel[grid], to be called as that is; returns the compiled kernel, or None inside `recorded()`.
+
+    The call raises KernelError where the kernel does not compile or load.
+    """
+    run = kernel[grid]
+
+    def start(*args: Any, **options: Any) -> Any:
+        try:
+            return run(*args, **FUSED | options)
+        except Exception as error:
+            if failure := compile_failure(Launch(kernel, grid, args, FUSED | options)):
+                raise failure from error
+            raise
+
     launches = _recorded.get()
     if launches is None:
-        return kernel[grid]
+        return start
 
     def record(*args: Any, **options: Any) -> None:
-        launches.setdefault(launch_key(kernel, args, options), Launch(kernel, grid, args, options))
+        options = FUSED | options
+        key = launch_key(kernel, args, options)
+        if key in _failed:
+            raise _failed[key]
+        launches.setdefault(key, Launch(kernel, grid, args, options))
 
     return record
+
+
+def compile_failure(wanted: Launch) -> KernelError | None:
+    """Why the kernel of a launch cannot be had, None if it can. It is compiled and loaded, not launched.
+
+    A dry pass that comes by such a launch again raises the same.
+    """
+    kernel, grid, args, options = wanted
+    if not hasattr(kernel, "warmup"):  # interpreted
+        return None
+    try:
+        compiled = kernel.warmup(*args, grid=grid, **options)
+        compiled.run  # noqa: B018  a property that loads
+    except Exception as error:  # whatever it is, the kernel cannot be had
+        failure = _failed[launch_key(kernel, args, options)] = KernelError(kernel, error)
+        return failure
+    return None
 
 
 @contextmanager
