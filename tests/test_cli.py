@@ -734,7 +734,7 @@ def test_check_reports_this_python(capsys):
 def test_check_of_an_installed_package_names_pip(monkeypatch):
     monkeypatch.setattr(environment, "CHECKOUT", False)
     row = environment.check_package("transformers", "4.0")
-    assert row.mend == 'python -m pip install "transformers>=4.53,<6"' and row.status == "fault"
+    assert row.mend == 'python -m pip install "transformers>=4.53,<5.40"' and row.status == "fault"
 
 
 def test_bench_is_the_benchmark(capsys):

@@ -32,7 +32,7 @@ TRITON_PLATFORMS = {("linux", "x86_64"), ("linux", "aarch64"), ("win32", "AMD64"
 REQUIRED = {  # at least, below: the bounds of pyproject.toml
     "torch": ("2.6", None),
     TRITON: ("3.4", None),
-    "transformers": ("4.53", "6"),
+    "transformers": ("4.53", "5.40"),
     "accelerate": ("1.0", None),
     "psutil": ("5.9", None),
     "safetensors": ("0.4.3", None),
