@@ -25,7 +25,7 @@ ends after a few passes whatever the logits are.
 | scans    | [R, P] f32, int32, f32         | per part: maximum, its first index, mass relative to it                 |
 | facts    | [R, 8] f32                     | top, scale = log2(e) / temperature, top_k, top_p, min_p, only, 1 - top_p |
 | searches | [ROUNDS + 1, R, 8] int32       | stage, stage after it, passes, low, high, base, mass, dropped           |
-| measures | [ROUNDS, R, G, LANES] f32      | per group: count or mass above each key, or count at the cut in each tile |
+| measures | [ROUNDS, R, G, LANES] f32      | per group: above each key count or mass; or per tile: count at the cut |
 | thresholds | [R, 4] f32                   | top, cut, 1 / mass, only                                                |
 
 `only` holds the bits of an int32: the one token of a distribution that is an argmax, or -1 - first. A search's `low` is
