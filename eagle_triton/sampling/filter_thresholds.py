@@ -521,6 +521,22 @@ def _next_search(
 
 
 @triton.jit
+def _skip_tiles(x_row, start, skip, cut, vocabulary, stride_xv, TILE: tl.constexpr):
+    """Go on from token `start` in whole tiles as long as they hold no more than `skip` tokens that equal the cut."""
+    going = start < vocabulary
+    while going:
+        index = start + tl.arange(0, TILE)
+        x = tl.load(x_row + index * stride_xv, mask=index < vocabulary, other=float("-inf"))
+        count = tl.sum((x == cut).to(tl.int32), 0)
+        going = count <= skip
+        if going:
+            start += TILE
+            skip -= count
+            going = start < vocabulary
+    return start, skip
+
+
+@triton.jit
 def _first_at_cut(
     x_row,
     counts,
@@ -544,18 +560,11 @@ def _first_at_cut(
         count = tl.load(counts + tile, mask=first < vocabulary, other=0.0).to(tl.int32)
         start = tl.min(tl.where(tl.cumsum(count, 0) > skip, first, vocabulary), 0)
         skip -= tl.sum(tl.where(first < start, count, 0), 0)
-    place = tl.full((), _NOWHERE, tl.int32)
-    while start < vocabulary:
-        index = start + tl.arange(0, TILE)
-        tied = tl.load(x_row + index * stride_xv, mask=index < vocabulary, other=float("-inf")) == cut
-        count = tl.sum(tied.to(tl.int32), 0)
-        if count > skip:
-            rank = tl.cumsum(tied.to(tl.int32), 0)
-            place = tl.min(tl.where(tied & (rank > skip), index, _NOWHERE), 0)
-            start = vocabulary
-        skip -= count
-        start += TILE
-    return place
+    start, skip = _skip_tiles(x_row, start, skip, cut, vocabulary, stride_xv, 4 * TILE)
+    start, skip = _skip_tiles(x_row, start, skip, cut, vocabulary, stride_xv, TILE)
+    index = start + tl.arange(0, TILE)
+    tied = tl.load(x_row + index * stride_xv, mask=index < vocabulary, other=float("-inf")) == cut
+    return tl.min(tl.where(tied & (tl.cumsum(tied.to(tl.int32), 0) > skip), index, _NOWHERE), 0)
 
 
 @triton.jit
