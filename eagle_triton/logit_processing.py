@@ -14,7 +14,7 @@ and no stop token too early.
 | seen      | [B, V] u8          | tokens of the prompt and of what is committed                  |
 | least     | [B] i32            | 0: off                                                         |
 | lengths   | [B] i32            | the root's place                                               |
-| stop_ids  | [B, S] i64         | -1: none                                                       |
+| stop_ids  | [B, S] i64         | -1: none; those beyond the vocabulary are not looked at        |
 | out       | [B, N, V] f32      |                                                                |
 
 One pass over the logits; a program looks for the few tokens of its node's path, and the stop tokens, that lie in its

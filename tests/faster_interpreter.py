@@ -1,4 +1,8 @@
-"""Triton's interpreter made faster: what it does in every operation of every program is done once, or left out."""
+"""Triton's interpreter made faster: what it does in every operation of every program is done once, or left out.
+
+And one defect less: a comparison of numbers keeps their type with them, which Triton 3.9 refuses in a mask that a
+scalar was spread into.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,10 @@ def install() -> None:
     # It looks for overflows, and without `debug` tells nobody.
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    kind = type(builder)
+    for name in vars(kind).copy():
+        if name.startswith(("create_icmp", "create_fcmp")):
+            setattr(kind, name, _boolean(getattr(kind, name)))
 
 
 def _patch_language_once(function):
@@ -27,6 +35,13 @@ def _patch_language_once(function):
     languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
     if any(tl.core.is_builtin(language.load) for language in languages):
         return _patch_language(function)
+
+
+def _boolean(compare):
+    def compare_as_boolean(builder, left, right):
+        return interpreter.TensorHandle(compare(builder, left, right).data, tl.int1)
+
+    return compare_as_boolean
 
 
 def _np_dtype(kind: tl.dtype) -> np.dtype:

@@ -229,7 +229,7 @@ def exact_distribution(model: nn.Module, prompt: torch.Tensor, sampling: Samplin
     tails = torch.tensor(list(itertools.product(range(vocabulary), repeat=2)), device=prompt.device)
     with torch.no_grad():
         logits = model(torch.cat((prompt.expand(len(tails), -1), tails), dim=1)).logits[:, len(prompt) - 1 :].cpu()
-    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
+    dtypes = (torch.float32, torch.int32, torch.float64, torch.float32, torch.int64, torch.int64)
     params = SamplingTensors(*(torch.zeros(len(tails), dtype=dtype) for dtype in dtypes))
     SamplingParams.write([sampling] * len(tails), params, torch.arange(len(tails)))
     probs = probabilities(logits, params, sampling.top_p_first)

@@ -57,6 +57,10 @@ class TestSettings:
     def test_arguments_of_a_processor(self, options, arguments):
         assert list(Settings(**options).processor_arguments.items()) == list(arguments.items())
 
+    def test_temperature_0_is_greedy_whatever_the_filters(self):
+        settings = Settings(processor="topknucleus", temperature=0.0, top_k=3, top_p=0.1)
+        assert settings.greedy and not Settings(processor="topknucleus", top_k=3, top_p=0.1).greedy
+
     @pytest.mark.parametrize(
         ("options", "error"),
         [
@@ -82,8 +86,8 @@ class TestSettings:
             (dict(top_k=3), "top_k=3 is not read by processor greedy, which takes temperature"),
             (dict(processor="nucleus", top_p=0.0), "top_p must be a finite number above 0 and at most 1, got 0.0"),
             (dict(processor="nucleus", top_p="a"), "top_p must be a number, got 'a'"),
-            (dict(temperature=0.0), "temperature must be a finite number above 0, got 0.0"),
-            (dict(temperature=float("inf")), "temperature must be a finite number above 0, got inf"),
+            (dict(temperature=-1.0), "temperature must be a finite number at least 0, got -1.0"),
+            (dict(temperature=float("inf")), "temperature must be a finite number at least 0, got inf"),
             (dict(ngram_storage="two"), "ngram_storage must be one of basic, onelevel, got 'two'"),
             (dict(ngram_n=1), "ngram_n must be a whole number from 2"),
             (dict(top_k_filler=0), "top_k_filler must be a whole number from 1"),

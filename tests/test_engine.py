@@ -106,7 +106,7 @@ def exact_distribution(model, prompt: torch.Tensor, sampling: SamplingParams) ->
             scores.copy_(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(held, scores[None])[0])
             for token, value in sampling.logit_bias:
                 scores[token] += value
-    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
+    dtypes = (torch.float32, torch.int32, torch.float64, torch.float32, torch.int64, torch.int64)
     params = SamplingTensors(*(torch.zeros(len(tails), dtype=dtype) for dtype in dtypes))
     SamplingParams.write([sampling] * len(tails), params, torch.arange(len(tails)))
     probs = probabilities(logits, params, sampling.top_p_first)

@@ -24,7 +24,8 @@ def ancestors_of(parents: torch.Tensor) -> torch.Tensor:
 
 
 def arguments(nodes: int, vocabulary: int, batch: int = 2, dtype: torch.dtype = torch.float32):
-    """The operation's arguments: in the first sequence shallow nodes are too early for its stop tokens."""
+    """The operation's arguments: in the first sequence shallow nodes are too early for its stop tokens. Some of these
+    lie beyond the vocabulary."""
     source = torch.Generator().manual_seed(nodes)
     logits = (3 * torch.randn(batch, nodes, vocabulary, generator=source)).to(dtype)
     parents = random_tree(batch, nodes, 5, source)
@@ -37,7 +38,7 @@ def arguments(nodes: int, vocabulary: int, batch: int = 2, dtype: torch.dtype = 
     )
     rules.bias[0, 0] = float("-inf")
     lengths = torch.tensor([10, 20], dtype=torch.int32)[:batch]
-    stop_ids = torch.tensor([[1, vocabulary - 1, -1], [0, 2, -1]])[:batch]
+    stop_ids = torch.tensor([[1, vocabulary - 1, -1, vocabulary], [0, 2, -1, 2**40 + 1]])[:batch]
     return logits, tokens, pack_ancestors(ancestors_of(parents)), rules, lengths, stop_ids
 
 

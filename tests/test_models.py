@@ -960,7 +960,8 @@ def test_generate_refuses_bad_arguments():
     for bad in (
         dict(max_length=3),
         dict(max_new_tokens=-1),
-        dict(do_sample=True, temperature=0.0),
+        dict(do_sample=True, temperature=-1.0),
+        dict(temperature=0.0, top_p=0.0),
         dict(do_sample=True, top_p=0.0),
         dict(do_sample=True, top_k=-1),
         dict(do_sample=True, min_p=2.0),
@@ -979,7 +980,10 @@ def test_options_of_sampling_need_do_sample(option):
     with pytest.raises(ValueError, match=f"^{name}=.* needs do_sample=True"):
         m.generate(prompt(4), max_new_tokens=2, **option)
     m.generate(prompt(4), max_new_tokens=2, do_sample=True, **option)
-    m.generate(prompt(4), max_new_tokens=2, temperature=0.0)
+    greedy = m.generate(prompt(4), max_new_tokens=2)
+    for sampled in (False, True):  # temperature 0 is greedy, and filters keep its token
+        given = {**option, "temperature": 0.0}
+        assert torch.equal(greedy, m.generate(prompt(4), max_new_tokens=2, do_sample=sampled, **given))
 
 
 def test_no_sequence_passes_the_positions():

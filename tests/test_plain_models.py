@@ -1,5 +1,6 @@
 """optimize_with_triton on plain Hugging Face models: patched against unpatched, fallbacks by name, restore."""
 
+import functools
 import itertools
 import math
 
@@ -108,6 +109,9 @@ GREEDY = {
     "bad words of one token": dict(inputs=BATCH, max_new_tokens=15, bad_words_ids=[[4], [11], [3]], **ENDS),
     "bad words, bias": dict(
         inputs=BATCH, max_new_tokens=15, bad_words_ids=[[4]], sequence_bias={(4,): 3.0, (2,): -1.5, (6,): 2.0}
+    ),
+    "an end token beyond the vocabulary": dict(
+        inputs=BATCH, max_new_tokens=9, min_new_tokens=3, repetition_penalty=1.3, eos_token_id=[3, 99], pad_token_id=PAD
     ),
     "renormalize_logits": dict(inputs=PROMPT, max_new_tokens=15, renormalize_logits=True),
     "a configuration": dict(
@@ -388,6 +392,32 @@ def test_sampled_tokens_follow_the_originals_law(small, name, draft):
     distance = 0.5 * sum(abs(counts[tokens] / count - mass) for tokens, mass in exact.items())
     noise = 0.5 * sum(math.sqrt(2 * mass / (math.pi * count)) for mass in exact.values())
     assert distance < 1.6 * noise
+
+
+@pytest.mark.parametrize("draft", [False, True], ids=["plain", "drafted"])
+@pytest.mark.parametrize("filters", [dict(top_p=0.6), dict(top_k=3, top_p=0.9)], ids=str)
+def test_ties_at_the_cut_follow_the_originals_law(draft, filters, monkeypatch):
+    """Of tied tokens those are drawn that transformers' processors keep: a chi-square, and nothing outside."""
+    monkeypatch.setattr(torch, "sort", functools.partial(torch.sort, stable=True))
+    model = causal_lm(vocab=8, layers=1, seed=3)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(1.5 * model.lm_head.weight[torch.tensor([0, 0, 0, 3, 3, 5, 5, 5])])
+    prompt, count = torch.tensor([[1, 3, 2]], device=DEVICE), 1500
+    exact = law(model, prompt, top_k=filters.get("top_k", 0), top_p=filters["top_p"])
+    tree = dict(topk=2, num_steps=2, num_draft_tokens=4)
+    torch.manual_seed(0)
+    with optimize_with_triton(model, model if draft else None, **(tree if draft else {}))[1] as originals:
+        rows = model.generate(
+            prompt, max_new_tokens=3, do_sample=True, num_return_sequences=count, **{"top_k": 0, **filters}
+        )
+        assert generate_row(originals).fallbacks == 0
+    seen = {tokens: 0 for tokens in exact}
+    for row in rows[:, 3:].tolist():
+        seen[tuple(row)] += 1  # a KeyError: what the law forbids
+    expected = count * torch.tensor(list(exact.values()), dtype=torch.float64)
+    statistic = ((torch.tensor(list(seen.values())) - expected) ** 2 / expected).sum()
+    freedom = torch.tensor((len(exact) - 1) / 2, dtype=torch.float64)
+    assert 4 <= len(exact) <= 64 and torch.special.gammaincc(freedom, statistic / 2) > 1e-4
 
 
 def test_sampling_is_repeatable_by_torchs_seed_and_takes_the_checkpoints_defaults(models):

@@ -1,9 +1,11 @@
 """Laws, samples and random numbers: the kernels against the reference, and both against the mathematics."""
 
+import functools
 import math
 
 import pytest
 import torch
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from eagle_triton import sampling
 from eagle_triton.reference import sampling as reference
@@ -31,7 +33,7 @@ def make_params(batch, device, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, s
     return reference.SamplingTensors(
         full(temperature, torch.float32),
         full(top_k, torch.int32),
-        full(top_p, torch.float32),
+        full(top_p, torch.float64),
         full(min_p, torch.float32),
         torch.arange(seed, seed + batch, device=device),
         full(step, torch.int64),
@@ -54,6 +56,25 @@ def test_probabilities(device, dtype, filters, first):
     assert not torch.allclose(torch.zeros_like(expected), expected, rtol=2e-5, atol=1e-7)
 
 
+@pytest.fixture
+def stable_sort(monkeypatch):
+    """transformers' top-p in the order that counts where a sort is not stable."""
+    monkeypatch.setattr(torch, "sort", functools.partial(torch.sort, stable=True))
+
+
+def law_of_transformers(logits, first=False, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """The law of rows [n, V] by transformers' own processors."""
+    processors = [TopKLogitsWarper(top_k)] if top_k else []
+    if top_p < 1:
+        processors.insert(0 if first else len(processors), TopPLogitsWarper(top_p))
+    if min_p:
+        processors.append(MinPLogitsWarper(min_p))
+    scores = logits.float() / temperature
+    for processor in processors:
+        scores = processor(None, scores)
+    return scores.softmax(-1)
+
+
 @pytest.mark.parametrize("vocabulary", [1, 2, 17, 2500, 128256] if CUDA else [1, 2, 17, 2500])
 @pytest.mark.parametrize("std", [0.3, 4.0])
 def test_probabilities_of_every_size(device, vocabulary, std):
@@ -62,22 +83,70 @@ def test_probabilities_of_every_size(device, vocabulary, std):
     out = sampling.probabilities(logits, make_params(1, device, top_p=0.9))
     exact = torch.softmax(logits.double(), -1)
     if vocabulary < 3000:
-        above = (exact[0, :, None, :] * (logits[0, :, None, :] > logits[0, :, :, None])).sum(-1)[None]
+        x, place = logits[0].float(), torch.arange(vocabulary, device=device)
+        ahead = x[:, None, :] > x[:, :, None]
+        ahead |= (x[:, None, :] == x[:, :, None]) & (place > place[:, None])
+        above = (exact[0, :, None, :] * ahead).sum(-1)[None]
         assert (out > 0)[above < 0.9 - 1e-5].all()
         assert not (out > 0)[above > 0.9 + 1e-5].any()
     torch.testing.assert_close(out.sum(-1), torch.ones_like(out[..., 0]), rtol=1e-5, atol=0)
     assert exact[out > 0].sum() / 2 >= 0.9 - 1e-5
 
 
-def test_ties_are_kept_together(device):
-    logits = torch.tensor([[[2.0, 1.0, 1.0, 1.0, -0.0, 0.0, -3.0, float("-inf")]]], device=device)
-    for filters, kept in (({"top_k": 2}, 4), ({"top_p": 0.6}, 4), ({"top_k": 5}, 6), ({"top_k": 8}, 7)):
-        params = make_params(1, device, **filters)
-        out = sampling.probabilities(logits, params)
-        assert (out > 0).sum() == kept, filters
-        torch.testing.assert_close(out, reference.probabilities(logits, params))
-    same = torch.full((1, 1, 40), 1.5, device=device)
-    assert (sampling.probabilities(same, make_params(1, device, top_k=3, top_p=0.1)) > 0).all()
+TIES = {
+    "top_k keeps all that equal the k-th": ({"top_k": 2}, [0, 1, 2, 3]),
+    "top_k past all": ({"top_k": 7}, [0, 1, 2, 3, 4, 5, 6]),
+    "top_p keeps the last of its ties": ({"top_p": 0.5}, [0, 3]),
+    "top_p keeps two of three": ({"top_p": 0.7}, [0, 2, 3]),
+    "top_k after top_p": ({"top_p": 0.7, "top_k": 2, "first": True}, [0, 2, 3]),
+    "top_k above what top_p cuts": ({"top_p": 0.7, "top_k": 1, "first": True}, [0]),
+    "min_p keeps ties": ({"min_p": 0.3}, [0, 1, 2, 3]),
+    "min_p above what top_p cuts": ({"top_p": 0.7, "min_p": 0.4}, [0]),
+    "min_p below what top_p cuts": ({"top_p": 0.7, "min_p": 0.3}, [0, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("filters, kept", TIES.values(), ids=TIES)
+def test_ties_at_the_cut(device, stable_sort, filters, kept):
+    """Probabilities 0.415, three of 0.153, 2 of 0.056, one of 0.014: what transformers' processors keep."""
+    logits = torch.tensor([[[2.0, 1.0, 1.0, 1.0, -0.0, 0.0, -1.4, float("-inf")]]], device=device)
+    filters = dict(filters)
+    first = filters.pop("first", False)
+    expected = law_of_transformers(logits[0].cpu(), first, **filters)
+    assert expected[0].nonzero()[:, 0].tolist() == kept
+    for module in (sampling, reference):
+        out = module.probabilities(logits, make_params(1, device, **filters), first).cpu()
+        torch.testing.assert_close(out[0], expected, rtol=2e-5, atol=0)
+
+
+def test_ties_of_a_whole_row(device, stable_sort):
+    """Sums that lie on the cut, in every fraction with two digits: equal to the bit on a CPU, by the kernels too."""
+    for vocabulary, top_ps in ((5, (0.2, 0.4, 0.6, 0.8)), (100, (0.07, 0.58, 0.9)), (50, (1e-8, 0.34)), (3, (1 / 3,))):
+        logits = torch.full((len(top_ps), 1, 2 * vocabulary), -1e4, device=device)
+        logits[..., ::2] = 1.5
+        params = make_params(len(top_ps), device)
+        params.top_p.copy_(torch.tensor(top_ps, dtype=torch.float64))
+        expected = torch.cat([law_of_transformers(logits[0].cpu(), top_p=top_p) for top_p in top_ps])
+        for module in (sampling, reference):
+            assert torch.equal(module.probabilities(logits, params)[:, 0].cpu() > 0, expected > 0)
+
+
+@pytest.mark.parametrize("vocabulary, seed", [(300, 0), (300, 1), (300, 2), (128256, 3), (128256, 4)])
+def test_ties_of_few_levels(device, stable_sort, vocabulary, seed):
+    """The rest of a search, and the pass that counts ties or the scan that looks for them, alone or in a batch."""
+    logits = torch.randint(-2, 3, (2, 1, vocabulary), generator=torch.Generator().manual_seed(seed)).float()
+    logits = (logits * 2 + (randn(2, 1, 1) if seed % 2 else 0)).bfloat16().to(device)
+    logits[1] = (randn(1, vocabulary, seed=seed) * 0.3).bfloat16()  # every round of the search, so a scan
+    params = make_params(2, device, top_p=0.83, temperature=0.9)
+    out, expected = sampling.probabilities(logits, params), reference.probabilities(logits, params)
+    law = law_of_transformers(logits[:, 0].cpu(), temperature=0.9, top_p=0.83)
+    for other in (expected[:, 0].cpu(), law):
+        differ = (out[:, 0].cpu() > 0) != (other > 0)
+        assert (differ.sum(-1) <= int(vocabulary > 300)).all()  # sums of so many tokens round otherwise: one at most
+    cut = torch.where(out > 0, logits.float(), float("inf")).amin(-1, keepdim=True)
+    dropped = ((logits == cut) & (out == 0)).any(-1)[:, 0]
+    assert dropped[0] and (dropped[1] or vocabulary == 300)
+    assert torch.equal(out[1:], sampling.probabilities(logits[1:], make_params(1, device, top_p=0.83, temperature=0.9)))
 
 
 def test_parameters_are_per_sequence(device):

@@ -74,23 +74,19 @@ def test_biases_as_pairs_are_for_all_and_as_a_list_for_each(count):
         calls(3, logit_bias=[{5: -1.0}, {6: 1.0}])
 
 
-def test_filters_need_a_temperature():
-    for name, value in (("top_p", 0.5), ("min_p", 0.1)):
-        with pytest.raises(ValueError, match=f"^{name}={value} filters sampled tokens and needs temperature > 0$"):
-            EAGLEConfig(**{name: value})
-        with pytest.raises(ValueError, match=f"^{name}={value} filters sampled tokens"):
-            calls(**{name: value})
-    with pytest.raises(ValueError, match="needs temperature > 0; the width of the draft tree is topk"):
-        EAGLEConfig(top_k=4)
-    with pytest.raises(ValueError, match="top_k=4 filters"):
-        calls(temperature=[0.0, 1.0], top_k=[4, 4])  # named for a greedy prompt
-    with pytest.raises(ValueError, match="top_k=4 filters"):
-        calls(config=SAMPLED, temperature=0.0, top_k=4)
-    EAGLEConfig(top_k=0, top_p=1.0, min_p=0.0)
-    greedy, sampled = calls(temperature=[0.0, 1.0], top_k=4)  # for all prompts: for those that are sampled
-    assert (greedy.sampling.top_k, sampled.sampling.top_k) == (0, 4)
-    (greedy,) = calls(1, config=SAMPLED, temperature=0.0)
-    assert greedy.sampling.greedy and greedy.sampling.top_k == 0 and greedy.sampling.top_p == 1
+def test_filters_change_nothing_at_temperature_0():
+    for filters in (dict(top_p=0.5), dict(min_p=0.9), dict(top_k=4), dict(top_p=0.1, top_k=1, min_p=1.0)):
+        assert EAGLEConfig(**filters).sampling().greedy
+        for call in (*calls(**filters), *calls(config=SAMPLED, temperature=0.0, **filters)):
+            assert call.sampling.greedy and not call.sampling.filtered
+    greedy, sampled = calls(temperature=[0.0, 1.0], top_k=4)
+    assert greedy.sampling.greedy and not greedy.sampling.filtered and sampled.sampling.filtered
+    for wrong in (dict(top_p=0.0), dict(top_p=1.5), dict(top_k=-1), dict(min_p=2.0)):
+        (name,) = wrong
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            EAGLEConfig(**wrong)
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            calls(**wrong)
 
 
 WRONG = [

@@ -604,15 +604,37 @@ class TestProcessors:
         expected = tempered[0, :2] / tempered[0, :2].sum()
         assert torch.allclose(library.NucleusProcessor(0.5, 0.97)(self.logits)[0, :2], expected)
 
-    def test_top_k_keeps_exactly_k(self):
+    def test_top_k_keeps_k_and_what_equals_the_last(self):
         kept = library.TopKProcessor(1, 1)(self.logits) > 0
-        assert kept.tolist() == [[True, False, False, False], [False, True, False, False]]
+        assert kept.tolist() == [[True, False, False, False], [False, True, True, False]]
         assert (library.TopKProcessor(1, 9)(self.logits) > 0).all()
 
     def test_top_p_is_of_what_top_k_left(self):
         # the two best have .731 and .269 of what is left, the best alone .644 of everything
         both = library.TopKNucleusProcessor(1, 2, 0.7)(self.logits)[0]
         assert both.tolist() == [1, 0, 0, 0] and library.NucleusProcessor(1, 0.7)(self.logits)[0, 1] > 0
+
+    def test_temperature_0_is_greedy(self):
+        logits = torch.tensor([[1.0, 3.0, 3.0, 3.0]])
+        for processor in (
+            library.MultinomialProcessor(0),
+            library.TopKProcessor(0, 2),
+            library.NucleusProcessor(0, 0.1),
+            library.TopKNucleusProcessor(0, 2, 0.1),
+        ):
+            assert torch.equal(processor(logits), library.GreedyProcessor()(logits))
+            assert torch.equal(processor(self.logits), library.GreedyProcessor()(self.logits))
+
+    def test_ties_are_kept_as_transformers_keeps_them(self):
+        logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, -1.0]])  # .457, three of .168, .041
+        kept = {
+            library.TopKProcessor(1, 2): [0, 1, 2, 3],
+            library.NucleusProcessor(1, 0.5): [0, 3],
+            library.NucleusProcessor(1, 0.7): [0, 2, 3],
+            library.TopKNucleusProcessor(1, 2, 0.5): [0, 3],
+        }
+        for processor, tokens in kept.items():
+            assert processor(logits)[0].nonzero()[:, 0].tolist() == tokens
 
     def test_draws_follow_a_generator(self):
         processor, probs = library.MultinomialProcessor(1), torch.tensor([[0.5, 0.25, 0.25, 0.0]]).expand(4000, 4)
@@ -623,7 +645,7 @@ class TestProcessors:
     @pytest.mark.parametrize(
         ("make", "said"),
         [
-            (lambda: library.MultinomialProcessor(0), "temperature must be above 0"),
+            (lambda: library.MultinomialProcessor(-1), "temperature must be at least 0"),
             (lambda: library.GreedyProcessor(math.nan), "temperature"),
             (lambda: library.TopKProcessor(1, 0), "top_k must be at least 1, got 0"),
             (lambda: library.NucleusProcessor(1, 0.0), "top_p must be above 0"),

@@ -1,12 +1,14 @@
 """EAGLEInference: the same output as the target alone, for any draft, batch, order of arrival and stop rule."""
 
 import copy
+import functools
 import gc
 import random
 
 import huggingface_hub.errors
 import pytest
 import torch
+from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.demo import demo_directory, demo_prompts
@@ -214,6 +216,40 @@ def test_sampled_tokens_follow_the_targets_distribution(case):
     assert (distribution[which, following] > 0).all()
 
 
+@pytest.mark.parametrize("filters", [dict(top_p=0.6), dict(top_k=4, top_p=0.8)], ids=str)
+@pytest.mark.parametrize("strategy", ["target_match", "rejection"])
+def test_ties_at_the_cut_follow_the_law_of_transformers(strategy, filters, monkeypatch):
+    """Transitions of a target without memory, three of whose tokens tie, by transformers' own processors: a chi-square,
+    and nothing outside the support."""
+    monkeypatch.setattr(torch, "sort", functools.partial(torch.sort, stable=True))
+    model = memoryless_target()
+    with torch.no_grad():
+        model.base_model.lm_head.weight[:3] = model.base_model.lm_head.weight[1]
+        scores = model.base_model(torch.arange(MEMORYLESS)[:, None]).logits[:, 0]
+    config = EAGLEConfig(
+        topk=2, num_steps=2, num_draft_tokens=4, fallback=False, slots=100, verify_strategy=strategy, temperature=1.0
+    )
+    torch.manual_seed(0)
+    prompts = [torch.tensor([index % MEMORYLESS]) for index in range(100)]
+    rows, stats = EAGLEInference(None, model, config).generate(prompts, 60, **filters)
+    assert stats["total_accepted_tokens"] > 500
+    for processor in ([TopKLogitsWarper(filters["top_k"])] if "top_k" in filters else []) + [
+        TopPLogitsWarper(filters["top_p"])
+    ]:
+        scores = processor(None, scores)
+    law, sequences = scores.double().softmax(-1), torch.stack(rows)
+    seen = torch.zeros_like(law)
+    one = torch.ones(sequences[:, 1:].numel(), dtype=torch.float64)
+    seen.index_put_((sequences[:, :-1].flatten(), sequences[:, 1:].flatten()), one, accumulate=True)
+    assert (seen[law == 0] == 0).all()
+    assert ((law > 0)[:, :3].sum(-1) % 3 != 0).any(), "ties are kept or dropped together: the test shows nothing"
+    kept = (law > 0) & (seen.sum(-1, keepdim=True) > 0)
+    expected = (seen.sum(-1, keepdim=True) * law)[kept]
+    freedom = kept.sum() - kept.any(-1).sum()
+    chance = torch.special.gammaincc(freedom.double() / 2, ((seen[kept] - expected) ** 2 / expected).sum() / 2)
+    assert freedom > 3 and chance > 1e-4
+
+
 def exact_distribution(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
     """The documented order written out for rows of a small vocabulary: temperature, top-k, top-p, min-p."""
     distribution = (logits / temperature).softmax(-1)
@@ -256,6 +292,16 @@ def test_logprobs_are_the_targets(device):
         want = distribution[places - 1, row[places]].cpu()
         torch.testing.assert_close(torch.tensor(completion.logprobs), want, atol=1e-4, rtol=1e-4)
     assert eagle.generate(prompts, 3)[1].completions[0].logprobs is None
+
+
+def test_an_end_token_beyond_the_vocabulary_ends_nothing():
+    model, prompts = tiny_model(seed=5), [random_prompt(length)[0] for length in (6, 9, 4)]
+    rules = dict(repetition_penalty=[1.0, 1.3, 1.0], min_new_tokens=[0, 0, 5], logit_bias=[None, None, {3: 1.0}])
+    eagle = EAGLEInference(None, model, FIXED)
+    free = new_tokens(eagle.generate(prompts, 12, stop_token_ids=[], **rules)[1])
+    model.base_model.generation_config.eos_token_id = 2**31 + 5
+    eagle = EAGLEInference(None, model, FIXED)
+    assert new_tokens(eagle.generate(prompts, 12, **rules)[1]) == free
 
 
 def test_min_new_tokens(demo):

@@ -28,7 +28,7 @@ def make_params(batch, device, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, s
     return sampling.SamplingTensors(
         full(temperature, torch.float32),
         full(top_k, torch.int32),
-        full(top_p, torch.float32),
+        full(top_p, torch.float64),
         full(min_p, torch.float32),
         torch.arange(seed, seed + batch, device=device),
         full(3, torch.int64),

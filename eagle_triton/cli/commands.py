@@ -263,7 +263,7 @@ def _set_processor(state: State, arguments: list[str]) -> State:
 def _processor(state: State) -> str:
     settings = state.settings
     values = ", ".join(f"{name} {value:g}" for name, value in settings.processor_arguments.items())
-    return settings.processor if settings.greedy else f"{settings.processor}, {values}"
+    return settings.processor if settings.processor == "greedy" else f"{settings.processor}, {values}"
 
 
 def _set_storage(state: State, arguments: list[str]) -> State:

@@ -476,8 +476,9 @@ def _sampling_options(settings: Settings) -> dict[str, Any]:
 
 
 def _processor(settings: Settings) -> LogitsProcessor:
+    if settings.greedy:
+        return processors.GreedyProcessor()
     kinds: dict[str, Any] = {
-        "greedy": processors.GreedyProcessor,
         "multinomial": processors.MultinomialProcessor,
         "topk": processors.TopKProcessor,
         "nucleus": processors.NucleusProcessor,

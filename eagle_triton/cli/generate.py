@@ -95,7 +95,7 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
     arguments.add_drafting_models(parser)
     add("--method", choices=METHODS, help="how to decode")
     add("--max-new-tokens", type=arguments.whole(), default=100, metavar="N", help="default: 100")
-    add("--temperature", type=arguments.number(0, 100), default=0.0, metavar="T", help="default: 0, greedy")
+    add("--temperature", type=arguments.number(0, 100), metavar="T", help="default: 0, greedy")
     add("--top-k", type=arguments.whole(), metavar="K", help="of the likeliest tokens, with a temperature")
     add("--top-p", type=arguments.number(0, 1), metavar="P", help="of the likeliest tokens, with a temperature")
     add("--no-cache", action="store_true", help="read the whole text for each token, by the models' own forward")
@@ -143,13 +143,13 @@ def _settings(parser: Parser, args: argparse.Namespace) -> Settings:
         if name.startswith("egag_") and not args.egag:
             parser.error(f"{_option(name)} must come with --egag")
         options[name] = value
-    if args.temperature:
+    if args.temperature is not None:
         options["temperature"] = args.temperature
         kinds = {(False, False): "multinomial", (True, False): "topk", (False, True): "nucleus"}
         options["processor"] = kinds.get((args.top_k is not None, args.top_p is not None), "topknucleus")
         options |= {name: getattr(args, name) for name in ("top_k", "top_p") if getattr(args, name) is not None}
     elif args.top_k is not None or args.top_p is not None:
-        parser.error(f"--top-{'k' if args.top_k is not None else 'p'} must come with a --temperature above 0")
+        parser.error(f"--top-{'k' if args.top_k is not None else 'p'} must come with a --temperature (0: greedy)")
     try:
         return Settings(**options)
     except (ValueError, TypeError) as error:

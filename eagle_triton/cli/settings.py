@@ -29,10 +29,10 @@ class Settings:
     length: the most new tokens. gamma: drafts a step. egag: choose their number by the drafter's entropy, between
     egag_gamma_min and egag_gamma_max (None: gamma); egag_ema, egag_scale (nats) and egag_mode are `ema_beta`, `scale`
     and `mode` of `EGAGConfig`. processor: how a token is chosen, with temperature, top_k and top_p as it takes them:
-    temperature first, then top-k, then top-p; greedy takes the likeliest at any temperature. cache: keep keys and
-    values; without, models read the whole text for each token. ngram_storage, ngram_n, top_k_filler, filler_weight:
-    what n-gram drafts are counted by. reset_in_between: forget before each answer what former ones taught. seed: of
-    the random numbers of an answer.
+    temperature first, then top-k, then top-p; greedy takes the likeliest at any temperature, the others at 0. cache:
+    keep keys and values; without, models read the whole text for each token. ngram_storage, ngram_n, top_k_filler,
+    filler_weight: what n-gram drafts are counted by. reset_in_between: forget before each answer what former ones
+    taught. seed: of the random numbers of an answer.
     """
 
     length: int = 35
@@ -79,7 +79,7 @@ class Settings:
     @property
     def greedy(self) -> bool:
         """Whether nothing is drawn at random."""
-        return self.processor == "greedy"
+        return self.processor == "greedy" or self.temperature == 0
 
     @property
     def processor_arguments(self) -> dict[str, float]:
@@ -103,7 +103,7 @@ class Settings:
 
     def _check_processor(self) -> None:
         self._check_name("processor", tuple(PROCESSORS))
-        self._check_number("temperature", "above 0", lambda temperature: temperature > 0)
+        self._check_number("temperature", "at least 0", lambda temperature: temperature >= 0)
         read = PROCESSORS[self.processor]
         for name in ("top_k", "top_p"):
             value = getattr(self, name)

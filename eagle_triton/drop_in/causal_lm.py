@@ -334,7 +334,8 @@ def _read_processors(
                 least = processor.min_length
             else:
                 least = processor.prompt_length_to_skip + processor.min_new_tokens
-            held_back, held_ids = max(held_back, least), held_ids | frozenset(processor.eos_token_id.tolist())
+            ends = processor.eos_token_id.tolist()
+            held_back, held_ids = max(held_back, least), held_ids.union(end for end in ends if end < vocabulary)
         elif kind is not processors.LogitNormalization:  # which changes no distribution
             raise Fallback(kind.__name__)
     return SamplingParams(logit_bias=bias, **options), held_back, held_ids

@@ -43,9 +43,7 @@ def generate_seam(model: Any, engine: Engine) -> Seam:
             model, input_ids, attention_mask, max_length, max_new_tokens, eos_token_id, pad_token_id
         )
         sampling = SamplingParams()
-        if do_sample:
-            if temperature == 0:
-                raise ValueError("temperature: must be positive when sampling, got 0 (greedy: do_sample=False)")
+        if do_sample or temperature == 0:
             sampling = SamplingParams(temperature, top_k, top_p, min_p)
         device = engine.view.device
         rows = engine_generate(

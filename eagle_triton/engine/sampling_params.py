@@ -21,7 +21,8 @@ MOST_TOP_K = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off.
+    """temperature 0 is greedy, whatever the filters are: each keeps the best token. top_k 0, top_p 1, min_p 0 and
+    repetition_penalty 1 are off.
 
     Order: repetition_penalty (over the prompt and all that follows, as Hugging Face has it), logit_bias, temperature,
     top-k, top-p, min-p. `top_p_first`: top-p before top-k, the order of the original EaModel. `seed`: None draws one
@@ -69,7 +70,7 @@ class SamplingParams:
     @property
     def filtered(self) -> bool:
         """Whether some tokens are left out when sampling."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def processed(self) -> bool:

@@ -100,7 +100,7 @@ class Sequences:
         self.sampling = SamplingTensors(
             temperature=zeros(dtype=torch.float32),
             top_k=zeros(dtype=torch.int32),
-            top_p=zeros(dtype=torch.float32),
+            top_p=zeros(dtype=torch.float64),
             min_p=zeros(dtype=torch.float32),
             seed=zeros(dtype=torch.int64),
             step=zeros(dtype=torch.int64),

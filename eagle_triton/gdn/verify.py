@@ -151,7 +151,7 @@ def sampling_tensors(params: SamplingParams, before: Tensor) -> SamplingTensors:
     return SamplingTensors(
         temperature=torch.full((batch,), params.temperature, dtype=torch.float32, device=device),
         top_k=torch.zeros(batch, dtype=torch.int32, device=device),
-        top_p=torch.ones(batch, dtype=torch.float32, device=device),
+        top_p=torch.ones(batch, dtype=torch.float64, device=device),
         min_p=torch.zeros(batch, dtype=torch.float32, device=device),
         seed=torch.tensor(params.seeds(batch), dtype=torch.int64, device=device),
         step=before.long(),

@@ -284,9 +284,9 @@ class EaModel(nn.Module):
         input_ids: [B, L] int64; the sequences are decoded one after the other. attention_mask: [B, L], 0 marks
         padding on the left or right of a prompt. Each sequence ends with its first end token (`eos_token_id`; default
         the generation config's, else the tokenizer's) or after `max_new_tokens`, which goes before `max_length`
-        (prompt included); with neither 512 new tokens. Sampling filters in the order temperature, top-k, top-p,
-        min-p; `generator` or `seed` make it repeatable on their own, else torch's global generator is used. No sequence
-        passes the target's `max_position_embeddings`.
+        (prompt included); with neither 512 new tokens. Temperature 0 is greedy. Sampling filters in the order
+        temperature, top-k, top-p, min-p; `generator` or `seed` make it repeatable on their own, else torch's global
+        generator is used. No sequence passes the target's `max_position_embeddings`.
         Returns [B, longest] int64: prompts without their padding, new tokens, then `pad_token_id` on the right.
         Raises ValueError for bad arguments, among them a prompt beyond the positions and options of sampling without
         `do_sample`, RuntimeError for NaN logits.
@@ -295,7 +295,7 @@ class EaModel(nn.Module):
         request = GenerateArguments.resolve(
             self, input_ids, attention_mask, max_length, max_new_tokens, eos_token_id, pad_token_id
         )
-        warpers = generate_warpers(temperature, top_k, top_p, min_p) if do_sample else None
+        warpers = generate_warpers(temperature, top_k, top_p, min_p) if do_sample or temperature == 0 else None
         generator = make_generator(seed, generator, self.base_model.lm_head.weight.device)
         return request.pad(
             [

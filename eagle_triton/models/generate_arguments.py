@@ -66,10 +66,11 @@ class GenerateArguments:
 
 
 def check_sampling_is_meant(do_sample: bool, temperature: float, top_p: float, top_k: int, min_p: float) -> None:
-    """ValueError for options of sampling where greedy decoding would not look at them."""
-    if do_sample:
+    """ValueError for options of sampling where greedy decoding would not look at them. Temperature 0 asks for greedy
+    decoding, and every filter keeps its token."""
+    if do_sample or temperature == 0:
         return
-    given = dict(temperature=(temperature, (0, 1)), top_p=(top_p, (1,)), top_k=(top_k, (0,)), min_p=(min_p, (0,)))
+    given = dict(temperature=(temperature, (1,)), top_p=(top_p, (1,)), top_k=(top_k, (0,)), min_p=(min_p, (0,)))
     for name, (value, neutral) in given.items():
         if value is not None and value not in neutral:
             raise ValueError(f"{name}={value}: needs do_sample=True; without it decoding is greedy and ignores {name}")

@@ -33,18 +33,20 @@ def eagle_warpers(temperature: float, top_p: float, top_k: float) -> LogitsProce
     return warpers
 
 
-def generate_warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList:
+def generate_warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList | None:
     """Temperature, top-k, top-p, min-p, the order of Hugging Face's `generate`; neutral values are 1, 0, 1, 0.
 
-    Raises ValueError for a value out of range.
+    None where the temperature is 0, which is greedy. Raises ValueError for a value out of range.
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature: must be positive when sampling, got {temperature} (greedy: do_sample=False)")
+    if temperature < 0:
+        raise ValueError(f"temperature: must not be negative, got {temperature} (0: greedy)")
     if top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p <= 1:
         raise ValueError(
             f"sampling: expected top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, "
             f"got top_k={top_k}, top_p={top_p}, min_p={min_p}"
         )
+    if temperature == 0:
+        return None
     warpers = LogitsProcessorList()
     if temperature != 1.0:
         warpers.append(TemperatureLogitsWarper(float(temperature)))

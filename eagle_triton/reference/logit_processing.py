@@ -31,18 +31,19 @@ def process_logits(
     """The logits that a tree's nodes are judged by, float32 [B, N, V]: at each node those of plain decoding there.
 
     logits [B, N, V] of the target after each node; tokens [B, N] int64; ancestors [B, N, W] int64, bit j of row i: node
-    j is i or an ancestor of i; lengths [B] int32, the root's place; stop_ids [B, S] int64, -1 for none. A token that
-    the sequence holds, or the path from the root to the node, has its logit x divided by the penalty if x >= 0 and
-    multiplied by it otherwise (Keskar et al. 2019, as Hugging Face has it); then the bias is added, and -inf to stop
-    tokens where the token behind the node would stand before `rules.least`. All in fp32. Raises ValueError if shapes,
-    dtypes or devices do not fit.
+    j is i or an ancestor of i; lengths [B] int32, the root's place; stop_ids [B, S] int64, of which those outside the
+    vocabulary (-1: none) are not looked at. A token that the sequence holds, or the path from the root to the node, has
+    its logit x divided by the penalty if x >= 0 and multiplied by it otherwise (Keskar et al. 2019, as Hugging Face has
+    it); then the bias is added, and -inf to stop tokens where the token behind the node would stand before
+    `rules.least`. All in fp32. Raises ValueError if shapes, dtypes or devices do not fit.
     """
     check_process_logits(logits, tokens, ancestors, rules, lengths, stop_ids)
     nodes, x = logits.shape[1], logits.float()
     on_path = ancestor_matrix(ancestors, nodes).float()
     early = lengths[:, None] + on_path.sum(-1) < rules.least[:, None]
+    known = (stop_ids >= 0) & (stop_ids < logits.shape[-1])
     stops = torch.zeros_like(rules.seen, dtype=torch.float32).scatter_add_(
-        1, stop_ids.clamp(min=0), (stop_ids >= 0).float()
+        1, torch.where(known, stop_ids, 0), known.float()
     )
     forbidden = early[:, :, None] & (stops > 0)[:, None]
     held = torch.zeros_like(x).scatter_add_(2, tokens[:, None].expand(-1, nodes, -1), on_path) > 0

@@ -13,7 +13,7 @@ _MASK = 0xFFFFFFFF
 class SamplingTensors(NamedTuple):
     """Per-sequence sampling parameters, each [B]; a static place on the device, so that a graph can replay.
 
-    temperature float32 (0: greedy), top_k int32 (0: off), top_p float32 (1: off), min_p float32 (0: off),
+    temperature float32 (0: greedy), top_k int32 (0: off), top_p float64 (1: off), min_p float32 (0: off),
     seed int64, step int64 (decode steps done: the random counter).
     """
 
@@ -29,8 +29,15 @@ def probabilities(logits: Tensor, params: SamplingTensors, top_p_first: bool = F
     """The distribution that sampling follows, float32 [B, N, V].
 
     logits [B, N, V]. Order: temperature, then top-k, then top-p on what is left (Hugging Face); with `top_p_first`
-    top-p, then top-k (the original EaModel). Top-p keeps the token that crosses p (Holtzman et al. 2020); min-p drops
-    tokens below min_p times the largest probability, last. Tokens equal to the last one kept are kept too.
+    top-p, then top-k (the original EaModel); min-p last. What each filter keeps is what transformers' processors keep.
+    Top-k keeps every token that equals the k-th. Top-p (Holtzman et al. 2020) goes through the tokens from the worst
+    to the best, equal ones by ascending index, and drops each up to which the probabilities sum to 1 - top_p or less;
+    the last token stays. So of tokens that are equal at the cut the higher indices stay. Min-p drops tokens below
+    min_p times the largest probability, so it keeps or drops equal tokens together.
+
+    On a CPU this is transformers' arithmetic to the bit, with a stable sort. Other sums round otherwise: a token stays
+    in one and goes in the other if its sum differs from 1 - top_p, or its probability from min-p's floor, by no more
+    than rounding.
     A temperature of 0 is taken as 1: greedy sequences use their argmax and never read this.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
@@ -55,13 +62,11 @@ def _keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    ordered, _ = logits.sort(dim=-1, descending=True)
-    probs = torch.softmax(ordered, dim=-1)
-    before = probs.cumsum(-1) - probs  # the mass of strictly better tokens
-    keep = (before < top_p[:, None, None]) | (top_p >= 1)[:, None, None]
-    keep[..., 0] = True
-    last = ordered.masked_fill(~keep, float("inf")).amin(-1, keepdim=True)
-    return logits.masked_fill(logits < last, float("-inf"))
+    ordered, index = logits.sort(dim=-1, stable=True)
+    dropped = torch.softmax(ordered, dim=-1).cumsum(-1) <= (1 - top_p).float()[:, None, None]
+    dropped &= (top_p < 1)[:, None, None]
+    dropped[..., -1] = False
+    return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, index, dropped), float("-inf"))
 
 
 def uniform(params: SamplingTensors, count: int) -> Tensor:
@@ -160,7 +165,7 @@ def check_logits(name: str, logits: Tensor) -> None:
 
 
 def check_params(name: str, params: SamplingTensors, batch: int, device: torch.device) -> None:
-    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
+    dtypes = (torch.float32, torch.int32, torch.float64, torch.float32, torch.int64, torch.int64)
     for field, value, dtype in zip(params._fields, params, dtypes, strict=True):
         if value.shape != (batch,) or value.dtype != dtype or value.device != device or not value.is_contiguous():
             raise ValueError(

@@ -1,9 +1,14 @@
 """The distribution that sampling follows at each row of logits, found without sorting the vocabulary.
 
-A distribution keeps the tokens x with logit > floor and weight w(x) = exp((x - top) / temperature) >= min_p, and gives
-each w(x) / sum of the kept w. The floor of top-k is the smallest key with count(x > key) < k, that of top-p the
-smallest with mass(x > key) < p * mass. Both fall with the key, so a search over the logits' ordered bit patterns finds
-them exactly, ties included; one pass over a row measures LANES keys at once.
+A distribution keeps the tokens x with logit > cut, those with logit = cut from index `first` on, and of these the ones
+of weight w(x) = exp((x - top) / temperature) >= min_p. It gives each w(x) / sum of the kept w. The cut of top-k is the
+smallest key with count(x > key) < k, that of top-p the smallest with mass(x > key) < p * mass. Both fall with the key,
+so a search over the logits' ordered bit patterns finds them; one pass over a row measures LANES keys at once.
+
+Top-p drops some of the tokens that equal its cut, as transformers' processor does: it goes through them by ascending
+index and drops each up to which the mass, from the smallest logit on, is (1 - p) * mass or less. The number dropped
+follows from the mass above the cut and the weight of one token. Where it is not 0, a further pass counts the tokens
+that equal the cut in each tile, and `settle` looks for `first` in the tile that has it.
 
     scan    [row, part]   largest logit of PART tokens, its index, and its mass
     narrow  [row, group]  take in the last pass's sums, then measure the next keys in GROUP tiles (ROUNDS launches);
@@ -18,14 +23,20 @@ ends after a few passes whatever the logits are.
 |---|---|---|
 | x        | [R, V] any float               | row b * N + n: the logits after node n of sequence b                    |
 | scans    | [R, P] f32, int32, f32         | per part: maximum, its first index, mass relative to it                 |
-| facts    | [R, 8] f32                     | top, scale = log2(e) / temperature, top_k, top_p, min_p, only           |
-| searches | [ROUNDS + 1, R, 8] int32       | stage, stage after it, passes done, low, high, base, mass               |
-| measures | [ROUNDS, R, G, LANES] f32      | per group: count or mass above each key                                 |
-| thresholds | [R, 4] f32                   | top, floor, 1 / mass, only                                              |
+| facts    | [R, 8] f32                     | top, scale = log2(e) / temperature, top_k, top_p, min_p, only, 1 - top_p |
+| searches | [ROUNDS + 1, R, 8] int32       | stage, stage after it, passes, low, high, base, mass, dropped           |
+| measures | [ROUNDS, R, G, LANES] f32      | per group: above each key count or mass; or per tile: count at the cut |
+| thresholds | [R, 4] f32                   | top, cut, 1 / mass, only                                                |
 
-`only` holds the bits of an int32: the one token of a distribution that is an argmax, or -1. A search's `low` is a key
-below the answer, `high` one not below it. Numerics: fp32, sums in a fixed order. A row with a NaN or +inf has no
-distribution: top is NaN then, and what is drawn from it is in range and otherwise unspecified.
+`only` holds the bits of an int32: the one token of a distribution that is an argmax, or -1 - first. A search's `low` is
+a key below the answer, `high` one not below it; `passes` counts those of the stage, and in the end is the number of the
+round that counted the tokens at the cut (from 1 on; 0: none did).
+
+Numerics: fp32, sums in a fixed order. The number of tokens dropped at the cut is found as transformers finds it on a
+CPU, from probabilities in fp32, so it is the reference's wherever these sums are exact, as they are when all that is
+left ties. Elsewhere a token differs only if its sum lies within rounding of 1 - top_p, relative to the row's mass. A
+row with a NaN or +inf has no distribution: top is NaN then, and what is drawn from it is in range and otherwise
+unspecified.
 """
 
 from __future__ import annotations
@@ -43,7 +54,7 @@ from eagle_triton.runtime.overlap import can_overlap, early_start, prefer_shared
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _NOWHERE = tl.constexpr(2**31 - 1)
-_COUNT, _MASS, _TOTAL, _DONE = (tl.constexpr(stage) for stage in range(4))
+_COUNT, _MASS, _TOTAL, _TIES, _DONE = (tl.constexpr(stage) for stage in range(5))
 _KEY_SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # low bits that are always zero in fp32
 
 
@@ -52,7 +63,7 @@ class Settings(NamedTuple):
 
     part: int  # tokens of one maximum
     tile: int  # tokens measured at once, at most `part`
-    group: int = 8  # tiles per program of a pass, at most 31
+    group: int = 8  # tiles per program of a pass, at most `lanes`
     scan_parts: int = 1  # per program of the scan
     lanes: int = 8
     rounds: int = 4
@@ -92,8 +103,9 @@ def value_of(key, SHIFT: tl.constexpr):
 def token_weight(thresholds, x, index, min_p, scale):
     """Weights of tokens `index` with logits x under the thresholds at `thresholds`."""
     weight = tl.exp2((x - tl.load(thresholds)) * scale)
-    weight = tl.where((x > tl.load(thresholds + 1)) & (weight >= min_p), weight, 0.0)
-    only = tl.load(thresholds + 3).to(tl.int32, bitcast=True)
+    cut, only = tl.load(thresholds + 1), tl.load(thresholds + 3).to(tl.int32, bitcast=True)
+    kept = (x > cut) | ((x == cut) & (index >= -1 - only))
+    weight = tl.where(kept & (weight >= min_p), weight, 0.0)
     return tl.where(only < 0, weight, (index == only).to(tl.float32))
 
 
@@ -201,11 +213,11 @@ def _load_search(search):
     stage, then, passes = tl.load(search), tl.load(search + 1), tl.load(search + 2)
     base = tl.load(search + 5).to(tl.float32, bitcast=True)
     mass = tl.load(search + 6).to(tl.float32, bitcast=True)
-    return stage, then, passes, tl.load(search + 3), tl.load(search + 4), base, mass
+    return stage, then, passes, tl.load(search + 3), tl.load(search + 4), base, mass, tl.load(search + 7)
 
 
 @triton.jit
-def _store_search(search, stage, then, passes, low, high, base, mass):
+def _store_search(search, stage, then, passes, low, high, base, mass, dropped):
     tl.store(search, stage)
     tl.store(search + 1, then)
     tl.store(search + 2, passes)
@@ -213,16 +225,17 @@ def _store_search(search, stage, then, passes, low, high, base, mass):
     tl.store(search + 4, high)
     tl.store(search + 5, base.to(tl.int32, bitcast=True))
     tl.store(search + 6, mass.to(tl.int32, bitcast=True))
+    tl.store(search + 7, dropped)
 
 
 @triton.jit
 def _keys(facts, passes, low, high, vocabulary, SHIFT: tl.constexpr, LANES: tl.constexpr):
     """LANES ascending keys: low, then keys strictly between low and high (low + 1 where there are none)."""
     lane = tl.arange(0, LANES)
-    # Tokens below `cut` have less than (1 - top_p) / 2 of the mass together, so a top-p search ends above it.
-    tail = tl.maximum(1 - tl.load(facts + 3), 1e-7)
-    cut = tl.load(facts) + (tl.log2(tail / vocabulary) - 1) / tl.load(facts + 1)
-    bottom = tl.maximum(value_of(low, SHIFT), cut)
+    # Tokens below `tail` have less than (1 - top_p) / 2 of the mass together, so a top-p search ends above it.
+    share = tl.maximum(tl.load(facts + 6), 1e-7)
+    tail = tl.load(facts) + (tl.log2(share / vocabulary) - 1) / tl.load(facts + 1)
+    bottom = tl.maximum(value_of(low, SHIFT), tail)
     by_value = key_of(bottom + (value_of(high, SHIFT) - bottom) * (lane.to(tl.float32) / LANES), SHIFT)
     by_key = low + ((high.to(tl.int64) - low) * lane // LANES).to(tl.int32)
     key = tl.maximum(tl.minimum(tl.where(passes < 2, by_value, by_key), high - 1), low + 1)
@@ -236,8 +249,40 @@ def _stage_after(stage, then, min_p):
 
 
 @triton.jit
+def _weight_at(facts, key, SHIFT: tl.constexpr):
+    """The weight of a token with this key."""
+    return tl.exp2((value_of(key, SHIFT) - tl.load(facts)) * tl.load(facts + 1))
+
+
+@triton.jit
+def _dropped_at_cut(share, mass, base, weight):
+    """How many of the tokens that equal the cut, of this weight each, top-p drops: `mass` counts all of them, `share`
+    is 1 - top_p. Probabilities are rounded to fp32 and added in fp64, and so are their sums, as transformers does."""
+    below, each = tl.div_rn(tl.maximum(base - mass, 0.0), base), tl.div_rn(weight, base)
+    guess = (share - below) / each
+    guess = tl.floor(tl.where(guess > 0, tl.minimum(guess, 1e9), 0.0))  # 0 where it is NaN
+    one_more = (below.to(tl.float64) + (guess + 1).to(tl.float64) * each.to(tl.float64)).to(tl.float32) <= share
+    too_many = (below.to(tl.float64) + guess.to(tl.float64) * each.to(tl.float64)).to(tl.float32) > share
+    guess = tl.where(one_more, guess + 1, tl.where(too_many, guess - 1, guess))
+    most = tl.floor(mass / weight + 0.5) - 1  # where nothing lies above the cut, one token stays
+    return tl.where(each > 0, tl.maximum(tl.minimum(guess, most), 0.0), 0.0).to(tl.int32)
+
+
+@triton.jit
 def _advance(
-    facts, stage, then, passes, low, high, base, mass, measured, vocabulary, SHIFT: tl.constexpr, LANES: tl.constexpr
+    facts,
+    stage,
+    then,
+    passes,
+    low,
+    high,
+    base,
+    mass,
+    dropped,
+    measured,
+    vocabulary,
+    SHIFT: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Take a pass's sums [LANES] into the search: keep the interval in which they cross the target."""
     lane = tl.arange(0, LANES)
@@ -250,13 +295,21 @@ def _advance(
     at_lower = tl.min(tl.where(below, float("inf"), measured), 0)
     total = stage == _TOTAL
     found = total | (upper - lower.to(tl.int64) <= 1)
-    mass = tl.where(total, tl.sum(tl.where(lane == 0, measured, 0.0), 0), tl.where(found, at_lower, mass))
+    weight = _weight_at(facts, tl.where(total, low + 1, upper), SHIFT)  # of a token at the cut
+    if found & (stage == _MASS):
+        dropped = _dropped_at_cut(tl.load(facts + 6), at_lower, base, weight)
+    raised = (stage == _COUNT) & (lower > low)
+    dropped = tl.where(raised, 0, dropped)  # top-k keeps all that equal its own cut
+    at_lower = tl.where(total, tl.sum(tl.where(lane == 0, measured, 0.0), 0), at_lower)
+    gone = tl.where((stage == _COUNT) | (total & (weight < tl.load(facts + 4))), 0.0, weight * dropped)
+    mass = tl.where(found, at_lower - gone, mass)
     low = tl.where(total, low, tl.where(found, upper - 1, lower))
     high = tl.where(found, key_of(tl.load(facts), SHIFT), upper)
     base = tl.where(found, tl.where(stage == _COUNT, -1.0, mass), base)  # -1: the next pass measures it
     passes = tl.where(found, 0, passes + 1)
     next_stage = tl.where(total, _DONE, _stage_after(stage, then, tl.load(facts + 4)))
-    return tl.where(found, next_stage, stage), tl.where(found, _TOTAL, then), passes, low, high, base, mass
+    next_stage = tl.where((next_stage == _DONE) & (dropped > 0), _TIES, next_stage)
+    return tl.where(found, next_stage, stage), tl.where(found, _TOTAL, then), passes, low, high, base, mass, dropped
 
 
 @triton.jit
@@ -282,7 +335,8 @@ def _open(
     """Merge a row's parts and open its search between bounds that the parts' maxima imply. Every program of the row
     does, and writes the same facts."""
     temperature, top_k = tl.load(temperature_ptr + row // nodes), tl.load(top_k_ptr + row // nodes)
-    top_p, min_p = tl.load(top_p_ptr + row // nodes), tl.load(min_p_ptr + row // nodes)
+    exact_top_p, min_p = tl.load(top_p_ptr + row // nodes), tl.load(min_p_ptr + row // nodes)
+    top_p, share = exact_top_p.to(tl.float32), (1 - exact_top_p).to(tl.float32)
     part = tl.arange(0, PARTS)
     parts = tl.cdiv(vocabulary, PART)
     peaks = tl.load(peaks_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
@@ -295,7 +349,7 @@ def _open(
     mass = tl.sum(masses, 0)
 
     count_on = (top_k > 0) & (top_k < vocabulary)
-    count_stage, mass_stage = tl.where(count_on, _COUNT, _TOTAL), tl.where(top_p < 1, _MASS, _TOTAL)
+    count_stage, mass_stage = tl.where(count_on, _COUNT, _TOTAL), tl.where(exact_top_p < 1, _MASS, _TOTAL)
     first, second = count_stage, mass_stage
     if TOP_P_FIRST:
         first, second = mass_stage, count_stage
@@ -311,6 +365,7 @@ def _open(
     tl.store(facts + 3, top_p)
     tl.store(facts + 4, min_p)
     tl.store(facts + 5, only.to(tl.float32, bitcast=True))
+    tl.store(facts + 6, share)
     tl.debug_barrier()  # _keys reads the facts
 
     low, high = key_of(tl.full((), float("-inf"), tl.float32), SHIFT), key_of(top, SHIFT)
@@ -326,7 +381,8 @@ def _open(
             missed = tl.sum(tl.where(passed, most, 0.0), 1) < target * 0.9999
             low = tl.max(tl.where(enough & (lane > 0), keys, low), 0)
             high = tl.min(tl.where(missed & (lane > 0), keys, high), 0)
-    return stage, then, tl.full((), 0, tl.int32), low, high, mass, mass
+    none = tl.full((), 0, tl.int32)
+    return stage, then, none, low, high, mass, mass, none
 
 
 @triton.jit
@@ -340,7 +396,7 @@ def _load_tile(x_row, first, vocabulary, stride_xv, wanted, TILE: tl.constexpr):
 def _measure(above, x, facts, stage, floors):
     """Add to above [LANES, TILE] the count or mass that x [1, TILE] has over each floor [LANES, 1]."""
     x = tl.maximum(x.to(tl.float32), -3.0e38)  # no NaN or infinity times 0 below
-    scale = tl.where(stage == _COUNT, 0.0, tl.load(facts + 1))
+    scale = tl.where((stage == _COUNT) | (stage == _TIES), 0.0, tl.load(facts + 1))
     weight = tl.exp2((x - tl.load(facts)) * scale)
     weight = tl.where(weight >= tl.where(stage == _TOTAL, tl.load(facts + 4), 0.0), weight, 0.0)
     return above + (x > floors).to(tl.float32) * weight
@@ -383,7 +439,7 @@ def _narrow_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if ROUND == 0:
-        stage, then, passes, low, high, base, mass = _open(
+        stage, then, passes, low, high, base, mass, dropped = _open(
             row,
             temperature_ptr,
             top_k_ptr,
@@ -403,11 +459,11 @@ def _narrow_kernel(
             2 * LANES,
         )
     else:
-        stage, then, passes, low, high, base, mass = _next_search(
+        stage, then, passes, low, high, base, mass, dropped = _next_search(
             facts, searches_ptr, measures_ptr, ROUND - 1, row, rows, groups, vocabulary, SHIFT, GROUPS, LANES
         )
     if group == 0:
-        _store_search(searches_ptr + (ROUND * rows + row) * 8, stage, then, passes, low, high, base, mass)
+        _store_search(searches_ptr + (ROUND * rows + row) * 8, stage, then, passes, low, high, base, mass, dropped)
     if stage < _DONE:
         keys = _keys(facts, passes, low, high, vocabulary, SHIFT, LANES)
         floors = value_of(keys, SHIFT)[:, None]
@@ -419,13 +475,17 @@ def _narrow_kernel(
         peaks = tl.load(peaks_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
         active = tl.sum((peaks > value_of(low, SHIFT)).to(tl.int32) << tile, 0)
         above = tl.zeros((LANES, TILE), tl.float32)
+        lane, cut = tl.arange(0, LANES)[:, None], value_of(low + 1, SHIFT)
         x_row = x_ptr + row * stride_xr
         following = _load_tile(x_row, start, vocabulary, stride_xv, active & 1 > 0, TILE)
         for index in range(GROUP):
-            x = following  # the next tile is on its way while this one is measured
+            x = following.to(tl.float32)  # the next tile is on its way while this one is measured
             wanted = (active >> (index + 1)) & 1 > 0
             following = _load_tile(x_row, start + (index + 1) * TILE, vocabulary, stride_xv, wanted, TILE)
             if (active >> index) & 1 > 0:
+                if stage == _TIES:  # a lane counts the tokens at the cut in one tile
+                    x = tl.where(x == cut, x, float("-inf"))
+                    floors = tl.where(lane == index, value_of(low, SHIFT), float("inf"))
                 above = _measure(above, x, facts, stage, floors)
         slot = ((ROUND * rows + row) * groups + group) * LANES
         tl.store(measures_ptr + slot + tl.arange(0, LANES), tl.sum(above, 1))
@@ -446,15 +506,65 @@ def _next_search(
     LANES: tl.constexpr,
 ):
     """The search as pass ROUND found it, advanced by that pass's sums."""
-    stage, then, passes, low, high, base, mass = _load_search(searches_ptr + (ROUND * rows + row) * 8)
+    stage, then, passes, low, high, base, mass, dropped = _load_search(searches_ptr + (ROUND * rows + row) * 8)
     if stage < _DONE:
         group = tl.arange(0, GROUPS)[:, None]
         slot = ((ROUND * rows + row) * groups + group) * LANES + tl.arange(0, LANES)[None, :]
         measured = tl.sum(tl.load(measures_ptr + slot, mask=group < groups, other=0.0), 0)
-        stage, then, passes, low, high, base, mass = _advance(
-            facts, stage, then, passes, low, high, base, mass, measured, vocabulary, SHIFT, LANES
-        )
-    return stage, then, passes, low, high, base, mass
+        if stage == _TIES:
+            stage, passes = tl.full((), _DONE, tl.int32), tl.full((), ROUND + 1, tl.int32)
+        else:
+            stage, then, passes, low, high, base, mass, dropped = _advance(
+                facts, stage, then, passes, low, high, base, mass, dropped, measured, vocabulary, SHIFT, LANES
+            )
+    return stage, then, passes, low, high, base, mass, dropped
+
+
+@triton.jit
+def _skip_tiles(x_row, start, skip, cut, vocabulary, stride_xv, TILE: tl.constexpr):
+    """Go on from token `start` in whole tiles as long as they hold no more than `skip` tokens that equal the cut."""
+    going = start < vocabulary
+    while going:
+        index = start + tl.arange(0, TILE)
+        x = tl.load(x_row + index * stride_xv, mask=index < vocabulary, other=float("-inf"))
+        count = tl.sum((x == cut).to(tl.int32), 0)
+        going = count <= skip
+        if going:
+            start += TILE
+            skip -= count
+            going = start < vocabulary
+    return start, skip
+
+
+@triton.jit
+def _first_at_cut(
+    x_row,
+    counts,
+    counted,
+    cut,
+    dropped,
+    vocabulary,
+    stride_xv,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
+    LANES: tl.constexpr,
+    COUNTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The index of the token that equals the cut behind `dropped` others; NOWHERE if there are no more. `counts`, if
+    they were `counted`: how many there are in each tile of SPAN tokens, a group of GROUP tiles by LANES."""
+    start, skip = tl.full((), 0, tl.int32), dropped
+    if counted:
+        tile = tl.arange(0, COUNTS)
+        first = (tile // LANES * GROUP + tile % LANES) * SPAN  # lanes past GROUP count nothing
+        count = tl.load(counts + tile, mask=first < vocabulary, other=0.0).to(tl.int32)
+        start = tl.min(tl.where(tl.cumsum(count, 0) > skip, first, vocabulary), 0)
+        skip -= tl.sum(tl.where(first < start, count, 0), 0)
+    start, skip = _skip_tiles(x_row, start, skip, cut, vocabulary, stride_xv, 4 * TILE)
+    start, skip = _skip_tiles(x_row, start, skip, cut, vocabulary, stride_xv, TILE)
+    index = start + tl.arange(0, TILE)
+    tied = tl.load(x_row + index * stride_xv, mask=index < vocabulary, other=float("-inf")) == cut
+    return tl.min(tl.where(tied & (tl.cumsum(tied.to(tl.int32), 0) > skip), index, _NOWHERE), 0)
 
 
 @triton.jit
@@ -471,6 +581,8 @@ def _settle_kernel(
     ROUNDS: tl.constexpr,
     SHIFT: tl.constexpr,
     TILE: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     LANES: tl.constexpr,
     PDL: tl.constexpr,
@@ -481,27 +593,45 @@ def _settle_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    stage, then, passes, low, high, base, mass = _next_search(
+    stage, then, passes, low, high, base, mass, dropped = _next_search(
         facts, searches_ptr, measures_ptr, ROUNDS - 1, row, rows, groups, vocabulary, SHIFT, GROUPS, LANES
     )
     x_row = x_ptr + row * stride_xr
-    while stage < _DONE:  # every pass shortens the interval, so this ends
+    while stage < _TIES:  # every pass shortens the interval, so this ends
         floors = value_of(_keys(facts, passes, low, high, vocabulary, SHIFT, LANES), SHIFT)[:, None]
         above = tl.zeros((LANES, TILE), tl.float32)
-        following = _load_tile(x_row, 0, vocabulary, stride_xv, stage < _DONE, TILE)
+        following = _load_tile(x_row, 0, vocabulary, stride_xv, stage < _TIES, TILE)
         for first in range(0, vocabulary, TILE):
             x = following
-            following = _load_tile(x_row, first + TILE, vocabulary, stride_xv, stage < _DONE, TILE)
+            following = _load_tile(x_row, first + TILE, vocabulary, stride_xv, stage < _TIES, TILE)
             above = _measure(above, x, facts, stage, floors)
-        stage, then, passes, low, high, base, mass = _advance(
-            facts, stage, then, passes, low, high, base, mass, tl.sum(above, 1), vocabulary, SHIFT, LANES
+        stage, then, passes, low, high, base, mass, dropped = _advance(
+            facts, stage, then, passes, low, high, base, mass, dropped, tl.sum(above, 1), vocabulary, SHIFT, LANES
         )
+    cut, only = value_of(low + 1, SHIFT), tl.load(facts + 5).to(tl.int32, bitcast=True)
+    if dropped > 0:
+        counted = passes > 0
+        counts = measures_ptr + (tl.maximum(passes - 1, 0) * rows + row) * groups * LANES
+        first = _first_at_cut(
+            x_row,
+            counts,
+            counted,
+            cut,
+            dropped,
+            vocabulary,
+            stride_xv,
+            SPAN,
+            GROUP,
+            LANES,
+            GROUPS * LANES,
+            TILE,
+        )
+        only = -1 - first
     own = thresholds_ptr + row * 4
     tl.store(own, tl.load(facts))
-    tl.store(own + 1, value_of(low, SHIFT))
-    only = tl.load(facts + 5)
-    tl.store(own + 2, tl.where(only.to(tl.int32, bitcast=True) < 0, 1.0 / mass, 1.0))
-    tl.store(own + 3, only)
+    tl.store(own + 1, cut)
+    tl.store(own + 2, tl.where(only < 0, 1.0 / mass, 1.0))
+    tl.store(own + 3, only.to(tl.float32, bitcast=True))
 
 
 # ----------------------------------------------------------------------------------------------------- launchers
@@ -549,6 +679,7 @@ def row_thresholds(name: str, logits: Tensor, params: SamplingTensors, top_p_fir
     static = {
         "SHIFT": _KEY_SHIFT[logits.dtype],
         "LANES": setting.lanes,
+        "GROUP": setting.group,
         "GROUPS": triton.next_power_of_2(groups),
         **early_start(device),
     }
@@ -572,7 +703,6 @@ def row_thresholds(name: str, logits: Tensor, params: SamplingTensors, top_p_fir
             PART=setting.part,
             PARTS=triton.next_power_of_2(parts),
             TILE=setting.tile,
-            GROUP=setting.group,
             **static,
         )
         prefer_shared_memory(compiled)
@@ -587,6 +717,7 @@ def row_thresholds(name: str, logits: Tensor, params: SamplingTensors, top_p_fir
         *x.stride(),
         ROUNDS=setting.rounds,
         TILE=setting.settle_tile,
+        SPAN=setting.tile,
         **static,
         num_warps=setting.settle_warps,
     )

@@ -11,7 +11,6 @@ from jinja2 import TemplateError
 
 from eagle_triton.serve.bodies import Body, RequestError
 from eagle_triton.speculative.arguments import ArgumentReader, Call
-from eagle_triton.speculative.config import FILTERS
 from eagle_triton.speculative.inference import EAGLEInference
 
 COMPLETION_TOKENS = 16  # of /v1/completions, where a request does not say
@@ -43,12 +42,9 @@ class PromptReader:
             prompt = self._reader.prompt(ids)
         stops = frozenset(body.stop_ids) if body.ignore_eos else self._stop_ids | frozenset(body.stop_ids)
         limit = self._limit(len(prompt), body)
-        options = dict(body.sampling)
-        if options.get("temperature", self._config.temperature) == 0:  # any filter keeps the likeliest token
-            options = {name: value for name, value in options.items() if name not in FILTERS}
         with _blames(None):
             return self._reader.call(
-                prompt, limit, self._config.sampling(**options), stops, body.stop,
+                prompt, limit, self._config.sampling(**body.sampling), stops, body.stop,
                 min_new_tokens=body.min_tokens, logprobs=body.logprobs,
             )  # fmt: skip
 

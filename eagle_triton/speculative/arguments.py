@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.models.checks import check_attention_mask, check_prompt
-from eagle_triton.speculative.config import FILTERS, SAMPLING, EAGLEConfig
+from eagle_triton.speculative.config import SAMPLING, EAGLEConfig
 from eagle_triton.speculative.text import check_stop_strings
 
 Prompt: TypeAlias = str | Tensor | Sequence[int]
@@ -141,7 +141,6 @@ class ArgumentReader:
             name: _each_bias(value, count) if name == "logit_bias" else _each(name, value, count)
             for name, value in {**sampling, "seed": seed}.items()
         }
-        self._spare_greedy_prompts(sampling, options)
         limits = [integer("max_new_tokens", limit) for limit in _each("max_new_tokens", max_new_tokens, count)]
         least = _each("min_new_tokens", min_new_tokens, count)
         stops, strings = _each_stop_ids(stop_token_ids, count), _each_strings(stop_strings, count)
@@ -156,16 +155,6 @@ class ArgumentReader:
             )
             for index in range(count)
         ]
-
-    def _spare_greedy_prompts(self, given: Mapping[str, Any], options: dict[str, list[Any]]) -> None:
-        """A filter that is given once for all prompts is meant for those that are sampled, if there are any."""
-        own = options.get("temperature") or [None] * len(options["seed"])
-        greedy = [(self.config.temperature if value is None else value) == 0 for value in own]
-        if all(greedy):
-            return
-        for name in FILTERS:
-            if name in given and not isinstance(_plain(given[name]), (list, tuple)):
-                options[name] = [None if idle else value for idle, value in zip(greedy, options[name], strict=True)]
 
     def _numbered(self, index: int, prompt: Prompt) -> Tensor:
         try:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from eagle_triton.speculative.speculative_config import SpeculativeConfig
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "seed")
-FILTERS = {"top_p": 1, "top_k": 0, "min_p": 0}  # off at these values; only sampled tokens are filtered
 TREE = ("topk", "num_steps", "num_draft_tokens")
 GUIDED = ("eagle", "draft_model", "mtp")  # methods whose drafts are all of a model
 VERIFICATION = ("verify_strategy", "accept_policy", "verify_window", "max_candidate_len")
@@ -39,9 +38,10 @@ class EAGLEConfig:
     topk: children of each expanded node (k). num_steps: drafted levels (D), that is passes of the draft per step.
     num_draft_tokens: nodes of a tree, root included (N): 2 <= N <= 1 + k + (D - 1) k^2; None: all candidates, at most
     64; "auto": the tree, or none, that gives the most tokens per second, by measured cost and acceptance.
-    temperature 0 is greedy; top_p, top_k, min_p filter sampled tokens, need a temperature above 0, and are off at None
-    (the width of the tree is topk, not top_k); repetition_penalty divides positive and multiplies negative logits of
-    tokens seen in prompt or output (1: off); logit_bias: added to the logits of these tokens.
+    temperature 0 is greedy. top_p, top_k, min_p filter sampled tokens and are off at None (the width of the tree is
+    topk, not top_k); each keeps the best token, so none changes greedy decoding. repetition_penalty divides positive
+    and multiplies negative logits of tokens seen in prompt or output (1: off); logit_bias: added to the logits of these
+    tokens.
     fallback: decode plainly while drafting does not pay (and try again from time to time).
     slots: sequences decoded at a time; further ones wait. max_length: the most tokens of a sequence, prompt included;
     None: as many as a call needs. prompt_tokens: about how many tokens of prompts that enter are read before each step
@@ -124,7 +124,7 @@ class EAGLEConfig:
         object.__setattr__(self, "tree_mask_mode", TreeMaskMode(self.tree_mask_mode))
         if self.device is not None:
             object.__setattr__(self, "device", torch.device(self.device))
-        check_filters(self.sampling(), {name: getattr(self, name) for name in FILTERS})
+        self.sampling()  # checks its options
         self._check_speculative()
         _ = self.verification  # checks its options
         for name in ("suffix_drafts", "suffix_ring"):
@@ -211,30 +211,18 @@ class EAGLEConfig:
     def sampling(self, **changes: Any) -> SamplingParams:
         """How to choose tokens, with some options changed (None: as configured).
 
-        A temperature of 0 switches the configured filters off. Raises ValueError for a bad value, and for a filter
-        among the changes if nothing is sampled; TypeError for a wrong type.
+        Raises ValueError for a bad value, TypeError for a wrong type.
         """
         unknown = sorted(set(changes) - set(SAMPLING))
         if unknown:
             raise ValueError(f"unknown sampling option {', '.join(unknown)}; the options are {', '.join(SAMPLING)}")
         options = {name: getattr(self, name, None) for name in SAMPLING}
         options |= {name: value for name, value in changes.items() if value is not None}
-        params = SamplingParams(**{name: value for name, value in options.items() if value is not None})
-        check_filters(params, changes)
-        return dataclasses.replace(params, top_p=1.0, top_k=0, min_p=0.0) if params.greedy else params
+        return SamplingParams(**{name: value for name, value in options.items() if value is not None})
 
     def changed(self, **options: Any) -> EAGLEConfig:
         """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""
         return with_options(self, options)
-
-
-def check_filters(params: SamplingParams, given: Mapping[str, Any]) -> None:
-    """ValueError for a filter that was given though nothing is sampled."""
-    for name, off in FILTERS.items():
-        value = given.get(name)
-        if params.greedy and value is not None and value != off:
-            tree = "; the width of the draft tree is topk" if name == "top_k" else ""
-            raise ValueError(f"{name}={value} filters sampled tokens and needs temperature > 0{tree}")
 
 
 def _positive(name: str, value: Any) -> None:

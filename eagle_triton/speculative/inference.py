@@ -192,11 +192,11 @@ class EAGLEInference:
         text, or the token ids of one prompt. Options are one value for all prompts or a list with one for each; None
         takes the configuration's. sampling: min_p, repetition_penalty, logit_bias. seed: that of the first prompt if it
         is one number, prompt i then has seed + i. logit_bias: a mapping or a list of (token, value) pairs is meant for
-        all prompts, any other list has one of these for each. A filter (top_p, top_k, min_p) needs a temperature above
-        0. stop_token_ids: None takes the target's end tokens. min_new_tokens: no stop token comes before so many, and a
-        stop string that begins in them does not count. A sequence ends where `config.max_length` or the target's
-        max_position_embeddings does. on_step is called after every step. progress: show a bar. baseline: decode once
-        more with the target alone, so that `speedup` is measured.
+        all prompts, any other list has one of these for each. A filter (top_p, top_k, min_p) changes no token of
+        temperature 0. stop_token_ids: None takes the target's end tokens. min_new_tokens: no stop token comes before so
+        many, and a stop string that begins in them does not count. A sequence ends where `config.max_length` or the
+        target's max_position_embeddings does. on_step is called after every step. progress: show a bar. baseline:
+        decode once more with the target alone, so that `speedup` is measured.
 
         Returns (output_ids, stats), or without return_stats output_ids: prompt and new tokens, [bs, longest] padded
         on the right if `input_ids` was a tensor, else a list. `stats` (`Results`) has the documented keys and

@@ -24,7 +24,7 @@ from eagle_triton.engine.upload import to_device
 from eagle_triton.models.checks import check_positions
 from eagle_triton.reference.verification import Verification
 from eagle_triton.speculative.arguments import ArgumentReader, Call, Prompt, check_options, check_switches
-from eagle_triton.speculative.config import FILTERS, EAGLEConfig, check_filters
+from eagle_triton.speculative.config import EAGLEConfig
 from eagle_triton.speculative.policy import TreePolicy
 from eagle_triton.speculative.statistics import Statistics
 from eagle_triton.speculative.text import TextStream
@@ -312,7 +312,6 @@ class Session:
             raise TypeError(f"sampling must be a SamplingParams, got {sampling!r}; temperature=... goes by its name")
         if options:
             raise ValueError(f"submit: give sampling or {', '.join(options)}, not both")
-        check_filters(sampling, {name: getattr(sampling, name) for name in FILTERS})
         return sampling
 
     def _too_long(self, length: int) -> str | None:

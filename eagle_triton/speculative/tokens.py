@@ -71,7 +71,7 @@ def sample_from_logits(
     params = SamplingTensors(
         temperature=torch.full((rows,), float(temperature), device=device),
         top_k=torch.full((rows,), int(sampling.top_k), dtype=torch.int32, device=device),
-        top_p=torch.full((rows,), float(sampling.top_p), device=device),
+        top_p=torch.full((rows,), float(sampling.top_p), dtype=torch.float64, device=device),
         min_p=torch.full((rows,), float(sampling.min_p), device=device),
         seed=torch.zeros(rows, dtype=torch.int64, device=device),
         step=torch.zeros(rows, dtype=torch.int64, device=device),

@@ -12,17 +12,20 @@ from torch import Tensor
 class LogitsProcessor(ABC):
     """Probabilities of logits [..., V], as float32 on their device. The logits are never changed.
 
-    temperature: the logits are divided by it before anything else. Raises ValueError unless it is above 0 and finite.
-    A processor of one's own says in `process` which of the tempered logits stay.
+    temperature: the logits are divided by it before anything else; 0 gives all probability to the largest that stays,
+    the first of equal ones. Raises ValueError if it is negative or not finite.
+    A processor of one's own says in `process` which of the tempered logits stay, of the logits themselves at 0.
     """
 
     def __init__(self, temperature: float) -> None:
-        if not (temperature > 0 and math.isfinite(temperature)):
-            raise ValueError(f"{type(self).__name__}: temperature must be above 0 and finite, got {temperature}")
+        if not (temperature >= 0 and math.isfinite(temperature)):
+            raise ValueError(f"{type(self).__name__}: temperature must be at least 0 and finite, got {temperature}")
         self.temperature = temperature
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Probabilities [..., V] of logits [..., V]."""
+        if self.temperature == 0:
+            return _one_hot(self.process(logits.float()))
         return self.process(logits.float() / self.temperature).softmax(dim=-1)
 
     @abstractmethod
@@ -42,7 +45,7 @@ class GreedyProcessor(LogitsProcessor):
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Zeros [..., V] with a one at the largest logit."""
-        return torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
+        return _one_hot(logits)
 
     def process(self, logits: Tensor) -> Tensor:
         """-inf for all but the largest."""
@@ -69,7 +72,7 @@ class MultinomialProcessor(LogitsProcessor):
 
 
 class TopKProcessor(MultinomialProcessor):
-    """The top_k most probable tokens, of equal ones the first. Raises ValueError for a top_k below 1."""
+    """The top_k most probable tokens, and all that equal the last of them. Raises ValueError for a top_k below 1."""
 
     def __init__(self, temperature: float, top_k: int) -> None:
         super().__init__(temperature)
@@ -81,7 +84,8 @@ class TopKProcessor(MultinomialProcessor):
 
 
 class NucleusProcessor(MultinomialProcessor):
-    """The fewest most probable tokens that have at least top_p together (Holtzman et al., arXiv 1904.09751).
+    """The fewest most probable tokens that have at least top_p together (Holtzman et al., arXiv 1904.09751), of equal
+    ones the last, as transformers has it.
 
     Raises ValueError unless 0 < top_p <= 1.
     """
@@ -91,8 +95,8 @@ class NucleusProcessor(MultinomialProcessor):
         self.top_p = _checked_top_p(self, top_p)
 
     def process(self, logits: Tensor) -> Tensor:
-        """-inf for all others."""
-        return _top_p(logits, self.top_p)
+        """-inf for all others; at temperature 0 the logits themselves, whose largest always stays."""
+        return _top_p(logits, self.top_p) if self.temperature else logits
 
 
 class TopKNucleusProcessor(MultinomialProcessor):
@@ -103,8 +107,8 @@ class TopKNucleusProcessor(MultinomialProcessor):
         self.top_k, self.top_p = _checked_top_k(self, top_k), _checked_top_p(self, top_p)
 
     def process(self, logits: Tensor) -> Tensor:
-        """-inf for all others."""
-        return _top_p(_top_k(logits, self.top_k), self.top_p)
+        """-inf for all others; at temperature 0 the logits themselves, whose largest always stays."""
+        return _top_p(_top_k(logits, self.top_k), self.top_p) if self.temperature else logits
 
 
 def draw(processor: LogitsProcessor, probs: Tensor, generator: torch.Generator | None) -> list[int]:
@@ -114,17 +118,19 @@ def draw(processor: LogitsProcessor, probs: Tensor, generator: torch.Generator |
 
 
 def _top_k(logits: Tensor, top_k: int) -> Tensor:
-    order = logits.argsort(dim=-1, descending=True, stable=True)
-    return logits.scatter(-1, order[..., top_k:], -math.inf)
+    least = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[..., -1:]
+    return logits.masked_fill(logits < least, -math.inf)
 
 
 def _top_p(logits: Tensor, top_p: float) -> Tensor:
-    values, order = logits.sort(dim=-1, descending=True, stable=True)
-    probs = values.softmax(dim=-1)
-    before = probs.cumsum(dim=-1) - probs
-    dropped = before >= top_p
-    dropped[..., 0] = False
+    values, order = logits.sort(dim=-1, stable=True)
+    dropped = values.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+    dropped[..., -1] = False
     return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -math.inf)
+
+
+def _one_hot(logits: Tensor) -> Tensor:
+    return torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
 
 
 def _checked_top_k(processor: LogitsProcessor, top_k: int) -> int:

@@ -163,8 +163,8 @@ def verify_topp(
             top_p=torch.ones_like(params.top_p),
             min_p=torch.zeros_like(params.min_p),
         )
-        floor = row_thresholds("verify_topp", logits, best, False, argmax_at_0=True)[:, 1]
-        thresholds[:, 1] = torch.maximum(thresholds[:, 1], floor)
+        capped = row_thresholds("verify_topp", logits, best, False, argmax_at_0=True)
+        thresholds = torch.where((capped[:, 1] > thresholds[:, 1])[:, None], capped, thresholds)
     scores, parts = perturb(logits, thresholds, params, lengths, depths, depth + 1)
     if window:
         ranks = torch.empty(batch, nodes, dtype=torch.int32, device=logits.device)

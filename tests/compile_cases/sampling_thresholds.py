@@ -4,13 +4,15 @@ from eagle_triton.sampling.filter_thresholds import _narrow_kernel, _settle_kern
 
 _SETTING = settings(128256)
 _TYPES = {
-    **dict.fromkeys(("temperature_ptr", "top_p_ptr", "min_p_ptr", "peaks_ptr", "masses_ptr", "measures_ptr"), "*fp32"),
+    **dict.fromkeys(("temperature_ptr", "min_p_ptr", "peaks_ptr", "masses_ptr", "measures_ptr"), "*fp32"),
     **dict.fromkeys(("facts_ptr", "thresholds_ptr"), "*fp32"),
+    "top_p_ptr": "*fp64",
     **dict.fromkeys(("top_k_ptr", "places_ptr", "searches_ptr"), "*i32"),
 }
 _SIZES = {
     "PART": _SETTING.part,
     "TILE": _SETTING.tile,
+    "SPAN": _SETTING.tile,
     "GROUP": _SETTING.group,
     "GROUPS": 16,
     "LANES": _SETTING.lanes,

@@ -40,7 +40,7 @@ def verification_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterato
     params = sampling.SamplingTensors(
         temperature=one(1.0, torch.float32),
         top_k=one(0, torch.int32),
-        top_p=one(0.9, torch.float32),
+        top_p=one(0.9, torch.float64),
         min_p=one(0.0, torch.float32),
         seed=one(1, torch.int64),
         step=one(1, torch.int64),
