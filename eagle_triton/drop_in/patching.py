@@ -7,14 +7,24 @@ instance attributes are touched, so that no other object of the same class notic
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import inspect
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<no attribute>"})()
 """Stands for the original of a seam where there was no attribute before."""
 
 MARKER = "_eagle_triton_originals"  # set on a patched object, so that a second patch is refused
+
+MOST_REASONS = 50  # told apart for each seam and logged: a reason may name a shape, and so be new with each call
+OTHER_REASONS = "other reasons"
 
 
 class PatchError(RuntimeError):
@@ -28,6 +38,12 @@ class Seam:
     replacement: a callable, whose calls are counted, or a constant, which is set as it is.
     path: the dotted path that people know it by. feature: what the replacement brings, in a few words.
     adds: the attribute does not exist yet (restore removes it again).
+    harmless: names of arguments that change nothing here; they are left out before the replacement is called.
+    remedy: what the warning about a call that runs the original points to.
+
+    A call with an argument that is neither harmless nor in the replacement's signature never reaches the replacement:
+    the original runs if its signature takes it, else TypeError names it. A replacement with `**kwargs` takes all names
+    and must check them itself.
     """
 
     owner: Any
@@ -36,14 +52,31 @@ class Seam:
     path: str
     feature: str
     adds: bool = False
+    harmless: frozenset[str] = frozenset()
+    remedy: str = "docs/limits.md#what-falls-back-and-says-so"
+
+
+class Fallback(Exception):
+    """Raised by a replacement, before it has changed anything, to have the original called instead.
+
+    reasons: everything in the call that the replacement does not do, each in a few words. `str()` joins them.
+    """
+
+    def __init__(self, *reasons: str):
+        super().__init__(*reasons)
+        self.reasons = reasons
+
+    def __str__(self) -> str:
+        return "; ".join(self.reasons)
 
 
 @dataclass(frozen=True)
 class SeamReport:
     """One line of `Originals.report()`.
 
-    status: "patched" or "restored" for a seam (`calls` of its replacement, `fallbacks` to the original and the last
-    one's `reason`), "left" for a part left alone (`reason` says why), "counted" for a counter of the patch (`calls`).
+    status: "patched" or "restored" for a seam (`calls` of its replacement, `fallbacks` to the original, the last one's
+    `reason`, and all `reasons` with how often each came, the most frequent first), "left" for a part left alone
+    (`reason` says why), "counted" for a counter of the patch (`calls`).
     """
 
     path: str
@@ -52,6 +85,7 @@ class SeamReport:
     calls: int
     fallbacks: int
     reason: str
+    reasons: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -63,13 +97,54 @@ class _Applied:
     calls: int = 0
     fallbacks: int = 0
     reason: str = ""
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+class Report(list[SeamReport]):
+    """What `Originals.report()` gives: a `SeamReport` for each line, which `str()` makes readable."""
+
+    def __init__(self, title: str, lines: Iterable[SeamReport]):
+        super().__init__(lines)
+        self.title = title
+
+    def __str__(self) -> str:
+        left = [f"{line.path}: {line.reason}" for line in self if line.status == "left"]
+        counted = [f"{line.path} {line.calls}" for line in self if line.status == "counted" and line.calls]
+        seams = [line for paths, line in self.seams() for line in _lines(paths, line)]
+        notes = [*left, *([f"operations: {', '.join(counted)}"] if counted else [])]
+        return "\n".join([self.title, *(f"  {line}" for line in [*seams, *notes])])
+
+    __repr__ = __str__
+
+    def seams(self) -> list[tuple[str, SeamReport]]:
+        """The seams by their paths; those of several layers whose numbers are the same are one, with `*` for the
+        layer."""
+        alike: dict[Any, list[SeamReport]] = {}
+        for line in self:
+            if line.status not in ("left", "counted"):
+                pattern = re.sub(r"\.\d+\.", ".*.", line.path)
+                key = (pattern, line.status, line.calls, line.fallbacks, tuple(line.reasons.items()))
+                alike.setdefault(key, []).append(line)
+        return [
+            (lines[0].path if len(lines) == 1 else f"{pattern} ({len(lines)} of them)", lines[0])
+            for (pattern, *_), lines in alike.items()
+        ]
+
+
+def _lines(paths: str, seam: SeamReport) -> list[str]:
+    first = f"{paths}: {seam.status}, {_times(seam)}" + (f" ({seam.feature})" if seam.feature else "")
+    return [first, *(f"  {count} by the original: {reason}" for reason, count in seam.reasons.items())]
+
+
+def _times(seam: SeamReport) -> str:
+    return f"{seam.calls} calls, and {seam.fallbacks} by the original"
 
 
 class Originals(Mapping[str, Any]):
     """The originals of a patch by dotted path: read-only, and the way back.
 
     `restore()` puts every original back; as a context manager it does so at the end of the block. `report()` says what
-    was patched, how often it was called, and what was left alone and why.
+    was patched, how often it was called, and what was left alone and why; so does `str()`, and `repr()` in one line.
     """
 
     def __init__(
@@ -78,11 +153,21 @@ class Originals(Mapping[str, Any]):
         on_change: Callable[[], None],
         skipped: Mapping[str, str],
         counters: Mapping[str, int],
+        summary: Callable[[], str],
     ):
         self._marked, self._on_change = marked, on_change
-        self._skipped, self._counters = skipped, counters
+        self._skipped, self._counters, self._summary = skipped, counters, summary
         self._applied: list[_Applied] = []
+        self._warned: set[tuple[str, str]] = set()  # attributes and reasons
         self._restored = False
+
+    def __str__(self) -> str:
+        return str(self.report())
+
+    def __repr__(self) -> str:
+        report = self.report()
+        seams = (f"{paths}: {_times(seam)}" for paths, seam in report.seams())
+        return f"<Originals of {'; '.join([report.title, *seams])}>"
 
     def __getitem__(self, path: str) -> Any:
         for entry in self._applied:
@@ -128,15 +213,20 @@ class Originals(Mapping[str, Any]):
         self._restored = True
         self._on_change()
 
-    def report(self) -> list[SeamReport]:
-        """One entry for each seam, patched ones first."""
+    def report(self) -> Report:
+        """One entry for each seam, patched ones first. It is a list, and prints as a table."""
         status = "restored" if self._restored else "patched"
         patched = [
-            SeamReport(e.seam.path, e.seam.feature, status, e.calls, e.fallbacks, e.reason) for e in self._applied
+            SeamReport(
+                e.seam.path, e.seam.feature, status, e.calls, e.fallbacks, e.reason, dict(e.reasons.most_common())
+            )
+            for e in self._applied
         ]
         left = [SeamReport(path, "", "left", 0, 0, why) for path, why in self._skipped.items()]
         counted = [SeamReport(name, "operation", "counted", calls, 0, "") for name, calls in self._counters.items()]
-        return patched + left + counted
+        name, summary = getattr(self._marked, "__name__", type(self._marked).__name__), self._summary()
+        title = f"{name}, {status}" + (f": {summary}" if summary else "")
+        return Report(title, patched + left + counted)
 
 
 def apply(
@@ -145,9 +235,11 @@ def apply(
     on_change: Callable[[], None],
     skipped: Mapping[str, str],
     counters: Mapping[str, int],
+    summary: Callable[[], str] = lambda: "",
 ) -> Originals:
     """Set every seam. `marked` is the object that counts as patched; `on_change` runs after applying and restoring;
-    `skipped` (path to reason) and `counters` (name to count), both live, go into the report.
+    `skipped` (path to reason) and `counters` (name to count), both live, go into the report, and `summary` into its
+    title.
 
     Raises PatchError before anything is set if `marked` is patched already, a seam does not exist, or two are one;
     if setting one fails, those set before are put back and the error goes on.
@@ -163,7 +255,7 @@ def apply(
             )
         if seam.adds == hasattr(seam.owner, seam.attribute):
             raise PatchError(f"{seam.path} {'exists already' if seam.adds else 'does not exist'}")
-    originals = Originals(marked, on_change, skipped, counters)
+    originals = Originals(marked, on_change, skipped, counters, summary)
     try:
         for seam in seams:
             entry = _Applied(
@@ -171,7 +263,9 @@ def apply(
                 vars(seam.owner).get(seam.attribute, MISSING),
                 getattr(seam.owner, seam.attribute, MISSING),
             )
-            entry.installed = _Installed(entry) if callable(seam.replacement) else seam.replacement
+            entry.installed = seam.replacement
+            if callable(seam.replacement):
+                entry.installed = _Installed(entry, originals._warned)
             setattr(seam.owner, seam.attribute, entry.installed)
             originals._applied.append(entry)
         setattr(marked, MARKER, originals)
@@ -184,30 +278,58 @@ def apply(
     return originals
 
 
-class Fallback(Exception):
-    """Raised by a replacement, before it has changed anything, to have the original called instead."""
-
-
 class _Installed:
     """What stands in the place of an original: the replacement, its calls counted.
 
-    On `Fallback` the original runs and the reason is kept for the report.
+    On `Fallback`, and for an argument that only the original takes, the original runs. The reasons are kept for the
+    report, and each is logged when it comes first.
     """
 
-    def __init__(self, entry: _Applied):
+    def __init__(self, entry: _Applied, warned: set[tuple[str, str]]):
         functools.update_wrapper(self, entry.seam.replacement)
-        self._entry = entry
+        self._entry, self._warned = entry, warned
+        self._names, self._positions = _parameters(entry.seam.replacement)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        entry = self._entry
-        try:
-            result = entry.seam.replacement(*args, **kwargs)
-        except Fallback as fallback:
-            entry.fallbacks += 1
-            entry.reason = str(fallback)
+        entry, taken = self._entry, kwargs
+        if entry.seam.harmless:
+            taken = {name: value for name, value in kwargs.items() if name not in entry.seam.harmless}
+        unknown = self._unknown(args, taken)
+        if unknown and not _takes(entry.original, args, kwargs):
+            names = ", ".join(sorted(self._names or ()))
+            raise TypeError(f"{entry.seam.path}: {'; '.join(unknown)}; its arguments are {names}")
+        reasons = tuple(unknown)
+        if not unknown:
+            try:
+                result = entry.seam.replacement(*args, **taken)
+            except Fallback as fallback:
+                reasons = fallback.reasons or ("no reason given",)
+        if reasons:
+            self._count(reasons)
             return entry.original(*args, **kwargs)
         entry.calls += 1
         return result
+
+    def _unknown(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+        """Of a call, what the replacement has no argument for."""
+        unknown = []
+        if len(args) > self._positions:
+            unknown.append(f"{len(args)} positional arguments where {self._positions} are known")
+        if self._names is not None:
+            unknown += [f"unknown argument {name}" for name in kwargs if name not in self._names]
+        return unknown
+
+    def _count(self, reasons: tuple[str, ...]) -> None:
+        entry, seam = self._entry, self._entry.seam
+        entry.fallbacks += 1
+        entry.reason = "; ".join(reasons)
+        full = len(entry.reasons) >= MOST_REASONS
+        told = [OTHER_REASONS if full and reason not in entry.reasons else reason for reason in reasons]
+        entry.reasons.update(dict.fromkeys(told, 1))
+        new = [reason for reason in dict.fromkeys(told) if (seam.attribute, reason) not in self._warned]
+        self._warned.update((seam.attribute, reason) for reason in new)
+        if new:
+            log.warning("%s: the original runs, because of: %s. See %s", seam.path, "; ".join(new), seam.remedy)
 
     def __deepcopy__(self, memo: object) -> _Installed:
         raise PatchError(
@@ -217,6 +339,36 @@ class _Installed:
 
     def __reduce__(self) -> str:
         raise PatchError(f"{self._entry.seam.path} is optimised and cannot be pickled; restore it first")
+
+
+def _parameters(function: Callable) -> tuple[frozenset[str] | None, float]:
+    """The names of arguments that a function takes, None if it takes all, and how many by position."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a built-in function checks its arguments itself
+        return None, math.inf
+    kinds = [p.kind for p in parameters]
+    by_position = sum(
+        kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds
+    )
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return (
+        None if inspect.Parameter.VAR_KEYWORD in kinds else frozenset(p.name for p in parameters if p.kind in by_name),
+        math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else by_position,
+    )
+
+
+def _takes(original: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an original has the arguments of a call."""
+    if original is MISSING:
+        return False
+    try:
+        inspect.signature(original).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in function, which will tell
+        return True
+    return True
 
 
 def _put_back(entry: _Applied) -> None:
