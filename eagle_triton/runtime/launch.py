@@ -19,7 +19,7 @@ EXACT = {"enable_fp_fusion": False}
 kernel it is compiled into, and rounds where it is written to."""
 
 FUSED = {"enable_fp_fusion": True}
-"""Launches that do not ask for EXACT say so: from Triton 3.9 on it warns where nothing is said, to change its default."""
+"""Of launches that do not ask for EXACT: Triton 3.9 warns where nothing is said, because its default will change."""
 
 
 class Launch(NamedTuple):
