@@ -1,5 +1,6 @@
 """optimize_eagle_with_triton and restore_eagle on our own EaModel: same output, everything given back, bad input."""
 
+import inspect
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -15,6 +16,8 @@ from eagle_triton import (
     optimize_eagle_with_triton,
     restore_eagle,
 )
+from eagle_triton.drop_in.attention import FORWARDS, transformers_forward
+from eagle_triton.models.target import TargetCache
 from eagle_triton.models.tree import MC_SIM_7B_63
 from tests.tiny import FAMILIES, random_prompt, tiny_model
 
@@ -91,6 +94,56 @@ def test_code_that_drives_the_model_itself_gets_the_operations_too():
     with optimize_eagle_with_triton(model, patch_modules=False)[1] as originals:
         assert "ea_layer.topK_genrate" not in originals
         assert torch.equal(model.eagenerate(prompt, max_new_tokens=20), want)
+
+
+SEAMS = (*METHODS, "ea_layer.topK_genrate", "base_model.model.layers.1.self_attn.forward")
+
+
+@pytest.mark.parametrize("path", SEAMS)
+def test_an_unknown_argument_is_refused_by_name_or_sends_the_call_to_the_original(path):
+    model, ids = tiny_model(**TREES["8-3-2"]), random_prompt(6)
+    body, positions, x = model.base_model.model, torch.arange(6)[None], torch.randn(1, 6, 64)
+    with torch.no_grad(), optimize_eagle_with_triton(model)[1] as originals:
+        if path.endswith("self_attn.forward"):  # whose original takes any argument
+            attention, given = body.layers[1].self_attn, {"position_ids": positions, "attention_mask": None}
+            given["position_embeddings"] = body.rotary_emb(x, positions)
+            want = originals[path](x, **given)[0]
+            assert torch.equal(attention(x, **given, surprise=1)[0], want)
+            for harmless in ({"use_cache": None}, {"use_cache": True, "output_attentions": False, "is_causal": True}):
+                torch.testing.assert_close(attention(x, **given, **harmless)[0], want)
+            attention(x, **given, is_causal=False, output_attentions=True)
+            row = next(row for row in originals.report() if row.path == path)
+            reasons = {"unknown argument surprise", "is_causal=False", "attention weights are asked for"}
+            assert (row.calls, row.fallbacks, row.reasons.keys()) == (2, 2, reasons)
+        elif path == "ea_layer.topK_genrate":
+            with pytest.raises(TypeError, match="ea_layer.topK_genrate: unknown argument surprise"):
+                model.ea_layer.topK_genrate(torch.zeros(1, 5, 192), ids, model.base_model.lm_head, surprise=1)
+        else:
+            with pytest.raises(TypeError, match=f"{path}: unknown argument surprise; its arguments are input_ids"):
+                getattr(model, path)(ids, surprise=1)
+
+
+@pytest.mark.parametrize("make", [transformers_forward, *FORWARDS.values()], ids=lambda make: make.__name__)
+def test_no_forward_of_attention_takes_arguments_that_it_does_not_name(make):
+    kinds = [parameter.kind for parameter in inspect.signature(make(None, 0, None)).parameters.values()]
+    assert inspect.Parameter.VAR_KEYWORD not in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "past_key_value"])
+def test_attention_knows_its_cache_by_the_name_of_every_version(name):
+    model = tiny_model(**TREES["8-3-2"])
+    body, x = model.base_model.model, torch.randn(1, 5, 64)
+    with torch.no_grad(), optimize_eagle_with_triton(model)[1]:
+        cache = TargetCache()
+        for first, rows in ((0, 4), (4, 1)):
+            positions, new = torch.arange(first, first + rows)[None], x[:, first : first + rows]
+            place = {"position_ids": positions, "position_embeddings": body.rotary_emb(x, positions)}
+            out, _ = body.layers[0].self_attn(new, attention_mask=None, **place, **{name: cache})
+        positions = torch.arange(5)[None]
+        place = {"position_ids": positions, "position_embeddings": body.rotary_emb(x, positions)}
+        whole, _ = body.layers[0].self_attn(x, attention_mask=None, **place)
+    assert cache.get_seq_length() == 5
+    torch.testing.assert_close(out, whole[:, 4:])
 
 
 def test_masks_that_are_no_tree_run_the_original_and_are_counted():
