@@ -4,6 +4,7 @@ import inspect
 import subprocess
 import sys
 from contextlib import nullcontext
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -12,11 +13,14 @@ from eagle_triton import (
     EagleTritonConfig,
     EaModel,
     PatchError,
+    TritonConfig,
     UnsupportedModelError,
     optimize_eagle_with_triton,
+    optimize_with_triton,
     restore_eagle,
 )
 from eagle_triton.drop_in.attention import FORWARDS, transformers_forward
+from eagle_triton.integration import EagleTritonOptions, TritonOptions
 from eagle_triton.models.target import TargetCache
 from eagle_triton.models.tree import MC_SIM_7B_63
 from tests.tiny import FAMILIES, random_prompt, tiny_model
@@ -215,6 +219,28 @@ def test_unknown_and_bad_options():
     assert "eagenerate" not in vars(model)
 
 
+@pytest.mark.parametrize(
+    ("config", "options"), [(EagleTritonConfig, EagleTritonOptions), (TritonConfig, TritonOptions)]
+)
+def test_options_are_typed_as_the_fields_of_their_configurations(config, options):
+    assert get_type_hints(options) == get_type_hints(config)
+
+
+def test_a_head_is_loaded_by_its_path_as_the_draft_of_a_plain_model(tmp_path):
+    model, prompt = tiny_model(**TREES["8-3-2"]), random_prompt(9)
+    model.save_pretrained(tmp_path)
+    base = model.base_model
+    want = base.generate(prompt, max_new_tokens=12, do_sample=False)
+    found = []
+    for draft in (model.ea_layer, tmp_path / "eagle3", str(tmp_path / "eagle3")):
+        with optimize_with_triton(base, draft) as (_, originals):
+            assert torch.equal(base.generate(prompt, max_new_tokens=12, do_sample=False), want)
+            found.append(originals.report().title)
+    assert found[0] == found[1] == found[2] and ", patched: tau " in found[0]
+    with pytest.raises(ValueError, match=r"lacks.*handed in loaded: draft=AutoModelForCausalLM.from_pretrained"):
+        optimize_with_triton(base, tmp_path / "target")
+
+
 def test_a_model_over_several_devices_is_refused():
     model = tiny_model()
     model.base_model.model.layers[1].to("meta")
@@ -279,6 +305,7 @@ def test_without_triton_the_references_work_and_the_kernels_say_what_to_install(
     code = """
 import sys
 from contextlib import nullcontext
+from typing import get_type_hints
 sys.modules["triton"] = None  # as if it were not installed
 from eagle_triton.engine.operations import make_operations
 make_operations()
