@@ -6,10 +6,13 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Generic, TypedDict, TypeVar
+from weakref import WeakSet
 
 from torch import nn
+from typing_extensions import NamedTuple, Unpack  # which may be generic, and be there, in Python 3.10
 
 from eagle_triton.adapters import eagle_llm, native, upstream
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
@@ -17,6 +20,7 @@ from eagle_triton.adapters.float8 import EXACT, Float8Reading, check_activations
 from eagle_triton.adapters.module_reader import check_readable
 from eagle_triton.adapters.mtp import read_mtp
 from eagle_triton.adapters.refusal import UnsupportedModelError
+from eagle_triton.demo import path_of
 from eagle_triton.drop_in import causal_lm as causal_lm_methods
 from eagle_triton.drop_in import eagle_llm as eagle_llm_methods
 from eagle_triton.drop_in import native as native_methods
@@ -37,8 +41,11 @@ from eagle_triton.engine.operations import choose_operations
 from eagle_triton.engine.options import with_options
 from eagle_triton.engine.pages import check_cache_tokens
 from eagle_triton.engine.tree_spec import MOST_NODES, PLAIN, TreeSpec
+from eagle_triton.models.head_loading import fit_head, load_head
 from eagle_triton.models.heads import DraftHead
+from eagle_triton.models.loading import HEAD_FOLDERS, directory_or_hub_id
 from eagle_triton.models.mtp import MTP, MTPHead, load_mtp
+from eagle_triton.models.target import text_config
 from eagle_triton.reference.verification import Verification
 
 log = logging.getLogger(__name__)
@@ -51,6 +58,10 @@ FAMILIES: tuple[tuple[ModuleType, ModuleType], ...] = (
 
 SUFFIX, NGRAM = "suffix", "ngram"  # drafts by their names
 SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5  # of drafts that are asked for by name; 16 rows are one tile of a product
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+_RESTORED: WeakSet[nn.Module] = WeakSet()
+"""Models that were optimised and are not any more: to restore one again is harmless."""
 
 
 class _Options:
@@ -197,25 +208,62 @@ class TritonConfig(_Options):
         return topk + ((self.num_steps or 3) - 1) * topk**2
 
 
-class Optimized(NamedTuple):
+class EagleTritonOptions(TypedDict, total=False):
+    """The fields of `EagleTritonConfig`, as keyword arguments."""
+
+    strict: bool
+    patch_modules: bool
+    kernels: bool | None
+    cuda_graph: bool | None
+    megakernel: bool | str
+    verify_strategy: str
+    suffix_drafts: int
+    cache_tokens: int | None
+    prefixes: bool
+    activations: str
+    draft_dtype: str | None
+
+
+class TritonOptions(TypedDict, total=False):
+    """The fields of `TritonConfig`, as keyword arguments."""
+
+    strict: bool
+    kernels: bool | None
+    cuda_graph: bool | None
+    megakernel: bool | str
+    topk: int | None
+    num_steps: int | None
+    num_draft_tokens: int | None
+    verify_strategy: str
+    suffix_drafts: int
+    draft_vocabulary: int | Collection[int] | None
+    cache_tokens: int | None
+    prefixes: bool
+    activations: str
+    draft_dtype: str | None
+
+
+class Optimized(NamedTuple, Generic[ModelT]):
     """What optimising returns: unpack it, or use it as a context manager that restores at its end."""
 
-    model: Any
+    model: ModelT
     originals: Originals
 
-    def __enter__(self) -> Optimized:
+    def __enter__(self) -> Optimized[ModelT]:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.originals.restore()
 
 
-def optimize_eagle_with_triton(model: Any, config: EagleTritonConfig | None = None, **options: Any) -> Optimized:
+def optimize_eagle_with_triton(
+    model: ModelT, config: EagleTritonConfig | None = None, **options: Unpack[EagleTritonOptions]
+) -> Optimized[ModelT]:
     """Replace the decoding methods of a loaded EaModel; the output stays the same (but for `verify_strategy="topp"`).
 
     model: an EaModel of this package, of SafeAILab/EAGLE, or of eagle-llm 1.x, on one device. config: see
     `EagleTritonConfig`; its fields can also be given as keyword arguments. Returns the same model and its originals:
-    `originals.restore()`, `restore_eagle(model)`, or the end of a `with` block around either, gives every replaced
+    `originals.restore()`, `restore(model)`, or the end of a `with` block around either, gives every replaced
     attribute back, and `originals.report()` says what was replaced and how often it ran. A part of the model that is
     replaced, cast, moved or hooked meanwhile is refused by the next generation; weights may change in place.
 
@@ -226,7 +274,7 @@ def optimize_eagle_with_triton(model: Any, config: EagleTritonConfig | None = No
     _check_original(model)
     adapter, methods = _family(model)
     check_readable(model)
-    roots = {"model": model}
+    roots: dict[str, nn.Module] = {"model": model}
     view, draft = adapter.read(model)
     read = with_float8(view, draft, roots, config.activations)
     if config.suffix_drafts:
@@ -254,17 +302,21 @@ def optimize_eagle_with_triton(model: Any, config: EagleTritonConfig | None = No
 
 
 def optimize_with_triton(
-    model: Any, draft: Any = None, config: TritonConfig | None = None, **options: Any
-) -> Optimized:
+    model: ModelT,
+    draft: nn.Module | Draft | str | Path | None = None,
+    config: TritonConfig | None = None,
+    **options: Unpack[TritonOptions],
+) -> Optimized[ModelT]:
     """Replace `generate` of a plain Hugging Face causal language model; the output stays the same (but for
     `verify_strategy="topp"`).
 
     model: a Llama, Mistral, Qwen2, Qwen3, Qwen3-Next or Qwen3.5 on one device. draft: None decodes plainly; an EAGLE
-    head, or an EaModel for its head; a causal language model with the target's vocabulary; "mtp" for the
-    multi-token-prediction layers beside its weights, or what `load_mtp` makes of them; "suffix" or "ngram" for drafts
-    from text that occurred before, without a model; or a `Draft` of one's own. config: see `TritonConfig`; its fields
-    can also be given as keyword arguments. Returns the same model and its originals, as `optimize_eagle_with_triton`
-    does: `originals.restore()`, `restore(model)` or the end of a `with` block give `generate` back.
+    head, its directory or hub id, or an EaModel for its head; a causal language model with the target's vocabulary;
+    "mtp" for the multi-token-prediction layers beside its weights, or what `load_mtp` makes of them; "suffix" or
+    "ngram" for drafts from text that occurred before, without a model; or a `Draft` of one's own. config: see
+    `TritonConfig`; its fields can also be given as keyword arguments. Returns the same model and its originals, as
+    `optimize_eagle_with_triton` does: `originals.restore()`, `restore(model)` or the end of a `with` block give
+    `generate` back.
 
     `generate` keeps its arguments, defaults, warnings and errors. A call with an argument that the engine does not
     decode by (beams, an assistant, a logits processor) runs the original, and the report names it. Raises
@@ -275,15 +327,18 @@ def optimize_with_triton(
     config = _configuration(TritonConfig, config, options)
     _check_original(model)
     if _recognised(model):
-        raise UnsupportedModelError(f"a {type(model).__name__} is optimised by optimize_eagle_with_triton")
+        raise UnsupportedModelError(f"{type(model).__name__} is optimised by optimize_eagle_with_triton")
+    drafts: Any = draft
     if _recognised(draft):
-        draft = draft.ea_layer
-    if draft == MTP:
-        draft = load_mtp(model)
-    roots = {"model": model}
-    if isinstance(draft, nn.Module) and draft is not model:
-        roots["draft"] = draft
-    read = _read(model, draft, config, roots)
+        drafts = drafts.ea_layer
+    elif draft == MTP:
+        drafts = load_mtp(model)
+    elif isinstance(draft, (str, Path)) and draft not in (SUFFIX, NGRAM):
+        drafts = _head_at(draft, model)
+    roots: dict[str, nn.Module] = {"model": model}
+    if isinstance(drafts, nn.Module) and drafts is not model:
+        roots["draft"] = drafts
+    read = _read(model, drafts, config, roots)
     view, drafted = read.view, read.draft
     engine = _engine(read, config, roots)
     if config.draft_vocabulary is not None and drafted is not None:
@@ -321,8 +376,6 @@ def make_draft(draft: Any, view: ModelView, config: TritonConfig) -> Draft | Non
         if config.suffix_drafts:
             raise ValueError(f'suffix_drafts={config.suffix_drafts}: draft="ngram" drafts by n-grams alone')
         return RepeatDraft(NgramSource(NGRAM_DRAFTS))
-    if isinstance(draft, str):
-        raise ValueError(f"draft must be suffix, ngram, mtp, a draft or a model, got {draft!r}")
     if isinstance(draft, Draft):
         if config.has_tree and not draft.any_tree:
             raise ValueError(f"topk, num_steps and num_draft_tokens: a {type(draft).__name__} drafts its own tree only")
@@ -332,17 +385,18 @@ def make_draft(draft: Any, view: ModelView, config: TritonConfig) -> Draft | Non
     return draft_from_causal_lm(draft, view, lambda: config.tree, root="draft")
 
 
-def restore(model: Any, originals: Originals | None = None) -> Any:
+def restore(model: ModelT, originals: Originals | None = None) -> ModelT:
     """Give every original of `model` back and return it. `originals`: None takes the model's own.
 
     Harmless when done already. Raises PatchError if `originals` belong to another model, if there are none and the
-    model is not optimised, or if somebody has replaced one of the attributes since; nothing is changed then.
+    model was never optimised, or if somebody has replaced one of the attributes since; nothing is changed then.
     """
     own: Originals | None = getattr(model, "__dict__", {}).get(patching.MARKER)
     if originals is None:
-        if own is None:
-            raise PatchError(f"this {type(model).__name__} is not optimised: there is nothing to restore")
-        own.restore()
+        if own is not None:
+            own.restore()
+        elif model not in _RESTORED:
+            raise PatchError(f"this {type(model).__name__} was never optimised: there is nothing to restore")
         return model
     if not isinstance(originals, Originals):
         raise TypeError(f"originals must be what optimising returned, got {type(originals).__name__}")
@@ -352,9 +406,26 @@ def restore(model: Any, originals: Originals | None = None) -> Any:
     return model
 
 
-def restore_eagle(model: Any, originals: Originals | None = None) -> Any:
+def restore_eagle(model: ModelT, originals: Originals | None = None) -> ModelT:
     """`restore` by its older name."""
     return restore(model, originals)
+
+
+def _head_at(draft: str | Path, model: Any) -> DraftHead:
+    """A head by its directory or hub id, where its target lies and of its dtype."""
+    path = path_of(draft, HEAD_FOLDERS[True])
+    if not (Path(path).is_dir() or "/" in path):
+        raise ValueError(
+            f"draft must be suffix, ngram, mtp, the directory or hub id (owner/name) of a head, a Draft or a model, "
+            f"got {draft!r}"
+        )
+    read_causal_lm(model)  # refuses what is no target
+    path = directory_or_hub_id("draft", path)
+    try:
+        return fit_head(load_head(path, None, text_config(model.config), {}), model)
+    except ValueError as error:
+        load = f"AutoModelForCausalLM.from_pretrained({path!r})"
+        raise ValueError(f"{error}. A draft that is a language model is handed in loaded: draft={load}") from error
 
 
 def _read(model: Any, draft: Any, config: TritonConfig, roots: dict[str, nn.Module]) -> Float8Reading:
@@ -374,7 +445,7 @@ def _read(model: Any, draft: Any, config: TritonConfig, roots: dict[str, nn.Modu
     return read._replace(draft=drafted)
 
 
-def _configuration(kind: type[Any], config: Any, options: dict[str, Any]) -> Any:
+def _configuration(kind: type[Any], config: Any, options: Mapping[str, Any]) -> Any:
     if not isinstance(config, (kind, type(None))):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise TypeError(
@@ -448,8 +519,7 @@ class _Notes(Mapping[str, str]):
         note, calls = self._engine.notes[path], self._engine.ops.calls
         if path != "draft_dtype" or not calls["trees_verified"]:
             return note
-        tau = 1 + calls["drafts_accepted"] / calls["trees_verified"]
-        return f"{note}; tau {tau:.2f} over {calls['trees_verified']} steps"
+        return f"{note}; {_tau(calls)}"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._engine.notes)
@@ -458,13 +528,19 @@ class _Notes(Mapping[str, str]):
         return len(self._engine.notes)
 
 
+def _tau(calls: Mapping[str, int]) -> str:
+    """What the drafts have been worth, empty if there were none."""
+    steps = calls["trees_verified"]
+    return f"tau {1 + calls['drafts_accepted'] / steps:.2f} over {steps} steps" if steps else ""
+
+
 def _patched(
-    model: Any,
+    model: ModelT,
     seams: tuple[patching.Seam, ...],
     on_change: Callable[[], None],
     engine: Engine,
     draft_in_use: Draft | None,
-) -> Optimized:
+) -> Optimized[ModelT]:
     """draft_in_use: what the engine drafts with until the model is restored, then again with what it has now."""
     loaded, engine.draft = engine.draft, draft_in_use
 
@@ -472,10 +548,12 @@ def _patched(
         on_change()
         if patching.MARKER not in vars(model):
             engine.draft = loaded
+            _RESTORED.add(model)
         if engine.draft is not None:
             engine.draft.forget()
 
-    originals = patching.apply(seams, model, change, _Notes(engine), engine.ops.calls)
+    calls = engine.ops.calls
+    originals = patching.apply(seams, model, change, _Notes(engine), calls, lambda: _tau(calls))
     log.info("optimised %s: %d attributes replaced", type(model).__name__, len(originals))
     return Optimized(model, originals)
 

@@ -1,8 +1,10 @@
 """optimize_eagle_with_triton and restore_eagle on our own EaModel: same output, everything given back, bad input."""
 
+import inspect
 import subprocess
 import sys
 from contextlib import nullcontext
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -11,10 +13,15 @@ from eagle_triton import (
     EagleTritonConfig,
     EaModel,
     PatchError,
+    TritonConfig,
     UnsupportedModelError,
     optimize_eagle_with_triton,
+    optimize_with_triton,
     restore_eagle,
 )
+from eagle_triton.drop_in.attention import FORWARDS, transformers_forward
+from eagle_triton.integration import EagleTritonOptions, TritonOptions
+from eagle_triton.models.target import TargetCache
 from eagle_triton.models.tree import MC_SIM_7B_63
 from tests.tiny import FAMILIES, random_prompt, tiny_model
 
@@ -93,6 +100,56 @@ def test_code_that_drives_the_model_itself_gets_the_operations_too():
         assert torch.equal(model.eagenerate(prompt, max_new_tokens=20), want)
 
 
+SEAMS = (*METHODS, "ea_layer.topK_genrate", "base_model.model.layers.1.self_attn.forward")
+
+
+@pytest.mark.parametrize("path", SEAMS)
+def test_an_unknown_argument_is_refused_by_name_or_sends_the_call_to_the_original(path):
+    model, ids = tiny_model(**TREES["8-3-2"]), random_prompt(6)
+    body, positions, x = model.base_model.model, torch.arange(6)[None], torch.randn(1, 6, 64)
+    with torch.no_grad(), optimize_eagle_with_triton(model)[1] as originals:
+        if path.endswith("self_attn.forward"):  # whose original takes any argument
+            attention, given = body.layers[1].self_attn, {"position_ids": positions, "attention_mask": None}
+            given["position_embeddings"] = body.rotary_emb(x, positions)
+            want = originals[path](x, **given)[0]
+            assert torch.equal(attention(x, **given, surprise=1)[0], want)
+            for harmless in ({"use_cache": None}, {"use_cache": True, "output_attentions": False, "is_causal": True}):
+                torch.testing.assert_close(attention(x, **given, **harmless)[0], want)
+            attention(x, **given, is_causal=False, output_attentions=True)
+            row = next(row for row in originals.report() if row.path == path)
+            reasons = {"unknown argument surprise", "is_causal=False", "attention weights are asked for"}
+            assert (row.calls, row.fallbacks, row.reasons.keys()) == (2, 2, reasons)
+        elif path == "ea_layer.topK_genrate":
+            with pytest.raises(TypeError, match="ea_layer.topK_genrate: unknown argument surprise"):
+                model.ea_layer.topK_genrate(torch.zeros(1, 5, 192), ids, model.base_model.lm_head, surprise=1)
+        else:
+            with pytest.raises(TypeError, match=f"{path}: unknown argument surprise; its arguments are input_ids"):
+                getattr(model, path)(ids, surprise=1)
+
+
+@pytest.mark.parametrize("make", [transformers_forward, *FORWARDS.values()], ids=lambda make: make.__name__)
+def test_no_forward_of_attention_takes_arguments_that_it_does_not_name(make):
+    kinds = [parameter.kind for parameter in inspect.signature(make(None, 0, None)).parameters.values()]
+    assert inspect.Parameter.VAR_KEYWORD not in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "past_key_value"])
+def test_attention_knows_its_cache_by_the_name_of_every_version(name):
+    model = tiny_model(**TREES["8-3-2"])
+    body, x = model.base_model.model, torch.randn(1, 5, 64)
+    with torch.no_grad(), optimize_eagle_with_triton(model)[1]:
+        cache = TargetCache()
+        for first, rows in ((0, 4), (4, 1)):
+            positions, new = torch.arange(first, first + rows)[None], x[:, first : first + rows]
+            place = {"position_ids": positions, "position_embeddings": body.rotary_emb(x, positions)}
+            out, _ = body.layers[0].self_attn(new, attention_mask=None, **place, **{name: cache})
+        positions = torch.arange(5)[None]
+        place = {"position_ids": positions, "position_embeddings": body.rotary_emb(x, positions)}
+        whole, _ = body.layers[0].self_attn(x, attention_mask=None, **place)
+    assert cache.get_seq_length() == 5
+    torch.testing.assert_close(out, whole[:, 4:])
+
+
 def test_masks_that_are_no_tree_run_the_original_and_are_counted():
     model = tiny_model()
     ids, padding = random_prompt(12), torch.ones(1, 12, dtype=torch.long)
@@ -162,6 +219,28 @@ def test_unknown_and_bad_options():
     assert "eagenerate" not in vars(model)
 
 
+@pytest.mark.parametrize(
+    ("config", "options"), [(EagleTritonConfig, EagleTritonOptions), (TritonConfig, TritonOptions)]
+)
+def test_options_are_typed_as_the_fields_of_their_configurations(config, options):
+    assert get_type_hints(options) == get_type_hints(config)
+
+
+def test_a_head_is_loaded_by_its_path_as_the_draft_of_a_plain_model(tmp_path):
+    model, prompt = tiny_model(**TREES["8-3-2"]), random_prompt(9)
+    model.save_pretrained(tmp_path)
+    base = model.base_model
+    want = base.generate(prompt, max_new_tokens=12, do_sample=False)
+    found = []
+    for draft in (model.ea_layer, tmp_path / "eagle3", str(tmp_path / "eagle3")):
+        with optimize_with_triton(base, draft) as (_, originals):
+            assert torch.equal(base.generate(prompt, max_new_tokens=12, do_sample=False), want)
+            found.append(originals.report().title)
+    assert found[0] == found[1] == found[2] and ", patched: tau " in found[0]
+    with pytest.raises(ValueError, match=r"lacks.*handed in loaded: draft=AutoModelForCausalLM.from_pretrained"):
+        optimize_with_triton(base, tmp_path / "target")
+
+
 def test_a_model_over_several_devices_is_refused():
     model = tiny_model()
     model.base_model.model.layers[1].to("meta")
@@ -227,6 +306,7 @@ def test_without_triton_the_references_work_and_the_kernels_say_what_to_install(
     code = """
 import sys
 from contextlib import nullcontext
+from typing import get_type_hints
 sys.modules["triton"] = None  # as if it were not installed
 from eagle_triton.engine.operations import make_operations
 make_operations()

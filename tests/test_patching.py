@@ -16,7 +16,8 @@ class Thing:
 
 
 def patch(thing, *seams, on_change=lambda: None):
-    return patching.apply(seams, thing, on_change, {"left.alone": "why not"}, {"operation": 3})
+    notes, counters = {"left.alone": "why not"}, {"operation": 3}
+    return patching.apply(seams, thing, on_change, notes, counters, lambda: "all is well")
 
 
 def seam(thing, attribute, replacement, adds=False):
@@ -136,12 +137,81 @@ def test_report_counts_calls_fallbacks_and_reasons():
 
     originals = patch(thing, seam(thing, "method", replacement))
     assert [thing.method(1), thing.method(2), thing.method(-1)] == ["new", "new", ("method", -1)]
-    method, left, counted = originals.report()
+    report = originals.report()
+    method, left, counted = report
     assert (method.status, method.calls, method.fallbacks, method.reason) == ("patched", 2, 1, "negative")
+    assert len(report) == 3 and report[0] is method
+    lines = [
+        "Thing, patched: all is well",
+        "method: calls 2, fallbacks 1 (test)",
+        "1 by the original: negative",
+        "left.alone: why not",
+        "operations: operation 3",
+    ]
+    assert [line.strip() for line in str(originals).splitlines()] == lines
+    assert repr(originals) == "<Originals of Thing, patched: all is well; method: calls 2, fallbacks 1>"
     assert (left.path, left.status, left.reason) == ("left.alone", "left", "why not")
     assert (counted.path, counted.status, counted.calls) == ("operation", "counted", 3)
     originals.restore()
-    assert originals.report()[0].status == "restored"
+    assert originals.report()[0].status == "restored" and "Thing, restored" in str(originals)
+
+
+def test_layers_whose_numbers_are_the_same_are_one_line_of_the_table():
+    things = [Thing() for _ in range(4)]
+    seams = [Seam(thing, "method", lambda: "new", f"layers.{i}.method", "") for i, thing in enumerate(things)]
+    originals = patch(things[0], *seams)
+    things[3].method()
+    assert "layers.*.method (3 of them): calls 0" in str(originals) and "layers.3.method: calls 1" in str(originals)
+    assert len(originals.report()) == 6
+
+
+def test_each_new_reason_is_logged_once_and_all_are_counted(caplog):
+    things = [Thing(), Thing()]
+
+    def replacement(x=1):
+        raise Fallback(*(f"x={value}" for value in range(x)))
+
+    seams = [Seam(thing, "method", replacement, f"{i}.method", "", remedy="a page") for i, thing in enumerate(things)]
+    originals = patch(things[0], *seams)
+    for x in (1, 2, 2):
+        assert [thing.method(x) for thing in things] == [("method", x)] * 2
+    warned = [(record.levelname, record.getMessage()) for record in caplog.records]
+    said = "0.method: the original runs, because of: x={}. See a page"
+    assert warned == [("WARNING", said.format(0)), ("WARNING", said.format(1))]
+    row = originals.report()[0]
+    assert (row.fallbacks, row.reason, row.reasons) == (3, "x=0; x=1", {"x=0": 3, "x=1": 2})
+
+    for x in range(1, patching.MOST_REASONS + 3):
+        things[1].method(x)
+    reasons = originals.report()[1].reasons
+    assert len(reasons) == patching.MOST_REASONS + 1 and reasons[patching.OTHER_REASONS] == 2
+
+
+class Newer:
+    """Of a later version: it has an argument more, and takes any other."""
+
+    def method(self, x=1, later=None, **options):
+        return x, later, options
+
+
+def test_what_a_replacement_does_not_know_never_reaches_it():
+    def replacement(x=1):
+        return "new"
+
+    newer, thing = Newer(), Thing()
+    originals = patch(newer, Seam(newer, "method", replacement, "method", "", harmless=frozenset({"verbose"})))
+    assert [newer.method(), newer.method(x=2, verbose=True)] == ["new", "new"]
+    assert newer.method(2, 3) == (2, 3, {}) and newer.method(later=4, surprise=1) == (1, 4, {"surprise": 1})
+    row = originals.report()[0]
+    names = ("2 positional arguments where 1 is known", "unknown argument later", "unknown argument surprise")
+    assert (row.calls, row.fallbacks, row.reasons) == (2, 2, dict.fromkeys(names, 1))
+
+    patch(thing, seam(thing, "method", replacement), seam(thing, "added", replacement, adds=True))
+    for method, name in ((thing.method, "method"), (thing.added, "added")):
+        with pytest.raises(TypeError, match=f"{name}: unknown argument surprise; its arguments are x"):
+            method(surprise=1)
+        with pytest.raises(TypeError, match=f"{name}: 2 positional arguments where 1 is known"):
+            method(1, 2)
 
 
 def test_one_attribute_is_not_replaced_twice():

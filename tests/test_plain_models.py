@@ -297,7 +297,7 @@ def test_a_head_drafts_its_own_tree_or_the_one_that_is_asked_for(engines, eagle3
 
 def test_drafts_and_trees_that_do_not_go_are_refused(model):
     for draft, options, error, message in (
-        ("other", {}, ValueError, "draft must be suffix, ngram, mtp, a draft or a model, got 'other'"),
+        ("other", {}, ValueError, "draft must be suffix, ngram, mtp, the directory or hub id"),
         ("suffix", dict(topk=2), ValueError, "shape a model's trees, and draft is 'suffix'"),
         ("ngram", dict(suffix_drafts=3), ValueError, "drafts by n-grams alone"),
         (None, dict(suffix_drafts=64), ValueError, "suffix_drafts must lie in 0..63, got 64"),
@@ -313,6 +313,7 @@ def test_drafts_and_trees_that_do_not_go_are_refused(model):
         (model, dict(num_draft_tokens=9, topk=2, num_steps=1), ValueError, "must be in 2..3 for topk 2"),
         (model, dict(num_draft_tokens="auto"), TypeError, "num_draft_tokens must be an integer or None, got 'auto'"),
         (model, dict(num_draft_tokens=1), ValueError, "num_draft_tokens must be at least 2, got 1"),
+        ("/no/such/place", {}, FileNotFoundError, "draft: '/no/such/place' does not exist"),
         (None, dict(strict=None), TypeError, "strict must be True or False, got None"),
         (None, dict(patch_modules=True), ValueError, "unknown option patch_modules; the options are strict, kernels"),
         (None, dict(megakernel=True, kernels=False), ValueError, "megakernel=True needs the kernels"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import itertools
@@ -459,6 +460,7 @@ class TestCache:
     def given(self, model, monkeypatch) -> list[int]:
         lengths, forward = [], model.forward
 
+        @functools.wraps(forward)
         def watched(*args, **kwargs):
             lengths.append(kwargs["input_ids" if "input_ids" in kwargs else "decoder_input_ids"].shape[1])
             return forward(*args, **kwargs)

@@ -311,6 +311,30 @@ def test_topp(device, size, filters, limits):
     assert not nan.any()
 
 
+@pytest.mark.parametrize("limits", [None, (), (0, 0), (0, 2)], ids=["rejection", "match", "topp", "topp of two"])
+def test_walks_over_logits_that_tie(device, limits):
+    """Each draft is judged by whether its index stays, not by its logit alone."""
+    source = torch.Generator().manual_seed(36)
+    batch, nodes, vocabulary, depth = 3, 6, 8, 3
+    logits = torch.randint(-1, 2, (batch, nodes, vocabulary), generator=source).to(device, torch.bfloat16)
+    parents = random_tree(batch, nodes, depth, source)
+    params = make_params(batch, device, top_p=0.7, seed=20)
+    kept = sampling.probabilities(logits, params) > 0
+    tied = logits == torch.where(kept, logits, torch.inf).amin(-1, keepdim=True)
+    assert ((tied & kept).any(-1) & (tied & ~kept).any(-1)).float().mean() > 0.5
+    tokens = torch.where(tied, torch.rand(tied.shape, generator=source).to(device), -1).argmax(-1)
+    tokens = fill(parents, tokens, vocabulary, source, 0.9).to(device)
+    arguments = (logits, tokens, parents.to(device), depth, params)
+    if limits is None:
+        out, expected = (module.verify_sampling(*arguments) for module in (verification, reference))
+    else:
+        arguments += placed(parents, source, device)
+        name = "verify_topp" if limits else "verify_target_match"
+        out, expected = (getattr(module, name)(*arguments, False, *limits) for module in (verification, reference))
+    assert_same(out, expected)
+    assert (out[1] > 0).any() and (out[1] < depth).any()
+
+
 @pytest.mark.parametrize("operation", ["verify_target_match", "verify_topp"])
 def test_placed_walks_with_nan_strides_and_mixed_temperatures(device, operation):
     source = torch.Generator().manual_seed(3)

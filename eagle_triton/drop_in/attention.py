@@ -22,6 +22,11 @@ from eagle_triton.engine.modules import project
 from eagle_triton.models.target import TargetCache
 from eagle_triton.reference.attention import pack_ancestors
 
+HARMLESS = frozenset(
+    {"cache_position", "num_items_in_batch", "output_hidden_states", "output_router_logits", "use_cache"}
+)
+"""Arguments that come by all layers and change nothing in attention over the caches that are known here."""
+
 
 def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
     """One seam for each layer of `model.base_model`, by the module that its class comes from."""
@@ -36,6 +41,8 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
             make(attention, index, module),
             f"base_model.model.layers.{index}.self_attn.forward",
             "rotary and cache append, tree attention",
+            harmless=HARMLESS,
+            remedy="docs/limits.md#attention-outside-the-engine",
         )
         for index, module in enumerate(modules)
     )
@@ -94,34 +101,45 @@ def qwen3_kv_forward(attention: TargetAttention, index: int, module: nn.Module) 
         attention_mask: Tensor | None,
         past_key_value: Any = None,
         cache_position: Tensor | None = None,
-        **options: Any,
+        *,
+        position_ids: Tensor | None = None,
+        output_attentions: bool = False,
     ) -> tuple[Tensor, None, None]:
         """Attention of new tokens [B, n, H] over the cache and themselves: ([B, n, H], None, None)."""
-        check_plain(module, options.get("output_attentions"))
+        check_plain(module, output_attentions)
         rows = PreallocatedRows(past_key_value, hidden_states)
-        return attention(index, hidden_states, attention_mask, options.get("position_ids"), rows, False), None, None
+        return attention(index, hidden_states, attention_mask, position_ids, rows, False), None, None
 
     return forward
 
 
 def transformers_forward(attention: TargetAttention, index: int, module: Any) -> Callable:
-    """Hugging Face's own modules, driven with the cache of our EaModel; 5.x renamed `past_key_value`."""
+    """Hugging Face's own modules, driven with the cache of our EaModel.
+
+    The cache is `past_key_value` in transformers 4, `past_key_values` in 5, and `cache` from 5.24 on.
+    """
 
     def forward(
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         cache_position: Tensor | None = None,
+        *,
+        past_key_values: Any = None,
         past_key_value: Any = None,
-        **options: Any,
+        position_ids: Tensor | None = None,
+        output_attentions: bool = False,
+        is_causal: bool | None = None,
     ) -> tuple[Tensor, None]:
         """Attention of new tokens [B, n, H] over the cache and themselves: ([B, n, H], None)."""
-        check_plain(module, options.get("output_attentions"))
-        past = past_key_value if past_key_values is None else past_key_values
-        rows = GrowingRows(past, index, hidden_states)
+        check_plain(module, output_attentions, is_causal)
+        given = [past for past in (cache, past_key_values, past_key_value) if past is not None]
+        if len(given) > 1:
+            raise Fallback("several caches are given")
+        rows = GrowingRows(given[0] if given else None, index, hidden_states)
         sdpa = module.config._attn_implementation == "sdpa"
-        return attention(index, hidden_states, attention_mask, options.get("position_ids"), rows, sdpa), None
+        return attention(index, hidden_states, attention_mask, position_ids, rows, sdpa), None
 
     return forward
 
@@ -133,14 +151,17 @@ FORWARDS = {
 }
 
 
-def check_plain(module: nn.Module, output_attentions: bool | None) -> None:
-    """Fallback where attention weights are asked for, in training mode, or while gradients are recorded."""
-    if output_attentions:
-        raise Fallback("attention weights are asked for")
-    if module.training or torch.is_grad_enabled():
-        raise Fallback("training mode" if module.training else "gradients are being recorded")
-    if torch.is_autocast_enabled(next(module.parameters()).device.type):
-        raise Fallback("torch.autocast is on")
+def check_plain(module: nn.Module, output_attentions: bool | None, is_causal: bool | None = None) -> None:
+    """Fallback, with all reasons, for a call that the operations do not serve."""
+    reasons = {
+        "attention weights are asked for": output_attentions,
+        f"is_causal={is_causal}": is_causal is not None and not is_causal,
+        "training mode": module.training,
+        "gradients are being recorded": torch.is_grad_enabled(),
+        "torch.autocast is on": torch.is_autocast_enabled(next(module.parameters()).device.type),
+    }
+    if found := [reason for reason, applies in reasons.items() if applies]:
+        raise Fallback(*found)
 
 
 # --- the attention itself ---

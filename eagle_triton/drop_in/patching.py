@@ -24,7 +24,7 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<no attribute>"})(
 MARKER = "_eagle_triton_originals"  # set on a patched object, so that a second patch is refused
 
 MOST_REASONS = 50  # told apart for each seam and logged: a reason may name a shape, and so be new with each call
-OTHER_REASONS = "other reasons"
+OTHER_REASONS = "further reasons, which are not told apart"
 
 
 class PatchError(RuntimeError):
@@ -110,9 +110,9 @@ class Report(list[SeamReport]):
     def __str__(self) -> str:
         left = [f"{line.path}: {line.reason}" for line in self if line.status == "left"]
         counted = [f"{line.path} {line.calls}" for line in self if line.status == "counted" and line.calls]
-        seams = [line for paths, line in self.seams() for line in _lines(paths, line)]
-        notes = [*left, *([f"operations: {', '.join(counted)}"] if counted else [])]
-        return "\n".join([self.title, *(f"  {line}" for line in [*seams, *notes])])
+        seams = [text for paths, seam in self.seams() for text in _lines(paths, seam)]
+        operations = [f"operations: {', '.join(counted)}"] if counted else []
+        return "\n  ".join([self.title, *seams, *left, *operations])
 
     __repr__ = __str__
 
@@ -132,12 +132,12 @@ class Report(list[SeamReport]):
 
 
 def _lines(paths: str, seam: SeamReport) -> list[str]:
-    first = f"{paths}: {seam.status}, {_times(seam)}" + (f" ({seam.feature})" if seam.feature else "")
+    first = f"{paths}: {_times(seam)}" + (f" ({seam.feature})" if seam.feature else "")
     return [first, *(f"  {count} by the original: {reason}" for reason, count in seam.reasons.items())]
 
 
 def _times(seam: SeamReport) -> str:
-    return f"{seam.calls} calls, and {seam.fallbacks} by the original"
+    return f"calls {seam.calls}, fallbacks {seam.fallbacks}"
 
 
 class Originals(Mapping[str, Any]):
@@ -296,8 +296,9 @@ class _Installed:
             taken = {name: value for name, value in kwargs.items() if name not in entry.seam.harmless}
         unknown = self._unknown(args, taken)
         if unknown and not _takes(entry.original, args, kwargs):
-            names = ", ".join(sorted(self._names or ()))
-            raise TypeError(f"{entry.seam.path}: {'; '.join(unknown)}; its arguments are {names}")
+            raise TypeError(
+                f"{entry.seam.path}: {'; '.join(unknown)}; its arguments are {', '.join(self._names or ())}"
+            )
         reasons = tuple(unknown)
         if not unknown:
             try:
@@ -314,7 +315,8 @@ class _Installed:
         """Of a call, what the replacement has no argument for."""
         unknown = []
         if len(args) > self._positions:
-            unknown.append(f"{len(args)} positional arguments where {self._positions} are known")
+            known = f"{self._positions} {'is' if self._positions == 1 else 'are'} known"
+            unknown.append(f"{len(args)} positional arguments where {known}")
         if self._names is not None:
             unknown += [f"unknown argument {name}" for name in kwargs if name not in self._names]
         return unknown
@@ -341,7 +343,7 @@ class _Installed:
         raise PatchError(f"{self._entry.seam.path} is optimised and cannot be pickled; restore it first")
 
 
-def _parameters(function: Callable) -> tuple[frozenset[str] | None, float]:
+def _parameters(function: Callable) -> tuple[list[str] | None, float]:
     """The names of arguments that a function takes, None if it takes all, and how many by position."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -353,7 +355,7 @@ def _parameters(function: Callable) -> tuple[frozenset[str] | None, float]:
     )
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return (
-        None if inspect.Parameter.VAR_KEYWORD in kinds else frozenset(p.name for p in parameters if p.kind in by_name),
+        None if inspect.Parameter.VAR_KEYWORD in kinds else [p.name for p in parameters if p.kind in by_name],
         math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else by_position,
     )
 

@@ -21,7 +21,14 @@ from .generate_arguments import GenerateArguments, check_sampling_is_meant, make
 from .head_loading import check_fit, fit_head, is_sharded, load_head
 from .heads import DraftHead, Eagle3Head
 from .loading import HEAD_FOLDERS, TARGET_FOLDER, HubArguments, load_target, load_tokenizer, locate, read_target_config
-from .target import TargetCache, check_architecture, default_feature_layers, run_target, without_capture_hooks
+from .target import (
+    TargetCache,
+    cache_argument,
+    check_architecture,
+    default_feature_layers,
+    run_target,
+    without_capture_hooks,
+)
 from .tree import TreeChoices
 from .verify import children_of, choose, eagle_warpers, generate_warpers, verify_tree
 
@@ -177,9 +184,9 @@ class EaModel(nn.Module):
         outputs = self.base_model.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             position_ids=position_ids,
             output_hidden_states=self.use_eagle3,
+            **{cache_argument(self.base_model.model.forward): past_key_values},
         )
         if self.feature_layers is not None:
             outputs.hidden_states = tuple(outputs.hidden_states[layer] for layer in self.feature_layers)

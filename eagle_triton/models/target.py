@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +86,11 @@ class TargetCache(Cache):
         ]
 
 
+def cache_argument(forward: Callable) -> str:
+    """What a forward of transformers' calls its cache: `cache` from 5.24 on, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+
+
 def without_capture_hooks(module: Any, copies: dict[int, Any] | None = None) -> Any:
     """A module for pickling: itself with its own parameters, less the hooks of transformers' that cannot be pickled.
 
@@ -156,9 +162,9 @@ def run_target(
             input_ids=input_ids,
             attention_mask=attention_mask(base_model.config, past, positions, base_model.dtype, visible),
             position_ids=positions[None],
-            past_key_values=cache,
             use_cache=True,
             output_hidden_states=feature_layers is not None,
+            **{cache_argument(base_model.model.forward): cache},
         )
     hidden = outputs.last_hidden_state
     if feature_layers is None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from eagle_triton.models.target import cache_argument
 from eagle_triton.speculative_decoding.caching import prune_cache
 
 # A cache without a configuration keeps every position of these layers, so that any number of them can be dropped.
@@ -31,6 +32,7 @@ class CausalReader:
         self.max_positions = max_positions(model)
         self.device = model_device(model)
         self._parameters = inspect.signature(model.forward).parameters
+        self._cache_name = cache_argument(model.forward)
         self._read: list[int] = []
         self._cache: Any = None
         if use_cache:
@@ -54,9 +56,9 @@ class CausalReader:
             elif kept < len(self._read):
                 self._cache = prune_cache(self._cache, len(self._read) - kept)
             output = self.forward(torch.tensor([ids[kept:]], device=self.device), rows, self._cache)
-            self._cache = getattr(output, "past_key_values", None)
+            self._cache = getattr(output, self._cache_name, None)
             if self._cache is None:
-                raise ValueError(f"the {self.role} returned no past_key_values; decode with use_cache=False")
+                raise ValueError(f"the {self.role} returned no {self._cache_name}; decode with use_cache=False")
             self._read = list(ids)
         else:
             output = self.forward(torch.tensor([ids], device=self.device), rows, None)
@@ -71,7 +73,8 @@ class CausalReader:
 
     def forward(self, ids: Tensor, rows: int, cache: Any) -> Any:
         """The model's output for ids [1, T]; at least the last `rows` logits are needed."""
-        return self.model(input_ids=ids, past_key_values=cache, use_cache=self.use_cache, **self.fewer_logits(rows))
+        options = {self._cache_name: cache, **self.fewer_logits(rows)}
+        return self.model(input_ids=ids, use_cache=self.use_cache, **options)
 
     def fewer_logits(self, rows: int) -> dict[str, int]:
         """The argument by which models compute the last logits only, where they have it."""
@@ -92,8 +95,8 @@ class EncoderDecoderReader(CausalReader):
     def forward(self, ids: Tensor, rows: int, cache: Any) -> Any:
         """The model's output for decoder tokens ids [1, T]."""
         return self.model(
-            encoder_outputs=self._encoded, decoder_input_ids=ids, past_key_values=cache, use_cache=self.use_cache,
-            **self.fewer_logits(rows),
+            encoder_outputs=self._encoded, decoder_input_ids=ids, use_cache=self.use_cache,
+            **{self._cache_name: cache}, **self.fewer_logits(rows),
         )  # fmt: skip
 
 
