@@ -185,7 +185,10 @@ def apply(
 
 
 class Fallback(Exception):
-    """Raised by a replacement, before it has changed anything, to have the original called instead."""
+    """Raised by a replacement, with all reasons, before it has changed anything: the original is called instead."""
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.args))
 
 
 class _Installed:

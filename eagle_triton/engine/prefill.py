@@ -223,6 +223,8 @@ class Prefill:
         if mode.logprobs:
             logprob = token_logprobs(logits, root)[:, 0]
             sequences.root_logprob.copy_(torch.where(entering, logprob, sequences.root_logprob))
+        if mode.logits and sequences.root_logits is not None:
+            sequences.root_logits.copy_(torch.where(entering[:, None], logits[:, 0].float(), sequences.root_logits))
         if draft is not None:
             draft.begin(ops, sequences, self.ends.features, entering)
         grow_first_tree(ops, draft, state)
