@@ -30,6 +30,7 @@ VOCAB = 16
 EOS, PAD = [3, 7], 0
 BATCH = torch.cat([2 + random_prompt(11, vocab=VOCAB - 2, seed=seed) for seed in range(4)]).to(DEVICE)  # no padding
 PROMPT = BATCH[:1]
+EMBEDDINGS = torch.randn(4, 11, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
 LEFT = torch.ones_like(BATCH)  # rows of 11, 6, 1 and 11 tokens
 LEFT[1, :5] = LEFT[2, :10] = 0
 PADDED = {"input_ids": BATCH * LEFT, "attention_mask": LEFT}
@@ -108,6 +109,11 @@ GREEDY = {
     "logits_to_keep": dict(inputs=PROMPT, max_new_tokens=7, logits_to_keep=3),
     "static cache": dict(**PADDED, max_new_tokens=14, pad_token_id=PAD, cache_implementation="static"),
     "no cache": dict(**PADDED, max_new_tokens=14, pad_token_id=PAD, use_cache=False),
+    "embeddings": dict(inputs_embeds=EMBEDDINGS, max_new_tokens=14, **ENDS),
+    "embeddings, padded": dict(inputs_embeds=EMBEDDINGS, attention_mask=LEFT, max_length=25, min_length=16, **ENDS),
+    "embeddings beside ids": dict(
+        inputs_embeds=EMBEDDINGS, input_ids=BATCH, max_new_tokens=14, repetition_penalty=1.3, **ENDS
+    ),
     "prompts in chunks": dict(**PADDED, max_new_tokens=7, pad_token_id=PAD, prefill_chunk_size=4),
     "remove_invalid_values": dict(inputs=BATCH, max_new_tokens=14, remove_invalid_values=True, **ENDS),
     "longer minimum than maximum": dict(inputs=PROMPT, max_new_tokens=6, min_new_tokens=9, **ENDS),
@@ -287,6 +293,20 @@ def test_drafts_change_no_token(models, engines, family, kind):
     assert set(accepted) == {3} if kind == "itself" else sum(accepted) > 0
 
 
+@pytest.mark.parametrize("kind", ["itself", "suffix"])
+def test_drafts_follow_prompts_of_embeddings(model, engines, kind):
+    draft, more = drafts("llama", model)[kind]
+    embeddings = model.get_input_embeddings()(PROMPT).detach()
+    want = model.generate(PROMPT, max_new_tokens=60)
+    with optimize_with_triton(model, draft, **more)[1] as originals:
+        beside = model.generate(input_ids=PROMPT, inputs_embeds=embeddings, max_new_tokens=60)
+        accepted = engines[0].accept_lengths
+        behind = model.generate(inputs_embeds=embeddings, max_new_tokens=60)
+        assert generate_row(originals).fallbacks == 0
+    assert torch.equal(beside, want) and torch.equal(behind, want[:, 11:])
+    assert set(accepted) == {3} if kind == "itself" else sum(accepted) > 0
+
+
 @pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
 def test_a_head_drafts_its_own_tree_or_the_one_that_is_asked_for(engines, eagle3):
     ea_model = tiny_model(eagle3=eagle3, layers=5, vocab=8, seed=1, total_token=8, depth=3, top_k=2).to(DEVICE)
@@ -363,6 +383,7 @@ def test_scores_and_logits_are_those_of_the_original(model, engines, kind):
         "rules": dict(inputs=BATCH, max_new_tokens=20, **ENDS, **RULES, **ROWS),
         "criteria": dict(**PADDED, max_new_tokens=20, max_time=60.0, **ENDS, **ROWS),
         "scores alone": dict(inputs=PROMPT, max_new_tokens=5, return_dict_in_generate=True, output_scores=True),
+        "embeddings": dict(inputs_embeds=EMBEDDINGS, attention_mask=LEFT, max_new_tokens=30, **ENDS, **ROWS),
         "no dictionary": dict(inputs=PROMPT, max_new_tokens=5, output_scores=True, output_logits=True),
     }
     want = {name: model.generate(**arguments) for name, arguments in options.items()}
@@ -536,6 +557,7 @@ FALLBACKS = {
     "repetition_penalty after sequence_bias": dict(sequence_bias={(1,): 2.0}, repetition_penalty=1.2),
     "position_ids": dict(position_ids=1 + torch.arange(11, device=DEVICE)[None]),
     "logits_to_keep": dict(logits_to_keep=torch.tensor([-1], device=DEVICE)),
+    "inputs_embeds beside input_ids of shape [1, 11]": dict(inputs_embeds=EMBEDDINGS[:1, :9]),
     "logits_processor": dict(logits_processor=[lambda ids, scores: -scores]),
     "prefix_allowed_tokens_fn": dict(prefix_allowed_tokens_fn=lambda row, ids: [1, 2]),
     "attention_mask with padding on the right": dict(
@@ -594,7 +616,6 @@ def test_every_reason_is_named(model):
 
 
 def test_inputs_that_only_the_original_takes(model):
-    embeddings = model.get_input_embeddings()(PROMPT).detach()
     cache = transformers.DynamicCache()
     with torch.no_grad():
         model(PROMPT[:, :5], past_key_values=cache)
@@ -602,7 +623,6 @@ def test_inputs_that_only_the_original_takes(model):
     want = model.generate(PROMPT, max_new_tokens=6)
     with optimize_with_triton(model)[1] as originals:
         for name, options in (
-            ("inputs_embeds", dict(inputs_embeds=embeddings)),
             ("past_key_values", dict(inputs=PROMPT, past_key_values=cache)),
             ("assistant_model", dict(inputs=PROMPT, assistant_model=assistant)),
         ):

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that send a call to the original unless they have one of these values, or None; see `config_reasons`."""
 
-INPUTS = frozenset({"attention_mask", "input_ids", "logits_to_keep", "position_ids"})
+INPUTS = frozenset({"attention_mask", "input_ids", "inputs_embeds", "logits_to_keep", "position_ids"})
 """Inputs of the model's forward that the engine's way takes, or checks."""
 
 
@@ -211,15 +211,15 @@ class _Preparation:
         streamer: None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
         if synced_gpus:
             self._reasons.append("synced_gpus")
         if self._positions_given and not _are_assumed(position_ids, attention_mask):
             self._reasons.append("position_ids")
-        return self._decode(
-            self._reasons, input_ids, attention_mask, logits_processor, stopping_criteria, generation_config
-        )
+        prompt = _Prompt(input_ids, attention_mask, inputs_embeds)
+        return self._decode(self._reasons, prompt, logits_processor, stopping_criteria, generation_config)
 
 
 def config_reasons(config: GenerationConfig) -> list[str]:
@@ -294,12 +294,22 @@ def _added_to(reasons: list[str]) -> Iterator[None]:
         reasons += fallback.args
 
 
+class _Prompt(NamedTuple):
+    """What `generate` has prepared: input_ids int [B, L], L perhaps 0 beside embeddings [B, n, H] that the target reads
+    in their place, and which of these the mask lets it see (None: all)."""
+
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    embeddings: Tensor | None
+
+
 @dataclass(frozen=True)
 class _Plan:
     """What to decode: prompts int64 [L] without masked tokens, each with `new_tokens` more or less by `stop_ids`.
 
-    The first `held_back` of them are no stop tokens. logits: of each token, by row of the batch, as steps report them;
-    None: nobody asks for them.
+    embeddings: what the target reads in place of the prompts' first tokens, [n, H] each. The first `held_back` new
+    tokens are no stop tokens. logits: of each new token, by row of the batch, as steps report them; None: nobody asks
+    for them.
     """
 
     prompts: list[Tensor]
@@ -307,6 +317,7 @@ class _Plan:
     sampling: SamplingParams
     stop_ids: frozenset[int] = frozenset()
     held_back: int = 0
+    embeddings: list[Tensor] | None = None
     logits: list[list[Tensor]] | None = None
 
 
@@ -315,17 +326,16 @@ def _decode(
     read_tree: Callable[[], TreeSpec],
     streamer: Any | None,
     reasons: list[str],
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
+    prompt: _Prompt,
     logits_processor: Sequence[Any],
     stopping_criteria: StoppingCriteriaList,
     config: GenerationConfig,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """The loop over tokens, of all that `generate` has prepared: input_ids int [B, L] with their continuations.
+    """The loop over tokens, of all that `generate` has prepared: the ids of the prompt with their continuations.
 
     Raises Fallback with `reasons` and those that are found here.
     """
-    length = input_ids.shape[1]
+    input_ids, length = prompt.input_ids, prompt.input_ids.shape[1]
     pads = any(hasattr(rule, "eos_token_id") for rule in stopping_criteria)
     pad = getattr(config, "_pad_token_tensor", None)
     known = StoppingCriteriaList(
@@ -335,7 +345,7 @@ def _decode(
     wanted = bool(config.return_dict_in_generate) and (config.output_scores or config.output_logits)
     found: list[str] = []
     with _added_to(found):
-        plan = _read_plan(engine.view, input_ids, attention_mask, logits_processor, stopping_criteria, config)
+        plan = _read_plan(engine.view, prompt, logits_processor, stopping_criteria, config)
     made = {type(processor).__name__ for processor in logits_processor}  # by a field that is named already, if any is
     reasons += [reason for reason in found if not reasons or reason not in made]
     if pads and pad is None:
@@ -385,15 +395,19 @@ def _decode(
 
 def _read_plan(
     view: ModelView,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
+    prompt: _Prompt,
     logits_processor: Sequence[Any],
     stopping_criteria: StoppingCriteriaList,
     config: GenerationConfig,
 ) -> _Plan:
     """What all that `generate` has prepared comes to. Raises `Fallback` with all reasons why the engine cannot."""
     reasons: list[str] = []
+    input_ids, embeddings = prompt.input_ids, prompt.embeddings
     length, vocabulary = input_ids.shape[1], view.vocab_size
+    if embeddings is not None:
+        reasons += _embeddings_reasons(view, prompt)
+        if not length:  # drafts and penalties need some ids
+            input_ids = input_ids.new_zeros(embeddings.shape[:2])
     sampling, held_back, held_ids = SamplingParams(), 0, frozenset[int]()
     kept: list[Tensor] | None = None
     padding, holes = [0] * len(input_ids), False
@@ -402,11 +416,13 @@ def _read_plan(
         reasons.append("stopping_criteria without a length")
     new_tokens = max(min(limits, default=0) - length, 1)  # stopping criteria are asked after a token
     with _added_to(reasons):
-        kept, padding, holes = _read_mask(view, input_ids, attention_mask, new_tokens)
+        kept, padding, holes = _read_mask(view, input_ids, prompt.attention_mask, new_tokens)
     with _added_to(reasons):
         sampling, held_back, held_ids = _read_processors(logits_processor, config.do_sample, padding, vocabulary)
     if holes and sampling.repetition_penalty != 1:
         reasons.append("repetition_penalty that counts masked tokens")
+    if not length and sampling.repetition_penalty != 1:
+        reasons.append("repetition_penalty of inputs_embeds without input_ids")
     ends = [rule.eos_token_id.tolist() for rule in stopping_criteria if type(rule) is EosTokenCriteria]
     stop_ids = frozenset(token for ids in ends for token in ids if 0 <= token < vocabulary)  # others never come
     held_back = min(max(held_back - length, 0), new_tokens)
@@ -414,9 +430,27 @@ def _read_plan(
         reasons.append("a minimal length of other tokens than stopping_criteria look at")
     if reasons:
         raise Fallback(*reasons)
-    rows = input_ids if kept is None else [row[places] for row, places in zip(input_ids, kept, strict=True)]
-    prompts = [row.to(view.device, torch.int64) for row in rows]
-    return _Plan(prompts, new_tokens, sampling, stop_ids, held_back)
+    prompts = [row.to(view.device, torch.int64) for row in _kept_of(input_ids, kept)]
+    read = None if embeddings is None else _kept_of(embeddings, kept)
+    return _Plan(prompts, new_tokens, sampling, stop_ids, held_back, read)
+
+
+def _kept_of(rows: Tensor, kept: list[Tensor] | None) -> list[Tensor]:
+    """Of each row what is at the places that are kept; None: all."""
+    return list(rows) if kept is None else [row[places] for row, places in zip(rows, kept, strict=True)]
+
+
+def _embeddings_reasons(view: ModelView, prompt: _Prompt) -> list[str]:
+    """Why only the original takes the embeddings of a prompt."""
+    given, ids, reasons = prompt.embeddings, prompt.input_ids, []
+    assert given is not None
+    if given.ndim != 3 or (given.shape[2], given.dtype, given.device) != (view.hidden_size, view.dtype, view.device):
+        reasons.append(f"inputs_embeds of {given.dtype} {list(given.shape)} on {given.device}")
+    if ids.shape[1] and ids.shape != given.shape[:2]:  # by whose number it counts positions
+        reasons.append(f"inputs_embeds beside input_ids of shape {list(ids.shape)}")
+    if view.ranks is not None:
+        reasons.append("inputs_embeds of a model that several ranks share")
+    return reasons
 
 
 def _read_mask(
@@ -507,6 +541,7 @@ def _steps(engine: Engine, tree: TreeSpec, plan: _Plan) -> Steps:
     Raises RuntimeError for NaN logits, or if another generation is running.
     """
     count = len(plan.prompts)
+    embeddings: Sequence[Tensor | None] = plan.embeddings or [None] * count
     most = max(map(len, plan.prompts)) + plan.new_tokens
     with Batch(engine, count, tree, most, drafts=tree.drafts > 0) as batch:
         engine.accept_lengths = []
@@ -518,8 +553,9 @@ def _steps(engine: Engine, tree: TreeSpec, plan: _Plan) -> Steps:
                 plan.stop_ids,
                 min_new_tokens=plan.held_back,
                 logits=plan.logits is not None,
+                embeddings=read,
             )
-            for prompt, seed in zip(plan.prompts, plan.sampling.seeds(count), strict=True)
+            for prompt, read, seed in zip(plan.prompts, embeddings, plan.sampling.seeds(count), strict=True)
         )
         row_of = {slot: row for row, slot in enumerate(slots)}
         while batch.running:
@@ -558,6 +594,7 @@ def _emitted_logits(
             [torch.cat((plan.prompts[row], new)) for row, new in zip(ended, own, strict=True)],
             total - least,
             SamplingParams(logit_bias={pad: _SURELY}),
+            embeddings=None if plan.embeddings is None else [plan.embeddings[row] for row in ended],
             logits=[[] for _ in ended],
         )
         for _ in _steps(engine, PLAIN, padded):

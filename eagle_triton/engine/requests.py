@@ -22,7 +22,8 @@ class Request:
     It ends at the first of `stop_ids` (which is kept) or after `max_new_tokens`; before `min_new_tokens` none of these
     is chosen. With `exact` False it ends as the original EaModel ends: only after a step, whose other tokens are kept.
     logprobs: report the log-probability of each token, as `Batch(logprobs=True)` does for all requests. logits: report
-    the target's own logits that each token was chosen by.
+    the target's own logits that each token was chosen by. embeddings: what the target reads in place of the first
+    tokens of the prompt, [n, H] of its dtype on its device; drafts and penalties take the tokens.
     """
 
     prompt: Tensor
@@ -33,6 +34,7 @@ class Request:
     logprobs: bool = False
     min_new_tokens: int = 0
     logits: bool = False
+    embeddings: Tensor | None = None
 
     @property
     def processed(self) -> bool:
