@@ -50,6 +50,10 @@ Steps = Generator[list[tuple[int, list[int]]], None, None]  # of a batch: rows a
 _WITHOUT_EFFECT = (processors.LogitNormalization, processors.InfNanRemoveLogitsProcessor)
 """Processors that change no distribution of finite logits; `_decode` sees to it that they are finite."""
 
+CARRIES_POSITIONS = hasattr(GenerationMixin, "_prepare_position_ids_for_generation")
+"""Whether transformers carries positions on behind a prompt. Older versions repeat the last one that is given, and
+count those of padded prompts in chunks otherwise."""
+
 OWN_METHODS = (
     "generate",
     "_sample",
@@ -181,7 +185,7 @@ class _Preparation:
 
     def __init__(self, model: Any, decode: Callable[..., Any], reasons: list[str]):
         self._model, self._decode, self._reasons = model, decode, reasons
-        self._positions_given = False
+        self._check_positions = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -192,7 +196,7 @@ class _Preparation:
         self._reasons += config_reasons(config)
         known = [reason.partition("=")[0] for reason in self._reasons]
         self._reasons += [name for name in _refused_inputs(inputs) if name not in known]
-        self._positions_given = inputs.get("position_ids") is not None
+        self._check_positions = inputs.get("position_ids") is not None and "position_ids" not in self._reasons
         mode = config.get_generation_mode()
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise Fallback(*(self._reasons or [f"generation mode {mode.value}"]))
@@ -216,7 +220,7 @@ class _Preparation:
     ) -> Any:
         if synced_gpus:
             self._reasons.append("synced_gpus")
-        if self._positions_given and not _are_assumed(position_ids, attention_mask):
+        if self._check_positions and not _are_assumed(position_ids, attention_mask):
             self._reasons.append("position_ids")
         prompt = _Prompt(input_ids, attention_mask, inputs_embeds)
         return self._decode(self._reasons, prompt, logits_processor, stopping_criteria, generation_config)
@@ -240,7 +244,8 @@ def config_reasons(config: GenerationConfig) -> list[str]:
     if config.use_cache is None:  # then transformers has a cache, and feeds it the whole sequence at every step
         reasons.append("use_cache=None")
     chunk = getattr(config, "prefill_chunk_size", None)
-    if chunk is not None and (config.use_cache is False or not isinstance(chunk, int) or chunk < 1):
+    right = CARRIES_POSITIONS and config.use_cache is not False and isinstance(chunk, int) and chunk > 0
+    if chunk is not None and not right:
         reasons.append(f"prefill_chunk_size={chunk!r}")
     return reasons
 
@@ -267,8 +272,8 @@ def _refused_inputs(inputs: dict[str, Any]) -> list[str]:
     keep = inputs.get("logits_to_keep")
     if keep is not None and (type(keep) is not int or keep < 0):  # the last row is among those it keeps
         names.append("logits_to_keep")
-    if inputs.get("position_ids") is not None and not hasattr(GenerationMixin, "_prepare_position_ids_for_generation"):
-        names.append("position_ids")  # which older versions do not carry on behind the prompt
+    if inputs.get("position_ids") is not None and not CARRIES_POSITIONS:
+        names.append("position_ids")
     return names
 
 
