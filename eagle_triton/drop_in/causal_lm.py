@@ -312,9 +312,9 @@ class _Prompt(NamedTuple):
 class _Plan:
     """What to decode: prompts int64 [L] without masked tokens, each with `new_tokens` more or less by `stop_ids`.
 
-    embeddings: what the target reads in place of the prompts' first tokens, [n, H] each. The first `held_back` new
-    tokens are no stop tokens. logits: of each new token, by row of the batch, as steps report them; None: nobody asks
-    for them.
+    The first `held_back` new tokens are no stop tokens. pad: what a row gets that has ended before others; None: the
+    target's tokens. embeddings: what the target reads in place of the prompts' first tokens, [n, H] each. logits: of
+    each new token, by row of the batch, as steps report them; None: nobody asks for them.
     """
 
     prompts: list[Tensor]
@@ -322,6 +322,7 @@ class _Plan:
     sampling: SamplingParams
     stop_ids: frozenset[int] = frozenset()
     held_back: int = 0
+    pad: int | None = None
     embeddings: list[Tensor] | None = None
     logits: list[list[Tensor]] | None = None
 
@@ -330,7 +331,7 @@ def _decode(
     engine: Engine,
     read_tree: Callable[[], TreeSpec],
     streamer: Any | None,
-    reasons: list[str],
+    reasons: Sequence[str],
     prompt: _Prompt,
     logits_processor: Sequence[Any],
     stopping_criteria: StoppingCriteriaList,
@@ -340,32 +341,12 @@ def _decode(
 
     Raises Fallback with `reasons` and those that are found here.
     """
-    input_ids, length = prompt.input_ids, prompt.input_ids.shape[1]
-    pads = any(hasattr(rule, "eos_token_id") for rule in stopping_criteria)
-    pad = getattr(config, "_pad_token_tensor", None)
     known = StoppingCriteriaList(
         rule for rule in stopping_criteria if type(rule) in (EosTokenCriteria, MaxLengthCriteria)
     )
     asks, ranks = len(known) < len(stopping_criteria), engine.view.ranks
-    wanted = bool(config.return_dict_in_generate) and (config.output_scores or config.output_logits)
-    found: list[str] = []
-    with _added_to(found):
-        plan = _read_plan(engine.view, prompt, logits_processor, stopping_criteria, config)
-    made = {type(processor).__name__ for processor in logits_processor}  # by a field that is named already, if any is
-    reasons += [reason for reason in found if not reasons or reason not in made]
-    if pads and pad is None:
-        reasons.append("eos_token_id without pad_token_id")
-    if wanted and config.output_scores and not all(_ignores_scores(rule) for rule in stopping_criteria):
-        reasons.append("output_scores that stopping_criteria may look at")
-    if getattr(config, "prefill_chunk_size", None) is not None and not engine.view.by_token:
-        reasons.append("prefill_chunk_size over recurrent layers")
-    if config.remove_invalid_values and (streamer is not None or asks):  # it is too late when there is one
-        reasons.append("remove_invalid_values beside a streamer or stopping_criteria")
-    if reasons:
-        raise Fallback(*reasons)
-    if wanted or config.remove_invalid_values:
-        plan = replace(plan, logits=[[] for _ in input_ids])
-    pad_id = int(pad) if pads and pad is not None else None
+    by_token = streamer is not None or asks
+    plan = _read_plan(engine.view, reasons, prompt, logits_processor, stopping_criteria, config, by_token)
     if ranks is not None:  # of which one may stream alone, or have criteria that others have not
         ranks.meet()
         asks = ranks.agreed(asks)
@@ -373,9 +354,9 @@ def _decode(
     try:
         with closing(_steps(engine, read_tree(), plan)) as steps:
             if streamer is None and not asks:
-                sequences, counts = _all_tokens(steps, input_ids, pad_id)
+                sequences, counts = _all_tokens(steps, prompt.input_ids, plan.pad)
             else:
-                sequences, counts = _token_by_token(steps, input_ids, pad_id, criteria, streamer, deciding)
+                sequences, counts = _token_by_token(steps, prompt.input_ids, plan.pad, criteria, streamer, deciding)
     except NaNLogitsError as error:
         if config.remove_invalid_values:
             raise Fallback("remove_invalid_values of NaN logits") from error
@@ -384,15 +365,13 @@ def _decode(
         raise Fallback("remove_invalid_values of infinite logits")
     if not config.return_dict_in_generate:
         return sequences
-    if not wanted:
+    if not (config.output_scores or config.output_logits):
         return GenerateDecoderOnlyOutput(sequences=sequences)
-    logits = _emitted_logits(engine, plan, sequences[:, length:], counts, pad_id)
-    scores = None
+    length = prompt.input_ids.shape[1]
+    logits, scores = _emitted_logits(engine, plan, sequences[:, length:], counts), None
     if config.output_scores:
-        scores = tuple(
-            logits_processor(sequences[:, : length + place], row)  # type: ignore[operator]
-            for place, row in enumerate(logits)
-        )
+        process: Callable[..., Tensor] = logits_processor  # type: ignore[assignment]
+        scores = tuple(process(sequences[:, : length + place], row) for place, row in enumerate(logits))
     return GenerateDecoderOnlyOutput(
         sequences=sequences, scores=scores, logits=logits if config.output_logits else None
     )
@@ -400,44 +379,74 @@ def _decode(
 
 def _read_plan(
     view: ModelView,
+    known_reasons: Sequence[str],
     prompt: _Prompt,
     logits_processor: Sequence[Any],
     stopping_criteria: StoppingCriteriaList,
     config: GenerationConfig,
+    by_token: bool,
 ) -> _Plan:
-    """What all that `generate` has prepared comes to. Raises `Fallback` with all reasons why the engine cannot."""
+    """What all that `generate` has prepared comes to. by_token: somebody is told of each token before the last one.
+
+    Raises `Fallback` with all reasons why the engine cannot, those that are known among them.
+    """
     reasons: list[str] = []
     input_ids, embeddings = prompt.input_ids, prompt.embeddings
     length, vocabulary = input_ids.shape[1], view.vocab_size
     if embeddings is not None:
         reasons += _embeddings_reasons(view, prompt)
-        if not length:  # drafts and penalties need some ids
+        if not length:  # drafts need some ids
             input_ids = input_ids.new_zeros(embeddings.shape[:2])
-    sampling, held_back, held_ids = SamplingParams(), 0, frozenset[int]()
     kept: list[Tensor] | None = None
     padding, holes = [0] * len(input_ids), False
+    sampling, held_back, held_ids = SamplingParams(), 0, frozenset[int]()
+
     limits = [rule.max_length for rule in stopping_criteria if isinstance(rule, MaxLengthCriteria)]
     if not limits:
         reasons.append("stopping_criteria without a length")
     new_tokens = max(min(limits, default=0) - length, 1)  # stopping criteria are asked after a token
     with _added_to(reasons):
         kept, padding, holes = _read_mask(view, input_ids, prompt.attention_mask, new_tokens)
-    with _added_to(reasons):
+
+    try:
         sampling, held_back, held_ids = _read_processors(logits_processor, config.do_sample, padding, vocabulary)
+    except Fallback as fallback:
+        made = [type(processor).__name__ for processor in logits_processor] if known_reasons else []
+        reasons += [reason for reason in fallback.args if reason not in made]  # by fields that are named already
     if holes and sampling.repetition_penalty != 1:
         reasons.append("repetition_penalty that counts masked tokens")
     if not length and sampling.repetition_penalty != 1:
         reasons.append("repetition_penalty of inputs_embeds without input_ids")
+
+    pads = any(hasattr(rule, "eos_token_id") for rule in stopping_criteria)
+    pad = getattr(config, "_pad_token_tensor", None)
+    if pads and pad is None:
+        reasons.append("eos_token_id without pad_token_id")
     ends = [rule.eos_token_id.tolist() for rule in stopping_criteria if type(rule) is EosTokenCriteria]
     stop_ids = frozenset(token for ids in ends for token in ids if 0 <= token < vocabulary)  # others never come
     held_back = min(max(held_back - length, 0), new_tokens)
     if held_back and held_ids & frozenset(range(vocabulary)) != stop_ids:
         reasons.append("a minimal length of other tokens than stopping_criteria look at")
-    if reasons:
-        raise Fallback(*reasons)
-    prompts = [row.to(view.device, torch.int64) for row in _kept_of(input_ids, kept)]
-    read = None if embeddings is None else _kept_of(embeddings, kept)
-    return _Plan(prompts, new_tokens, sampling, stop_ids, held_back, read)
+
+    wanted = bool(config.return_dict_in_generate) and (config.output_scores or config.output_logits)
+    if wanted and config.output_scores and not all(_ignores_scores(rule) for rule in stopping_criteria):
+        reasons.append("output_scores that stopping_criteria may look at")
+    if config.remove_invalid_values and by_token:  # an invalid one may come too late to begin again
+        reasons.append("remove_invalid_values beside a streamer or stopping_criteria")
+    if getattr(config, "prefill_chunk_size", None) is not None and not view.by_token:
+        reasons.append("prefill_chunk_size over recurrent layers")
+    if known_reasons or reasons:
+        raise Fallback(*known_reasons, *reasons)
+    return _Plan(
+        [row.to(view.device, torch.int64) for row in _kept_of(input_ids, kept)],
+        new_tokens,
+        sampling,
+        stop_ids,
+        held_back,
+        int(pad) if pads and pad is not None else None,
+        None if embeddings is None else _kept_of(embeddings, kept),
+        [[] for _ in input_ids] if wanted or config.remove_invalid_values else None,
+    )
 
 
 def _kept_of(rows: Tensor, kept: list[Tensor] | None) -> list[Tensor]:
@@ -579,26 +588,24 @@ def _steps(engine: Engine, tree: TreeSpec, plan: _Plan) -> Steps:
             yield [(row_of[done.slot], done.tokens) for done in progress]
 
 
-def _emitted_logits(
-    engine: Engine, plan: _Plan, tokens: Tensor, counts: Sequence[int], pad: int | None
-) -> tuple[Tensor, ...]:
+def _emitted_logits(engine: Engine, plan: _Plan, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
     """The logits that each column of tokens [B, n] was chosen by, float32 [B, V] each.
 
-    counts: how many tokens of each row are its own. Behind these the original goes on with `pad`, and so must the
-    target here, to say what its logits are.
+    counts: how many tokens of each row are its own. Behind these the original goes on with the plan's padding, and so
+    must the target here, to say what its logits are.
     """
     assert plan.logits is not None
     total = tokens.shape[1]
     rows = [torch.cat(parts)[:count] for parts, count in zip(plan.logits, counts, strict=True)]
     ended = [row for row, count in enumerate(counts) if count < total]
     if ended:
-        assert pad is not None, "only padding follows a row's end"
+        assert plan.pad is not None, "only padding follows a row's end"
         own = [tokens[row, : counts[row]].to(engine.view.device) for row in ended]
         least = min(counts)
         padded = _Plan(
             [torch.cat((plan.prompts[row], new)) for row, new in zip(ended, own, strict=True)],
             total - least,
-            SamplingParams(logit_bias={pad: _SURELY}),
+            SamplingParams(logit_bias={plan.pad: _SURELY}),
             embeddings=None if plan.embeddings is None else [plan.embeddings[row] for row in ended],
             logits=[[] for _ in ended],
         )
