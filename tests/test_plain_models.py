@@ -562,6 +562,9 @@ FALLBACKS = {
     "repetition_penalty after sequence_bias": dict(sequence_bias={(1,): 2.0}, repetition_penalty=1.2),
     "position_ids": dict(position_ids=1 + torch.arange(11, device=DEVICE)[None]),
     "logits_to_keep": dict(logits_to_keep=torch.tensor([-1], device=DEVICE)),
+    "prefill_chunk_size of inputs_embeds": dict(
+        inputs_embeds=EMBEDDINGS[:1], cache_implementation="dynamic", prefill_chunk_size=11
+    ),
     "inputs_embeds beside input_ids of shape [1, 11]": dict(inputs_embeds=EMBEDDINGS[:1, :9]),
     "logits_processor": dict(logits_processor=[lambda ids, scores: -scores]),
     "prefix_allowed_tokens_fn": dict(prefix_allowed_tokens_fn=lambda row, ids: [1, 2]),
