@@ -709,7 +709,30 @@ def test_a_dictionary_is_returned_where_it_is_asked_for(model):
         got = model.generate(PROMPT, **options)
         assert generate_row(originals).calls == 1
     assert type(got) is type(want) and torch.equal(got.sequences, want.sequences)
-    assert got.scores is got.logits is got.attentions is got.hidden_states is got.past_key_values is None
+    assert got.scores is got.logits is got.attentions is got.hidden_states is None
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_returned_cache_is_that_of_the_original(models, family):
+    """Of the same class and shapes, with the same keys and values, so that one may go on from it."""
+    model, rows = models[family], dict(max_new_tokens=14, return_dict_in_generate=True, **ENDS)
+    with optimize_with_triton(model)[1] as originals:
+        for options in (
+            dict(inputs=PROMPT),
+            dict(inputs=BATCH, attention_mask=LEFT.bool()),
+            dict(**PADDED, cache_implementation="static"),
+            dict(inputs_embeds=EMBEDDINGS, attention_mask=LEFT),
+            dict(inputs=PROMPT, use_cache=False),
+        ):
+            want = GenerationMixin.generate(model, **options, **rows)
+            got = model.generate(**options, **rows)
+            assert list(got) == list(want) and torch.equal(got.sequences, want.sequences)
+            assert type(got.past_key_values) is type(want.past_key_values)
+            for mine, theirs in zip(*(getattr(one.past_key_values, "layers", ()) for one in (got, want)), strict=True):
+                torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(mine.values, theirs.values, atol=1e-4, rtol=1e-4)
+                assert mine.get_seq_length() == theirs.get_seq_length()
+        assert generate_row(originals).fallbacks == 0
 
 
 def test_restore_gives_generate_back_and_nothing_is_left(model):

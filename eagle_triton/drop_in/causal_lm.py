@@ -50,6 +50,9 @@ Steps = Generator[list[tuple[int, list[int]]], None, None]  # of a batch: rows a
 _WITHOUT_EFFECT = (processors.LogitNormalization, processors.InfNanRemoveLogitsProcessor)
 """Processors that change no distribution of finite logits; `_decode` sees to it that they are finite."""
 
+CACHE_NAMES = ("cache", "past_key_values")
+"""What models' forwards call their cache, the newest first."""
+
 CARRIES_POSITIONS = hasattr(GenerationMixin, "_prepare_position_ids_for_generation")
 """Whether transformers carries positions on behind a prompt. Older versions repeat the last one that is given, and
 count those of padded prompts in chunks otherwise."""
@@ -202,8 +205,10 @@ class _Preparation:
             raise Fallback(*(self._reasons or [f"generation mode {mode.value}"]))
         return config, inputs
 
-    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """The engine has its own cache."""
+    def _prepare_cache_for_generation(self, config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
+        """The engine has a cache of its own; this one is for those who are given it back."""
+        if config.return_dict_in_generate and not self._reasons:
+            self._model._prepare_cache_for_generation(config, *args, **kwargs)
 
     def _sample(
         self,
@@ -217,13 +222,37 @@ class _Preparation:
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         **inputs: Any,
-    ) -> Any:
+    ) -> Tensor | GenerateDecoderOnlyOutput:
         if synced_gpus:
             self._reasons.append("synced_gpus")
         if self._check_positions and not _are_assumed(position_ids, attention_mask):
             self._reasons.append("position_ids")
         prompt = _Prompt(input_ids, attention_mask, inputs_embeds)
-        return self._decode(self._reasons, prompt, logits_processor, stopping_criteria, generation_config)
+        result = self._decode(self._reasons, prompt, logits_processor, stopping_criteria, generation_config)
+        for name in CACHE_NAMES:
+            if generation_config.return_dict_in_generate and inputs.get(name) is not None:
+                self._fill(name, inputs[name], result.sequences, prompt)
+                result[name] = inputs[name]
+        return result
+
+    def _fill(self, name: str, cache: Any, sequences: Tensor, prompt: _Prompt) -> None:
+        """Have the model read into its cache, which its forward knows by `name`, all that the original has there at the
+        end: sequences [B, n] without their last tokens."""
+        mask, embeddings, tokens = prompt.attention_mask, prompt.embeddings, sequences[:, :-1]
+        options: dict[str, Any] = {name: cache, "use_cache": True}
+        if embeddings is None:
+            options["input_ids"], length = tokens, tokens.shape[1]
+        else:
+            new = self._model.get_input_embeddings()(tokens[:, prompt.input_ids.shape[1] :])
+            options["inputs_embeds"] = torch.cat((embeddings, new), dim=1)
+            length = options["inputs_embeds"].shape[1]
+        if mask is not None:
+            mask = torch.cat((mask, mask.new_ones(len(mask), length - mask.shape[1])), dim=1)
+            options["attention_mask"] = mask
+            options["position_ids"] = (mask.long().cumsum(1) - 1).masked_fill(mask == 0, 0)
+        if self._model._supports_logits_to_keep():
+            options["logits_to_keep"] = 1
+        self._model(**options)
 
 
 def config_reasons(config: GenerationConfig) -> list[str]:
