@@ -715,12 +715,14 @@ def test_a_dictionary_is_returned_where_it_is_asked_for(model):
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_returned_cache_is_that_of_the_original(models, family):
     """Of the same class and shapes, with the same keys and values, so that one may go on from it."""
-    model, rows = models[family], dict(max_new_tokens=14, return_dict_in_generate=True, **ENDS)
+    places = (HOLES.cumsum(1) - 1).clamp(min=0)
+    model, rows = models[family], dict(max_new_tokens=9, return_dict_in_generate=True, **ENDS)
     with optimize_with_triton(model)[1] as originals:
         for options in (
             dict(inputs=PROMPT),
             dict(inputs=BATCH, attention_mask=LEFT.bool()),
             dict(**PADDED, cache_implementation="static"),
+            dict(inputs=BATCH, attention_mask=HOLES, **({"position_ids": places} if drop_in.CARRIES_POSITIONS else {})),
             dict(inputs_embeds=EMBEDDINGS, attention_mask=LEFT),
             dict(inputs=PROMPT, use_cache=False),
         ):

@@ -231,11 +231,11 @@ class _Preparation:
         result = self._decode(self._reasons, prompt, logits_processor, stopping_criteria, generation_config)
         for name in CACHE_NAMES:
             if generation_config.return_dict_in_generate and inputs.get(name) is not None:
-                self._fill(name, inputs[name], result.sequences, prompt)
+                self._fill(name, inputs[name], result.sequences, prompt, position_ids)
                 result[name] = inputs[name]
         return result
 
-    def _fill(self, name: str, cache: Any, sequences: Tensor, prompt: _Prompt) -> None:
+    def _fill(self, name: str, cache: Any, sequences: Tensor, prompt: _Prompt, position_ids: Tensor | None) -> None:
         """Have the model read into its cache, which its forward knows by `name`, all that the original has there at the
         end: sequences [B, n] without their last tokens."""
         mask, embeddings, tokens = prompt.attention_mask, prompt.embeddings, sequences[:, :-1]
@@ -249,7 +249,12 @@ class _Preparation:
         if mask is not None:
             mask = torch.cat((mask, mask.new_ones(len(mask), length - mask.shape[1])), dim=1)
             options["attention_mask"] = mask
-            options["position_ids"] = (mask.long().cumsum(1) - 1).masked_fill(mask == 0, 0)
+            places = mask.long().cumsum(1) - 1
+            if position_ids is None:
+                places = places.masked_fill(mask == 0, 0)
+            else:  # masked tokens too have the places that they were given
+                places[:, : position_ids.shape[1]] = position_ids
+            options["position_ids"] = places
         if self._model._supports_logits_to_keep():
             options["logits_to_keep"] = 1
         self._model(**options)

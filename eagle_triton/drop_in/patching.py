@@ -185,10 +185,7 @@ def apply(
 
 
 class Fallback(Exception):
-    """Raised by a replacement, with all reasons, before it has changed anything: the original is called instead."""
-
-    def __str__(self) -> str:
-        return "; ".join(map(str, self.args))
+    """Raised by a replacement, before it has changed anything, to have the original called instead."""
 
 
 class _Installed:
