@@ -581,6 +581,8 @@ FALLBACKS = {
         attention_mask=torch.zeros(1, 11, dtype=torch.int64, device=DEVICE)
     ),
 }  # fmt: skip
+if not drop_in.CARRIES_POSITIONS:  # then no prompt is read in chunks
+    FALLBACKS["prefill_chunk_size=11"] = FALLBACKS.pop("prefill_chunk_size of inputs_embeds")
 
 
 @pytest.mark.parametrize("reason", FALLBACKS)

@@ -467,7 +467,7 @@ def _read_plan(
         reasons.append("output_scores that stopping_criteria may look at")
     if config.remove_invalid_values and by_token:  # an invalid one may come too late to begin again
         reasons.append("remove_invalid_values beside a streamer or stopping_criteria")
-    if getattr(config, "prefill_chunk_size", None) is not None:
+    if getattr(config, "prefill_chunk_size", None) and not any("prefill_chunk_size" in name for name in known_reasons):
         reasons += [] if view.by_token else ["prefill_chunk_size over recurrent layers"]
         reasons += [] if embeddings is None else ["prefill_chunk_size of inputs_embeds"]  # all of them at every chunk
     if known_reasons or reasons:
