@@ -289,6 +289,25 @@ def test_generate_of_a_patched_model_is_its_own(pairs, expected, draft):
     assert torch.equal(out[0].cpu(), expected("qwen3_next", 20, 24)) and vars(model).get("generate") is own
 
 
+def test_generate_gives_rows_takes_embeddings_and_leaves_what_states_cannot_skip(pairs):
+    model, _ = pairs("qwen3_next")
+    prompt = PROMPTS[20][None].to(DEVICE)
+    holes = torch.ones_like(prompt)
+    holes[0, 3] = 0
+    embeddings = model.get_input_embeddings()(prompt).detach()
+    rows = dict(return_dict_in_generate=True, output_logits=True, max_new_tokens=24)
+    want = model.generate(prompt, **rows)
+    with optimize_with_triton(model, "suffix")[1] as originals:
+        for arguments in (dict(inputs=prompt), dict(inputs_embeds=embeddings)):
+            got = model.generate(**arguments, **rows)
+            assert torch.equal(got.sequences[:, -24:], want.sequences[:, -24:])
+            torch.testing.assert_close(torch.cat(got.logits), torch.cat(want.logits), atol=1e-3, rtol=1e-3)
+        assert next(row for row in originals.report() if row.path == "generate").fallbacks == 0
+        for reason, arguments in (("holes", dict(attention_mask=holes)), ("chunk", dict(prefill_chunk_size=8))):
+            model.generate(prompt, max_new_tokens=2, **arguments)
+            assert reason in next(row for row in originals.report() if row.path == "generate").reason
+
+
 @pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
 def test_eagle_heads_draft_for_recurrent_targets(pairs, expected, eagle3):
     model, _ = pairs(KIND)

@@ -72,6 +72,36 @@ def test_who_pauses_gives_what_it_gives_alone(packed, in_flight, prefixes):
     assert pauses(engine) > 0 == pauses(plain) and engine.pool.pages == 8 and not engine.pool.held
 
 
+@PACKED
+def test_embeddings_and_logits_of_those_who_pause(packed):
+    """Prompts that are read from embeddings are not found by their tokens, which are equal here, nor are theirs."""
+    engine, plain = small_cache(10, pack_prompts=packed)
+    table = plain.view.embedding
+    tokens = [prompt(length, length, vocab=12) for length in (101, 70, 30)]
+    placeholders = [torch.full_like(row, 3) for row in tokens]
+    placeholders[1][40:] = tokens[1][40:]  # the embeddings are those of the first tokens alone
+    given = [table[tokens[0]], table[tokens[1][:40]], table[tokens[2]]]
+    requests = [Request(row, 60, logits=True, embeddings=rows) for row, rows in zip(placeholders, given, strict=True)]
+    requests.append(Request(placeholders[0], 60))
+    found: dict[int, tuple[list[int], list[torch.Tensor]]] = {id(request): ([], []) for request in requests}
+    with Batch(engine, 4, engine.draft.read_tree(), 340) as batch:
+        batch.enter_all(requests)
+        while batch.running:
+            for row in batch.step():
+                assert (row.logits is None) == (not row.request.logits)
+                found[id(row.request)][0].extend(row.tokens)
+                found[id(row.request)][1].extend([] if row.logits is None else row.logits)
+    assert pauses(engine) > 0
+    with Batch(plain, 4, plain.draft.read_tree(), 340, logprobs=True) as batch:
+        expected = decoded(batch, [Request(row, 60) for row in (*tokens, placeholders[0])])
+    for request, (row, logprobs) in zip(requests, expected, strict=True):
+        got, logits = found[id(request)]
+        assert got == row
+        if request.logits:
+            chosen = torch.stack(logits).log_softmax(-1)[range(len(row)), row]
+            assert chosen.tolist() == pytest.approx(logprobs, abs=1e-4)
+
+
 def test_who_came_first_never_pauses():
     engine, _ = small_cache(8)
     with Batch(engine, 4, engine.draft.read_tree(), 340) as batch:

@@ -22,7 +22,6 @@ from eagle_triton import (
     restore_eagle,
 )
 from eagle_triton.drop_in import causal_lm as drop_in
-from eagle_triton.drop_in.patching import Fallback
 from eagle_triton.engine.engine import Engine
 from tests.test_causal_lm import DEVICE, causal_lm
 from tests.test_drafts import RepeatDraft
@@ -32,9 +31,12 @@ VOCAB = 16
 EOS, PAD = [3, 7], 0
 BATCH = torch.cat([2 + random_prompt(11, vocab=VOCAB - 2, seed=seed) for seed in range(4)]).to(DEVICE)  # no padding
 PROMPT = BATCH[:1]
+EMBEDDINGS = torch.randn(4, 11, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
 LEFT = torch.ones_like(BATCH)  # rows of 11, 6, 1 and 11 tokens
 LEFT[1, :5] = LEFT[2, :10] = 0
 PADDED = {"input_ids": BATCH * LEFT, "attention_mask": LEFT}
+HOLES = LEFT.clone()  # and some tokens between others that nothing sees
+HOLES[0, 3] = HOLES[1, 7:9] = HOLES[3, 0] = HOLES[3, 4] = 0
 ENDS = {"eos_token_id": EOS, "pad_token_id": PAD}
 
 
@@ -95,6 +97,21 @@ GREEDY = {
     "min_new_tokens": dict(inputs=BATCH, max_new_tokens=30, min_new_tokens=9, **ENDS),
     "min_length": dict(inputs=BATCH, max_length=40, min_length=17, **ENDS),
     "min_length in a padded batch": dict(**PADDED, max_length=40, min_length=17, **ENDS),
+    "minimum below the prompt's length": dict(inputs=BATCH, max_new_tokens=20, min_length=3, **ENDS),
+    "minimum of the prompt's length": dict(inputs=BATCH, max_new_tokens=20, min_length=11, **ENDS),
+    "minimum, an end token beyond the vocabulary": dict(
+        inputs=PROMPT, max_new_tokens=30, min_new_tokens=9, eos_token_id=[3, 99], pad_token_id=PAD
+    ),
+    "holes": dict(inputs=BATCH, attention_mask=HOLES, max_new_tokens=7, **ENDS),
+    "logits_to_keep": dict(inputs=PROMPT, max_new_tokens=7, logits_to_keep=3),
+    "static cache": dict(**PADDED, max_new_tokens=14, pad_token_id=PAD, cache_implementation="static"),
+    "no cache": dict(**PADDED, max_new_tokens=14, pad_token_id=PAD, use_cache=False),
+    "embeddings": dict(inputs_embeds=EMBEDDINGS, max_new_tokens=14, **ENDS),
+    "embeddings, padded": dict(inputs_embeds=EMBEDDINGS, attention_mask=LEFT, max_length=25, min_length=16, **ENDS),
+    "embeddings beside ids": dict(
+        inputs_embeds=EMBEDDINGS, input_ids=BATCH, max_new_tokens=14, repetition_penalty=1.3, **ENDS
+    ),
+    "remove_invalid_values": dict(inputs=BATCH, max_new_tokens=14, remove_invalid_values=True, **ENDS),
     "longer minimum than maximum": dict(inputs=PROMPT, max_new_tokens=6, min_new_tokens=9, **ENDS),
     "minimum without an end": dict(inputs=PROMPT, max_new_tokens=6, min_new_tokens=4),
     "repetition_penalty": dict(inputs=BATCH, max_new_tokens=15, repetition_penalty=1.6),
@@ -128,12 +145,18 @@ GREEDY = {
     ),
 }  # fmt: skip
 
+POSITIONS = (
+    dict(**PADDED, position_ids=(LEFT.cumsum(1) - 1).clamp(min=0), max_new_tokens=7, pad_token_id=PAD),
+    dict(inputs=PROMPT, position_ids=torch.arange(11, device=DEVICE)[None], max_new_tokens=7),
+    dict(**PADDED, max_new_tokens=7, pad_token_id=PAD, prefill_chunk_size=4),
+)
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_tokens_for_all_combinations_of_options(models, family):
     model = models[family]
-    before = dict(vars(model))
     want = {name: model.generate(**arguments) for name, arguments in GREEDY.items()}
+    before, lengths = dict(vars(model)), {tensor.shape[1] for tensor in want.values()}
     with optimize_with_triton(model) as (same, originals):
         assert same is model and isinstance(originals["generate"].__self__, type(model))
         for name, arguments in GREEDY.items():
@@ -141,9 +164,12 @@ def test_the_same_tokens_for_all_combinations_of_options(models, family):
             assert torch.equal(got, want[name]), name
             assert got.dtype == want[name].dtype and got.device == want[name].device, name
             assert generate_row(originals).fallbacks == 0, (name, generate_row(originals).reason)
-    assert generate_row(originals).calls == len(GREEDY)
+        if drop_in.CARRIES_POSITIONS:
+            for arguments in POSITIONS:
+                assert torch.equal(model.generate(**arguments), GenerationMixin.generate(model, **arguments))
+                assert generate_row(originals).fallbacks == 0
     assert vars(model) == before
-    assert len({tensor.shape[1] for tensor in want.values()}) > 5, "the lengths differ in nothing"
+    assert len(lengths) > 5, "the lengths differ in nothing"
 
 
 class Record:
@@ -275,6 +301,20 @@ def test_drafts_change_no_token(models, engines, family, kind):
     assert set(accepted) == {3} if kind == "itself" else sum(accepted) > 0
 
 
+@pytest.mark.parametrize("kind", ["itself", "suffix"])
+def test_drafts_follow_prompts_of_embeddings(model, engines, kind):
+    draft, more = drafts("llama", model)[kind]
+    embeddings = model.get_input_embeddings()(PROMPT).detach()
+    want = model.generate(PROMPT, max_new_tokens=60)
+    with optimize_with_triton(model, draft, **more)[1] as originals:
+        beside = model.generate(input_ids=PROMPT, inputs_embeds=embeddings, max_new_tokens=60)
+        accepted = engines[0].accept_lengths
+        behind = model.generate(inputs_embeds=embeddings, max_new_tokens=60)
+        assert generate_row(originals).fallbacks == 0
+    assert torch.equal(beside, want) and torch.equal(behind, want[:, 11:])
+    assert set(accepted) == {3} if kind == "itself" else sum(accepted) > 0
+
+
 @pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
 def test_a_head_drafts_its_own_tree_or_the_one_that_is_asked_for(engines, eagle3):
     ea_model = tiny_model(eagle3=eagle3, layers=5, vocab=8, seed=1, total_token=8, depth=3, top_k=2).to(DEVICE)
@@ -323,6 +363,87 @@ def test_drafts_and_trees_that_do_not_go_are_refused(model):
     with pytest.raises(TypeError, match="config must be a TritonConfig, got dict"):
         optimize_with_triton(model, None, {})
     assert "generate" not in vars(model)
+
+
+# --- scores and logits ---
+
+ROWS = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
+RULES = dict(repetition_penalty=1.3, bad_words_ids=[[4]], min_new_tokens=8)
+
+
+def same_rows(got, want) -> None:
+    """Tokens equal, and of each step's scores and logits shape, dtype and numbers."""
+    assert torch.equal(got.sequences, want.sequences)
+    for name in ("scores", "logits"):
+        ours, theirs = getattr(got, name), getattr(want, name)
+        assert (ours is None) == (theirs is None)
+        for mine, other in zip(ours or (), theirs or (), strict=True):
+            assert mine.dtype == other.dtype and mine.device == other.device
+            torch.testing.assert_close(mine, other, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["plain", "itself", "another model"])
+def test_scores_and_logits_are_those_of_the_original(model, engines, kind):
+    """Also behind the end of a row whose neighbours go on, which the original feeds padding."""
+    draft, more = drafts("llama", model)[kind]
+    options = {
+        "one": dict(inputs=PROMPT, max_new_tokens=20, **ROWS),
+        "padded, ends": dict(**PADDED, max_new_tokens=30, **ENDS, **ROWS),
+        "rules": dict(inputs=BATCH, max_new_tokens=20, **ENDS, **RULES, **ROWS),
+        "criteria": dict(**PADDED, max_new_tokens=20, max_time=60.0, **ENDS, **ROWS),
+        "scores alone": dict(inputs=PROMPT, max_new_tokens=5, return_dict_in_generate=True, output_scores=True),
+        "embeddings": dict(inputs_embeds=EMBEDDINGS, attention_mask=LEFT, max_new_tokens=30, **ENDS, **ROWS),
+        "no dictionary": dict(inputs=PROMPT, max_new_tokens=5, output_scores=True, output_logits=True),
+    }
+    want = {name: model.generate(**arguments) for name, arguments in options.items()}
+    with optimize_with_triton(model, draft, **more)[1] as originals:
+        for name, arguments in options.items():
+            got = model.generate(**arguments)
+            if name == "one":
+                accepted = engines[0].accept_lengths
+            if isinstance(got, torch.Tensor):
+                assert torch.equal(got, want[name])
+            else:
+                same_rows(got, want[name])
+        assert generate_row(originals).fallbacks == 0
+    assert len(accepted) == 20 if kind == "plain" else sum(accepted) > 0
+    new = want["padded, ends"].sequences[:, 11:]
+    assert (new == PAD).any() and (new[:, -1] != PAD).any(), "all rows end at once: the test shows little"
+
+
+@pytest.mark.parametrize("kind", ["plain", "itself"])
+def test_rows_of_sampled_tokens_are_those_that_these_were_drawn_from(model, kind):
+    draft, more = drafts("llama", model)[kind]
+    rules = dict(temperature=1.5, top_k=5, bad_words_ids=[[4]], min_new_tokens=8)
+    options = dict(**PADDED, do_sample=True, max_new_tokens=30, **rules, **ENDS, **ROWS)
+    with optimize_with_triton(model, draft, **more)[1] as originals:
+        torch.manual_seed(0)
+        got = model.generate(**options)
+        assert generate_row(originals).fallbacks == 0
+    new = got.sequences[:, 11:]
+    assert (new == PAD).any() and len(got.logits) == len(got.scores) == new.shape[1]
+    mask = torch.nn.functional.pad(LEFT, (0, new.shape[1]), value=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = model(got.sequences, attention_mask=mask, position_ids=positions).logits[:, 10:-1]
+    torch.testing.assert_close(torch.stack(got.logits, 1), logits, atol=2e-4, rtol=1e-4)
+    ends = (new == EOS[0]) | (new == EOS[1])
+    alive = ends.cumsum(1) - ends.long() == 0
+    chosen = torch.stack(got.scores, 1).gather(2, new[:, :, None])[:, :, 0]
+    assert chosen[alive].isfinite().all() and ((torch.stack(got.scores, 1).isfinite().sum(2) == 5)[alive]).all()
+
+
+@pytest.mark.parametrize("value, reason", [(math.nan, "NaN"), (3e38, "infinite")])
+def test_invalid_values_are_removed_by_the_original(value, reason):
+    model = causal_lm(vocab=VOCAB, layers=1)
+    model.lm_head.weight.data[5] = 0
+    model.lm_head.weight.data[5, 0] = value
+    model.model.norm.weight.data[0] = 100.0
+    options = dict(inputs=PROMPT, max_new_tokens=5, remove_invalid_values=True)
+    want = model.generate(**options)
+    with optimize_with_triton(model)[1] as originals:
+        assert torch.equal(model.generate(**options), want)
+        assert generate_row(originals).reason == f"remove_invalid_values of {reason} logits"
 
 
 # --- sampling ---
@@ -458,30 +579,41 @@ FALLBACKS = {
     "begin_suppress_tokens=[1]": dict(begin_suppress_tokens=[1]),
     "forced_bos_token_id=4": dict(forced_bos_token_id=4),
     "forced_eos_token_id=4": dict(forced_eos_token_id=4),
-    "remove_invalid_values=True": dict(remove_invalid_values=True),
     "exponential_decay_length_penalty=(2, 1.5)": dict(exponential_decay_length_penalty=(2, 1.5), **ENDS),
     "guidance_scale=1.5": dict(guidance_scale=1.5),
-    "use_cache=False": dict(use_cache=False),
-    "cache_implementation='static'": dict(cache_implementation="static"),
+    "use_cache=None": dict(use_cache=None),
     "prompt_lookup_num_tokens=2": dict(prompt_lookup_num_tokens=2, **ENDS),
-    "output_scores=True": dict(output_scores=True, return_dict_in_generate=True),
-    "output_logits=True": dict(output_logits=True, return_dict_in_generate=True),
+    "output_scores that stopping_criteria may look at": dict(
+        output_scores=True, return_dict_in_generate=True, stopping_criteria=[lambda ids, scores: len(scores) > 2]
+    ),
     "output_attentions=True": dict(output_attentions=True, return_dict_in_generate=True, eager=True),
     "output_hidden_states=True": dict(output_hidden_states=True, return_dict_in_generate=True),
-    "prefill_chunk_size=4": dict(prefill_chunk_size=4),
     "sequence_bias of [1, 2]": dict(sequence_bias={(1, 2): 2.0}),
     "bad_words_ids of [1, 2]": dict(bad_words_ids=[[1, 2]]),
     "repetition_penalty after sequence_bias": dict(sequence_bias={(1,): 2.0}, repetition_penalty=1.2),
-    "position_ids": dict(position_ids=torch.arange(11, device=DEVICE)[None]),
+    "position_ids": dict(position_ids=1 + torch.arange(11, device=DEVICE)[None]),
+    "logits_to_keep": dict(logits_to_keep=torch.tensor([-1], device=DEVICE)),
+    "prefill_chunk_size of inputs_embeds": dict(
+        inputs_embeds=EMBEDDINGS[:1], cache_implementation="dynamic", prefill_chunk_size=11
+    ),
+    "inputs_embeds beside input_ids of shape [1, 11]": dict(inputs_embeds=EMBEDDINGS[:1, :9]),
     "logits_processor": dict(logits_processor=[lambda ids, scores: -scores]),
     "prefix_allowed_tokens_fn": dict(prefix_allowed_tokens_fn=lambda row, ids: [1, 2]),
-    "attention_mask with more than padding on the left": dict(
-        attention_mask=torch.tensor([[1, 1, 0] + [1] * 8], device=DEVICE)
+    "attention_mask with padding on the right": dict(
+        attention_mask=torch.tensor([[1] * 9 + [0, 0]], device=DEVICE)
+    ),
+    "attention_mask with other values than 0 and 1": dict(
+        attention_mask=torch.tensor([[2] * 11], device=DEVICE)
+    ),
+    "repetition_penalty that counts masked tokens": dict(
+        attention_mask=HOLES[:1], repetition_penalty=1.3
     ),
     "attention_mask of a row that is nothing but padding": dict(
         attention_mask=torch.zeros(1, 11, dtype=torch.int64, device=DEVICE)
     ),
 }  # fmt: skip
+if not drop_in.CARRIES_POSITIONS:  # then no prompt is read in chunks
+    FALLBACKS["prefill_chunk_size=11"] = FALLBACKS.pop("prefill_chunk_size of inputs_embeds")
 
 
 @pytest.mark.parametrize("reason", FALLBACKS)
@@ -508,8 +640,23 @@ def test_what_the_engine_does_not_do_runs_the_original_by_name(reason):
         assert torch.equal(model.generate(PROMPT, **FORWARD), GenerationMixin.generate(model, PROMPT, **FORWARD))
 
 
+def test_every_reason_is_named(model):
+    mask = torch.tensor([[1] * 9 + [0, 0]], device=DEVICE)
+    options = dict(inputs=PROMPT, attention_mask=mask, use_cache=None, sequence_bias={(1, 2): 2.0}, max_new_tokens=4)
+    want = model.generate(**options, output_hidden_states=True)
+    with optimize_with_triton(model)[1] as originals:
+        assert torch.equal(model.generate(**options, output_hidden_states=True), want)
+        named = generate_row(originals).reason
+    for reason in (
+        "use_cache=None",
+        "output_hidden_states=True",
+        "attention_mask with padding on the right",
+        "sequence_bias of [1, 2]",
+    ):
+        assert named.count(reason) == 1, named
+
+
 def test_inputs_that_only_the_original_takes(model):
-    embeddings = model.get_input_embeddings()(PROMPT).detach()
     cache = transformers.DynamicCache()
     with torch.no_grad():
         model(PROMPT[:, :5], past_key_values=cache)
@@ -517,12 +664,11 @@ def test_inputs_that_only_the_original_takes(model):
     want = model.generate(PROMPT, max_new_tokens=6)
     with optimize_with_triton(model)[1] as originals:
         for name, options in (
-            ("inputs_embeds", dict(inputs_embeds=embeddings)),
             ("past_key_values", dict(inputs=PROMPT, past_key_values=cache)),
             ("assistant_model", dict(inputs=PROMPT, assistant_model=assistant)),
         ):
             assert torch.equal(model.generate(**options, max_new_tokens=6)[:, -6:], want[:, -6:])
-            assert generate_row(originals).reason == name
+            assert generate_row(originals).reason in (name, "cache")  # which newer transformers call past_key_values
         assert generate_row(originals).calls == 0
 
 
@@ -579,11 +725,11 @@ def test_every_field_of_a_generation_config_is_classified(config):
 def test_a_field_of_a_newer_transformers_is_not_ignored(monkeypatch):
     monkeypatch.setattr(drop_in, "NEUTRAL", {})
     config = GenerationConfig(token_healing=True)
+    config.use_cache = None
     config.entry_of_ones_own = 3
-    with pytest.raises(Fallback, match="token_healing=True"):
-        drop_in.check_config(config)
+    assert drop_in.config_reasons(config) == ["token_healing=True", "use_cache=None"]
     config.token_healing = GenerationConfig().token_healing
-    drop_in.check_config(config)
+    assert drop_in.config_reasons(config) == ["use_cache=None"]
 
 
 # --- results, restore, refusals ---
@@ -596,7 +742,32 @@ def test_a_dictionary_is_returned_where_it_is_asked_for(model):
         got = model.generate(PROMPT, **options)
         assert generate_row(originals).calls == 1
     assert type(got) is type(want) and torch.equal(got.sequences, want.sequences)
-    assert got.scores is got.logits is got.attentions is got.hidden_states is got.past_key_values is None
+    assert got.scores is got.logits is got.attentions is got.hidden_states is None
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_returned_cache_is_that_of_the_original(models, family):
+    """Of the same class and shapes, with the same keys and values, so that one may go on from it."""
+    places = (HOLES.cumsum(1) - 1).clamp(min=0)
+    model, rows = models[family], dict(max_new_tokens=9, return_dict_in_generate=True, **ENDS)
+    with optimize_with_triton(model)[1] as originals:
+        for options in (
+            dict(inputs=PROMPT),
+            dict(inputs=BATCH, attention_mask=LEFT.bool()),
+            dict(**PADDED, cache_implementation="static"),
+            dict(inputs=BATCH, attention_mask=HOLES, **({"position_ids": places} if drop_in.CARRIES_POSITIONS else {})),
+            dict(inputs_embeds=EMBEDDINGS, attention_mask=LEFT),
+            dict(inputs=PROMPT, use_cache=False),
+        ):
+            want = GenerationMixin.generate(model, **options, **rows)
+            got = model.generate(**options, **rows)
+            assert list(got) == list(want) and torch.equal(got.sequences, want.sequences)
+            assert type(got.past_key_values) is type(want.past_key_values)
+            for mine, theirs in zip(*(getattr(one.past_key_values, "layers", ()) for one in (got, want)), strict=True):
+                torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(mine.values, theirs.values, atol=1e-4, rtol=1e-4)
+                assert mine.get_seq_length() == theirs.get_seq_length()
+        assert generate_row(originals).fallbacks == 0
 
 
 def test_restore_gives_generate_back_and_nothing_is_left(model):

@@ -10,16 +10,24 @@ import functools
 import inspect
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
-from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation import logits_process as processors
+from transformers.generation.configuration_utils import GenerationMode
 
 from eagle_triton.adapters.causal_lm import body_path
 from eagle_triton.adapters.module_reader import attribute_at
@@ -27,14 +35,27 @@ from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.drop_in.patching import Fallback, Seam
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.model import ModelView
 from eagle_triton.engine.pages import CacheFullError
 from eagle_triton.engine.prefill import NaNLogitsError
 from eagle_triton.engine.ranks import Ranks
 from eagle_triton.engine.requests import NAN, Request
 from eagle_triton.engine.sampling_params import SamplingParams
-from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+
+_SURELY = 1e30  # what is added to the logit of a token that must come
 
 Steps = Generator[list[tuple[int, list[int]]], None, None]  # of a batch: rows and the tokens that they got
+
+_WITHOUT_EFFECT = (processors.LogitNormalization, processors.InfNanRemoveLogitsProcessor)
+"""Processors that change no distribution of finite logits; `_decode` sees to it that they are finite."""
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""What models' forwards call their cache, the newest first."""
+
+CARRIES_POSITIONS = hasattr(GenerationMixin, "_prepare_position_ids_for_generation")
+"""Whether transformers carries positions on behind a prompt. Older versions repeat the last one that is given, and
+count those of padded prompts in chunks otherwise."""
 
 OWN_METHODS = (
     "generate",
@@ -54,9 +75,9 @@ ARGUMENTS = frozenset(
 HONOURED = frozenset(
     {
         "bad_words_ids", "bos_token_id", "do_sample", "eos_token_id", "max_length", "max_new_tokens", "max_time",
-        "min_length", "min_new_tokens", "min_p", "num_return_sequences", "pad_token_id", "renormalize_logits",
-        "repetition_penalty", "return_dict_in_generate", "sequence_bias", "stop_strings", "suppress_tokens",
-        "temperature", "top_k", "top_p",
+        "min_length", "min_new_tokens", "min_p", "num_return_sequences", "output_logits", "output_scores",
+        "pad_token_id", "prefill_chunk_size", "remove_invalid_values", "renormalize_logits", "repetition_penalty",
+        "return_dict_in_generate", "sequence_bias", "stop_strings", "suppress_tokens", "temperature", "top_k", "top_p",
     }
 )  # fmt: skip
 """Fields of a GenerationConfig that decide what is decoded, and how."""
@@ -74,7 +95,17 @@ NO_EFFECT = frozenset(
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "assistant_early_exit": (),
     "begin_suppress_tokens": (),
-    "cache_implementation": ("dynamic",),
+    "cache_implementation": (  # what keeps keys and values as they are; "quantized" rounds them
+        "dynamic",
+        "hybrid",
+        "hybrid_chunked",
+        "offloaded",
+        "offloaded_hybrid",
+        "offloaded_hybrid_chunked",
+        "offloaded_static",
+        "sliding_window",
+        "static",
+    ),
     "constraints": (),
     "diversity_penalty": (0,),
     "dola_layers": (),
@@ -93,21 +124,20 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "output_attentions": (False,),
     "output_hidden_states": (False,),
-    "output_logits": (False,),
-    "output_scores": (False,),
     "penalty_alpha": (0,),
-    "prefill_chunk_size": (),
     "prompt_lookup_num_tokens": (),
-    "remove_invalid_values": (False,),
     "return_legacy_cache": (False,),
     "token_healing": (False,),
     "top_h": (),
     "typical_p": (1,),
-    "use_cache": (True,),
+    "use_cache": (True, False),
     "use_mtp": (False,),
     "watermarking_config": (),
 }
-"""Fields that send a call to the original unless they have one of these values, or None."""
+"""Fields that send a call to the original unless they have one of these values, or None; see `config_reasons`."""
+
+INPUTS = frozenset({"attention_mask", "input_ids", "inputs_embeds", "logits_to_keep", "position_ids"})
+"""Inputs of the model's forward that the engine's way takes, or checks."""
 
 
 def seams(model: Any, engine: Engine, read_tree: Callable[[], TreeSpec], strict: bool) -> tuple[Seam, ...]:
@@ -126,16 +156,22 @@ def seams(model: Any, engine: Engine, read_tree: Callable[[], TreeSpec], strict:
     @functools.wraps(model.generate)
     def generate(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(model, *args, **kwargs)
+        reasons = _take_reasons(bound, model)
+        streamer = bound.arguments.pop("streamer", None)  # nothing is put before it is certain who decodes
+        bound.arguments["self"] = _Preparation(model, functools.partial(_decode, engine, read_tree, streamer), reasons)
         try:
-            _check_arguments(bound, model)
-            streamer = bound.arguments.pop("streamer", None)  # nothing is put before it is certain who decodes
-            decode = functools.partial(_decode, engine, read_tree, streamer)
-            bound.arguments["self"] = _Preparation(model, decode)
-            return GenerationMixin.generate(*bound.args, **bound.kwargs)
+            if "custom_generate" in reasons:  # whose arguments are its own
+                raise Fallback(*reasons)
+            try:
+                return GenerationMixin.generate(*bound.args, **bound.kwargs)
+            except (TypeError, ValueError, RuntimeError) as error:
+                if not reasons:
+                    raise
+                raise Fallback(*reasons) from error  # the original may not mind, or says it itself
         except Fallback as fallback:
             if strict:
                 raise ValueError(
-                    f"generate: {fallback} is for the original, which strict=True excludes "
+                    f"generate: {'; '.join(fallback.args)} is for the original, which strict=True excludes "
                     "(docs/limits.md#generate-of-a-plain-model)"
                 ) from None
             raise
@@ -144,10 +180,15 @@ def seams(model: Any, engine: Engine, read_tree: Callable[[], TreeSpec], strict:
 
 
 class _Preparation:
-    """The model as its own `generate` sees it, but for the fields that are looked at and the loop over tokens."""
+    """The model as its own `generate` sees it, but for the fields that are looked at, the cache, and the loop over
+    tokens.
 
-    def __init__(self, model: Any, decode: Callable[..., Any]):
-        self._model, self._decode = model, decode
+    reasons: why the original must run, as far as is known. The preparation goes on as far as it can, to find them all.
+    """
+
+    def __init__(self, model: Any, decode: Callable[..., Any], reasons: list[str]):
+        self._model, self._decode, self._reasons = model, decode, reasons
+        self._check_positions = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -155,11 +196,19 @@ class _Preparation:
     def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> tuple[GenerationConfig, dict[str, Any]]:
         config, inputs = self._model._prepare_generation_config(*args, **kwargs)
         self._model._validate_model_kwargs(dict(inputs))
-        check_config(config)
-        for name, value in inputs.items():
-            if value is not None and name not in ("input_ids", "attention_mask"):
-                raise Fallback(name)
+        self._reasons += config_reasons(config)
+        known = [reason.partition("=")[0] for reason in self._reasons]
+        self._reasons += [name for name in _refused_inputs(inputs) if name not in known]
+        self._check_positions = inputs.get("position_ids") is not None and "position_ids" not in self._reasons
+        mode = config.get_generation_mode()
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise Fallback(*(self._reasons or [f"generation mode {mode.value}"]))
         return config, inputs
+
+    def _prepare_cache_for_generation(self, config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
+        """The engine has a cache of its own; this one is for those who are given it back."""
+        if config.return_dict_in_generate and not self._reasons:
+            self._model._prepare_cache_for_generation(config, *args, **kwargs)
 
     def _sample(
         self,
@@ -170,19 +219,53 @@ class _Preparation:
         synced_gpus: bool = False,
         streamer: None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         **inputs: Any,
-    ) -> Any:
+    ) -> Tensor | GenerateDecoderOnlyOutput:
         if synced_gpus:
-            raise Fallback("synced_gpus")
-        return self._decode(input_ids, attention_mask, logits_processor, stopping_criteria, generation_config)
+            self._reasons.append("synced_gpus")
+        if self._check_positions and not _are_assumed(position_ids, attention_mask):
+            self._reasons.append("position_ids")
+        prompt = _Prompt(input_ids, attention_mask, inputs_embeds)
+        result = self._decode(self._reasons, prompt, logits_processor, stopping_criteria, generation_config)
+        for name in CACHE_NAMES:
+            if generation_config.return_dict_in_generate and inputs.get(name) is not None:
+                self._fill(name, inputs[name], result.sequences, prompt, position_ids)
+                result[name] = inputs[name]
+        return result
+
+    def _fill(self, name: str, cache: Any, sequences: Tensor, prompt: _Prompt, position_ids: Tensor | None) -> None:
+        """Have the model read into its cache, which its forward knows by `name`, all that the original has there at the
+        end: sequences [B, n] without their last tokens."""
+        mask, embeddings, tokens = prompt.attention_mask, prompt.embeddings, sequences[:, :-1]
+        options: dict[str, Any] = {name: cache, "use_cache": True}
+        if embeddings is None:
+            options["input_ids"], length = tokens, tokens.shape[1]
+        else:
+            new = self._model.get_input_embeddings()(tokens[:, prompt.input_ids.shape[1] :])
+            options["inputs_embeds"] = torch.cat((embeddings, new), dim=1)
+            length = options["inputs_embeds"].shape[1]
+        if mask is not None:
+            mask = torch.cat((mask, mask.new_ones(len(mask), length - mask.shape[1])), dim=1)
+            options["attention_mask"] = mask
+            places = mask.long().cumsum(1) - 1
+            if position_ids is None:
+                places = places.masked_fill(mask == 0, 0)
+            else:  # masked tokens too have the places that they were given
+                places[:, : position_ids.shape[1]] = position_ids
+            options["position_ids"] = places
+        if self._model._supports_logits_to_keep():
+            options["logits_to_keep"] = 1
+        self._model(**options)
 
 
-def check_config(config: GenerationConfig) -> None:
-    """Raise `Fallback` with the first field that the engine does not decode by.
+def config_reasons(config: GenerationConfig) -> list[str]:
+    """The fields of a config that the engine does not decode by, with their values.
 
     A field that is in none of the tables above, of a newer transformers, must be at its default.
     """
-    default = vars(GenerationConfig())
+    default, reasons = vars(GenerationConfig()), []
     for name, value in vars(config).items():
         if name.startswith("_") or name in HONOURED or name in NO_EFFECT or value is None:
             continue
@@ -191,105 +274,266 @@ def check_config(config: GenerationConfig) -> None:
         else:
             neutral = name not in default or value in (False, default[name])  # entries of one's own mean nothing
         if not neutral:
-            raise Fallback(f"{name}={value!r}")
+            reasons.append(f"{name}={value!r}")
+    if config.use_cache is None:  # then transformers has a cache, and feeds it the whole sequence at every step
+        reasons.append("use_cache=None")
+    chunk = getattr(config, "prefill_chunk_size", None)
+    right = CARRIES_POSITIONS and config.use_cache is not False and isinstance(chunk, int) and chunk > 0
+    if chunk is not None and not right:
+        reasons.append(f"prefill_chunk_size={chunk!r}")
+    return reasons
 
 
-def _check_arguments(bound: inspect.BoundArguments, model: Any) -> None:
-    for name, value in bound.arguments.items():
+def _take_reasons(bound: inspect.BoundArguments, model: Any) -> list[str]:
+    """The arguments that only the original takes, which are taken out of `bound`, and what speaks against the engine
+    whatever the arguments."""
+    reasons = []
+    for name, value in list(bound.arguments.items()):
         nothing = value is None or (isinstance(value, list) and not value)
         if name not in ARGUMENTS and name != "kwargs" and not nothing:
-            raise Fallback(name)
+            reasons.append(name)
+            del bound.arguments[name]
     layers = attribute_at(model, body_path(model)).layers
     attentions = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
     if any(attention.training and getattr(attention, "attention_dropout", 0) for attention in attentions):
-        raise Fallback("attention_dropout of a model in training mode")
+        reasons.append("attention_dropout of a model in training mode")
+    return reasons
+
+
+def _refused_inputs(inputs: dict[str, Any]) -> list[str]:
+    """The inputs of the model's forward that only the original takes."""
+    names = [name for name, value in inputs.items() if value is not None and name not in INPUTS]
+    keep = inputs.get("logits_to_keep")
+    if keep is not None and (type(keep) is not int or keep < 0):  # the last row is among those it keeps
+        names.append("logits_to_keep")
+    if inputs.get("position_ids") is not None and not CARRIES_POSITIONS:
+        names.append("position_ids")
+    return names
+
+
+def _are_assumed(position_ids: Tensor | None, attention_mask: Tensor | None) -> bool:
+    """Whether positions [B | 1, L] are those of tokens that stand one behind the other, but for masked ones."""
+    if position_ids is None or position_ids.ndim != 2:
+        return False
+    if attention_mask is None:
+        places = torch.arange(position_ids.shape[1], device=position_ids.device)
+        return torch.equal(position_ids.long(), places.expand_as(position_ids))
+    if attention_mask.shape[1:] != position_ids.shape[1:]:
+        return False
+    places = attention_mask.long().cumsum(1) - 1
+    return bool(((position_ids == places) | (attention_mask == 0)).all())
+
+
+@contextmanager
+def _added_to(reasons: list[str]) -> Iterator[None]:
+    """A `Fallback` inside the block ends it, and its reasons are added."""
+    try:
+        yield
+    except Fallback as fallback:
+        reasons += fallback.args
+
+
+class _Prompt(NamedTuple):
+    """What `generate` has prepared: input_ids int [B, L], L perhaps 0 beside embeddings [B, n, H] that the target reads
+    in their place, and which of these the mask lets it see (None: all)."""
+
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    embeddings: Tensor | None
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What to decode: prompts int64 [L] without padding, each with `new_tokens` more or less by `stop_ids`.
+    """What to decode: prompts int64 [L] without masked tokens, each with `new_tokens` more or less by `stop_ids`.
 
-    The first `held_back` of them are none of `held_ids`.
+    The first `held_back` new tokens are no stop tokens. pad: what a row gets that has ended before others; None: the
+    target's tokens. embeddings: what the target reads in place of the prompts' first tokens, [n, H] each. logits: of
+    each new token, by row of the batch, as steps report them; None: nobody asks for them.
     """
 
     prompts: list[Tensor]
     new_tokens: int
     sampling: SamplingParams
-    stop_ids: frozenset[int]
-    held_back: int
-    held_ids: frozenset[int]
-
-    def stages(self) -> list[tuple[int, SamplingParams, frozenset[int]]]:
-        """New tokens, sampling and stop tokens of the requests that each prompt becomes, one behind the other."""
-        first = min(self.held_back, self.new_tokens) if self.held_ids else 0
-        stages = []
-        if first:
-            biases = dict(self.sampling.biases) | dict.fromkeys(self.held_ids, -math.inf)
-            stages.append((first, replace(self.sampling, logit_bias=biases), self.stop_ids - self.held_ids))
-        if first < self.new_tokens:
-            stages.append((self.new_tokens - first, self.sampling, self.stop_ids))
-        return stages
+    stop_ids: frozenset[int] = frozenset()
+    held_back: int = 0
+    pad: int | None = None
+    embeddings: list[Tensor] | None = None
+    logits: list[list[Tensor]] | None = None
 
 
 def _decode(
     engine: Engine,
     read_tree: Callable[[], TreeSpec],
     streamer: Any | None,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
+    reasons: Sequence[str],
+    prompt: _Prompt,
     logits_processor: Sequence[Any],
     stopping_criteria: StoppingCriteriaList,
     config: GenerationConfig,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """The loop over tokens, of all that `generate` has prepared: input_ids int [B, L] with their continuations."""
-    vocabulary = engine.view.vocab_size
-    padding = _left_padding(input_ids, attention_mask)
-    sampling, held_back, held_ids = _read_processors(logits_processor, config.do_sample, padding, vocabulary)
-    limits = [rule.max_length for rule in stopping_criteria if isinstance(rule, MaxLengthCriteria)]
-    if not limits:
-        raise Fallback("stopping_criteria without a length")
-    pads = any(hasattr(rule, "eos_token_id") for rule in stopping_criteria)
-    pad = getattr(config, "_pad_token_tensor", None)
-    if pads and pad is None:
-        raise Fallback("eos_token_id without pad_token_id")
-    ends = [rule.eos_token_id.tolist() for rule in stopping_criteria if type(rule) is EosTokenCriteria]
-    length = input_ids.shape[1]
-    plan = _Plan(
-        [row[skipped:].to(engine.view.device, torch.int64) for row, skipped in zip(input_ids, padding, strict=True)],
-        max(min(limits) - length, 1),  # stopping criteria are asked after a token
-        sampling,
-        frozenset(token for ids in ends for token in ids if token >= 0),  # a negative one never comes
-        held_back - length,
-        held_ids & frozenset(range(vocabulary)),
+    """The loop over tokens, of all that `generate` has prepared: the ids of the prompt with their continuations.
+
+    Raises Fallback with `reasons` and those that are found here.
+    """
+    known = StoppingCriteriaList(
+        rule for rule in stopping_criteria if type(rule) in (EosTokenCriteria, MaxLengthCriteria)
     )
-    pad_id = int(pad) if pads and pad is not None else None
-    kinds = (EosTokenCriteria, MaxLengthCriteria)
-    known = StoppingCriteriaList(rule for rule in stopping_criteria if type(rule) in kinds)
     asks, ranks = len(known) < len(stopping_criteria), engine.view.ranks
+    by_token = streamer is not None or asks
+    plan = _read_plan(engine.view, reasons, prompt, logits_processor, stopping_criteria, config, by_token)
     if ranks is not None:  # of which one may stream alone, or have criteria that others have not
         ranks.meet()
         asks = ranks.agreed(asks)
     criteria, deciding = (stopping_criteria, ranks) if asks else (known, None)
-    with closing(_steps(engine, read_tree(), plan)) as steps:
-        if streamer is None and not asks:
-            sequences = _all_tokens(steps, input_ids, pad_id)
-        else:
-            sequences = _token_by_token(steps, input_ids, pad_id, criteria, streamer, deciding)
-    return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
+    try:
+        with closing(_steps(engine, read_tree(), plan)) as steps:
+            if streamer is None and not asks:
+                sequences, counts = _all_tokens(steps, prompt.input_ids, plan.pad)
+            else:
+                sequences, counts = _token_by_token(steps, prompt.input_ids, plan.pad, criteria, streamer, deciding)
+    except NaNLogitsError as error:
+        if config.remove_invalid_values:
+            raise Fallback("remove_invalid_values of NaN logits") from error
+        raise
+    if config.remove_invalid_values and not all(part.isfinite().all() for parts in plan.logits or () for part in parts):
+        raise Fallback("remove_invalid_values of infinite logits")
+    if not config.return_dict_in_generate:
+        return sequences
+    if not (config.output_scores or config.output_logits):
+        return GenerateDecoderOnlyOutput(sequences=sequences)
+    length = prompt.input_ids.shape[1]
+    logits, scores = _emitted_logits(engine, plan, sequences[:, length:], counts), None
+    if config.output_scores:
+        process: Callable[..., Tensor] = logits_processor  # type: ignore[assignment]
+        scores = tuple(process(sequences[:, : length + place], row) for place, row in enumerate(logits))
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences, scores=scores, logits=logits if config.output_logits else None
+    )
 
 
-def _left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
-    """How many tokens each row begins with that are masked. Raises `Fallback` for any other mask."""
+def _read_plan(
+    view: ModelView,
+    known_reasons: Sequence[str],
+    prompt: _Prompt,
+    logits_processor: Sequence[Any],
+    stopping_criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    by_token: bool,
+) -> _Plan:
+    """What all that `generate` has prepared comes to. by_token: somebody is told of each token before the last one.
+
+    Raises `Fallback` with all reasons why the engine cannot, those that are known among them.
+    """
+    reasons: list[str] = []
+    input_ids, embeddings = prompt.input_ids, prompt.embeddings
+    length, vocabulary = input_ids.shape[1], view.vocab_size
+    if embeddings is not None:
+        reasons += _embeddings_reasons(view, prompt)
+        if not length:  # drafts need some ids
+            input_ids = input_ids.new_zeros(embeddings.shape[:2])
+    kept: list[Tensor] | None = None
+    padding, holes = [0] * len(input_ids), False
+    sampling, held_back, held_ids = SamplingParams(), 0, frozenset[int]()
+
+    limits = [rule.max_length for rule in stopping_criteria if isinstance(rule, MaxLengthCriteria)]
+    if not limits:
+        reasons.append("stopping_criteria without a length")
+    new_tokens = max(min(limits, default=0) - length, 1)  # stopping criteria are asked after a token
+    with _added_to(reasons):
+        kept, padding, holes = _read_mask(view, input_ids, prompt.attention_mask, new_tokens)
+
+    try:
+        sampling, held_back, held_ids = _read_processors(logits_processor, config.do_sample, padding, vocabulary)
+    except Fallback as fallback:
+        made = [type(processor).__name__ for processor in logits_processor] if known_reasons else []
+        reasons += [reason for reason in fallback.args if reason not in made]  # by fields that are named already
+    if holes and sampling.repetition_penalty != 1:
+        reasons.append("repetition_penalty that counts masked tokens")
+    if not length and sampling.repetition_penalty != 1:
+        reasons.append("repetition_penalty of inputs_embeds without input_ids")
+
+    pads = any(hasattr(rule, "eos_token_id") for rule in stopping_criteria)
+    pad = getattr(config, "_pad_token_tensor", None)
+    if pads and pad is None:
+        reasons.append("eos_token_id without pad_token_id")
+    ends = [rule.eos_token_id.tolist() for rule in stopping_criteria if type(rule) is EosTokenCriteria]
+    stop_ids = frozenset(token for ids in ends for token in ids if 0 <= token < vocabulary)  # others never come
+    held_back = min(max(held_back - length, 0), new_tokens)
+    if held_back and held_ids & frozenset(range(vocabulary)) != stop_ids:
+        reasons.append("a minimal length of other tokens than stopping_criteria look at")
+
+    wanted = bool(config.return_dict_in_generate) and (config.output_scores or config.output_logits)
+    if wanted and config.output_scores and not all(_ignores_scores(rule) for rule in stopping_criteria):
+        reasons.append("output_scores that stopping_criteria may look at")
+    if config.remove_invalid_values and by_token:  # an invalid one may come too late to begin again
+        reasons.append("remove_invalid_values beside a streamer or stopping_criteria")
+    if getattr(config, "prefill_chunk_size", None) and not any("prefill_chunk_size" in name for name in known_reasons):
+        reasons += [] if view.by_token else ["prefill_chunk_size over recurrent layers"]
+        reasons += [] if embeddings is None else ["prefill_chunk_size of inputs_embeds"]  # all of them at every chunk
+    if known_reasons or reasons:
+        raise Fallback(*known_reasons, *reasons)
+    return _Plan(
+        [row.to(view.device, torch.int64) for row in _kept_of(input_ids, kept)],
+        new_tokens,
+        sampling,
+        stop_ids,
+        held_back,
+        int(pad) if pads and pad is not None else None,
+        None if embeddings is None else _kept_of(embeddings, kept),
+        [[] for _ in input_ids] if wanted or config.remove_invalid_values else None,
+    )
+
+
+def _kept_of(rows: Tensor, kept: list[Tensor] | None) -> list[Tensor]:
+    """Of each row what is at the places that are kept; None: all."""
+    return list(rows) if kept is None else [row[places] for row, places in zip(rows, kept, strict=True)]
+
+
+def _embeddings_reasons(view: ModelView, prompt: _Prompt) -> list[str]:
+    """Why only the original takes the embeddings of a prompt."""
+    given, ids, reasons = prompt.embeddings, prompt.input_ids, []
+    assert given is not None
+    if given.ndim != 3 or (given.shape[2], given.dtype, given.device) != (view.hidden_size, view.dtype, view.device):
+        reasons.append(f"inputs_embeds of {given.dtype} {list(given.shape)} on {given.device}")
+    if ids.shape[1] and ids.shape != given.shape[:2]:  # by whose number it counts positions
+        reasons.append(f"inputs_embeds beside input_ids of shape {list(ids.shape)}")
+    if view.ranks is not None:
+        reasons.append("inputs_embeds of a model that several ranks share")
+    return reasons
+
+
+def _read_mask(
+    view: ModelView, input_ids: Tensor, attention_mask: Tensor | None, new_tokens: int
+) -> tuple[list[Tensor] | None, list[int], bool]:
+    """The places in each row that are not masked, None: all of them; how many masked tokens each row begins with; and
+    whether there are others.
+
+    The original counts positions without masked tokens, and nothing sees these: where all layers see all tokens, they
+    may as well be absent. Raises `Fallback` for a mask of which that is not so.
+    """
+    nothing = None, [0] * len(input_ids), False
     if attention_mask is None:
-        return [0] * len(input_ids)
+        return nothing
     if attention_mask.shape != input_ids.shape:
         raise Fallback(f"attention_mask of shape {list(attention_mask.shape)}")
     kept = attention_mask.bool()
-    if ((attention_mask != 0) & (attention_mask != 1)).any() or (kept[:, :-1] & ~kept[:, 1:]).any():
-        raise Fallback("attention_mask with more than padding on the left")
-    if not kept[:, -1].all():
+    if (attention_mask == 1).all():
+        return nothing
+    if ((attention_mask != 0) & (attention_mask != 1)).any():
+        raise Fallback("attention_mask with other values than 0 and 1")
+    if not kept.any(1).all():
         raise Fallback("attention_mask of a row that is nothing but padding")
-    return (~kept).sum(1).tolist()
+    if not kept[:, -1].all():
+        raise Fallback("attention_mask with padding on the right")
+    holes = bool((kept[:, :-1] & ~kept[:, 1:]).any())
+    if holes and not view.sees_all(kept.shape[1] + new_tokens):
+        raise Fallback("attention_mask with holes over layers that do not see all tokens")
+    return [row.nonzero()[:, 0] for row in kept], kept.int().argmax(1).tolist(), holes
+
+
+def _ignores_scores(rule: Any) -> bool:
+    """Whether a stopping criterion is one of transformers', none of which looks at scores but that of assistants."""
+    return type(rule) in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 
 
 def _read_processors(
@@ -336,59 +580,92 @@ def _read_processors(
                 least = processor.prompt_length_to_skip + processor.min_new_tokens
             ends = processor.eos_token_id.tolist()
             held_back, held_ids = max(held_back, least), held_ids.union(end for end in ends if end < vocabulary)
-        elif kind is not processors.LogitNormalization:  # which changes no distribution
+        elif kind not in _WITHOUT_EFFECT:
             raise Fallback(kind.__name__)
     return SamplingParams(logit_bias=bias, **options), held_back, held_ids
 
 
 def _steps(engine: Engine, tree: TreeSpec, plan: _Plan) -> Steps:
-    """One step of the batch after another, until no row goes on.
+    """One step of the batch after another, until no row goes on. Logits are added to the plan's.
 
     Raises RuntimeError for NaN logits, or if another generation is running.
     """
-    count, stages = len(plan.prompts), plan.stages()
-    seeds = [sampling.seeds(count) for _, sampling, _ in stages]
+    count = len(plan.prompts)
+    embeddings: Sequence[Tensor | None] = plan.embeddings or [None] * count
     most = max(map(len, plan.prompts)) + plan.new_tokens
     with Batch(engine, count, tree, most, drafts=tree.drafts > 0) as batch:
         engine.accept_lengths = []
-        waiting = [(row, 0, prompt) for row, prompt in enumerate(plan.prompts)]
-        entered: dict[int, tuple[int, int]] = {}  # slot to row and stage
-        while waiting or batch.running:
-            requests: list[Request] = []
-            for row, stage, prompt in waiting[: len(batch.free)]:
-                new, sampling, stop_ids = stages[stage]
-                request = Request(prompt, new, replace(sampling, seed=seeds[stage][row]), stop_ids)
-                requests.append(request)
-            if entered:  # a later stage waits for room; the first ones enter together, or nobody does
-                requests = requests[: batch.fitting(requests)]
-            if requests:
-                slots = batch.admit_all(requests)
-                entered |= {slot: entry[:2] for slot, entry in zip(slots, waiting[: len(slots)], strict=True)}
-                del waiting[: len(slots)]
+        slots = batch.admit_all(
+            Request(
+                prompt,
+                plan.new_tokens,
+                replace(plan.sampling, seed=seed),
+                plan.stop_ids,
+                min_new_tokens=plan.held_back,
+                logits=plan.logits is not None,
+                embeddings=read,
+            )
+            for prompt, read, seed in zip(plan.prompts, embeddings, plan.sampling.seeds(count), strict=True)
+        )
+        row_of = {slot: row for row, slot in enumerate(slots)}
+        while batch.running:
             progress = batch.step()
             for done in progress:
                 if done.error not in (None, NAN):
                     raise CacheFullError(done.error)
-            if broken := [entered[done.slot][0] for done in progress if done.error]:
+            if broken := [row_of[done.slot] for done in progress if done.error]:
                 raise NaNLogitsError(f"{NAN} for sequences {broken}")
             for done in progress:
-                row, stage = entered[done.slot]
+                row = row_of[done.slot]
                 if row == 0:
                     engine.accept_lengths.append(done.accepted)
-                if done.finished == "length" and stage + 1 < len(stages):
-                    waiting.append((row, stage + 1, batch.tokens(done.slot)))
-            yield [(entered[done.slot][0], done.tokens) for done in progress]
+                if plan.logits is not None and done.logits is not None:
+                    plan.logits[row].append(done.logits.clone())  # the step's others go
+            yield [(row_of[done.slot], done.tokens) for done in progress]
 
 
-def _all_tokens(steps: Steps, input_ids: Tensor, pad: int | None) -> Tensor:
-    """All rows to their ends: [B, L + longest], shorter ones filled up with `pad`."""
+def _emitted_logits(engine: Engine, plan: _Plan, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
+    """The logits that each column of tokens [B, n] was chosen by, float32 [B, V] each.
+
+    counts: how many tokens of each row are its own. Behind these the original goes on with the plan's padding, and so
+    must the target here, to say what its logits are.
+    """
+    assert plan.logits is not None
+    total = tokens.shape[1]
+    rows = [torch.cat(parts)[:count] for parts, count in zip(plan.logits, counts, strict=True)]
+    ended = [row for row, count in enumerate(counts) if count < total]
+    if ended:
+        assert plan.pad is not None, "only padding follows a row's end"
+        own = [tokens[row, : counts[row]].to(engine.view.device) for row in ended]
+        least = min(counts)
+        padded = _Plan(
+            [torch.cat((plan.prompts[row], new)) for row, new in zip(ended, own, strict=True)],
+            total - least,
+            SamplingParams(logit_bias={plan.pad: _SURELY}),
+            embeddings=None if plan.embeddings is None else [plan.embeddings[row] for row in ended],
+            logits=[[] for _ in ended],
+        )
+        for _ in _steps(engine, PLAIN, padded):
+            pass
+        assert padded.logits is not None
+        for row, parts in zip(ended, padded.logits, strict=True):
+            rows[row] = torch.cat((rows[row], *parts))[:total]
+    device = tokens.device
+    if len(rows) == 1:
+        return tuple(rows[0].to(device).split(1))
+    return torch.stack(rows, dim=1).to(device).unbind(0)
+
+
+def _all_tokens(steps: Steps, input_ids: Tensor, pad: int | None) -> tuple[Tensor, list[int]]:
+    """All rows to their ends: [B, L + longest], shorter ones filled up with `pad`, and how many tokens each got."""
     rows: list[list[int]] = [[] for _ in input_ids]
     for step in steps:
         for row, tokens in step:
             rows[row] += tokens
-    longest = max(map(len, rows))
-    new = [tokens + [pad or 0] * (longest - len(tokens)) for tokens in rows]
-    return torch.cat((input_ids, torch.tensor(new, dtype=torch.int64, device=input_ids.device)), dim=1)
+    counts = [len(tokens) for tokens in rows]
+    new = [tokens + [pad or 0] * (max(counts) - len(tokens)) for tokens in rows]
+    sequences = torch.cat((input_ids, torch.tensor(new, dtype=torch.int64, device=input_ids.device)), dim=1)
+    return sequences, counts
 
 
 def _token_by_token(
@@ -398,8 +675,9 @@ def _token_by_token(
     stopping_criteria: StoppingCriteriaList,
     streamer: Any | None,
     ranks: Ranks | None,
-) -> Tensor:
-    """All rows token by token, in step with each other, until `stopping_criteria` have said of each that it is done.
+) -> tuple[Tensor, list[int]]:
+    """All rows token by token, in step with each other, until `stopping_criteria` have said of each that it is done,
+    and how many tokens each got.
 
     pad: what a row that is done gets from then on; None: the target's tokens, as long as others go on. ranks: those
     of which rank 0's criteria count, which may look at a clock; None: what these say is the same on all.
@@ -407,6 +685,7 @@ def _token_by_token(
     if streamer is not None:
         streamer.put(input_ids.cpu())
     waiting: list[deque[int]] = [deque() for _ in input_ids]
+    counts = [0] * len(input_ids)
     sequences, goes_on = input_ids, torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
     while goes_on.any():
         new = []
@@ -414,6 +693,7 @@ def _token_by_token(
             while not waiting[row] and (more or pad is None):
                 for other, tokens in next(steps):
                     waiting[other] += tokens
+            counts[row] += more or pad is None
             new.append(waiting[row].popleft() if more or pad is None else pad)
         column = torch.tensor(new, dtype=torch.int64, device=input_ids.device)
         sequences = torch.cat((sequences, column[:, None]), dim=1)
@@ -425,4 +705,4 @@ def _token_by_token(
         goes_on = goes_on & ~done
     if streamer is not None:
         streamer.end()
-    return sequences
+    return sequences, counts

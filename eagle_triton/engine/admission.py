@@ -23,6 +23,16 @@ def check_request(request: Request, view: ModelView, rows: int, depth: int) -> N
         raise ValueError(
             f"prompt: tokens must lie in 0..{view.vocab_size - 1}, got {int(prompt.min())}..{int(prompt.max())}"
         )
+    given = request.embeddings
+    if given is not None and (
+        given.ndim != 2
+        or len(given) > len(prompt)
+        or (given.shape[1], given.dtype, given.device) != (view.hidden_size, view.dtype, view.device)
+    ):
+        raise ValueError(
+            f"embeddings must be {view.dtype} [n, {view.hidden_size}] on {view.device}, n at most the prompt's "
+            f"{len(prompt)} tokens, got {given.dtype} {list(given.shape)} on {given.device}"
+        )
     if request.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
     if not 0 <= request.min_new_tokens <= request.max_new_tokens:

@@ -331,7 +331,8 @@ class Batch:
             raise
         with self._must_finish():
             shared = {slot: pages.of(slot)[: len(entry.beginning.keys)] for slot, entry in entering.items()}
-            self._prompts.add({slot: entry.prompt for slot, entry in entering.items()}, shared)
+            alone = [slot for slot, entry in entering.items() if entry.request.embeddings is not None]
+            self._prompts.add({slot: entry.prompt for slot, entry in entering.items()}, shared, alone)
             for slot, entry in entering.items():
                 self.lengths[slot] = len(entry.prompt)
                 entry.found = found[slot] * PAGE_ROWS
@@ -341,11 +342,12 @@ class Batch:
     def _entry_of(self, request: Request) -> SlotEntry:
         prompt = request.prompt.to("cpu", copy=True)  # the caller may write another one there
         self._came += 1
-        return SlotEntry(request, prompt, self._beginning_of(prompt), self._came)
+        return SlotEntry(request, prompt, self._beginning_of(request, prompt), self._came)
 
-    def _beginning_of(self, tokens: Tensor, known: Sequence[bytes] = ()) -> Beginning:
-        """By which pages with these tokens are found; by nothing where none are shared."""
-        if not self._prefill.share:
+    def _beginning_of(self, request: Request, tokens: Tensor, known: Sequence[bytes] = ()) -> Beginning:
+        """By which pages with these tokens of a request are found; by nothing where none are shared, or where the
+        target has read something else."""
+        if not self._prefill.share or request.embeddings is not None:
             return Beginning([])
         return Beginning.of(tokens, b"plain" if self._draft is None else b"drafts", known)
 
@@ -379,7 +381,7 @@ class Batch:
         entry = self._entries[slot]
         assert entry is not None
         tokens = entry.committed
-        beginning = self._beginning_of(tokens, entry.beginning.keys)
+        beginning = self._beginning_of(entry.request, tokens, entry.beginning.keys)
         wait_for_all(self.sequences.device, self.engine.view.ranks)
         root = int(self.sequences.tokens[slot, self.lengths[slot]]) if entry.decodes else entry.root
         waiting = entry.paused(tokens, beginning, root)
@@ -416,13 +418,22 @@ class Batch:
         forward = self._prompts.next(most)
         if not self.engine.view.by_token:  # who interrupts leaves layers that have taken these tokens in, and others
             self._prompts.restart(forward)
-        if self._prefill.read(forward, self._draft):
+        if self._prefill.read(forward, self._draft, self._embeddings_of(forward.pieces[0].slot)):
             return 0
         with self._must_finish():
             self._prompts.take(forward)
             for slot in forward.ended:
                 self._finish_prompt(slot)
         return forward.tokens
+
+    def _embeddings_of(self, slot: int) -> Tensor | None:
+        """What the target reads instead of the tokens of the prompt in a slot, [L, H]; None: these."""
+        entry = self._entries[slot]
+        if entry is None or entry.request.embeddings is None:
+            return None
+        given = entry.request.embeddings
+        behind = entry.prompt[len(given) :].to(given.device)
+        return torch.cat((given, self.engine.view.embedding[behind]))
 
     def _begin_read(self) -> None:
         """Begin with all prompts that are read to the end, at once: it takes a pass of the draft over the whole batch.
@@ -560,7 +571,7 @@ class Batch:
         if entry is not None and entry.decodes and self._draft is not None:
             self._draft.end(self.sequences, slot, len(entry.prompt), self.lengths[slot])
         if entry is not None and entry.decodes and self.chooser.plain_steps is None and not wipe:
-            self.sequences.pages.keep(slot, self._beginning_of(entry.committed, entry.beginning.keys))
+            self.sequences.pages.keep(slot, self._beginning_of(entry.request, entry.committed, entry.beginning.keys))
         self._entries[slot] = None
         self.sequences.active[slot] = False
         for free in self._prompts.drop(slot):

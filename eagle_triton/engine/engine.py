@@ -325,6 +325,9 @@ class Engine:
         launched, as they are where they cannot be compiled ahead, and the report says so.
         """
 
+        if mode.logits:
+            state.add_logits()
+
         def launch_all() -> None:
             if before is not None:
                 before()

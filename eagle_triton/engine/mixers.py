@@ -123,6 +123,10 @@ class Mixer(ABC):
         as it reads any pieces."""
         return None
 
+    def sees_all(self, rows: int) -> bool:
+        """Whether each of so many tokens sees all before it, and remembers nothing else."""
+        return False
+
     @property
     @abstractmethod
     def cache_shape(self) -> Hashable:
@@ -245,6 +249,9 @@ class Attention(Mixer):
         if self.sliding_window is not None or self.head_dim % 8 or self.head_dim > STRETCH_WIDTH:
             return None
         return self.num_heads, self.num_kv_heads, self.head_dim
+
+    def sees_all(self, rows: int) -> bool:
+        return self.sliding_window is None or rows <= self.sliding_window
 
     @property
     def cache_shape(self) -> tuple[int, int]:

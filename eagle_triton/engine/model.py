@@ -100,6 +100,10 @@ class ModelView:
         """Whether each token is remembered by itself, where prompts that begin alike may find it."""
         return all(layer.mixer.by_token for layer in self.layers)
 
+    def sees_all(self, rows: int) -> bool:
+        """Whether each of so many tokens sees all before it in every layer, which then remember nothing else."""
+        return all(layer.mixer.sees_all(rows) for layer in self.layers)
+
     def check_tree(self, spec: TreeSpec, option: str = "spec") -> None:
         """Raise ValueError, naming the option that asks for it, for more nodes than a layer can see at once."""
         limits = [layer.mixer.most_nodes for layer in self.layers if layer.mixer.most_nodes is not None]

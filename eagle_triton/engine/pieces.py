@@ -33,12 +33,16 @@ class Pieces(NamedTuple):
         lengths = lengths if self.slots is None else lengths[self.slots.long()]
         return (lengths - self.starts).clamp(0, self.rows)
 
+    def columns(self, lengths: Tensor, behind: int = 0) -> Tensor:
+        """The places in their sequences of their tokens, or so many behind them: [P, n] int64; see `tokens`."""
+        lengths = lengths if self.slots is None else lengths[self.slots.long()]
+        places = torch.arange(behind, behind + self.rows, dtype=torch.int32, device=self.starts.device)
+        return (self.starts[:, None] + places).minimum(lengths[:, None] - 1).clamp(min=0).long()
+
     def tokens(self, tokens: Tensor, lengths: Tensor, behind: int = 0) -> Tensor:
         """Those of the pieces, or so many places behind them, [P, n] int64, of all slots' tokens [B, C] int64.
 
         lengths [B] int32: of the prompts, whose last tokens stand behind their ends too.
         """
-        lengths = lengths if self.slots is None else lengths[self.slots.long()]
-        places = torch.arange(behind, behind + self.rows, dtype=torch.int32, device=self.starts.device)
-        columns = (self.starts[:, None] + places).minimum(lengths[:, None] - 1).clamp(min=0).long()
+        columns = self.columns(lengths, behind)
         return tokens.gather(1, columns) if self.slots is None else tokens[self.slots[:, None].long(), columns]

@@ -9,6 +9,7 @@ captured (long_prompts.py). On a CPU, and where a kind of layer cannot, prompts 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -120,16 +121,20 @@ class Prefill:
         sequences.tokens[slots, : rows.shape[1]] = rows
         sequences.lengths[slots] = upload(lengths, torch.int32, sequences.device)
 
-    def read(self, forward: Forward, draft: Draft | None) -> bool:
-        """Launch a forward of target and draft. `draft` None: the sequences will be decoded plainly.
+    def read(self, forward: Forward, draft: Draft | None, embeddings: Tensor | None = None) -> bool:
+        """Launch a forward of target and draft. `draft` None: the sequences will be decoded plainly. embeddings [L, H]:
+        what the target reads instead of the tokens, if all pieces are of one prompt.
 
         Returns whether it must be read again, in another way: some layers have taken in its tokens, others have not.
         """
         if not self.packed:
             (piece,) = forward.pieces
-            self._read_alone(piece.slot, piece.end, draft, piece.start)
+            self._read_alone(piece.slot, piece.end, draft, piece.start, embeddings)
             return False
         self._inputs_of(forward).fill(forward)
+        if embeddings is not None:  # which lie elsewhere for each prompt
+            self._forward(forward, draft, embeddings=embeddings)
+            return False
         stretch = self._long_prompts.stretch_of(forward)
         if stretch is not None:
             try:
@@ -187,11 +192,17 @@ class Prefill:
                 self._read_alone(slot, min(len(prompt), CHUNK + (len(prompt) - 1) % CHUNK + 1), draft)
         self._begin(draft, state, mode)
 
-    def _forward(self, forward: Forward, draft: Draft | None, stretch: Stretch | None = None) -> None:
+    def _forward(
+        self,
+        forward: Forward,
+        draft: Draft | None,
+        stretch: Stretch | None = None,
+        embeddings: Tensor | None = None,
+    ) -> None:
         inputs = self._inputs_of(forward)
         last = inputs.ends.clamp(min=0).long()
         pieces = inputs.pieces._replace(stretch=stretch)
-        hidden, features = read_pieces(self.ops, self.view, draft, self.sequences, pieces, last)
+        hidden, features = read_pieces(self.ops, self.view, draft, self.sequences, pieces, last, embeddings)
         self.ends.keep(inputs.ends, hidden, features)
 
     def _inputs_of(self, forward: Forward) -> _Inputs:
@@ -200,11 +211,13 @@ class Prefill:
             self._inputs[key] = _Inputs(forward, self.sequences)
         return self._inputs[key]
 
-    def _read_alone(self, slot: int, length: int, draft: Draft | None, start: int = 0) -> None:
+    def _read_alone(
+        self, slot: int, length: int, draft: Draft | None, start: int = 0, embeddings: Tensor | None = None
+    ) -> None:
         one = slice(slot, slot + 1)
         part = self.sequences.part(one)
         part.caches.clear()
-        outputs = read_prompts(self.ops, self.view, draft, part, length, start)
+        outputs = read_prompts(self.ops, self.view, draft, part, length, start, embeddings)
         for kept, found in zip(self.ends, outputs, strict=True):
             kept[one] = found
 
@@ -223,6 +236,8 @@ class Prefill:
         if mode.logprobs:
             logprob = token_logprobs(logits, root)[:, 0]
             sequences.root_logprob.copy_(torch.where(entering, logprob, sequences.root_logprob))
+        if mode.logits and sequences.root_logits is not None:
+            sequences.root_logits.copy_(torch.where(entering[:, None], logits[:, 0].float(), sequences.root_logits))
         if draft is not None:
             draft.begin(ops, sequences, self.ends.features, entering)
         grow_first_tree(ops, draft, state)
@@ -244,13 +259,18 @@ def read_pieces(
     sequences: Sequences,
     pieces: Pieces,
     last: Tensor | None = None,
+    embeddings: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One forward of target and draft over pieces of prompts, whose tokens the sequences have already.
 
-    last: flat rows [m] int64 of P * n whose hidden states are wanted; None: all. Returns the target's normed hidden
-    states [m, 1, H], or [P, n, H], and features [P, n, F].
+    last: flat rows [m] int64 of P * n whose hidden states are wanted; None: all. embeddings [L, H]: what the target
+    reads instead of the tokens of the prompt that all pieces are of. Returns the target's normed hidden states
+    [m, 1, H], or [P, n, H], and features [P, n, F].
     """
-    tokens = pieces.tokens(sequences.tokens, sequences.lengths)
+    if embeddings is None:
+        tokens = pieces.tokens(sequences.tokens, sequences.lengths)
+    else:  # a table with a row for each place
+        view, tokens = replace(view, embedding=embeddings), pieces.columns(sequences.lengths)
     caches = sequences.caches.of_pieces(pieces, sequences.lengths)
     rows = Rows(pieces.seen, pieces.starts, None, None, stretch=pieces.stretch)
     hidden, features = prompt_forward(ops, view, tokens, caches, rows, last)
@@ -260,17 +280,23 @@ def read_pieces(
 
 
 def read_prompts(
-    ops: Operations, view: ModelView, draft: Draft | None, sequences: Sequences, length: int, start: int = 0
+    ops: Operations,
+    view: ModelView,
+    draft: Draft | None,
+    sequences: Sequences,
+    length: int,
+    start: int = 0,
+    embeddings: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run prompts of one length, the first tokens of all sequences, through target and draft, chunk by chunk.
 
-    start: tokens that are there already. Returns the target's normed hidden states [B, 1, H] and features [B, 1, F] at
-    their last tokens.
+    start: tokens that are there already. embeddings: see read_pieces. Returns the target's normed hidden states
+    [B, 1, H] and features [B, 1, F] at their last tokens.
     """
     for first in range(start, length, CHUNK):
         starts = torch.full_like(sequences.lengths, first)
         pieces = Pieces(None, starts, starts, min(CHUNK, length - first))
-        hidden, features = read_pieces(ops, view, draft, sequences, pieces)
+        hidden, features = read_pieces(ops, view, draft, sequences, pieces, embeddings=embeddings)
     return hidden[:, -1:], features[:, -1:]
 
 

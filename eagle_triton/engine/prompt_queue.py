@@ -7,7 +7,7 @@ comes first reads it for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from typing import NamedTuple
@@ -52,10 +52,11 @@ class Forward(NamedTuple):
 
 
 class _Reading:
-    """A prompt that is read from token `start` on; `pages` are those of its first pieces that others may hold too."""
+    """A prompt that is read from token `start` on; `pages` are those of its first pieces that others may hold too.
+    alone: in forwards of its own, and for nobody else."""
 
-    def __init__(self, prompt: Tensor, pages: Sequence[int]):
-        self.prompt, self.pages, self.start = prompt, pages, 0
+    def __init__(self, prompt: Tensor, pages: Sequence[int], alone: bool):
+        self.prompt, self.pages, self.alone, self.start = prompt, pages, alone, 0
 
 
 class PromptQueue:
@@ -74,12 +75,18 @@ class PromptQueue:
     def __bool__(self) -> bool:
         return bool(self._readings)
 
-    def add(self, prompts: Mapping[int, Tensor], pages: Mapping[int, Sequence[int]] | None = None) -> None:
-        """Prompts [L] int64 by slot, on the host, all of which enter at once; pages: of their first whole pieces."""
+    def add(
+        self,
+        prompts: Mapping[int, Tensor],
+        pages: Mapping[int, Sequence[int]] | None = None,
+        alone: Collection[int] = (),
+    ) -> None:
+        """Prompts [L] int64 by slot, on the host, all of which enter at once; pages: of their first whole pieces.
+        alone: slots whose prompts are more than their tokens, and have forwards of their own."""
         for slot, prompt in prompts.items():
-            twin = self._twin(prompt)
+            twin = None if slot in alone else self._twin(prompt)
             if twin is None:
-                self._readings[slot] = _Reading(prompt, () if pages is None else pages[slot])
+                self._readings[slot] = _Reading(prompt, () if pages is None else pages[slot], slot in alone)
                 self._twins[slot] = []
             else:
                 self._twins[twin].append(slot)
@@ -96,7 +103,7 @@ class PromptQueue:
             return Forward(first.end - first.start, 1, [first])
         rows = self._rows_of(first)
         largest = SIZES[rows][-1]
-        alike = [first, *islice((piece for piece in pieces if self._rows_of(piece) == rows), largest - 1)]
+        alike = [first, *islice((piece for piece in pieces if self._are_alike(piece, first)), largest - 1)]
         size = next_size(len(alike), rows, None if most is None else most // rows)
         return Forward(rows, size, alike[:size])
 
@@ -147,7 +154,8 @@ class PromptQueue:
         """A slot whose prompt, still being read, is equal. A short one is read faster than copied."""
         if not self._copies or (self._packed and len(prompt) <= PIECE_ROWS):
             return None
-        return next((slot for slot, other in self._readings.items() if torch.equal(prompt, other.prompt)), None)
+        others = ((slot, other.prompt) for slot, other in self._readings.items() if not other.alone)
+        return next((slot for slot, other in others if torch.equal(prompt, other)), None)
 
     def _pieces(self) -> Iterator[Piece]:
         """All that wait, each shared page once."""
@@ -168,6 +176,11 @@ class PromptQueue:
                         continue
                     taken.add(reading.pages[page])
                 yield Piece(slot, start, min(start + PIECE_ROWS, length), start + PIECE_ROWS >= length)
+
+    def _are_alike(self, piece: Piece, first: Piece) -> bool:
+        """Whether a piece may stand in one forward with the first one."""
+        alone = self._readings[piece.slot].alone or self._readings[first.slot].alone
+        return self._rows_of(piece) == self._rows_of(first) and (piece.slot == first.slot or not alone)
 
     def _rows_of(self, piece: Piece) -> int:
         return FEW_ROWS if piece.last and piece.end <= FEW_ROWS else PIECE_ROWS

@@ -21,7 +21,9 @@ class Request:
 
     It ends at the first of `stop_ids` (which is kept) or after `max_new_tokens`; before `min_new_tokens` none of these
     is chosen. With `exact` False it ends as the original EaModel ends: only after a step, whose other tokens are kept.
-    logprobs: report the log-probability of each token, as `Batch(logprobs=True)` does for all requests.
+    logprobs: report the log-probability of each token, as `Batch(logprobs=True)` does for all requests. logits: report
+    the target's own logits that each token was chosen by. embeddings: what the target reads in place of the first
+    tokens of the prompt, [n, H] of its dtype on its device; drafts and penalties take the tokens.
     """
 
     prompt: Tensor
@@ -31,6 +33,8 @@ class Request:
     exact: bool = True
     logprobs: bool = False
     min_new_tokens: int = 0
+    logits: bool = False
+    embeddings: Tensor | None = None
 
     @property
     def processed(self) -> bool:
@@ -58,6 +62,8 @@ class Progress:
     finished: None while it goes on, then "stop", "length" or "error", with the reason in `error`.
     drafts: if asked for, what was drafted, in the order of the tree's nodes. egag: of a tree that is adaptive.
     behind_prompts: others' prompts were read before the step, which took longer for it.
+    logits: if asked for, float32 [n, V] for n tokens, on the device: as the target gave them, before penalties, biases,
+    temperature and filters.
     """
 
     slot: int
@@ -74,3 +80,4 @@ class Progress:
     drafts: list[int] | None = None
     egag: GuideReading | None = None
     behind_prompts: bool = False
+    logits: Tensor | None = None

@@ -114,6 +114,9 @@ class Sequences:
         self.skipped: SkippedFeatures | None = None  # where plain steps leave features for the draft
         self.rules: LogitRules | None = None  # from the first request on that has any
         self.root_logprob = zeros(dtype=torch.float32)  # of the root, in steps that report log-probabilities
+        self.root_logits: Tensor | None = (
+            None  # [B, V] float32 of the root, from the first request on that asks for any
+        )
 
     def add_rules(self) -> None:
         """Make room for penalties, biases and least lengths, all off."""
@@ -125,6 +128,12 @@ class Sequences:
                 seen=torch.zeros(shape, dtype=torch.uint8, device=device),
                 least=torch.zeros(self.slots, dtype=torch.int32, device=device),
             )
+
+    def add_logits(self) -> None:
+        """Make room for the target's logits that the roots were chosen by."""
+        if self.root_logits is None:
+            shape = (self.slots, self.vocabulary)
+            self.root_logits = torch.zeros(shape, dtype=torch.float32, device=self.device)
 
     def widen_stops(self, count: int) -> bool:
         """Make room for `count` stop tokens of a sequence; True if that took a new table."""
@@ -186,9 +195,19 @@ class DecodeState:
         # of this tree and the next, the drafts, and how deep the tree was and how many of them it had
         self.report = zeros(REPORT_TOKENS + 2 * (spec.depth + 1) + _GUIDE + spec.drafts + 2, dtype=torch.int64)
         self.report[:, -2], self.report[:, -1] = spec.depth, spec.drafts
+        # [B, D + 2, V] float32: the logits of each token that the last step committed and of the next root, where some
+        # request asks for them
+        self.token_logits: Tensor | None = None
         self.draft_tree_tensors: Any = (
             None if draft is None or not spec.drafts else draft.new_tree_tensors(spec, batch, device)
         )
+
+    def add_logits(self) -> None:
+        """Make room for the target's logits of each token of a step, for sequences that have such room."""
+        self.sequences.add_logits()
+        if self.token_logits is None:
+            shape = (self.batch, self.spec.depth + 2, self.sequences.vocabulary)
+            self.token_logits = torch.zeros(shape, dtype=torch.float32, device=self.lengths.device)
 
     def limited(self, levels: int | None) -> DecodeState:
         """The same tensors, the next tree being scored no deeper than so many levels; None: as deep as the tree is."""
@@ -206,6 +225,7 @@ class DecodeState:
         changed = [*self.tree, sequences.sampling.step, sequences.active, sequences.nan, sequences.root_logprob]
         changed += tensors_of(sequences.draft_tensors, objects=False)
         changed += [] if sequences.rules is None else [sequences.rules.seen]
+        changed += [] if sequences.root_logits is None else [sequences.root_logits]
         changed += [] if sequences.skipped is None else [*sequences.skipped]
         saved = [tensor.clone() for tensor in changed]
         sequences.active.fill_(False)

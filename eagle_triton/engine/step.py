@@ -34,6 +34,7 @@ class Mode(NamedTuple):
     learns: bool = False  # when nothing is drafted: the draft learns from the logits all the same
     processed: bool = False  # repetition penalties and logit biases
     logprobs: bool = False  # report log-probabilities
+    logits: bool = False  # keep the target's logits of each token
     drafts: bool = False  # report the drafts
     levels: int | None = None  # that are scored for the next tree, None: all
     filtered: bool = True  # when sampling: some sequence has top-k, top-p or min-p
@@ -82,6 +83,8 @@ def decode_step(
         rules.seen.scatter_(1, committed, torch.where(steps_on, 1, rules.seen.gather(1, committed)))
     if before is not None:
         _report_logprobs(ops, state, logits, path, before)
+    if mode.logits:
+        _keep_logits(ops, state, logits, path)
     if guide is not None:
         state.guide_of(state.report)[:, 3] = guide.gamma
 
@@ -202,6 +205,17 @@ def _report_logprobs(ops: Operations, state: DecodeState, logits: Tensor, path: 
     reported[:, 1:] = values[:, :-1]
     last = (path >= 0).sum(1, keepdim=True) - 1
     root.copy_(values.gather(1, last)[:, 0])
+
+
+def _keep_logits(ops: Operations, state: DecodeState, logits: Tensor, path: Tensor) -> None:
+    """Write the target's logits [B, N, V] of each token that a step committed to `token_logits`, and remember those of
+    the next root."""
+    kept, root = state.token_logits, state.sequences.root_logits
+    assert kept is not None and root is not None, "a step that keeps logits has room for them"
+    kept[:, 0] = root
+    kept[:, 1:] = ops.gather_rows(logits, path)
+    last = (path >= 0).sum(1)
+    root.copy_(kept[torch.arange(len(kept), device=kept.device), last])
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -99,6 +99,7 @@ class StepChooser:
             learns=self._learns and not self._spec.drafts,
             processed=any(request.processed for request in requests),
             logprobs=self.options.logprobs or any(request.logprobs for request in requests),
+            logits=any(request.logits for request in requests),
             drafts=self.options.report_drafts,
             levels=self._wanted_levels(entries),
             filtered=any(sampling.filtered for sampling in sampled),

@@ -30,13 +30,14 @@ class Begun(NamedTuple):
 
 class LaunchedStep(NamedTuple):
     """A step that was launched: for whom, on what, how many levels were scored for the tree that it verifies, who
-    began right before it, and whether prompts were read there."""
+    began right before it, whether prompts were read there, and the logits of its tokens if somebody asks for them."""
 
     entries: list[SlotEntry | None]
     state: DecodeState
     levels: int
     begun: list[Begun]
     reads: bool
+    logits: Tensor | None = None
 
     def nan_behind_prompt(self, slot: int) -> bool:
         """Whether the request in a slot began right before it, from logits that were NaN."""
@@ -67,6 +68,9 @@ class StepReports:
     def send(self, step: LaunchedStep) -> None:
         """The step was launched last: have its report copied to the host."""
         self._queue.send(step.state.report)
+        if any(entry is not None and entry.request.logits for entry in step.entries):
+            assert step.state.token_logits is not None, "a step that keeps logits has room for them"
+            step = step._replace(logits=step.state.token_logits.clone())  # the next step writes others there
         self._steps.append(step)
 
     def read(self, entries: Sequence[SlotEntry | None]) -> list[Progress]:
@@ -108,6 +112,7 @@ class StepReports:
                     drafts=None if drafts is None else [token for token in drafts[slot] if token >= 0],
                     egag=None if guided is None else _note_guide(entry, guided[slot], step.levels),
                     behind_prompts=step.reads,
+                    logits=step.logits[slot, :count] if step.logits is not None and entry.request.logits else None,
                 )
             )
         return progress
