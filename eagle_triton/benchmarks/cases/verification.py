@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,13 +17,14 @@ from eagle_triton.reference import sampling, verification
 
 
 def verification_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterator[Case]:
-    """From logits to the accepted path. The target agrees with a few drafts; its logits are as peaked as a model's."""
+    """From logits to the accepted path. The target agrees with a few drafts; its logits are as peaked as a model's, or
+    flat, so that the filters keep thousands of tokens and many tie at the cut."""
     parents, vocab = random.parents(), sizes.vocab
     path = _path(parents[0].tolist())[:5]
     element = random.dtype.itemsize
 
-    def make(generator: torch.Generator) -> tuple:
-        logits = random.normal(generator, 1, NODES, vocab, std=8.0)
+    def make(generator: torch.Generator, std: float = 8.0) -> tuple:
+        logits = random.normal(generator, 1, NODES, vocab, std=std)
         tokens = torch.randint(vocab, (1, NODES), generator=generator, device=random.device)
         for node, child in pairwise(path):
             logits[0, node, tokens[0, child]] = 100.0
@@ -80,12 +82,14 @@ def verification_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterato
         moved,
         40,
     )
-    for filters, filtered, aim in (("top-p 0.9", True, 55), ("no filter", False, 25)):
+    for filters, filtered, aim, std in (
+        ("top-p 0.9", True, 55, 8.0), ("top-p 0.9, flat", True, None, 2.0), ("no filter", False, 25, 8.0)
+    ):  # fmt: skip
         reference = matched(verification.verify_target_match, filtered)
         yield Case(
             "verification",
             f"target match, {filters}, {name}",
-            make,
+            partial(make, std=std),
             reference,
             [Provider("torch", reference), ours(ops, matched(ops.verify_target_match, filtered))],
             moved,
