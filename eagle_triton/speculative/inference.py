@@ -375,8 +375,7 @@ class EAGLEInference:
         check_switches(logprobs=logprobs, report_drafts=report_drafts)
         rows = self.config.max_length if rows is None else integer("rows", rows)
         slots = self.config.slots if slots is None else integer("slots", slots)
-        if self.config.speculative is not None:
-            self.config.speculative.check_slots(slots)
+        self.config.changed(slots=slots)  # checks them
         if rows is None:
             raise ValueError(
                 "session: give rows, the most tokens of a sequence, or set max_length in the configuration"
