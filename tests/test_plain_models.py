@@ -496,6 +496,14 @@ def test_inputs_that_only_the_original_takes(model):
         assert generate_row(originals).calls == 0
 
 
+def test_an_unknown_argument_is_refused_by_name(model):
+    with optimize_with_triton(model)[1] as originals:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="surprise"):
+                model.generate(PROMPT, max_new_tokens=3, surprise=1)
+        assert (generate_row(originals).calls, generate_row(originals).fallbacks) == (0, 0)
+
+
 def test_a_penalty_counts_padding_only_where_the_original_does(model):
     """Older versions of transformers penalise the padding's token, newer ones do not."""
     options = dict(**PADDED, max_new_tokens=12, repetition_penalty=1.8, pad_token_id=PAD)
