@@ -378,7 +378,7 @@ def make_draft(draft: Any, view: ModelView, config: TritonConfig) -> Draft | Non
         return RepeatDraft(NgramSource(NGRAM_DRAFTS))
     if isinstance(draft, Draft):
         if config.has_tree and not draft.any_tree:
-            raise ValueError(f"topk, num_steps and num_draft_tokens: a {type(draft).__name__} drafts its own tree only")
+            raise ValueError(f"topk, num_steps and num_draft_tokens: {type(draft).__name__} drafts its own tree only")
         return draft
     if not isinstance(draft, nn.Module):
         raise TypeError(f"draft must be None, a head, a model, a Draft or a name, got {type(draft).__name__}")

@@ -223,7 +223,8 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = N
 
     cache [layers, 2, B, Hkv, T, d], or in pages with a `table` [B, M] int32, see reference.attention.tree_attention;
     lengths [B] int32. Lengths are known on the device only: the caller guards the capacity, and rows past it are
-    dropped. Raises ValueError before writing if shapes, dtypes or devices do not fit.
+    dropped. For decoding loops of one's own: the engine appends keys as it rotates them, by `rotary_append`.
+    Raises ValueError before writing if shapes, dtypes or devices do not fit.
     """
     check_append(cache, new, lengths, table)
     check_rows_contiguous("append", cache=cache, new=new, lengths=lengths, table=table)
@@ -254,7 +255,8 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = N
 def gather(cache: Tensor, rows: Tensor, table: Tensor | None = None) -> Tensor:
     """Copy rows [B, n] int32 of every layer: [layers, 2, B, Hkv, n, d]. Row -1 gives zeros.
 
-    A row outside -1 .. T - 1 gives zeros too (on a CPU the reference raises). `cache` and `table` as in `append`.
+    A row outside -1 .. T - 1 gives zeros too (on a CPU the reference raises). `cache` and `table` as in `append`. For
+    decoding loops of one's own, to copy a branch: the engine reads rows where they lie.
     Raises ValueError before the launch if shapes, dtypes or devices do not fit.
     """
     check_gather(cache, rows, table)

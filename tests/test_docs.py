@@ -85,7 +85,7 @@ def test_engine_page(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = run("docs/engine.md")
     printed = capsys.readouterr().out
-    assert re.search(r"Acceptance rate: \d+\.\d\d%\nSpeedup: n/ax\n", printed)
+    assert re.search(r"Acceptance rate: \d+\.\d\d%\nSpeedup: n/a x\n", printed)
     assert len(re.findall(r"^[248] [\d.]+% accepted, tau [\d.]+, [\d.]+ x$", printed, re.MULTILINE)) == 3
     assert (tmp_path / "acceptance.png").exists()
     assert names["accepted"].shape[0] == 1 and names["accept_length"].item() >= 0

@@ -260,7 +260,7 @@ def test_without_the_library_the_note_says_how_to_get_it(clock, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     note = unread(GpuClocks(CUDA), clock)
     assert note.startswith("clocks and power: not read, nvidia-ml-py is not installed (pip install ")
-    assert "eagle_triton[benchmark]" in note
+    assert 'pip install ".[benchmark]"' in note
 
 
 def test_an_older_library_is_told_from_none(clock, monkeypatch):

@@ -226,6 +226,28 @@ def test_options_are_typed_as_the_fields_of_their_configurations(config, options
     assert get_type_hints(options) == get_type_hints(config)
 
 
+@pytest.mark.slow
+def test_type_checkers_find_misspelt_options_and_know_what_is_returned(tmp_path):
+    api = pytest.importorskip("mypy.api")
+    lines = {
+        "m = EaModel.from_pretrained('demo')": "",
+        "reveal_type(optimize_eagle_with_triton(m).model)": "EaModel",
+        "optimize_eagle_with_triton(m, stict=True)": "stict",
+        "optimize_with_triton(m.base_model, draft='suffix', numsteps=3)": "numsteps",
+        "e = EAGLEInference(None, m, kernel=True)": "kernel",
+        "reveal_type(e.generate('x', min_p=0.1))": "tuple[list[torch._tensor.Tensor], eagle_triton",
+        "reveal_type(e.generate(torch.zeros(1, 2), return_stats=False))": '"torch._tensor.Tensor"',
+        "e.stream('x', max_tokens=5)": "max_tokens",
+    }
+    names = "EaModel, EAGLEInference, optimize_eagle_with_triton, optimize_with_triton"
+    file = tmp_path / "typed.py"
+    file.write_text("\n".join([f"import torch\nfrom eagle_triton import {names}", *lines]))
+    said = api.run([str(file)])[0]
+    for number, expected in enumerate(lines.values(), 3):
+        found = "\n".join(line for line in said.splitlines() if f"typed.py:{number}: " in line)
+        assert bool(found) == bool(expected) and expected in found, (number, said)
+
+
 def test_a_head_is_loaded_by_its_path_as_the_draft_of_a_plain_model(tmp_path):
     model, prompt = tiny_model(**TREES["8-3-2"]), random_prompt(9)
     model.save_pretrained(tmp_path)

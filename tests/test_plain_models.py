@@ -346,7 +346,7 @@ def test_drafts_and_trees_that_do_not_go_are_refused(model):
         (RepeatDraft(2), dict(suffix_drafts=3), ValueError, "suffix_drafts needs a draft that scores candidates"),
         (3, {}, TypeError, "draft must be None, a head, a model, a Draft or a name, got int"),
         (None, dict(topk=2), ValueError, "topk, num_steps and num_draft_tokens shape a model's trees"),
-        (RepeatDraft(2), dict(num_steps=2), ValueError, "a RepeatDraft drafts its own tree only"),
+        (RepeatDraft(2), dict(num_steps=2), ValueError, "RepeatDraft drafts its own tree only"),
         (causal_lm(vocab=VOCAB + 1), {}, UnsupportedModelError, "draft and the target do not fit: vocabulary 17"),
         (torch.nn.Linear(2, 2), {}, UnsupportedModelError, "draft must be a causal language model"),
         (model, dict(topk=17), ValueError, "top_k must not pass the draft vocabulary|top_k"),
@@ -670,6 +670,14 @@ def test_inputs_that_only_the_original_takes(model):
             assert torch.equal(model.generate(**options, max_new_tokens=6)[:, -6:], want[:, -6:])
             assert generate_row(originals).reason in (name, "cache")  # which newer transformers call past_key_values
         assert generate_row(originals).calls == 0
+
+
+def test_an_unknown_argument_is_refused_by_name(model):
+    with optimize_with_triton(model)[1] as originals:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="surprise"):
+                model.generate(PROMPT, max_new_tokens=3, surprise=1)
+        assert (generate_row(originals).calls, generate_row(originals).fallbacks) == (0, 0)
 
 
 def test_a_penalty_counts_padding_only_where_the_original_does(model):

@@ -173,7 +173,7 @@ def test_verification_is_that_of_the_configuration(model, strategy):
             None,
             {"speculative": SpeculativeConfig("draft_model")},
             ValueError,
-            "draft_model does not draft with a Eagle3",
+            "draft_model does not draft with Eagle3",
         ),
         (
             "model",
@@ -278,7 +278,7 @@ def test_named_drafts_take_the_options_that_they_read(model):
         ("suffix", SpeculativeConfig("eagle"), '"suffix" says how to draft, and so does speculative, by method eagle'),
         ("ngram", SpeculativeConfig("suffix"), '"ngram" says how to draft, and so does speculative, by method suffix'),
         ("ngram", EAGLEConfig(suffix_drafts=4), "suffix_drafts needs a draft that scores candidates"),
-        ("ngram", EAGLEConfig(topk=2), "topk: a RepeatDraft drafts its own tree only"),
+        ("ngram", EAGLEConfig(topk=2), "topk: RepeatDraft drafts its own tree only"),
         ("suffix", EAGLEConfig(num_draft_tokens="auto"), "num_draft_tokens: there is no draft model whose trees"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -287,7 +287,7 @@ def test_named_drafts_take_the_options_that_they_read(model):
 
 def test_options_of_a_tree_are_refused_where_the_draft_grows_its_own(model):
     tree = EAGLEConfig(topk=3, num_steps=4, num_draft_tokens=20)
-    message = "topk, num_steps, num_draft_tokens: a {} drafts its own tree only"
+    message = "topk, num_steps, num_draft_tokens: {} drafts its own tree only"
     for draft in (RepeatDraft(NgramSource(5)), CountedDraft(4)):
         with pytest.raises(ValueError, match=message.format(type(draft).__name__)):
             EAGLEInference(draft, model, tree)

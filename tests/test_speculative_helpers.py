@@ -80,6 +80,7 @@ def test_auto_trees_are_as_deep_and_wide_as_they_can_fill():
         (dict(min_p=1.5), ValueError, "min_p"),
         (dict(slots=0), ValueError, "slots"),
         (dict(max_length=0), ValueError, "max_length"),
+        (dict(slots=257), ValueError, "slots must lie in 1..256, got 257"),
         (dict(tree_mask_mode=3), ValueError, "3"),
         (dict(fallback=1), TypeError, "fallback"),
         (dict(dtype=torch.int64), TypeError, "dtype"),
@@ -425,7 +426,7 @@ def test_speedup_is_there_only_when_both_sides_were_timed(tmp_path):
     stats.add_step(2, 7, 3, 3)
     stats.seconds = 2.0
     assert stats.speedup is None and stats["speedup"] == None and not stats["speedup_ratio"]  # noqa: E711
-    assert f"{stats['speedup']:.2f}" == "n/a" and math.isnan(stats["speedup"] + 1)
+    assert f"{stats['speedup']:.2f}x" == "n/a x" and math.isnan(stats["speedup"] + 1)
     assert stats.to_dict()["speedup"] is None and stats.tokens_per_second == 1.5
     stats.plain_seconds = 5.0
     assert stats["speedup"] == stats["speedup_ratio"] == stats.speedup == 2.5

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 INTERVAL = 0.005  # seconds between two samples
-INSTALL = 'pip install "eagle_triton[benchmark]", or ".[benchmark]" in a clone'
+INSTALL = 'pip install ".[benchmark]" in a clone of this repository'
 NEEDED = ("NVML_FI_DEV_POWER_INSTANT", "nvmlDeviceGetCurrentClocksEventReasons", "nvmlClocksEventReasonSwPowerCap")
 MEMBERS = dict(enumerate(("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")))  # by nvmlValueType_t
 TOO_SHORT = "the replayed steps were over before a sample was taken"

@@ -32,10 +32,9 @@ def check_architecture(config: Any, hybrids: bool = False, whose: str = "target"
     """
     known = (*SUPPORTED, *HYBRIDS) if hybrids else SUPPORTED
     if config.model_type not in known:
-        instead = "; EAGLEInference and optimize_with_triton take it without an EaModel"
         raise ValueError(
-            f"{whose}: expected one of {', '.join(known)}, got model_type {config.model_type!r}"
-            f"{instead if config.model_type in HYBRIDS else ''}"
+            f"{whose}: expected one of {', '.join(SUPPORTED)}, or without an EaModel, by EAGLEInference and "
+            f"optimize_with_triton, {', '.join(HYBRIDS)}; got model_type {config.model_type!r}"
         )
     attention = getattr(config, "_attn_implementation", None)
     if attention not in (None, "sdpa", "eager"):

@@ -68,9 +68,7 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
         return serve_elsewhere(parser, args)
     arguments.check_device(parser, args.device)
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
-        parser.stop(
-            f'{", ".join(missing)} is not installed: pip install "eagle_triton[serve]", or ".[serve]" in a clone'
-        )
+        parser.stop(f'not installed: {", ".join(missing)}; pip install ".[serve]" in a clone of this repository')
     if _ranks() > 1 and os.environ.get("RANK", "0") != "0":
         return _follow(parser, args)
     sys.setswitchinterval(SWITCH_SECONDS)

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -19,7 +19,53 @@ from eagle_triton.speculative.config import SAMPLING, EAGLEConfig
 from eagle_triton.speculative.text import check_stop_strings
 
 Prompt: TypeAlias = str | Tensor | Sequence[int]
-Prompts: TypeAlias = Prompt | Sequence[Prompt]
+ListedPrompts: TypeAlias = str | Sequence[int] | Sequence[Prompt]
+Prompts: TypeAlias = Tensor | ListedPrompts
+StopIds: TypeAlias = int | Iterable[int] | Sequence[Iterable[int]] | None
+StopStrings: TypeAlias = str | Sequence[str] | Sequence[Sequence[str]]
+Bias: TypeAlias = Mapping[int, float] | Sequence[tuple[int, float]]
+
+
+class FurtherSampling(TypedDict, total=False):
+    """Sampling options that calls take by `**sampling`: one value for all prompts or a list with one for each."""
+
+    min_p: float | Sequence[float] | None
+    repetition_penalty: float | Sequence[float] | None
+    logit_bias: Bias | Sequence[Bias | None] | None
+
+
+class Sampling(FurtherSampling, total=False):
+    """The same with those that `generate` also takes by their positions."""
+
+    temperature: float | Sequence[float] | None
+    top_p: float | Sequence[float] | None
+    top_k: int | Sequence[int] | None
+
+
+class SubmitOptions(TypedDict, total=False):
+    """Sampling options of one request."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    logit_bias: Bias | None
+    seed: int | None
+
+
+class StreamOptions(Sampling, total=False):
+    """Keyword arguments of `EAGLEInference.stream`."""
+
+    stop_token_ids: StopIds
+    stop_strings: StopStrings
+    logprobs: bool
+    report_drafts: bool
+    seed: int | Sequence[int] | None
+    min_new_tokens: int | Sequence[int]
+
+
+TOKENIZER = "hand it over as EAGLEInference(..., tokenizer=...)"
 
 # What other libraries call it.
 HINTS = {
@@ -63,7 +109,7 @@ class ArgumentReader:
         ids: Any = given
         if isinstance(given, str):
             if self.tokenizer is None:
-                raise ValueError("prompts as text need a tokenizer, the target has none")
+                raise ValueError(f"prompts as text need a tokenizer, and the target has none: {TOKENIZER}")
             ids = self.tokenizer(given).input_ids
         row = _tensor(ids)
         if row.dim() == 2 and len(row) == 1:
@@ -118,7 +164,7 @@ class ArgumentReader:
         strings = _strings(stop_strings)
         check_stop_strings(strings)
         if strings and self.tokenizer is None:
-            raise ValueError("stop_strings need a tokenizer, the target has none")
+            raise ValueError(f"stop_strings need a tokenizer, and the target has none: {TOKENIZER}")
         if unknown := [token for token, _ in sampling.biases if token >= self.vocabulary]:
             raise ValueError(f"logit_bias: tokens must lie in 0..{self.vocabulary - 1}, got {unknown!s:.60}")
         return Call(prompt, limit, sampling, self._stop_ids(stop_token_ids), strings, logprobs, least)

@@ -25,6 +25,7 @@ from eagle_triton.reference.verification import MAX_CANDIDATE_LEN, Verification
 if TYPE_CHECKING:
     from eagle_triton.speculative.speculative_config import SpeculativeConfig
 
+MAX_SLOTS = 256  # sequences decoded at a time
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "seed")
 TREE = ("topk", "num_steps", "num_draft_tokens")
 GUIDED = ("eagle", "draft_model", "mtp")  # methods whose drafts are all of a model
@@ -103,6 +104,8 @@ class EAGLEConfig:
     def __post_init__(self) -> None:
         for name in ("topk", "num_steps", "slots", "prompt_tokens"):
             _positive(name, getattr(self, name))
+        if self.slots > MAX_SLOTS:
+            raise ValueError(f"slots must lie in 1..{MAX_SLOTS}, got {self.slots}")
         if self.max_length is not None:
             _positive("max_length", self.max_length)
         nodes = self.num_draft_tokens
@@ -189,7 +192,6 @@ class EAGLEConfig:
             return
         if not isinstance(self.speculative, SpeculativeConfig):
             raise TypeError(f"speculative must be a SpeculativeConfig or None, got {self.speculative!r:.60}")
-        self.speculative.check_slots(self.slots)
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in (*TREE, *VERIFICATION, "suffix_drafts"):
             if getattr(self, name) != defaults[name]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+from typing_extensions import Unpack
 
 from eagle_triton.engine.drafts.beams import vocabulary_note
+from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import HybridDraft, beams_of
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model_watch import ModelWatch
@@ -21,10 +23,17 @@ from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.checks import check_positions, check_prompt, check_token_ids
 from eagle_triton.speculative import stages
 from eagle_triton.speculative.arguments import (
+    TOKENIZER,
     ArgumentReader,
     Call,
+    FurtherSampling,
+    ListedPrompts,
     Prompt,
     Prompts,
+    Sampling,
+    StopIds,
+    StopStrings,
+    StreamOptions,
     check_options,
     check_switches,
     integer,
@@ -43,8 +52,33 @@ log = logging.getLogger(__name__)
 
 WARM_UP = 8  # tokens of each prompt, decoded before a benchmark is timed
 
-StopIds = int | Iterable[int] | Sequence[Iterable[int]] | None
-StopStrings = str | Sequence[str] | Sequence[Sequence[str]]
+
+class FurtherGenerateOptions(FurtherSampling, total=False):
+    """Arguments of `EAGLEInference.generate` that have no position."""
+
+    attention_mask: Tensor | None
+    stop_token_ids: StopIds
+    stop_strings: StopStrings
+    logprobs: bool
+    seed: int | Sequence[int] | None
+    min_new_tokens: int | Sequence[int]
+    on_step: Callable[[StepInfo], None] | None
+    progress: bool
+    baseline: bool
+
+
+class GenerateOptions(FurtherGenerateOptions, Sampling, total=False):
+    """Arguments of `EAGLEInference.generate` behind `max_new_tokens`."""
+
+
+class LoadingOptions(TypedDict, total=False):
+    """Keyword arguments of `EAGLEInference`."""
+
+    tokenizer: Any | None
+    kernels: bool | None
+    cuda_graph: bool | None
+    costs: Sequence[CostTable] | None
+    tp_plan: str | None
 
 
 class EAGLEInference:
@@ -57,8 +91,8 @@ class EAGLEInference:
 
     def __init__(
         self,
-        draft_model: Any,
-        target_model: Any,
+        draft_model: nn.Module | Draft | str | Path | None,
+        target_model: nn.Module | str | Path,
         config: EAGLEConfig | SpeculativeConfig | None = None,
         device: str | torch.device | None = None,
         *,
@@ -119,7 +153,7 @@ class EAGLEInference:
         draft: str | Path | None = None,
         config: EAGLEConfig | SpeculativeConfig | None = None,
         device: str | torch.device | None = None,
-        **options: Any,
+        **options: Unpack[LoadingOptions],
     ) -> EAGLEInference:
         """From directories or hub ids.
 
@@ -166,6 +200,58 @@ class EAGLEInference:
 
     # --- whole generations ---
 
+    @overload
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int | Sequence[int] = 100,
+        *,
+        return_stats: Literal[True] = True,
+        **options: Unpack[GenerateOptions],
+    ) -> tuple[Tensor, Results]: ...
+
+    @overload
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int | Sequence[int] = 100,
+        *,
+        return_stats: Literal[False],
+        **options: Unpack[GenerateOptions],
+    ) -> Tensor: ...
+
+    @overload
+    def generate(
+        self,
+        input_ids: ListedPrompts,
+        max_new_tokens: int | Sequence[int] = 100,
+        *,
+        return_stats: Literal[True] = True,
+        **options: Unpack[GenerateOptions],
+    ) -> tuple[list[Tensor], Results]: ...
+
+    @overload
+    def generate(
+        self,
+        input_ids: ListedPrompts,
+        max_new_tokens: int | Sequence[int] = 100,
+        *,
+        return_stats: Literal[False],
+        **options: Unpack[GenerateOptions],
+    ) -> list[Tensor]: ...
+
+    @overload
+    def generate(
+        self,
+        input_ids: Prompts,
+        max_new_tokens: int | Sequence[int] = 100,
+        temperature: float | Sequence[float] | None = None,
+        top_p: float | Sequence[float] | None = None,
+        top_k: int | Sequence[int] | None = None,
+        return_stats: bool = True,
+        **options: Unpack[FurtherGenerateOptions],
+    ) -> Any: ...
+
     def generate(
         self,
         input_ids: Prompts,
@@ -184,7 +270,7 @@ class EAGLEInference:
         on_step: Callable[[StepInfo], None] | None = None,
         progress: bool = False,
         baseline: bool = False,
-        **sampling: Any,
+        **sampling: Unpack[FurtherSampling],
     ) -> Any:
         """Decode every prompt until a stop token, a stop string, or exactly max_new_tokens.
 
@@ -243,7 +329,7 @@ class EAGLEInference:
         report_drafts: bool = False,
         seed: int | Sequence[int] | None = None,
         min_new_tokens: int | Sequence[int] = 0,
-        **sampling: Any,
+        **sampling: Unpack[Sampling],
     ) -> Generator[Piece, None, None]:
         """Decode as `generate` does and hand out every piece when it is there.
 
@@ -260,14 +346,14 @@ class EAGLEInference:
         )
         return self._stream(calls, self.policy(min(self.config.slots, len(calls))), logprobs, report_drafts)
 
-    def stream_text(self, prompt: Prompt, max_new_tokens: int = 100, **options: Any) -> Iterator[str]:
+    def stream_text(self, prompt: Prompt, max_new_tokens: int = 100, **options: Unpack[StreamOptions]) -> Iterator[str]:
         """The text of one prompt's new tokens, in pieces as they come; options as for `stream`.
 
         Raises ValueError for several prompts, whose texts would mix, or without a tokenizer, RuntimeError if the
         request fails.
         """
         if self.tokenizer is None:
-            raise ValueError("stream_text needs a tokenizer, the target has none")
+            raise ValueError(f"stream_text needs a tokenizer, and the target has none: {TOKENIZER}")
         prompts = self._reader.prompts(prompt)
         if len(prompts) > 1:
             raise ValueError(f"stream_text takes one prompt, got {len(prompts)}; stream() tells them apart")
@@ -289,8 +375,7 @@ class EAGLEInference:
         check_switches(logprobs=logprobs, report_drafts=report_drafts)
         rows = self.config.max_length if rows is None else integer("rows", rows)
         slots = self.config.slots if slots is None else integer("slots", slots)
-        if self.config.speculative is not None:
-            self.config.speculative.check_slots(slots)
+        self.config.changed(slots=slots)  # checks them
         if rows is None:
             raise ValueError(
                 "session: give rows, the most tokens of a sequence, or set max_length in the configuration"
@@ -311,7 +396,7 @@ class EAGLEInference:
         seed: int | Sequence[int] | None = None,
         warm_up: bool = True,
         progress: bool = False,
-        **sampling: Any,
+        **sampling: Unpack[Sampling],
     ) -> Results:
         """Decode the prompts with drafts and without, both timed, after a short run of each that captures and compiles.
 

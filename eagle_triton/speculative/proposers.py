@@ -69,7 +69,7 @@ def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> D
     for method, kind in kinds:
         if options.method is method:
             if not isinstance(model, kind):
-                raise ValueError(f"method {method} does not draft with a {type(model).__name__}")
+                raise ValueError(f"method {method} does not draft with {type(model).__name__}")
             return model
     if outside := [token for token in options.ban_tokens if token >= view.vocab_size]:
         raise ValueError(f"ban_tokens: tokens must lie in 0..{view.vocab_size - 1}, got {outside}")
@@ -89,7 +89,7 @@ def _check_tree_is_read(given: str, config: EAGLEConfig, model: Draft | None) ->
     if model is None and config.suffix_drafts:
         raise ValueError(f"{given}: there is no draft model whose trees that could shape")
     if model is not None and not model.any_tree:
-        raise ValueError(f"{given}: a {type(model).__name__} drafts its own tree only")
+        raise ValueError(f"{given}: {type(model).__name__} drafts its own tree only")
 
 
 def _suffix_source(options: SpeculativeConfig, ring_tokens: int, device: torch.device) -> SuffixSource:

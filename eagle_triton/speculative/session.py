@@ -6,12 +6,13 @@ The decoding is the engine's: a session hands requests in, asks for a step, and 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
@@ -23,7 +24,14 @@ from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.engine.upload import to_device
 from eagle_triton.models.checks import check_positions
 from eagle_triton.reference.verification import Verification
-from eagle_triton.speculative.arguments import ArgumentReader, Call, Prompt, check_options, check_switches
+from eagle_triton.speculative.arguments import (
+    ArgumentReader,
+    Call,
+    Prompt,
+    SubmitOptions,
+    check_options,
+    check_switches,
+)
 from eagle_triton.speculative.config import EAGLEConfig
 from eagle_triton.speculative.policy import TreePolicy
 from eagle_triton.speculative.statistics import Statistics
@@ -208,7 +216,7 @@ class Session:
         stop_strings: str | Iterable[str] = (),
         logprobs: bool = False,
         min_new_tokens: int = 0,
-        **options: Any,
+        **options: Unpack[SubmitOptions],
     ) -> int:
         """Put a prompt in line; returns its index, by which pieces and completions name it.
 
@@ -304,7 +312,7 @@ class Session:
         if self._closed:
             raise RuntimeError("this session is closed; open another one with EAGLEInference.session")
 
-    def _sampling(self, sampling: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
+    def _sampling(self, sampling: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
         """What `submit` was given, either way."""
         if sampling is None:
             return self._config.sampling(**options)

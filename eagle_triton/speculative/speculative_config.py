@@ -19,12 +19,12 @@ from eagle_triton.engine.tree_spec import MOST_NODES
 from eagle_triton.reference.suffix_match import Match
 from eagle_triton.speculative import serving_options
 from eagle_triton.speculative.arguments import check_switches, integer
+from eagle_triton.speculative.config import MAX_SLOTS
 
 __all__ = ["MAX_SLOTS", "AcceptPolicy", "MTPStrategy", "SpecMethod", "SpeculativeConfig", "VerifyStrategy"]
 
 log = logging.getLogger(__name__)
 
-MAX_SLOTS = 256  # sequences decoded at a time
 MOST_TREE_DRAFTS = MOST_NODES - 1
 MOST_CHAIN_DRAFTS = 5
 MOST_COUNTED_DRAFTS = 15

@@ -60,7 +60,8 @@ def estimated_speedup(tau: float, steps: int, cost: float) -> float:
 
 
 class NotMeasured(float):
-    """A figure that was not measured: NaN to arithmetic, false, equal to None, "n/a" in any number format."""
+    """A figure that was not measured: NaN to arithmetic, false, equal to None, "n/a " in any number
+    format, so that a unit may follow."""
 
     def __new__(cls) -> NotMeasured:
         return super().__new__(cls, "nan")
@@ -75,7 +76,7 @@ class NotMeasured(float):
         return hash(None)
 
     def __format__(self, spec: str) -> str:
-        return "n/a"
+        return "n/a " if spec else "n/a"
 
     def __repr__(self) -> str:
         return "n/a"
