@@ -611,7 +611,8 @@ def test_what_the_engine_does_not_do_runs_the_original_by_name(reason):
 
 def test_every_reason_is_named(model):
     mask = torch.tensor([[1] * 9 + [0, 0]], device=DEVICE)
-    options = dict(inputs=PROMPT, attention_mask=mask, use_cache=None, sequence_bias={(1, 2): 2.0}, max_new_tokens=4)
+    rules = dict(sequence_bias={(1, 2): 2.0}, bad_words_ids=[[5, 6]])
+    options = dict(inputs=PROMPT, attention_mask=mask, use_cache=None, max_new_tokens=4, **rules)
     want = model.generate(**options, output_hidden_states=True)
     with optimize_with_triton(model)[1] as originals:
         assert torch.equal(model.generate(**options, output_hidden_states=True), want)
@@ -621,6 +622,7 @@ def test_every_reason_is_named(model):
         "output_hidden_states=True",
         "attention_mask with padding on the right",
         "sequence_bias of [1, 2]",
+        "bad_words_ids of [5, 6]",
     ):
         assert named.count(reason) == 1, named
 
@@ -800,8 +802,9 @@ def test_a_model_that_changes_meanwhile_is_followed_or_refused():
 def test_the_kernels_decode_a_padded_batch(model):
     """On a CPU in Triton's interpreter."""
     options = dict(input_ids=BATCH[:2] * LEFT[:2], attention_mask=LEFT[:2], max_new_tokens=4, min_new_tokens=2, **ENDS)
+    options |= dict(inputs_embeds=EMBEDDINGS[:2], **ROWS)
     want = model.generate(**options)
     with optimize_with_triton(model, model, TritonConfig(kernels=True, topk=2, num_steps=2))[1] as originals:
-        assert torch.equal(model.generate(**options), want)
+        same_rows(model.generate(**options), want)
         calls = {row.path: row.calls for row in originals.report()}
     assert calls["generate"] == 1 and calls["tree_attention"] > 0

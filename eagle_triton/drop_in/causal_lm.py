@@ -445,8 +445,12 @@ def _read_plan(
     try:
         sampling, held_back, held_ids = _read_processors(logits_processor, config.do_sample, padding, vocabulary)
     except Fallback as fallback:
+        found = list(fallback.args)
+        for processor in logits_processor:  # the first one has hidden the others' reasons
+            with _added_to(found):
+                _read_processors([processor], config.do_sample, padding, vocabulary)
         made = [type(processor).__name__ for processor in logits_processor] if known_reasons else []
-        reasons += [reason for reason in fallback.args if reason not in made]  # by fields that are named already
+        reasons += [reason for reason in dict.fromkeys(found) if reason not in made]  # by fields that are named already
     if holes and sampling.repetition_penalty != 1:
         reasons.append("repetition_penalty that counts masked tokens")
     if not length and sampling.repetition_penalty != 1:
