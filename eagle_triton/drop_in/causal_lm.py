@@ -47,9 +47,6 @@ _SURELY = 1e30  # what is added to the logit of a token that must come
 
 Steps = Generator[list[tuple[int, list[int]]], None, None]  # of a batch: rows and the tokens that they got
 
-_WITHOUT_EFFECT = (processors.LogitNormalization, processors.InfNanRemoveLogitsProcessor)
-"""Processors that change no distribution of finite logits; `_decode` sees to it that they are finite."""
-
 CACHE_NAMES = ("cache", "past_key_values")
 """What models' forwards call their cache, the newest first."""
 
@@ -442,14 +439,17 @@ def _read_plan(
     with _added_to(reasons):
         kept, padding, holes = _read_mask(view, input_ids, prompt.attention_mask, new_tokens)
 
+    active = [  # what removes invalid values changes no finite logits, and `_decode` sees to it that they are
+        processor for processor in logits_processor if type(processor) is not processors.InfNanRemoveLogitsProcessor
+    ]
     try:
-        sampling, held_back, held_ids = _read_processors(logits_processor, config.do_sample, padding, vocabulary)
+        sampling, held_back, held_ids = _read_processors(active, config.do_sample, padding, vocabulary)
     except Fallback as fallback:
         found = list(fallback.args)
-        for processor in logits_processor:  # the first one has hidden the others' reasons
+        for processor in active:  # the first one has hidden the others' reasons
             with _added_to(found):
                 _read_processors([processor], config.do_sample, padding, vocabulary)
-        made = [type(processor).__name__ for processor in logits_processor] if known_reasons else []
+        made = [type(processor).__name__ for processor in active] if known_reasons else []
         reasons += [reason for reason in dict.fromkeys(found) if reason not in made]  # by fields that are named already
     if holes and sampling.repetition_penalty != 1:
         reasons.append("repetition_penalty that counts masked tokens")
@@ -463,7 +463,7 @@ def _read_plan(
     ends = [rule.eos_token_id.tolist() for rule in stopping_criteria if type(rule) is EosTokenCriteria]
     stop_ids = frozenset(token for ids in ends for token in ids if 0 <= token < vocabulary)  # others never come
     held_back = min(max(held_back - length, 0), new_tokens)
-    if held_back and held_ids & frozenset(range(vocabulary)) != stop_ids:
+    if held_back and {token for token in held_ids if token >= 0} != stop_ids:
         reasons.append("a minimal length of other tokens than stopping_criteria look at")
 
     wanted = bool(config.return_dict_in_generate) and (config.output_scores or config.output_logits)
@@ -582,8 +582,9 @@ def _read_processors(
                 least = processor.min_length
             else:
                 least = processor.prompt_length_to_skip + processor.min_new_tokens
-            held_back, held_ids = max(held_back, least), held_ids | frozenset(processor.eos_token_id.tolist())
-        elif kind not in _WITHOUT_EFFECT:
+            ends = processor.eos_token_id.tolist()
+            held_back, held_ids = max(held_back, least), held_ids.union(end for end in ends if end < vocabulary)
+        elif kind is not processors.LogitNormalization:  # which changes no distribution
             raise Fallback(kind.__name__)
     return SamplingParams(logit_bias=bias, **options), held_back, held_ids
 
