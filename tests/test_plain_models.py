@@ -551,6 +551,9 @@ FALLBACKS = {
     "exponential_decay_length_penalty=(2, 1.5)": dict(exponential_decay_length_penalty=(2, 1.5), **ENDS),
     "guidance_scale=1.5": dict(guidance_scale=1.5),
     "use_cache=None": dict(use_cache=None),
+    "compile_config beside cache_implementation='static'": dict(
+        compile_config=transformers.CompileConfig(), cache_implementation="static"
+    ),
     "prompt_lookup_num_tokens=2": dict(prompt_lookup_num_tokens=2, **ENDS),
     "output_scores that stopping_criteria may look at": dict(
         output_scores=True, return_dict_in_generate=True, stopping_criteria=[lambda ids, scores: len(scores) > 2]

@@ -274,6 +274,9 @@ def config_reasons(config: GenerationConfig) -> list[str]:
             reasons.append(f"{name}={value!r}")
     if config.use_cache is None:  # then transformers has a cache, and feeds it the whole sequence at every step
         reasons.append("use_cache=None")
+    compiled = getattr(config, "compile_config", None) is not None
+    if compiled and config.cache_implementation not in (None, "dynamic", "offloaded"):  # else nothing is compiled
+        reasons.append(f"compile_config beside cache_implementation={config.cache_implementation!r}")
     chunk = getattr(config, "prefill_chunk_size", None)
     right = CARRIES_POSITIONS and config.use_cache is not False and isinstance(chunk, int) and chunk > 0
     if chunk is not None and not right:
