@@ -630,6 +630,14 @@ def test_every_reason_is_named(model):
         assert named.count(reason) == 1, named
 
 
+def test_continuous_batching_is_the_originals(model):
+    with (
+        optimize_with_triton(model, strict=True)[1],
+        pytest.raises(ValueError, match="generate: cache_.*'paged' is for"),
+    ):
+        model.generate(PROMPT, max_new_tokens=4, cache_implementation="paged")
+
+
 def test_inputs_that_only_the_original_takes(model):
     cache = transformers.DynamicCache()
     with torch.no_grad():

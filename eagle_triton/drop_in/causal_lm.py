@@ -198,7 +198,8 @@ class _Preparation:
         self._reasons += [name for name in _refused_inputs(inputs) if name not in known]
         self._check_positions = inputs.get("position_ids") is not None and "position_ids" not in self._reasons
         mode = config.get_generation_mode()
-        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        loops = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        if not loops or config.cache_implementation == "paged":  # then others than `_sample` would go on from here
             raise Fallback(*(self._reasons or [f"generation mode {mode.value}"]))
         return config, inputs
 
