@@ -582,6 +582,9 @@ FALLBACKS = {
     "exponential_decay_length_penalty=(2, 1.5)": dict(exponential_decay_length_penalty=(2, 1.5), **ENDS),
     "guidance_scale=1.5": dict(guidance_scale=1.5),
     "use_cache=None": dict(use_cache=None),
+    "compile_config beside cache_implementation='static'": dict(
+        compile_config=transformers.CompileConfig(), cache_implementation="static"
+    ),
     "prompt_lookup_num_tokens=2": dict(prompt_lookup_num_tokens=2, **ENDS),
     "output_scores that stopping_criteria may look at": dict(
         output_scores=True, return_dict_in_generate=True, stopping_criteria=[lambda ids, scores: len(scores) > 2]
@@ -642,7 +645,8 @@ def test_what_the_engine_does_not_do_runs_the_original_by_name(reason):
 
 def test_every_reason_is_named(model):
     mask = torch.tensor([[1] * 9 + [0, 0]], device=DEVICE)
-    options = dict(inputs=PROMPT, attention_mask=mask, use_cache=None, sequence_bias={(1, 2): 2.0}, max_new_tokens=4)
+    rules = dict(sequence_bias={(1, 2): 2.0}, bad_words_ids=[[5, 6]])
+    options = dict(inputs=PROMPT, attention_mask=mask, use_cache=None, max_new_tokens=4, **rules)
     want = model.generate(**options, output_hidden_states=True)
     with optimize_with_triton(model)[1] as originals:
         assert torch.equal(model.generate(**options, output_hidden_states=True), want)
@@ -652,8 +656,17 @@ def test_every_reason_is_named(model):
         "output_hidden_states=True",
         "attention_mask with padding on the right",
         "sequence_bias of [1, 2]",
+        "bad_words_ids of [5, 6]",
     ):
         assert named.count(reason) == 1, named
+
+
+def test_continuous_batching_is_the_originals(model):
+    with (
+        optimize_with_triton(model, strict=True)[1],
+        pytest.raises(ValueError, match="generate: cache_.*'paged' is for"),
+    ):
+        model.generate(PROMPT, max_new_tokens=4, cache_implementation="paged")
 
 
 def test_inputs_that_only_the_original_takes(model):
@@ -839,8 +852,9 @@ def test_a_model_that_changes_meanwhile_is_followed_or_refused():
 def test_the_kernels_decode_a_padded_batch(model):
     """On a CPU in Triton's interpreter."""
     options = dict(input_ids=BATCH[:2] * LEFT[:2], attention_mask=LEFT[:2], max_new_tokens=4, min_new_tokens=2, **ENDS)
+    options |= dict(inputs_embeds=EMBEDDINGS[:2], **ROWS)
     want = model.generate(**options)
     with optimize_with_triton(model, model, TritonConfig(kernels=True, topk=2, num_steps=2))[1] as originals:
-        assert torch.equal(model.generate(**options), want)
+        same_rows(model.generate(**options), want)
         calls = {row.path: row.calls for row in originals.report()}
     assert calls["generate"] == 1 and calls["tree_attention"] > 0

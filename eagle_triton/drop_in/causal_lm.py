@@ -47,9 +47,6 @@ _SURELY = 1e30  # what is added to the logit of a token that must come
 
 Steps = Generator[list[tuple[int, list[int]]], None, None]  # of a batch: rows and the tokens that they got
 
-_WITHOUT_EFFECT = (processors.LogitNormalization, processors.InfNanRemoveLogitsProcessor)
-"""Processors that change no distribution of finite logits; `_decode` sees to it that they are finite."""
-
 CACHE_NAMES = ("cache", "past_key_values")
 """What models' forwards call their cache, the newest first."""
 
@@ -176,7 +173,8 @@ def seams(model: Any, engine: Engine, read_tree: Callable[[], TreeSpec], strict:
                 ) from None
             raise
 
-    return (Seam(model, "generate", generate, "generate", "engine, batched, exact stops"),)
+    remedy = "docs/limits.md#generate-of-a-plain-model"
+    return (Seam(model, "generate", generate, "generate", "engine, batched, exact stops", remedy=remedy),)
 
 
 class _Preparation:
@@ -201,7 +199,8 @@ class _Preparation:
         self._reasons += [name for name in _refused_inputs(inputs) if name not in known]
         self._check_positions = inputs.get("position_ids") is not None and "position_ids" not in self._reasons
         mode = config.get_generation_mode()
-        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        loops = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        if not loops or config.cache_implementation == "paged":  # then others than `_sample` would go on from here
             raise Fallback(*(self._reasons or [f"generation mode {mode.value}"]))
         return config, inputs
 
@@ -277,6 +276,9 @@ def config_reasons(config: GenerationConfig) -> list[str]:
             reasons.append(f"{name}={value!r}")
     if config.use_cache is None:  # then transformers has a cache, and feeds it the whole sequence at every step
         reasons.append("use_cache=None")
+    compiled = getattr(config, "compile_config", None) is not None
+    if compiled and config.cache_implementation not in (None, "dynamic", "offloaded"):  # else nothing is compiled
+        reasons.append(f"compile_config beside cache_implementation={config.cache_implementation!r}")
     chunk = getattr(config, "prefill_chunk_size", None)
     right = CARRIES_POSITIONS and config.use_cache is not False and isinstance(chunk, int) and chunk > 0
     if chunk is not None and not right:
@@ -442,11 +444,18 @@ def _read_plan(
     with _added_to(reasons):
         kept, padding, holes = _read_mask(view, input_ids, prompt.attention_mask, new_tokens)
 
+    active = [  # what removes invalid values changes no finite logits, and `_decode` sees to it that they are
+        processor for processor in logits_processor if type(processor) is not processors.InfNanRemoveLogitsProcessor
+    ]
     try:
-        sampling, held_back, held_ids = _read_processors(logits_processor, config.do_sample, padding, vocabulary)
+        sampling, held_back, held_ids = _read_processors(active, config.do_sample, padding, vocabulary)
     except Fallback as fallback:
-        made = [type(processor).__name__ for processor in logits_processor] if known_reasons else []
-        reasons += [reason for reason in fallback.args if reason not in made]  # by fields that are named already
+        found = list(fallback.args)
+        for processor in active:  # the first one has hidden the others' reasons
+            with _added_to(found):
+                _read_processors([processor], config.do_sample, padding, vocabulary)
+        made = [type(processor).__name__ for processor in active] if known_reasons else []
+        reasons += [reason for reason in dict.fromkeys(found) if reason not in made]  # by fields that are named already
     if holes and sampling.repetition_penalty != 1:
         reasons.append("repetition_penalty that counts masked tokens")
     if not length and sampling.repetition_penalty != 1:
@@ -459,7 +468,7 @@ def _read_plan(
     ends = [rule.eos_token_id.tolist() for rule in stopping_criteria if type(rule) is EosTokenCriteria]
     stop_ids = frozenset(token for ids in ends for token in ids if 0 <= token < vocabulary)  # others never come
     held_back = min(max(held_back - length, 0), new_tokens)
-    if held_back and held_ids & frozenset(range(vocabulary)) != stop_ids:
+    if held_back and {token for token in held_ids if token >= 0} != stop_ids:
         reasons.append("a minimal length of other tokens than stopping_criteria look at")
 
     wanted = bool(config.return_dict_in_generate) and (config.output_scores or config.output_logits)
@@ -580,7 +589,7 @@ def _read_processors(
                 least = processor.prompt_length_to_skip + processor.min_new_tokens
             ends = processor.eos_token_id.tolist()
             held_back, held_ids = max(held_back, least), held_ids.union(end for end in ends if end < vocabulary)
-        elif kind not in _WITHOUT_EFFECT:
+        elif kind is not processors.LogitNormalization:  # which changes no distribution
             raise Fallback(kind.__name__)
     return SamplingParams(logit_bias=bias, **options), held_back, held_ids
 
