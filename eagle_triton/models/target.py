@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -134,6 +136,12 @@ def attention_mask(
     return masks["sliding_attention"] if window is not None else masks["full_attention"]
 
 
+@functools.cache
+def cache_argument(model_class: type) -> str:
+    """What a model's forward calls its cache: `cache` from transformers 5.24 on, before that `past_key_values`."""
+    return "cache" if "cache" in inspect.signature(model_class.forward).parameters else "past_key_values"
+
+
 def run_target(
     base_model: Any,
     input_ids: Tensor,
@@ -156,9 +164,9 @@ def run_target(
             input_ids=input_ids,
             attention_mask=attention_mask(base_model.config, past, positions, base_model.dtype, visible),
             position_ids=positions[None],
-            past_key_values=cache,
             use_cache=True,
             output_hidden_states=feature_layers is not None,
+            **{cache_argument(type(base_model.model)): cache},
         )
     hidden = outputs.last_hidden_state
     if feature_layers is None:
