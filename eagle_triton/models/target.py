@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -137,9 +137,9 @@ def attention_mask(
 
 
 @functools.cache
-def cache_argument(model_class: type) -> str:
-    """What a model's forward calls its cache: `cache` from transformers 5.24 on, before that `past_key_values`."""
-    return "cache" if "cache" in inspect.signature(model_class.forward).parameters else "past_key_values"
+def cache_argument(forward: Callable) -> str:
+    """What this forward calls its cache: `cache` from transformers 5.24 on, before that `past_key_values`."""
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def run_target(
@@ -166,7 +166,7 @@ def run_target(
             position_ids=positions[None],
             use_cache=True,
             output_hidden_states=feature_layers is not None,
-            **{cache_argument(type(base_model.model)): cache},
+            **{cache_argument(type(base_model.model).forward): cache},
         )
     hidden = outputs.last_hidden_state
     if feature_layers is None:
