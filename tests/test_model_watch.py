@@ -1,6 +1,7 @@
 """Whatever a model computes beside its weights is refused by name: when it is read, and when it came later."""
 
 import copy
+import operator
 
 import pytest
 import torch
@@ -115,6 +116,42 @@ def test_the_hooks_with_which_transformers_records_outputs_are_harmless():
     expected = m.naivegenerate(prompt, max_new_tokens=8)
     with optimize_eagle_with_triton(m):
         assert torch.equal(m.naivegenerate(prompt, max_new_tokens=8), expected)
+
+
+FIELDS = {
+    "num_hidden_layers": ("base_model.model.config", 2, r"config\.num_hidden_layers"),
+    "negative num_hidden_layers": ("base_model.model.config", -1, r"config\.num_hidden_layers"),
+    "sliding_window": ("base_model.model.config", 3, r"config\.sliding_window"),
+    "_attn_implementation": ("base_model.model.config", "flex_attention", "attn_implementation"),
+    "is_causal": ("base_model.model.layers.1.self_attn", False, r"layers\.1\.self_attn\.is_causal"),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_that_the_forward_reads_is_refused_before_and_after_optimising(field):
+    path, value, named = FIELDS[field]
+    name, m, prompt = field.split()[-1], model(), random_prompt(9)
+    owner = operator.attrgetter(path)(m)
+    before = getattr(owner, name, None)
+    with optimize_eagle_with_triton(m):
+        expected = m.eagenerate(prompt, max_new_tokens=5)
+        setattr(owner, name, value)
+        with pytest.raises(RuntimeError, match=named):
+            m.eagenerate(prompt, max_new_tokens=5)
+        setattr(owner, name, before)
+        assert torch.equal(m.eagenerate(prompt, max_new_tokens=5), expected)
+    setattr(owner, name, value)
+    with pytest.raises(UnsupportedModelError, match=named):
+        optimize_eagle_with_triton(m)
+    with pytest.raises(UnsupportedModelError, match=named):
+        optimize_with_triton(m.base_model)
+
+
+def test_layer_types_that_mistral_masks_otherwise_are_refused():
+    m = tiny_model("mistral", **SMALL)
+    m.base_model.config.layer_types = ["full_attention"] * 6
+    with pytest.raises(UnsupportedModelError, match=r"config\.sliding_window is 20 and layer 0 is full_attention"):
+        optimize_with_triton(m.base_model)
 
 
 CHANGES = {

@@ -64,6 +64,7 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     attribute_at(model, "model", nn.Module, root=root)
     path = body_path(model)
     body, where = attribute_at(model, path, nn.Module, root=root), f"{root}.{path}"
+    check_forward_fields(body, body.config, where)
     rotary_module = attribute_at(body, "rotary_emb", nn.Module, root=where)
     rope_type = getattr(rotary_module, "rope_type", "default")
     if rope_type not in ROPE_TYPES:
@@ -90,6 +91,42 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         _check_shared_layers(view, where)
     _check_dtypes(view, root, path)
     return view
+
+
+def check_forward_fields(body: Any, config: Any, where: str) -> None:
+    """Raise UnsupportedModelError for a field with which the body's own forward computes something else than we do.
+
+    The fields that a forward reads each time are in engine/model_watch.py, which sees that they stay as they were.
+    """
+    layers, used = len(body.layers), config.num_hidden_layers
+    if len(range(layers)[:used]) < layers:
+        raise UnsupportedModelError(
+            f"{where}.config.num_hidden_layers is {used}, so the forward would use that many of the {layers} layers: "
+            f"remove the other layers (model.layers = model.layers[:{used}]) or set it to {layers}",
+            "layer-types",
+        )
+    attention = getattr(config, "_attn_implementation", None)
+    if attention not in (None, "sdpa", "eager"):
+        raise UnsupportedModelError(
+            f"{where}.config: attn_implementation must be 'sdpa' or 'eager', got {attention!r}", "layer-types"
+        )
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    for index, layer in enumerate(body.layers):
+        if getattr(getattr(layer, "self_attn", None), "is_causal", True) is not True:
+            raise UnsupportedModelError(
+                f"{where}.layers.{index}.self_attn.is_causal must be True, got {layer.self_attn.is_causal!r}",
+                "layer-types",
+            )
+        if window is None:
+            continue
+        kind = kinds[index] if kinds else "sliding_attention"
+        if (config.model_type, kind) in (("llama", "sliding_attention"), ("mistral", "full_attention")):
+            masks = "masks no window" if config.model_type == "llama" else "masks a window in all layers"
+            raise UnsupportedModelError(
+                f"{where}.config.sliding_window is {window} and layer {index} is {kind}, but the forward of "
+                f"{config.model_type} {masks}: set sliding_window to None, or leave layer_types out",
+                "layer-types",
+            )
 
 
 def draft_from_causal_lm(

@@ -39,6 +39,13 @@ TENSOR_PARALLEL = "transformers.distributed.tensor_parallel"
 GROWING_TABLES = frozenset({"cos_cached", "sin_cached"})  # of rotary modules that replace them by longer ones
 
 
+CONFIG_FIELDS = ("num_hidden_layers", "layer_types", "sliding_window", "_attn_implementation")
+"""Fields of a configuration that the forwards of all families read each time they run."""
+
+MODULE_FIELDS = ("is_causal", "head_dim", "num_key_value_groups", "layer_idx", "sliding_window", "rope_type")
+"""Attributes of attention and rotary modules that their forwards read each time, beside numbers such as a scaling."""
+
+
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module is a matrix product with its weight and nothing else."""
     return type(module) is nn.Linear and "forward" not in vars(module) and is_plain_tensor(module.weight)
@@ -130,11 +137,18 @@ class ModelWatch:
         parts = [part for path, root in roots.items() for part in modules_read(root, path, also)]
         self._read = [_Part.of(path, module) for path, module, called in parts if not called]
         self._called = [(path, module) for path, module, called in parts if called]
+        owners = [part for part in self._read if part.config is not None]
+        configs = {id(part.config): (f"{part.path}.config", part.config) for part in owners}
+        self._configs = [(path, config, _fields(config)) for path, config in configs.values()]
 
     def change(self) -> str | None:
         """A sentence about the first part that was replaced, moved or cast, or got a hook; None if there is none."""
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return "torch has got global forward hooks, which would not run"
+        for path, config, fields in self._configs:
+            for name, old, new in zip(CONFIG_FIELDS, fields, _fields(config), strict=True):
+                if old != new:
+                    return f"{path}.{name} was changed from {old!r} to {new!r}"
         for part in self._read:
             if change := part.change():
                 return change
@@ -168,21 +182,23 @@ class ModelWatch:
 
 @dataclass(frozen=True)
 class _Part:
-    """A module as it was. `constants`: numbers of its own, such as a norm's eps."""
+    """A module as it was. `constants`: numbers of its own, such as a norm's eps, and its MODULE_FIELDS."""
 
     path: str
     module: nn.Module
     children: list[nn.Module | None]
     tensors: list[tuple[str, int, tuple[int, ...]]]
-    constants: dict[str, float]
+    constants: dict[str, Any]
+    config: Any
     own_forward: Callable | None
     class_forward: Callable
 
     @staticmethod
     def of(path: str, module: nn.Module) -> _Part:
-        constants = {name: value for name, value in vars(module).items() if type(value) is float}
-        own, of_class = vars(module).get("forward"), type(module).forward
-        return _Part(path, module, [*module._modules.values()], _addresses(module), constants, own, of_class)
+        values, of_class = vars(module), type(module).forward
+        constants = {k: value for k, value in values.items() if type(value) is float or k in MODULE_FIELDS}
+        children, config, own = [*module._modules.values()], values.get("config"), values.get("forward")
+        return _Part(path, module, children, _addresses(module), constants, config, own, of_class)
 
     def change(self) -> str | None:
         module = self.module
@@ -195,6 +211,8 @@ class _Part:
         for name, value in self.constants.items():
             if own.get(name) != value:
                 return f"{self.path}.{name} was changed from {value} to {own.get(name)}"
+        if own.get("config") is not self.config:
+            return f"{self.path}.config was replaced"
         forward = own.get("forward")
         replaced = forward is not self.own_forward and not _is_forward_of(module, forward)
         if replaced or type(module).forward is not self.class_forward:
@@ -202,6 +220,12 @@ class _Part:
         if (module._forward_hooks or module._forward_pre_hooks) and (hook := _hook(module)):
             return f"{self.path} has got {hook}, which would not run"
         return None
+
+
+def _fields(config: Any) -> tuple[Any, ...]:
+    """The values of CONFIG_FIELDS; a list as a copy, which does not change with it."""
+    values = (getattr(config, name, None) for name in CONFIG_FIELDS)
+    return tuple(tuple(value) if isinstance(value, list) else value for value in values)
 
 
 def _addresses(module: nn.Module) -> list[tuple[str, int, tuple[int, ...]]]:

@@ -208,14 +208,15 @@ def settle_vocabulary(config: DraftConfig, tensors: dict[str, Tensor]) -> None:
         tensors.pop("d2t", None)
         tensors.pop("t2d", None)
     elif offsets is not None:
-        ids = offsets.long() + torch.arange(len(offsets))
+        ids = offsets.long() + torch.arange(len(offsets), device=offsets.device)
         if ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) < len(ids):
             raise ValueError(
                 f"draft head: d2t must map draft ids to different target ids below {config.vocab_size}, "
                 f"got {int(ids.min())}..{int(ids.max())}"
             )
         tensors["d2t"] = offsets.long()
-        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+        known = torch.zeros(config.vocab_size, dtype=torch.bool, device=offsets.device)
+        tensors["t2d"] = known.index_fill(0, ids, True)
 
 
 def check_fit(config: DraftConfig, target_config: Any, use_eagle3: bool) -> None:
