@@ -79,7 +79,9 @@ def main(argv: list[str] | None = None) -> int:
     ways.add_argument("--wrap", action="store_true", help="only run the tests over optimised models")
     add("--draft", choices=("none", "suffix", "ngram"), default="suffix", help="of optimised models (default: suffix)")
     add("--silu", action="store_true", help="give the families' small models SiLU, where their tests choose GELU")
-    add("--plain-masks", action="store_true", help="give them masks without holes, where their tests choose random ones")
+    add(
+        "--plain-masks", action="store_true", help="give them masks without holes, where their tests choose random ones"
+    )
     stand_ins = "models and tokenizers of the hub become small random ones, so that tests run without the hub"
     add("--stand-ins", action="store_true", help=stand_ins)
     add("-k", type=some_text, dest="expression", metavar="EXPRESSION", help="only tests that match, as pytest reads it")
@@ -93,7 +95,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.stop(f"{args.suite} needs --source: {TRANSFORMERS.format(version=transformers.__version__)}")
     paths = _paths(args.suite)
     if missing := [path for path in paths if not (args.source / path).exists()]:
-        parser.stop(f"--source {args.source} has no {missing[0]}: {TRANSFORMERS.format(version=transformers.__version__)}")
+        parser.stop(
+            f"--source {args.source} has no {missing[0]}: {TRANSFORMERS.format(version=transformers.__version__)}"
+        )
     options = {
         "draft": None if args.draft == "none" else args.draft,
         "silu": args.silu,
@@ -127,7 +131,17 @@ def _run(source: Path, paths: list[str], expression: str | None, options: dict[s
     with tempfile.TemporaryDirectory() as folder:
         told, answer = Path(folder) / "options.json", Path(folder) / "found.json"
         told.write_text(json.dumps(options | {"answer": str(answer)}))
-        command = [sys.executable, "-m", "pytest", *paths, "-q", "--no-header", "--tb=short", "--disable-warnings", "--continue-on-collection-errors"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *paths,
+            "-q",
+            "--no-header",
+            "--tb=short",
+            "--disable-warnings",
+            "--continue-on-collection-errors",
+        ]
         command += ["-p", "no:cacheprovider", "-p", "tools.foreign_tests"]
         command += ["-k", expression] if expression else []
         places = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -141,7 +155,7 @@ def _run(source: Path, paths: list[str], expression: str | None, options: dict[s
 
 
 def summarise(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Counts over the tests that call `generate`, from what each way of running found."""
+    """Counts over the tests that call `generate`; calls of those alone that pass as they are."""
     generating = {test for tests in found.values() for test, result in tests.items() if result["calls"]}
     passed = {
         way: {test for test in generating if tests.get(test, {}).get("outcome") == "passed"}
@@ -149,7 +163,7 @@ def summarise(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
     calls: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
-    for test in generating:
+    for test in passed.get("plain", generating):
         for where, reason in found.get("wrapped", {}).get(test, {"calls": []})["calls"]:
             calls[where] += 1
             if reason:
@@ -167,9 +181,21 @@ def summarise(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def report(suite: str, summary: dict[str, Any]) -> str:
     """The table, and below it the reasons and the regressions."""
     calls, passed = summary["calls"], summary["passed"]
-    total = sum(calls.values())
+    total = calls["engine"] + calls["original"] + calls["refused"]  # what raised has run on neither
     share = f"{calls['engine'] / total:.0%}" if total else "n/a"
-    headers = ("suite", "tests", "plain", "wrapped", "regressions", "calls", "engine", "share", "original", "refused", "raised")
+    headers = (
+        "suite",
+        "tests",
+        "plain",
+        "wrapped",
+        "regressions",
+        "calls",
+        "engine",
+        "share",
+        "original",
+        "refused",
+        "raised",
+    )
     row = (
         suite, summary["tests"], passed.get("plain", "-"), passed.get("wrapped", "-"), len(summary["regressions"]), total,
         calls["engine"], share, calls["original"], calls["refused"], calls["raised"],
@@ -223,7 +249,9 @@ class _Plugin:
             items[:] = [item for item in items if item.nodeid in only]
         testers = {base for item in items for base in getattr(item.cls, "__mro__", ()) if _is_generation_tester(base)}
         for tester in testers:
-            self._adapt_inputs(tester)
+            self._adapt_masks(tester)
+        for tester in {getattr(item.cls, "model_tester_class", None) for item in items} - {None}:
+            self._adapt_configuration(tester)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.test = self.found.setdefault(nodeid, {"outcome": "passed", "calls": []})
@@ -235,19 +263,32 @@ class _Plugin:
     def pytest_sessionfinish(self) -> None:
         Path(self.options["answer"]).write_text(json.dumps(self.found))
 
-    def _adapt_inputs(self, tester: Any) -> None:
-        """Configurations and masks of the tests of small random models, as --silu and --plain-masks ask for."""
-        prepare = tester.prepare_config_and_inputs_for_generate
+    def _adapt_configuration(self, tester: Any) -> None:
+        """--silu, in every configuration that a tester of small random models makes."""
+        if not self.options["silu"]:
+            return
+        get_config = tester.get_config
+
+        def adapted(*args: Any, **kwargs: Any) -> Any:
+            config = get_config(*args, **kwargs)
+            config.hidden_act = "silu"
+            return config
+
+        tester.get_config = adapted
+
+    def _adapt_masks(self, tests: Any) -> None:
+        """--plain-masks, in the inputs of all tests of generation."""
+        if not self.options["plain_masks"]:
+            return
+        prepare = tests.prepare_config_and_inputs_for_generate
 
         def adapted(*args: Any, **kwargs: Any) -> Any:
             config, inputs = prepare(*args, **kwargs)
-            if self.options["silu"]:
-                config.hidden_act = "silu"
-            if self.options["plain_masks"] and inputs.get("attention_mask") is not None:
+            if inputs.get("attention_mask") is not None:
                 inputs["attention_mask"] = inputs["attention_mask"].new_ones(inputs["attention_mask"].shape)
             return config, inputs
 
-        tester.prepare_config_and_inputs_for_generate = adapted
+        tests.prepare_config_and_inputs_for_generate = adapted
 
     def wrap(self) -> None:
         """Put the counting `generate` in the place of transformers'."""
