@@ -178,7 +178,7 @@ def make_model(rng: random.Random, hybrids: bool = True) -> dict[str, Any]:
     made |= {"kv_heads": heads, "heads": heads * groups, "head_dim": rng.choice([8, 16, 24, 32])}
     if rng.random() < 0.4:
         made["rope"] = rng.choice(["linear", "llama3"] * 4 + ["yarn", "dynamic"])
-    if family == "mistral" and rng.random() < 0.7 or family in ("qwen2", "qwen3") and rng.random() < 0.3:
+    if (family == "mistral" and rng.random() < 0.7) or (family in ("qwen2", "qwen3") and rng.random() < 0.3):
         made["window"] = rng.choice([4, 9, 20])
     if rng.random() < 0.3:
         made["tied"] = True
@@ -213,9 +213,9 @@ def _built(description: str) -> Any:
     layers = given.get("layers", 2)
     options: dict[str, Any] = dict(
         vocab_size=VOCABULARY, hidden_size=48, intermediate_size=64, num_hidden_layers=layers,
-        num_attention_heads=given.get("heads", 2), num_key_value_heads=given.get("kv_heads", 2 // (2 // given.get("heads", 2) or 1)),
-        head_dim=given.get("head_dim", 16), max_position_embeddings=2048, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-        tie_word_embeddings=given.get("tied", False),
+        num_attention_heads=given.get("heads", 2), num_key_value_heads=given.get("kv_heads", 1),
+        head_dim=given.get("head_dim", 16), max_position_embeddings=2048, bos_token_id=None, eos_token_id=None,
+        pad_token_id=0, tie_word_embeddings=given.get("tied", False),
     )  # fmt: skip
     if "rope" in given:
         rope = {"rope_type": given["rope"], **ROPES[given["rope"]]}
@@ -360,7 +360,8 @@ def make_generate(rng: random.Random) -> Call:
     now_and_then(0.03, max_length=rng.randint(1, 60))
     return {
         "model": model, "draft": draft, "tree": tree, "prompts": make_prompts(rng, 3), "options": options,
-        "embeds": rng.random() < 0.04, "mask": rng.choice(["left"] * 9 + ["right", "holes", "none"]), "seed": rng.randrange(1000),
+        "embeds": rng.random() < 0.04, "mask": rng.choice(["left"] * 9 + ["right", "holes", "none"]),
+        "seed": rng.randrange(1000),
     }  # fmt: skip
 
 
