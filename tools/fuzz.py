@@ -21,6 +21,7 @@ import io
 import json
 import logging
 import random
+import re
 import sys
 import tempfile
 import time
@@ -396,7 +397,7 @@ def check_generate(call: Call) -> Outcome:
     with originals:
         got = _result_or_error(decode)
         row = originals.report()[0]
-    where = Outcome("original", row.reason.split("=")[0]) if row.fallbacks else Outcome("engine")
+    where = Outcome("original", _without_values(row.reason)) if row.fallbacks else Outcome("engine")
     if isinstance(got, Exception) or isinstance(expected, Exception):
         if type(got) is not type(expected):
             where.problem = f"the original gave {expected!r:.300}, ours {got!r:.300}"
@@ -447,7 +448,12 @@ def _sequences(result: Any) -> Any:
 
 
 def _kind(refusal: Exception) -> str:
-    return "".join("N" if letter.isdigit() else letter for letter in str(refusal).split("(")[0])[:100]
+    return _without_values(str(refusal).split("(")[0])[:100]
+
+
+def _without_values(reason: str) -> str:
+    """A reason without the values of its call, so that alike ones are counted together."""
+    return re.sub(r"\d+", "N", re.sub(r"(\w)=[^;,]*", r"\1", re.sub(r"\[[\d, ]*\]", "[...]", reason)))
 
 
 def _differing(outcome: Outcome, expected: Any, got: Any, how: str = "") -> Outcome:
