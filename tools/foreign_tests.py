@@ -29,11 +29,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eagle_triton.benchmarks.arguments import Parser, existing_directory, output_file, some_text
 
+ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 OPTIONS = "EAGLE_TRITON_FOREIGN_TESTS"  # names the file that tells the child what to do
 TRANSFORMERS = (
@@ -197,8 +197,8 @@ def report(suite: str, summary: dict[str, Any]) -> str:
         "raised",
     )
     row = (
-        suite, summary["tests"], passed.get("plain", "-"), passed.get("wrapped", "-"), len(summary["regressions"]), total,
-        calls["engine"], share, calls["original"], calls["refused"], calls["raised"],
+        suite, summary["tests"], passed.get("plain", "-"), passed.get("wrapped", "-"), len(summary["regressions"]),
+        total + calls["raised"], calls["engine"], share, calls["original"], calls["refused"], calls["raised"],
     )  # fmt: skip
     lines = ["| " + " | ".join(map(str, cells)) + " |" for cells in (headers, ["---"] * len(headers), row)]
     lines += ["", *(f"{count:6d}  {reason}" for reason, count in summary["reasons"].items())]

@@ -21,6 +21,7 @@ import io
 import json
 import logging
 import random
+import re
 import sys
 import tempfile
 import time
@@ -178,7 +179,7 @@ def make_model(rng: random.Random, hybrids: bool = True) -> dict[str, Any]:
     made |= {"kv_heads": heads, "heads": heads * groups, "head_dim": rng.choice([8, 16, 24, 32])}
     if rng.random() < 0.4:
         made["rope"] = rng.choice(["linear", "llama3"] * 4 + ["yarn", "dynamic"])
-    if family == "mistral" and rng.random() < 0.7 or family in ("qwen2", "qwen3") and rng.random() < 0.3:
+    if (family == "mistral" and rng.random() < 0.7) or (family in ("qwen2", "qwen3") and rng.random() < 0.3):
         made["window"] = rng.choice([4, 9, 20])
     if rng.random() < 0.3:
         made["tied"] = True
@@ -213,9 +214,9 @@ def _built(description: str) -> Any:
     layers = given.get("layers", 2)
     options: dict[str, Any] = dict(
         vocab_size=VOCABULARY, hidden_size=48, intermediate_size=64, num_hidden_layers=layers,
-        num_attention_heads=given.get("heads", 2), num_key_value_heads=given.get("kv_heads", 2 // (2 // given.get("heads", 2) or 1)),
-        head_dim=given.get("head_dim", 16), max_position_embeddings=2048, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-        tie_word_embeddings=given.get("tied", False),
+        num_attention_heads=given.get("heads", 2), num_key_value_heads=given.get("kv_heads", 1),
+        head_dim=given.get("head_dim", 16), max_position_embeddings=2048, bos_token_id=None, eos_token_id=None,
+        pad_token_id=0, tie_word_embeddings=given.get("tied", False),
     )  # fmt: skip
     if "rope" in given:
         rope = {"rope_type": given["rope"], **ROPES[given["rope"]]}
@@ -360,7 +361,8 @@ def make_generate(rng: random.Random) -> Call:
     now_and_then(0.03, max_length=rng.randint(1, 60))
     return {
         "model": model, "draft": draft, "tree": tree, "prompts": make_prompts(rng, 3), "options": options,
-        "embeds": rng.random() < 0.04, "mask": rng.choice(["left"] * 9 + ["right", "holes", "none"]), "seed": rng.randrange(1000),
+        "embeds": rng.random() < 0.04, "mask": rng.choice(["left"] * 9 + ["right", "holes", "none"]),
+        "seed": rng.randrange(1000),
     }  # fmt: skip
 
 
@@ -395,7 +397,7 @@ def check_generate(call: Call) -> Outcome:
     with originals:
         got = _result_or_error(decode)
         row = originals.report()[0]
-    where = Outcome("original", row.reason.split("=")[0]) if row.fallbacks else Outcome("engine")
+    where = Outcome("original", _without_values(row.reason)) if row.fallbacks else Outcome("engine")
     if isinstance(got, Exception) or isinstance(expected, Exception):
         if type(got) is not type(expected):
             where.problem = f"the original gave {expected!r:.300}, ours {got!r:.300}"
@@ -446,7 +448,12 @@ def _sequences(result: Any) -> Any:
 
 
 def _kind(refusal: Exception) -> str:
-    return "".join("N" if letter.isdigit() else letter for letter in str(refusal).split("(")[0])[:100]
+    return _without_values(str(refusal).split("(")[0])[:100]
+
+
+def _without_values(reason: str) -> str:
+    """A reason without the values of its call, so that alike ones are counted together."""
+    return re.sub(r"\d+", "N", re.sub(r"(\w)=[^;,]*", r"\1", re.sub(r"\[[\d, ]*\]", "[...]", reason)))
 
 
 def _differing(outcome: Outcome, expected: Any, got: Any, how: str = "") -> Outcome:
