@@ -56,7 +56,6 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
     view = replace(engine.view, layers=())  # nothing of the target is remembered here
     newest: weakref.WeakKeyDictionary[DecodeState, int] = weakref.WeakKeyDictionary()  # rows kept last in each state
 
-    @torch.no_grad()
     def topK_genrate(
         hidden_states: Tensor, input_ids: Tensor, head: Any, logits_processor: Any = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -85,6 +84,7 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
         with engine.running():
             return draft_tree(hidden_states, input_ids, kept, known, length, logits_processor is not None)
 
+    @torch.no_grad()
     def draft_tree(
         hidden_states: Tensor, input_ids: Tensor, kept: Any, known: int, length: int, by_path: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

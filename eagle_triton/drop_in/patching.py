@@ -346,7 +346,7 @@ class _Installed:
 def _parameters(function: Callable) -> tuple[list[str] | None, float]:
     """The names of arguments that a function takes, None if it takes all, and how many by position."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):  # a built-in function checks its arguments itself
         return None, math.inf
     kinds = [p.kind for p in parameters]
