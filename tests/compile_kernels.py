@@ -46,7 +46,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 
-NEWER_PTXAS = 32 if triton_version() >= (3, 8) else 0
+NEWER_PTXAS = 64 if triton_version() >= (3, 8) else 0
 """Bytes of local memory that the assembler of newer versions may use beyond what a case allows, which is what that of
 Triton 3.6 and 3.7 uses: it keeps a few addresses there in a few kernels."""
 

@@ -408,7 +408,7 @@ ARGUMENTS = [
     ("--processor nucleus", "--processor nucleus must be followed by temperature and top_p, got none"),
     ("--processor topk 1 x", "--processor: top_k must be a whole number, got 'x'"),
     ("--processor multinomial x", "--processor: temperature must be a number, got 'x'"),
-    ("--processor multinomial 0", "--processor: temperature must be a finite number above 0, got 0.0"),
+    ("--processor multinomial -1", "--processor: temperature must be a finite number at least 0, got -1.0"),
     ("--processor greedy 1 2", "--processor greedy must be followed by temperature, got 1 2"),
     ("--out .", "--out must be a file, and . is none"),
     ("--out nowhere/a.csv", "--out must be a file in a directory that exists, and"),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from eagle_triton.adapters import causal_lm
 from eagle_triton.adapters.refusal import UnsupportedModelError
-from eagle_triton.drop_in.attention import TargetAttention, transformers_forward
+from eagle_triton.drop_in.attention import HARMLESS, TargetAttention, transformers_forward
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.mixers import Attention, Rows
 from eagle_triton.engine.model import ModelView
@@ -18,7 +18,7 @@ from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.stop_rules import generate
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
-from eagle_triton.models.target import TargetCache
+from eagle_triton.models.target import TargetCache, cache_argument
 from eagle_triton.reference.attention import pack_ancestors
 from tests.tiny import random_prompt
 
@@ -163,15 +163,18 @@ def test_code_that_drives_the_modules_gets_the_operations(monkeypatch):
             (nodes, tree_of(9, PARENTS), 9 + depths),
         ):
             masks = {"full_attention": additive(seen, torch.float32), "linear_attention": None}
-            options = {"past_key_values": cache, "use_cache": True}
+            options = {cache_argument(model.model.forward): cache, "use_cache": True}
             outs.append(model.model(tokens, attention_mask=masks, position_ids=positions[None], **options)[0])
         return outs[0], outs[1], cache.layers[1][0]
 
     expected, attention = run(), TargetAttention(engine)
     for index, layer in enumerate(model.model.layers):
-        monkeypatch.setattr(
-            layer.self_attn, "forward", transformers_forward(attention, index, layer.self_attn), raising=False
-        )
+        forward = transformers_forward(attention, index, layer.self_attn)
+
+        def harmless_left_out(*args, forward=forward, **options):
+            return forward(*args, **{name: value for name, value in options.items() if name not in HARMLESS})
+
+        monkeypatch.setattr(layer.self_attn, "forward", harmless_left_out, raising=False)
     for out, right in zip(run(), expected, strict=True):
         torch.testing.assert_close(out, right, atol=1e-4, rtol=1e-4)
     assert engine.ops.calls["tree_attention"] == engine.ops.calls["gate_heads"] == 4

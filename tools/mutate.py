@@ -113,8 +113,8 @@ MUTATIONS = [
     Mutation(
         "top-p is ignored",
         "reference/sampling.py",
-        "(before < top_p[:, None, None])",
-        "(before < 2 + top_p[:, None, None])",
+        "cumsum(-1) <= (1 - top_p).float()[:, None, None]",
+        "cumsum(-1) <= 0 * (1 - top_p).float()[:, None, None]",
         "tests/test_sampling.py -k probabilities",
     ),
     Mutation(
@@ -316,15 +316,15 @@ MUTATIONS = [
     Mutation(
         "a failed forward is not read again",
         "engine/batch.py",
-        "        if self._prefill.read(forward, self._draft):\n",
-        "        self._prompts.take(forward)\n        if self._prefill.read(forward, self._draft):\n",
+        "        if self._prefill.read(forward, self._draft, ",
+        "        self._prompts.take(forward)\n        if self._prefill.read(forward, self._draft, ",
         "tests/test_prefill.py -k interrupt_while",
     ),
     Mutation(
         "a forward for which there was no memory is not read again",
         "engine/batch.py",
-        "self._prefill.read(forward, self._draft):\n            return 0\n",
-        "self._prefill.read(forward, self._draft):\n            pass\n",
+        "self._embeddings_of(forward.pieces[0].slot)):\n            return 0\n",
+        "self._embeddings_of(forward.pieces[0].slot)):\n            pass\n",
         "tests/test_prefill.py -k no_memory_for_a_long",
     ),
     Mutation(

@@ -325,7 +325,7 @@ class Engine:
         launched, as they are where they cannot be compiled ahead, and the report says so.
         """
 
-        if mode.logits:
+        if mode is not None and mode.logits:
             state.add_logits()
 
         def launch_all() -> None:

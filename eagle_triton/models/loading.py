@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from eagle_triton.demo import path_of
 
 from .mtp import INDEX, mtp_names
-from .target import SUPPORTED, check_architecture
+from .target import FAMILIES, check_architecture
 
 TARGET_FOLDER = "target"
 HEAD_FOLDERS = {True: "eagle3", False: "eagle1"}  # by use_eagle3
@@ -162,7 +162,7 @@ def read_target_config(path: str, hybrids: bool = False, whose: str = "target", 
         config = AutoConfig.from_pretrained(path, **hub)
     except (ValueError, KeyError) as error:
         _check_no_head(f"{whose} {path!r}", _stored_names(path))
-        raise ValueError(f"{whose} {path!r}: expected one of {', '.join(SUPPORTED)}: {error}") from error
+        raise ValueError(f"{whose} {path!r}: expected {FAMILIES}: {error}") from error
     except OSError as error:
         raise FileNotFoundError(f"{whose} {path!r}: {error}") from error
     check_architecture(config, hybrids, whose)

@@ -19,6 +19,11 @@ HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5
 """Targets with gated delta nets, which no EaModel can run: their states cannot be cut back to an accepted path. Of the
 last two, which also see, the language model."""
 
+FAMILIES = (
+    f"one of {', '.join(SUPPORTED)}, or without an EaModel, by EAGLEInference and optimize_with_triton, "
+    f"{', '.join(HYBRIDS)}"
+)
+
 
 def text_config(config: Any) -> Any:
     """What a configuration says of the language model: a part of it, for a model that sees."""
@@ -32,10 +37,7 @@ def check_architecture(config: Any, hybrids: bool = False, whose: str = "target"
     """
     known = (*SUPPORTED, *HYBRIDS) if hybrids else SUPPORTED
     if config.model_type not in known:
-        raise ValueError(
-            f"{whose}: expected one of {', '.join(SUPPORTED)}, or without an EaModel, by EAGLEInference and "
-            f"optimize_with_triton, {', '.join(HYBRIDS)}; got model_type {config.model_type!r}"
-        )
+        raise ValueError(f"{whose}: expected {FAMILIES}; got model_type {config.model_type!r}")
     attention = getattr(config, "_attn_implementation", None)
     if attention not in (None, "sdpa", "eager"):
         raise ValueError(f"{whose}: attn_implementation must be 'sdpa' or 'eager', got {attention!r}")

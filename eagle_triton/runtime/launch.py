@@ -74,7 +74,8 @@ def compile_failure(wanted: Launch) -> KernelError | None:
         return None
     try:
         compiled = kernel.warmup(*args, grid=grid, **options)
-        compiled.run  # noqa: B018  a property that loads
+        if compiled is not None:  # which is what an interpreter has compiled
+            compiled.run  # noqa: B018  a property that loads
     except Exception as error:  # whatever it is, the kernel cannot be had
         failure = _failed[launch_key(kernel, args, options)] = KernelError(kernel, error)
         return failure
