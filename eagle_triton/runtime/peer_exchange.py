@@ -67,9 +67,8 @@ def send(word_addresses_ptr, part, start, offs, mask, use, rank, RANKS: tl.const
     it."""
     words = part.to(tl.uint32, bitcast=True).to(tl.int64) | (use.to(tl.int64) << 32)
     for other in tl.static_range(RANKS):
-        tl.store(
-            row_at(word_addresses_ptr, other, start, offs, tl.int64), words, mask=mask & (other != rank).to(tl.int1)
-        )
+        wanted = mask & (tl.zeros_like(offs) + other != rank)  # Triton 3.9's interpreter spreads no truth value
+        tl.store(row_at(word_addresses_ptr, other, start, offs, tl.int64), words, mask=wanted)
 
 
 @triton.jit
