@@ -1,8 +1,10 @@
 """The engine on tiny random models: its cache, what it samples, its stop rules, and what happens when things break."""
 
 import itertools
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from eagle_triton import EAGLEConfig, EAGLEInference, optimize_eagle_with_triton
 from eagle_triton.adapters import native
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.graph import LaunchGraph
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.state import capacity_bucket
@@ -274,6 +277,28 @@ def test_no_memory_for_a_graph_is_said_and_raises_if_strict(monkeypatch):
     engine.strict = True
     with pytest.raises(torch.OutOfMemoryError):
         engine._launchable(state, None, None)
+
+
+def test_a_graph_keeps_what_its_launches_use_and_shares_no_workspace(monkeypatch):
+    """Which CUDA reads again at every replay: a graph itself holds no tensor."""
+    order = []
+
+    @contextmanager
+    def capture(*_, **__):
+        order.append("capture")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: order.append("clear"), raising=False)
+    workspace = torch.zeros(3)
+    kept = weakref.ref(workspace)
+    graph = LaunchGraph(partial(workspace.add_, 1), make_operations(), None)
+    del workspace
+    assert kept() is not None and kept().tolist() == [1, 1, 1]
+    assert order == ["clear", "capture", "clear"]
+    del graph
+    assert kept() is None
 
 
 def test_long_prompts_are_prefilled_in_chunks_and_capacity_grows_in_buckets():

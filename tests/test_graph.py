@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from eagle_triton import EaModel, optimize_eagle_with_triton
+from eagle_triton import EagleTritonConfig, EaModel, optimize_eagle_with_triton
 from eagle_triton.adapters import native
 from eagle_triton.attention import launchers
 from eagle_triton.benchmarks.comparison import compare, decode, top2_margin
@@ -49,6 +49,26 @@ def test_fp32_tokens_and_accepted_lengths_are_the_originals(eagle3, tree):
     calls = {row.path: row.calls for row in report if row.status == "counted"}
     assert all(calls[name] > 0 for name in ("tree_attention", "commit", "linear", "add_rms_norm", "build_tree"))
     assert {row.path for row in report if row.status == "left"} <= {"megakernel"}
+
+
+def test_steps_by_the_megakernel_draft_what_the_original_drafts():
+    """Its workspace lives as long as the graph: other tensors come and go between the steps."""
+    model = demo()
+    comparisons, report = compare(model, prompts(model, 12), 64, config=EagleTritonConfig(megakernel=True))
+    assert all(c.same_tokens and c.same_accepted for c in comparisons)
+    assert any(row.path == "draft_verify_update" and row.calls for row in report)
+
+
+def test_graphs_outlive_cublas_workspaces_that_others_clear():
+    model, prompt = tiny_model("llama").cuda(), random_prompt(9).cuda()
+    with optimize_eagle_with_triton(model)[1]:
+        want = [model.eagenerate(prompt, max_new_tokens=30), model.naivegenerate(prompt, max_new_tokens=30)]
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        others = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
+        assert torch.equal(model.eagenerate(prompt, max_new_tokens=30), want[0])
+        assert torch.equal(model.naivegenerate(prompt, max_new_tokens=30), want[1])
+        assert all(bool(other.isnan().all()) for other in others)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])

@@ -6,7 +6,8 @@ import logging
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,17 +25,17 @@ WARM_UPS = 2  # eager runs before a capture: kernels compile, libraries allocate
 
 class LaunchGraph:
     """Launches captured once, replayed at the price of one. They have run before: nothing is compiled or allocated by
-    libraries any more."""
+    libraries any more. Keeps what the launches refer to, since their replays use that memory."""
 
     def __init__(self, launches: Callable[[], None], ops: Operations, pool: Any, ranks: Ranks | None = None):
         """pool: torch.cuda.graph_pool_handle() of the graphs that never run at once. ranks: with whom the launches
         exchange something: a thread that watches over that may ask the device for something meanwhile."""
         before = Counter(ops.calls)
-        self.graph = torch.cuda.CUDAGraph()
+        self.graph, self.launches = torch.cuda.CUDAGraph(), launches
         mode = "global" if ranks is None else "thread_local"
         if ranks is not None:  # a capture waits for the device, without a bound
             wait_for_all(torch.device("cuda"), ranks)
-        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode=mode):
+        with _cublas_workspaces_of_its_own(), torch.cuda.graph(self.graph, pool=pool, capture_error_mode=mode):
             launches()
         self.calls = ops.calls - before  # what one replay runs
         self.ops = ops
@@ -43,6 +44,20 @@ class LaunchGraph:
         """Launch all of them."""
         self.graph.replay()
         self.ops.calls.update(self.calls)
+
+
+@contextmanager
+def _cublas_workspaces_of_its_own() -> Iterator[None]:
+    """Have cuBLAS take its workspaces from the memory of the graph that is captured inside the block.
+
+    torch keeps a workspace for all products of a stream, and frees it whenever somebody clears these, as graphs of
+    torch.compile do. A graph that was captured with such a one would write to freed memory.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 class StepGraph(LaunchGraph):
