@@ -26,6 +26,7 @@ from eagle_triton.drop_in import eagle_llm as eagle_llm_methods
 from eagle_triton.drop_in import native as native_methods
 from eagle_triton.drop_in import patching
 from eagle_triton.drop_in import upstream as upstream_methods
+from eagle_triton.drop_in.causal_lm import Assistance, Drafting
 from eagle_triton.drop_in.generate import generate_seam
 from eagle_triton.drop_in.methods import check_tree
 from eagle_triton.drop_in.patching import Originals, PatchError
@@ -319,7 +320,7 @@ def optimize_with_triton(
     `generate` back.
 
     `generate` keeps its arguments, defaults, warnings and errors. A call with an argument that the engine does not
-    decode by (beams, an assistant, a logits processor) runs the original, and the report names it. Raises
+    decode by (beams, attention weights) runs the original, and the report names it. Raises
     UnsupportedModelError for a model or a draft that is not known, or that has hooks or replaced forwards; PatchError
     if the model is optimised already; ValueError for an unknown option, and for a tree that the draft cannot grow.
     Nothing is changed then.
@@ -355,8 +356,14 @@ def optimize_with_triton(
         return check_tree(tree, drafted)
 
     read_tree()
-    seams = causal_lm_methods.seams(model, engine, read_tree, config.strict)
-    return _patched(model, seams, engine.clear, engine, draft_in_use)
+    assistants = _Assistants(engine, read, roots)
+
+    def clear() -> None:
+        engine.clear()
+        assistants.clear()
+
+    seams = causal_lm_methods.seams(model, Drafting(engine, read_tree), assistants, config.strict)
+    return _patched(model, seams, clear, engine, draft_in_use)
 
 
 def make_draft(draft: Any, view: ModelView, config: TritonConfig) -> Draft | None:
@@ -383,6 +390,41 @@ def make_draft(draft: Any, view: ModelView, config: TritonConfig) -> Draft | Non
     if not isinstance(draft, nn.Module):
         raise TypeError(f"draft must be None, a head, a model, a Draft or a name, got {type(draft).__name__}")
     return draft_from_causal_lm(draft, view, lambda: config.tree, root="draft")
+
+
+class _Assistants:
+    """What decodes calls of an optimised model that bring a draft of their own; keeps the last one."""
+
+    def __init__(self, engine: Engine, read: Float8Reading, roots: Mapping[str, nn.Module]):
+        self._engine, self._read, self._roots = engine, read, roots
+        self._last: tuple[Assistance, Drafting] | None = None
+
+    def __call__(self, wanted: Assistance) -> Drafting:
+        """Raises UnsupportedModelError for an assistant that does not fit, or over several ranks."""
+        if self._last is None or self._last[0] != wanted:
+            self._last = wanted, self._drafting(wanted)
+        return self._last[1]
+
+    def _drafting(self, wanted: Assistance) -> Drafting:
+        view, roots = self._engine.view, dict(self._roots)
+        if view.ranks is not None:
+            raise UnsupportedModelError("ranks share the target (tp_plan)", "devices")
+        draft: Draft
+        if wanted.model is None:
+            draft = RepeatDraft(NgramSource(wanted.tokens, wanted.ngram))
+        else:
+            chain = TreeSpec.chain(wanted.tokens)
+            draft = draft_from_causal_lm(wanted.model, view, lambda: chain, root="assistant_model")
+            roots["assistant_model"] = wanted.model
+        try:
+            view.check_tree(check_tree(draft.read_tree(), draft))
+        except ValueError as error:
+            raise UnsupportedModelError(str(error)) from error
+        return Drafting(self._engine.beside(draft, ModelWatch(roots, self._read.modules)), draft.read_tree)
+
+    def clear(self) -> None:
+        """Forget it."""
+        self._last = None
 
 
 def restore(model: ModelT, originals: Originals | None = None) -> ModelT:

@@ -1,8 +1,10 @@
 """optimize_with_triton on plain Hugging Face models: patched against unpatched, fallbacks by name, restore."""
 
+import contextlib
 import functools
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -38,6 +40,7 @@ PADDED = {"input_ids": BATCH * LEFT, "attention_mask": LEFT}
 HOLES = LEFT.clone()  # and some tokens between others that nothing sees
 HOLES[0, 3] = HOLES[1, 7:9] = HOLES[3, 0] = HOLES[3, 4] = 0
 ENDS = {"eos_token_id": EOS, "pad_token_id": PAD}
+LAST = torch.tensor([-1], device=DEVICE)
 
 
 @pytest.fixture(autouse=True)
@@ -242,19 +245,20 @@ def test_streamers_get_what_the_original_puts(model, kind):
         want = model.generate(PROMPT, streamer=theirs, **options)
         with optimize_with_triton(model, draft, **more)[1] as originals:
             assert torch.equal(model.generate(PROMPT, streamer=ours, **options), want)
-            model.generate(PROMPT, streamer=(fallen := Record()), no_repeat_ngram_size=30, **options)
-            assert (generate_row(originals).calls, generate_row(originals).fallbacks) == (1, 1)
-        assert ours.given == theirs.given == fallen.given and ours.given[-1] == "end"
+            model.generate(PROMPT, streamer=(chosen := Record()), no_repeat_ngram_size=30, **options)
+            model.generate(PROMPT, streamer=(fallen := Record()), logits_to_keep=LAST, **options)
+            assert (generate_row(originals).calls, generate_row(originals).fallbacks) == (2, 1)
+        assert ours.given == theirs.given == chosen.given == fallen.given and ours.given[-1] == "end"
 
 
 def test_the_prompt_is_put_once_where_the_original_takes_over_late(model):
-    """Only the prepared processors show that a word has two tokens."""
+    """Only what `generate` has prepared shows where the mask has its zeros."""
     theirs, ours = Record(), Record()
-    options = dict(max_new_tokens=5, bad_words_ids=[[4, 5]])
+    options = dict(max_new_tokens=5, attention_mask=torch.tensor([[1] * 9 + [0, 0]], device=DEVICE))
     model.generate(PROMPT, streamer=theirs, **options)
     with optimize_with_triton(model)[1] as originals:
         model.generate(PROMPT, streamer=ours, **options)
-        assert generate_row(originals).reason == "bad_words_ids of [4, 5]"
+        assert generate_row(originals).reason == "attention_mask with padding on the right"
     assert ours.given == theirs.given
 
 
@@ -564,52 +568,185 @@ def test_sampling_is_repeatable_by_torchs_seed_and_takes_the_checkpoints_default
     assert behind.any() and (new[behind] == PAD).all(), "a row goes on behind its end"
 
 
+# --- tokens chosen on the host ---
+
+PADDED_ROWS = dict(inputs=BATCH, attention_mask=LEFT, pad_token_id=PAD, eos_token_id=EOS)
+ON_HOST = {
+    "no_repeat_ngram_size": dict(no_repeat_ngram_size=2),
+    "encoder_repetition_penalty": dict(encoder_repetition_penalty=1.5),
+    "encoder_no_repeat_ngram_size": dict(encoder_no_repeat_ngram_size=3),
+    "typical_p": dict(do_sample=True, typical_p=0.5),
+    "epsilon_cutoff": dict(do_sample=True, epsilon_cutoff=0.01),
+    "eta_cutoff": dict(do_sample=True, eta_cutoff=0.01),
+    "top_p of nothing": dict(do_sample=True, top_p=0.0),
+    "begin_suppress_tokens": dict(begin_suppress_tokens=[1]),
+    "forced_bos_token_id": dict(forced_bos_token_id=4),
+    "forced_eos_token_id": dict(forced_eos_token_id=4),
+    "exponential_decay_length_penalty": dict(exponential_decay_length_penalty=(2, 1.5), **ENDS),
+    "sequence_bias of two tokens": dict(sequence_bias={(1, 2): 2.0}),
+    "bad_words_ids of two tokens": dict(bad_words_ids=[[1, 2]]),
+    "a penalty behind a bias": dict(sequence_bias={(1,): 2.0}, repetition_penalty=1.2),
+    "a penalty of masked tokens": dict(inputs=BATCH, attention_mask=HOLES, repetition_penalty=1.3),
+    "a penalty of embeddings": dict(inputs=None, inputs_embeds=EMBEDDINGS, repetition_penalty=1.3),
+    "a processor": dict(logits_processor=[lambda ids, scores: scores.roll(ids.shape[1], dims=-1)]),
+    "a processor, sampled": dict(logits_processor=[lambda ids, scores: -scores], do_sample=True),
+    "prefix_allowed_tokens_fn": dict(prefix_allowed_tokens_fn=lambda row, ids: [1 + row, 2 + len(ids) % 5]),
+    "criteria of scores": dict(
+        output_scores=True, return_dict_in_generate=True, stopping_criteria=[lambda ids, scores: len(scores) > 2]
+    ),
+    "invalid values": dict(
+        remove_invalid_values=True, logits_processor=[lambda ids, scores: scores.masked_fill(scores < 0, math.nan)]
+    ),
+    "ends that differ": dict(**PADDED_ROWS, no_repeat_ngram_size=2),
+    "rows": dict(**PADDED_ROWS, do_sample=True, typical_p=0.9, output_logits=True, return_dict_in_generate=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("draft", [None, "suffix"])
+@pytest.mark.parametrize("how", ON_HOST)
+def test_tokens_that_are_chosen_on_the_host_are_the_originals(how, draft):
+    """Sampled ones too: both draw the same random numbers."""
+    options = {"inputs": PROMPT, "max_new_tokens": 14, **ON_HOST[how]}
+    model = causal_lm(vocab=VOCAB, layers=2)
+
+    def run():
+        torch.manual_seed(3)
+        return model.generate(**options)
+
+    want = run()
+    with optimize_with_triton(model, draft, strict=True)[1] as originals:
+        got = run()
+        (chosen,) = (row.calls for row in originals.report() if row.path == "chosen_on_host")
+        assert (generate_row(originals).calls, generate_row(originals).fallbacks) == (1, 0)
+    if not isinstance(want, torch.Tensor):
+        assert list(want) == list(got)
+        for name in ("scores", "logits"):
+            rows = [torch.stack(one[name]) for one in (got, want) if one.get(name) is not None]
+            assert len(rows) in (0, 2)
+            if rows:
+                torch.testing.assert_close(*rows, atol=1e-4, rtol=1e-4)
+        want, got = want.sequences, got.sequences
+    assert torch.equal(got, want)
+    length = 0 if options["inputs"] is None else options["inputs"].shape[1]
+    assert chosen == (want.shape[1] - length) * len(want)
+
+
+def test_processors_are_called_as_the_original_calls_them_while_drafts_are_accepted(model):
+    """Once for each token, in order, with the tokens so far: one with a state of its own works."""
+    calls: list[tuple[list[int], int]] = []
+
+    class Counting:
+        def __init__(self):
+            self.count = 0
+
+        def __call__(self, ids, scores):
+            self.count += 1
+            calls.append((ids[0].tolist(), self.count))
+            scores[:, self.count % VOCAB] = -math.inf  # in place, as some do
+            return scores
+
+    class Streamed(list):
+        put, end = (lambda self, value: self.append(value.tolist())), (lambda self: self.append("end"))
+
+    def run():
+        calls.clear()
+        streamer = Streamed()
+        tokens = model.generate(PROMPT, max_new_tokens=20, logits_processor=[Counting()], streamer=streamer, **ENDS)
+        return tokens.tolist(), list(calls), list(streamer)
+
+    want = run()
+    with optimize_with_triton(model, model)[1] as originals:  # which drafts what it would choose without the processor
+        assert run() == want
+        counts = {row.path: row.calls for row in originals.report()}
+        assert counts["drafts_accepted"] > 0 and generate_row(originals).fallbacks == 0
+
+
+def test_a_processor_that_fails_leaves_the_model_usable(model):
+    def fails(ids, scores):
+        if ids.shape[1] > PROMPT.shape[1] + 2:
+            raise ZeroDivisionError("of a processor")
+        return scores
+
+    want = model.generate(PROMPT, max_new_tokens=9)
+    with optimize_with_triton(model, "suffix")[1] as originals:
+        with pytest.raises(ZeroDivisionError, match="of a processor"):
+            model.generate(PROMPT, max_new_tokens=9, logits_processor=[fails])
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=9), want)
+        assert generate_row(originals).fallbacks == 0
+
+
+# --- drafts that a call asks for ---
+
+
+@pytest.mark.parametrize("own", [None, "suffix", "head"])
+def test_a_call_may_bring_an_assistant_or_look_its_prompt_up(model, own):
+    if own == "head":
+        pair = tiny_model(vocab=VOCAB).to(DEVICE)
+        model, head = pair.base_model, pair.ea_layer
+    assistant = causal_lm(vocab=VOCAB, layers=1, seed=2)
+    assistant.generation_config.num_assistant_tokens = 4
+    rows = dict(max_new_tokens=24, output_logits=True, return_dict_in_generate=True)
+    want = model.generate(PROMPT, **rows)
+    with optimize_with_triton(model, head if own == "head" else own, strict=True)[1] as originals:
+        for options in (
+            dict(assistant_model=model),
+            dict(assistant_model=assistant),
+            dict(prompt_lookup_num_tokens=3),
+            dict(prompt_lookup_num_tokens=3, max_matching_ngram_size=1),
+            dict(assistant_model=assistant, logits_processor=[lambda ids, scores: scores]),
+            {},
+        ):
+            got = model.generate(PROMPT, **rows, **options)
+            assert torch.equal(got.sequences, want.sequences)
+            torch.testing.assert_close(torch.cat(got.logits), torch.cat(want.logits), atol=1e-4, rtol=1e-4)
+            if options.get("assistant_model") is model:  # which is always right, four or twenty at a time
+                accepted = {row.path: row.calls for row in originals.report()}["drafts_accepted"]
+                assert accepted > 12
+        assert (generate_row(originals).calls, generate_row(originals).fallbacks) == (6, 0)
+        hook = assistant.model.layers[0].register_forward_hook(lambda *_: None)
+        with pytest.raises(RuntimeError, match=r"assistant_model\..*hook"):
+            model.generate(PROMPT, assistant_model=assistant, max_new_tokens=3)
+        hook.remove()
+        assert torch.equal(model.generate(PROMPT, **rows).sequences, want.sequences)
+
+
+def test_assistants_that_only_the_original_knows_run_it_by_name(model):
+    small = causal_lm(vocab=VOCAB + 5, layers=1)
+    with optimize_with_triton(model)[1] as originals:
+        for reason, options in (
+            ("assistant_model: .*vocabulary", dict(assistant_model=small)),
+            ("with use_cache=False", dict(prompt_lookup_num_tokens=2, use_cache=False)),
+            ("with several rows", dict(prompt_lookup_num_tokens=2, num_return_sequences=2, do_sample=True)),
+        ):
+            with contextlib.suppress(Exception):  # which the original may raise
+                model.generate(PROMPT, max_new_tokens=3, **options)
+            assert re.search(reason, generate_row(originals).reason), generate_row(originals).reason
+        assert generate_row(originals).calls == 0
+
+
 # --- the original ---
 
 FORWARD = dict(max_new_tokens=5)
 FALLBACKS = {
     "num_beams=2": dict(num_beams=2),
-    "no_repeat_ngram_size=2": dict(no_repeat_ngram_size=2),
-    "encoder_repetition_penalty=1.5": dict(encoder_repetition_penalty=1.5),
-    "encoder_no_repeat_ngram_size=3": dict(encoder_no_repeat_ngram_size=3),
-    "typical_p=0.5": dict(do_sample=True, typical_p=0.5),
-    "epsilon_cutoff=0.01": dict(do_sample=True, epsilon_cutoff=0.01),
-    "eta_cutoff=0.01": dict(do_sample=True, eta_cutoff=0.01),
-    "top_p=0.0": dict(do_sample=True, top_p=0.0),
-    "begin_suppress_tokens=[1]": dict(begin_suppress_tokens=[1]),
-    "forced_bos_token_id=4": dict(forced_bos_token_id=4),
-    "forced_eos_token_id=4": dict(forced_eos_token_id=4),
-    "exponential_decay_length_penalty=(2, 1.5)": dict(exponential_decay_length_penalty=(2, 1.5), **ENDS),
     "guidance_scale=1.5": dict(guidance_scale=1.5),
     "use_cache=None": dict(use_cache=None),
     "compile_config beside cache_implementation='static'": dict(
         compile_config=transformers.CompileConfig(), cache_implementation="static"
     ),
-    "prompt_lookup_num_tokens=2": dict(prompt_lookup_num_tokens=2, **ENDS),
-    "output_scores that stopping_criteria may look at": dict(
-        output_scores=True, return_dict_in_generate=True, stopping_criteria=[lambda ids, scores: len(scores) > 2]
-    ),
     "output_attentions=True": dict(output_attentions=True, return_dict_in_generate=True, eager=True),
     "output_hidden_states=True": dict(output_hidden_states=True, return_dict_in_generate=True),
-    "sequence_bias of [1, 2]": dict(sequence_bias={(1, 2): 2.0}),
-    "bad_words_ids of [1, 2]": dict(bad_words_ids=[[1, 2]]),
-    "repetition_penalty after sequence_bias": dict(sequence_bias={(1,): 2.0}, repetition_penalty=1.2),
     "position_ids": dict(position_ids=1 + torch.arange(11, device=DEVICE)[None]),
-    "logits_to_keep": dict(logits_to_keep=torch.tensor([-1], device=DEVICE)),
+    "logits_to_keep": dict(logits_to_keep=LAST),
     "prefill_chunk_size of inputs_embeds": dict(
         inputs_embeds=EMBEDDINGS[:1], cache_implementation="dynamic", prefill_chunk_size=11
     ),
     "inputs_embeds beside input_ids of shape [1, 11]": dict(inputs_embeds=EMBEDDINGS[:1, :9]),
-    "logits_processor": dict(logits_processor=[lambda ids, scores: -scores]),
-    "prefix_allowed_tokens_fn": dict(prefix_allowed_tokens_fn=lambda row, ids: [1, 2]),
     "attention_mask with padding on the right": dict(
         attention_mask=torch.tensor([[1] * 9 + [0, 0]], device=DEVICE)
     ),
     "attention_mask with other values than 0 and 1": dict(
         attention_mask=torch.tensor([[2] * 11], device=DEVICE)
-    ),
-    "repetition_penalty that counts masked tokens": dict(
-        attention_mask=HOLES[:1], repetition_penalty=1.3
     ),
     "attention_mask of a row that is nothing but padding": dict(
         attention_mask=torch.zeros(1, 11, dtype=torch.int64, device=DEVICE)
@@ -645,8 +782,7 @@ def test_what_the_engine_does_not_do_runs_the_original_by_name(reason):
 
 def test_every_reason_is_named(model):
     mask = torch.tensor([[1] * 9 + [0, 0]], device=DEVICE)
-    rules = dict(sequence_bias={(1, 2): 2.0}, bad_words_ids=[[5, 6]])
-    options = dict(inputs=PROMPT, attention_mask=mask, use_cache=None, max_new_tokens=4, **rules)
+    options = dict(inputs=PROMPT, attention_mask=mask, use_cache=None, max_new_tokens=4, guidance_scale=1.5)
     want = model.generate(**options, output_hidden_states=True)
     with optimize_with_triton(model)[1] as originals:
         assert torch.equal(model.generate(**options, output_hidden_states=True), want)
@@ -655,12 +791,12 @@ def test_every_reason_is_named(model):
         "use_cache=None",
         "output_hidden_states=True",
         "attention_mask with padding on the right",
-        "sequence_bias of [1, 2]",
-        "bad_words_ids of [5, 6]",
+        "guidance_scale=1.5",
     ):
         assert named.count(reason) == 1, named
 
 
+@pytest.mark.skipif(not drop_in.CARRIES_POSITIONS, reason="older versions of transformers know no paged cache")
 def test_continuous_batching_is_the_originals(model):
     with (
         optimize_with_triton(model, strict=True)[1],
@@ -673,15 +809,10 @@ def test_inputs_that_only_the_original_takes(model):
     cache = transformers.DynamicCache()
     with torch.no_grad():
         model(PROMPT[:, :5], past_key_values=cache)
-    assistant = causal_lm(vocab=VOCAB, layers=1, seed=2)
     want = model.generate(PROMPT, max_new_tokens=6)
     with optimize_with_triton(model)[1] as originals:
-        for name, options in (
-            ("past_key_values", dict(inputs=PROMPT, past_key_values=cache)),
-            ("assistant_model", dict(inputs=PROMPT, assistant_model=assistant)),
-        ):
-            assert torch.equal(model.generate(**options, max_new_tokens=6)[:, -6:], want[:, -6:])
-            assert generate_row(originals).reason in (name, "cache")  # which newer transformers call past_key_values
+        assert torch.equal(model.generate(PROMPT, past_key_values=cache, max_new_tokens=6), want)
+        assert generate_row(originals).reason in ("past_key_values", "cache")  # which newer transformers call it
         assert generate_row(originals).calls == 0
 
 

@@ -32,6 +32,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from eagle_triton.adapters.causal_lm import body_path
 from eagle_triton.adapters.module_reader import attribute_at
 from eagle_triton.adapters.refusal import UnsupportedModelError
+from eagle_triton.drop_in.host_decoding import HostChooser
 from eagle_triton.drop_in.patching import Fallback, Seam
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
@@ -41,6 +42,7 @@ from eagle_triton.engine.prefill import NaNLogitsError
 from eagle_triton.engine.ranks import Ranks
 from eagle_triton.engine.requests import NAN, Request
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.step import Judge
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 
 _SURELY = 1e30  # what is added to the logit of a token that must come
@@ -65,16 +67,24 @@ OWN_METHODS = (
 """Methods of transformers that a model must not have of its own: the engine calls them, or stands in their place."""
 
 ARGUMENTS = frozenset(
-    {"self", "inputs", "generation_config", "stopping_criteria", "streamer", "synced_gpus", "use_model_defaults"}
-)
+    {
+        "self", "inputs", "generation_config", "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria",
+        "streamer", "synced_gpus", "use_model_defaults",
+    }
+)  # fmt: skip
 """Arguments of `generate` that the engine's way takes; any other one that is set goes to the original."""
 
 HONOURED = frozenset(
     {
-        "bad_words_ids", "bos_token_id", "do_sample", "eos_token_id", "max_length", "max_new_tokens", "max_time",
-        "min_length", "min_new_tokens", "min_p", "num_return_sequences", "output_logits", "output_scores",
-        "pad_token_id", "prefill_chunk_size", "remove_invalid_values", "renormalize_logits", "repetition_penalty",
-        "return_dict_in_generate", "sequence_bias", "stop_strings", "suppress_tokens", "temperature", "top_k", "top_p",
+        "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "do_sample", "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty", "eos_token_id", "epsilon_cutoff", "eta_cutoff",
+        "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "max_length",
+        "max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size",
+        "num_return_sequences", "output_logits", "output_scores", "pad_token_id", "prefill_chunk_size",
+        "prompt_lookup_num_tokens",
+        "remove_invalid_values", "renormalize_logits", "repetition_penalty", "return_dict_in_generate",
+        "sequence_bias", "stop_strings", "suppress_tokens", "temperature", "top_h", "top_k", "top_p", "typical_p",
+        "watermarking_config",
     }
 )  # fmt: skip
 """Fields of a GenerationConfig that decide what is decoded, and how."""
@@ -91,7 +101,6 @@ NO_EFFECT = frozenset(
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "assistant_early_exit": (),
-    "begin_suppress_tokens": (),
     "cache_implementation": (  # what keeps keys and values as they are; "quantized" rounds them
         "dynamic",
         "hybrid",
@@ -106,30 +115,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "constraints": (),
     "diversity_penalty": (0,),
     "dola_layers": (),
-    "encoder_no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "exponential_decay_length_penalty": (),
     "force_words_ids": (),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
     "guidance_scale": (1,),
     "is_assistant": (False,),
-    "no_repeat_ngram_size": (0,),
     "num_beam_groups": (1,),
     "num_beams": (1,),
     "output_attentions": (False,),
     "output_hidden_states": (False,),
     "penalty_alpha": (0,),
-    "prompt_lookup_num_tokens": (),
     "return_legacy_cache": (False,),
     "token_healing": (False,),
-    "top_h": (),
-    "typical_p": (1,),
     "use_cache": (True, False),
     "use_mtp": (False,),
-    "watermarking_config": (),
 }
 """Fields that send a call to the original unless they have one of these values, or None; see `config_reasons`."""
 
@@ -137,8 +134,25 @@ INPUTS = frozenset({"attention_mask", "input_ids", "inputs_embeds", "logits_to_k
 """Inputs of the model's forward that the engine's way takes, or checks."""
 
 
-def seams(model: Any, engine: Engine, read_tree: Callable[[], TreeSpec], strict: bool) -> tuple[Seam, ...]:
-    """`model.generate`. read_tree: the tree of the next call. strict: raise where the original would have to run.
+class Assistance(NamedTuple):
+    """What a call asks to draft by, instead of what the model was optimised with: a language model, or n-grams of up to
+    `ngram` tokens of the prompt. `tokens`: drafted in a step, at first."""
+
+    model: Any | None
+    tokens: int
+    ngram: int
+
+
+class Drafting(NamedTuple):
+    """An engine and the tree of its next call."""
+
+    engine: Engine
+    read_tree: Callable[[], TreeSpec]
+
+
+def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Drafting], strict: bool) -> tuple[Seam, ...]:
+    """`model.generate`. assisted: what decodes with other drafts; it raises UnsupportedModelError for an assistant that
+    the engine does not know. strict: raise where the original would have to run.
 
     Raises UnsupportedModelError for a model whose class, or instance, generates in a way of its own.
     """
@@ -153,9 +167,12 @@ def seams(model: Any, engine: Engine, read_tree: Callable[[], TreeSpec], strict:
     @functools.wraps(model.generate)
     def generate(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(model, *args, **kwargs)
+        assistant = None
+        if bound.arguments.get("kwargs", {}).get("assistant_tokenizer") is None:  # else it needs translation
+            assistant = bound.arguments.pop("assistant_model", None)
         reasons = _take_reasons(bound, model)
         streamer = bound.arguments.pop("streamer", None)  # nothing is put before it is certain who decodes
-        bound.arguments["self"] = _Preparation(model, functools.partial(_decode, engine, read_tree, streamer), reasons)
+        bound.arguments["self"] = _Preparation(model, drafting, assisted, assistant, streamer, reasons)
         try:
             if "custom_generate" in reasons:  # whose arguments are its own
                 raise Fallback(*reasons)
@@ -181,11 +198,22 @@ class _Preparation:
     """The model as its own `generate` sees it, but for the fields that are looked at, the cache, and the loop over
     tokens.
 
-    reasons: why the original must run, as far as is known. The preparation goes on as far as it can, to find them all.
+    assistant: the model that is to draft, None: what the model was optimised with. reasons: why the original must run,
+    as far as is known. The preparation goes on as far as it can, to find them all.
     """
 
-    def __init__(self, model: Any, decode: Callable[..., Any], reasons: list[str]):
-        self._model, self._decode, self._reasons = model, decode, reasons
+    def __init__(
+        self,
+        model: Any,
+        drafting: Drafting,
+        assisted: Callable[[Assistance], Drafting],
+        assistant: Any | None,
+        streamer: Any | None,
+        reasons: list[str],
+    ):
+        self._model, self._drafting, self._assisted, self._streamer = model, drafting, assisted, streamer
+        self._assistant, self._reasons = assistant, reasons
+        self._assistance: Assistance | None = None
         self._check_positions = False
 
     def __getattr__(self, name: str) -> Any:
@@ -194,6 +222,7 @@ class _Preparation:
     def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> tuple[GenerationConfig, dict[str, Any]]:
         config, inputs = self._model._prepare_generation_config(*args, **kwargs)
         self._model._validate_model_kwargs(dict(inputs))
+        self._assistance = self._take_assistance(config)
         self._reasons += config_reasons(config)
         known = [reason.partition("=")[0] for reason in self._reasons]
         self._reasons += [name for name in _refused_inputs(inputs) if name not in known]
@@ -203,6 +232,30 @@ class _Preparation:
         if not loops or config.cache_implementation == "paged":  # then others than `_sample` would go on from here
             raise Fallback(*(self._reasons or [f"generation mode {mode.value}"]))
         return config, inputs
+
+    def _take_assistance(self, config: GenerationConfig) -> Assistance | None:
+        """Who drafts instead, which is taken out of `config`. What the original cannot do with it is left to it."""
+        lookup, assistant = getattr(config, "prompt_lookup_num_tokens", None), self._assistant
+        if lookup is None and assistant is None:
+            return None
+        name = "assistant_model" if lookup is None else "prompt_lookup_num_tokens"
+        if lookup is not None and assistant is not None:
+            self._reasons.append("assistant_model beside prompt_lookup_num_tokens")
+        for option in ("assistant_ensemble_weight", "speculation_type"):
+            if getattr(config, option, None) is not None:
+                self._reasons.append(option)
+        refused = {
+            "several rows": (config.num_return_sequences or 1) > 1,
+            "a model with recurrent layers": getattr(self._model, "_is_stateful", False),
+            "use_cache=False": config.use_cache is False,
+            "no token": lookup is not None and (isinstance(lookup, bool) or not isinstance(lookup, int) or lookup < 1),
+        }
+        self._reasons += [f"{name} with {what}" for what, found in refused.items() if found]
+        if lookup is not None:
+            config.prompt_lookup_num_tokens = None
+            return Assistance(None, lookup, getattr(config, "max_matching_ngram_size", None) or 2)
+        own = getattr(assistant, "generation_config", None)
+        return Assistance(assistant, int(getattr(own, "num_assistant_tokens", None) or 20), 0)
 
     def _prepare_cache_for_generation(self, config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
         """The engine has a cache of its own; this one is for those who are given it back."""
@@ -226,8 +279,17 @@ class _Preparation:
             self._reasons.append("synced_gpus")
         if self._check_positions and not _are_assumed(position_ids, attention_mask):
             self._reasons.append("position_ids")
-        prompt = _Prompt(input_ids, attention_mask, inputs_embeds)
-        result = self._decode(self._reasons, prompt, logits_processor, stopping_criteria, generation_config)
+        prompt, drafting = _Prompt(input_ids, attention_mask, inputs_embeds), self._drafting
+        if self._assistance is not None and len(input_ids) > 1:
+            self._reasons.append("drafts that a call asks for, with several rows")
+        elif self._assistance is not None:
+            try:
+                drafting = self._assisted(self._assistance)
+            except UnsupportedModelError as error:
+                self._reasons.append(f"assistant_model: {error}")
+        result: Any = _decode(
+            *drafting, self._streamer, self._reasons, prompt, logits_processor, stopping_criteria, generation_config
+        )
         for name in CACHE_NAMES:
             if generation_config.return_dict_in_generate and inputs.get(name) is not None:
                 self._fill(name, inputs[name], result.sequences, prompt, position_ids)
@@ -250,7 +312,7 @@ class _Preparation:
             options["attention_mask"] = mask
             places = mask.long().cumsum(1) - 1
             if position_ids is None:
-                places = places.masked_fill(mask == 0, 0)
+                places = places.masked_fill(mask == 0, 0 if CARRIES_POSITIONS else 1)
             else:  # masked tokens too have the places that they were given
                 places[:, : position_ids.shape[1]] = position_ids
             options["position_ids"] = places
@@ -350,7 +412,8 @@ class _Plan:
 
     The first `held_back` new tokens are no stop tokens. pad: what a row gets that has ended before others; None: the
     target's tokens. embeddings: what the target reads in place of the prompts' first tokens, [n, H] each. logits: of
-    each new token, by row of the batch, as steps report them; None: nobody asks for them.
+    each new token, by row of the batch, as steps report them; None: nobody asks for them. on_host: tokens are chosen
+    by a HostChooser, which alone knows how.
     """
 
     prompts: list[Tensor]
@@ -361,6 +424,7 @@ class _Plan:
     pad: int | None = None
     embeddings: list[Tensor] | None = None
     logits: list[list[Tensor]] | None = None
+    on_host: bool = False
 
 
 def _decode(
@@ -383,6 +447,10 @@ def _decode(
     asks, ranks = len(known) < len(stopping_criteria), engine.view.ranks
     by_token = streamer is not None or asks
     plan = _read_plan(engine.view, reasons, prompt, logits_processor, stopping_criteria, config, by_token)
+    if plan.on_host:
+        return _decode_on_host(
+            engine, read_tree(), plan, prompt.input_ids, streamer, logits_processor, stopping_criteria, config
+        )
     if ranks is not None:  # of which one may stream alone, or have criteria that others have not
         ranks.meet()
         asks = ranks.agreed(asks)
@@ -413,6 +481,37 @@ def _decode(
     )
 
 
+def _decode_on_host(
+    engine: Engine,
+    tree: TreeSpec,
+    plan: _Plan,
+    input_ids: Tensor,
+    streamer: Any | None,
+    logits_processor: Any,
+    stopping_criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """`_decode` of tokens that are chosen on the host. Random numbers are torch's own, drawn as the original does."""
+    wanted = bool(config.return_dict_in_generate)
+    chooser = HostChooser(
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        do_sample=config.do_sample,
+        pad=plan.pad,
+        keep_scores=wanted and bool(config.output_scores),
+        keep_logits=wanted and bool(config.output_logits),
+        streamer=streamer,
+    )
+    with closing(_steps(engine, tree if len(plan.prompts) == 1 else PLAIN, plan, chooser)) as steps:
+        while not chooser.done:
+            next(steps)
+    engine.ops.calls["chosen_on_host"] += (chooser.sequences.shape[1] - input_ids.shape[1]) * len(input_ids)
+    if not wanted:
+        return chooser.sequences
+    return GenerateDecoderOnlyOutput(sequences=chooser.sequences, scores=chooser.scores, logits=chooser.logits)
+
+
 def _read_plan(
     view: ModelView,
     known_reasons: Sequence[str],
@@ -436,6 +535,7 @@ def _read_plan(
     kept: list[Tensor] | None = None
     padding, holes = [0] * len(input_ids), False
     sampling, held_back, held_ids = SamplingParams(), 0, frozenset[int]()
+    for_host: list[str] = []  # what only a HostChooser does
 
     limits = [rule.max_length for rule in stopping_criteria if isinstance(rule, MaxLengthCriteria)]
     if not limits:
@@ -450,16 +550,15 @@ def _read_plan(
     try:
         sampling, held_back, held_ids = _read_processors(active, config.do_sample, padding, vocabulary)
     except Fallback as fallback:
-        found = list(fallback.args)
+        for_host += fallback.args
         for processor in active:  # the first one has hidden the others' reasons
-            with _added_to(found):
+            with _added_to(for_host):
                 _read_processors([processor], config.do_sample, padding, vocabulary)
-        made = [type(processor).__name__ for processor in active] if known_reasons else []
-        reasons += [reason for reason in dict.fromkeys(found) if reason not in made]  # by fields that are named already
+        for_host = list(dict.fromkeys(for_host))
     if holes and sampling.repetition_penalty != 1:
-        reasons.append("repetition_penalty that counts masked tokens")
+        for_host.append("repetition_penalty that counts masked tokens")
     if not length and sampling.repetition_penalty != 1:
-        reasons.append("repetition_penalty of inputs_embeds without input_ids")
+        for_host.append("repetition_penalty of inputs_embeds without input_ids")
 
     pads = any(hasattr(rule, "eos_token_id") for rule in stopping_criteria)
     pad = getattr(config, "_pad_token_tensor", None)
@@ -469,19 +568,21 @@ def _read_plan(
     stop_ids = frozenset(token for ids in ends for token in ids if 0 <= token < vocabulary)  # others never come
     held_back = min(max(held_back - length, 0), new_tokens)
     if held_back and {token for token in held_ids if token >= 0} != stop_ids:
-        reasons.append("a minimal length of other tokens than stopping_criteria look at")
+        for_host.append("a minimal length of other tokens than stopping_criteria look at")
 
     wanted = bool(config.return_dict_in_generate) and (config.output_scores or config.output_logits)
     if wanted and config.output_scores and not all(_ignores_scores(rule) for rule in stopping_criteria):
-        reasons.append("output_scores that stopping_criteria may look at")
+        for_host.append("output_scores that stopping_criteria may look at")
     if config.remove_invalid_values and by_token:  # an invalid one may come too late to begin again
-        reasons.append("remove_invalid_values beside a streamer or stopping_criteria")
+        for_host.append("remove_invalid_values beside a streamer or stopping_criteria")
     if getattr(config, "prefill_chunk_size", None) and not any("prefill_chunk_size" in name for name in known_reasons):
         reasons += [] if view.by_token else ["prefill_chunk_size over recurrent layers"]
         reasons += [] if embeddings is None else ["prefill_chunk_size of inputs_embeds"]  # all of them at every chunk
+    if for_host and view.ranks is not None:
+        reasons += [f"{reason}, of a model that several ranks share" for reason in for_host]
     if known_reasons or reasons:
         raise Fallback(*known_reasons, *reasons)
-    return _Plan(
+    plan = _Plan(
         [row.to(view.device, torch.int64) for row in _kept_of(input_ids, kept)],
         new_tokens,
         sampling,
@@ -491,6 +592,10 @@ def _read_plan(
         None if embeddings is None else _kept_of(embeddings, kept),
         [[] for _ in input_ids] if wanted or config.remove_invalid_values else None,
     )
+    if not for_host:
+        return plan
+    stops = stop_ids if len(plan.prompts) == 1 else frozenset[int]()  # of several rows all go on to the last one's end
+    return replace(plan, sampling=SamplingParams(), stop_ids=stops, held_back=0, logits=None, on_host=True)
 
 
 def _kept_of(rows: Tensor, kept: list[Tensor] | None) -> list[Tensor]:
@@ -594,15 +699,15 @@ def _read_processors(
     return SamplingParams(logit_bias=bias, **options), held_back, held_ids
 
 
-def _steps(engine: Engine, tree: TreeSpec, plan: _Plan) -> Steps:
-    """One step of the batch after another, until no row goes on. Logits are added to the plan's.
+def _steps(engine: Engine, tree: TreeSpec, plan: _Plan, judge: Judge | None = None) -> Steps:
+    """One step of the batch after another, until no row goes on. Logits are added to the plan's. judge: who chooses.
 
     Raises RuntimeError for NaN logits, or if another generation is running.
     """
     count = len(plan.prompts)
     embeddings: Sequence[Tensor | None] = plan.embeddings or [None] * count
     most = max(map(len, plan.prompts)) + plan.new_tokens
-    with Batch(engine, count, tree, most, drafts=tree.drafts > 0) as batch:
+    with Batch(engine, count, tree, most, drafts=tree.drafts > 0, judge=judge) as batch:
         engine.accept_lengths = []
         slots = batch.admit_all(
             Request(

@@ -26,7 +26,7 @@ from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.slot_entry import SlotEntry
 from eagle_triton.engine.slot_options import write_entries
 from eagle_triton.engine.state import DecodeState
-from eagle_triton.engine.step import Mode
+from eagle_triton.engine.step import Judge, Mode
 from eagle_triton.engine.step_chooser import StepChooser, StepOptions, rows_behind
 from eagle_triton.engine.step_reports import Begun, LaunchedStep, StepReports
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -58,6 +58,7 @@ class Batch:
         drafts: bool | None = None,
         verification: Verification | None = None,
         prompt_tokens: int = PROMPT_TOKENS,
+        judge: Judge | None = None,
     ):
         """rows: the most tokens of a sequence, prompt included. spec: the tree of the next step; see there.
 
@@ -69,6 +70,8 @@ class Batch:
         verification: how drafts are judged, None: as the engine has it.
         prompt_tokens: about how many tokens of the prompts of `enter_all` are read before each step while others
         decode.
+        judge: chooses all tokens, on the host: roots as a tree of one node. Steps are not captured then, whatever
+        requests ask of sampling counts for nothing, and where the cache has no room left CacheFullError is raised.
         """
         if prompt_tokens < 1:
             raise ValueError(f"prompt_tokens must be at least 1, got {prompt_tokens}")
@@ -81,7 +84,7 @@ class Batch:
             self.engine, self.rows = engine, rows
             drafts = engine.draft is not None if drafts is None else drafts
             verification = engine.verification if verification is None else verification
-            options = StepOptions(drafts, logprobs, report_drafts, verification)
+            options = StepOptions(drafts, logprobs, report_drafts, verification, judge)
             behind = rows_behind(spec, drafts)
             with engine.running():
                 self.sequences = engine.sequences(slots, rows + behind)
@@ -378,6 +381,10 @@ class Batch:
     def _pause(self, slot: int) -> None:
         """Take a request's pages from it until there is room to go on. Waits for the device: the root that was chosen
         stays, because `rejection` would draw it by another law."""
+        if self.chooser.options.judge is not None:  # who would be asked for the same root again
+            raise CacheFullError(
+                "the cache has no room for all rows, and rows that are judged on the host cannot pause"
+            )
         entry = self._entries[slot]
         assert entry is not None
         tokens = entry.committed

@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -145,6 +145,13 @@ class Engine:
         self._called_state = [] if self.watch is None else self.watch.called_state()
         self._long_prompts: LongPrompts | None = None
         self.notes.pop("long_prompts", None)  # tried again
+
+    def beside(self, draft: Draft, watch: ModelWatch | None) -> Engine:
+        """Another engine of the same target, with a draft of its own. One of both decodes at a time, and both count and
+        note in one place."""
+        other = replace(self, draft=draft, watch=watch)
+        other._lock, other.notes = self._lock, self.notes
+        return other
 
     def acquire(self) -> Hold:
         """Claim the engine until the hold is released. Raises RuntimeError if somebody has it."""
@@ -306,7 +313,11 @@ class Engine:
         return self._prompt_launches[key]
 
     def step(self, state: DecodeState, mode: Mode) -> Callable[[], None]:
-        """The decode step for a state: a graph, captured here the first time, or the step itself."""
+        """The decode step for a state: a graph, captured here the first time, or the step itself, where a judge on the
+        host decides in the middle of it."""
+        if mode.judge is not None:
+            self.compile_ahead(state, mode)
+            return functools.partial(decode_step, self.ops, self.view, self.draft, state, mode)
         key = (state, mode)
         if key not in self._steps:
             self.compile_ahead(state, mode)
@@ -325,7 +336,8 @@ class Engine:
         launched, as they are where they cannot be compiled ahead, and the report says so.
         """
 
-        if mode is not None and mode.logits:
+        mode = mode._replace(judge=None)  # who has nothing to judge yet
+        if mode.logits:
             state.add_logits()
 
         def launch_all() -> None:

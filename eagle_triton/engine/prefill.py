@@ -163,7 +163,10 @@ class Prefill:
             entering[slot] = True
         self._entering.copy_(upload(entering, torch.bool, self.sequences.device))
         mode = mode._replace(levels=None)  # of the next tree, whatever is scored later
-        self._capture((state, mode, draft is not None), lambda: self._begin(draft, state, mode))()
+        if mode.judge is not None:
+            self._begin(draft, state, mode)
+        else:
+            self._capture((state, mode, draft is not None), lambda: self._begin(draft, state, mode))()
         broken = self.sequences.nan & self._entering
         host = torch.empty(broken.shape, dtype=torch.bool, device="cpu", pin_memory=broken.is_cuda)
         return host.copy_(broken, non_blocking=broken.is_cuda)
@@ -190,7 +193,7 @@ class Prefill:
         else:
             for slot, prompt in prompts.items():
                 self._read_alone(slot, min(len(prompt), CHUNK + (len(prompt) - 1) % CHUNK + 1), draft)
-        self._begin(draft, state, mode)
+        self._begin(draft, state, mode._replace(judge=None))
 
     def _forward(
         self,
@@ -225,7 +228,8 @@ class Prefill:
         """Roots and first trees of the slots that enter. The trees of the others grow as they did before."""
         ops, sequences, entering = self.ops, self.sequences, self._entering
         logits = project(ops, self.view.head, self.ends.hidden)
-        sequences.nan.copy_(torch.where(entering, logits.isnan().flatten(1).any(1), sequences.nan))
+        nan = logits.isnan().flatten(1).any(1) if mode.judge is None else torch.zeros_like(entering)
+        sequences.nan.copy_(torch.where(entering, nan, sequences.nan))
         step = sequences.sampling.step
         step.copy_(torch.where(entering, sequences.first_step, step))
         known = sequences.first_root[:, None]

@@ -7,7 +7,7 @@ Nothing here asks how long a sequence is: shapes are fixed by the state, lengths
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,14 @@ if TYPE_CHECKING:  # its module needs Triton
     from eagle_triton.engine.megakernel_step import MegakernelStep
 
 
+class Judge(Protocol):
+    """Walks trees on the host, in the place of a verification."""
+
+    def __call__(self, logits: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """logits [B, N, V], tokens [B, N] int64 (-1: an empty place), parents [B, N] int32. Returns (path [B, D + 1]
+        int32, accepted [B] int32, next token [B] int64) as every verification does."""
+
+
 class Mode(NamedTuple):
     """What the sequences of a step ask of it; a graph is captured for each."""
 
@@ -39,6 +47,7 @@ class Mode(NamedTuple):
     levels: int | None = None  # that are scored for the next tree, None: all
     filtered: bool = True  # when sampling: some sequence has top-k, top-p or min-p
     verification: Verification = TARGET_MATCH
+    judge: Judge | None = None  # who walks instead of these; such a step is not captured
 
 
 def decode_step(
@@ -155,8 +164,12 @@ def verify(
     """Judge trees of N nodes, whose roots stand at `lengths` [B] int32, as `mode` says.
 
     logits [B, N, V]. Returns (path [B, D + 1] int32, accepted [B] int32, next token [B] int64) as every verification
-    does; `nan` [B] bool is filled with whether logits that were looked at hold a NaN.
+    does; `nan` [B] bool is filled with whether logits that were looked at hold a NaN (with a judge: False).
     """
+    if mode.judge is not None:
+        if nan is not None:
+            nan.zero_()
+        return mode.judge(logits, tree.tokens, tree.parents, depth)
     policy = mode.verification.accept_policy if depth else "normal"
     if policy == "normal":
         return _judge(ops, logits, tree, depth, lengths, params, mode, nan)

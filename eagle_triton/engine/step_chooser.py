@@ -11,7 +11,7 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.prefill import grow_first_tree
 from eagle_triton.engine.slot_entry import SlotEntry
 from eagle_triton.engine.state import Sequences, scratch_rows
-from eagle_triton.engine.step import Mode
+from eagle_triton.engine.step import Judge, Mode
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.verification import Verification
 
@@ -30,6 +30,7 @@ class StepOptions(NamedTuple):
     logprobs: bool
     report_drafts: bool
     verification: Verification
+    judge: Judge | None = None
 
 
 class StepChooser:
@@ -104,6 +105,7 @@ class StepChooser:
             levels=self._wanted_levels(entries),
             filtered=any(sampling.filtered for sampling in sampled),
             verification=self.options.verification,
+            judge=self.options.judge,
         )
 
     def change_tree(self, mode: Mode) -> None:

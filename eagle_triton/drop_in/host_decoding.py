@@ -1,0 +1,90 @@
+"""Choosing tokens on the host, as transformers' own loop does, while the engine computes the logits.
+
+For logits processors that the engine has no kernel for, and criteria that look at scores. They are called as the
+original calls them: once for each token, in order, with the tokens so far. So they may have a state of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class HostChooser:
+    """The `Judge` of a batch whose slots are the rows of one `generate` call.
+
+    One row walks through drafts as far as they are what it chooses. Several rows go in step with each other, a token
+    at a time, because processors see all rows at once: their batch must draft nothing.
+    """
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        process: Callable[[Tensor, Tensor], Tensor],
+        stop: Callable[[Tensor, Any], Tensor],
+        *,
+        do_sample: bool,
+        pad: int | None,
+        keep_scores: bool,
+        keep_logits: bool,
+        streamer: Any | None,
+    ):
+        """input_ids: int [B, L], what processors see of the prompts. process: logits float32 [B, V] to scores. stop:
+        which rows are done, bool [B]. pad: what a row that is done gets from then on; None: what is chosen for it."""
+        self.sequences = input_ids
+        self.scores: tuple[Tensor, ...] | None = () if keep_scores else None
+        self.logits: tuple[Tensor, ...] | None = () if keep_logits else None
+        self.done = False
+        self._process, self._stop, self._streamer = process, stop, streamer
+        self._do_sample, self._pad = do_sample, pad
+        self._goes_on = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+
+    def __call__(self, logits: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Judge`. Once all rows are done nothing is chosen any more, and the tokens mean nothing."""
+        batch, device = len(logits), logits.device
+        nodes, chosen = [0], self._choose(logits[:, 0])
+        if depth:
+            assert batch == 1, "rows of a batch go in step with each other"
+            child_of = {
+                (parent, token): node
+                for node, (parent, token) in reversed(
+                    list(enumerate(zip(parents[0].tolist(), tokens[0].tolist(), strict=True)))
+                )
+                if node
+            }
+            while not self.done and (child := child_of.get((nodes[-1], int(chosen[0])))) is not None:
+                nodes.append(child)
+                chosen = self._choose(logits[:, child])
+        path = torch.tensor([nodes + [-1] * (depth + 1 - len(nodes))] * batch, dtype=torch.int32, device=device)
+        accepted = torch.full((batch,), len(nodes) - 1, dtype=torch.int32, device=device)
+        return path, accepted, chosen.to(device)
+
+    def _choose(self, row: Tensor) -> Tensor:
+        """The next token of every row, [B] int64, from logits [B, V]."""
+        if self.done:
+            return torch.zeros(len(row), dtype=torch.int64, device=row.device)
+        logits = row.to(device=self.sequences.device, dtype=torch.float32, copy=True)
+        scores = self._process(self.sequences, logits)
+        if self.scores is not None:
+            self.scores += (scores,)
+        if self.logits is not None:
+            self.logits += (logits,)
+        if self._do_sample:
+            chosen = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
+        else:
+            chosen = scores.argmax(-1)
+        if self._pad is not None:
+            chosen = torch.where(self._goes_on, chosen, self._pad)
+        self.sequences = torch.cat((self.sequences, chosen[:, None]), dim=1)
+        if self._streamer is not None:
+            self._streamer.put(chosen.cpu())
+        self._goes_on &= ~self._stop(self.sequences, self.scores)
+        self.done = not bool(self._goes_on.any())
+        if self.done and self._streamer is not None:
+            self._streamer.end()
+        return chosen
