@@ -16,7 +16,7 @@ from typing_extensions import NamedTuple, Unpack  # which may be generic, and be
 
 from eagle_triton.adapters import eagle_llm, native, upstream
 from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
-from eagle_triton.adapters.float8 import EXACT, Float8Reading, check_activations, with_float8
+from eagle_triton.adapters.float8 import EXACT, Float8Reading, check_activations, note_on_called, with_float8
 from eagle_triton.adapters.module_reader import check_readable
 from eagle_triton.adapters.mtp import read_mtp
 from eagle_triton.adapters.refusal import UnsupportedModelError
@@ -512,6 +512,10 @@ def _engine(read: Float8Reading, config: EagleTritonConfig | TritonConfig, roots
         raise ValueError("megakernel=True needs the kernels")
     megakernel = None if config.megakernel == "auto" else bool(config.megakernel)
     verification = Verification(config.verify_strategy)
+    watch = ModelWatch(roots, read.modules)
+    called = note_on_called(watch.called_projections())
+    if called is not None and config.strict:
+        raise UnsupportedModelError(f"projections: {called}", "projections")
     engine = Engine(
         read.view,
         read.draft,
@@ -519,7 +523,7 @@ def _engine(read: Float8Reading, config: EagleTritonConfig | TritonConfig, roots
         cuda_graph,
         megakernel,
         config.strict,
-        ModelWatch(roots, read.modules),
+        watch,
         verification,
         cache_tokens=config.cache_tokens,
         prefixes=config.prefixes,
@@ -528,6 +532,8 @@ def _engine(read: Float8Reading, config: EagleTritonConfig | TritonConfig, roots
         engine.notes["verification"] = verification.summary
     if read.note is not None:
         engine.notes["activations"] = read.note
+    if called is not None:
+        engine.notes["projections"] = called
     return engine
 
 

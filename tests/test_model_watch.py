@@ -2,7 +2,9 @@
 
 import copy
 import operator
+import re
 
+import accelerate
 import pytest
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.drop_in.patching import PatchError
 from tests.tiny import random_prompt, tiny_model
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = dict(total_token=8, depth=3, top_k=2)
 PLACES = [
     "base_model",
@@ -272,6 +275,88 @@ def test_a_model_that_device_map_spreads_is_refused_with_the_remedy(how, tmp_pat
         UnsupportedModelError, match="must lie on one device, got cpu, meta.* without device_map.* vLLM"
     ):
         calls[how]()
+
+
+@pytest.mark.parametrize("place", ["auto", DEVICE, {"": DEVICE}, {"": torch.device(DEVICE)}], ids=str)
+def test_a_device_map_of_one_device_works_in_every_door(place, tmp_path):
+    if place == "auto" and torch.cuda.device_count() > 1:
+        pytest.skip("which spreads a model over these devices")
+    model().save_pretrained(tmp_path)
+    loaded = EaModel.from_pretrained(str(tmp_path), device_map=place, dtype=torch.float32)
+    assert {str(tensor.device) for tensor in loaded.state_dict().values()} <= {DEVICE, f"{DEVICE}:0"}
+    target, prompt = loaded.base_model, random_prompt(9).to(DEVICE)
+    want = target.generate(prompt, max_new_tokens=12, do_sample=False)
+    with optimize_eagle_with_triton(loaded)[1]:
+        assert torch.equal(loaded.generate(prompt, max_new_tokens=12), want)
+    with optimize_with_triton(target, loaded.ea_layer, strict=True)[1]:
+        assert torch.equal(target.generate(prompt, max_new_tokens=12, do_sample=False), want)
+    for engine in (EAGLEInference(loaded.ea_layer, target), EAGLEInference.from_pretrained(tmp_path, device=DEVICE)):
+        assert torch.equal(engine.generate(prompt, max_new_tokens=12)[0], want)
+
+
+def test_hooks_of_accelerate_on_one_device_are_refused_with_what_takes_them_off():
+    m = model()
+    want = m.eagenerate(random_prompt(7), max_new_tokens=9)
+    accelerate.dispatch_model(m.base_model, {"": "cpu"}, force_hooks=True)
+    with pytest.raises(UnsupportedModelError, match=r"accelerate\.hooks\.remove_hook_from_module\(model, recurse=True"):
+        optimize_eagle_with_triton(m)
+    accelerate.hooks.remove_hook_from_module(m.base_model, recurse=True)
+    with optimize_eagle_with_triton(m)[1]:
+        assert torch.equal(m.eagenerate(random_prompt(7), max_new_tokens=9), want)
+
+
+class Adapted(nn.Linear):
+    """A projection with an adapter, as PEFT's are."""
+
+    def forward(self, x):
+        return super().forward(x) + x.mean(-1, keepdim=True)
+
+
+def test_projections_that_are_called_as_modules_are_reported_by_count_and_class_and_refused_if_strict():
+    m = model()
+    for index in range(2):
+        attention = m.base_model.model.layers[index].self_attn
+        for name in ("q_proj", "v_proj"):
+            old = attention._modules[name]
+            attention._modules[name] = Adapted(old.in_features, old.out_features, bias=False)
+    m.base_model.model.layers[3].mlp.up_proj.forward = lambda x: x.new_zeros(*x.shape[:-1], 96)
+    said = (
+        r"5 are called as the modules they are, in their own time: 4 tests.Adapted, 1 torch.Linear with a forward of "
+        r"its own; the first is (model\.base_model|model|target_model)\.model\.layers\.0\.self_attn\.q_proj"
+    )
+    prompt, target = random_prompt(7), m.base_model
+    want = target.generate(prompt, max_new_tokens=9)
+    with optimize_eagle_with_triton(m)[1] as originals:
+        assert torch.equal(m.generate(prompt, max_new_tokens=9), want)
+        assert re.search(said, str(originals.report()))
+    with optimize_with_triton(target)[1] as originals:
+        assert torch.equal(target.generate(prompt, max_new_tokens=9), want)
+        assert re.search(said, str(originals.report()))
+    engine = EAGLEInference(m.ea_layer, target)
+    assert torch.equal(engine.generate(prompt, max_new_tokens=9)[0], want) and re.search(said, str(engine.report()))
+    for optimise in (optimize_eagle_with_triton, optimize_with_triton):
+        with pytest.raises(UnsupportedModelError, match=f"projections: {said}"):
+            optimise(m if optimise is optimize_eagle_with_triton else target, strict=True)
+
+
+def test_a_model_that_peft_has_wrapped_is_refused_with_what_to_give_instead():
+    class PeftModelForCausalLM(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base_model = base
+
+        def __getattr__(self, name):
+            return super().__getattr__(name) if name == "base_model" else getattr(self.base_model, name)
+
+    PeftModelForCausalLM.__module__ = "peft.peft_model"
+    wrapped, m = PeftModelForCausalLM(model().base_model), model()
+    remedy = r"model is a PeftModelForCausalLM of PEFT .*model\.merge_and_unload\(\).*model\.get_base_model\(\)"
+    for call in (lambda: optimize_with_triton(wrapped), lambda: EAGLEInference("suffix", wrapped)):
+        with pytest.raises(UnsupportedModelError, match=remedy.replace("model is", r"(target_)?model is")):
+            call()
+    m.base_model = wrapped
+    with pytest.raises(UnsupportedModelError, match=r"model\.base_model is a PeftModelForCausalLM of PEFT"):
+        optimize_eagle_with_triton(m)
 
 
 @pytest.mark.parametrize(

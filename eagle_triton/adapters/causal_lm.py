@@ -13,6 +13,7 @@ from eagle_triton.adapters.module_reader import (
     attribute_at,
     check_dtype,
     check_fits_target,
+    check_no_adapter,
     check_readable,
     check_silu,
     read_attention,
@@ -39,6 +40,8 @@ ROPE_TYPES = ("default", "linear", "llama3")  # frequencies that do not depend o
 
 def check_causal_lm(model: Any, root: str) -> None:
     """Raise UnsupportedModelError unless `model` is a causal language model of a known architecture."""
+    if isinstance(model, nn.Module):
+        check_no_adapter(model, root)
     kind, known = getattr(getattr(model, "config", None), "model_type", None), (*SUPPORTED, *HYBRIDS)
     if kind not in known or not isinstance(getattr(model, "lm_head", None), nn.Module):
         raise UnsupportedModelError(

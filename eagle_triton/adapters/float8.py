@@ -8,7 +8,8 @@ Most of them round their inputs to eight bits too before they multiply. Here the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +112,23 @@ def with_float8(
     if experts:
         notes.append(f"{experts} mixtures of experts with FP8 weights are called as they are, and round as they do")
     return Float8Reading(view, draft, frozenset(read), "; ".join(notes) or None)
+
+
+def note_on_called(projections: Sequence[tuple[str, nn.Module]]) -> str | None:
+    """What a report says of projections, by their dotted paths, that are called as the modules they are, but for those
+    with FP8 weights, of which `Float8Reading.note` tells; None if there are none."""
+    others = [(path, module) for path, module in projections if not is_float8_module(module)]
+    if not others:
+        return None
+    kinds = Counter(_name_of_class(module) for _, module in others)
+    named = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    return f"{len(others)} are called as the modules they are, in their own time: {named}; the first is {others[0][0]}"
+
+
+def _name_of_class(module: nn.Module) -> str:
+    package = type(module).__module__.partition(".")[0]
+    own = " with a forward of its own" if "forward" in vars(module) else ""
+    return f"{package}.{type(module).__name__}{own}"
 
 
 def _with_ranks(found: Projection, shared: Projection) -> Projection:

@@ -55,16 +55,35 @@ def check_readable(module: nn.Module, root: str = "model") -> None:
     tp_plan="auto"; and one with hooks or replaced forwards, which would not run. What is inside a module that is called
     as it is (a quantised projection) is its own.
     """
+    check_no_adapter(module, root)
     check_sharding(module, root)
     check_one_device(module, root)
     if reason := interference(module, root):
         raise UnsupportedModelError(f"{reason}; remove it before optimising", "hooks")
 
 
+def check_no_adapter(module: nn.Module, root: str = "model") -> None:
+    """Raise UnsupportedModelError for a model that PEFT has wrapped, or that holds one."""
+    for path, part in module.named_modules(prefix=root):
+        if type(part).__module__ == "peft.peft_model":
+            raise UnsupportedModelError(
+                f"{path} is a {type(part).__name__} of PEFT around a model: take {path}.merge_and_unload(), which has "
+                f"the adapter in its weights, or {path}.get_base_model(), which has its adapters called as the modules "
+                "they are, slower",
+                "adapters",
+            )
+
+
 def check_one_device(module: nn.Module, root: str = "model") -> None:
     """Raise UnsupportedModelError for a model that is spread over several devices, offloaded, or without storage."""
     devices = sorted({str(tensor.device) for tensor in (*module.parameters(), *module.buffers())})
     hooked = any(hasattr(part, "_hf_hook") for part in module.modules())
+    if len(devices) == 1 and hooked and torch.device(devices[0]).type != "meta":
+        raise UnsupportedModelError(
+            f"{root} has hooks of accelerate, which would not run; on one device it needs none: "
+            f"accelerate.hooks.remove_hook_from_module({root}, recurse=True) takes them off",
+            "devices",
+        )
     if len(devices) > 1 or hooked or torch.device(devices[0]).type == "meta":
         raise UnsupportedModelError(
             f"{root} must lie on one device, got {', '.join(devices)}{' with offloading hooks' if hooked else ''}; "

@@ -157,6 +157,10 @@ class ModelWatch:
                 return f"{path} has got {hook}, which would not run"
         return None
 
+    def called_projections(self) -> list[tuple[str, nn.Module]]:
+        """The projections, with their dotted paths, that are called as the modules they are."""
+        return [(path, module) for path, module in self._called if not is_mixture(module)]
+
     def called_state(self) -> list[Any]:
         """What the modules that are called as they are depend on, as far as it can be seen from outside.
 

@@ -98,7 +98,9 @@ class EaModel(nn.Module):
         depth, top_k: beam passes (7) and beam width (10) of a dynamic tree. tree_choices: rank paths of a fixed tree
         instead. None, as for `threshold` (1), takes what `save_pretrained` stored, else the number in brackets; one of
         total_token, depth and top_k asks for a dynamic tree, whatever was stored.
-        kwargs go to the target's `from_pretrained`; `dtype` and `torch_dtype` both work, the default is fp32. `token`,
+        kwargs go to the target's `from_pretrained`; `dtype` and `torch_dtype` both work, the default is fp32. With
+        `device_map` (of one device: "cuda", {"": 0}, or "auto" where there is one) weights are read straight to where
+        they stay, without a copy in the host's memory, and the head goes to the target. `token`,
         `cache_dir`, `local_files_only`, `force_download` and `proxies` count for target, tokenizer and head alike;
         `revision`, `subfolder`, `trust_remote_code` and `code_revision` for the target and its tokenizer. A revision
         names a commit of one repository, so the head has its own: `ea_revision`, which is `revision` only where the

@@ -26,7 +26,7 @@ def target_in_memory(
     Arguments as of `read_pair`. Raises TypeError for what is no target, ValueError and FileNotFoundError for a path.
     """
     if isinstance(target_model, (str, Path)):
-        return _load(str(target_model), choice, config, device, {} if tp_plan is None else {"tp_plan": tp_plan})
+        return _load(str(target_model), choice, config, device, tp_plan)
     if tp_plan is not None:
         raise ValueError("tp_plan goes with a target_model that is given by its path; another is spread as it is")
     if isinstance(choice, HeadAt):
@@ -39,21 +39,21 @@ def target_in_memory(
 
 
 def _load(
-    path: str, choice: DraftChoice, config: EAGLEConfig, device: torch.device | None, shared: dict[str, Any]
+    path: str, choice: DraftChoice, config: EAGLEConfig, device: torch.device | None, tp_plan: str | None
 ) -> tuple[Any, Any | None]:
-    """shared: how transformers spreads the target over ranks, which settle where its parts lie."""
+    """Weights are read to where they stay: the device, or where ranks that share the target settle."""
     where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with_head, head = isinstance(choice, (HeadAt, OwnHead)), choice.path if isinstance(choice, HeadAt) else None
     if with_head:
         locate(path, head, None, NAMES)  # which says what is wrong by these names
     place = saved_target(path)
     dtype = config.dtype or (torch.float32 if where.type == "cpu" else _stored_dtype(place))
+    placed: dict[str, Any] = {"device_map": {"": where}} if tp_plan is None else {"tp_plan": tp_plan}
     if with_head:
-        model = EaModel.from_pretrained(path, head, None, dtype=dtype, **shared)
-        return model if shared else model.to(where), model.tokenizer
+        model = EaModel.from_pretrained(path, head, None, dtype=dtype, **placed)
+        return model, model.tokenizer
     read_target_config(place, hybrids=True)
-    target = load_target(place, hybrids=True, dtype=dtype, **shared)
-    return target if shared else target.to(where), load_tokenizer(place)
+    return load_target(place, hybrids=True, dtype=dtype, **placed), load_tokenizer(place)
 
 
 def _stored_dtype(path: str) -> torch.dtype:
@@ -78,5 +78,5 @@ def draft_in_memory(choice: DraftChoice, target: Any, causal_lm: nn.Module) -> A
     if isinstance(choice, ModelAt):
         beside = next(causal_lm.parameters())
         read_target_config(choice.path, whose=NAMES[1])
-        return load_target(choice.path, whose=NAMES[1], dtype=beside.dtype).to(beside.device)
+        return load_target(choice.path, whose=NAMES[1], dtype=beside.dtype, device_map={"": beside.device})
     return None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from typing_extensions import Unpack
 
+from eagle_triton.adapters.float8 import note_on_called
 from eagle_triton.engine.drafts.beams import vocabulary_note
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import HybridDraft, beams_of
@@ -127,17 +128,20 @@ class EAGLEInference:
         view, draft = self.pair.view, self.pair.draft
         self._reader = ArgumentReader(self.config, view.vocab_size, view.device, self.tokenizer)
         operations, graph = choose_operations(view.device, kernels, cuda_graph)
+        watch = ModelWatch(self.pair.models, self.pair.float8_modules)
         self.engine = Engine(
             view,
             draft,
             operations,
             graph,
-            watch=ModelWatch(self.pair.models, self.pair.float8_modules),
+            watch=watch,
             verification=self.config.verification,
             cache_tokens=self.config.cache_tokens,
             prefixes=self.config.prefixes,
         )
         self.engine.notes.update(self.pair.notes)
+        if (called := note_on_called(watch.called_projections())) is not None:
+            self.engine.notes["projections"] = called
         if self.config.draft_vocabulary is not None and draft is not None:
             self.engine.notes["draft_vocabulary"] = vocabulary_note(beams_of(draft))
         elsewhere = self.pair.notes or view.ranks is not None  # ours are of one GPU, in 16 and 32 bits
