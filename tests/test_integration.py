@@ -307,8 +307,10 @@ def test_generate_stops_exactly_in_a_padded_batch():
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     want = model.generate(ids, attention_mask=mask, max_new_tokens=14, eos_token_id=6, pad_token_id=31)
+    accepted = model.accept_lengths
     with optimize_eagle_with_triton(model)[1]:
         got = model.generate(ids, attention_mask=mask, max_new_tokens=14, eos_token_id=6, pad_token_id=31)
+        assert model.accept_lengths == accepted and accepted  # of the last sequence
         sampled = [model.generate(ids, max_new_tokens=20, do_sample=True, top_p=0.9, seed=s) for s in (1, 1, 2)]
         exact = model.generate(long[None], max_length=30)
     assert torch.equal(got, want)

@@ -25,6 +25,7 @@ from eagle_triton import (
 )
 from eagle_triton.drop_in import causal_lm as drop_in
 from eagle_triton.engine.engine import Engine
+from eagle_triton.models.target import cache_argument
 from tests.test_causal_lm import DEVICE, causal_lm
 from tests.test_drafts import RepeatDraft
 from tests.tiny import FAMILIES, random_prompt, tiny_model
@@ -808,10 +809,10 @@ def test_continuous_batching_is_the_originals(model):
 def test_inputs_that_only_the_original_takes(model):
     cache = transformers.DynamicCache()
     with torch.no_grad():
-        model(PROMPT[:, :5], past_key_values=cache)
+        model(PROMPT[:, :5], **{cache_argument(model.forward): cache})
     want = model.generate(PROMPT, max_new_tokens=6)
     with optimize_with_triton(model)[1] as originals:
-        assert torch.equal(model.generate(PROMPT, past_key_values=cache, max_new_tokens=6), want)
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=6, **{cache_argument(model.forward): cache}), want)
         assert generate_row(originals).reason in ("past_key_values", "cache")  # which newer transformers call it
         assert generate_row(originals).calls == 0
 

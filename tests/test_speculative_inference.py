@@ -15,6 +15,7 @@ from eagle_triton.demo import demo_directory, demo_prompts
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.heads import Eagle1Head, Eagle3Head
+from eagle_triton.models.target import cache_argument
 from eagle_triton.speculative import SpeculativeConfig
 from eagle_triton.speculative.costs import CostTable
 from tests.tiny import random_prompt, tiny_model
@@ -27,7 +28,7 @@ def target_alone(base, prompt, new, stops=()):
     """Plain argmax decoding with the Hugging Face model and its own cache; new tokens, the stop token kept."""
     fed, cache, tokens = prompt[None], None, []
     while len(tokens) < new:
-        out = base(fed, past_key_values=cache, use_cache=True)
+        out = base(fed, use_cache=True, **{cache_argument(base.forward): cache})
         fed, cache = out.logits[:, -1].argmax(-1)[:, None], out.past_key_values
         tokens.append(int(fed))
         if tokens[-1] in stops:

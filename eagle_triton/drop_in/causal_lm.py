@@ -731,7 +731,7 @@ def _steps(engine: Engine, tree: TreeSpec, plan: _Plan, judge: Judge | None = No
                 raise NaNLogitsError(f"{NAN} for sequences {broken}")
             for done in progress:
                 row = row_of[done.slot]
-                if row == 0:
+                if row == count - 1:
                     engine.accept_lengths.append(done.accepted)
                 if plan.logits is not None and done.logits is not None:
                     plan.logits[row].append(done.logits.clone())  # the step's others go

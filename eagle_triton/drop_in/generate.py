@@ -55,6 +55,8 @@ def generate_seam(model: Any, engine: Engine) -> Seam:
             eos_token_ids=request.stop_ids,
             generator=make_generator(seed, generator, "cpu"),
         )
+        if hasattr(model, "accept_lengths"):  # which our own EaModel has
+            model.accept_lengths = engine.accept_lengths
         return request.pad(rows)
 
     added = not hasattr(model, "generate")

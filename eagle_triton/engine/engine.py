@@ -86,7 +86,7 @@ class Engine:
     long_prompts: bool | None = None
 
     def __post_init__(self) -> None:
-        self.accept_lengths: list[int] = []  # of the last generation's first sequence, one for each step
+        self.accept_lengths: list[int] = []  # of the last sequence of the last generation, one for each step
         self.notes: dict[str, str] = {}
         self.launched = 0  # steps so far
         self.number = 0  # among those of the same ranks

@@ -71,12 +71,12 @@ def generate(
     """
     rows = [prompt.clone() for prompt in prompts]
     wanted = [index for index, new in enumerate(max_new_tokens) if new > 0]
+    engine.accept_lengths = []
     if not wanted:
         return rows
     seeds, stops = sampling.seeds(len(prompts), generator), frozenset(eos_token_ids)
     most = max(len(prompts[index]) + max_new_tokens[index] for index in wanted)
     with Batch(engine, len(wanted), spec, most, drafts=spec.drafts > 0) as batch:
-        engine.accept_lengths = []
         slots = batch.admit_all(
             Request(prompts[index], max_new_tokens[index], replace(sampling, seed=seeds[index]), stops)
             for index in wanted
@@ -86,7 +86,7 @@ def generate(
             progress = batch.step()
             _raise_errors(progress, index_of)
             for row in progress:
-                if index_of[row.slot] == 0:
+                if index_of[row.slot] == len(prompts) - 1:
                     engine.accept_lengths.append(row.accepted)
                 if row.finished:
                     rows[index_of[row.slot]] = batch.tokens(row.slot)
