@@ -312,7 +312,7 @@ REFUSED = {
     "another vocabulary": (lambda: causal_lm(vocab=40), "vocabulary 40, the target's is 32"),
     "another dtype": (lambda: causal_lm().bfloat16(), "dtype torch.bfloat16, the target's is torch.float32"),
     "weights without storage": (lambda: causal_lm().to("meta"), "draft_model must lie on one device.* meta"),
-    "offloaded": (lambda: damaged("model.layers.0._hf_hook", object()), "with offloading hooks"),
+    "hooked": (lambda: damaged("model.layers.0._hf_hook", object()), "has hooks of accelerate, which would not run"),
     "one layer of another dtype": (
         half_projection,
         r"draft_model\.model\.layers\.1\.mlp\.up_proj must be torch\.float32 as the embedding is.*got torch\.float16",
