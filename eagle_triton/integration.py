@@ -397,13 +397,17 @@ class _Assistants:
 
     def __init__(self, engine: Engine, read: Float8Reading, roots: Mapping[str, nn.Module]):
         self._engine, self._read, self._roots = engine, read, roots
-        self._last: tuple[Assistance, Drafting] | None = None
+        self._last: tuple[Assistance, ModelWatch, Drafting] | None = None
 
     def __call__(self, wanted: Assistance) -> Drafting:
-        """Raises UnsupportedModelError for an assistant that does not fit, or over several ranks."""
-        if self._last is None or self._last[0] != wanted:
-            self._last = wanted, self._drafting(wanted)
-        return self._last[1]
+        """Raises UnsupportedModelError for an assistant that does not fit, or over several ranks, and RuntimeError if
+        the target has changed. An assistant that has changed is read again."""
+        last = self._last
+        if last is None or last[0] != wanted or last[1].change():
+            self._engine.check_model()  # what is watched from now on is how it was read
+            watch = ModelWatch({} if wanted.model is None else {"assistant_model": wanted.model})
+            last = self._last = wanted, watch, self._drafting(wanted)
+        return last[2]
 
     def _drafting(self, wanted: Assistance) -> Drafting:
         view, roots = self._engine.view, dict(self._roots)

@@ -2,15 +2,18 @@
 
 import contextlib
 import functools
+import gc
 import itertools
 import math
 import re
+import weakref
 
 import pytest
 import torch
 import transformers
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import logits_process as library
 
 from eagle_triton import (
     EaModel,
@@ -662,6 +665,56 @@ def test_processors_are_called_as_the_original_calls_them_while_drafts_are_accep
         assert counts["drafts_accepted"] > 0 and generate_row(originals).fallbacks == 0
 
 
+BROUGHT = {  # by their classes known to the engine, but not in this order, with these arguments, or so often
+    "temperature of a greedy call": dict(logits_processor=[library.TemperatureLogitsWarper(2.5)]),
+    "two penalties": dict(
+        logits_processor=[library.RepetitionPenaltyLogitsProcessor(p) for p in (1.3, 1.9)]
+    ),
+    "a filter's value": dict(logits_processor=[library.TopKLogitsWarper(1, filter_value=50.0)]),
+    "a filter before a penalty": dict(
+        logits_processor=[library.TopKLogitsWarper(3), library.RepetitionPenaltyLogitsProcessor(15.0)]
+    ),
+    "two least lengths": dict(
+        logits_processor=[
+            library.MinLengthLogitsProcessor(45, [3], device=DEVICE),
+            library.MinNewTokensLengthLogitsProcessor(11, 2, [7], device=DEVICE),
+        ],
+        **ENDS,
+    ),
+    "a filter before the temperature": dict(
+        logits_processor=[library.TopPLogitsWarper(0.5)], do_sample=True, temperature=3.0
+    ),
+    "tokens to keep": dict(logits_processor=[library.MinPLogitsWarper(0.9, min_tokens_to_keep=5)], do_sample=True),
+    "numbers as criteria": dict(stopping_criteria=[lambda ids, _: (torch.ones(len(ids)) * (ids.shape[1] > 13)).int()]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("inference_mode", [False, True])
+@pytest.mark.parametrize("how", BROUGHT)
+def test_processors_that_a_caller_brings_are_called_whatever_their_class(how, inference_mode):
+    options = {"logits_processor": [lambda ids, scores: scores], **BROUGHT[how], "max_new_tokens": 24}
+    for seed in (2, 5):
+        model = causal_lm(vocab=VOCAB, layers=2, seed=seed)
+        with torch.inference_mode(inference_mode):
+            torch.manual_seed(0)
+            want = model.generate(BATCH, **options)
+            with optimize_with_triton(model, strict=True)[1]:
+                torch.manual_seed(0)
+                assert torch.equal(model.generate(BATCH, **options), want)
+
+
+def test_a_processor_may_call_the_model_and_generate_itself(model):
+    def asks(ids, scores):
+        more = model.generate(ids, max_new_tokens=1, do_sample=False)[:, -1:]
+        return scores.scatter_add(1, more, -model(ids).logits[:, -1].gather(1, more).abs())
+
+    want = model.generate(PROMPT, max_new_tokens=6, logits_processor=[asks])
+    with optimize_with_triton(model, "suffix")[1] as originals:
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=6, logits_processor=[asks]), want)
+        row = generate_row(originals)
+        assert row.calls == 1 and row.fallbacks == 6 and "of another call" in row.reason
+
+
 def test_a_processor_that_fails_leaves_the_model_usable(model):
     def fails(ids, scores):
         if ids.shape[1] > PROMPT.shape[1] + 2:
@@ -705,19 +758,30 @@ def test_a_call_may_bring_an_assistant_or_look_its_prompt_up(model, own):
                 assert accepted > 12
         assert (generate_row(originals).calls, generate_row(originals).fallbacks) == (6, 0)
         hook = assistant.model.layers[0].register_forward_hook(lambda *_: None)
-        with pytest.raises(RuntimeError, match=r"assistant_model\..*hook"):
+        with pytest.raises(ValueError, match=r"assistant_model.*has a forward hook"):  # strict
             model.generate(PROMPT, assistant_model=assistant, max_new_tokens=3)
         hook.remove()
+        assistant.lm_head.weight = torch.nn.Parameter(-assistant.lm_head.weight)  # which is read again
+        assert torch.equal(model.generate(PROMPT, assistant_model=assistant, **rows).sequences, want.sequences)
         assert torch.equal(model.generate(PROMPT, **rows).sequences, want.sequences)
+        kept = weakref.ref(assistant)
+    del assistant, hook, options
+    gc.collect()
+    assert kept() is None
 
 
 def test_assistants_that_only_the_original_knows_run_it_by_name(model):
-    small = causal_lm(vocab=VOCAB + 5, layers=1)
+    small, heuristic = causal_lm(vocab=VOCAB + 5, layers=1), causal_lm(vocab=VOCAB, layers=1)
+    heuristic.generation_config.num_assistant_tokens_schedule = "heuristic"
     with optimize_with_triton(model)[1] as originals:
         for reason, options in (
             ("assistant_model: .*vocabulary", dict(assistant_model=small)),
             ("with use_cache=False", dict(prompt_lookup_num_tokens=2, use_cache=False)),
             ("with several rows", dict(prompt_lookup_num_tokens=2, num_return_sequences=2, do_sample=True)),
+            ("with a streamer", dict(prompt_lookup_num_tokens=2, streamer=Record())),
+            ("with stopping_criteria", dict(prompt_lookup_num_tokens=2, max_time=60.0)),
+            ("with no number of tokens", dict(prompt_lookup_num_tokens=2, max_matching_ngram_size=-1)),
+            ("num_assistant_tokens_schedule='heuristic'", dict(assistant_model=heuristic)),
         ):
             with contextlib.suppress(Exception):  # which the original may raise
                 model.generate(PROMPT, max_new_tokens=3, **options)

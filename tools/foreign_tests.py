@@ -23,6 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from eagle_triton.benchmarks.arguments import Parser, existing_directory, output
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+THREAD_SECONDS = 30  # that a test's threads may go on behind it
 OPTIONS = "EAGLE_TRITON_FOREIGN_TESTS"  # names the file that tells the child what to do
 TRANSFORMERS = (
     "a checkout of transformers at the version that is installed:\n"
@@ -255,6 +257,12 @@ class _Plugin:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.test = self.found.setdefault(nodeid, {"outcome": "passed", "calls": []})
+
+    def pytest_runtest_teardown(self) -> None:
+        """A call that a thread of a test still makes is that test's."""
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join(THREAD_SECONDS)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.outcome != "passed" and self.found[report.nodeid]["outcome"] != "failed":

@@ -32,7 +32,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from eagle_triton.adapters.causal_lm import body_path
 from eagle_triton.adapters.module_reader import attribute_at
 from eagle_triton.adapters.refusal import UnsupportedModelError
-from eagle_triton.drop_in.host_decoding import HostChooser
+from eagle_triton.drop_in.host_decoding import CHOOSING, HostChooser
 from eagle_triton.drop_in.patching import Fallback, Seam
 from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
@@ -134,6 +134,12 @@ INPUTS = frozenset({"attention_mask", "input_ids", "inputs_embeds", "logits_to_k
 """Inputs of the model's forward that the engine's way takes, or checks."""
 
 
+ASSISTANT_TOKENS, MOST_ASSISTED = 20, 64
+"""What transformers drafts with an assistant that does not say, and the most that the engine drafts in a chain."""
+
+_OF_TOKENS = (EosTokenCriteria, MaxLengthCriteria)  # stopping criteria that the engine follows itself
+
+
 class Assistance(NamedTuple):
     """What a call asks to draft by, instead of what the model was optimised with: a language model, or n-grams of up to
     `ngram` tokens of the prompt. `tokens`: drafted in a step, at first."""
@@ -166,13 +172,18 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
 
     @functools.wraps(model.generate)
     def generate(*args: Any, **kwargs: Any) -> Any:
+        if CHOOSING.get():
+            raise Fallback("a call by a processor or criterion of another call")
         bound = signature.bind(model, *args, **kwargs)
+        brings_processors = bool(bound.arguments.get("logits_processor"))
         assistant = None
         if bound.arguments.get("kwargs", {}).get("assistant_tokenizer") is None:  # else it needs translation
             assistant = bound.arguments.pop("assistant_model", None)
         reasons = _take_reasons(bound, model)
         streamer = bound.arguments.pop("streamer", None)  # nothing is put before it is certain who decodes
-        bound.arguments["self"] = _Preparation(model, drafting, assisted, assistant, streamer, reasons)
+        bound.arguments["self"] = _Preparation(
+            model, drafting, assisted, assistant, streamer, reasons, brings_processors
+        )
         try:
             if "custom_generate" in reasons:  # whose arguments are its own
                 raise Fallback(*reasons)
@@ -199,7 +210,8 @@ class _Preparation:
     tokens.
 
     assistant: the model that is to draft, None: what the model was optimised with. reasons: why the original must run,
-    as far as is known. The preparation goes on as far as it can, to find them all.
+    as far as is known. The preparation goes on as far as it can, to find them all. brings_processors: among those of
+    logits are some of the caller's, which may stand in another order than those of transformers' own making.
     """
 
     def __init__(
@@ -210,8 +222,10 @@ class _Preparation:
         assistant: Any | None,
         streamer: Any | None,
         reasons: list[str],
+        brings_processors: bool,
     ):
         self._model, self._drafting, self._assisted, self._streamer = model, drafting, assisted, streamer
+        self._brings_processors = brings_processors
         self._assistant, self._reasons = assistant, reasons
         self._assistance: Assistance | None = None
         self._check_positions = False
@@ -244,18 +258,24 @@ class _Preparation:
         for option in ("assistant_ensemble_weight", "speculation_type"):
             if getattr(config, option, None) is not None:
                 self._reasons.append(option)
+        own = getattr(assistant, "generation_config", None)
+        schedule = getattr(own, "num_assistant_tokens_schedule", None)
+        if schedule == "heuristic":  # which writes to the assistant's configuration
+            self._reasons.append(f"num_assistant_tokens_schedule={schedule!r}")
+        tokens = (getattr(own, "num_assistant_tokens", None) or ASSISTANT_TOKENS) if lookup is None else lookup
+        ngram = getattr(config, "max_matching_ngram_size", None) or 2
         refused = {
             "several rows": (config.num_return_sequences or 1) > 1,
             "a model with recurrent layers": getattr(self._model, "_is_stateful", False),
             "use_cache=False": config.use_cache is False,
-            "no token": lookup is not None and (isinstance(lookup, bool) or not isinstance(lookup, int) or lookup < 1),
+            "no number of tokens": not _is_count(tokens) or not _is_count(ngram),
         }
         self._reasons += [f"{name} with {what}" for what, found in refused.items() if found]
         if lookup is not None:
             config.prompt_lookup_num_tokens = None
-            return Assistance(None, lookup, getattr(config, "max_matching_ngram_size", None) or 2)
-        own = getattr(assistant, "generation_config", None)
-        return Assistance(assistant, int(getattr(own, "num_assistant_tokens", None) or 20), 0)
+        if not (_is_count(tokens) and _is_count(ngram)):
+            return None
+        return Assistance(assistant, min(tokens, MOST_ASSISTED), 0 if lookup is None else ngram)
 
     def _prepare_cache_for_generation(self, config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
         """The engine has a cache of its own; this one is for those who are given it back."""
@@ -280,15 +300,27 @@ class _Preparation:
         if self._check_positions and not _are_assumed(position_ids, attention_mask):
             self._reasons.append("position_ids")
         prompt, drafting = _Prompt(input_ids, attention_mask, inputs_embeds), self._drafting
-        if self._assistance is not None and len(input_ids) > 1:
-            self._reasons.append("drafts that a call asks for, with several rows")
-        elif self._assistance is not None:
+        if self._assistance is not None:
+            asks_less = {  # of which the original asks, or reads, once for several tokens
+                "several rows": len(input_ids) > 1,
+                "inputs_embeds": inputs_embeds is not None,
+                "a streamer": self._streamer is not None,
+                "stopping_criteria": not all(type(rule) in _OF_TOKENS for rule in stopping_criteria),
+            }
+            self._reasons += [f"drafts that a call asks for, with {what}" for what, found in asks_less.items() if found]
             try:
-                drafting = self._assisted(self._assistance)
+                drafting = self._assisted(self._assistance) if not self._reasons else drafting
             except UnsupportedModelError as error:
                 self._reasons.append(f"assistant_model: {error}")
         result: Any = _decode(
-            *drafting, self._streamer, self._reasons, prompt, logits_processor, stopping_criteria, generation_config
+            *drafting,
+            self._streamer,
+            self._reasons,
+            prompt,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            self._brings_processors,
         )
         for name in CACHE_NAMES:
             if generation_config.return_dict_in_generate and inputs.get(name) is not None:
@@ -436,17 +468,19 @@ def _decode(
     logits_processor: Sequence[Any],
     stopping_criteria: StoppingCriteriaList,
     config: GenerationConfig,
+    brings_processors: bool = False,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """The loop over tokens, of all that `generate` has prepared: the ids of the prompt with their continuations.
+    brings_processors: see _Preparation.
 
     Raises Fallback with `reasons` and those that are found here.
     """
-    known = StoppingCriteriaList(
-        rule for rule in stopping_criteria if type(rule) in (EosTokenCriteria, MaxLengthCriteria)
-    )
+    known = StoppingCriteriaList(rule for rule in stopping_criteria if type(rule) in _OF_TOKENS)
     asks, ranks = len(known) < len(stopping_criteria), engine.view.ranks
     by_token = streamer is not None or asks
-    plan = _read_plan(engine.view, reasons, prompt, logits_processor, stopping_criteria, config, by_token)
+    plan = _read_plan(
+        engine.view, reasons, prompt, logits_processor, stopping_criteria, config, by_token, brings_processors
+    )
     if plan.on_host:
         return _decode_on_host(
             engine, read_tree(), plan, prompt.input_ids, streamer, logits_processor, stopping_criteria, config
@@ -504,8 +538,9 @@ def _decode_on_host(
         streamer=streamer,
     )
     with closing(_steps(engine, tree if len(plan.prompts) == 1 else PLAIN, plan, chooser)) as steps:
-        while not chooser.done:
-            next(steps)
+        for _ in steps:
+            if chooser.done:
+                break
     engine.ops.calls["chosen_on_host"] += (chooser.sequences.shape[1] - input_ids.shape[1]) * len(input_ids)
     if not wanted:
         return chooser.sequences
@@ -520,6 +555,7 @@ def _read_plan(
     stopping_criteria: StoppingCriteriaList,
     config: GenerationConfig,
     by_token: bool,
+    brings_processors: bool,
 ) -> _Plan:
     """What all that `generate` has prepared comes to. by_token: somebody is told of each token before the last one.
 
@@ -535,9 +571,9 @@ def _read_plan(
     kept: list[Tensor] | None = None
     padding, holes = [0] * len(input_ids), False
     sampling, held_back, held_ids = SamplingParams(), 0, frozenset[int]()
-    for_host: list[str] = []  # what only a HostChooser does
+    for_host = ["logits_processor"] if brings_processors else []  # what only a HostChooser does
 
-    limits = [rule.max_length for rule in stopping_criteria if isinstance(rule, MaxLengthCriteria)]
+    limits = [rule.max_length for rule in stopping_criteria if type(rule) is MaxLengthCriteria]
     if not limits:
         reasons.append("stopping_criteria without a length")
     new_tokens = max(min(limits, default=0) - length, 1)  # stopping criteria are asked after a token
@@ -643,6 +679,10 @@ def _read_mask(
     if holes and not view.sees_all(kept.shape[1] + new_tokens):
         raise Fallback("attention_mask with holes over layers that do not see all tokens")
     return [row.nonzero()[:, 0] for row in kept], kept.int().argmax(1).tolist(), holes
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _ignores_scores(rule: Any) -> bool:

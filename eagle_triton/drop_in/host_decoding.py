@@ -7,10 +7,14 @@ original calls them: once for each token, in order, with the tokens so far. So t
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
+
+CHOOSING: ContextVar[bool] = ContextVar("choosing", default=False)
+"""Whether this thread is in the middle of a step, where what a caller has brought is called."""
 
 
 class HostChooser:
@@ -38,6 +42,7 @@ class HostChooser:
         self.scores: tuple[Tensor, ...] | None = () if keep_scores else None
         self.logits: tuple[Tensor, ...] | None = () if keep_logits else None
         self.done = False
+        self._inference_mode = torch.is_inference_mode_enabled()  # the caller's, whose tensors processors may change
         self._process, self._stop, self._streamer = process, stop, streamer
         self._do_sample, self._pad = do_sample, pad
         self._goes_on = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
@@ -68,6 +73,14 @@ class HostChooser:
         """The next token of every row, [B] int64, from logits [B, V]."""
         if self.done:
             return torch.zeros(len(row), dtype=torch.int64, device=row.device)
+        token = CHOOSING.set(True)
+        try:
+            with torch.inference_mode(self._inference_mode):
+                return self._choose_as_the_original(row)
+        finally:
+            CHOOSING.reset(token)
+
+    def _choose_as_the_original(self, row: Tensor) -> Tensor:
         logits = row.to(device=self.sequences.device, dtype=torch.float32, copy=True)
         scores = self._process(self.sequences, logits)
         if self.scores is not None:
@@ -77,13 +90,13 @@ class HostChooser:
         if self._do_sample:
             chosen = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
         else:
-            chosen = scores.argmax(-1)
+            chosen = torch.argmax(scores, dim=-1)
         if self._pad is not None:
             chosen = torch.where(self._goes_on, chosen, self._pad)
         self.sequences = torch.cat((self.sequences, chosen[:, None]), dim=1)
         if self._streamer is not None:
             self._streamer.put(chosen.cpu())
-        self._goes_on &= ~self._stop(self.sequences, self.scores)
+        self._goes_on = (self._goes_on & ~self._stop(self.sequences, self.scores)).bool()
         self.done = not bool(self._goes_on.any())
         if self.done and self._streamer is not None:
             self._streamer.end()

@@ -325,6 +325,9 @@ class Batch:
             found = pages.take(rows, {slot: entry.beginning for slot, entry in entering.items()})
             if mode.processed:
                 self.sequences.add_rules()
+            if mode.logits:
+                self.sequences.add_logits()
+            self.chooser.resize(max(max(slots) + 1, self.state.batch))
             self.chooser.change_tree(mode)
             self._set_up(entering, mode)
         except BaseException:
@@ -503,6 +506,7 @@ class Batch:
         """Launch the next step without reading what it does: for timing, at the end of a batch."""
         with self._in_use():
             self._make_room()
+            self._fit_step()
             step, levels = self.chooser.next([entry for _, entry in self._occupied()])
             with self._must_finish():
                 step()
@@ -525,8 +529,13 @@ class Batch:
                 return progress
         return []
 
+    def _fit_step(self) -> None:
+        """Let the next step be over the slots that are taken, and no more."""
+        self.chooser.resize(max(slot for slot, _ in self._occupied()) + 1)
+
     def _launch_step(self, reads: bool) -> None:
         """Launch the next step, to be read later. reads: prompts were read before it."""
+        self._fit_step()
         step, levels = self.chooser.next([entry for _, entry in self._occupied()])
         with self._must_finish():
             step()

@@ -134,7 +134,6 @@ class Engine:
         self.pool = PagePool(pages, self._cache_moved, **ranks)
         self._weights: Any = None  # how they were when pages were last kept
         self._sequences: list[Sequences] = []  # none is larger than another in both slots and capacity
-        self._parts: dict[tuple[Sequences, int], Sequences] = {}  # the first so many slots of them
         self._states: dict[tuple[Sequences, TreeSpec], DecodeState] = {}
         # by state and mode; None: what catches up
         self._steps: dict[tuple[DecodeState, Mode | None], Callable[[], None]] = {}
@@ -149,8 +148,9 @@ class Engine:
     def beside(self, draft: Draft, watch: ModelWatch | None) -> Engine:
         """Another engine of the same target, with a draft of its own. One of both decodes at a time, and both count and
         note in one place."""
+        hook = self.ops.on_kernel_error
         other = replace(self, draft=draft, watch=watch)
-        other._lock, other.notes = self._lock, self.notes
+        other._lock, other.notes, self.ops.on_kernel_error = self._lock, self.notes, hook
         return other
 
     def acquire(self) -> Hold:
@@ -241,12 +241,7 @@ class Engine:
                 self._drop(smaller)  # from now on a part of the new ones
             fitting = [Sequences(self.view, self.draft, slots, capacity, self.pool)]
             self._sequences += fitting
-        whole = min(fitting, key=lambda kept: (kept.capacity, kept.slots))
-        if whole.slots == slots:
-            return whole
-        if (whole, slots) not in self._parts:
-            self._parts[whole, slots] = whole.part(slice(0, slots))
-        return self._parts[whole, slots]
+        return min(fitting, key=lambda kept: (kept.capacity, kept.slots)).first(slots)
 
     def release_pages(self) -> None:
         """No sequence holds a page any more; what is kept is kept."""
@@ -257,12 +252,10 @@ class Engine:
     def _drop(self, whole: Sequences) -> None:
         """Forget sequences, their parts, and all that was made for them. Pages that they have are given back."""
         whole.pages.clear()
-        parts = [part for (owner, _), part in self._parts.items() if owner is whole]
-        for sequences in (whole, *parts):
-            self.forget_steps(sequences)
-        self._parts = {key: part for key, part in self._parts.items() if key[0] is not whole}
-        self._states = {key: state for key, state in self._states.items() if key[0] not in (whole, *parts)}
-        self._prefills = {key: prefill for key, prefill in self._prefills.items() if key not in (whole, *parts)}
+        self.forget_steps(whole)
+        gone = whole.family
+        self._states = {key: state for key, state in self._states.items() if key[0] not in gone}
+        self._prefills = {key: prefill for key, prefill in self._prefills.items() if key not in gone}
         self._sequences.remove(whole)
 
     def state(self, sequences: Sequences, spec: TreeSpec) -> DecodeState:
@@ -474,9 +467,10 @@ class Engine:
         return with_megakernel if ours < others else without
 
     def forget_steps(self, sequences: Sequences) -> None:
-        """Drop the graphs of some sequences, because their tensors were replaced."""
-        self._steps = {key: step for key, step in self._steps.items() if key[0].sequences is not sequences}
-        kept = {key for key in self._launched if sequences not in (key[0], getattr(key[0], "sequences", None))}
+        """Drop the graphs of some sequences and of the first of them, because their tensors were replaced."""
+        gone = sequences.family
+        self._steps = {key: step for key, step in self._steps.items() if key[0].sequences not in gone}
+        kept = {key for key in self._launched if not {key[0], getattr(key[0], "sequences", None)} & {*gone}}
         self._launched = kept
         self._prompt_launches = {key: launch for key, launch in self._prompt_launches.items() if key in kept}
-        self._compiled = {key for key in self._compiled if key[0].sequences is not sequences}
+        self._compiled = {key for key in self._compiled if key[0].sequences not in gone}

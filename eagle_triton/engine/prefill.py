@@ -225,9 +225,11 @@ class Prefill:
             kept[one] = found
 
     def _begin(self, draft: Draft | None, state: DecodeState, mode: Mode) -> None:
-        """Roots and first trees of the slots that enter. The trees of the others grow as they did before."""
-        ops, sequences, entering = self.ops, self.sequences, self._entering
-        logits = project(ops, self.view.head, self.ends.hidden)
+        """Roots and first trees of the slots that enter, which are among those of the state. The trees of its others
+        grow as they did before."""
+        ops, sequences, entering = self.ops, state.sequences, self._entering[: state.batch]
+        hidden, features = (kept[: state.batch] for kept in self.ends)
+        logits = project(ops, self.view.head, hidden)
         nan = logits.isnan().flatten(1).any(1) if mode.judge is None else torch.zeros_like(entering)
         sequences.nan.copy_(torch.where(entering, nan, sequences.nan))
         step = sequences.sampling.step
@@ -243,7 +245,7 @@ class Prefill:
         if mode.logits and sequences.root_logits is not None:
             sequences.root_logits.copy_(torch.where(entering[:, None], logits[:, 0].float(), sequences.root_logits))
         if draft is not None:
-            draft.begin(ops, sequences, self.ends.features, entering)
+            draft.begin(ops, sequences, features, entering)
         grow_first_tree(ops, draft, state)
         sequences.active.logical_or_(entering)
 

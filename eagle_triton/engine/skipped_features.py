@@ -49,7 +49,8 @@ def start_skipping(view: ModelView, sequences: Sequences) -> None:
     if sequences.skipped is None:
         shape = (sequences.slots, ROWS, view.feature_size)
         features = torch.zeros(shape, dtype=view.dtype, device=view.device)
-        sequences.skipped = SkippedFeatures(features, torch.zeros_like(sequences.lengths))
+        sequences.give(skipped=SkippedFeatures(features, torch.zeros_like(sequences.lengths)))
+    assert sequences.skipped is not None
     sequences.skipped.draft_lengths.copy_(sequences.lengths)
 
 

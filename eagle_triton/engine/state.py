@@ -83,6 +83,7 @@ class Sequences:
         None: one of their own, with pages for all rows of every slot."""
         self.slots, self.capacity, self.device = slots, capacity, view.device
         self.vocabulary = view.vocab_size
+        self._firsts: dict[int, Sequences] = {}  # the first so many of them
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(slots, *shape, dtype=dtype, device=view.device)
@@ -114,26 +115,45 @@ class Sequences:
         self.skipped: SkippedFeatures | None = None  # where plain steps leave features for the draft
         self.rules: LogitRules | None = None  # from the first request on that has any
         self.root_logprob = zeros(dtype=torch.float32)  # of the root, in steps that report log-probabilities
-        self.root_logits: Tensor | None = (
-            None  # [B, V] float32 of the root, from the first request on that asks for any
-        )
+        self.root_logits: Tensor | None = None  # [B, V] float32 of the root, from the first request that asks for any
+
+    def first(self, slots: int) -> Sequences:
+        """The first so many of the sequences, always the same object."""
+        if slots == self.slots:
+            return self
+        if slots not in self._firsts:
+            self._firsts[slots] = self.part(slice(0, slots))
+        return self._firsts[slots]
+
+    @property
+    def family(self) -> list[Sequences]:
+        """These, and whatever `first` has made of them."""
+        return [self, *(part for first in self._firsts.values() for part in first.family)]
+
+    def give(self, **tensors: Any) -> None:
+        """Have tensors by slot under new names, or in the place of others, in all of the family."""
+        for name, value in tensors.items():
+            setattr(self, name, value)
+        for slots, first in self._firsts.items():
+            first.give(**{name: part_of(value, slice(0, slots)) for name, value in tensors.items()})
 
     def add_rules(self) -> None:
         """Make room for penalties, biases and least lengths, all off."""
         if self.rules is None:
             shape, device = (self.slots, self.vocabulary), self.device
-            self.rules = LogitRules(
+            rules = LogitRules(
                 penalty=torch.ones(self.slots, dtype=torch.float32, device=device),
                 bias=torch.zeros(shape, dtype=torch.float32, device=device),
                 seen=torch.zeros(shape, dtype=torch.uint8, device=device),
                 least=torch.zeros(self.slots, dtype=torch.int32, device=device),
             )
+            self.give(rules=rules)
 
     def add_logits(self) -> None:
         """Make room for the target's logits that the roots were chosen by."""
         if self.root_logits is None:
             shape = (self.slots, self.vocabulary)
-            self.root_logits = torch.zeros(shape, dtype=torch.float32, device=self.device)
+            self.give(root_logits=torch.zeros(shape, dtype=torch.float32, device=self.device))
 
     def widen_stops(self, count: int) -> bool:
         """Make room for `count` stop tokens of a sequence; True if that took a new table."""
@@ -142,7 +162,7 @@ class Sequences:
             return False
         missing = -(-missing // STOP_IDS) * STOP_IDS
         ids = torch.nn.functional.pad(self.stops.ids, (0, missing), value=-1)
-        self.stops = self.stops._replace(ids=ids)
+        self.give(stops=self.stops._replace(ids=ids))
         return True
 
     def part(self, slots: slice) -> Sequences:
@@ -150,7 +170,7 @@ class Sequences:
         part = copy.copy(self)
         for name, value in vars(self).items():
             setattr(part, name, part_of(value, slots))
-        part.slots = len(part.lengths)
+        part.slots, part._firsts = len(part.lengths), {}
         return part
 
     def clear(self) -> None:
@@ -176,6 +196,7 @@ class DecodeState:
 
     def __init__(self, sequences: Sequences, draft: Draft | None, spec: TreeSpec):
         self.spec = spec
+        self._firsts: dict[int, DecodeState] = {}  # of the first so many sequences
         self._share(sequences)
         batch, nodes, device = sequences.slots, spec.nodes, sequences.device
 
@@ -201,6 +222,20 @@ class DecodeState:
         self.draft_tree_tensors: Any = (
             None if draft is None or not spec.drafts else draft.new_tree_tensors(spec, batch, device)
         )
+
+    def first(self, slots: int) -> DecodeState:
+        """The same for the first so many sequences: the same trees, always the same object."""
+        if slots == self.batch:
+            return self
+        if slots not in self._firsts:
+            first, some = copy.copy(self), slice(0, slots)
+            first._firsts = {}
+            first._share(self.sequences.first(slots))
+            first.tree, first.report = part_of(self.tree, some), self.report[some]
+            first.draft_tree_tensors = part_of(self.draft_tree_tensors, some)
+            first.token_logits = None
+            self._firsts[slots] = first
+        return self._firsts[slots]
 
     def add_logits(self) -> None:
         """Make room for the target's logits of each token of a step, for sequences that have such room."""

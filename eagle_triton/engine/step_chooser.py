@@ -18,6 +18,15 @@ from eagle_triton.reference.verification import Verification
 MIN_SCRATCH_ROWS = 128  # rows kept free behind a sequence, so that most trees may be changed to while it runs
 
 
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
+"""Sequences that a step is captured for, beside all that there are slots for."""
+
+
+def size_for(slots: int, most: int) -> int:
+    """The smallest size of a step over the first so many slots, of `most`."""
+    return min(next((size for size in SIZES if size >= slots), most), most)
+
+
 def rows_behind(spec: TreeSpec, drafts: bool) -> int:
     """How many rows a batch keeps free behind each sequence, whose largest tree this is."""
     return max(scratch_rows(spec), MIN_SCRATCH_ROWS, skipped_features.ROWS + 1) if drafts else scratch_rows(spec)
@@ -36,9 +45,10 @@ class StepOptions(NamedTuple):
 class StepChooser:
     """Chooses the steps of a batch.
 
-    state: of the tree that was drafted, which the next step verifies. levels: that were scored for it. every_level:
-    score all levels of adaptive trees, whatever the gammas of those who run are. rows_behind: free behind each
-    sequence. plain_steps: launched since the draft knew all tokens; None while it does.
+    state: of the tree that was drafted, which the next step verifies, for the first so many of the sequences: a step
+    costs what these cost. levels: that were scored for it. every_level: score all levels of adaptive trees, whatever
+    the gammas of those who run are. rows_behind: free behind each sequence. plain_steps: launched since the draft knew
+    all tokens; None while it does.
     """
 
     def __init__(self, engine: Engine, sequences: Sequences, spec: TreeSpec, rows_behind: int, options: StepOptions):
@@ -50,7 +60,7 @@ class StepChooser:
         self.every_level = False
         self.plain_steps: int | None = None
         self.spec = spec
-        self.state = engine.state(sequences, spec)
+        self.state = engine.state(sequences, spec).first(size_for(1, sequences.slots))
         self.levels = spec.beam_levels
 
     @property
@@ -69,6 +79,13 @@ class StepChooser:
                 "sequence; make the batch with the largest tree"
             )
         self._spec = spec
+
+    def resize(self, slots: int) -> None:
+        """Let the next steps be over the first so many slots, or some more, and no others. Those that are new to them
+        have no trees yet."""
+        size = size_for(max(slots, 1), self._sequences.slots)
+        if size != self.state.batch:
+            self.state = self._engine.state(self._sequences, self.state.spec).first(size)
 
     def next(self, entries: Sequence[SlotEntry]) -> tuple[Callable[[], None], int]:
         """The step to launch now for those who are there, compiled and captured if it is new, for the tree that is
@@ -117,7 +134,7 @@ class StepChooser:
             if self._spec.drafts and self.plain_steps is not None:
                 self._catch_up()
                 self.plain_steps = None
-            state = self._engine.state(self._sequences, self._spec)
+            state = self._engine.state(self._sequences, self._spec).first(self.state.batch)
             grow = functools.partial(grow_first_tree, self._engine.ops, self._engine.draft, state)
             self._engine.compile_ahead(state, mode, grow)
             grow()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.layer_caches import LayerCaches
@@ -88,6 +90,15 @@ def vocabulary_note(draft: BeamDraft) -> str:
 
 class BeamPlan:
     """What is known of the passes of one shape of tree beforehand."""
+
+    by_slot: ClassVar[tuple[str, ...]] = ("chain", "root_score", "root_ancestors", "slot_levels")
+
+    def part(self, slots: slice) -> Self:
+        """The same for some of the slots: views of the same tensors."""
+        part = copy.copy(self)
+        for name in self.by_slot:
+            setattr(part, name, getattr(self, name)[slots])
+        return part
 
     def __init__(self, spec: TreeSpec, slots: int, device: torch.device):
         def constant(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
