@@ -74,6 +74,53 @@ REQUESTS = [
 ]
 
 
+@pytest.mark.parametrize("tree", [SMALL, LARGER, None], ids=["8-3-2", "24-3-6", "plain"])
+def test_steps_are_over_the_slots_that_are_taken(tree, monkeypatch):
+    """Whoever comes and goes, with rules, stop tokens and logits that steps get to know on the way."""
+    engine = engine_for(tiny_model(layers=5, vocab=12, **(tree or SMALL)))
+    spec = engine.draft.read_tree() if tree else PLAIN
+    wide = frozenset(range(100, 130))  # more than there is room for at first
+    samplings = [SamplingParams(), SamplingParams(temperature=1.0, seed=5), SamplingParams(repetition_penalty=1.3)]
+    requests = [
+        Request(
+            prompt(3 + 3 * index, vocab=12),
+            6 + 4 * (index % 5),
+            samplings[index % 3],
+            wide if index == 7 else frozenset(),
+            logits=index % 4 == 3,
+        )
+        for index in range(14)
+    ]
+    expected = [alone(engine, request, spec) for request in requests]
+    sizes, results = [], {}
+
+    def step(batch: Batch) -> None:
+        for progress in batch.step():
+            results.setdefault(id(progress.request), []).extend(progress.tokens)
+            sizes.append((progress.size, progress.slot))
+
+    with Batch(engine, 13, spec, 80) as batch:
+        batch.admit(requests[0])
+        step(batch)
+        assert sizes == [(1, 0)] and batch.state.batch == 1
+        batch.enter_all(requests[1:3])
+        step(batch)
+        assert {size for size, _ in sizes[1:]} == {4}
+        batch.enter_all(requests[3:13])
+        while 0 in batch.running:
+            step(batch)
+        assert max(sizes) == (13, 12) and batch.state.sequences is batch.sequences
+        while batch.running:
+            step(batch)
+        batch.admit(requests[13])
+        while batch.running:
+            step(batch)
+    assert sizes[-1] == (1, 0) and all(slot < size for size, slot in sizes)
+    assert {size for size, _ in sizes} >= {1, 4, 12, 13}
+    for request, tokens in zip(requests, expected, strict=True):
+        assert results[id(request)] == tokens
+
+
 @IN_FLIGHT
 @pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
 def test_staggered_requests_get_what_each_gets_alone(eagle3, in_flight):

@@ -567,6 +567,25 @@ def test_drafting_comes_back_when_it_pays_again():
     assert policy.stops >= 1 and policy.spec.drafts and 100 < policy.plain_steps < 500
 
 
+def test_a_request_that_is_alone_again_is_drafted_for_again():
+    """16 sequences for which drafts do not pay, then one of them for which they do, and so on."""
+    tree = EAGLEConfig(topk=8, num_steps=7, num_draft_tokens=60).tree()
+    policy = TreePolicy([tree], StepCosts(16, 0.05))
+    for _ in range(3):
+        for slots, steps in ((16, 300), (1, 40)):
+            chosen = []
+            for _ in range(steps):
+                policy.resize(slots)
+                chosen.append(policy.choose())
+                policy.observe([2 if chosen[-1].drafts else 0] * slots, gpu(chosen[-1], slots), slots)
+            if slots == 16:  # but for a few steps that look whether it has changed
+                assert sum(spec.drafts > 0 for spec in chosen[100:]) < 30
+            else:  # but for a few plain steps, the first time, that say what they cost
+                assert chosen[0] == tree and all(spec.drafts for spec in chosen[20:])
+    assert policy.costs.measured(tree, 1) == pytest.approx(gpu(tree, 1))
+    assert policy.costs.measured(PLAIN, 16) == pytest.approx(gpu(PLAIN, 16))
+
+
 def test_without_fallback_a_single_tree_stays():
     policy, speed = simulate(EAGLEConfig(), 0.0, gpu, fallback=False)
     assert policy.spec == EAGLEConfig().tree() and speed < 1 and policy.plain_steps == 0

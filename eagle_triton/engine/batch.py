@@ -27,7 +27,7 @@ from eagle_triton.engine.slot_entry import SlotEntry
 from eagle_triton.engine.slot_options import write_entries
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.engine.step import Judge, Mode
-from eagle_triton.engine.step_chooser import StepChooser, StepOptions, rows_behind
+from eagle_triton.engine.step_chooser import StepChooser, StepOptions, rows_behind, size_for
 from eagle_triton.engine.step_reports import Begun, LaunchedStep, StepReports
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.verification import ERROR, Verification
@@ -528,6 +528,12 @@ class Batch:
             if progress:  # else it was launched for requests that had ended
                 return progress
         return []
+
+    def size_of_next(self, requests: int) -> int:
+        """Sequences that the next step will be over if so many requests are there, the first of which are there."""
+        taken = [slot for slot, _ in self._occupied()]
+        taken += self.free[: max(requests - len(taken), 0)]
+        return size_for(max(taken, default=0) + 1, self.sequences.slots)
 
     def _fit_step(self) -> None:
         """Let the next step be over the slots that are taken, and no more."""

@@ -61,7 +61,8 @@ class Progress:
     passes: of the draft, behind the one that takes in what was accepted, which the tree took.
     finished: None while it goes on, then "stop", "length" or "error", with the reason in `error`.
     drafts: if asked for, what was drafted, in the order of the tree's nodes. egag: of a tree that is adaptive.
-    behind_prompts: others' prompts were read before the step, which took longer for it.
+    behind_prompts: others' prompts were read before the step, which took longer for it. size: sequences that the step
+    was over, by which it cost.
     logits: if asked for, float32 [n, V] for n tokens, on the device: as the target gave them, before penalties, biases,
     temperature and filters.
     """
@@ -80,4 +81,5 @@ class Progress:
     drafts: list[int] | None = None
     egag: GuideReading | None = None
     behind_prompts: bool = False
+    size: int = 1
     logits: Tensor | None = None

@@ -112,6 +112,7 @@ class StepReports:
                     drafts=None if drafts is None else [token for token in drafts[slot] if token >= 0],
                     egag=None if guided is None else _note_guide(entry, guided[slot], step.levels),
                     behind_prompts=step.reads,
+                    size=state.batch,
                     logits=step.logits[slot, :count] if step.logits is not None and entry.request.logits else None,
                 )
             )

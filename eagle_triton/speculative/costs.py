@@ -102,31 +102,33 @@ def pass_cost(view: ModelView, draft: Draft) -> float:
 
 
 class StepCosts:
-    """Milliseconds per step of `slots` sequences for any tree.
+    """Milliseconds per step for any tree and number of sequences, of which `slots` are asked for now.
 
-    Trees that ran are known by their own times. The others are estimated from `table`, if there is one, and from the
-    assumption that a pass of the draft costs `pass_cost` plain steps and each further row ROW_COST; the estimate is
-    scaled to the trees that ran.
+    Trees that ran with so many sequences are known by their own times. The others are estimated from `table`, if there
+    is one, and from the assumption that a pass of the draft costs `pass_cost` plain steps and each further row
+    ROW_COST; the estimate is scaled to what ran with so many sequences, or with others.
     """
 
     def __init__(self, slots: int, pass_cost: float, table: CostTable | None = None) -> None:
         self.slots, self.pass_cost, self.table = slots, pass_cost, table
-        self._live: dict[TreeSpec, deque[float]] = {}
-        self._last: TreeSpec | None = None
+        self._live: dict[tuple[int, TreeSpec], deque[float]] = {}  # by the number of sequences
+        self._last: tuple[int, TreeSpec] | None = None
         self._settling = 0
 
-    def add(self, spec: TreeSpec, ms: float) -> None:
-        """Record the time of a step; the first ones after a change of tree do not count."""
-        if spec != self._last:
-            self._last, self._settling = spec, SETTLING
+    def add(self, spec: TreeSpec, ms: float, slots: int | None = None) -> None:
+        """Record the time of a step of so many sequences, None: as many as are asked for now. The first ones after a
+        change do not count."""
+        step = self.slots if slots is None else slots, spec
+        if step != self._last:
+            self._last, self._settling = step, SETTLING
         elif self._settling:
             self._settling -= 1
         else:
-            self._live.setdefault(spec, deque(maxlen=LIVE)).append(ms)
+            self._live.setdefault(step, deque(maxlen=LIVE)).append(ms)
 
-    def measured(self, spec: TreeSpec) -> float | None:
+    def measured(self, spec: TreeSpec, slots: int | None = None) -> float | None:
         """The median of this tree's last times here."""
-        times = self._live.get(spec, ())
+        times = self._live.get((self.slots if slots is None else slots, spec), ())
         return statistics.median(times) if len(times) >= 3 else None
 
     def ms(self, spec: TreeSpec) -> float:
@@ -134,9 +136,12 @@ class StepCosts:
         own = self.measured(spec)
         if own is not None:
             return own
-        known = [(ms, other) for other in self._live if (ms := self.measured(other)) is not None]
-        scale = statistics.geometric_mean([ms / self._estimate(other) for ms, other in known]) if known else 1.0
-        return scale * self._estimate(spec)
+        known = [(ms, *step) for step in self._live if (ms := self.measured(step[1], step[0])) is not None]
+        here = [row for row in known if row[1] == self.slots] or known
+        scale = (
+            statistics.geometric_mean([ms / self._estimate(other, slots) for ms, slots, other in here]) if here else 1
+        )
+        return scale * self._estimate(spec, self.slots)
 
     def origin(self, spec: TreeSpec) -> str:
         """Where `ms(spec)` comes from, for people."""
@@ -147,20 +152,20 @@ class StepCosts:
             return f"{'' if exact else 'scaled from '}table of {self.table.device} ({self.table.source})"
         return f"assumed ({self.pass_cost:.3f} plain steps per draft pass, {ROW_COST} per row): nothing was measured"
 
-    def _estimate(self, spec: TreeSpec) -> float:
-        relative = self._assumed(spec.nodes, spec.beam_levels)
+    def _estimate(self, spec: TreeSpec, slots: int) -> float:
+        relative = self._assumed(spec.nodes, spec.beam_levels, slots)
         if self.table is None:
             return relative
-        exact = self.table.ms(self.slots, spec.nodes, spec.beam_levels)
+        exact = self.table.ms(slots, spec.nodes, spec.beam_levels)
         if exact is not None:
             return exact
-        plain = self.table.ms(self.slots, 1, 0)
+        plain = self.table.ms(slots, 1, 0)
         assert plain is not None, "a cost table has plain steps"
         trees = sorted(self.table.trees(), key=lambda tree: abs(tree[0] - spec.nodes))
-        nearest = self.table.ms(self.slots, *trees[0]) if trees else None
+        nearest = self.table.ms(slots, *trees[0]) if trees else None
         if nearest is None:
             return plain * relative
-        return plain * (1 + (nearest / plain - 1) * (relative - 1) / (self._assumed(*trees[0]) - 1))
+        return plain * (1 + (nearest / plain - 1) * (relative - 1) / (self._assumed(*trees[0], slots) - 1))
 
-    def _assumed(self, nodes: int, depth: int) -> float:
-        return 1 + self.pass_cost * depth + ROW_COST * self.slots * (nodes - 1)
+    def _assumed(self, nodes: int, depth: int, slots: int) -> float:
+        return 1 + self.pass_cost * depth + ROW_COST * slots * (nodes - 1)

@@ -82,15 +82,15 @@ class TreePolicy:
         self.spec = max(both or self.trees, key=self.rate)
         self.fixed_tree = fixed_tree or self.spec
 
-    def observe(self, accepted: Sequence[int], ms: float | None) -> None:
+    def observe(self, accepted: Sequence[int], ms: float | None, slots: int | None = None) -> None:
         """A step with the chosen tree: drafts accepted by each running sequence, and how long it took; None: it did
-        more than decode."""
+        more than decode. slots: sequences that it was over, None: as many as `resize` was told last."""
         if not accepted:
             return
         self._steps += 1
         self._since += 1
         if ms is not None:
-            self.costs.add(self.spec, ms)
+            self.costs.add(self.spec, ms, slots)
         if self.spec.drafts:
             self._seen.setdefault(self.spec, Acceptance()).add(accepted, self.spec.depth)
         else:
@@ -100,6 +100,17 @@ class TreePolicy:
     def has_choice(self) -> bool:
         """Whether there is more than one tree, plain decoding among them."""
         return len(self.trees) > 1 or self.fallback
+
+    def resize(self, slots: int) -> None:
+        """The next steps are over so many sequences: what pays for others need not pay for them, and is looked at
+        anew."""
+        if slots == self.costs.slots:
+            return
+        self.costs.slots = slots
+        best = max((*self.trees, PLAIN) if self.fallback else self.trees, key=self.rate)
+        if self.has_choice and best != self.spec and self.rate(best) > GAIN * self.rate(self.spec):
+            self._pause, self._probing, self._checking = PAUSE, bool(best.drafts and not self.spec.drafts), False
+            self._change(best)
 
     def choose(self) -> TreeSpec:
         """The tree for the next step."""

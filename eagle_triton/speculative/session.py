@@ -390,6 +390,8 @@ class Session:
     def _set_tree(self, jobs: Iterable[_Job]) -> None:
         if self.policy is None:
             return
+        jobs = list(jobs)
+        self.policy.resize(self._batch.size_of_next(len(jobs)))
         fixed = any(job.needs_fixed_tree(self._batch.verification) for job in jobs)
         self._batch.chooser.every_level = fixed
         wanted: TreeSpec = self.policy.fixed_tree if fixed else self.policy.choose()
@@ -402,7 +404,8 @@ class Session:
             ms = self._ranks.agreed(ms)  # each has measured another time, and all must choose the same tree
         if self.policy is None or any(row.tree != self.policy.spec for row in progress):
             return
-        self.policy.observe([row.accepted for row in progress if row.error is None], ms)
+        size = max((row.size for row in progress), default=1)
+        self.policy.observe([row.accepted for row in progress if row.error is None], ms, size)
 
     def _take(self, row: Progress) -> Piece:
         """A request's share of a step."""
