@@ -1,6 +1,9 @@
 """Sessions: closed ones refuse, bad requests never reach the loop, and nothing that was made or submitted is lost."""
 
 import itertools
+import random
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,9 +11,13 @@ import torch
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.models.mtp import load_mtp
+from eagle_triton.reference.adaptive_length import EGAGConfig
 from eagle_triton.reference.verification import Verification
+from eagle_triton.speculative import SpeculativeConfig
 from eagle_triton.speculative.policy import TreePolicy
 from tests.tiny import random_prompt, tiny_model
+from tests.tiny_hybrids import QWEN, mtp_tensors, save_with_mtp, tiny_hybrid
 
 CONFIG = EAGLEConfig(fallback=False, slots=2)
 
@@ -317,3 +324,72 @@ def test_requests_of_the_other_filter_order_wait(eagle):
         got = finish(session)
     assert [got[index].tokens for index in range(3)] == alone
     assert all(completion.error is None for completion in got.values()) and len(got) == 4
+
+
+# --- who runs is what a step costs ---
+
+
+def drafts_of(kind: str) -> EAGLEInference:
+    """Of every kind that keeps something for its slots."""
+    config = EAGLEConfig(topk=2, num_steps=3, num_draft_tokens=6)
+    if kind in ("mtp", "recurrent target"):
+        model = tiny_hybrid("qwen3_next", vocab=24)
+        draft = "suffix" if kind == "recurrent target" else mtp_of(model)
+        return EAGLEInference(draft, model, EAGLEConfig() if draft == "suffix" else config)
+    model = tiny_model(vocab=24, layers=5)
+    if kind == "head":
+        return EAGLEInference(None, model, config)
+    if kind == "head and suffixes":
+        return EAGLEInference(None, model, config.changed(suffix_drafts=3))
+    if kind == "entropy":
+        chain = EAGLEConfig(topk=1, num_steps=6, num_draft_tokens=7, egag=EGAGConfig())
+        return EAGLEInference(None, model, chain)
+    if kind == "counted":
+        return EAGLEInference(None, model, SpeculativeConfig("nasd", num_speculative_tokens=3))
+    return EAGLEInference(tiny_model(eagle3=False, vocab=24, layers=2, seed=7).base_model, model.base_model, config)
+
+
+def mtp_of(model):
+    with tempfile.TemporaryDirectory() as folder:
+        return load_mtp(model, save_with_mtp(model, Path(folder), mtp_tensors(model, QWEN)))
+
+
+@pytest.mark.parametrize(
+    "kind", ["head", "head and suffixes", "counted", "draft model", "mtp", "recurrent target", "entropy"]
+)
+def test_steps_are_over_who_runs_and_every_text_is_that_of_the_request_alone(kind):
+    """Requests that come, end and are cancelled in random order, in slots that move down."""
+    eagle, source = drafts_of(kind), random.Random(5)
+    rules = [
+        {},
+        dict(temperature=0.9),
+        dict(repetition_penalty=1.3),
+        dict(temperature=1.2, logit_bias={3: 1.0}, top_k=9),
+    ]
+    calls = [
+        dict(prompt=random_prompt(source.randint(1, 70), 24, index)[0], max_new_tokens=source.choice([1, 7, 20, 45]),
+             seed=index, **source.choice(rules))
+        for index in range(30)
+    ]  # fmt: skip
+    sizes, cancelled, done = [], set(), {}
+    with eagle.session(slots=13, rows=160) as session:
+        waiting = list(calls)
+        while waiting or not session.idle:
+            for _ in range(source.choice([0, 0, 0, 0, 1, 7])):
+                if waiting:
+                    session.submit(**waiting.pop(0))
+            running = [job.index for job in session._running.values()]
+            if running and source.random() < 0.03:
+                cancelled.add(index := source.choice(running))
+                session.cancel(index)
+            pieces = session.step()
+            done |= {piece.index: piece.completion for piece in pieces if piece.completion is not None}
+            if session._running and not (session._batch.reading or pieces == []):
+                sizes.append((session._batch.state.batch, len(session._running)))
+    assert {size for size, _ in sizes} >= {1, 2, 4}
+    for index, call in enumerate(calls):
+        if index in done and done[index].finished != "error":
+            with eagle.session(slots=1, rows=160) as session:
+                session.submit(**call)
+                assert finish(session)[0].tokens == done[index].tokens
+    assert len(done) >= 25 and done.keys() | cancelled == set(range(30))

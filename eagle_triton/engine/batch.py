@@ -529,6 +529,30 @@ class Batch:
                 return progress
         return []
 
+    def compact(self) -> dict[int, int]:
+        """Let requests in high slots go to free lower ones, as far as the next steps are over fewer sequences then.
+
+        Returns the slots of those that have moved, the new ones by the old. Nobody moves while prompts are read.
+        """
+        self._check_usable()
+        taken, moved = [slot for slot, _ in self._occupied()], dict[int, int]()
+        most = self.sequences.slots
+        settled = not (self.reading or self._begun or self._occupied(waiting=True))
+        if not taken or not settled or size_for(len(taken), most) == size_for(max(taken) + 1, most):
+            return moved
+        free = [slot for slot in self.free if slot < size_for(len(taken), most)]
+        with self._in_use(), self._must_finish():
+            for source, target in zip(reversed(taken), free, strict=False):
+                if source < size_for(len(taken), most):
+                    break
+                length = self.lengths[source]
+                self.sequences.move(source, target, length)
+                self.state.move(source, target, length)
+                self._entries[target], self._entries[source] = self._entries[source], None
+                self.lengths[target] = length
+                moved[source] = target
+        return moved
+
     def size_of_next(self, requests: int) -> int:
         """Sequences that the next step will be over if so many requests are there, the first of which are there."""
         taken = [slot for slot, _ in self._occupied()]

@@ -77,6 +77,11 @@ class LayerCaches:
         for cache in self.caches:
             cache.copy(source, target, length)
 
+    def move(self, source: int, target: int, length: int) -> None:
+        """The same where the slot's pages have gone from `source` to `target`."""
+        for cache in self.caches:
+            cache.move(source, target, length)
+
     def commit(self, ops: Operations, pending: tuple[Any, ...], accepted: AcceptedPath) -> None:
         """Remember the accepted path of the trees whose forwards left `pending`."""
         for cache, left in zip(self.caches, pending, strict=True):

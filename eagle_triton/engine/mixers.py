@@ -92,6 +92,10 @@ class MixerCache(ABC):
     def copy(self, source: int, target: int, length: int) -> None:
         """Let slot `target` remember what slot `source` does, a sequence of `length` committed tokens."""
 
+    def move(self, source: int, target: int, length: int) -> None:
+        """The same where the slot's pages have gone from `source` to `target`."""
+        self.copy(source, target, length)
+
     @abstractmethod
     def commit(self, ops: Operations, pending: Any, accepted: AcceptedPath) -> None:
         """Remember the accepted path and forget the rest of the last forward's trees.
@@ -205,6 +209,9 @@ class KeyValueCache(MixerCache):
         used = -(-length // PAGE_ROWS)
         data, (origin, place) = self.data, self._table[[source, target], :used].long()
         data[:, :, place] = data[:, :, origin]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Nothing: the pages are the same."""
 
     def commit(self, ops: Operations, pending: None, accepted: AcceptedPath) -> None:
         if not accepted.of_chain:

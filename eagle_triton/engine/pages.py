@@ -383,6 +383,14 @@ class SlotPages:
         self.table[slot].zero_()
         return gone
 
+    def move(self, source: int, target: int) -> None:
+        """Let slot `target`, which has no pages, have those of slot `source`, which has none from now on."""
+        assert not self._held[target], f"slot {target} has pages already"
+        self._held[target] += self._held[source]
+        self._held[source].clear()
+        self.table[target] = self.table[source]
+        self.table[source].zero_()
+
     def clear(self) -> None:
         """No slot has pages any more."""
         for slot in range(self.slots):

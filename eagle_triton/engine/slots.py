@@ -1,7 +1,7 @@
 """What is kept for each slot of a batch: nested named tuples of tensors whose first dimension is the slot.
 
 An object that lays its tensors out in its own way (LayerCaches) stands among them with `part`, `clear`, `copy` and
-`tensors` of its own. None stands for nothing.
+`tensors` of its own, and `move` where that is not what `copy` does. None stands for nothing.
 """
 
 from __future__ import annotations
@@ -50,6 +50,18 @@ def copy(value: Any, source: int, target: int, length: int) -> None:
         value[target] = value[source]
     elif value is not None:
         value.copy(source, target, length)
+
+
+def move(value: Any, source: int, target: int, length: int) -> None:
+    """Let slot `target`, which has nothing, have what slot `source` has and leaves, its pages among that: of a sequence
+    of `length` committed tokens."""
+    if isinstance(value, tuple):
+        for field in value:
+            move(field, source, target, length)
+    elif isinstance(value, Tensor):
+        value[target] = value[source]
+    elif value is not None:
+        (value.move if hasattr(value, "move") else value.copy)(source, target, length)
 
 
 def tensors_of(value: Any, objects: bool = True) -> Iterator[Tensor]:

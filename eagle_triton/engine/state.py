@@ -190,6 +190,17 @@ class Sequences:
         self.caches.copy(source, target, length)
         by_slot.copy(self.draft_tensors, source, target, length)
 
+    def move(self, source: int, target: int, length: int) -> None:
+        """Let slot `target`, which is free, go on with the sequence of slot `source`, of `length` committed tokens at
+        least; that is free then."""
+        self.pages.move(source, target)
+        by_slot.move((self.caches, self.draft_tensors), source, target, length)
+        own = self.tokens, self.lengths, self.prompt_lengths, self.first_step, self.first_root, self.active, self.nan
+        asked_for = self.stops, self.sampling, self.root_logprob, self.root_logits, self.rules, self.skipped
+        by_slot.move((*own, *asked_for), source, target, length)
+        self.active[source] = False
+        self.lengths[source] = 0
+
 
 class DecodeState:
     """Everything that one decode step of B sequences reads and writes, for one shape of tree."""
@@ -236,6 +247,10 @@ class DecodeState:
             first.token_logits = None
             self._firsts[slots] = first
         return self._firsts[slots]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Let slot `target`, whose sequence has come from slot `source`, have the tree that was drafted for it."""
+        by_slot.move((self.tree, self.draft_tree_tensors), source, target, length)
 
     def add_logits(self) -> None:
         """Make room for the target's logits of each token of a step, for sequences that have such room."""

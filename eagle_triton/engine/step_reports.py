@@ -88,14 +88,16 @@ class StepReports:
         if any(row[REASON] == FAULT for row in rows):
             raise self._engine.disable_megakernel()
         progress = []
-        for slot, entry in enumerate(step.entries):
-            if entry is None or entry is not entries[slot]:
+        slot_of = {id(entry): slot for slot, entry in enumerate(entries) if entry is not None}
+        for place, entry in enumerate(step.entries):  # where it stood then
+            slot = slot_of.get(id(entry))
+            if entry is None or slot is None:
                 continue
-            row = rows[slot]
-            if step.nan_behind_prompt(slot):
+            row = rows[place]
+            if step.nan_behind_prompt(place):
                 row[: len(_FAILED)] = _FAILED
             accepted, count, reason = row[:REPORT_TOKENS]
-            told = None if logprobs is None or not self._tells_logprobs(entry.request) else logprobs[slot][:count]
+            told = None if logprobs is None or not self._tells_logprobs(entry.request) else logprobs[place][:count]
             progress.append(
                 Progress(
                     slot,
@@ -109,11 +111,11 @@ class StepReports:
                     finished=REASONS.get(reason),
                     error=NAN if reason == ERROR else None,
                     logprobs=told,
-                    drafts=None if drafts is None else [token for token in drafts[slot] if token >= 0],
-                    egag=None if guided is None else _note_guide(entry, guided[slot], step.levels),
+                    drafts=None if drafts is None else [token for token in drafts[place] if token >= 0],
+                    egag=None if guided is None else _note_guide(entry, guided[place], step.levels),
                     behind_prompts=step.reads,
                     size=state.batch,
-                    logits=step.logits[slot, :count] if step.logits is not None and entry.request.logits else None,
+                    logits=step.logits[place, :count] if step.logits is not None and entry.request.logits else None,
                 )
             )
         return progress

@@ -299,6 +299,8 @@ class Session:
     def _decode(self) -> int:
         """One step; the nodes of the tree that was verified."""
         began = time.perf_counter()
+        if moved := self._batch.compact():
+            self._running = {moved.get(slot, slot): job for slot, job in self._running.items()}
         progress = self._batch.step()
         reads = any(row.behind_prompts for row in progress)
         self._observe(progress, None if reads else (time.perf_counter() - began) * 1e3)

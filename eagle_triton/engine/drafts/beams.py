@@ -92,6 +92,7 @@ class BeamPlan:
     """What is known of the passes of one shape of tree beforehand."""
 
     by_slot: ClassVar[tuple[str, ...]] = ("chain", "root_score", "root_ancestors", "slot_levels")
+    of_tree: ClassVar[tuple[str, ...]] = ()  # of these, what is known of the tree that was drafted
 
     def part(self, slots: slice) -> Self:
         """The same for some of the slots: views of the same tensors."""
@@ -99,6 +100,11 @@ class BeamPlan:
         for name in self.by_slot:
             setattr(part, name, getattr(self, name)[slots])
         return part
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Slot `target` has the tree of slot `source`."""
+        for name in self.of_tree:
+            getattr(self, name)[target] = getattr(self, name)[source]
 
     def __init__(self, spec: TreeSpec, slots: int, device: torch.device):
         def constant(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:

@@ -51,6 +51,11 @@ class CountedNgrams:
     def copy(self, source: int, target: int, length: int) -> None:
         """Nothing yet: prompts are counted by `CountedDraft.begin`, each in its own slot."""
 
+    def move(self, source: int, target: int, length: int) -> None:
+        """Slot `target` goes on with what slot `source` has counted."""
+        for tensor in self.tensors:
+            tensor[target] = tensor[source]
+
     def forget(self) -> None:
         """Empty the tables of all slots."""
         for tensor in self.tensors:

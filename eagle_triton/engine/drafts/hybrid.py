@@ -34,7 +34,8 @@ from eagle_triton.reference.grafting import BUCKETS
 class HybridPlan(BeamPlan):
     """What the passes take, and the drafts from repetition that are in the tree."""
 
-    by_slot: ClassVar[tuple[str, ...]] = (*BeamPlan.by_slot, "drafted", "buckets")
+    of_tree: ClassVar[tuple[str, ...]] = ("drafted", "buckets")
+    by_slot: ClassVar[tuple[str, ...]] = (*BeamPlan.by_slot, *of_tree)
 
     def __init__(self, spec: TreeSpec, slots: int, device: torch.device):
         super().__init__(spec, slots, device)
