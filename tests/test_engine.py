@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -271,9 +272,16 @@ def test_no_memory_for_a_graph_is_said_and_raises_if_strict(monkeypatch):
 
     monkeypatch.setattr("eagle_triton.engine.engine.StepGraph", no_memory)
     monkeypatch.setattr("eagle_triton.engine.engine.torch.cuda.graph_pool_handle", lambda: None)
-    state = SimpleNamespace(tokens=SimpleNamespace(is_cuda=True))
-    assert callable(engine._launchable(state, None, None))
-    assert "several times slower" in engine.notes["cuda_graph"] and "no memory" in engine.notes["cuda_graph"]
+    state = Mock(tokens=SimpleNamespace(is_cuda=True))
+    for attempt in range(1, 4):
+        assert callable(engine._launchable(state, None, None))
+        assert "several times slower" in engine.notes["cuda_graph"] and "no memory" in engine.notes["cuda_graph"]
+        assert engine._is_final((state, None)) == (attempt == 3)
+    engine._failures[state, None] = 1
+    monkeypatch.setattr("eagle_triton.engine.engine.StepGraph", lambda *_, **__: "a graph")
+    assert engine._launchable(state, None, None) == "a graph"  # there was memory again
+    assert engine._is_final((state, None)) and not engine.notes
+    monkeypatch.setattr("eagle_triton.engine.engine.StepGraph", no_memory)
     engine.strict = True
     with pytest.raises(torch.OutOfMemoryError):
         engine._launchable(state, None, None)
@@ -288,7 +296,7 @@ def test_a_graph_keeps_what_its_launches_use_and_shares_no_workspace(monkeypatch
         order.append("capture")
         yield
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr("eagle_triton.engine.graph._Graph", object)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: order.append("clear"), raising=False)
     workspace = torch.zeros(3)

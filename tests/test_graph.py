@@ -1,6 +1,7 @@
 """The step as a CUDA graph: the same tokens as without, whatever came before it, and no growth of memory."""
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -69,6 +70,37 @@ def test_graphs_outlive_cublas_workspaces_that_others_clear():
         assert torch.equal(model.eagenerate(prompt, max_new_tokens=30), want[0])
         assert torch.equal(model.naivegenerate(prompt, max_new_tokens=30), want[1])
         assert all(bool(other.isnan().all()) for other in others)
+
+
+def test_other_threads_use_the_device_while_graphs_are_captured():
+    """They draw numbers, allocate, and give memory back: neither they nor the captures notice."""
+    done, errors, rounds = threading.Event(), [], 0
+
+    def others():
+        nonlocal rounds
+        try:
+            while not done.is_set():
+                torch.randn(1000, device="cuda")
+                torch.empty(1 << 24, device="cuda").zero_()
+                torch.cuda.empty_cache()
+                rounds += 1
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        engine = graph_engine(**SMALL)
+        for sampling in (SamplingParams(), SamplingParams(temperature=1.0, seed=1)):
+            for slots in (1, 3):
+                with Batch(engine, slots, engine.draft.read_tree(), 200) as batch:
+                    drain(batch, [Request(random_prompt(70 + slot)[0], 30, sampling) for slot in range(slots)])
+    finally:
+        done.set()
+        thread.join()
+    assert not errors, errors
+    assert rounds > 10 and not engine.notes
+    assert engine._steps and all(isinstance(step, LaunchGraph) for step in engine._steps.values())
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 KERNEL_REMEDY = "install versions that this package is tested with (docs/support.md), or update the driver"
 
+CAPTURES = 3  # that are tried before a step stays without a graph
+
 _BUSY = "another generation is running on this model; finish or close it first (docs/limits.md#threads)"
 
 
@@ -141,6 +143,7 @@ class Engine:
         self._prefills: dict[Sequences, Prefill] = {}
         self._launched: set[tuple[Any, ...]] = set()  # keys of prompts' launches that have been done once
         self._prompt_launches: dict[tuple[Any, ...], Callable[[], None]] = {}
+        self._failures: Counter[tuple[Any, ...]] = Counter()  # of captures, by what was to be captured
         self._called_state = [] if self.watch is None else self.watch.called_state()
         self._long_prompts: LongPrompts | None = None
         self.notes.pop("long_prompts", None)  # tried again
@@ -297,13 +300,16 @@ class Engine:
                 self._launched.add(key)
 
             return launch
-        self._prompt_launches[key] = self._captured(
+        made = self._captured(
+            key,
             lambda: LaunchGraph(launches, self.ops, self._pool(), self.view.ranks),
             launches,
             "prompt_graph",
             "reading prompts",
         )
-        return self._prompt_launches[key]
+        if self._is_final(key):
+            self._prompt_launches[key] = made
+        return made
 
     def step(self, state: DecodeState, mode: Mode) -> Callable[[], None]:
         """The decode step for a state: a graph, captured here the first time, or the step itself, where a judge on the
@@ -316,9 +322,12 @@ class Engine:
             self.compile_ahead(state, mode)
             megakernel = self._megakernel_step(state)
             if megakernel is not None and self.megakernel is None:
-                self._steps[key] = self._faster_of(state, mode, megakernel)
+                made = self._faster_of(state, mode, megakernel)
             else:
-                self._steps[key] = self._launchable(state, mode, megakernel)
+                made = self._launchable(state, mode, megakernel)
+            if not self._is_final(key):
+                return made
+            self._steps[key] = made
         return self._steps[key]
 
     def compile_ahead(self, state: DecodeState, mode: Mode, before: Callable[[], None] | None = None) -> None:
@@ -356,7 +365,9 @@ class Engine:
             rows = skipped_features.ROWS  # always as many, of which some may be nobody's
             launches = functools.partial(skipped_features.catch_up, self.ops, self.draft, state.sequences, rows)
             self._compile_ahead(state, None, launches)
-            self._steps[key] = self._as_graph(launches, state, "catch_up_graph", "what catches up behind plain steps")
+            self._steps[key] = self._as_graph(
+                key, launches, state, "catch_up_graph", "what catches up behind plain steps"
+            )
         return self._steps[key]
 
     def _compile_ahead(self, state: DecodeState, mode: Mode | None, launch_all: Callable[[], None]) -> None:
@@ -398,28 +409,39 @@ class Engine:
     def _launchable(self, state: DecodeState, mode: Mode, megakernel: MegakernelStep | None) -> Callable[[], None]:
         """The step as a graph where that is asked for and can be."""
         launches = functools.partial(decode_step, self.ops, self.view, self.draft, state, mode, megakernel)
-        return self._as_graph(launches, state, "cuda_graph", "a step")
+        return self._as_graph((state, mode), launches, state, "cuda_graph", "a step")
 
-    def _as_graph(self, launches: Callable[[], None], state: DecodeState, path: str, what: str) -> Callable[[], None]:
+    def _as_graph(
+        self, key: tuple[Any, ...], launches: Callable[[], None], state: DecodeState, path: str, what: str
+    ) -> Callable[[], None]:
         """Launches over a state as a graph, where that is asked for and can be; else a note under `path`."""
         if not (self.cuda_graph and state.tokens.is_cuda):
             return launches
         capture = functools.partial(StepGraph, launches, state, self.ops, ranks=self.view.ranks, what=what)
-        return self._captured(lambda: capture(pool=self._pool()), launches, path, what)
+        return self._captured(key, lambda: capture(pool=self._pool()), launches, path, what)
 
     def _captured(
-        self, capture: Callable[[], LaunchGraph], eager: Callable[[], None], path: str, what: str
+        self, key: tuple[Any, ...], capture: Callable[[], LaunchGraph], eager: Callable[[], None], path: str, what: str
     ) -> Callable[[], None]:
-        """The graph, or `eager` where there can be none, with a note under `path`."""
+        """The graph, or `eager` where there can be none, with a note under `path`; see `_is_final`."""
         try:
-            return capture()
+            graph = capture()
+            if self._failures.pop(key, 0):  # and now it was captured
+                self.notes.pop(path, None)
+            return graph
         except RuntimeError as error:  # torch's, for an operation that cannot be captured, or no memory for it
             if self.strict or self.view.ranks is not None:  # of which the others may have got further
                 raise
             reason = "there was no memory for it" if isinstance(error, torch.OutOfMemoryError) else str(error)
-            log.warning("%s without a CUDA graph, several times slower: %s", what, reason)
+            self._failures[key] += 1
+            if path not in self.notes:
+                log.warning("%s without a CUDA graph, several times slower: %s", what, reason)
             self.notes[path] = f"not used, which is several times slower; capturing {what} failed: {reason}"
             return eager
+
+    def _is_final(self, key: tuple[Any, ...]) -> bool:
+        """Whether what was made for a key is kept: a capture that has failed is tried again a few times."""
+        return self._failures[key] in (0, CAPTURES)
 
     def _pool(self) -> Any:
         """The memory that all graphs share; it ends with the last of them."""

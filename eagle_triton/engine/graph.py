@@ -29,13 +29,15 @@ class LaunchGraph:
 
     def __init__(self, launches: Callable[[], None], ops: Operations, pool: Any, ranks: Ranks | None = None):
         """pool: torch.cuda.graph_pool_handle() of the graphs that never run at once. ranks: with whom the launches
-        exchange something: a thread that watches over that may ask the device for something meanwhile."""
+        exchange something."""
         before = Counter(ops.calls)
-        self.graph, self.launches = torch.cuda.CUDAGraph(), launches
-        mode = "global" if ranks is None else "thread_local"
+        self.graph, self.launches = _Graph(), launches
         if ranks is not None:  # a capture waits for the device, without a bound
             wait_for_all(torch.device("cuda"), ranks)
-        with _cublas_workspaces_of_its_own(), torch.cuda.graph(self.graph, pool=pool, capture_error_mode=mode):
+        with (
+            _cublas_workspaces_of_its_own(),
+            torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),  # others may allocate meanwhile
+        ):
             launches()
         self.calls = ops.calls - before  # what one replay runs
         self.ops = ops
@@ -44,6 +46,20 @@ class LaunchGraph:
         """Launch all of them."""
         self.graph.replay()
         self.ops.calls.update(self.calls)
+
+
+class _Graph(torch.cuda.CUDAGraph):
+    """A graph whose capture leaves torch's generator to other threads, which draw random numbers meanwhile; what is
+    captured here draws none."""
+
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        others = generator.graphsafe_get_state()
+        generator.graphsafe_set_state(others.clone_state())  # which the capture takes for its own
+        try:
+            super().capture_begin(*args, **kwargs)
+        finally:
+            generator.graphsafe_set_state(others)
 
 
 @contextmanager
