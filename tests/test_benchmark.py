@@ -31,7 +31,7 @@ from tests.tiny import random_prompt, tiny_model
 TINY = ["--shape", "tiny", "--device", "cpu", "--num-runs", "1"]
 MODES = {
     "generate": ["generate", *TINY, "--max-length", "6"],
-    "step": ["step", *TINY, "--context", "20,30", "--batch", "1,2"],
+    "step": ["step", *TINY, "--context", "20,30", "--batch", "1,2", "--slots", "2,5"],
     "batches": ["batches", *TINY, "--context", "9", "--batch", "1,2", "--max-length", "24"],
     "operations": ["operations", "--device", "cpu"],
     "drafters": ["drafters", *TINY, "--max-length", "12"],

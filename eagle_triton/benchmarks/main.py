@@ -72,6 +72,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         type=arguments.sizes(), default=[], metavar="N[,N...]", help="random prompts of N tokens, within its positions"
     ),
     "--batch": dict(type=arguments.sizes(arguments.MOST_SEQUENCES), metavar="B[,B...]", help="sequences at a time"),
+    "--slots": dict(
+        type=arguments.sizes(arguments.MOST_SEQUENCES),
+        default=[],
+        metavar="N[,N...]",
+        help="places for sequences, of which --batch are taken (default: as many)",
+    ),
     "--only": dict(type=arguments.some_text, metavar="TEXT", help="operations whose name contains TEXT (default: all)"),
     "--questions": dict(
         type=arguments.existing_file,
@@ -161,7 +167,7 @@ MODES = {
     ),
     "step": Mode(
         "one decode step, greedy, sampled, plain or of other trees, over contexts and batches (default: a batch of 1)",
-        (*MODEL, *WEIGHTS, "--decoding", "--batch", "--num-runs", "--accept-length", "--upstream"),
+        (*MODEL, *WEIGHTS, "--decoding", "--batch", "--slots", "--num-runs", "--accept-length", "--upstream"),
         {"batch": [1]},
     ),
     "batches": Mode(

@@ -65,7 +65,10 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     clocks = GpuClocks(view.device)
     bandwidth = copy_bandwidth(view.device)
     contexts = args.context or ([512] if cuda else [64])
-    cases = list(itertools.product(dict.fromkeys(args.decoding), args.batch, contexts))
+    places = args.slots or [None]  # as many as there are sequences
+    if args.slots and min(args.slots) < max(args.batch):
+        raise ValueError(f"--slots {min(args.slots)} has no room for --batch {max(args.batch)}")
+    cases = list(itertools.product(dict.fromkeys(args.decoding), args.batch, contexts, places))
     if mean is not None:
         notes.append(WARNING.format(mean))
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
@@ -81,14 +84,16 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         fixed_acceptance(mean, module),
         tqdm(cases, desc="decode steps", disable=args.json or None, leave=False) as bar,
     ):
-        for decoding, batch, context in bar:
+        for decoding, batch, context, slots in bar:
             bar.set_postfix_str(f"{decoding}, batch {batch}, context {context}")
             spec = DECODINGS[decoding].tree or draft.read_tree()
             engine.clear()
             prompts = [prompt[0].to(view.device) for prompt in models.random_prompts(model, batch, context)]
             target = None if mean is not None else model.base_model
             sampling = DECODINGS[decoding].sampling
-            figures = optimised_step(engine, prompts, spec, sampling, args.num_runs, target, clocks)
+            figures = optimised_step(engine, prompts, spec, sampling, args.num_runs, target, clocks, slots)
+            if slots is not None:
+                figures["slots"] = slots
             add("optimised", decoding, batch, context, figures)
         engine.clear()
         notes += clocks.notes()
@@ -117,11 +122,13 @@ def optimised_step(
     repeats: int,
     target: nn.Module | None = None,
     clocks: GpuClocks | None = None,
+    slots: int | None = None,
 ) -> dict[str, Any]:
     """Figures of one shape: `repeats` generations of a few steps each, and one before them that compiles and captures.
 
     target: what the tokens of that one are compared with; ValueError if they differ.
-    clocks: what samples the replayed steps; its figures are added where it is given.
+    clocks: what samples the replayed steps; its figures are added where it is given. slots: places for sequences in the
+    batch, None: as many as there are prompts.
 
     ms_per_step is what a caller sees while a batch decodes, ms_behind_prompts the same right behind reading the prompts
     (for which a device may lower its clocks), ms_slowest the longest step; device_ms is the step replayed without a
@@ -136,7 +143,7 @@ def optimised_step(
     for repeat in range(repeats + 1):
         synchronise(device)
         start = time.perf_counter()
-        with Batch.start(engine, prompts, spec, sampling, rows) as batch:
+        with Batch.start(engine, prompts, spec, sampling, rows, slots=slots) as batch:
             batch.step()
             first = time.perf_counter() - start
             if not repeat:
@@ -234,6 +241,7 @@ def text(rows: list[dict[str, Any]]) -> str:
         "": lambda row: row["variant"],
         "decoding": lambda row: row["decoding"],
         "batch": lambda row: row["batch"],
+        "slots": lambda row: row.get("slots"),
         "context": lambda row: row["context"],
         "ms/step": lambda row: row["ms_per_step"],
         "p20": lambda row: row.get("ms_p20"),
@@ -253,7 +261,7 @@ def text(rows: list[dict[str, Any]]) -> str:
         "first call s": lambda row: row.get("first_call_s"),
         "peak GiB": lambda row: row.get("memory_gib"),
     }
-    for name in ("SM MHz", "W", "capped"):  # only where they were read
+    for name in ("slots", "SM MHz", "W", "capped"):  # only where they were asked for, or read
         if all(columns[name](row) is None for row in rows):
             del columns[name]
     return table(list(columns), [[column(row) for column in columns.values()] for row in rows])

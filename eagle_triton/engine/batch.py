@@ -117,10 +117,11 @@ class Batch:
         sampling: SamplingParams,
         rows: int,
         generator: torch.Generator | None = None,
+        slots: int | None = None,
     ) -> Batch:
-        """A batch of prompts that are sampled alike, each until it has `rows` tokens."""
+        """A batch of prompts that are sampled alike, each until it has `rows` tokens. slots: None is one for each."""
         seeds = sampling.seeds(len(prompts), generator)
-        batch = Batch(engine, len(prompts), spec, max(rows, *(len(prompt) + 1 for prompt in prompts)))
+        batch = Batch(engine, slots or len(prompts), spec, max(rows, *(len(prompt) + 1 for prompt in prompts)))
         try:
             batch.admit_all(
                 Request(prompt, batch.rows - len(prompt), replace(sampling, seed=seed))
