@@ -31,7 +31,7 @@ from tests.tiny import random_prompt, tiny_model
 TINY = ["--shape", "tiny", "--device", "cpu", "--num-runs", "1"]
 MODES = {
     "generate": ["generate", *TINY, "--max-length", "6"],
-    "step": ["step", *TINY, "--context", "20,30", "--batch", "1,2", "--slots", "2,5"],
+    "step": ["step", *TINY, "--context", "20,30", "--batch", "1,2"],
     "batches": ["batches", *TINY, "--context", "9", "--batch", "1,2", "--max-length", "24"],
     "operations": ["operations", "--device", "cpu"],
     "drafters": ["drafters", *TINY, "--max-length", "12"],
@@ -127,6 +127,16 @@ def test_step_measures_every_decoding_context_and_batch(capsys):
     assert all(row["ms_slowest"] >= row["ms_p80"] and row["ms_behind_prompts"] > 0 for row in rows[: len(cases)])
     assert all(row[name] is None for row in rows[: len(cases)] for name in FIGURES)  # a CPU has no such clocks
     assert not any("clocks" in note for note in record["notes"])
+
+
+def test_step_times_batches_of_which_few_places_are_taken(capsys):
+    few = ["step", *TINY, "--context", "9", "--batch", "1", "--decoding", "plain"]
+    assert benchmark.main([*few, "--slots", "1,3", "--json"]) == 0
+    rows = [row for row in json.loads(capsys.readouterr().out)["rows"] if row["variant"] == "optimised"]
+    assert [(row["batch"], row["slots"]) for row in rows] == [(1, 1), (1, 3)]
+    with pytest.raises(SystemExit):
+        benchmark.main(["step", *TINY, "--batch", "4", "--slots", "3"])
+    assert "--slots 3 has no room for --batch 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", ["step", "batches", "prefill"])

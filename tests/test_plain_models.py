@@ -685,7 +685,9 @@ BROUGHT = {  # by their classes known to the engine, but not in this order, with
         logits_processor=[library.TopPLogitsWarper(0.5)], do_sample=True, temperature=3.0
     ),
     "tokens to keep": dict(logits_processor=[library.MinPLogitsWarper(0.9, min_tokens_to_keep=5)], do_sample=True),
-    "numbers as criteria": dict(stopping_criteria=[lambda ids, _: (torch.ones(len(ids)) * (ids.shape[1] > 13)).int()]),
+    "numbers as criteria": dict(
+        stopping_criteria=[lambda ids, _: torch.full((len(ids),), int(ids.shape[1] > 13), device=ids.device)]
+    ),
 }  # fmt: skip
 
 

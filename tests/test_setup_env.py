@@ -471,6 +471,7 @@ def test_report_is_json_and_changes_nothing(tmp_path):
 def test_table_names_each_fault_and_what_mends_it(monkeypatch, capsys, tmp_path):
     facts = machine(packages={"accelerate": None, "safetensors": None})
     monkeypatch.setattr(environment, "inspect_python", lambda python: facts)
+    monkeypatch.setattr(environment, "inspect_driver", lambda: {"driver": None, "gpus": [], "error": None})
     assert setup_env.main(["--venv", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert f"not ready yet; `{environment.INSTALL}` mends all of it" in out

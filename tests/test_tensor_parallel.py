@@ -30,6 +30,7 @@ from eagle_triton.engine.modules import SharedEmbedding
 from eagle_triton.engine.operations import choose_operations
 from eagle_triton.engine.pages import CacheFullError, PagePool
 from eagle_triton.engine.ranks import Ranks, RanksError
+from eagle_triton.engine.step import Mode
 from eagle_triton.runtime import compile_ahead
 from eagle_triton.runtime.split_sums import SplitSums
 from eagle_triton.speculative import EAGLEInference
@@ -330,9 +331,9 @@ def test_what_fails_in_a_capture_is_not_done_in_another_way():
         raise torch.OutOfMemoryError("none left")
 
     with pytest.raises(torch.OutOfMemoryError, match="none left"):
-        engine._captured(fails, int, "cuda_graph", "a step")
+        engine._captured((), fails, int, "cuda_graph", "a step")
     engine.view = replace(engine.view, ranks=None)
-    assert engine._captured(fails, int, "cuda_graph", "a step") is int
+    assert engine._captured((), fails, int, "cuda_graph", "a step") is int
 
 
 def test_what_fails_in_a_compilation_ahead_ends_a_rank(monkeypatch):
@@ -345,9 +346,9 @@ def test_what_fails_in_a_compilation_ahead_ends_a_rank(monkeypatch):
     engine.ops = SimpleNamespace(kernels=True, calls=Counter())
     state = MagicMock(unchanged=nullcontext)
     with pytest.raises(RanksError, match="has gone"):
-        engine.compile_ahead(state, None)
+        engine.compile_ahead(state, Mode())
     engine.view = replace(engine.view, ranks=None)
-    engine.compile_ahead(state, None)
+    engine.compile_ahead(state, Mode())
     assert "has gone" in engine.notes["compile_ahead"]
 
 

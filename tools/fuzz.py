@@ -88,6 +88,7 @@ def run(
     """Calls of these doors in turn until `calls` or `seconds` are over: by door what became of them; problems."""
     import torch
 
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
     torch.set_num_threads(1)
     counts: dict[str, Counter[str]] = {door: Counter() for door in doors}
     end, index, problems = time.monotonic() + seconds, first, 0
@@ -108,6 +109,8 @@ def run(
             print(f"cut down to: {json.dumps(cut_down(check, call))}", flush=True)
         index += 1
     return counts, problems
+
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
 
 
 def checked(check: Callable[[Call], Outcome], call: Call) -> Outcome:

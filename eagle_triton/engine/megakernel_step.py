@@ -288,10 +288,10 @@ class MegakernelStep:
             for name in "qkv":
                 given, cols = biases[name], len(head.weights[name])
                 biases[name] = torch.zeros(cols, dtype=self.view.dtype, device=device) if given is None else given
-        levels = torch.zeros(3, spec.depth + 1, dtype=torch.int32)
-        levels[0, : len(spec.beam_widths)] = torch.tensor(spec.beam_widths, dtype=torch.int32)
+        levels = torch.zeros(3, spec.depth + 1, dtype=torch.int32, device="cpu")
+        levels[0, : len(spec.beam_widths)] = torch.tensor(spec.beam_widths, dtype=torch.int32, device="cpu")
         levels[1, 1:] = levels[0, :-1].cumsum(0)
-        levels[2, : spec.depth] = torch.tensor(spec.level_starts, dtype=torch.int32)
+        levels[2, : spec.depth] = torch.tensor(spec.level_starts, dtype=torch.int32, device="cpu")
         return {
             "target_cache_ptr": self._target_cache.data,
             "table_ptr": state.sequences.pages.table,
