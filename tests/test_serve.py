@@ -861,7 +861,7 @@ def test_sigterm_finishes_what_runs_and_refuses_the_rest():
 
 
 def test_sigterm_does_not_wait_for_ever():
-    with program("--shutdown-timeout", "1", "--device", "cpu") as (process, client):
+    with program("--shutdown-timeout", "1", "--device", "cpu", "--no-fallback") as (process, client):
         answer: list = []
         body = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True}
         thread = threading.Thread(target=lambda: answer.append(client.ask("/v1/completions", body)))
@@ -878,6 +878,7 @@ def test_a_config_file_and_prompts_in_the_log(tmp_path):
     file = tmp_path / "serve.yaml"
     file.write_text(
         "model: demo\nmax_model_len: 128\nmax-num-seqs: 2\napi-key: secret\nlog-prompts: true\nport: 1\n"
+        "warm-up: true\nno-fallback: true\n"
         "speculative-config:\n  method: suffix\n  num_speculative_tokens: 4\nserved-model-name: little\n"
     )
     with program("--config", str(file), "--device", "cpu") as (process, client):

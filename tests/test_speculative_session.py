@@ -349,6 +349,27 @@ def drafts_of(kind: str) -> EAGLEInference:
     return EAGLEInference(tiny_model(eagle3=False, vocab=24, layers=2, seed=7).base_model, model.base_model, config)
 
 
+def test_preparing_makes_steps_of_all_sizes_and_is_not_counted(eagle):
+    state = torch.random.get_rng_state()
+    with eagle.session(slots=6, rows=64) as session:
+        made = []
+        session._batch.engine.step = lambda state, mode, step=session._batch.engine.step: (
+            made.append((state.batch, mode.sampled)) or step(state, mode)
+        )
+        session.prepare(1)
+        assert set(made) == {(1, False), (1, True)}
+        session.prepare()
+        assert set(made) == {(size, sampled) for size in (1, 2, 4, 6) for sampled in (False, True)}
+        assert session.idle and session.steps == session.tokens == 0 and not session.statistics.tokens
+        assert torch.equal(torch.random.get_rng_state(), state)
+        assert not session.policy.costs._live and not session.policy._seen
+        assert session.submit([1, 2, 3], 3) == 0
+        with pytest.raises(RuntimeError, match="prepare: requests are there"):
+            session.prepare()
+        assert len(finish(session)[0].tokens) == 3
+    del eagle.engine.step
+
+
 def mtp_of(model):
     with tempfile.TemporaryDirectory() as folder:
         return load_mtp(model, save_with_mtp(model, Path(folder), mtp_tensors(model, QWEN)))

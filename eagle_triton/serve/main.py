@@ -86,7 +86,9 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
         inference = _load(args)
         rows = _max_model_len(args.max_model_len, inference.pair.max_positions)
         prompts, name = PromptReader(inference, rows, template), args.served_model_name or args.model
-        engine = EngineThread(lambda: _open(inference, rows), Metrics(name), inference.config.slots, args.max_queue)
+        engine = EngineThread(
+            lambda: _open(inference, rows, args.warm_up), Metrics(name), inference.config.slots, args.max_queue
+        )
         app = make_app(Service(engine, prompts, Drafters.read(inference), name, args.api_key, args.log_prompts))
         engine.start()
     try:
@@ -161,6 +163,7 @@ def _load(args: argparse.Namespace) -> EAGLEInference:
     config = EAGLEConfig(
         temperature=args.temperature,
         slots=args.max_num_seqs,
+        fallback=not args.no_fallback,
         cache_tokens=args.cache_tokens,
         dtype=args.dtype and getattr(torch, args.dtype),
         activations=args.activations.replace("-", " "),
@@ -171,13 +174,10 @@ def _load(args: argparse.Namespace) -> EAGLEInference:
     return EAGLEInference.from_pretrained(args.model, args.draft, config, args.device, tp_plan=tp_plan)
 
 
-def _open(inference: EAGLEInference, rows: int) -> Session:
-    """A session that has compiled and captured what most requests need."""
+def _open(inference: EAGLEInference, rows: int, all_sizes: bool) -> Session:
+    """A session that has compiled and captured what most requests need: one of them, or any number at a time."""
     session = inference.session(rows)
-    for temperature in (0.0, 1.0):
-        session.submit([0, 0], min(4, rows - 2), temperature=temperature)
-        while not session.idle:
-            session.step()
+    session.prepare(None if all_sizes else 1)
     return session
 
 
@@ -246,6 +246,8 @@ def _parser(program: str) -> Parser:
         metavar="N",
         help="requests that run at a time (default: 16)",
     )
+    add("--warm-up", action="store_true", help="capture the steps of any number of requests before the first one comes")
+    add("--no-fallback", action="store_true", help="keep drafting where it is measured not to pay")
     add("--max-queue", type=whole(0), default=256, metavar="N", help="requests that may wait (default: 256); else 429")
     add("--cache-tokens", type=whole(), metavar="N", help="room for keys and values (default: it grows)")
     add("--temperature", type=number(0, 100), default=1.0, metavar="T", help="of requests that do not say (default: 1)")

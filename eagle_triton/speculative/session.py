@@ -5,6 +5,7 @@ The decoding is the engine's: a session hands requests in, asks for a step, and 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from typing_extensions import Unpack
 
 from eagle_triton.engine.batch import Batch
@@ -20,6 +22,7 @@ from eagle_triton.engine.pages import CacheFullError
 from eagle_triton.engine.requests import GuideReading, Progress, Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.state import scratch_rows
+from eagle_triton.engine.step_chooser import SIZES
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.engine.upload import to_device
 from eagle_triton.models.checks import check_positions
@@ -170,7 +173,7 @@ class Session:
         self._device, self._ranks = engine.view.device, engine.view.ranks
         self._reader = ArgumentReader(self._config, engine.view.vocab_size, torch.device("cpu"), tokenizer)
         self._text = text
-        self._closed = False
+        self._closed = self._preparing = False
         self._stop_ids = frozenset(stop_ids)
         self._waiting: list[_Job] = []
         self._undelivered: list[Piece] = []  # made, and not handed out yet
@@ -293,6 +296,32 @@ class Session:
         pieces, self._undelivered = self._undelivered, []
         return StepInfo(self.steps, time.perf_counter() - start, nodes, len(self._running), len(self._waiting), pieces)
 
+    def prepare(self, most: int | None = None) -> None:
+        """Compile and capture what steps need over up to `most` requests at a time (None: as many as there are slots),
+        greedy and sampled, by decoding a few tokens; else that happens between the first steps that need it.
+
+        With a progress bar for people at a terminal. Nothing of it is counted, and the policy learns nothing. Raises
+        RuntimeError unless the session is idle, or if it is closed.
+        """
+        self._check_open()
+        if not self.idle:
+            raise RuntimeError("prepare: requests are there; prepare a session before the first one")
+        slots = self._batch.sequences.slots
+        sizes = [size for size in (*SIZES, slots) if size <= min(most or slots, slots)]
+        before = self.statistics, self.steps, self.tokens, self._submitted
+        runs = list(itertools.product(dict.fromkeys(sizes), (0.0, 1.0)))
+        self._preparing = True
+        try:
+            for size, temperature in tqdm(runs, desc="compiling and capturing steps", leave=False, disable=None):
+                self.statistics = Statistics()
+                for _ in range(size):
+                    self.submit([0, 0], min(4, self.rows - 2), temperature=temperature, seed=0)
+                while not self.idle:
+                    self.step()
+        finally:
+            self._preparing = False
+            self.statistics, self.steps, self.tokens, self._submitted = before
+
     def keep_alive(self) -> None:
         """To be called now and then while nothing is asked of a session that ranks share; else nothing happens."""
 
@@ -404,7 +433,7 @@ class Session:
         """Tell the policy, unless the step was launched with another tree than the one it has chosen."""
         if self._ranks is not None and self.policy is not None and self.policy.has_choice:
             ms = self._ranks.agreed(ms)  # each has measured another time, and all must choose the same tree
-        if self.policy is None or any(row.tree != self.policy.spec for row in progress):
+        if self.policy is None or self._preparing or any(row.tree != self.policy.spec for row in progress):
             return
         size = max((row.size for row in progress), default=1)
         self.policy.observe([row.accepted for row in progress if row.error is None], ms, size)
