@@ -121,6 +121,19 @@ def test_steps_are_over_the_slots_that_are_taken(tree, monkeypatch):
         assert results[id(request)] == tokens
 
 
+def test_a_smaller_size_is_captured_when_it_has_been_wanted_for_a_while():
+    """Since a capture takes as long as hundreds of steps; one that is there is taken at once."""
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    engine.cuda_graph = True  # as if steps were captured
+    with Batch(engine, 4, PLAIN, 300) as batch:
+        batch.admit_all([Request(prompt(5), 200), Request(prompt(6), 4), Request(prompt(7), 4)])
+        sizes = [batch.step()[0].size for _ in range(100)]
+        assert sizes[:60] == [4] * 60 and sizes[-20:] == [1] * 20
+        batch.admit(Request(prompt(4), 4))
+        sizes = [batch.step()[0].size for _ in range(20)]
+        assert sizes[0] == 2 and sizes[-10:] == [1] * 10
+
+
 @IN_FLIGHT
 @pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
 def test_staggered_requests_get_what_each_gets_alone(eagle3, in_flight):

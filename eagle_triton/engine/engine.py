@@ -330,6 +330,10 @@ class Engine:
             self._steps[key] = made
         return self._steps[key]
 
+    def has_step(self, state: DecodeState) -> bool:
+        """Whether a step for a state costs no capture any more, of one mode at least."""
+        return not self.cuda_graph or any(known is state for known, _ in self._steps)
+
     def compile_ahead(self, state: DecodeState, mode: Mode, before: Callable[[], None] | None = None) -> None:
         """Compile in parallel what a step for a state launches, and `before` in front of it, if that has not been done.
 

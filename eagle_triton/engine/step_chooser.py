@@ -20,6 +20,7 @@ MIN_SCRATCH_ROWS = 128  # rows kept free behind a sequence, so that most trees m
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 """Sequences that a step is captured for, beside all that there are slots for."""
+PATIENCE = 64  # steps that would have done with a smaller size before it is captured, which takes seconds
 
 
 def size_for(slots: int, most: int) -> int:
@@ -59,6 +60,7 @@ class StepChooser:
         self._learns = draft is not None and draft.learns
         self.every_level = False
         self.plain_steps: int | None = None
+        self._asked = 0  # in turn for a smaller size
         self.spec = spec
         self.state = engine.state(sequences, spec).first(size_for(1, sequences.slots))
         self.levels = spec.beam_levels
@@ -82,10 +84,12 @@ class StepChooser:
 
     def resize(self, slots: int) -> None:
         """Let the next steps be over the first so many slots, or some more, and no others. Those that are new to them
-        have no trees yet."""
+        have no trees yet. A smaller size that is not captured yet has to be asked for PATIENCE times."""
         size = size_for(max(slots, 1), self._sequences.slots)
-        if size != self.state.batch:
-            self.state = self._engine.state(self._sequences, self.state.spec).first(size)
+        state = self._engine.state(self._sequences, self.state.spec).first(size)
+        self._asked = self._asked + 1 if size < self.state.batch else 0
+        if size > self.state.batch or self._asked > PATIENCE or self._engine.has_step(state):
+            self.state, self._asked = state, 0
 
     def next(self, entries: Sequence[SlotEntry]) -> tuple[Callable[[], None], int]:
         """The step to launch now for those who are there, compiled and captured if it is new, for the tree that is
