@@ -761,21 +761,23 @@ def _steps(engine: Engine, tree: TreeSpec, plan: _Plan, judge: Judge | None = No
             )
             for prompt, read, seed in zip(plan.prompts, embeddings, plan.sampling.seeds(count), strict=True)
         )
-        row_of = {slot: row for row, slot in enumerate(slots)}
+        row_of = {id(batch.request(slot)): row for row, slot in enumerate(slots)}
         while batch.running:
+            if judge is None:  # who has the rows in their slots
+                batch.compact()
             progress = batch.step()
             for done in progress:
                 if done.error not in (None, NAN):
                     raise CacheFullError(done.error)
-            if broken := [row_of[done.slot] for done in progress if done.error]:
+            if broken := [row_of[id(done.request)] for done in progress if done.error]:
                 raise NaNLogitsError(f"{NAN} for sequences {broken}")
             for done in progress:
-                row = row_of[done.slot]
+                row = row_of[id(done.request)]
                 if row == count - 1:
                     engine.accept_lengths.append(done.accepted)
                 if plan.logits is not None and done.logits is not None:
                     plan.logits[row].append(done.logits.clone())  # the step's others go
-            yield [(row_of[done.slot], done.tokens) for done in progress]
+            yield [(row_of[id(done.request)], done.tokens) for done in progress]
 
 
 def _emitted_logits(engine: Engine, plan: _Plan, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:

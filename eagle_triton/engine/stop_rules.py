@@ -47,7 +47,7 @@ def original_steps(
         batch.admit(request)
         for index in count():
             (progress,) = batch.step()
-            _raise_errors([progress], {progress.slot: 0})
+            _raise_errors([progress], {id(progress.request): 0})
             engine.accept_lengths.append(progress.accepted)
             yield batch.tokens(0)[None], batch.lengths[0] - length, index
             if progress.finished:
@@ -81,15 +81,17 @@ def generate(
             Request(prompts[index], max_new_tokens[index], replace(sampling, seed=seeds[index]), stops)
             for index in wanted
         )
-        index_of = dict(zip(slots, wanted, strict=True))
+        index_of = {id(batch.request(slot)): index for slot, index in zip(slots, wanted, strict=True)}
         while batch.running:
+            batch.compact()
             progress = batch.step()
             _raise_errors(progress, index_of)
             for row in progress:
-                if index_of[row.slot] == len(prompts) - 1:
+                index = index_of[id(row.request)]
+                if index == len(prompts) - 1:
                     engine.accept_lengths.append(row.accepted)
                 if row.finished:
-                    rows[index_of[row.slot]] = batch.tokens(row.slot)
+                    rows[index] = batch.tokens(row.slot)
     return rows
 
 
@@ -97,6 +99,6 @@ def _raise_errors(progress: Sequence[Progress], index_of: dict[int, int]) -> Non
     for row in progress:
         if row.error not in (None, NAN):
             raise CacheFullError(row.error)
-    broken = [index_of[row.slot] for row in progress if row.error]
+    broken = [index_of[id(row.request)] for row in progress if row.error]
     if broken:
         raise NaNLogitsError(f"{NAN} for sequences {broken}")
