@@ -707,6 +707,7 @@ def test_processors_that_a_caller_brings_are_called_whatever_their_class(how, in
 
 def test_a_processor_may_call_the_model_and_generate_itself(model):
     def asks(ids, scores):
+        assert not torch.is_grad_enabled()
         more = model.generate(ids, max_new_tokens=1, do_sample=False)[:, -1:]
         return scores.scatter_add(1, more, -model(ids).logits[:, -1].gather(1, more).abs())
 

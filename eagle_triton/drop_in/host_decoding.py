@@ -55,13 +55,8 @@ class HostChooser:
         nodes, chosen = [0], self._choose(logits[:, 0])
         if depth:
             assert batch == 1, "rows of a batch go in step with each other"
-            child_of = {
-                (parent, token): node
-                for node, (parent, token) in reversed(
-                    list(enumerate(zip(parents[0].tolist(), tokens[0].tolist(), strict=True)))
-                )
-                if node
-            }
+            places = zip(parents[0].tolist(), tokens[0].tolist(), strict=True)
+            child_of = {place: node for node, place in enumerate(places) if node}
             while not self.done and (child := child_of.get((nodes[-1], int(chosen[0])))) is not None:
                 nodes.append(child)
                 chosen = self._choose(logits[:, child])
@@ -75,12 +70,13 @@ class HostChooser:
             return torch.zeros(len(row), dtype=torch.int64, device=row.device)
         token = CHOOSING.set(True)
         try:
-            with torch.inference_mode(self._inference_mode):
+            with torch.inference_mode(self._inference_mode), torch.no_grad():
                 return self._choose_as_the_original(row)
         finally:
             CHOOSING.reset(token)
 
     def _choose_as_the_original(self, row: Tensor) -> Tensor:
+        """The same, while not all rows are done, with what the caller has brought."""
         logits = row.to(device=self.sequences.device, dtype=torch.float32, copy=True)
         scores = self._process(self.sequences, logits)
         if self.scores is not None:

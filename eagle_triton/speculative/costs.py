@@ -138,10 +138,8 @@ class StepCosts:
             return own
         known = [(ms, *step) for step in self._live if (ms := self.measured(step[1], step[0])) is not None]
         here = [row for row in known if row[1] == self.slots] or known
-        scale = (
-            statistics.geometric_mean([ms / self._estimate(other, slots) for ms, slots, other in here]) if here else 1
-        )
-        return scale * self._estimate(spec, self.slots)
+        ratios = [ms / self._estimate(other, slots) for ms, slots, other in here]
+        return (statistics.geometric_mean(ratios) if ratios else 1.0) * self._estimate(spec, self.slots)
 
     def origin(self, spec: TreeSpec) -> str:
         """Where `ms(spec)` comes from, for people."""
