@@ -16,6 +16,7 @@ from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.pages import PAGE_ROWS
 from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.skipped_features import start_skipping
 from eagle_triton.engine.step_chooser import MIN_SCRATCH_ROWS
 from eagle_triton.engine.stop_rules import generate
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
@@ -84,7 +85,7 @@ def test_steps_are_over_the_slots_that_are_taken(tree, monkeypatch):
     requests = [
         Request(
             prompt(3 + 3 * index, vocab=12),
-            6 + 4 * (index % 5),
+            16 + 4 * (index % 5),
             samplings[index % 3],
             wide if index == 7 else frozenset(),
             logits=index % 4 == 3,
@@ -97,17 +98,20 @@ def test_steps_are_over_the_slots_that_are_taken(tree, monkeypatch):
     def step(batch: Batch) -> None:
         for progress in batch.step():
             results.setdefault(id(progress.request), []).extend(progress.tokens)
-            sizes.append((progress.size, progress.slot))
+            if progress.tree is not None:
+                sizes.append((progress.size, progress.slot))
 
     with Batch(engine, 13, spec, 80) as batch:
         batch.admit(requests[0])
         step(batch)
+        step(batch)
         assert sizes == [(1, 0)] and batch.state.batch == 1
         batch.enter_all(requests[1:3])
         step(batch)
+        step(batch)
         assert {size for size, _ in sizes[1:]} == {4}
         batch.enter_all(requests[3:13])
-        while 0 in batch.running:
+        for _ in range(3):
             step(batch)
         assert max(sizes) == (13, 12) and batch.state.sequences is batch.sequences
         while batch.running:
@@ -121,15 +125,86 @@ def test_steps_are_over_the_slots_that_are_taken(tree, monkeypatch):
         assert results[id(request)] == tokens
 
 
+def test_what_steps_get_to_know_on_the_way_stays_where_it_is():
+    """Graphs of few slots have its addresses when a batch of more slots asks for the same."""
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    whole = engine.sequences(4, 64)
+    one = engine.sequences(1, 64)
+    one.add_rules()
+    one.add_logits()
+    one.widen_stops(100)
+    start_skipping(engine.view, one)
+    kept = one.rules.bias, one.root_logits, one.stops.ids, one.skipped.features
+    places = [tensor.data_ptr() for tensor in kept]
+    assert one.whole is whole and whole.first(2).first(1) is one
+    for more in (whole.first(2), whole):
+        more.add_rules()
+        more.add_logits()
+        assert not more.widen_stops(100)
+        start_skipping(engine.view, more)
+        for sequences in (one, more):
+            found = sequences.rules.bias, sequences.root_logits, sequences.stops.ids, sequences.skipped.features
+            assert [tensor.data_ptr() for tensor in found] == places
+            assert [len(tensor) for tensor in found] == [sequences.slots] * 4
+
+
+@IN_FLIGHT
+def test_first_tokens_come_before_a_step_and_the_last_one_takes_none(in_flight):
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    requests = [
+        Request(prompt(5), 1),
+        Request(prompt(9), 1, SamplingParams(temperature=1.0, seed=2)),
+        Request(prompt(4), 9),
+    ]
+    expected = [alone(engine, request) for request in requests]
+    stop = Request(prompt(5), 20, stop_ids=frozenset(expected[0]))
+    with Batch(engine, 4, engine.draft.read_tree(), 80, logprobs=True) as batch:
+        batch.in_flight.most = in_flight
+        launched = engine.launched
+        batch.enter_all([*requests[:2], stop])
+        rows = batch.step()
+        assert [(row.tokens, row.finished, row.tree) for row in rows] == [
+            (expected[0], "length", None),
+            (expected[1], "length", None),
+            (expected[0], "stop", None),
+        ]
+        assert all(len(row.logprobs) == 1 and row.logprobs[0] < 0 for row in rows)
+        assert engine.launched - launched <= in_flight - 1 and not batch.running and batch.step() == []
+        assert [batch.tokens(slot)[-1] for slot in range(3)] == [tokens[0] for tokens in (*expected[:2], expected[0])]
+        batch.enter_all(requests[2:])
+        got, steps = [], 0
+        while batch.running:
+            (row,) = batch.step()
+            steps += row.tree is not None
+            got.append(row)
+        assert [token for row in got for token in row.tokens] == expected[2]
+        assert steps == len([row for row in got if row.committed]) < len(expected[2])
+        assert sum(row.committed for row in got) <= len(expected[2])
+
+
+@IN_FLIGHT
+def test_plain_decoding_takes_a_step_less_than_it_gives_tokens(in_flight):
+    engine = engine_for(tiny_model(layers=5, **SMALL))
+    with Batch(engine, 2, PLAIN, 80) as batch:
+        batch.in_flight.most = in_flight
+        launched = engine.launched
+        batch.enter_all([Request(prompt(5), 12), Request(prompt(6), 7)])
+        while batch.running:
+            batch.step()
+        assert engine.launched - launched == 11
+
+
 def test_a_smaller_size_is_captured_when_it_has_been_wanted_for_a_while():
     """Since a capture takes as long as hundreds of steps; one that is there is taken at once."""
     engine = engine_for(tiny_model(layers=5, **SMALL))
     engine.cuda_graph = True  # as if steps were captured
     with Batch(engine, 4, PLAIN, 300) as batch:
         batch.admit_all([Request(prompt(5), 200), Request(prompt(6), 4), Request(prompt(7), 4)])
+        batch.step()
         sizes = [batch.step()[0].size for _ in range(100)]
         assert sizes[:60] == [4] * 60 and sizes[-20:] == [1] * 20
         batch.admit(Request(prompt(4), 4))
+        batch.step()
         sizes = [batch.step()[0].size for _ in range(20)]
         assert sizes[0] == 2 and sizes[-10:] == [1] * 10
 
@@ -330,6 +405,7 @@ def test_a_batch_that_failed_goes_no_further(operation, monkeypatch):
     with Batch(engine, 2, engine.draft.read_tree(), 80) as batch:
         batch.admit(REQUESTS[0])
         batch.step()
+        batch.step()
 
         def interrupt(*args, **kwargs):
             raise KeyboardInterrupt
@@ -516,12 +592,13 @@ def test_accept_all_emits_every_draft(strategy):
     for spec in (SPECS["chain"], SPECS["24-3-6"], SPECS["fixed"]):
         with Batch(engine, 4, spec, 80, verification=how) as batch:
             batch.admit_all(Request(prompt(5 + index, vocab=12), 40, sampling) for index, sampling in enumerate(SEEDED))
+            assert all(len(row.tokens) == 1 and row.tree is None for row in batch.step())
             for _ in range(5):
                 tree = batch.state.tree
                 tokens, (path, accepted) = tree.tokens.clone(), first_path(tree.parents.clone(), spec.depth)
                 for row in batch.step():
-                    drafts = tokens[row.slot, path[row.slot, : 1 + int(accepted[row.slot])].long()]
-                    assert row.tokens == drafts.tolist() and row.accepted == accepted[row.slot] > 0
+                    drafts = tokens[row.slot, path[row.slot, 1 : 1 + int(accepted[row.slot])].long()]
+                    assert row.tokens[:-1] == drafts.tolist() and row.accepted == accepted[row.slot] > 0
                     assert spec.top_k > 1 or row.accepted == spec.depth
     engine.verification = how
     request = Request(prompt(5, vocab=12), 40, SEEDED[0])
@@ -592,12 +669,13 @@ def test_drafting_resumes_as_if_it_had_never_stopped(eagle3, plain_steps):
     requests = [Request(prompt(length), rows - length) for length in (30, 3, 50)]
     with Batch(engine, 3, spec, rows) as batch:
         batch.admit_all(requests[:2])
-        for _ in range(3):
+        for _ in range(1 + 3):
             batch.step()
         batch.spec = PLAIN
         for _ in range(plain_steps // 2):
             batch.step()
         batch.admit(requests[2])  # enters while nothing is drafted
+        batch.step()
         for _ in range(plain_steps - plain_steps // 2):
             assert all((len(p.tokens), p.proposed) == (1, 0) for p in batch.step())
         batch.spec = spec
@@ -609,6 +687,7 @@ def test_drafting_resumes_as_if_it_had_never_stopped(eagle3, plain_steps):
     for slot, sequence in enumerate(sequences):
         # From the same length on, never having stopped: the prompt takes in what was decoded until then.
         with Batch.start(engine, [sequence[: starts[slot]]], spec, SamplingParams(), rows) as batch:
+            batch.step()
             again = [batch.step()[0] for _ in range(6)]
             assert torch.equal(batch.tokens(0), sequence)
             torch.testing.assert_close(known_rows(batch, 0), got[slot], atol=2e-5, rtol=1e-4)

@@ -83,6 +83,8 @@ def test_each_step_proposes_and_accepts_what_the_function_does(model, storage, n
     engine, steps = make_engine(model, gamma, n, storage, fillers, weight), []
     with Batch(engine, 1, engine.draft.read_tree(), 200) as batch:
         batch.admit(Request(prompt, 100))
+        (first,) = batch.step()
+        assert first.tree is None and first.tokens == tokens[:1]
         while batch.lengths[0] < len(prompt) + 59:
             (row,) = batch.step()
             steps.append((row.proposed, row.accepted))
@@ -181,6 +183,7 @@ def test_sequences_that_stand_still_learn_nothing(model):
             decode_step(engine.ops, engine.view, engine.draft, batch.state, Mode())
         assert all(torch.equal(old, new) for old, new in zip(before, tables_of(batch), strict=True))
         batch.release(1)
+        assert [(row.tree, len(row.tokens)) for row in batch.step()] == [(None, 1)] * 2  # behind the prompts
         batch.step()
         for old, new in zip(before, tables_of(batch), strict=True):
             assert torch.equal(old[1], new[1])

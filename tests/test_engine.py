@@ -41,13 +41,15 @@ def test_cache_after_steps_equals_that_of_plain_decoding(eagle3, tree):
     engine = engine_for(tiny_model(eagle3=eagle3, **TREES[tree]))
     prompt, spec = random_prompt(37)[0], engine.draft.read_tree()
     with Batch.start(engine, [prompt], spec, SamplingParams(), 120) as generation:
+        assert [(row.tree, len(row.tokens)) for row in generation.step()] == [(None, 1)]  # behind the prompt
         for _ in range(25):
             generation.step()
         tokens, rows = generation.tokens(0), generation.lengths[0]
         tree_cache = target_cache(generation.sequences)[..., :rows, :].clone()
         root = generation.state.tree.tokens[0, 0]
+        assert len(tokens) == rows + 1 and tokens[-1] == root  # told, and not committed
         assert rows > 37 + 25, "nothing was ever accepted: the test shows nothing"
-    with Batch.start(engine, [prompt], PLAIN, SamplingParams(), rows + 1) as generation:
+    with Batch.start(engine, [prompt], PLAIN, SamplingParams(), rows + 2) as generation:  # goes on
         while generation.lengths[0] < rows:
             generation.step()
         assert torch.equal(generation.tokens(0), tokens)
@@ -188,9 +190,14 @@ def test_nan_logits_raise_and_the_engine_works_afterwards():
     saved = weight.detach().clone()
     with Batch.start(engine, [prompt], spec, SamplingParams(), 100) as generation:
         weight.data[4] = float("nan")
+        (first,) = generation.step()  # chosen before
+        assert first.tree is None and first.error is None and first.tokens == before[8:9].tolist()
         (progress,) = generation.step()
+        assert progress.tree == spec and progress.committed == 0
         assert progress.finished == "error" and "NaN" in progress.error and progress.tokens == []
-    with pytest.raises(RuntimeError, match="NaN after the prompts"):
+    with pytest.raises(RuntimeError, match="NaN after the prompts of sequences \\[0\\]"):
+        Batch.start(engine, [prompt], spec, SamplingParams(), 100)
+    with pytest.raises(RuntimeError, match="NaN for sequences \\[0\\]"):
         run()
     weight.data.copy_(saved)
     assert torch.equal(run(), before)

@@ -212,12 +212,15 @@ def test_states_after_every_step_are_those_of_the_committed_tokens(pairs, kind, 
     with torch.no_grad(), Batch(engine_of(model, head, False, packed), 2, TREES["dynamic"], 90) as batch:
         batch.in_flight.most = 1  # the states that are read belong to the step that was read
         batch.admit_all([Request(PROMPTS[20], 40), Request(PROMPTS[3], 40)])
-        for _ in range(9):
-            batch.spec = next(trees)
-            rejected += sum(row.accepted < batch.spec.depth for row in batch.step())
+        for step in range(10):
+            if step:
+                batch.spec = next(trees)
+            rows = batch.step()
+            assert all((row.tree is None) == (step == 0) for row in rows)  # the first tokens come before any step
+            rejected += sum(row.accepted < row.tree.depth for row in rows if row.tree is not None)
             for slot in range(2):
-                known = batch.tokens(slot)
-                past = model(known[None, : int(batch.lengths[slot])], use_cache=True).past_key_values
+                known = batch.tokens(slot)[: batch.lengths[slot]]
+                past = model(known[None], use_cache=True).past_key_values
                 mine = delta_cache(batch)
                 for place, index in enumerate(places):
                     theirs, window = remembered(past, index)

@@ -90,7 +90,7 @@ def test_code_that_drives_the_model_itself_gets_the_operations_too():
     want = model.eagenerate(prompt, max_new_tokens=20)
     with optimize_eagle_with_triton(model)[1] as originals:
         steps = EaModel._speculate(model, prompt, None)  # the unpatched loop over patched modules
-        got = next(ids for ids in steps if ids.shape[1] == want.shape[1])
+        got = next(ids for ids, _ in steps if ids.shape[1] == want.shape[1])
         report = {row.path: row for row in originals.report()}
     assert torch.equal(got, want)
     for path in ("ea_layer.topK_genrate", "base_model.model.layers.3.self_attn.forward"):

@@ -170,9 +170,11 @@ def test_states_after_every_step_are_those_of_the_committed_tokens_from_scratch(
     with torch.no_grad(), Batch(engine, 3, spec, 80) as batch:
         batch.admit_all([Request(prompt, 40) for prompt in PROMPTS[:3]])
         rejected = 0
-        for _ in range(12):
-            rejected += sum(row.accepted < spec.depth for row in batch.step())
-            sequences = [batch.tokens(slot) for slot in range(3)]
+        for step in range(13):
+            rows = batch.step()
+            assert all((row.tree is None) == (step == 0) for row in rows)  # the first tokens come before any step
+            rejected += sum(row.accepted < spec.depth for row in rows if row.tree is not None)
+            sequences = [batch.tokens(slot)[: batch.lengths[slot]] for slot in range(3)]
             assert sequences[0].shape != sequences[2].shape
             states = batch.sequences.caches.caches[0].states.clone()
             fresh = engine.view.new_caches(SlotPages.whole(1, 512, torch.device("cpu")))

@@ -197,12 +197,14 @@ def test_a_token_that_was_drawn_is_not_drawn_again_after_a_pause(monkeypatch, in
     """ "rejection" has taken it from what its drafts have left, and would take the next from all."""
     engine, _ = small_cache(8)
     engine.verification = Verification("rejection")
-    drawn: dict[int, int] = {}
+    drawn: dict[int, tuple[int, int]] = {}
+    told = [request.prompt.tolist() for request in REQUESTS]
     with Batch(engine, 4, engine.draft.read_tree(), 340) as batch:
         batch.in_flight.most, pause, seen = in_flight, batch._pause, 0
 
         def keeping(slot):
-            drawn[slot] = int(batch.sequences.tokens[slot, batch.lengths[slot]])
+            place = batch.lengths[slot]
+            drawn[slot] = place, int(batch.sequences.tokens[slot, place])
             pause(slot)
 
         monkeypatch.setattr(batch, "_pause", keeping)
@@ -210,10 +212,15 @@ def test_a_token_that_was_drawn_is_not_drawn_again_after_a_pause(monkeypatch, in
         while batch.running:
             before = dict(drawn)
             for row in batch.step():
+                told[row.slot] += row.tokens
                 if row.slot in before:
-                    assert row.tokens[0] == before[row.slot]
+                    place, token = before[row.slot]
+                    if row.tree is None:  # it was not told before the pause
+                        assert row.tokens == [token]
+                    assert batch.sequences.tokens[row.slot, place] == told[row.slot][place] == token
                     del drawn[row.slot]
                     seen += 1
+            assert [batch.tokens(slot).tolist() for slot in range(4)] == told
     assert seen >= 2
 
 

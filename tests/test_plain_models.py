@@ -414,7 +414,7 @@ def test_scores_and_logits_are_those_of_the_original(model, engines, kind):
             else:
                 same_rows(got, want[name])
         assert generate_row(originals).fallbacks == 0
-    assert len(accepted) == 20 if kind == "plain" else sum(accepted) > 0
+    assert len(accepted) == 19 if kind == "plain" else sum(accepted) > 0  # the first token takes no step
     new = want["padded, ends"].sequences[:, 11:]
     assert (new == PAD).any() and (new[:, -1] != PAD).any(), "all rows end at once: the test shows little"
 

@@ -43,7 +43,8 @@ def test_every_method_gives_the_targets_own_text(model, plain, method, slots):
     rows, stats = eagle.generate(PROMPTS, LIMITS, stop_token_ids=())
     assert all(torch.equal(row, want) for row, want in zip(rows, plain, strict=True))
     if method == "naive":
-        assert stats.proposed == 0 and stats.steps == sum(LIMITS)
+        tokens = sum(LIMITS) - len(LIMITS)  # the first ones take no step
+        assert stats.proposed == 0 and stats.steps == tokens
         return
     assert stats.accepted > 0 and stats.proposed < options.num_speculative_tokens * stats.steps + 1
     for completion in stats.completions:
@@ -203,11 +204,12 @@ def test_both_come_first_and_stay_without_fallback(model):
     options = dict(suffix_drafts=6, topk=3, num_steps=3, num_draft_tokens=12)
     both = EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=12).tree().with_grafts(6)
     assert EAGLEInference(None, model, EAGLEConfig(**options)).policy(1).spec == both
-    seen = set()
     eagle = EAGLEInference(None, model, EAGLEConfig(**options, fallback=False))
     for _ in range(3):
-        eagle.generate(PROMPTS, LIMITS, stop_token_ids=(), on_step=lambda info: seen.add(info.nodes))
-    assert seen == {both.nodes}
+        infos = []
+        eagle.generate(PROMPTS, LIMITS, stop_token_ids=(), on_step=infos.append)
+        assert [info.nodes == 0 for info in infos] == [True] + [False] * (len(infos) - 1)  # first tokens
+        assert {info.nodes for info in infos[1:]} == {both.nodes}
 
 
 def test_outputs_are_forgotten_when_that_is_asked_for(model):

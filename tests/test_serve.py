@@ -330,9 +330,12 @@ def test_a_stream_says_what_was_drafted(client, alone):
     assert events.pop() == "[DONE]"
     steps = [step for event in events if (step := json.loads(event).get("drafts"))]
     assert "".join(text for step in steps for text, _ in step["tokens"]) == alone(PROMPT, 30, temperature=0.0).text
-    assert all(step["proposed"] == 7 and step["drafter"] == "eagle" for step in steps)
+    first, *steps = steps  # behind the prompt
+    assert (first["emitted"], first["accepted"], first["proposed"]) == (1, 0, 0) and first["verified"] is False
+    assert first["drafter"] is None and [drafter for _, drafter in first["tokens"]] == [None]
+    assert all(step["proposed"] == 7 and step["drafter"] == "eagle" and step["verified"] is True for step in steps)
     for step in steps[:-1]:
-        assert [drafter for _, drafter in step["tokens"]] == [None] + ["eagle"] * step["accepted"]
+        assert [drafter for _, drafter in step["tokens"]] == ["eagle"] * step["accepted"] + [None]
 
 
 def test_usage_in_every_chunk(client):
@@ -348,7 +351,7 @@ def test_usage_in_every_chunk(client):
 
 def test_models(client):
     (listed,) = client.openai.models.list().data
-    assert listed.id == "demo" and client.openai.models.retrieve("demo").max_model_len == 512
+    assert (listed.id, listed.root) == ("demo", "demo") and client.openai.models.retrieve("demo").max_model_len == 512
     with pytest.raises(openai.NotFoundError, match="model 'gpt' is not served here, but 'demo'"):
         client.openai.models.retrieve("gpt")
     with pytest.raises(openai.NotFoundError, match="is not served here"):
@@ -1093,7 +1096,7 @@ def test_what_http_adds_can_be_measured(tmp_path):
     assert time_server.main(["--num-runs", "2", "--max-length", "8", "--output", str(output), "--commit", "abc"]) == 0
     record = json.loads(output.read_text())
     session, server, added = record["rows"]
-    assert (record["mode"], record["machine"]["commit"]) == ("serve", "abc")
+    assert (record["mode"], record["machine"]["commit"]) == ("http", "abc")
     assert min(session["first_token_ms"], session["ms_per_step"], server["ms_per_step"]) > 0 and session["steps"] > 1
     assert set(added) == {"variant", "first_token_ms", "ms_per_step", "p99_ms_per_step"}
     assert session["p99_ms_per_step"] > 0 and server["p99_ms_per_step"] > 0

@@ -456,8 +456,15 @@ def test_steps_are_reported(caplog):
     infos = []
     with caplog.at_level("INFO", logger="eagle_triton.speculative.inference"):
         eagle.generate([random_prompt(n)[0] for n in (3, 4, 5)], 6, on_step=infos.append)
-    assert [info.step for info in infos] == list(range(1, len(infos) + 1)) and len(caplog.records) == len(infos)
-    assert infos[0].nodes == 8 and infos[0].waiting == 1 and infos[-1].running == infos[-1].waiting == 0
+    assert [info.nodes for info in infos].count(0) == 2 and {info.nodes for info in infos} == {0, 8}
+    steps = 0
+    for info in infos:  # first tokens come without a step
+        steps += info.nodes > 0
+        assert info.step == steps
+        assert all((piece.tree is None) == (info.nodes == 0) for piece in info.pieces if piece.tokens)
+    assert len(caplog.records) == len(infos)
+    assert infos[0].nodes == 0 and infos[1].nodes == 8
+    assert infos[0].waiting == infos[1].waiting == 1 and infos[-1].running == infos[-1].waiting == 0
     assert sum(len(piece.tokens) for info in infos for piece in info.pieces) == 18
 
 
@@ -760,10 +767,11 @@ def test_weights_of_a_draft_model_that_cannot_be_read_are_the_drafts(tmp_path):
 
 
 def test_a_tree_keeps_its_shape_through_a_run():
-    nodes = set()
+    nodes = []
     eagle = EAGLEInference(None, tiny_model(), FIXED.changed(num_draft_tokens=5))
-    eagle.generate([random_prompt(4)[0]], 20, on_step=lambda info: nodes.add(info.nodes))
-    assert nodes == {5} and eagle.config.tree() == TreeSpec.dynamic(5, 2, 4)
+    eagle.generate([random_prompt(4)[0]], 20, on_step=lambda info: nodes.append(info.nodes))
+    assert nodes[0] == 0  # the first token
+    assert set(nodes[1:]) == {5} and eagle.config.tree() == TreeSpec.dynamic(5, 2, 4)
 
 
 @pytest.mark.cuda

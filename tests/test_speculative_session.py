@@ -96,7 +96,8 @@ def test_a_seeded_request_keeps_its_tree_where_its_text_depends_on_it(strategy, 
     monkeypatch.setattr(plain._policies[1], "choose", lambda: PLAIN)
     nodes = []
     stats = eagle.generate([prompt], 30, seed=3, on_step=lambda info: nodes.append(info.nodes))[1]
-    assert (len(set(nodes)) == 1) == (strategy != "target_match")
+    assert nodes[0] == 0  # the first token
+    assert (len(set(nodes[1:])) == 1) == (strategy != "target_match")
     if strategy == "target_match":
         assert stats.completions[0].tokens == plain.generate([prompt], 30, seed=3)[1].completions[0].tokens
     assert stats.lossless == stats.completions[0].statistics.lossless == (strategy != "topp")
@@ -223,7 +224,7 @@ def test_log_probabilities_of_the_requests_that_ask_for_them(eagle):
             )
 
 
-def test_a_piece_is_the_targets_token_and_accepted_drafts(demo):
+def test_a_piece_is_accepted_drafts_and_the_targets_token(demo):
     with demo.session(rows=256) as session:
         session.submit("import os\nimport sys\n", 60)
         assert session.waiting == [0]
@@ -231,6 +232,8 @@ def test_a_piece_is_the_targets_token_and_accepted_drafts(demo):
         assert session.waiting == []
         while not session.idle:
             pieces += session.step()
+    first, *pieces = pieces
+    assert (len(first.tokens), first.tree, first.accepted, first.proposed) == (1, None, 0, 0)
     assert any(piece.accepted for piece in pieces)
     assert all(len(piece.tokens) == piece.accepted + 1 and piece.tree.nodes == 8 for piece in pieces[:-1])
 

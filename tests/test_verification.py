@@ -682,9 +682,10 @@ def test_update_sequence_commits_the_root_and_the_accepted_drafts(device):
         assert after["counter"].tolist() == [1, 11, 21, 31, 41]
         report = torch.full((5, 8), -7)
         report[:, :3] = torch.tensor([[2, 3, 0], [0, 1, 0], [1, 2, 0], [-1, 0, 0], [-1, 0, reference.ERROR]])
-        report[:, 3:6] = -1
+        report[:, 3:7] = -1
         for row, count in enumerate((3, 1, 2)):
             report[row, 3 : 3 + count] = tokens[row, arguments["path"][row, :count].long()]
+            report[row, 3 + count] = next_token[row]
         assert torch.equal(after["report"], report)
 
 
@@ -786,7 +787,7 @@ def test_refusals(device, module):
     for name, wrong, message in (
         ("path", arguments["tokens"], "update_sequence: path"),
         ("nan", arguments["nan"].int(), "update_sequence: nan"),
-        ("report", arguments["report"][:, :5], "report must have 6 columns"),
+        ("report", arguments["report"][:, :6], "report must have 7 columns"),
         ("counter", arguments["counter"].int(), "update_sequence: counter"),
         ("stops", arguments["stops"]._replace(limit=arguments["next_token"]), "update_sequence: stops.limit"),
         ("tokens", arguments["tokens"].mT.contiguous().mT, "tokens must have stride 1"),

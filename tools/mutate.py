@@ -295,8 +295,8 @@ MUTATIONS = [
     Mutation(
         "a NaN after a prompt that is read between steps is not told",
         "engine/step_reports.py",
-        "row[: len(_FAILED)] = _FAILED",
-        "pass",
+        "request, (root, nan, _) = entry.request, report.tolist()",
+        "request, (root, _, _), nan = entry.request, report.tolist(), 0",
         "tests/test_prefill.py -k nan_logits_of_a_prompt_alone",
     ),
     Mutation(

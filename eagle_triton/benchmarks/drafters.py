@@ -120,7 +120,8 @@ def decode(
         watch, steps, emitted, passes = Stopwatch(engine.device), 0, 0, 0
         while batch.running:
             (progress,) = batch.step()
-            steps, emitted, passes = steps + 1, emitted + progress.accepted + 1, passes + progress.passes
+            steps += progress.tree is not None  # else the prompt was read
+            emitted, passes = emitted + progress.accepted + 1, passes + progress.passes
         return Run(batch.tokens(0).cpu(), steps, emitted, watch.seconds(), passes)
 
 

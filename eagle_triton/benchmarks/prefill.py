@@ -65,14 +65,13 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
 
 def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:
-    """Until the first token of each of some prompts is chosen, until a stream has it (behind the first step), and until
-    it is chosen when the same prompts come again, whose pages are found.
+    """Until the host has the first token of each of some prompts, and until it has them when the same prompts come
+    again, whose pages are found.
 
     The prompts of each run are new ones, those of the first compared with the target's own tokens: ValueError if they
     differ.
     """
     chosen: list[float] = []
-    streamed: list[float] = []
     again: list[float] = []
     for run in range(runs + WARM_UPS):
         prompts = _prompts(model, batch, context, run)
@@ -80,11 +79,9 @@ def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec:
             for times in (chosen, again):
                 synchronise(engine.device)
                 start = time.perf_counter()
-                running.admit_all(Request(prompt, CHECKED) for prompt in prompts)
+                running.enter_all(Request(prompt, CHECKED) for prompt in prompts)
+                running.step()
                 times.append((time.perf_counter() - start) * 1e3)
-                if times is chosen:
-                    running.step()
-                    streamed.append((time.perf_counter() - start) * 1e3)
                 found = running.found(0)
                 if not run:
                     while running.running:
@@ -93,8 +90,7 @@ def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec:
                 for slot in running.running:
                     running.release(slot)
     case = {"variant": "first token", "batch": batch, "context": context}
-    figures = {"stream_ms": statistics.median(streamed[WARM_UPS:]), "again_ms": statistics.median(again[WARM_UPS:])}
-    return {**case, **_figures(chosen), **figures, "found_tokens": found}
+    return {**case, **_figures(chosen), "again_ms": statistics.median(again[WARM_UPS:]), "found_tokens": found}
 
 
 def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:
@@ -262,7 +258,6 @@ def text(rows: list[dict[str, Any]]) -> str:
         "first token ms": "ms",
         "p20": "ms_p20",
         "p80": "ms_p80",
-        "streamed ms": "stream_ms",
         "step ms": "step_ms",
         "gap p50": "gap_p50_ms",
         "p99": "gap_p99_ms",

@@ -497,14 +497,8 @@ def _egag_config(settings: Settings) -> EGAGConfig:
 
 
 def _steps_of_session(session: Session, gamma: int | None, length: int | None, counts: _Counts) -> Steps:
-    """The steps of the one request of a session. length: of the answer where drafts are chains, None: they are trees.
-
-    A piece begins with the token that the verification before it chose, and goes on with the drafts that its own has
-    accepted; a step holds those drafts and the token that the next piece begins with.
-    """
-    counts.target_forwards, emitted = 1, 1
-    kept: list[int] = []
-    verified: dict[str, Any] = {}
+    """Those of its one request. length: of the answer where drafts are chains, None: they are trees."""
+    counts.target_forwards, emitted = 1, 0
     while not session.idle:
         for piece in session.step():
             ended = piece.completion is not None
@@ -512,23 +506,23 @@ def _steps_of_session(session: Session, gamma: int | None, length: int | None, c
                 if piece.completion.error is not None:
                     raise RuntimeError(piece.completion.error)
                 counts.finished = piece.completion.finished
-            counts.target_forwards += 1
             counts.drafter_forwards += piece.draft_forwards
-            yield Step((*kept, piece.tokens[0]), **verified), ended and len(piece.tokens) == 1
-            kept = piece.tokens[1:]
-            verified = dict(accepted=piece.accepted, proposed=piece.proposed, gamma=gamma)
-            if ended:  # what an end cut off does not count
-                verified["accepted"] = min(piece.accepted, len(kept))
-                if length is not None:
-                    room = len(kept) if counts.finished == "stop" else length - emitted
-                    verified["proposed"] = min(piece.proposed, room)
+            verified: dict[str, Any] = {}
+            if piece.tree is not None:  # else it is the token behind the prompt
+                counts.target_forwards += 1
+                verified = dict(accepted=piece.accepted, proposed=piece.proposed, gamma=gamma)
+                if ended:  # what an end cut off does not count
+                    verified["accepted"] = min(piece.accepted, len(piece.tokens))
+                    if length is not None:
+                        on_draft = counts.finished == "stop" and len(piece.tokens) <= piece.accepted
+                        room = len(piece.tokens) if on_draft else length - emitted
+                        verified["proposed"] = min(piece.proposed, room)
+                if piece.drafts is not None:
+                    verified["drafts"] = tuple(piece.drafts[: verified["proposed"]])
+                if piece.egag is not None and not math.isnan(piece.egag.h_norm):
+                    verified |= dict(h_norm=piece.egag.h_norm, h_ema=piece.egag.h_ema, gamma=piece.egag.gamma)
             emitted += len(piece.tokens)
-            if piece.drafts is not None:
-                verified["drafts"] = tuple(piece.drafts[: verified["proposed"]])
-            if piece.egag is not None and not math.isnan(piece.egag.h_norm):
-                verified |= dict(h_norm=piece.egag.h_norm, h_ema=piece.egag.h_ema, gamma=piece.egag.gamma)
-            if ended and kept:
-                yield Step(tuple(kept), **verified), True
+            yield Step(tuple(piece.tokens), **verified), ended
 
 
 @contextmanager

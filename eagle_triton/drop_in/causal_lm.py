@@ -749,7 +749,7 @@ def _steps(engine: Engine, tree: TreeSpec, plan: _Plan, judge: Judge | None = No
     most = max(map(len, plan.prompts)) + plan.new_tokens
     with Batch(engine, count, tree, most, drafts=tree.drafts > 0, judge=judge) as batch:
         engine.accept_lengths = []
-        slots = batch.admit_all(
+        slots = batch.enter_all(
             Request(
                 prompt,
                 plan.new_tokens,
@@ -773,7 +773,7 @@ def _steps(engine: Engine, tree: TreeSpec, plan: _Plan, judge: Judge | None = No
                 raise NaNLogitsError(f"{NAN} for sequences {broken}")
             for done in progress:
                 row = row_of[id(done.request)]
-                if row == count - 1:
+                if row == count - 1 and done.tree is not None:
                     engine.accept_lengths.append(done.accepted)
                 if plan.logits is not None and done.logits is not None:
                     plan.logits[row].append(done.logits.clone())  # the step's others go

@@ -24,12 +24,13 @@ from eagle_triton.engine.prompt_queue import PromptQueue
 from eagle_triton.engine.requests import NAN, REASONS, Progress, Request
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.slot_entry import SlotEntry
-from eagle_triton.engine.slot_options import write_entries
+from eagle_triton.engine.slot_options import clear_slots, write_options
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.engine.step import Judge, Mode
 from eagle_triton.engine.step_chooser import StepChooser, StepOptions, rows_behind, size_for
-from eagle_triton.engine.step_reports import Begun, LaunchedStep, StepReports
+from eagle_triton.engine.step_reports import LaunchedStep, StepReports
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.engine.upload import upload
 from eagle_triton.reference.verification import ERROR, Verification
 
 PROMPT_TOKENS = 512  # of a prompt that are read between two steps: some 15 ms at 8B's shape on an H200
@@ -101,8 +102,8 @@ class Batch:
                 self._prefill.packed, self.sequences.pages.pool.unread if self._prefill.share else None
             )
             self.prompt_tokens = prompt_tokens
+            self._told = [0] * slots  # tokens of which the reports that were read tell
             self._read: dict[int, SlotEntry] = {}  # prompts that are read, and have not begun
-            self._begun: list[Begun] = []  # since the last step was launched
             self._came = 0  # requests so far
             self._failed: list[Progress] = []  # requests for which there is no room even alone
         except BaseException:
@@ -221,9 +222,10 @@ class Batch:
         return entry.request
 
     def tokens(self, slot: int) -> Tensor:
-        """The committed tokens of the request that is in a slot or has ended in it last: int64 [n], a copy."""
+        """The prompt and the new tokens, as far as steps have told of them, of the request that is in a slot or has
+        ended in it last: int64 [n], a copy."""
         self._check_usable()
-        return self.sequences.tokens[slot, : self.lengths[slot]].clone()
+        return self.sequences.tokens[slot, : self._told[slot]].clone()
 
     def admit(self, request: Request) -> int:
         """Prefill a request into a free slot, which is returned. The others notice nothing, also if this fails.
@@ -342,6 +344,7 @@ class Batch:
             self._prompts.add({slot: entry.prompt for slot, entry in entering.items()}, shared, alone)
             for slot, entry in entering.items():
                 self.lengths[slot] = len(entry.prompt)
+                self._told[slot] = len(entry.prompt) + len(entry.tokens)
                 entry.found = found[slot] * PAGE_ROWS
                 self._entries[slot] = entry
             self._room.write(slots)
@@ -391,7 +394,7 @@ class Batch:
             )
         entry = self._entries[slot]
         assert entry is not None
-        tokens = entry.committed
+        tokens = entry.first(self.lengths[slot])
         beginning = self._beginning_of(entry.request, tokens, entry.beginning.keys)
         wait_for_all(self.sequences.device, self.engine.view.ranks)
         root = int(self.sequences.tokens[slot, self.lengths[slot]]) if entry.decodes else entry.root
@@ -414,7 +417,7 @@ class Batch:
             except CacheFullError as error:
                 if self._occupied(waiting=False):
                     return
-                failed = Progress(slot, entry.request, [], self.spec, 0, 0, 0, 0, REASONS[ERROR], str(error))
+                failed = Progress(slot, entry.request, [], finished=REASONS[ERROR], error=str(error))
                 with self._must_finish():
                     self._failed.append(failed)
                     self._empty(slot)
@@ -451,12 +454,14 @@ class Batch:
 
         What fails on the way is done again next time.
         """
-        begun = {slot: entry for slot, entry in self._read.items() if entry is self._entries[slot]}
+        begun = {slot: entry for slot, entry in sorted(self._read.items()) if entry is self._entries[slot]}
         if begun:
             mode = self.chooser.mode(entry for _, entry in self._occupied())
-            nan = self._prefill.begin(list(begun), self._draft, self.state, mode)
+            write_options(self.sequences, begun)  # not before, while the device would wait
+            self._prefill.choose_roots(list(begun), self.state, mode)
+            self.in_flight.send_begun(begun, self.sequences)
+            self._prefill.grow_trees(self._draft, self.state)
             self.chooser.levels = self.state.spec.beam_levels  # all trees have grown anew
-            self._begun.append(Begun(begun, nan))
             for entry in begun.values():
                 entry.decodes = True
                 entry.steps += 1
@@ -479,16 +484,13 @@ class Batch:
     def _broken(self, slots: Sequence[int]) -> list[int]:
         """Which of those that have just begun, by their places in `slots`, have NaN logits. Waits for the device."""
         wait_for_all(self.sequences.device, self.engine.view.ranks)
-        nan = {slot for begun in self._begun for slot in begun.entries if begun.nan[slot]}
-        return [place for place, slot in enumerate(slots) if slot in nan]
+        nan = self.sequences.begun[:, 1].tolist()
+        return [place for place, slot in enumerate(slots) if nan[slot]]
 
     def _give_up(self, slots: Sequence[int], wipe: bool = False) -> None:
         """Leave slots as if nothing had entered them."""
         for slot in reversed(slots):  # those that take another's prompt first
             self._empty(slot, wipe)
-        for begun in self._begun:
-            for slot in begun.entries.keys() & set(slots):
-                del begun.entries[slot]
 
     def release(self, slot: int) -> None:
         """Drop the request in a slot before it has ended. Raises ValueError if there is none."""
@@ -499,7 +501,8 @@ class Batch:
             self._empty(slot)
 
     def step(self) -> list[Progress]:
-        """Decode one step: what it did for each running request. Those that have ended leave their slots."""
+        """Decode one step: what it did for each running request; or, for those whose prompts were read last, the first
+        tokens alone, as soon as they are there. Those that have ended leave their slots."""
         with self._in_use():
             return self._step()
 
@@ -517,18 +520,26 @@ class Batch:
 
     def _step(self) -> list[Progress]:
         while self.running or self._failed:
-            while len(self.in_flight) < self.in_flight.most and not self._failed:
+            while not (self.in_flight.full or self._failed):
                 self._make_room()
                 self._go_on()
                 reads = self._take_prompts()
-                if any(entry.decodes for _, entry in self._occupied()):
+                if self.in_flight.full:
+                    break
+                if any(entry.decodes and not self._ends_anyway(entry) for _, entry in self._occupied()):
                     self._launch_step(reads)
+                elif self.in_flight:
+                    break
             with self._must_finish():
                 progress = self._read_step()
             progress, self._failed = [*progress, *self._failed], []
             if progress:  # else it was launched for requests that had ended
                 return progress
         return []
+
+    def _ends_anyway(self, entry: SlotEntry) -> bool:
+        """Whether a request surely ends by what is in flight already."""
+        return entry.new_tokens + self.in_flight.least_tokens(entry) >= entry.request.max_new_tokens
 
     def compact(self) -> dict[int, int]:
         """Let requests in high slots go to free lower ones, as far as the next steps are over fewer sequences then.
@@ -538,7 +549,7 @@ class Batch:
         self._check_usable()
         taken, moved = [slot for slot, _ in self._occupied()], dict[int, int]()
         most = self.sequences.slots
-        settled = not (self.reading or self._begun or self._occupied(waiting=True))
+        settled = not (self.reading or self._occupied(waiting=True))
         if not taken or not settled or size_for(len(taken), most) == size_for(max(taken) + 1, most):
             return moved
         free = [slot for slot in self.free if slot < size_for(len(taken), most)]
@@ -550,7 +561,7 @@ class Batch:
                 self.sequences.move(source, target, length)
                 self.state.move(source, target, length)
                 self._entries[target], self._entries[source] = self._entries[source], None
-                self.lengths[target] = length
+                self.lengths[target], self._told[target] = length, self._told[source]
                 moved[source] = target
         return moved
 
@@ -571,12 +582,11 @@ class Batch:
         with self._must_finish():
             step()
             self.engine.launched += 1
-            entries = [entry if entry is not None and entry.decodes else None for entry in self._entries]
-            self.in_flight.send(LaunchedStep(entries, self.state, self.chooser.levels, self._begun, reads))
-            for entry in entries:
-                if entry is not None:
-                    entry.steps += 1
-            self.chooser.levels, self._begun = levels, []
+            entries = {slot: entry for slot, entry in self._occupied() if entry.decodes}
+            self.in_flight.send(LaunchedStep(entries, self.state, self.chooser.levels, reads))
+            for entry in entries.values():
+                entry.steps += 1
+            self.chooser.levels = levels
 
     def _take_prompts(self) -> bool:
         """Read prompts that wait: as many tokens as those who decode may wait for, or all if nobody does. Returns
@@ -589,13 +599,14 @@ class Batch:
         return reads
 
     def _read_step(self) -> list[Progress]:
-        """What the oldest step in flight did for the requests that are still there; those that have ended leave."""
+        """What the oldest in flight did for the requests that are still there; those that have ended leave."""
         progress = self.in_flight.read(self._entries)
         for row in progress:
-            if row.tree.drafts and row.error is None:
+            if row.tree is not None and row.tree.drafts and row.error is None:
                 self.engine.ops.calls["trees_verified"] += 1
                 self.engine.ops.calls["drafts_accepted"] += row.accepted
-            self.lengths[row.slot] += len(row.tokens)
+            self.lengths[row.slot] += row.committed
+            self._told[row.slot] += len(row.tokens)
             if (entry := self._entries[row.slot]) is not None:
                 entry.tokens += row.tokens
             if row.finished:
@@ -605,20 +616,22 @@ class Batch:
     def _set_up(self, entering: dict[int, SlotEntry], mode: Mode) -> None:
         """Set up some slots, whose prompts are read later, and which have no pages yet."""
         prompts = {slot: entry.prompt for slot, entry in entering.items()}
-        where = write_entries(self.sequences, entering)
+        clear_slots(self.sequences, entering)
         self._prefill.write(prompts)
         rehearsal = functools.partial(self._prefill.rehearse, prompts, self._draft, self.state, mode)
         self.engine.compile_ahead(self.state, mode, rehearsal)
         if self.chooser.plain_steps is not None and self.sequences.skipped is not None:
+            where = upload(list(entering), torch.int64, self.sequences.device)
             self.sequences.skipped.draft_lengths[where] = self.sequences.lengths[where]
 
     def _empty(self, slot: int, wipe: bool = False) -> None:
         """Let a request leave its slot; wipe: nothing of it may be used again."""
         entry = self._entries[slot]
         if entry is not None and entry.decodes and self._draft is not None:
-            self._draft.end(self.sequences, slot, len(entry.prompt), self.lengths[slot])
+            self._draft.end(self.sequences, slot, len(entry.prompt), self._told[slot])
         if entry is not None and entry.decodes and self.chooser.plain_steps is None and not wipe:
-            self.sequences.pages.keep(slot, self._beginning_of(entry.request, entry.committed, entry.beginning.keys))
+            tokens = entry.first(self.lengths[slot])
+            self.sequences.pages.keep(slot, self._beginning_of(entry.request, tokens, entry.beginning.keys))
         self._entries[slot] = None
         self.sequences.active[slot] = False
         for free in self._prompts.drop(slot):

@@ -59,7 +59,7 @@ class CacheRoom:
     def missing(self, lengths: Sequence[int]) -> dict[int, int]:
         """Slots whose pages are fewer than the next step may write, the first to come first, and how many rows they
         need. lengths: the committed tokens of all slots."""
-        ahead = self._rows_ahead(1 + len(self._reports))
+        ahead = self._rows_ahead(1 + len(self._reports.steps))
         short = [
             (entry.turn, slot, min(lengths[slot] + ahead, self.most_rows(entry.request)))
             for slot, entry in enumerate(self._entries)
@@ -87,7 +87,7 @@ class CacheRoom:
 
     def _rows_ahead(self, steps: int) -> int:
         """How many rows behind the committed ones so many steps may write, beside those that will not be read."""
-        trees = [self._chooser.spec, self._chooser.state.spec, *self._reports.trees]
+        trees = [self._chooser.spec, self._chooser.state.spec, *(step.state.spec for step in self._reports.steps)]
         scratch = max(map(scratch_rows, trees))
         if self._chooser.plain_steps is not None:
             scratch = max(scratch, skipped_features.ROWS + 1)

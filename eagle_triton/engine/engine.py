@@ -493,7 +493,7 @@ class Engine:
         return with_megakernel if ours < others else without
 
     def forget_steps(self, sequences: Sequences) -> None:
-        """Drop the graphs of some sequences and of the first of them, because their tensors were replaced."""
+        """Drop the graphs of some sequences and of their family, because their tensors were replaced."""
         gone = sequences.family
         self._steps = {key: step for key, step in self._steps.items() if key[0].sequences not in gone}
         kept = {key for key in self._launched if not {key[0], getattr(key[0], "sequences", None)} & {*gone}}

@@ -119,37 +119,29 @@ def median_milliseconds(step: Callable[[], None], rounds: int = 20) -> float:
 
 
 class ReportQueue:
-    """Carries the reports of steps to the host, in order. On a GPU the copies are asynchronous, into pinned memory."""
+    """Carries what the device reports to the host, in order. On a GPU the copies are asynchronous."""
 
-    def __init__(self, device: torch.device, places: int, ranks: Ranks | None = None):
-        """places: how many reports may be on their way at once. ranks: with whom the steps exchange something."""
-        self.cuda, self.places, self._ranks = device.type == "cuda", places, ranks
-        self._buffers: dict[torch.Size, list[Tensor]] = {}
+    def __init__(self, device: torch.device, ranks: Ranks | None = None):
+        """ranks: with whom the steps exchange something."""
+        self.cuda, self._ranks = device.type == "cuda", ranks
         self._sent: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
-        self._count = 0
 
     def send(self, report: Tensor) -> None:
         """Queue the copy of a report, an int64 tensor that the next step may overwrite."""
-        if report.shape not in self._buffers:
-            shape = (self.places, *report.shape)
-            self._buffers[report.shape] = list(
-                torch.empty(shape, dtype=report.dtype, device="cpu", pin_memory=self.cuda)
-            )
-        place = self._buffers[report.shape][self._count % self.places]
-        place.copy_(report, non_blocking=self.cuda)
+        copied = torch.empty(report.shape, dtype=report.dtype, device="cpu", pin_memory=self.cuda)
+        copied.copy_(report, non_blocking=self.cuda)
         event = None
         if self.cuda:
             event = torch.cuda.Event()
             event.record()
-        self._sent.append((place, event))
-        self._count += 1
+        self._sent.append((copied, event))
 
     def receive(self) -> Tensor:
-        """The oldest report not received yet, waiting for its step only. Valid until `places` more were sent."""
-        place, event = self._sent.popleft()
+        """The oldest report not received yet, waiting for what it reports of only."""
+        copied, event = self._sent.popleft()
         if event is not None:
             wait_for(event, self._ranks)
-        return place
+        return copied
 
 
 def wait_for(event: torch.cuda.Event, ranks: Ranks | None) -> None:

@@ -6,9 +6,9 @@ weights may change in place, but whatever is put in their place, or around them,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, repeat, zip_longest
 from typing import Any
 
 import torch
@@ -140,9 +140,26 @@ class ModelWatch:
         owners = [part for part in self._read if part.config is not None]
         configs = {id(part.config): (f"{part.path}.config", part.config) for part in owners}
         self._configs = [(path, config, _fields(config)) for path, config in configs.values()]
+        self._glance = _Glance(self._read, [module for _, module in self._called])
+        self._as_read = self._facts()
 
     def change(self) -> str | None:
         """A sentence about the first part that was replaced, moved or cast, or got a hook; None if there is none."""
+        now = self._facts()
+        if now == self._as_read:
+            return None
+        if change := self._look():
+            return change
+        self._as_read = now  # what has changed is harmless
+        return None
+
+    def _facts(self) -> list[Any]:
+        """All that `_look` compares, quickly: a batch looks before it begins, and the device waits."""
+        hooks = bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+        return [hooks, *(_fields(config) for _, config, _ in self._configs), *self._glance.facts()]
+
+    def _look(self) -> str | None:
+        """`change`, part by part."""
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return "torch has got global forward hooks, which would not run"
         for path, config, fields in self._configs:
@@ -175,13 +192,55 @@ class ModelWatch:
 
         What goes around torch's count (`weight.data.copy_`) is not in it.
         """
-        modules = [part.module for part in self._read]
-        modules += [part for _, module in self._called for part in module.modules()]
-        tensors = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
+        called = [part for _, module in self._called for part in module.modules()]
+        own = [tensor for part in called for tensor in (*part._parameters.values(), *part._buffers.values())]
         try:
-            return sum(part._version for tensor in tensors if tensor is not None for part in stored_tensors(tensor))
+            return sum(part._version for part in (*self._glance.tensors(), *_stored(own)))
         except RuntimeError:  # an inference tensor
             return None
+
+
+class _Glance:
+    """Lists of what modules are made of, by few calls for all of them together.
+
+    read: those that are read. called: others, of which only hooks count.
+    """
+
+    def __init__(self, read: Sequence[_Part], called: Sequence[nn.Module]):
+        modules = [part.module for part in read]
+        self._own = [module.__dict__ for module in modules]
+        self._called = [module.__dict__ for module in called]
+        self._classes = {type(module) for module in modules}
+        self._of_tensors = [own[name] for own in self._own for name in ("_parameters", "_buffers")]
+        self._of_children = [own["_modules"] for own in self._own]
+        constants = [(own, name) for own, part in zip(self._own, read, strict=True) for name in part.constants]
+        self._holders, self._names = [own for own, _ in constants], [name for _, name in constants]
+
+    def tensors(self) -> list[Tensor]:
+        """What the parameters and buffers of the modules that are read are stored in."""
+        return _stored([*chain.from_iterable(map(dict.values, self._of_tensors))])
+
+    def facts(self) -> Iterator[Any]:
+        """What changes when a module is replaced, moved, cast or hooked, or gets another forward or configuration."""
+        tensors = self.tensors()
+        yield [*chain.from_iterable(self._of_tensors)]  # names
+        yield [*map(Tensor.data_ptr, tensors)]
+        yield [*map(Tensor.stride, tensors)]
+        yield [*map(id, chain.from_iterable(map(dict.values, self._of_children)))]
+        yield [*map(dict.get, self._holders, self._names)]
+        for name in ("forward", "config"):
+            yield [*map(id, map(dict.get, self._own, repeat(name)))]
+        yield {kind: kind.forward for kind in self._classes}
+        for owners in (self._own, self._called):
+            for name in ("_forward_hooks", "_forward_pre_hooks"):
+                yield any(map(dict.get, owners, repeat(name)))
+
+
+def _stored(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """`stored_tensors` of several; most are plain ones."""
+    if {*map(type, tensors)} <= {Tensor, nn.Parameter, type(None)}:
+        return [tensor for tensor in tensors if tensor is not None]
+    return [stored for tensor in tensors for stored in stored_tensors(tensor)]
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,8 @@ class _Inputs:
 class Prefill:
     """Brings prompts into the slots of some sequences, whose other slots it leaves as they are.
 
-    `write` them, `read` them by forwards, `copy` what is equal, and `begin` what is read: decode_step takes over.
+    `write` them, `read` them by forwards, `copy` what is equal, and of what is read `choose_roots`, then `grow_trees`:
+    decode_step takes over.
     """
 
     def __init__(
@@ -153,10 +154,10 @@ class Prefill:
         for kept in self.ends:
             kept[target] = kept[source]
 
-    def begin(self, slots: Collection[int], draft: Draft | None, state: DecodeState, mode: Mode) -> Tensor:
-        """Choose the roots of slots whose prompts are read, and grow their first trees in `state` of these sequences.
+    def choose_roots(self, slots: Collection[int], state: DecodeState, mode: Mode) -> None:
+        """Choose the first tokens behind the prompts of slots that are read, in `state` of these sequences.
 
-        Returns where the target's logits were NaN, [B] bool on the host, valid once the device has come so far.
+        What there is to tell of them stands in `sequences.begun` then.
         """
         entering = [False] * self.sequences.slots
         for slot in slots:
@@ -164,12 +165,16 @@ class Prefill:
         self._entering.copy_(upload(entering, torch.bool, self.sequences.device))
         mode = mode._replace(levels=None)  # of the next tree, whatever is scored later
         if mode.judge is not None:
-            self._begin(draft, state, mode)
+            self._choose_roots(state, mode)
         else:
-            self._capture((state, mode, draft is not None), lambda: self._begin(draft, state, mode))()
-        broken = self.sequences.nan & self._entering
-        host = torch.empty(broken.shape, dtype=torch.bool, device="cpu", pin_memory=broken.is_cuda)
-        return host.copy_(broken, non_blocking=broken.is_cuda)
+            self._capture((state, mode), lambda: self._choose_roots(state, mode))()
+
+    def grow_trees(self, draft: Draft | None, state: DecodeState) -> None:
+        """Grow the first trees of the slots whose roots were chosen last, which go on by steps from now on.
+
+        The trees of others grow as they did before.
+        """
+        self._capture((state, draft is not None), lambda: self._grow_trees(draft, state))()
 
     def wipe(self, slot: int, pages: Sequence[int]) -> None:
         """Leave nothing of a sequence that became NaN, and has left `pages` to nobody."""
@@ -193,7 +198,8 @@ class Prefill:
         else:
             for slot, prompt in prompts.items():
                 self._read_alone(slot, min(len(prompt), CHUNK + (len(prompt) - 1) % CHUNK + 1), draft)
-        self._begin(draft, state, mode._replace(judge=None))
+        self._choose_roots(state, mode._replace(judge=None))
+        self._grow_trees(draft, state)
 
     def _forward(
         self,
@@ -224,12 +230,10 @@ class Prefill:
         for kept, found in zip(self.ends, outputs, strict=True):
             kept[one] = found
 
-    def _begin(self, draft: Draft | None, state: DecodeState, mode: Mode) -> None:
-        """Roots and first trees of the slots that enter, which are among those of the state. The trees of its others
-        grow as they did before."""
+    def _choose_roots(self, state: DecodeState, mode: Mode) -> None:
+        """Those of the slots that enter, which are among those of the state."""
         ops, sequences, entering = self.ops, state.sequences, self._entering[: state.batch]
-        hidden, features = (kept[: state.batch] for kept in self.ends)
-        logits = project(ops, self.view.head, hidden)
+        logits = project(ops, self.view.head, self.ends.hidden[: state.batch])
         nan = logits.isnan().flatten(1).any(1) if mode.judge is None else torch.zeros_like(entering)
         sequences.nan.copy_(torch.where(entering, nan, sequences.nan))
         step = sequences.sampling.step
@@ -239,13 +243,18 @@ class Prefill:
         step.add_(entering)
         place = sequences.lengths[:, None].long()
         sequences.tokens.scatter_(1, place, torch.where(entering[:, None], root, sequences.tokens.gather(1, place)))
+        sequences.begun[:, :1], sequences.begun[:, 1] = root, nan
         if mode.logprobs:
             logprob = token_logprobs(logits, root)[:, 0]
+            sequences.begun.view(torch.float64)[:, 2] = logprob
             sequences.root_logprob.copy_(torch.where(entering, logprob, sequences.root_logprob))
         if mode.logits and sequences.root_logits is not None:
             sequences.root_logits.copy_(torch.where(entering[:, None], logits[:, 0].float(), sequences.root_logits))
+
+    def _grow_trees(self, draft: Draft | None, state: DecodeState) -> None:
+        ops, sequences, entering = self.ops, state.sequences, self._entering[: state.batch]
         if draft is not None:
-            draft.begin(ops, sequences, features, entering)
+            draft.begin(ops, sequences, self.ends.features[: state.batch], entering)
         grow_first_tree(ops, draft, state)
         sequences.active.logical_or_(entering)
 

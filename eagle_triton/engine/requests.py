@@ -54,11 +54,14 @@ class GuideReading(NamedTuple):
 
 @dataclass(frozen=True)
 class Progress:
-    """What one step did for one request.
+    """What one step, or the end of its prompt, did for one request.
 
-    tokens: committed by it, none if its logits were NaN. tree: the shape that was verified, depth: how deep
-    its drafts went. accepted, proposed: drafts, also those that a stop cut off.
-    passes: of the draft, behind the one that takes in what was accepted, which the tree took.
+    tokens: the new ones: accepted drafts and the target's own token behind them, which the next step commits; behind a
+    prompt the latter alone; none if its logits were NaN. Of a request that is not `exact`: those that the step
+    committed. tree: the shape that was verified, None behind a prompt; depth: how deep its drafts went. accepted,
+    proposed: drafts, also those that a stop cut off.
+    passes: of the draft, behind the one that takes in what was accepted, which the tree took. committed: tokens that
+    the step committed.
     finished: None while it goes on, then "stop", "length" or "error", with the reason in `error`.
     drafts: if asked for, what was drafted, in the order of the tree's nodes. egag: of a tree that is adaptive.
     behind_prompts: others' prompts were read before the step, which took longer for it. size: sequences that the step
@@ -70,11 +73,12 @@ class Progress:
     slot: int
     request: Request
     tokens: list[int]
-    tree: TreeSpec
-    depth: int
-    accepted: int
-    proposed: int
-    passes: int
+    tree: TreeSpec | None = None
+    depth: int = 0
+    accepted: int = 0
+    proposed: int = 0
+    passes: int = 0
+    committed: int = 0
     finished: str | None = None
     error: str | None = None
     logprobs: list[float] | None = None

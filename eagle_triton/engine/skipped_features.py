@@ -47,9 +47,9 @@ class SkippedFeatures(NamedTuple):
 def start_skipping(view: ModelView, sequences: Sequences) -> None:
     """The draft knows all committed tokens now; from here on plain steps keep their features."""
     if sequences.skipped is None:
-        shape = (sequences.slots, ROWS, view.feature_size)
-        features = torch.zeros(shape, dtype=view.dtype, device=view.device)
-        sequences.give(skipped=SkippedFeatures(features, torch.zeros_like(sequences.lengths)))
+        whole = sequences.whole
+        features = torch.zeros(whole.slots, ROWS, view.feature_size, dtype=view.dtype, device=view.device)
+        sequences.give(skipped=SkippedFeatures(features, torch.zeros_like(whole.lengths)))
     assert sequences.skipped is not None
     sequences.skipped.draft_lengths.copy_(sequences.lengths)
 

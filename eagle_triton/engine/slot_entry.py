@@ -15,9 +15,9 @@ class SlotEntry:
     """A request in its slot; only its identity tells it from one that comes later.
 
     prompt: what is read before it decodes, on the host: behind a pause, all that was committed before. beginning: by
-    which its pages are found. turn: the smaller, the earlier it came. tokens: committed behind what was read, as far as
-    reports tell. decodes: its prompt is read. waits: for room, and holds none. root: behind the prompt, -1 if it is
-    still to be chosen. steps: whose random numbers it has used.
+    which its pages are found. turn: the smaller, the earlier it came. tokens: behind what was read, as far as reports
+    tell: with the root if the request is `exact`. decodes: its prompt is read. waits: for room, and holds none. root:
+    behind the prompt, -1 if it is still to be chosen. steps: whose random numbers it has used.
     gamma: how deep its next trees may be, as far as reports tell: it rises at once, and falls by one a step. found:
     tokens of its prompt that pages held already. room: rows that its pages have.
     """
@@ -31,13 +31,18 @@ class SlotEntry:
         self.found = self.room = 0
 
     @property
-    def committed(self) -> Tensor:
-        """All its tokens, as far as reports tell: int64 [L], on the host."""
-        return torch.cat((self.prompt, torch.tensor(self.tokens, dtype=torch.int64, device="cpu")))
+    def new_tokens(self) -> int:
+        """How many tokens it has got, as far as reports tell."""
+        return len(self.prompt) + len(self.tokens) - len(self.request.prompt)
+
+    def first(self, length: int) -> Tensor:
+        """The first `length` of its tokens, as far as reports tell: int64 [length], on the host."""
+        return torch.cat((self.prompt, torch.tensor(self.tokens, dtype=torch.int64, device="cpu")))[:length]
 
     def paused(self, tokens: Tensor, beginning: Beginning, root: int) -> SlotEntry:
         """The same request, waiting for room to read again what was committed, `tokens`, which pages with `beginning`
         hold perhaps, and to go on with the root that was chosen behind it (-1: none was)."""
         waiting = SlotEntry(self.request, tokens, beginning, self.turn)
         waiting.found, waiting.waits, waiting.steps, waiting.root = self.found, True, self.steps, root
+        waiting.tokens = self.tokens[-1:] if self.request.exact else []  # the root, if it was told
         return waiting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,22 +16,26 @@ from eagle_triton.engine.upload import to_device, upload
 from eagle_triton.reference.logit_processing import LogitRules
 
 
-def write_entries(sequences: Sequences, entries: Mapping[int, SlotEntry]) -> Tensor:
-    """Begin slots anew with the requests that enter them. Returns which these are, ascending: int64 [n]."""
-    slots = sorted(entries)
-    for run in _runs(slots):
+def clear_slots(sequences: Sequences, slots: Iterable[int]) -> None:
+    """Begin slots anew, into which prompts are read then."""
+    for run in _runs(sorted(slots)):
         sequences.part(run).clear()
+
+
+def write_options(sequences: Sequences, entries: Mapping[int, SlotEntry]) -> None:
+    """Write how the requests in some slots go on behind their prompts: which random numbers they have used, and how
+    they are sampled and stopped."""
+    slots = sorted(entries)
     where = upload(slots, torch.int64, sequences.device)
-    _write_options(sequences, where, [entries[slot].request for slot in slots])
+    _write_requests(sequences, where, [entries[slot].request for slot in slots])
     sequences.first_step[where] = upload([entries[slot].steps for slot in slots], torch.int64, sequences.device)
     sequences.first_root[where] = upload([entries[slot].root for slot in slots], torch.int64, sequences.device)
     if sequences.rules is not None:
         for slot, entry in entries.items():
             _write_rules(sequences.rules, slot, entry.request, entry.prompt)
-    return where
 
 
-def _write_options(sequences: Sequences, slots: Tensor, requests: Sequence[Request]) -> None:
+def _write_requests(sequences: Sequences, slots: Tensor, requests: Sequence[Request]) -> None:
     """Write how requests are sampled, where they stop and how long their prompts are to slots [n] int64."""
     stops, device = sequences.stops, slots.device
     SamplingParams.write([request.sampling for request in requests], sequences.sampling, slots)

@@ -83,7 +83,8 @@ class Sequences:
         None: one of their own, with pages for all rows of every slot."""
         self.slots, self.capacity, self.device = slots, capacity, view.device
         self.vocabulary = view.vocab_size
-        self._firsts: dict[int, Sequences] = {}  # the first so many of them
+        self.whole = self  # of which these are the first
+        self._firsts: dict[int, Sequences] = {}  # the first so many of the whole
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(slots, *shape, dtype=dtype, device=view.device)
@@ -116,43 +117,47 @@ class Sequences:
         self.rules: LogitRules | None = None  # from the first request on that has any
         self.root_logprob = zeros(dtype=torch.float32)  # of the root, in steps that report log-probabilities
         self.root_logits: Tensor | None = None  # [B, V] float32 of the root, from the first request that asks for any
+        # what the host reads of a prompt: the root behind it, whether the target's logits were NaN there, and the
+        # root's log-probability (the bits of a float64)
+        self.begun = zeros(3, dtype=torch.int64)
 
     def first(self, slots: int) -> Sequences:
         """The first so many of the sequences, always the same object."""
-        if slots == self.slots:
-            return self
-        if slots not in self._firsts:
-            self._firsts[slots] = self.part(slice(0, slots))
-        return self._firsts[slots]
+        whole = self.whole
+        if slots == whole.slots:
+            return whole
+        if slots not in whole._firsts:
+            whole._firsts[slots] = whole.part(slice(0, slots))
+        return whole._firsts[slots]
 
     @property
     def family(self) -> list[Sequences]:
-        """These, and whatever `first` has made of them."""
-        return [self, *(part for first in self._firsts.values() for part in first.family)]
+        """The whole, and what `first` has made of it: all have parts of the same tensors."""
+        return [self.whole, *self.whole._firsts.values()]
 
     def give(self, **tensors: Any) -> None:
-        """Have tensors by slot under new names, or in the place of others, in all of the family."""
-        for name, value in tensors.items():
-            setattr(self, name, value)
-        for slots, first in self._firsts.items():
-            first.give(**{name: part_of(value, slice(0, slots)) for name, value in tensors.items()})
+        """Have tensors by slot of the whole under new names, or in the place of others, in all of the family."""
+        for part in self.family:
+            for name, value in tensors.items():
+                setattr(part, name, part_of(value, slice(0, part.slots)))
 
     def add_rules(self) -> None:
         """Make room for penalties, biases and least lengths, all off."""
         if self.rules is None:
-            shape, device = (self.slots, self.vocabulary), self.device
+            slots, device = self.whole.slots, self.device
+            shape = (slots, self.vocabulary)
             rules = LogitRules(
-                penalty=torch.ones(self.slots, dtype=torch.float32, device=device),
+                penalty=torch.ones(slots, dtype=torch.float32, device=device),
                 bias=torch.zeros(shape, dtype=torch.float32, device=device),
                 seen=torch.zeros(shape, dtype=torch.uint8, device=device),
-                least=torch.zeros(self.slots, dtype=torch.int32, device=device),
+                least=torch.zeros(slots, dtype=torch.int32, device=device),
             )
             self.give(rules=rules)
 
     def add_logits(self) -> None:
         """Make room for the target's logits that the roots were chosen by."""
         if self.root_logits is None:
-            shape = (self.slots, self.vocabulary)
+            shape = (self.whole.slots, self.vocabulary)
             self.give(root_logits=torch.zeros(shape, dtype=torch.float32, device=self.device))
 
     def widen_stops(self, count: int) -> bool:
@@ -161,16 +166,18 @@ class Sequences:
         if missing <= 0:
             return False
         missing = -(-missing // STOP_IDS) * STOP_IDS
-        ids = torch.nn.functional.pad(self.stops.ids, (0, missing), value=-1)
-        self.give(stops=self.stops._replace(ids=ids))
+        stops = self.whole.stops
+        ids = torch.nn.functional.pad(stops.ids, (0, missing), value=-1)
+        self.give(stops=stops._replace(ids=ids))
         return True
 
     def part(self, slots: slice) -> Sequences:
         """Some of the sequences: views of the same tensors."""
         part = copy.copy(self)
         for name, value in vars(self).items():
-            setattr(part, name, part_of(value, slots))
-        part.slots, part._firsts = len(part.lengths), {}
+            if name != "whole":
+                setattr(part, name, part_of(value, slots))
+        part.slots = len(part.lengths)
         return part
 
     def clear(self) -> None:
@@ -225,7 +232,7 @@ class DecodeState:
         self.levels = spec.beam_levels  # that the draft scores for the next tree, at most
         # what the host reads of a step, see update_sequence; behind the tokens their log-probabilities, what EGAG says
         # of this tree and the next, the drafts, and how deep the tree was and how many of them it had
-        self.report = zeros(REPORT_TOKENS + 2 * (spec.depth + 1) + _GUIDE + spec.drafts + 2, dtype=torch.int64)
+        self.report = zeros(REPORT_TOKENS + 2 * (spec.depth + 2) + _GUIDE + spec.drafts + 2, dtype=torch.int64)
         self.report[:, -2], self.report[:, -1] = spec.depth, spec.drafts
         # [B, D + 2, V] float32: the logits of each token that the last step committed and of the next root, where some
         # request asks for them
@@ -297,18 +304,19 @@ class DecodeState:
 
     @property
     def emitted(self) -> Tensor:
-        """The tokens that the last step committed, by the report: int64 [B, D + 1], -1 behind them."""
-        return self.report[:, REPORT_TOKENS : REPORT_TOKENS + self.spec.depth + 1]
+        """The tokens that the last step committed, and the next root: int64 [B, D + 2], -1 behind them."""
+        return self.report[:, REPORT_TOKENS : REPORT_TOKENS + self.spec.depth + 2]
 
     def logprobs_of(self, report: Tensor) -> Tensor:
-        """Their log-probabilities in a report of this state: float64 [B, D + 1]."""
-        first = REPORT_TOKENS + self.spec.depth + 1
-        return report.view(torch.float64)[:, first : first + self.spec.depth + 1]
+        """In a report of this state the log-probabilities of the tokens that the step committed, and of the next root:
+        float64 [B, D + 2]."""
+        first = REPORT_TOKENS + self.spec.depth + 2
+        return report.view(torch.float64)[:, first : first + self.spec.depth + 2]
 
     def guide_of(self, report: Tensor) -> Tensor:
         """What EGAG says in a report: float64 [B, 4], of the tree its normalised entropy, the average, and gamma, then
         gamma of the next tree."""
-        first = REPORT_TOKENS + 2 * (self.spec.depth + 1)
+        first = REPORT_TOKENS + 2 * (self.spec.depth + 2)
         return report.view(torch.float64)[:, first : first + _GUIDE]
 
     def drafts_of(self, report: Tensor) -> Tensor:

@@ -86,10 +86,10 @@ def decode_step(
         else ops.process_logits(logits, tokens, tree.ancestors, rules, state.lengths, state.stops.ids)
     )
     path = verify_and_draft(ops, draft, state, judged, features, pending, mode, megakernel)
-    if rules is not None:  # beside what is committed, the next root: it is on every path
-        committed = torch.where(state.emitted < 0, tree.tokens[:, :1], state.emitted)
-        steps_on = state.emitted[:, :1] >= 0  # of the others, whose prompts may be on their way, the root is anything
-        rules.seen.scatter_(1, committed, torch.where(steps_on, 1, rules.seen.gather(1, committed)))
+    if rules is not None:
+        emitted, steps_on = state.emitted, state.emitted[:, :1] >= 0  # the others are left as they are
+        emitted = torch.where(emitted < 0, emitted[:, :1], emitted).clamp(min=0)
+        rules.seen.scatter_(1, emitted, torch.where(steps_on, 1, rules.seen.gather(1, emitted)))
     if before is not None:
         _report_logprobs(ops, state, logits, path, before)
     if mode.logits:
@@ -215,7 +215,7 @@ def _report_logprobs(ops: Operations, state: DecodeState, logits: Tensor, path: 
     values = token_logprobs(ops.gather_rows(logits, path), following)
     root, reported = state.sequences.root_logprob, state.logprobs_of(state.report)
     reported[:, 0] = root
-    reported[:, 1:] = values[:, :-1]
+    reported[:, 1:] = values
     last = (path >= 0).sum(1, keepdim=True) - 1
     root.copy_(values.gather(1, last)[:, 0])
 

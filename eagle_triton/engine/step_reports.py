@@ -1,4 +1,4 @@
-"""Steps that were launched and are not read yet, and what their reports say of each request."""
+"""What was launched and is not read yet, and what its reports say of each request."""
 
 from __future__ import annotations
 
@@ -7,121 +7,169 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import ReportQueue
 from eagle_triton.engine.requests import NAN, REASONS, GuideReading, Progress, Request
 from eagle_triton.engine.slot_entry import SlotEntry
-from eagle_triton.engine.state import DecodeState
+from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.step_chooser import StepOptions
-from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.reference.verification import ERROR, FAULT, REASON, REPORT_TOKENS
-
-_FAILED = (0, 0, ERROR)  # how the report of a step begins for a sequence whose logits are NaN
+from eagle_triton.reference.verification import ERROR, FAULT, GOES_ON, REASON, REPORT_TOKENS
 
 
-class Begun(NamedTuple):
-    """Prompts that have been read: whose, and by slot whether the target's logits were NaN, when the device says so."""
+class BegunPrompts(NamedTuple):
+    """Prompts that were read, and whose first tokens were chosen: whose, by slot, and the target's logits there if
+    somebody asks for them."""
 
     entries: dict[int, SlotEntry]
-    nan: Tensor
+    logits: Tensor | None = None
 
 
 class LaunchedStep(NamedTuple):
-    """A step that was launched: for whom, on what, how many levels were scored for the tree that it verifies, who
-    began right before it, whether prompts were read there, and the logits of its tokens if somebody asks for them."""
+    """A step that was launched: for whom, on what, how many levels were scored for the tree that it verifies, whether
+    prompts were read right before it, and the logits of its tokens if somebody asks for them."""
 
-    entries: list[SlotEntry | None]
+    entries: dict[int, SlotEntry]
     state: DecodeState
     levels: int
-    begun: list[Begun]
     reads: bool
     logits: Tensor | None = None
 
-    def nan_behind_prompt(self, slot: int) -> bool:
-        """Whether the request in a slot began right before it, from logits that were NaN."""
-        entry = self.entries[slot]
-        return any(entry is begun.entries.get(slot) and bool(begun.nan[slot]) for begun in self.begun)
-
 
 class StepReports:
-    """Steps in flight, the oldest first.
+    """Prompts that have begun and steps that were launched, in this order, which the host has not read yet.
 
-    most: so many are launched before the oldest is read: on a GPU one more, so that it never waits for the host.
+    most: so many are there before the oldest is read: on a GPU one more, so that it never waits for the host.
     """
 
     def __init__(self, engine: Engine, options: StepOptions):
         self._engine, self._options = engine, options
         self.most = 2 if engine.view.device.type == "cuda" else 1
-        self._queue = ReportQueue(engine.view.device, 2, engine.view.ranks)
-        self._steps: deque[LaunchedStep] = deque()
+        self._queue = ReportQueue(engine.view.device, engine.view.ranks)
+        self._sent: deque[BegunPrompts | LaunchedStep] = deque()
 
-    def __len__(self) -> int:
-        return len(self._steps)
+    def __bool__(self) -> bool:
+        return bool(self._sent)
 
     @property
-    def trees(self) -> list[TreeSpec]:
-        """Those that the steps in flight verify."""
-        return [step.state.spec for step in self._steps]
+    def full(self) -> bool:
+        """Whether the oldest should be read before more is launched."""
+        return len(self._sent) >= self.most
+
+    @property
+    def steps(self) -> list[LaunchedStep]:
+        """Steps in flight, the oldest first."""
+        return [sent for sent in self._sent if isinstance(sent, LaunchedStep)]
+
+    def least_tokens(self, entry: SlotEntry) -> int:
+        """How many tokens what is in flight will tell of a request at least, if it does not end."""
+        exact = entry.request.exact
+        return sum(
+            entry in sent.entries.values() and (isinstance(sent, LaunchedStep) or (exact and not entry.tokens))
+            for sent in self._sent
+        )
+
+    def send_begun(self, entries: dict[int, SlotEntry], sequences: Sequences) -> None:
+        """The roots of some slots of the sequences were chosen last: have them copied to the host."""
+        self._queue.send(sequences.begun)
+        logits = None
+        if any(entry.request.logits for entry in entries.values()):
+            assert sequences.root_logits is not None, "who asks for logits has room for them"
+            logits = sequences.root_logits.clone()  # the next step writes others there
+        self._sent.append(BegunPrompts(entries, logits))
 
     def send(self, step: LaunchedStep) -> None:
         """The step was launched last: have its report copied to the host."""
         self._queue.send(step.state.report)
-        if any(entry is not None and entry.request.logits for entry in step.entries):
+        if any(entry.request.logits for entry in step.entries.values()):
             assert step.state.token_logits is not None, "a step that keeps logits has room for them"
             step = step._replace(logits=step.state.token_logits.clone())  # the next step writes others there
-        self._steps.append(step)
+        self._sent.append(step)
 
     def read(self, entries: Sequence[SlotEntry | None]) -> list[Progress]:
-        """What the oldest step did for the requests that are still in their slots, waiting for it; none if there is no
-        step. How deep these may draft next is noted. Raises MegakernelError if the step went wrong."""
-        if not self._steps:
+        """What the oldest in flight did for the requests that are still in their slots, waiting for it; none if there
+        is nothing. How deep these may draft next is noted. Raises MegakernelError if a step went wrong."""
+        if not self._sent:
             return []
-        step = self._steps.popleft()
-        report, state = self._queue.receive(), step.state
-        rows = report.tolist()
-        wanted = any(entry is not None and self._tells_logprobs(entry.request) for entry in step.entries)
+        sent = self._sent.popleft()
+        slot_of = {entry: slot for slot, entry in enumerate(entries) if entry is not None}
+        places = {place: slot_of[entry] for place, entry in sent.entries.items() if entry in slot_of}  # then: now
+        report = self._queue.receive()
+        if isinstance(sent, BegunPrompts):
+            rows = [self._first_token(sent, place, slot, report[place]) for place, slot in places.items()]
+            return [row for row in rows if row.tokens or row.error]
+        return self._of_step(sent, places, report)
+
+    def _first_token(self, begun: BegunPrompts, place: int, slot: int, report: Tensor) -> Progress:
+        """What there is to tell of a request whose prompt was read; no token if that was told before a pause, or if its
+        tokens are told when they are committed."""
+        entry = begun.entries[place]
+        request, (root, nan, _) = entry.request, report.tolist()
+        new = [] if nan or entry.tokens or not request.exact else [root]
+        told = new and self._tells_logprobs(request)
+        return Progress(
+            slot,
+            request,
+            new,
+            finished="error" if nan else _end_at(entry, new),
+            error=NAN if nan else None,
+            logprobs=[report.view(torch.float64)[2].item()] if told else None,
+            behind_prompts=True,
+            logits=begun.logits[place, None] if new and begun.logits is not None and request.logits else None,
+        )
+
+    def _of_step(self, step: LaunchedStep, places: dict[int, int], report: Tensor) -> list[Progress]:
+        """What a step did for requests that stood in some places, and stand in some slots now."""
+        rows, state = report.tolist(), step.state
+        wanted = any(self._tells_logprobs(entry.request) for entry in step.entries.values())
         logprobs = state.logprobs_of(report).tolist() if wanted else None
         drafts = state.drafts_of(report).tolist() if self._options.report_drafts else None
         guided = state.guide_of(report).tolist() if state.spec.adaptive else None
         if any(row[REASON] == FAULT for row in rows):
             raise self._engine.disable_megakernel()
         progress = []
-        slot_of = {id(entry): slot for slot, entry in enumerate(entries) if entry is not None}
-        for place, entry in enumerate(step.entries):  # where it stood then
-            slot = slot_of.get(id(entry))
-            if entry is None or slot is None:
-                continue
-            row = rows[place]
-            if step.nan_behind_prompt(place):
-                row[: len(_FAILED)] = _FAILED
+        for place, slot in places.items():
+            entry, row = step.entries[place], rows[place]
+            request = entry.request
             accepted, count, reason = row[:REPORT_TOKENS]
-            told = None if logprobs is None or not self._tells_logprobs(entry.request) else logprobs[place][:count]
+            told = slice(0, count)  # of the tokens that were committed and the root behind them
+            if request.exact and count:  # the first of them was told when it was chosen
+                told = slice(1, count + (reason == GOES_ON))
+            new = row[REPORT_TOKENS:][told]
             progress.append(
                 Progress(
                     slot,
-                    entry.request,
-                    tokens=row[REPORT_TOKENS : REPORT_TOKENS + count],
+                    request,
+                    new,
                     tree=state.spec,
                     depth=row[-2],
                     accepted=max(accepted, 0),
                     proposed=row[-1],
                     passes=step.levels,
-                    finished=REASONS.get(reason),
+                    committed=count,
+                    finished=REASONS.get(reason) or (_end_at(entry, new) if request.exact else None),
                     error=NAN if reason == ERROR else None,
-                    logprobs=told,
+                    logprobs=logprobs[place][told] if logprobs is not None and self._tells_logprobs(request) else None,
                     drafts=None if drafts is None else [token for token in drafts[place] if token >= 0],
                     egag=None if guided is None else _note_guide(entry, guided[place], step.levels),
                     behind_prompts=step.reads,
                     size=state.batch,
-                    logits=step.logits[place, :count] if step.logits is not None and entry.request.logits else None,
+                    logits=step.logits[place, told] if step.logits is not None and request.logits else None,
                 )
             )
         return progress
 
     def _tells_logprobs(self, request: Request) -> bool:
         return self._options.logprobs or request.logprobs
+
+
+def _end_at(entry: SlotEntry, new: list[int]) -> str | None:
+    """Why a request ends at the last of its new tokens, which the device has not committed; None: it goes on."""
+    if new and new[-1] in entry.request.stop_ids:
+        return "stop"
+    return "length" if entry.new_tokens + len(new) >= entry.request.max_new_tokens else None
 
 
 def _note_guide(entry: SlotEntry, guide: list[float], levels: int) -> GuideReading:

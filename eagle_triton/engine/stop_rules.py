@@ -44,7 +44,7 @@ def original_steps(
     request = Request(input_ids[0], most, sampling, frozenset(stop_ids), exact=False)
     with Batch(engine, 1, spec, length + most + spec.depth, drafts=spec.drafts > 0) as batch:
         engine.accept_lengths = []
-        batch.admit(request)
+        batch.enter_all([request])
         for index in count():
             (progress,) = batch.step()
             _raise_errors([progress], {id(progress.request): 0})
@@ -77,7 +77,7 @@ def generate(
     seeds, stops = sampling.seeds(len(prompts), generator), frozenset(eos_token_ids)
     most = max(len(prompts[index]) + max_new_tokens[index] for index in wanted)
     with Batch(engine, len(wanted), spec, most, drafts=spec.drafts > 0) as batch:
-        slots = batch.admit_all(
+        slots = batch.enter_all(
             Request(prompts[index], max_new_tokens[index], replace(sampling, seed=seeds[index]), stops)
             for index in wanted
         )
@@ -88,7 +88,7 @@ def generate(
             _raise_errors(progress, index_of)
             for row in progress:
                 index = index_of[id(row.request)]
-                if index == len(prompts) - 1:
+                if index == len(prompts) - 1 and row.tree is not None:
                     engine.accept_lengths.append(row.accepted)
                 if row.finished:
                     rows[index] = batch.tokens(row.slot)

@@ -311,7 +311,7 @@ def draft_verify_update_kernel(
             STEPS,
             columns,
             stops,
-            STEPS_BLOCK,
+            triton.next_power_of_2(STEPS + 1),
             STOPS,
         )
     number += 1

@@ -235,7 +235,8 @@ class EaModel(nn.Module):
         check_fits(input_ids.shape[1], self.ea_layer.total_tokens + 1, max_length)
         stop = original_stop_ids(self, is_llama3)
         warpers = eagle_warpers(temperature, top_p, top_k)
-        return self._original_stops(self._speculate(input_ids, warpers), input_ids, stop, max_new_tokens, max_length)
+        steps = (sequence for sequence, _ in islice(self._speculate(input_ids, warpers), 1, None))
+        return self._original_stops(steps, input_ids, stop, max_new_tokens, max_length)
 
     def naivegenerate(
         self,
@@ -318,7 +319,8 @@ class EaModel(nn.Module):
         self.accept_lengths = []
         sequence, length = prompt.to(self.device, torch.long), prompt.shape[1]
         done = 0  # new tokens looked at so far
-        for sequence in self._speculate(prompt, warpers, generator) if new > 0 else ():
+        for committed, root in self._speculate(prompt, warpers, generator) if new > 0 else ():
+            sequence = torch.cat((committed, root[None]), dim=1)
             fresh = sequence[0, length + done :].tolist()
             ends = [i for i, token in enumerate(fresh) if token in stop]
             if ends:
@@ -331,8 +333,8 @@ class EaModel(nn.Module):
     # --- decoding ---
 
     @torch.no_grad()
-    def _speculate(self, input_ids: Tensor, warpers: Any, generator: Any = None) -> Iterator[Tensor]:
-        """Yields the sequence after each decode step, without end."""
+    def _speculate(self, input_ids: Tensor, warpers: Any, generator: Any = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the sequence behind the prompt and after each decode step, with the next token [1], without end."""
         self.accept_lengths = []
         self.ea_layer.reset_kv()
         cache = TargetCache()
@@ -342,6 +344,7 @@ class EaModel(nn.Module):
         logits = lm_head(hidden[0, -1])
         check_logits(logits)
         root = choose(logits, warpers, generator).to(self.device)
+        yield sequence, root
         while True:
             tokens, _, tree_mask, depths = self.ea_layer.topK_genrate(
                 features, torch.cat((sequence, root[None]), dim=1), lm_head, warpers
@@ -359,7 +362,7 @@ class EaModel(nn.Module):
             features = features[:, nodes.to(features.device)]
             sequence, root = torch.cat((sequence, tokens[:, nodes]), dim=1), root.to(self.device)
             self.accept_lengths.append(len(path) - 1)
-            yield sequence
+            yield sequence, root
 
     @torch.no_grad()
     def _decode(self, input_ids: Tensor, warpers: Any, generator: Any = None) -> Iterator[Tensor]:

@@ -356,10 +356,10 @@ def update_sequence(
     grows by them, and the next token stands behind them as the new root. Columns past C are not written. Who finishes
     is no longer active; for who was not, or has NaN, accepted becomes -1 and nothing else changes.
 
-    report [B, R] int64, R >= D + 4: accepted, the number of tokens committed, why it has finished (GOES_ON, STOP,
-    LENGTH or ERROR), and from REPORT_TOKENS on the root and the accepted drafts, then -1. counter [B] int64: one more
-    for every sequence. Returns the lengths as they were before, [B] int32. Raises ValueError if shapes, dtypes or
-    devices do not fit.
+    report [B, R] int64, R >= D + 5: accepted, the number of tokens committed, why it has finished (GOES_ON, STOP,
+    LENGTH or ERROR), and from REPORT_TOKENS on the root, the accepted drafts and the next token, then -1. counter [B]
+    int64: one more for every sequence. Returns the lengths as they were before, [B] int32. Raises ValueError if shapes,
+    dtypes or devices do not fit.
     """
     check_update(sequence, lengths, active, tokens, path, accepted, next_token, nan, stops, report, counter)
     before = lengths.clone()
@@ -386,7 +386,8 @@ def update_sequence(
     reason = torch.where(nan, ERROR, reason) * active
     active &= reason == GOES_ON
     report[:, 0], report[:, 1], report[:, 2] = accepted, kept, reason
-    report[:, REPORT_TOKENS : REPORT_TOKENS + steps] = given[:, :steps]
+    following = advances[:, None] & (step == accepted[:, None] + 1)
+    report[:, REPORT_TOKENS : REPORT_TOKENS + steps + 1] = torch.where(following, next_token[:, None], given)
     counter += 1
     return before
 
@@ -479,8 +480,9 @@ def check_update(
             )
         if value.numel() and value.stride(-1) != 1:
             raise ValueError(f"update_sequence: {name} must have stride 1 in its last dimension, got {value.stride()}")
-    if report.shape[1] < REPORT_TOKENS + path.shape[1]:
+    columns = REPORT_TOKENS + path.shape[1] + 1
+    if report.shape[1] < columns:
         raise ValueError(
-            f"update_sequence: report must have {REPORT_TOKENS + path.shape[1]} columns for paths of {path.shape[1]} "
-            f"nodes, got {report.shape[1]}"
+            f"update_sequence: report must have {columns} columns for paths of {path.shape[1]} nodes, got "
+            f"{report.shape[1]}"
         )

@@ -14,6 +14,8 @@ from eagle_triton.serve.drafters import Drafters
 from eagle_triton.speculative.session import Completion, Piece
 from eagle_triton.speculative.text import TextStream
 
+SLOWER = "measured slower here"  # why nothing is drafted where something could be
+
 
 class Answer:
     """One request's answer, as a whole or in chunks.
@@ -103,13 +105,17 @@ class Answer:
         """What a step drafted, and who did; `tokens`: the text that each made certain, and who had drafted it."""
         assert self._stream is not None
         tree, tokens = piece.tree or PLAIN, []
-        for depth, token in enumerate(piece.tokens):
+        for depth, token in enumerate(piece.tokens, 1):
             if not self._stream.stopped:
-                tokens.append([self._stream.push(token), self._drafters.of(tree, depth) if depth else None])
+                drafter = self._drafters.of(tree, depth) if depth <= piece.accepted else None
+                tokens.append([self._stream.push(token), drafter])
         if piece.completion is not None and (rest := self._stream.finish()):
             tokens.append([rest, None])
-        facts = {"emitted": len(piece.tokens), "accepted": piece.accepted, "proposed": piece.proposed}
-        return {**facts, "drafter": self._drafters.of(tree), "tokens": tokens}
+        facts: dict[str, Any] = {"emitted": len(piece.tokens), "accepted": piece.accepted, "proposed": piece.proposed}
+        facts |= {"verified": piece.tree is not None, "drafter": self._drafters.of(tree)}
+        if piece.tree is not None and not tree.drafts and self._drafters.any:
+            facts["paused"] = SLOWER
+        return {**facts, "tokens": tokens}
 
     def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> dict[str, Any] | None:
         if not self._body.logprobs:

@@ -39,7 +39,7 @@ _LEFT = RequestError(499, "the client has left")
 @dataclass(frozen=True)
 class Service:
     """What the endpoints stand on. model: the name that it is served under; api_key: None asks for none; log_prompts:
-    write prompts and answers to the log."""
+    write prompts and answers to the log; root: the directory or hub id of the model, None: `model` is that."""
 
     engine: EngineThread
     prompts: PromptReader
@@ -47,6 +47,7 @@ class Service:
     model: str
     api_key: str | None = None
     log_prompts: bool = False
+    root: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -257,7 +258,7 @@ def _check_model(service: Service, name: str) -> None:
 
 def _model(service: Service) -> dict[str, Any]:
     facts = {"created": service.created, "owned_by": "eagle_triton", "max_model_len": service.prompts.max_model_len}
-    return {"id": service.model, "object": "model", **facts}
+    return {"id": service.model, "object": "model", "root": service.root or service.model, **facts}
 
 
 async def _on_request_error(request: Request, error: Exception) -> Response:

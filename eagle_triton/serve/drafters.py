@@ -40,6 +40,11 @@ class Drafters:
             return Drafters(model, "ngram", draft.chain)
         return Drafters(None, str(options.method))
 
+    @property
+    def any(self) -> bool:
+        """Whether somebody may draft."""
+        return bool(self.model or self.text)
+
     def of(self, tree: TreeSpec, depth: int | None = None) -> str | None:
         """Who proposed the drafts of such a tree, "a+b" for both; None where nothing was drafted. depth: of one of
         them, from 1 on."""

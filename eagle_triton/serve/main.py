@@ -89,7 +89,8 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
         engine = EngineThread(
             lambda: _open(inference, rows, args.warm_up), Metrics(name), inference.config.slots, args.max_queue
         )
-        app = make_app(Service(engine, prompts, Drafters.read(inference), name, args.api_key, args.log_prompts))
+        asked = args.api_key, args.log_prompts, args.model
+        app = make_app(Service(engine, prompts, Drafters.read(inference), name, *asked))
         engine.start()
     try:
         if args.host not in LOOPBACK and args.api_key is None:
@@ -242,9 +243,9 @@ def _parser(program: str) -> Parser:
     add(
         "--max-num-seqs",
         type=whole(most=256),
-        default=16,
+        default=64,
         metavar="N",
-        help="requests that run at a time (default: 16)",
+        help="requests that run at a time (default: 64)",
     )
     add("--warm-up", action="store_true", help="capture the steps of any number of requests before the first one comes")
     add("--no-fallback", action="store_true", help="keep drafting where it is measured not to pay")

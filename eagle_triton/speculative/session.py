@@ -67,13 +67,14 @@ class Completion:
 
 @dataclass
 class Piece:
-    """What one step gave a request: new tokens, and the text that is certain now.
+    """What one step, or the end of its prompt, gave a request: new tokens, and the text that is certain now.
 
     It is no string: `piece.text` is its text, as is `str(piece)`; `"".join` takes those, or `stream_text`'s. accepted,
     proposed: drafts of the step, also those that a stop cut off. drafts: these, if asked for, the root's children
     first. egag: by what EGAG bounded them. draft_forwards: passes of the draft for it. tree: the shape that was
-    verified, None where nothing was. certain_tokens: of all that the request has so far, those that no stop string
-    takes away any more. The first of the tokens is the target's own, those behind it are accepted drafts.
+    verified, None where nothing was: behind the prompt. certain_tokens: of all that the request has so far, those that
+    no stop string takes away any more. The tokens are accepted drafts and, behind them, the target's own; behind the
+    prompt the latter alone.
     """
 
     index: int
@@ -95,7 +96,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """One step of a batch, for `on_step`. nodes: of the tree that was verified, 1 for plain decoding."""
+    """One step of a batch, for `on_step`. nodes: of the tree that was verified, 1 for plain decoding, 0 where first
+    tokens came."""
 
     step: int
     seconds: float
@@ -288,7 +290,7 @@ class Session:
         """`step`, with the facts around it."""
         self._check_open()
         start = time.perf_counter()
-        nodes = 1
+        nodes = 0
         if not self._undelivered:  # else the last call has failed, and this one brings what it had made
             self._admit()
             if self._running:
@@ -336,8 +338,9 @@ class Session:
         for row in progress:
             if row.slot in self._running:
                 self._undelivered.append(self._take(row))
-        self.steps += 1
-        return max((row.tree.nodes for row in progress), default=1)
+        trees = [row.tree for row in progress if row.tree is not None]
+        self.steps += bool(trees)
+        return max((tree.nodes for tree in trees), default=0)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -451,7 +454,9 @@ class Session:
         if row.logprobs is not None:
             job.logprobs = (job.logprobs or []) + list(row.logprobs)
         before = job.statistics.draft_forwards
-        if row.error is None:
+        if row.error is None and row.tree is None:
+            job.statistics.add_first_token()
+        elif row.error is None:
             job.statistics.add_step(row.accepted, row.proposed, row.depth, len(tokens), row.passes)
         passes = job.statistics.draft_forwards - before
         certain = job.stream.certain_tokens if job.stream and job.stream.stop_strings else len(job.tokens)

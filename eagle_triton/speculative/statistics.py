@@ -130,6 +130,10 @@ class Statistics(Mapping[str, Any]):
         self.prompt_tokens += tokens
         self.found_tokens += found
 
+    def add_first_token(self) -> None:
+        """Count the token that the target gave behind a prompt."""
+        self.tokens += 1
+
     def add_step(self, accepted: int, proposed: int, depth: int, tokens: int, passes: int | None = None) -> None:
         """Count a verification: drafts accepted of those proposed, in a tree of this depth; tokens that were kept;
         passes of the draft that it took, None: one for each level."""

@@ -198,32 +198,25 @@ def steps_on_engine(
 
     gamma: drafts a step without EGAG. Raises ValueError for NaN logits.
 
-    A piece of the engine begins with the token that the verification before it chose, and goes on with the drafts that
-    its own has accepted; a step of the functions holds these drafts and the token that the next piece begins with. The
-    engine drafts behind end tokens and, without EGAG, beyond the end of the text; the functions do not.
+    The engine drafts behind end tokens and, without EGAG, beyond the end of the text; the functions do not.
     """
-    verified: _Verified | None = None
     with closing(_pieces(inference, text, report_drafts=True)) as pieces:
         for piece in pieces:
-            root, *rest = piece.tokens
-            if verified is None:
+            if piece.tree is None:  # behind the prompt
                 if debug:
-                    printing.initial_step(root, tokenizer)
-                text.extend([root], debug)
+                    printing.initial_step(piece.tokens[0], tokenizer)
+                text.extend(piece.tokens, debug)
                 yield EngineStep([], None)
             else:
-                yield verified.taken(text, root, debug, tokenizer)
+                verified = _Verified.of(piece, text, gamma, egag)
+                own = piece.tokens[verified.accepted :][:1]
+                yield verified.taken(text, own[0] if own else None, debug, tokenizer)
             if text.finished:
-                return
-            verified = _Verified.of(piece, text, gamma, egag)
-            own = rest[verified.accepted] if len(rest) > verified.accepted else None
-            if own is not None or verified.ends(text):
-                yield verified.taken(text, own, debug, tokenizer)
                 return
 
 
 class _Verified(NamedTuple):
-    """A step whose own token is not known yet."""
+    """The drafts of a step, as far as the functions would have drafted them."""
 
     drafts: list[int]
     accepted: int

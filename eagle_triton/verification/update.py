@@ -43,7 +43,7 @@ def update_one(
     STEPS: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """update_sequence for the one sequence whose rows and values the pointers name. STEPS > D, STOPS >= S."""
+    """update_sequence for the one sequence whose rows and values the pointers name. STEPS > D + 1, STOPS >= S."""
     step = tl.arange(0, STEPS)
     length = tl.load(length_ptr)
     active = tl.load(active_ptr) != 0
@@ -71,7 +71,8 @@ def update_one(
     tl.store(place, token, mask=given & (length + step < columns))
     behind = length + count
     tl.store(sequence_ptr + behind.to(tl.int64), next_token, mask=(count > 0) & (behind < columns))
-    tl.store(report_ptr + _REPORT_TOKENS + step, token, mask=step < steps)
+    told = tl.where((step == count) & (count > 0), next_token, token)
+    tl.store(report_ptr + _REPORT_TOKENS + step, told, mask=step <= steps)
     tl.store(report_ptr, accepted.to(tl.int64))
     tl.store(report_ptr + 1, kept.to(tl.int64))
     tl.store(report_ptr + 2, reason.to(tl.int64))
@@ -176,7 +177,7 @@ def update_sequence(
         sequence.shape[1],
         width,
         *(value.stride(0) for value in (sequence, tokens, path, stops.ids, report)),
-        STEPS=triton.next_power_of_2(steps),
+        STEPS=triton.next_power_of_2(steps + 1),
         STOPS=triton.next_power_of_2(width),
         num_warps=1,
     )

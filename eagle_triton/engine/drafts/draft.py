@@ -102,7 +102,7 @@ class Draft(ABC):
         """Write the next tree into `state.tree`, from the tokens committed so far and the root behind them."""
 
     def end(self, sequences: Sequences, slot: int, prompt: int, length: int) -> None:
-        """A sequence leaves its slot: of `length` committed tokens, the first `prompt` its prompt. On the host."""
+        """A sequence leaves its slot: of its `length` tokens, the first `prompt` its prompt. On the host."""
 
     def forget(self) -> None:
         """Former requests count no more."""
