@@ -11,7 +11,7 @@ import torch
 from eagle_triton import EaModel
 from eagle_triton.adapters import native
 from eagle_triton.adapters.float8 import with_float8
-from eagle_triton.benchmarks import drafters, egag, generate, mtp, operations, step, timing
+from eagle_triton.benchmarks import drafters, egag, generate, mtp, operations, serve, step, timing
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.acceptance import deepest_path, fix_acceptance
 from eagle_triton.benchmarks.arguments import DECODINGS, PLOTS, SHAPES, TREES, stored_positions
@@ -39,6 +39,10 @@ MODES = {
     "egag": ["egag", *TINY, "--max-length", "4"],
     "prefill": ["prefill", *TINY, "--context", "9,70", "--batch", "2"],
     "plain": ["plain", *TINY, "--max-length", "6", "--context", "9"],
+    "serve": [
+        *("serve", "--shape", "tiny", "--device", "cpu", "--max-concurrency", "2", "--request-rate", "40"),
+        *("--num-prompts", "4", "--input-len", "5-9", "--output-len", "6"),
+    ],
     "mtp": ["mtp", "--hybrid", "demo-gdn", "--tree", "chain-4", "--max-length", "8", "--num-runs", "1"],
 }
 LENGTHS = {"generate": ["--max-length", "20"], "step": []}
@@ -108,7 +112,7 @@ def test_prefill_measures_first_tokens_gaps_and_short_requests(capsys):
     assert cases[:4] == [(variant, 2, context) for variant in ("first token", "enter") for context in (9, 70)]
     assert [row[0] for row in cases[4:]] == ["short requests", "mixed lengths"] and rows[4]["requests_per_second"] > 0
     for row, found in zip(rows[:2], (0, 64), strict=True):
-        assert 0 < row["ms_p20"] <= row["ms"] <= row["ms_p80"] and row["stream_ms"] > row["ms"]
+        assert 0 < row["ms_p20"] <= row["ms"] <= row["ms_p80"]
         assert row["again_ms"] > 0 and row["found_tokens"] == found
     assert rows[5]["finished"] == 6 and 0 < rows[5]["tokens_held"] * rows[5]["token_bytes"] < rows[5]["bytes_held"]
     assert rows[5]["bytes_held"] <= rows[5]["cache_bytes"]
@@ -445,6 +449,35 @@ def test_the_help_of_a_mode_has_its_own_defaults(capsys):
             benchmark.main([mode, "--help"])
         told = " ".join(capsys.readouterr().out.split())
         assert f"default: {absent}" not in told and present in told
+
+
+def test_a_load_is_measured_by_the_names_that_vllm_has(tmp_path, capsys):
+    folder = tmp_path / "vllm"
+    words = ["--goodput", "ttft:1e6", "e2el:0", "--result-dir", str(folder), "--api-key", "secret", "--no-speculation"]
+    assert benchmark.main([*MODES["serve"], *words, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [row["variant"] for row in record["rows"]] == ["40 a second", "2 clients"] and "secret" not in str(record)
+    for row, file in zip(record["rows"], sorted(folder.iterdir()), strict=True):
+        assert (row["completed"], row["failed"], row["total_output_tokens"]) == (4, 0, 24)
+        assert 20 <= row["total_input_tokens"] <= 36 and row["request_goodput"] == 0
+        assert 0 < row["median_ttft_ms"] < row["median_e2el_ms"] <= row["p99_e2el_ms"] < row["duration"] * 1e3
+        assert 0 < row["median_tpot_ms"] <= row["p99_tpot_ms"] and row["std_itl_ms"] >= 0
+        kept = json.loads(file.read_text())
+        assert kept["output_lens"] == [6] * 4 and kept["errors"] == [""] * 4 and len(kept["itls"][0]) == 5
+        assert kept["mean_ttft_ms"] == row["mean_ttft_ms"] == pytest.approx(1e3 * sum(kept["ttfts"]) / 4)
+        assert sum(kept["input_lens"]) == row["total_input_tokens"] and kept["endpoint_type"] == "openai"
+    with pytest.raises(SystemExit):
+        benchmark.main(["serve", "--url", "http://127.0.0.1:9", "--no-speculation"])
+    assert "--no-speculation is of a server that is started here" in capsys.readouterr().err
+    assert "no model is served there" in refused(["serve", "--url", "http://127.0.0.1:9", "--num-prompts", "1"], capsys)
+    assert "--goodput must be ttft:MS, tpot:MS or e2el:MS, got 'ttft'" in refused(
+        ["serve", "--goodput", "ttft"], capsys
+    )
+    assert "--input-len must be N or N-M" in refused(["serve", "--input-len", "9-5"], capsys)
+
+
+def test_percentiles_lie_between_two_numbers():
+    assert [serve.percentile([1.0, 2.0, 4.0], percent) for percent in (0, 50, 75, 100)] == [1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize("figures", [drafters.figures, egag._figures], ids=["drafters", "egag"])

@@ -102,7 +102,7 @@ BENCHMARK = [
     (
         "nothing",
         "mode must be one of generate, step, batches, megakernel, drafters, questions, egag, prefill, plain, mtp, "
-        "operations, got 'nothing'",
+        "serve, operations, got 'nothing'",
     ),
     ("--num=3", f"'--num=3' {MISSPELT} --num-runs?"),
     ("--num-runs 3 step", "step is a mode and must come first"),
@@ -553,7 +553,7 @@ def test_a_file_is_measured_again_by_its_own_command(tmp_path, capfd):
 
 
 def test_commands_that_fail_or_come_too_late_are_named(tmp_path, monkeypatch, capsys):
-    files = [ROOT / "results" / f"{stem}-h200.json" for stem in ("ranks", "serve-demo", "step-trees-llama-3.2-1b")]
+    files = [ROOT / "results" / f"{stem}-h200.json" for stem in ("ranks", "http-demo", "step-trees-llama-3.2-1b")]
     ran, clock = [], iter([0.0, 1.0, 1.0, 2.0, 9.0, 9.0, 10.0, 11.0])
     monkeypatch.setattr(remeasure.time, "monotonic", lambda: next(clock))
     done = SimpleNamespace(returncode=1)
@@ -561,8 +561,8 @@ def test_commands_that_fail_or_come_too_late_are_named(tmp_path, monkeypatch, ca
     assert remeasure.main([*map(str, files), "--to", str(tmp_path), "--seconds", "9"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "ranks-h200.json: FAILED after 1 s",
-        "serve-demo-h200.json: FAILED after 1 s",
-        "not measured: ranks-h200.json, serve-demo-h200.json, step-trees-llama-3.2-1b-h200.json",
+        "http-demo-h200.json: FAILED after 1 s",
+        "not measured: ranks-h200.json, http-demo-h200.json, step-trees-llama-3.2-1b-h200.json",
     ]
     module = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "tools/check_ranks.py"]
     assert ran[0] == [sys.executable, *module, "--output", str(tmp_path / "ranks-h200.json")]

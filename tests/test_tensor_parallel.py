@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -23,6 +22,7 @@ import transformers
 from packaging.version import Version
 
 from eagle_triton.adapters import native
+from eagle_triton.benchmarks.serve import port_of
 from eagle_triton.engine import engine as engine_module
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import wait_for_all
@@ -35,7 +35,6 @@ from eagle_triton.runtime import compile_ahead
 from eagle_triton.runtime.split_sums import SplitSums
 from eagle_triton.speculative import EAGLEInference
 from tests.tiny import tiny_model
-from tools import time_server
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300  # that a run may take
@@ -53,6 +52,8 @@ def torchrun(*command, ranks=2):
     """What some processes print, which must end well."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
+    if torch.cuda.device_count() < ranks:  # transformers would take one for each rank
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         [*launcher, *command], cwd=ROOT, env=environment, timeout=SECONDS, text=True, capture_output=True
     )
@@ -205,13 +206,7 @@ def test_rank_0_serves_what_all_share():
     ) as servers:
         log = []
         try:
-            for line in servers.stderr:
-                log.append(line)
-                if found := re.search(r"is served at http://[^:]+:(\d+)", line):
-                    break
-            assert found, "".join(log)
-            threading.Thread(target=log.extend, args=(servers.stderr,), daemon=True).start()
-            url = f"http://127.0.0.1:{time_server._listening(int(found.group(1)))}/v1/completions"
+            url = f"http://127.0.0.1:{port_of(servers, log)}/v1/completions"
             request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
             with urlopen(request, timeout=60) as answer:
                 assert json.load(answer)["choices"][0]["text"] == expected.completions[0].text

@@ -29,13 +29,13 @@ PAGE = "results.md"  # of the site
 SCRIPTS = {  # modes of other scripts: how they are called, and the options that they read
     "integration": ("integration_test.py", ("dtype", "max_length", "num_runs")),
     "first call": ("tools/first_call.py", ("shape",)),
-    "serve": ("tools/time_server.py", ("model", "draft", "num_runs", "prompt_length", "max_length")),
+    "http": ("tools/time_server.py", ("model", "draft", "num_runs", "prompt_length", "max_length")),
     "ranks": ("tools/check_ranks.py", ("rows", "width", "replays", "num_runs")),
     "decode-on-ranks": ("tools/decode_on_ranks.py", ("prompts", "steps", "dtype")),
 }
 DEFAULTS = {
     "integration": {"dtype": "float32", "max_length": 100, "num_runs": 5},
-    "serve": {"num_runs": 20, "prompt_length": 64, "max_length": 128},
+    "http": {"num_runs": 20, "prompt_length": 64, "max_length": 128},
     "ranks": {"rows": [1, 10, 60, 480], "width": 8192, "replays": 5000, "num_runs": 20},
     "decode-on-ranks": {"prompts": 8, "steps": 10_000, "dtype": "bfloat16"},
 }

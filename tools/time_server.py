@@ -1,6 +1,6 @@
 """What HTTP adds to a request: a session of this process against `eagle-triton serve` in another, one after another.
 
-    python tools/time_server.py --output results/serve-demo-h200.json
+    python tools/time_server.py --output results/http-demo-h200.json
 
 Decodes the same prompts of the embedded checkpoint, or of --model, greedily by both, and prints medians over the
 prompts: milliseconds to the first token and of a step, with what 99 % of all steps stay below, and what the server
@@ -9,16 +9,11 @@ adds. Prompts are used once in each, so that none is found in the cache of promp
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-import json
-import re
-import socket
 import statistics
-import subprocess
 import sys
-import threading
 import time
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eagle_triton.benchmarks.arguments import Parser, model, output_file, some_text, whole
 
-SERVE = "import sys; from eagle_triton.serve.main import main; sys.exit(main(sys.argv[1:]))"
 WARM_UPS = 3  # prompts before those that are timed
 
 
@@ -53,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         import torch
 
         from eagle_triton.benchmarks.record import Record, machine
+        from eagle_triton.benchmarks.serve import ask, client, own_server
         from eagle_triton.speculative.config import EAGLEConfig
         from eagle_triton.speculative.inference import EAGLEInference
         from eagle_triton.speculative.session import Session
@@ -75,14 +70,20 @@ def main(argv: list[str] | None = None) -> int:
         direct = [decode(session, prompt) for prompt in prompts][WARM_UPS:]
     words = [] if args.model is None else [args.model]
     words += [] if args.draft is None else ["--draft", args.draft]
-    command = [sys.executable, "-c", SERVE, *words, "--port", "0", "--temperature", "0", "--max-num-seqs", "1"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            port = _port_of(server)
-            served = [_ask(port, prompt, args.max_length) for prompt in prompts][WARM_UPS:]
-        finally:
-            server.terminate()
-            server.wait()
+
+    async def ask_all(url: str) -> list[Times]:
+        async with client(None) as session:
+            wanted = {"max_tokens": args.max_length, "temperature": 0}
+            answers = [await ask(session, url, {"prompt": prompt, **wanted}) for prompt in prompts]
+        if wrong := [answer.error for answer in answers if answer.error]:
+            raise SystemExit(f"the server answered {wrong[0]}")
+        return [
+            Times(answer.first * 1e3, (answer.whole - answer.first) * 1e3, [gap * 1e3 for gap in answer.gaps])
+            for answer in answers
+        ]
+
+    with own_server([*words, "--temperature", "0", "--max-num-seqs", "1"]) as url:
+        served = asyncio.run(ask_all(url))[WARM_UPS:]
     rows = [_row("session", direct), _row("server", served)]
     first = statistics.median(
         theirs.first_token - ours.first_token for ours, theirs in zip(direct, served, strict=True)
@@ -93,54 +94,11 @@ def main(argv: list[str] | None = None) -> int:
     p99 = _p99(served) - _p99(direct)
     rows.append({"variant": "added by HTTP", "first_token_ms": first, "ms_per_step": step, "p99_ms_per_step": p99})
     options = {name: value for name, value in vars(args).items() if name not in ("output", "commit")}
-    record = Record("serve", machine(inference.pair.view.device, args.commit), options, rows, [])
+    record = Record("http", machine(inference.pair.view.device, args.commit), options, rows, [])
     print(record.json())
     if args.output is not None:
         record.write_json(args.output)
     return 0
-
-
-def _port_of(server: subprocess.Popen[str]) -> int:
-    """Where a server listens, as its log says."""
-    lines: list[str] = []
-    assert server.stderr is not None
-    for line in server.stderr:
-        lines.append(line)
-        if found := re.search(r"is served at http://[^:]+:(\d+)", line):
-            threading.Thread(
-                target=lines.extend, args=(server.stderr,), daemon=True
-            ).start()  # a full pipe would stop it
-            return _listening(int(found.group(1)))
-    raise SystemExit("the server ended: " + "".join(lines[-20:]))
-
-
-def _listening(port: int) -> int:
-    """The port, when somebody listens there."""
-    for _ in range(100):
-        try:
-            with socket.create_connection(("127.0.0.1", port)):
-                return port
-        except ConnectionRefusedError:
-            time.sleep(0.1)
-    raise SystemExit(f"nobody listens at port {port}")
-
-
-def _ask(port: int, prompt: list[int], new: int) -> Times:
-    """One streamed completion."""
-    body = {"prompt": prompt, "max_tokens": new, "ignore_eos": True, "stream": True}
-    connection = HTTPConnection("127.0.0.1", port, timeout=120)
-    try:
-        start = time.perf_counter()
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response, ends = connection.getresponse(), []
-        while line := response.readline():
-            if line.startswith(b"data: {"):
-                ends.append(time.perf_counter())
-        if response.status != 200:
-            raise SystemExit(f"the server answered {response.status}")
-        return _times(start, ends)
-    finally:
-        connection.close()
 
 
 def _times(start: float, ends: list[float]) -> Times:

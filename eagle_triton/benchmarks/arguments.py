@@ -172,6 +172,34 @@ def numbers(least: float, most: float) -> Callable[[str], list[float]]:
     return read
 
 
+def span(most: int = MOST_TOKENS) -> Callable[[str], tuple[int, int]]:
+    """A whole number, or two with a minus between: the least and the most."""
+    read_one = whole(1, most)
+
+    def read(text: str) -> tuple[int, int]:
+        first, dash, last = text.partition("-")
+        try:
+            low, high = read_one(first), read_one(last if dash else first)
+        except argparse.ArgumentTypeError:
+            low, high = 1, 0
+        if low > high:
+            raise argparse.ArgumentTypeError(f"must be N or N-M, whole numbers from 1 to {most}, got {text!r}")
+        return low, high
+
+    return read
+
+
+def limit(text: str) -> tuple[str, float]:
+    """A name of vLLM's for what a request takes, and the most milliseconds."""
+    name, _, value = text.partition(":")
+    try:
+        if name in ("ttft", "tpot", "e2el"):
+            return name, number(0, 1e9)(value)
+    except argparse.ArgumentTypeError:
+        pass
+    raise argparse.ArgumentTypeError(f"must be ttft:MS, tpot:MS or e2el:MS, got {text!r}")
+
+
 def some_text(text: str) -> str:
     """A text that is not empty."""
     if not text:

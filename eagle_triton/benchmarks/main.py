@@ -12,6 +12,7 @@ python benchmark.py egag                                 chains of a draft model
 python benchmark.py prefill --shape llama-3.1-8b         first tokens, prompts that enter a batch, short requests
 python benchmark.py plain --shape llama-3.1-8b           generate of a plain Hugging Face model
 python benchmark.py mtp --hybrid qwen3.5-9b              a Qwen3.5 with multi-token prediction, over trees
+python benchmark.py serve --request-rate 8               load on an OpenAI server: first tokens, time per token
 python benchmark.py operations                           every kernel against the best of torch
 
 Each mode has options of its own: python benchmark.py step --help. Without a mode it is generate.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping
@@ -37,7 +39,9 @@ if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.benchmarks.record import Record
 
 FP8 = "fp8"
-UNRECORDED = ("mode", "json", "commit", "output", "csv", "plot", "results", "answers")  # options that change no figure
+UNRECORDED = (  # options that change no figure, and a secret
+    *("mode", "json", "commit", "output", "csv", "plot", "results", "answers", "result_dir", "api_key"),
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     "--model": dict(
         type=arguments.model,
@@ -109,6 +113,37 @@ OPTIONS: dict[str, dict[str, Any]] = {
         type=arguments.output_directory,
         metavar="DIR",
         help="write SafeAILab/EAGLE's answer files there, one for each configuration, and SGLang's records",
+    ),
+    "--url": dict(
+        type=arguments.some_text, metavar="URL", help="an OpenAI server (default: one of --model is started and ended)"
+    ),
+    "--api-key": dict(type=arguments.some_text, metavar="KEY", help="that the server wants"),
+    "--request-rate": dict(
+        type=arguments.numbers(0.001, 1e6),
+        default=[],
+        metavar="R[,R...]",
+        help="open loop: requests a second, at random times (a Poisson process)",
+    ),
+    "--max-concurrency": dict(
+        type=arguments.sizes(4096), metavar="N[,N...]", help="closed loop: clients that ask again"
+    ),
+    "--num-prompts": dict(type=arguments.whole(), metavar="N", help="requests of each load"),
+    "--input-len": dict(type=arguments.span(), metavar="N | N-M", help="tokens of prompts, M: evenly spread up to it"),
+    "--output-len": dict(type=arguments.span(), metavar="N | N-M", help="tokens of answers, likewise"),
+    "--goodput": dict(
+        nargs="+",
+        type=arguments.limit,
+        default=[],
+        metavar="NAME:MS",
+        help="count requests with at most so many ms to the first token (ttft), per token (tpot), in all (e2el)",
+    ),
+    "--seed": dict(type=arguments.whole(0), default=0, metavar="N", help="of prompts, lengths and times (default: 0)"),
+    "--no-speculation": dict(action="store_true", help="the server that is started drafts nothing"),
+    "--max-num-seqs": dict(
+        type=arguments.whole(most=256), metavar="N", help="requests that it runs at a time (default: 64)"
+    ),
+    "--result-dir": dict(
+        type=arguments.output_directory, metavar="DIR", help="write each load there as `vllm bench serve` does"
     ),
     "--max-length": dict(type=arguments.whole(), default=100, metavar="N", help="new tokens per prompt (default: 100)"),
     "--num-runs": dict(
@@ -224,6 +259,23 @@ MODES = {
         "a CPU give --hybrid tiny or demo-gdn)",
         ("--hybrid", "--tree", "--context", "--batch", "--max-length", "--num-runs"),
         {"batch": None, "max_length": None},
+    ),
+    "serve": Mode(
+        "load on an OpenAI server (default: a server of the demo is started, which 1, 4 and 16 clients ask for 64 "
+        "answers of 128 tokens behind 512; on a CPU 1 and 4 for 8 of 16 behind 32)",
+        (
+            *("--model", "--draft", "--shape", "--url", "--api-key", "--request-rate", "--max-concurrency"),
+            *("--num-prompts", "--input-len", "--output-len", "--temperature", "--goodput", "--seed"),
+            *("--no-speculation", "--max-num-seqs", "--result-dir"),
+        ),
+        {
+            **{"max_concurrency": [1, 4, 16], "num_prompts": 64, "max_num_seqs": 64},
+            **{"input_len": (512, 512), "output_len": (128, 128)},
+        },
+        on_cpu={
+            **{"max_concurrency": [1, 4], "num_prompts": 8, "max_num_seqs": 64},
+            **{"input_len": (32, 32), "output_len": (16, 16)},
+        },
     ),
     "operations": Mode("every operation of a step against the best of torch", ("--only",), {}),
 }
@@ -366,6 +418,8 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
         _check_model(parser, args)
     if args.mode == "questions":
         _check_questions(parser, args)
+    if args.mode == "serve":
+        _check_serve(parser, args)
     if getattr(args, "target_weights", None) and getattr(args, "upstream", None):
         parser.error("--upstream has no FP8 weights: no --target-weights with it")
     check_outputs(parser, output=args.output, csv=args.csv, plot=args.plot, results=getattr(args, "results", None))
@@ -385,6 +439,19 @@ def _check_questions(parser: Parser, args: argparse.Namespace) -> None:
         if getattr(args, option):
             drafters = f"--drafters {' '.join(args.drafters)}"
             parser.error(f"--{option} is not read by {drafters}, but by {', '.join(OF_THE_HEAD)}")
+
+
+def _check_serve(parser: Parser, args: argparse.Namespace) -> None:
+    if args.url is not None:
+        own: dict[str, Any] = {"model": PAIR, "no_speculation": False}
+        own |= dict.fromkeys(("draft", "shape", "max_num_seqs", "dtype", "device"))
+        for name, value in own.items():
+            if getattr(args, name) != value:
+                parser.error(f"--{name.replace('_', '-')} is of a server that is started here: not with --url")
+    if args.request_rate and args.max_concurrency is None:
+        args.max_concurrency = []
+    if importlib.util.find_spec("aiohttp") is None:
+        parser.stop('not installed: aiohttp; pip install ".[benchmark]" in a clone of this repository')
 
 
 def _grows_trees(args: argparse.Namespace) -> bool:

@@ -27,6 +27,7 @@ def plot(record: Record, path: Path) -> None:
         "plain": _plain,
         "mtp": _mtp,
         "megakernel": _megakernel,
+        "serve": _serve,
         "operations": _operations,
     }
     drawings[record.mode](figure, record.rows)
@@ -46,6 +47,12 @@ def _generate(figure: Any, rows: list[dict[str, Any]]) -> None:
         left, [(row["variant"], row["ms_per_step"]) for row in rows] + [("floor", rows[0]["floor_ms"])], "ms per step"
     )
     _bars(right, [(row["variant"], row["tokens_per_second"]) for row in rows], "tokens per second")
+
+
+def _serve(figure: Any, rows: list[dict[str, Any]]) -> None:
+    left, right = figure.subplots(1, 2)
+    _bars(left, [(row["variant"], row["median_ttft_ms"]) for row in rows], "ms to the first token, median")
+    _bars(right, [(row["variant"], row["median_tpot_ms"]) for row in rows], "ms per token behind it, median")
 
 
 def _step(figure: Any, rows: list[dict[str, Any]]) -> None:
