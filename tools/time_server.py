@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
             for answer in answers
         ]
 
-    with own_server([*words, "--temperature", "0", "--max-num-seqs", "1"]) as url:
+    with own_server([*words, "--temperature", "0", "--max-num-seqs", "1"], []) as url:
         served = asyncio.run(ask_all(url))[WARM_UPS:]
     rows = [_row("session", direct), _row("server", served)]
     first = statistics.median(

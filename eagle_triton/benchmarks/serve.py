@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     """Add a row for each load: a server's own answers, at --url or one that is started for it."""
     loads = [Load(rate=rate) for rate in args.request_rate] + [Load(clients=count) for count in args.max_concurrency]
     with ExitStack() as started:
-        url = args.url or started.enter_context(_own_server(args))
+        url = args.url or started.enter_context(_own_server(args, notes))
         model = asyncio.run(_served_model(url, args.api_key))
         for number, load in enumerate(tqdm(loads, desc="loads", disable=args.json or None, leave=False)):
             prompts = _requests(args, number)
@@ -250,8 +250,9 @@ def _write_as_vllm(folder: Path, model: str, row: Mapping[str, Any], answers: Se
 
 
 @contextmanager
-def _own_server(args: argparse.Namespace) -> Iterator[str]:
-    """`eagle-triton serve` of the model that the options name, in another process; where it listens."""
+def _own_server(args: argparse.Namespace, notes: list[str]) -> Iterator[str]:
+    """`eagle-triton serve` of the model that the options name, in another process; where it listens. A note says what
+    its warm-up took."""
     with tempfile.TemporaryDirectory() as folder:
         words = [] if args.model == "demo" else [args.model]
         if args.shape is not None:
@@ -263,17 +264,20 @@ def _own_server(args: argparse.Namespace) -> Iterator[str]:
         words += ["--dtype", args.dtype, "--max-queue", str(args.num_prompts)]
         words += [] if args.api_key is None else ["--api-key", args.api_key]
         longest = args.input_len[1] + args.output_len[1]
-        with own_server([*words, "--max-model-len", str(max(8, longest + 1))]) as url:
+        log: list[str] = []
+        with own_server([*words, "--max-model-len", str(max(8, longest + 1))], log) as url:
+            notes += [line.partition("session: ")[2].strip() for line in log if "steps over up to" in line]
             yield url
 
 
 @contextmanager
-def own_server(words: Sequence[str]) -> Iterator[str]:
-    """`eagle-triton serve` in another process; where it listens. Raises ValueError if it ends at once."""
+def own_server(words: Sequence[str], log: list[str]) -> Iterator[str]:
+    """`eagle-triton serve` in another process; where it listens. Its log goes to `log`. Raises ValueError if it ends at
+    once."""
     command = [sys.executable, "-c", SERVE, *words, "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
-            yield f"http://127.0.0.1:{port_of(server, [])}"
+            yield f"http://127.0.0.1:{port_of(server, log)}"
         finally:
             server.terminate()
             server.wait()

@@ -178,7 +178,8 @@ def _load(args: argparse.Namespace) -> EAGLEInference:
 def _open(inference: EAGLEInference, rows: int, all_sizes: bool) -> Session:
     """A session that has compiled and captured what most requests need: one of them, or any number at a time."""
     session = inference.session(rows)
-    session.prepare(None if all_sizes else 1)
+    captures = inference.engine.cuda_graph  # else one size is as ready as another
+    session.prepare(None if all_sizes and captures else 1)
     return session
 
 

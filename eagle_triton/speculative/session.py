@@ -6,6 +6,7 @@ The decoding is the engine's: a session hands requests in, asks for a step, and 
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,8 @@ from eagle_triton.speculative.config import EAGLEConfig
 from eagle_triton.speculative.policy import TreePolicy
 from eagle_triton.speculative.statistics import Statistics
 from eagle_triton.speculative.text import TextStream
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -302,8 +305,8 @@ class Session:
         """Compile and capture what steps need over up to `most` requests at a time (None: as many as there are slots),
         greedy and sampled, by decoding a few tokens; else that happens between the first steps that need it.
 
-        With a progress bar for people at a terminal. Nothing of it is counted, and the policy learns nothing. Raises
-        RuntimeError unless the session is idle, or if it is closed.
+        With a progress bar for people at a terminal, and what it took in the log. Nothing of it is counted, and the
+        policy learns nothing. Raises RuntimeError unless the session is idle, or if it is closed.
         """
         self._check_open()
         if not self.idle:
@@ -312,6 +315,7 @@ class Session:
         sizes = [size for size in (*SIZES, slots) if size <= min(most or slots, slots)]
         before = self.statistics, self.steps, self.tokens, self._submitted
         runs = list(itertools.product(dict.fromkeys(sizes), (0.0, 1.0)))
+        start, memory = time.perf_counter(), _reserved_bytes(self._device)
         self._preparing = True
         try:
             for size, temperature in tqdm(runs, desc="compiling and capturing steps", leave=False, disable=None):
@@ -323,6 +327,8 @@ class Session:
         finally:
             self._preparing = False
             self.statistics, self.steps, self.tokens, self._submitted = before
+        gib = (_reserved_bytes(self._device) - memory) / 2**30
+        log.info("steps over up to %d requests took %.1f s and %.2f GiB", max(sizes), time.perf_counter() - start, gib)
 
     def keep_alive(self) -> None:
         """To be called now and then while nothing is asked of a session that ranks share; else nothing happens."""
@@ -498,3 +504,8 @@ class Session:
             job.statistics,
         )
         return Piece(job.index, [], rest, completion=completion, certain_tokens=kept)
+
+
+def _reserved_bytes(device: torch.device) -> int:
+    """What torch has taken of a GPU's memory."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
