@@ -46,11 +46,14 @@ MODES = {
     "mtp": ["mtp", "--hybrid", "demo-gdn", "--tree", "chain-4", "--max-length", "8", "--num-runs", "1"],
 }
 LENGTHS = {"generate": ["--max-length", "20"], "step": []}
+SERVE = 'pip install ".[benchmark,serve]"'
 FACTS = {"device", "driver", "torch", "triton", "transformers", "python", "commit", "date"}
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_a_run_writes(mode, tmp_path, capsys):
+    if mode == "serve":
+        pytest.importorskip("uvicorn", reason=SERVE)
     files = {name: tmp_path / name for name in ("out.json", "out.csv", "out.png")}
     options = ["--output", files["out.json"], "--csv", files["out.csv"], "--plot", files["out.png"]]
     assert benchmark.main([*MODES[mode], *map(str, options)]) == 0
@@ -452,6 +455,7 @@ def test_the_help_of_a_mode_has_its_own_defaults(capsys):
 
 
 def test_a_load_is_measured_by_the_names_that_vllm_has(tmp_path, capsys):
+    pytest.importorskip("uvicorn", reason=SERVE)
     folder = tmp_path / "vllm"
     words = ["--goodput", "ttft:1e6", "e2el:0", "--result-dir", str(folder), "--api-key", "secret", "--no-speculation"]
     assert benchmark.main([*MODES["serve"], *words, "--json"]) == 0

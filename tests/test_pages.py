@@ -349,9 +349,11 @@ def test_a_batch_that_failed_leaves_no_page_held(monkeypatch):
     (request,) = continuations(1)
     with Batch(engine, 2, engine.draft.read_tree(), 360) as batch:
         batch.admit(request)
+        batch.step()  # the first token
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(batch.in_flight, "send", lambda report: (_ for _ in ()).throw(KeyboardInterrupt))
-            batch.step()
+            for _ in range(2):  # on a GPU one is on its way
+                batch.step()
         with pytest.raises(RuntimeError, match="begin another batch"):
             batch.step()
     with Batch(engine, 2, engine.draft.read_tree(), 360) as batch:
@@ -549,6 +551,7 @@ def test_a_graph_stays_when_the_cache_grows(dtype, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"cache_tokens": 200_000}], ids=["grown", "sized"])
 def test_restoring_gives_the_caches_memory_back(options):
     model = tiny_model(layers=5, **WARM).cuda()
+    torch._C._cuda_clearCublasWorkspaces()  # torch's own, 32 MiB for each stream
     tokens, before = prompt(150, 3, vocab=12)[None].cuda(), torch.cuda.memory_allocated()
     _, originals = optimize_eagle_with_triton(model, megakernel=False, **options)
     model.eagenerate(tokens, max_new_tokens=10)
@@ -556,5 +559,5 @@ def test_restoring_gives_the_caches_memory_back(options):
     originals.restore()
     del originals
     assert not mapped()
-    torch._C._cuda_clearCublasWorkspaces()  # torch's own, 32 MiB for each stream
+    torch._C._cuda_clearCublasWorkspaces()
     assert torch.cuda.memory_allocated() - before < 1 << 20

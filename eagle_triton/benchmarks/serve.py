@@ -254,7 +254,7 @@ def _own_server(args: argparse.Namespace, notes: list[str]) -> Iterator[str]:
     """`eagle-triton serve` of the model that the options name, in another process; where it listens. A note says what
     its warm-up took."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [] if args.model == "demo" else [args.model]
+        words = [args.model]
         if args.shape is not None:
             _save_random(args, Path(folder))
             words = [folder, "--served-model-name", args.shape]
