@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -12,11 +13,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
@@ -31,8 +34,9 @@ import openai
 import uvicorn
 
 from eagle_triton.serve.app import LONG, MOST_BYTES, Service, make_app
-from eagle_triton.serve.bodies import RequestError, read_chat
+from eagle_triton.serve.bodies import RequestError, read_chat, read_completion
 from eagle_triton.serve.drafters import Drafters
+from eagle_triton.serve.engine_process import EngineLostError, EngineProcess, Served
 from eagle_triton.serve.engine_thread import EngineThread
 from eagle_triton.serve.metrics import Metrics
 from eagle_triton.serve.prompts import PromptReader
@@ -94,7 +98,7 @@ def serving(inference: EAGLEInference, *, rows: int = 512, max_queue: int = 64, 
     """A server in a thread; its client, and the engine's thread."""
     metrics = Metrics("demo")
     engine = EngineThread(lambda: inference.session(rows), metrics, inference.config.slots, max_queue)
-    prompts = PromptReader(inference, rows, template)
+    prompts = PromptReader(Served.read(inference), rows, template)
     app = make_app(Service(engine, prompts, Drafters.read(inference), "demo", **options))
     bound = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, ws="none"))
@@ -359,18 +363,18 @@ def test_models(client):
 
 
 def test_a_chat_template(inference):
-    reader = PromptReader(inference, 512, TEMPLATE)
+    reader = PromptReader(Served.read(inference), 512, TEMPLATE)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "import os"}]
     got = reader.call(read_chat({"messages": messages})).prompt.tolist()
     text = "system: Be brief.\nuser: import os\nassistant: "
     assert got == inference.tokenizer(text, add_special_tokens=False).input_ids
-    refusing = PromptReader(inference, 512, "{{ raise_exception('roles must alternate') }}")
+    refusing = PromptReader(Served.read(inference), 512, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(RequestError, match="messages: the chat template refuses them: roles must alternate"):
         refusing.call(read_chat({"messages": messages}))
 
 
 def test_a_base_model_reads_a_conversation_as_text(inference):
-    reader = PromptReader(inference, 512)
+    reader = PromptReader(Served.read(inference), 512)
     said = [("user", "import os"), ("assistant", "\nimport sys"), ("user", [{"type": "text", "text": "x = "}])]
     body = read_chat({"messages": [{"role": role, "content": content} for role, content in said]})
     assert reader.call(body).prompt.tolist() == inference.tokenizer("import os\nimport sys\nx = ").input_ids
@@ -527,7 +531,8 @@ def test_a_client_adds_no_lines_to_the_log(client, caplog):
 
 def test_keys(inference, server):
     """The engine is the other server's: only what is answered without it is asked for here."""
-    service = Service(server.engine, PromptReader(inference, 512), Drafters.read(inference), "demo", api_key="geheim-ü")
+    prompts = PromptReader(Served.read(inference), 512)
+    service = Service(server.engine, prompts, Drafters.read(inference), "demo", api_key="geheim-ü")
     bound = socket.create_server(("127.0.0.1", 0))
     made = uvicorn.Server(uvicorn.Config(make_app(service), lifespan="off", log_config=None))
     thread = threading.Thread(target=made.run, args=([bound],))
@@ -1082,6 +1087,98 @@ def test_what_another_engine_does_not_have_is_refused(line, message, other_engin
     with pytest.raises(SystemExit) as ended:
         serve.main(line.split())
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+class HubError(OSError):
+    """Not to be sent to another process, as those of the hub."""
+
+    def __init__(self, message: str, response: object) -> None:
+        super().__init__(message)
+
+
+def load_tiny(args: SimpleNamespace) -> EAGLEInference:
+    """For a process of its own."""
+    if args.error == "hub":
+        raise HubError("401 Client Error", None)
+    if args.error is not None:
+        raise ValueError(args.error)
+    return EAGLEInference(None, EaModel.from_pretrained("demo"), EAGLEConfig(slots=2, temperature=0.0))
+
+
+def open_failing(inference: EAGLEInference, steps: int):
+    """A session of which one step fails; every other one is as usual."""
+    session = inference.session(128)
+    advance, counts = session.advance, itertools.count(1)
+
+    def failing():
+        if next(counts) == steps:
+            raise RuntimeError("a cable was pulled")
+        return advance()
+
+    session.advance = failing
+    return session
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"), [("no such shape", ValueError, "no such shape"), ("hub", OSError, "401 Client Error")]
+)
+def test_what_cannot_be_loaded_in_another_process_is_said_here(error, kind, message):
+    with pytest.raises(kind, match=message):
+        EngineProcess(load_tiny, SimpleNamespace(error=error))
+
+
+def test_an_engine_elsewhere_is_asked_as_one_here():
+    """Also what enters while others decode, who is cancelled, a step that fails, and the process's end."""
+    process = EngineProcess(load_tiny, SimpleNamespace(error=None))
+    try:
+        reader, asked = PromptReader(process.served, 128), (("import os", 20), ("def f(", 9), ("x", 5))
+        calls = [reader.call(read_completion({"prompt": text, "max_tokens": count})) for text, count in asked]
+        inference = load_tiny(SimpleNamespace(error=None))
+        expected = [inference.generate(call.prompt, call.max_new_tokens)[1].completions[0] for call in calls]
+        session = process.open_session(open_failing, 1000)
+        news = threading.Semaphore(0)
+        session.on_news = news.release
+        assert session.idle and [session.enqueue(call) for call in (*calls, calls[0])] == [0, 1, 2, 3]
+        assert set(session.waiting) <= {0, 1, 2, 3} and 3 in session.waiting
+        session.cancel(3)
+        got, texts = {}, Counter()
+        while len(got) < 3:
+            news.acquire(timeout=60)
+            for piece in session.advance().pieces:
+                texts[piece.index] += 1
+                if piece.completion is not None:
+                    got[piece.index] = piece.completion
+        assert session.idle and not session.waiting and min(texts[index] for index in range(3)) > 1
+        for index, completion in enumerate(expected):
+            assert (got[index].tokens, got[index].text) == (completion.tokens, completion.text)
+            assert (got[index].index, got[index].finished) == (index, completion.finished)
+        session.close()
+        failing = process.open_session(open_failing, 2)
+        failing.enqueue(calls[0])
+        with pytest.raises(RuntimeError, match="a step failed"):
+            while True:
+                failing.advance() if not failing.idle else time.sleep(0.01)
+        again = process.open_session(open_failing, 1000)
+        again.enqueue(calls[2])
+        wait_until(lambda: not again.idle)
+        process._process.kill()
+        with pytest.raises(EngineLostError, match="the engine's process has ended"):
+            while True:
+                again.advance() if not again.idle else time.sleep(0.01)
+        with pytest.raises(EngineLostError):
+            again.enqueue(calls[2])
+        with pytest.raises(EngineLostError):
+            process.open_session(open_failing, 1000)
+    finally:
+        process.close()
+
+
+def test_a_server_whose_engine_dies_ends_and_says_so():
+    with program("--device", "cpu") as (process, _):
+        engine = next(child for child in psutil.Process(process.pid).children() if "spawn_main" in str(child.cmdline()))
+        engine.kill()
+        assert process.wait(60) == 1
+        assert "the engine's process has ended" in process.stdout.read()
 
 
 def test_another_engine_that_is_not_installed_is_named(monkeypatch, capsys, tmp_path):

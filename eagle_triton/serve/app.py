@@ -172,19 +172,22 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream. What fails after the first is an event, too."""
     async with _attended(service, body, ticket, request):
-        begun = False
+        begun, events = False, list[bytes]()
         try:
             while ticket.completion is None:
-                events = answer.chunk(await _next(ticket))
+                events += answer.chunk(await _next(ticket))
+                if ticket.completion is None and not ticket.pieces.empty():
+                    continue  # what has come by now is sent at once
                 if not begun:
                     events = [*answer.begin(), *events]
                 if events:
                     begun = True
                     yield b"".join(events)
+                    events = []
         except RequestError as error:
             if not begun:
                 raise
-            yield event(error.body)
+            yield b"".join([*events, event(error.body)])
 
 
 async def _after(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import math
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 
 from eagle_triton.engine.ranks import BETWEEN_SECONDS
 from eagle_triton.serve.bodies import RequestError
+from eagle_triton.serve.engine_process import EngineLostError, RemoteSession
 from eagle_triton.serve.metrics import Metrics
 from eagle_triton.speculative.arguments import Call
 from eagle_triton.speculative.session import Completion, Piece, Session
@@ -51,26 +53,33 @@ class _Drain:
     deadline: float
 
 
+class _News:
+    """A session elsewhere has something to read."""
+
+
 class EngineThread:
-    """Decodes tickets in a session that it alone uses.
+    """Decodes tickets in a session that it alone uses, here or in another process.
 
     `submit` and `cancel` are called from the event loop's thread, and tickets get their pieces there. `drain` and
     `close` may be called from anywhere, `drain` also by a signal's handler.
     """
 
     when_lost: Callable[[], None] | None = None
-    """Called in the thread when ranks that share the target have lost each other, which ends all of them."""
+    """Called in the thread when ranks that share the target have lost each other, which ends all of them, or when the
+    engine's process has ended."""
 
-    def __init__(self, open_session: Callable[[], Session], metrics: Metrics, slots: int, max_queue: int) -> None:
+    def __init__(
+        self, open_session: Callable[[], Session | RemoteSession], metrics: Metrics, slots: int, max_queue: int
+    ) -> None:
         """open_session: called in the thread, first and after a step that failed. slots: requests that run at a time,
         as many as a session has; max_queue: those that may wait beside them."""
         self.metrics, self.slots, self.max_queue = metrics, slots, max_queue
-        self._open_session = open_session
-        self._orders: queue.SimpleQueue[Ticket | _Cancel | _Drain | None] = queue.SimpleQueue()
+        self._open = open_session
+        self._orders: queue.SimpleQueue[Ticket | _Cancel | _Drain | _News | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tickets: set[Ticket] = set()  # not at their ends; of the event loop's thread
         self._seconds = 1.0  # that a request takes, by the last ones
-        self.lost = False  # ranks have lost each other
+        self.lost = False  # ranks have lost each other, or the engine's process has ended
         self._refusal: str | None = None  # why nobody may come any more
         self._line: deque[Ticket] = deque()  # that no session knows yet; of this thread, as all below
         self._live: dict[int, Ticket] = {}  # by the session's index, no more than there are slots
@@ -156,6 +165,12 @@ class EngineThread:
 
     # --- the thread ---
 
+    def _open_session(self) -> Session | RemoteSession:
+        session = self._open()
+        if isinstance(session, RemoteSession):
+            session.on_news = functools.partial(self._orders.put, _News())
+        return session
+
     def _run(self) -> None:
         try:
             session = self._open_session()
@@ -171,6 +186,8 @@ class EngineThread:
                     if not self._follow_orders(session):
                         break
                     self._step(session)
+                except EngineLostError:
+                    raise
                 except Exception:
                     if isinstance(session, SharedSession):  # the others have gone, or are in another step
                         raise
@@ -180,7 +197,7 @@ class EngineThread:
                     session = self._open_session()
         except BaseException:
             self._refusal = "the engine has stopped; the server's log says why"
-            self.lost = isinstance(session, SharedSession)
+            self.lost = isinstance(session, SharedSession | RemoteSession)
             log.exception("the engine has stopped")
         finally:
             self._lose(self.refusal)
@@ -189,13 +206,13 @@ class EngineThread:
             if self.lost and self.when_lost is not None:
                 self.when_lost()
 
-    def _step(self, session: Session) -> None:
+    def _step(self, session: Session | RemoteSession) -> None:
         if session.idle:
             return
         info = session.advance()
         given: list[tuple[Ticket, Piece | RequestError]] = []
+        self.metrics.add_pieces(info.pieces)
         for piece in info.pieces:
-            self.metrics.add_piece(piece)
             if (ticket := self._live.get(piece.index)) is not None:
                 given.append((ticket, piece))
             if (completion := piece.completion) is not None:
@@ -204,7 +221,7 @@ class EngineThread:
         self._give(given)
         self._count(session)
 
-    def _follow_orders(self, session: Session) -> bool:
+    def _follow_orders(self, session: Session | RemoteSession) -> bool:
         """Do what was asked for meanwhile, waiting for it if there is nothing else to do. False: end here."""
         while True:
             while self._line and len(self._live) < self.slots:
@@ -219,6 +236,8 @@ class EngineThread:
                 break
             if order is None:
                 return False
+            if isinstance(order, _News):
+                continue
             if isinstance(order, _Drain):
                 self._deadline = order.deadline
                 self._refuse(session, session.waiting)
@@ -238,14 +257,14 @@ class EngineThread:
             self._refuse(session, list(self._live))
         return True
 
-    def _enter(self, session: Session, ticket: Ticket) -> None:
+    def _enter(self, session: Session | RemoteSession, ticket: Ticket) -> None:
         try:
             self._live[session.enqueue(ticket.call)] = ticket
         except Exception as error:  # of this request alone, whatever it is
             log.exception("request %d cannot be decoded", ticket.number)
             self._give([(ticket, RequestError(500, f"the request cannot be decoded: {error}"))])
 
-    def _refuse(self, session: Session, indices: list[int]) -> None:
+    def _refuse(self, session: Session | RemoteSession, indices: list[int]) -> None:
         for index in indices:
             session.cancel(index)
             self._turn_away(self._live.pop(index))
@@ -270,7 +289,7 @@ class EngineThread:
             with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
                 self._loop.call_soon_threadsafe(self._hand_out, given)
 
-    def _count(self, session: Session) -> None:
+    def _count(self, session: Session | RemoteSession) -> None:
         entering = len(session.waiting)
         self.metrics.waiting.set(entering + len(self._line))
         self.metrics.running.set(len(self._live) - entering)

@@ -7,13 +7,14 @@
     eagle-triton serve PATH_OR_ID --draft HEAD --engine vllm    by vLLM's own server, with the head in its layout
 
 POST /v1/chat/completions, /v1/completions; GET /v1/models, /health, /metrics, and / for the page.
-SIGTERM and Ctrl-C finish what runs and refuse the rest. Exit code 0: ended so; 1: processes that share a target have
-lost each other; 2: a wrong argument, or a model that cannot be served.
+SIGTERM and Ctrl-C finish what runs and refuse the rest. Exit code 0: ended so; 1: the engine's process has ended, or
+processes that share a target have lost each other; 2: a wrong argument, or a model that cannot be served.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import logging
@@ -21,6 +22,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -76,26 +78,32 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
         import uvicorn
 
         from eagle_triton.serve.app import Service, make_app
-        from eagle_triton.serve.drafters import Drafters
+        from eagle_triton.serve.engine_process import EngineProcess, RemoteSession, Served
         from eagle_triton.serve.engine_thread import EngineThread
         from eagle_triton.serve.metrics import Metrics
         from eagle_triton.serve.prompts import PromptReader
 
         template = None if args.chat_template is None else args.chat_template.read_text(encoding="utf-8")
         bound = _bind(args.host, args.port)
-        inference = _load(args)
-        rows = _max_model_len(args.max_model_len, inference.pair.max_positions)
-        prompts, name = PromptReader(inference, rows, template), args.served_model_name or args.model
-        engine = EngineThread(
-            lambda: _open(inference, rows, args.warm_up), Metrics(name), inference.config.slots, args.max_queue
-        )
+        process: EngineProcess | None = None
+        open_session: Callable[..., Session | RemoteSession]
+        if _ranks() > 1:  # which only this process has joined
+            inference = _load(args)
+            served, open_session = Served.read(inference), functools.partial(_open, inference)
+        else:
+            process = EngineProcess(_load, args)
+            served, open_session = process.served, functools.partial(process.open_session, _open)
+        rows = _max_model_len(args.max_model_len, served.max_positions)
+        prompts, name = PromptReader(served, rows, template), args.served_model_name or args.model
+        opened = functools.partial(open_session, rows, args.warm_up)
+        engine = EngineThread(opened, Metrics(name), served.config.slots, args.max_queue)
         asked = args.api_key, args.log_prompts, args.model
-        app = make_app(Service(engine, prompts, Drafters.read(inference), name, *asked))
+        app = make_app(Service(engine, prompts, served.drafters, name, *asked))
         engine.start()
     try:
         if args.host not in LOOPBACK and args.api_key is None:
             log.warning("whoever reaches %s may ask: there is no --api-key", args.host)
-        log.info("%r", inference)
+        log.info("%s", served.words)
         host = f"[{args.host}]" if ":" in args.host else args.host
         log.info("%s is served at http://%s:%d", name, host, bound.getsockname()[1])
         options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "ws": "none"}
@@ -104,6 +112,8 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
         _server(config, engine, args.shutdown_timeout).run(sockets=[bound])
     finally:
         engine.close()
+        if process is not None:
+            process.close()
     return int(engine.lost)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from eagle_triton.speculative.session import Piece
@@ -49,16 +51,17 @@ class Metrics:
             "position",
         )
 
-    def add_piece(self, piece: Piece) -> None:
-        """Count what one step gave a request."""
-        self.generation_tokens.inc(len(piece.tokens))
-        if not piece.proposed:
+    def add_pieces(self, pieces: Sequence[Piece]) -> None:
+        """Count what one step gave its requests."""
+        self.generation_tokens.inc(sum(len(piece.tokens) for piece in pieces))
+        if not (drafted := [piece for piece in pieces if piece.proposed]):
             return
-        self._drafts.inc()
-        self._draft_tokens.inc(piece.proposed)
-        self._accepted.inc(piece.accepted)
-        for position in range(piece.accepted):
-            self._accepted_at.labels(self._model, str(position)).inc()
+        self._drafts.inc(len(drafted))
+        self._draft_tokens.inc(sum(piece.proposed for piece in drafted))
+        self._accepted.inc(sum(piece.accepted for piece in drafted))
+        for position in range(max(piece.accepted for piece in drafted)):
+            count = sum(piece.accepted > position for piece in drafted)
+            self._accepted_at.labels(self._model, str(position)).inc(count)
 
     def add_prompt(self, tokens: int, found: int) -> None:
         """Count a prompt that was read, of so many tokens, `found` of which lay in kept pages."""

@@ -10,8 +10,8 @@ import torch
 from jinja2 import TemplateError
 
 from eagle_triton.serve.bodies import Body, RequestError
+from eagle_triton.serve.engine_process import Served
 from eagle_triton.speculative.arguments import ArgumentReader, Call
-from eagle_triton.speculative.inference import EAGLEInference
 
 COMPLETION_TOKENS = 16  # of /v1/completions, where a request does not say
 
@@ -19,19 +19,17 @@ COMPLETION_TOKENS = 16  # of /v1/completions, where a request does not say
 class PromptReader:
     """Reads bodies for one engine, in any threads. max_model_len: the most tokens of prompt and answer."""
 
-    def __init__(self, inference: EAGLEInference, max_model_len: int, chat_template: str | None = None) -> None:
+    def __init__(self, served: Served, max_model_len: int, chat_template: str | None = None) -> None:
         """chat_template: None takes the tokenizer's. Raises ValueError if the target has no tokenizer."""
-        if inference.tokenizer is None:
+        if served.tokenizer is None:
             raise ValueError("the target has no tokenizer beside it, and a server answers with text")
         self.max_model_len, self.chat_template = max_model_len, chat_template
-        self.tokenizer = copy.deepcopy(inference.tokenizer)  # the engine's thread has its own
+        self.tokenizer = copy.deepcopy(served.tokenizer)  # the engine's thread has its own
         self.tokenizer(
             "", verbose=False
         )  # settles its options, which no later call changes: other threads decode by it
-        self._config, self._stop_ids = inference.config, inference.pair.stop_ids
-        self._reader = ArgumentReader(
-            inference.config, inference.pair.view.vocab_size, torch.device("cpu"), self.tokenizer
-        )
+        self._config, self._stop_ids = served.config, served.stop_ids
+        self._reader = ArgumentReader(served.config, served.vocab_size, torch.device("cpu"), self.tokenizer)
 
     def call(self, body: Body) -> Call:
         """What a body asks of the engine. Raises RequestError naming the field."""
