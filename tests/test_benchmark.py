@@ -112,14 +112,16 @@ def test_prefill_measures_first_tokens_gaps_and_short_requests(capsys):
     assert benchmark.main([*MODES["prefill"], "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     cases = [(row["variant"], row["batch"], row["context"]) for row in rows]
-    assert cases[:4] == [(variant, 2, context) for variant in ("first token", "enter") for context in (9, 70)]
-    assert [row[0] for row in cases[4:]] == ["short requests", "mixed lengths"] and rows[4]["requests_per_second"] > 0
-    for row, found in zip(rows[:2], (0, 64), strict=True):
-        assert 0 < row["ms_p20"] <= row["ms"] <= row["ms_p80"]
+    both = [(variant, 2, context) for context in (9, 70) for variant in ("first token", "generate")]
+    assert cases[:6] == [*both, ("enter", 2, 9), ("enter", 2, 70)]
+    short, mixed = rows[6:]
+    assert (short["variant"], mixed["variant"]) == ("short requests", "mixed lengths")
+    assert short["requests_per_second"] > 0 and all(0 < row["ms_p20"] <= row["ms"] <= row["ms_p80"] for row in rows[:6])
+    for row, found in zip(rows[:4:2], (0, 64), strict=True):
         assert row["again_ms"] > 0 and row["found_tokens"] == found
-    assert rows[5]["finished"] == 6 and 0 < rows[5]["tokens_held"] * rows[5]["token_bytes"] < rows[5]["bytes_held"]
-    assert rows[5]["bytes_held"] <= rows[5]["cache_bytes"]
-    for row in rows[2:4]:
+    assert mixed["finished"] == 6 and 0 < mixed["tokens_held"] * mixed["token_bytes"] < mixed["bytes_held"]
+    assert mixed["bytes_held"] <= mixed["cache_bytes"]
+    for row in rows[4:6]:
         assert row["step_ms"] > 0 and 0 < row["gap_p50_ms"] <= row["gap_p99_ms"] <= row["longest_gap_ms"]
 
 

@@ -357,12 +357,14 @@ def test_preparing_makes_steps_of_all_sizes_and_is_not_counted(eagle):
     with eagle.session(slots=6, rows=64) as session:
         made = []
         session._batch.engine.step = lambda state, mode, step=session._batch.engine.step: (
-            made.append((state.batch, mode.sampled)) or step(state, mode)
+            made.append((state.batch, mode.sampled, state.spec)) or step(state, mode)
         )
+        session.policy.fallback = True
+        trees = (PLAIN, *session.policy.trees)
         session.prepare(1)
-        assert set(made) == {(1, False), (1, True)}
+        assert set(made) == set(itertools.product([1], [False, True], trees))
         session.prepare()
-        assert set(made) == {(size, sampled) for size in (1, 2, 4, 6) for sampled in (False, True)}
+        assert set(made) == set(itertools.product([1, 2, 4, 6], [False, True], trees))
         assert session.idle and session.steps == session.tokens == 0 and not session.statistics.tokens
         assert torch.equal(torch.random.get_rng_state(), state)
         assert not session.policy.costs._live and not session.policy._seen

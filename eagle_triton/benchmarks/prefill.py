@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eagle_triton import EaModel
+from eagle_triton import EaModel, optimize_with_triton
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.float8 import read
 from eagle_triton.benchmarks.parity import check_parity
@@ -40,7 +40,7 @@ LARGEST_TREES = 1024  # nodes of a batch; above it first trees are not drafted
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    """Add a row for each batch and context, for each context that enters a batch, and one of short requests."""
+    """Add two rows for each batch and context, one for each context that enters a batch, and one of short requests."""
     model = models.load(args)
     view, draft, *_ = read(model, args, notes)
     assert draft is not None
@@ -53,6 +53,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             spec = draft.read_tree() if batch * draft.read_tree().nodes <= LARGEST_TREES else PLAIN
             rows.append(first_tokens(engine, model, batch, context, spec, args.num_runs))
             engine.clear()
+            rows.append(by_generate(model, batch, context, args.num_runs))
         for batch, context in cases:
             if batch * draft.read_tree().nodes <= LARGEST_TREES:
                 rows.append(entering(engine, model, batch, context, draft.read_tree(), args.num_runs))
@@ -91,6 +92,22 @@ def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec:
                     running.release(slot)
     case = {"variant": "first token", "batch": batch, "context": context}
     return {**case, **_figures(chosen), "again_ms": statistics.median(again[WARM_UPS:]), "found_tokens": found}
+
+
+def by_generate(model: EaModel, batch: int, context: int, runs: int) -> dict[str, Any]:
+    """The same through `generate` of the target as a plain Hugging Face model, optimised: a call for one token."""
+    times: list[float] = []
+    target: Any = model.base_model
+    with optimize_with_triton(target, prefixes=False):
+        for run in range(runs + WARM_UPS):
+            prompts = torch.stack(_prompts(model, batch, context, run)).to(target.device)
+            options = dict(max_new_tokens=1, do_sample=False, pad_token_id=0, eos_token_id=None)
+            synchronise(target.device)
+            start = time.perf_counter()
+            target.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
+            synchronise(target.device)
+            times.append((time.perf_counter() - start) * 1e3)
+    return {"variant": "generate", "batch": batch, "context": context, **_figures(times)}
 
 
 def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:

@@ -43,6 +43,8 @@ from eagle_triton.speculative.text import TextStream
 
 log = logging.getLogger(__name__)
 
+STEPS_OF_EACH = 3  # trees that a session prepares: on a GPU two steps are on their way, or first tokens
+
 
 @dataclass
 class Completion:
@@ -178,7 +180,8 @@ class Session:
         self._device, self._ranks = engine.view.device, engine.view.ranks
         self._reader = ArgumentReader(self._config, engine.view.vocab_size, torch.device("cpu"), tokenizer)
         self._text = text
-        self._closed = self._preparing = False
+        self._closed = False
+        self._prepares: TreeSpec | None = None  # the tree of the next step, whatever the policy says
         self._stop_ids = frozenset(stop_ids)
         self._waiting: list[_Job] = []
         self._undelivered: list[Piece] = []  # made, and not handed out yet
@@ -303,7 +306,8 @@ class Session:
 
     def prepare(self, most: int | None = None) -> None:
         """Compile and capture what steps need over up to `most` requests at a time (None: as many as there are slots),
-        greedy and sampled, by decoding a few tokens; else that happens between the first steps that need it.
+        greedy and sampled, over every tree that the policy may choose, by decoding a few tokens; else that happens
+        between the first steps that need it.
 
         With a progress bar for people at a terminal, and what it took in the log. Nothing of it is counted, and the
         policy learns nothing. Raises RuntimeError unless the session is idle, or if it is closed.
@@ -315,17 +319,22 @@ class Session:
         sizes = [size for size in (*SIZES, slots) if size <= min(most or slots, slots)]
         before = self.statistics, self.steps, self.tokens, self._submitted
         runs = list(itertools.product(dict.fromkeys(sizes), (0.0, 1.0)))
+        trees = [PLAIN] if self.policy is None else [*([PLAIN] if self.policy.fallback else []), *self.policy.trees]
+        new = min(1 + STEPS_OF_EACH * sum(tree.depth + 1 for tree in trees), self.rows - 2)
         start, memory = time.perf_counter(), _reserved_bytes(self._device)
-        self._preparing = True
         try:
             for size, temperature in tqdm(runs, desc="compiling and capturing steps", leave=False, disable=None):
                 self.statistics = Statistics()
-                for _ in range(size):
-                    self.submit([0, 0], min(4, self.rows - 2), temperature=temperature, seed=0)
-                while not self.idle:
-                    self.step()
+                options: dict[str, Any] = {"temperature": temperature, "seed": 0, "stop_token_ids": ()}
+                numbers = [self.submit([0, 0], new, **options) for _ in range(size)]
+                for self._prepares in trees:  # drafting resumes behind plain steps
+                    for _ in range(STEPS_OF_EACH):
+                        self.step()
+                for number in numbers:
+                    self.cancel(number)
+                self._undelivered.clear()
         finally:
-            self._preparing = False
+            self._prepares = None
             self.statistics, self.steps, self.tokens, self._submitted = before
         gib = (_reserved_bytes(self._device) - memory) / 2**30
         log.info("steps over up to %d requests took %.1f s and %.2f GiB", max(sizes), time.perf_counter() - start, gib)
@@ -434,7 +443,7 @@ class Session:
         self.policy.resize(self._batch.size_of_next(len(jobs)))
         fixed = any(job.needs_fixed_tree(self._batch.verification) for job in jobs)
         self._batch.chooser.every_level = fixed
-        wanted: TreeSpec = self.policy.fixed_tree if fixed else self.policy.choose()
+        wanted: TreeSpec = self._prepares or (self.policy.fixed_tree if fixed else self.policy.choose())
         if self._batch.spec != wanted:
             self._batch.spec = wanted
 
@@ -442,7 +451,7 @@ class Session:
         """Tell the policy, unless the step was launched with another tree than the one it has chosen."""
         if self._ranks is not None and self.policy is not None and self.policy.has_choice:
             ms = self._ranks.agreed(ms)  # each has measured another time, and all must choose the same tree
-        if self.policy is None or self._preparing or any(row.tree != self.policy.spec for row in progress):
+        if self.policy is None or self._prepares is not None or any(row.tree != self.policy.spec for row in progress):
             return
         size = max((row.size for row in progress), default=1)
         self.policy.observe([row.accepted for row in progress if row.error is None], ms, size)
