@@ -553,7 +553,7 @@ def test_a_file_is_measured_again_by_its_own_command(tmp_path, capfd):
 
 
 def test_commands_that_fail_or_come_too_late_are_named(tmp_path, monkeypatch, capsys):
-    files = [ROOT / "results" / f"{stem}-h200.json" for stem in ("ranks", "http-demo", "step-trees-llama-3.2-1b")]
+    files = [ROOT / "results" / f"{stem}.json" for stem in ("ranks-h200", "http-demo-h100", "step-trees-llama-3.2-1b-h200")]
     ran, clock = [], iter([0.0, 1.0, 1.0, 2.0, 9.0, 9.0, 10.0, 11.0])
     monkeypatch.setattr(remeasure.time, "monotonic", lambda: next(clock))
     done = SimpleNamespace(returncode=1)
@@ -561,8 +561,8 @@ def test_commands_that_fail_or_come_too_late_are_named(tmp_path, monkeypatch, ca
     assert remeasure.main([*map(str, files), "--to", str(tmp_path), "--seconds", "9"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "ranks-h200.json: FAILED after 1 s",
-        "http-demo-h200.json: FAILED after 1 s",
-        "not measured: ranks-h200.json, http-demo-h200.json, step-trees-llama-3.2-1b-h200.json",
+        "http-demo-h100.json: FAILED after 1 s",
+        "not measured: ranks-h200.json, http-demo-h100.json, step-trees-llama-3.2-1b-h200.json",
     ]
     module = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "tools/check_ranks.py"]
     assert ran[0] == [sys.executable, *module, "--output", str(tmp_path / "ranks-h200.json")]

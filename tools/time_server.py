@@ -1,6 +1,6 @@
 """What HTTP adds to a request: a session of this process against `eagle-triton serve` in another, one after another.
 
-    python tools/time_server.py --output results/http-demo-h200.json
+    python tools/time_server.py --output results/http-demo-h100.json
 
 Decodes the same prompts of the embedded checkpoint, or of --model, greedily by both, and prints medians over the
 prompts: milliseconds to the first token and of a step, with what 99 % of all steps stay below, and what the server
