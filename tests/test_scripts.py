@@ -553,7 +553,9 @@ def test_a_file_is_measured_again_by_its_own_command(tmp_path, capfd):
 
 
 def test_commands_that_fail_or_come_too_late_are_named(tmp_path, monkeypatch, capsys):
-    files = [ROOT / "results" / f"{stem}.json" for stem in ("ranks-h200", "http-demo-h100", "step-trees-llama-3.2-1b-h200")]
+    files = [
+        ROOT / "results" / f"{stem}.json" for stem in ("ranks-h200", "http-demo-h100", "step-trees-llama-3.2-1b-h200")
+    ]
     ran, clock = [], iter([0.0, 1.0, 1.0, 2.0, 9.0, 9.0, 10.0, 11.0])
     monkeypatch.setattr(remeasure.time, "monotonic", lambda: next(clock))
     done = SimpleNamespace(returncode=1)

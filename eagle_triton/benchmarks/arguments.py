@@ -172,32 +172,39 @@ def numbers(least: float, most: float) -> Callable[[str], list[float]]:
     return read
 
 
-def span(most: int = MOST_TOKENS) -> Callable[[str], tuple[int, int]]:
-    """A whole number, or two with a minus between: the least and the most."""
-    read_one = whole(1, most)
-
-    def read(text: str) -> tuple[int, int]:
-        first, dash, last = text.partition("-")
-        try:
-            low, high = read_one(first), read_one(last if dash else first)
-        except argparse.ArgumentTypeError:
-            low, high = 1, 0
-        if low > high:
-            raise argparse.ArgumentTypeError(f"must be N or N-M, whole numbers from 1 to {most}, got {text!r}")
-        return low, high
-
-    return read
+def span(text: str) -> str:
+    """A whole number, or two with a minus between: the least and the most; see `ends_of`."""
+    try:
+        low, high = ends_of(text)
+    except ValueError:
+        low, high = 1, 0
+    if not 1 <= low <= high <= MOST_TOKENS:
+        raise argparse.ArgumentTypeError(f"must be N or N-M, whole numbers from 1 to {MOST_TOKENS}, got {text!r}")
+    return text
 
 
-def limit(text: str) -> tuple[str, float]:
-    """A name of vLLM's for what a request takes, and the most milliseconds."""
+def ends_of(text: str) -> tuple[int, int]:
+    """The least and the most of a `span`."""
+    first, dash, last = text.partition("-")
+    return int(first), int(last if dash else first)
+
+
+def limit(text: str) -> str:
+    """A name of vLLM's for what a request takes, and the most milliseconds; see `milliseconds_of`."""
     name, _, value = text.partition(":")
     try:
         if name in ("ttft", "tpot", "e2el"):
-            return name, number(0, 1e9)(value)
+            number(0, 1e9)(value)
+            return text
     except argparse.ArgumentTypeError:
         pass
     raise argparse.ArgumentTypeError(f"must be ttft:MS, tpot:MS or e2el:MS, got {text!r}")
+
+
+def milliseconds_of(text: str) -> tuple[str, float]:
+    """The name and the number of a `limit`."""
+    name, _, value = text.partition(":")
+    return name, float(value)
 
 
 def some_text(text: str) -> str:

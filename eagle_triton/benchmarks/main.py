@@ -128,8 +128,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         type=arguments.sizes(4096), metavar="N[,N...]", help="closed loop: clients that ask again"
     ),
     "--num-prompts": dict(type=arguments.whole(), metavar="N", help="requests of each load"),
-    "--input-len": dict(type=arguments.span(), metavar="N | N-M", help="tokens of prompts, M: evenly spread up to it"),
-    "--output-len": dict(type=arguments.span(), metavar="N | N-M", help="tokens of answers, likewise"),
+    "--input-len": dict(type=arguments.span, metavar="N | N-M", help="tokens of prompts, M: evenly spread up to it"),
+    "--output-len": dict(type=arguments.span, metavar="N | N-M", help="tokens of answers, likewise"),
     "--goodput": dict(
         nargs="+",
         type=arguments.limit,
@@ -270,11 +270,11 @@ MODES = {
         ),
         {
             **{"max_concurrency": [1, 4, 16], "num_prompts": 64, "max_num_seqs": 64},
-            **{"input_len": (512, 512), "output_len": (128, 128)},
+            **{"input_len": "512", "output_len": "128"},
         },
         on_cpu={
             **{"max_concurrency": [1, 4], "num_prompts": 8, "max_num_seqs": 64},
-            **{"input_len": (32, 32), "output_len": (16, 16)},
+            **{"input_len": "32", "output_len": "16"},
         },
     ),
     "operations": Mode("every operation of a step against the best of torch", ("--only",), {}),

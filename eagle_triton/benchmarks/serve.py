@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from eagle_triton.benchmarks.arguments import ends_of, milliseconds_of
 from eagle_triton.benchmarks.record import table
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             prompts = _requests(args, number)
             begin = time.perf_counter()
             answers = asyncio.run(_ask_all(url, model, args, load, prompts))
-            row = figures(answers, time.perf_counter() - begin, dict(args.goodput))
+            row = figures(answers, time.perf_counter() - begin, dict(map(milliseconds_of, args.goodput)))
             told = {"request_rate": "inf" if load.rate is None else load.rate, "max_concurrency": load.clients}
             rows.append({"variant": str(load), "num_prompts": args.num_prompts, "burstiness": 1.0, **told, **row})
             failed = [answer.error for answer in answers if answer.error]
@@ -133,10 +134,9 @@ def _is_good(answer: Answer, limits: Mapping[str, float]) -> bool:
 
 def _requests(args: argparse.Namespace, number: int) -> list[tuple[list[int], int]]:
     """Prompts that no other load has, and how many tokens are wanted behind each."""
-    source = random.Random(f"{args.seed} {number}")
+    source, read, told = random.Random(f"{args.seed} {number}"), ends_of(args.input_len), ends_of(args.output_len)
     return [
-        (source.choices(range(TOKENS), k=source.randint(*args.input_len)), source.randint(*args.output_len))
-        for _ in range(args.num_prompts)
+        (source.choices(range(TOKENS), k=source.randint(*read)), source.randint(*told)) for _ in range(args.num_prompts)
     ]
 
 
@@ -147,7 +147,7 @@ async def _ask_all(
     body = {"model": model, "temperature": args.temperature}
     async with client(args.api_key) as session:
         for _ in range(WARM_UPS):
-            tokens = random.choices(range(TOKENS), k=args.input_len[1])
+            tokens = random.choices(range(TOKENS), k=ends_of(args.input_len)[1])
             await ask(session, url, {**body, "prompt": tokens, "max_tokens": 4})
 
         async def one(prompt: list[int], new: int) -> Answer:
@@ -263,7 +263,7 @@ def _own_server(args: argparse.Namespace, notes: list[str]) -> Iterator[str]:
         words += ["--max-num-seqs", str(args.max_num_seqs), "--warm-up", "--device", args.device]
         words += ["--dtype", args.dtype, "--max-queue", str(args.num_prompts)]
         words += [] if args.api_key is None else ["--api-key", args.api_key]
-        longest = args.input_len[1] + args.output_len[1]
+        longest = ends_of(args.input_len)[1] + ends_of(args.output_len)[1]
         log: list[str] = []
         with own_server([*words, "--max-model-len", str(max(8, longest + 1))], log) as url:
             notes += [line.partition("session: ")[2].strip() for line in log if "steps over up to" in line]
