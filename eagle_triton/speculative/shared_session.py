@@ -78,7 +78,7 @@ class SharedSession(Session):
     def _tell(self, what: str) -> None:
         """Send the others what has been asked for, and what comes now."""
         orders, self._orders = self._orders, []
-        self._exchange((what, orders))
+        self._exchange((what, orders, self._prepares))
 
     def _check_leads(self, name: str) -> None:
         if not self.leads:
@@ -102,7 +102,7 @@ class SharedSession(Session):
 
     def _hear(self) -> str:
         """What comes now, when all is done that was asked for before."""
-        what, orders = self._exchange(None)
+        what, orders, self._prepares = self._exchange(None)
         for name, value in orders:
             if name == _ENQUEUE:
                 super().enqueue(pickle.loads(value))
