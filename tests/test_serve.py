@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -1125,6 +1126,26 @@ def open_failing(inference: EAGLEInference, steps: int):
 def test_what_cannot_be_loaded_in_another_process_is_said_here(error, kind, message):
     with pytest.raises(kind, match=message):
         EngineProcess(load_tiny, SimpleNamespace(error=error))
+
+
+def test_what_is_found_out_behind_loading_ends_the_engines_process_too(capsys):
+    with pytest.raises(SystemExit) as ended:
+        serve.main(["--max-model-len", "1000000", "--port", "0", "--device", "cpu"])
+    assert ended.value.code == 2 and "--max-model-len must be at most the model's" in capsys.readouterr().err
+    assert not multiprocessing.active_children()
+
+
+def test_who_was_cancelled_is_not_refused_again():
+    """A session elsewhere may still have it in line."""
+    asked, ended = [], []
+    session = SimpleNamespace(cancel=asked.append, waiting=[3, 4])
+    engine = EngineThread(lambda: session, Metrics("m"), slots=1, max_queue=1)
+    engine._live = {4: "a ticket"}
+    engine._turn_away = ended.append
+    engine._count(session)
+    assert engine.metrics.text().decode().count('vllm:num_requests_waiting{model_name="m"} 1.0') == 1
+    engine._refuse(session, session.waiting)
+    assert (asked, ended, engine._live) == ([4], ["a ticket"], {})
 
 
 def test_an_engine_elsewhere_is_asked_as_one_here():

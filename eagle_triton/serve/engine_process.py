@@ -78,6 +78,10 @@ class EngineProcess:
             _, kind, told = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             kind, told = _REFUSED, _lost()
+        except BaseException:  # Ctrl-C: what it loads is not waited for
+            self._process.kill()
+            self._process.join()
+            raise
         if kind != _SERVED:
             self.close()
             raise told

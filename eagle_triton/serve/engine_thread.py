@@ -266,8 +266,9 @@ class EngineThread:
 
     def _refuse(self, session: Session | RemoteSession, indices: list[int]) -> None:
         for index in indices:
-            session.cancel(index)
-            self._turn_away(self._live.pop(index))
+            if (ticket := self._live.pop(index, None)) is not None:  # else it was cancelled, which takes its time
+                session.cancel(index)
+                self._turn_away(ticket)
 
     def _turn_away(self, *tickets: Ticket) -> None:
         self._give([(ticket, RequestError(503, self.refusal, code="shutting_down")) for ticket in tickets])
@@ -290,6 +291,6 @@ class EngineThread:
                 self._loop.call_soon_threadsafe(self._hand_out, given)
 
     def _count(self, session: Session | RemoteSession) -> None:
-        entering = len(session.waiting)
+        entering = sum(index in self._live for index in session.waiting)
         self.metrics.waiting.set(entering + len(self._line))
         self.metrics.running.set(len(self._live) - entering)

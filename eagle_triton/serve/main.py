@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,12 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
     if _ranks() > 1 and os.environ.get("RANK", "0") != "0":
         return _follow(parser, args)
     sys.setswitchinterval(SWITCH_SECONDS)
+    with ExitStack() as last:
+        return _answer(parser, args, last)
+
+
+def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
+    """Serve until a signal ends it. last: ends what was started, whatever happens."""
     with parser.explains():
         import uvicorn
 
@@ -85,13 +92,12 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
 
         template = None if args.chat_template is None else args.chat_template.read_text(encoding="utf-8")
         bound = _bind(args.host, args.port)
-        process: EngineProcess | None = None
         open_session: Callable[..., Session | RemoteSession]
         if _ranks() > 1:  # which only this process has joined
             inference = _load(args)
             served, open_session = Served.read(inference), functools.partial(_open, inference)
         else:
-            process = EngineProcess(_load, args)
+            process = last.enter_context(closing(EngineProcess(_load, args)))
             served, open_session = process.served, functools.partial(process.open_session, _open)
         rows = _max_model_len(args.max_model_len, served.max_positions)
         prompts, name = PromptReader(served, rows, template), args.served_model_name or args.model
@@ -112,8 +118,6 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
         _server(config, engine, args.shutdown_timeout).run(sockets=[bound])
     finally:
         engine.close()
-        if process is not None:
-            process.close()
     return int(engine.lost)
 
 
