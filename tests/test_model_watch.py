@@ -8,6 +8,7 @@ import accelerate
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from eagle_triton import (
     EAGLEConfig,
@@ -19,6 +20,7 @@ from eagle_triton import (
 )
 from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.drop_in.patching import PatchError
+from eagle_triton.engine.model_watch import ModelWatch
 from tests.tiny import random_prompt, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -522,3 +524,30 @@ def test_a_compiled_wrapper_and_double_precision_are_named():
         EAGLEInference(m.ea_layer, torch.compile(m.base_model))
     with pytest.raises(UnsupportedModelError, match=r"must be float32, bfloat16, float16, got torch\.float64"):
         optimize_eagle_with_triton(m.double())
+
+
+class Louder(LlamaMLP):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_change_is_found_behind_one_that_is_harmless():
+    """Hooks beside hooks, a class, a dictionary of parameters, and a forward in the place of one that was the same."""
+    changes = {
+        "has got a forward hook": lambda layer: layer.mlp.register_forward_hook(lambda module, x, y: 0 * y),
+        "mlp.forward was replaced": lambda layer: setattr(layer.mlp, "__class__", Louder),
+        "weight was replaced": lambda layer: setattr(
+            layer.input_layernorm, "_parameters", {"weight": nn.Parameter(5 * layer.input_layernorm.weight)}
+        ),
+        "up_proj.forward was replaced": lambda layer: setattr(layer.mlp.up_proj, "forward", lambda x: x),
+    }
+    for message, change in changes.items():
+        base = tiny_model().base_model
+        layer = base.model.layers[1]
+        base.enable_input_require_grads()
+        watch = ModelWatch({"model": base})
+        assert watch.change() is None
+        layer.mlp.up_proj.forward = layer.mlp.up_proj.forward
+        assert watch.change() is None, "the class's own forward was called a change"
+        change(layer)
+        assert message in watch.change() and watch.change() == watch._look()

@@ -1148,6 +1148,18 @@ def test_who_was_cancelled_is_not_refused_again():
     assert (asked, ended, engine._live) == ([4], ["a ticket"], {})
 
 
+def test_what_runs_elsewhere_is_not_waited_for_beyond_the_deadline():
+    """Also while nothing is told of it."""
+    asked, ended = [], []
+    session = SimpleNamespace(cancel=asked.append, waiting=[], idle=True, keep_alive=lambda: None)
+    engine = EngineThread(lambda: session, Metrics("m"), slots=1, max_queue=1)
+    engine._live, engine._turn_away = {4: "a ticket"}, lambda *tickets: ended.extend(tickets)
+    engine.drain(0.2)
+    start = time.monotonic()
+    assert engine._follow_orders(session)
+    assert (asked, ended, engine._live) == ([4], ["a ticket"], {}) and 0.1 < time.monotonic() - start < 10
+
+
 def test_an_engine_elsewhere_is_asked_as_one_here():
     """Also what enters while others decode, who is cancelled, a step that fails, and the process's end."""
     process = EngineProcess(load_tiny, SimpleNamespace(error=None))

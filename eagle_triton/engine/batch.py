@@ -30,7 +30,7 @@ from eagle_triton.engine.step import Judge, Mode
 from eagle_triton.engine.step_chooser import StepChooser, StepOptions, rows_behind, size_for
 from eagle_triton.engine.step_reports import LaunchedStep, StepReports
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.engine.upload import upload
+from eagle_triton.engine.upload import to_device, upload
 from eagle_triton.reference.verification import ERROR, Verification
 
 PROMPT_TOKENS = 512  # of a prompt that are read between two steps: some 15 ms at 8B's shape on an H200
@@ -225,6 +225,9 @@ class Batch:
         """The prompt and the new tokens, as far as steps have told of them, of the request that is in a slot or has
         ended in it last: int64 [n], a copy."""
         self._check_usable()
+        entry = self._entries[slot]
+        if entry is not None and not entry.decodes:  # behind a pause what was told may not stand there again yet
+            return to_device(entry.first(self._told[slot]), self.sequences.device)
         return self.sequences.tokens[slot, : self._told[slot]].clone()
 
     def admit(self, request: Request) -> int:

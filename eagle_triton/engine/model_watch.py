@@ -207,33 +207,39 @@ class _Glance:
     """
 
     def __init__(self, read: Sequence[_Part], called: Sequence[nn.Module]):
-        modules = [part.module for part in read]
-        self._own = [module.__dict__ for module in modules]
+        self._modules = [part.module for part in read]
+        self._own = [module.__dict__ for module in self._modules]
         self._called = [module.__dict__ for module in called]
-        self._classes = {type(module) for module in modules}
-        self._of_tensors = [own[name] for own in self._own for name in ("_parameters", "_buffers")]
-        self._of_children = [own["_modules"] for own in self._own]
         constants = [(own, name) for own, part in zip(self._own, read, strict=True) for name in part.constants]
         self._holders, self._names = [own for own, _ in constants], [name for _, name in constants]
 
     def tensors(self) -> list[Tensor]:
         """What the parameters and buffers of the modules that are read are stored in."""
-        return _stored([*chain.from_iterable(map(dict.values, self._of_tensors))])
+        return _stored([*chain.from_iterable(map(dict.values, self._of_tensors()))])
 
     def facts(self) -> Iterator[Any]:
         """What changes when a module is replaced, moved, cast or hooked, or gets another forward or configuration."""
-        tensors = self.tensors()
-        yield [*chain.from_iterable(self._of_tensors)]  # names
+        tensors, classes = self.tensors(), list[Any](map(type, self._modules))
+        yield [*chain.from_iterable(self._of_tensors())]  # names
         yield [*map(Tensor.data_ptr, tensors)]
         yield [*map(Tensor.stride, tensors)]
-        yield [*map(id, chain.from_iterable(map(dict.values, self._of_children)))]
+        yield [*map(id, chain.from_iterable(map(dict.values, _each(self._own, "_modules"))))]
         yield [*map(dict.get, self._holders, self._names)]
-        for name in ("forward", "config"):
-            yield [*map(id, map(dict.get, self._own, repeat(name)))]
-        yield {kind: kind.forward for kind in self._classes}
+        yield [*map(id, _each(self._own, "config"))]
+        yield [*_each(self._own, "forward")]
+        yield classes
+        yield {kind: kind.forward for kind in {*classes}}
         for owners in (self._own, self._called):
             for name in ("_forward_hooks", "_forward_pre_hooks"):
-                yield any(map(dict.get, owners, repeat(name)))
+                yield [*chain.from_iterable(_each(owners, name))]  # numbers, each given once
+
+    def _of_tensors(self) -> Iterator[dict[str, Tensor | None]]:
+        return chain(_each(self._own, "_parameters"), _each(self._own, "_buffers"))
+
+
+def _each(holders: Sequence[dict[str, Any]], name: str) -> Iterator[Any]:
+    """What each of some dictionaries has under a name."""
+    return map(dict.get, holders, repeat(name))
 
 
 def _stored(tensors: Sequence[Tensor | None]) -> list[Tensor]:

@@ -269,9 +269,8 @@ class _Leader:
                 self._follow(what, value)
             if not session.idle:
                 info = session.advance()
-                waiting = [self._numbers[index] for index in session.waiting]
                 pieces = [self._portable(piece) for piece in info.pieces if piece.index in self._numbers]
-                self._tell((replace(info, pieces=pieces), waiting, self._known))
+                self._tell((replace(info, pieces=pieces), self._waiting(), self._known))
 
     def _follow(self, what: str, value: Any) -> None:
         if what == _ENQUEUE:
@@ -282,11 +281,15 @@ class _Leader:
             except Exception as error:  # of this request alone, whatever it is
                 log.exception("a request cannot be decoded")
                 failed = Completion(number, _NO_TOKENS, [], None, "error", str(error))
-                self._tell((StepInfo(0, 0.0, 0, 0, 0, [Piece(number, [], completion=failed)]), [], self._known))
+                piece = Piece(number, [], completion=failed)
+                self._tell((StepInfo(0, 0.0, 0, 0, 0, [piece]), self._waiting(), self._known))
         else:
             for index in [index for index, number in self._numbers.items() if number == value]:
                 self._session.cancel(index)
                 del self._numbers[index]
+
+    def _waiting(self) -> list[int]:
+        return [self._numbers[index] for index in self._session.waiting]
 
     def _portable(self, piece: Piece) -> Piece:
         """A piece by the number that the other process knows, and without tensors of a device."""

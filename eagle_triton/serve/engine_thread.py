@@ -228,9 +228,9 @@ class EngineThread:
                 self._enter(session, self._line.popleft())
             self._count(session)
             try:
-                order = self._orders.get(block=session.idle, timeout=KEEP_ALIVE_SECONDS)
+                order = self._orders.get(block=session.idle, timeout=self._patience())
             except queue.Empty:
-                if session.idle:
+                if session.idle and self._patience():
                     session.keep_alive()
                     continue
                 break
@@ -253,9 +253,15 @@ class EngineThread:
                 self._turn_away(order)
             else:
                 self._line.append(order)
-        if self._deadline is not None and time.monotonic() > self._deadline:
+        if not self._patience():
             self._refuse(session, list(self._live))
         return True
+
+    def _patience(self) -> float:
+        """Seconds to wait for orders, at most; 0: what runs has had its time."""
+        if self._deadline is None or not self._live:
+            return KEEP_ALIVE_SECONDS
+        return min(max(self._deadline - time.monotonic(), 0.0), KEEP_ALIVE_SECONDS)
 
     def _enter(self, session: Session | RemoteSession, ticket: Ticket) -> None:
         try:
