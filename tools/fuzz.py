@@ -811,6 +811,7 @@ def check_server(call: Call) -> Outcome:
     from eagle_triton import EAGLEConfig, EAGLEInference
     from eagle_triton.serve.app import Service, make_app
     from eagle_triton.serve.drafters import Drafters
+    from eagle_triton.serve.engine_process import Served
     from eagle_triton.serve.engine_thread import EngineThread
     from eagle_triton.serve.metrics import Metrics
     from eagle_triton.serve.prompts import PromptReader
@@ -822,7 +823,7 @@ def check_server(call: Call) -> Outcome:
     except ValueError as refusal:
         return Outcome("refused", _kind(refusal))
     thread = EngineThread(lambda: engine.session(200), Metrics("fuzz"), config.slots, 64)
-    app = make_app(Service(thread, PromptReader(engine, 200, None), Drafters.read(engine), "fuzz"))
+    app = make_app(Service(thread, PromptReader(Served.read(engine), 200, None), Drafters.read(engine), "fuzz"))
     names = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
 
     def ask(request: dict[str, Any]) -> Any:
