@@ -8,8 +8,10 @@ import pytest
 from tools import fuzz
 
 
-@pytest.mark.parametrize("door", ("generate", "inference", "session", "eamodel"))
+@pytest.mark.parametrize("door", ("generate", "inference", "session", "eamodel", "server"))
 def test_a_few_calls_of_each_door_agree(door, capsys):
+    if door == "server":
+        pytest.importorskip("uvicorn", reason='pip install ".[serve,test]"')
     assert fuzz.main(["120", "3", "--door", door, "--calls", "2"]) == 0, capsys.readouterr().out
     assert re.search(rf"^{door} +2 ", capsys.readouterr().out, re.M)
 
