@@ -152,6 +152,43 @@ def test_a_field_that_the_forward_reads_is_refused_before_and_after_optimising(f
         optimize_with_triton(m.base_model)
 
 
+OWN_FIELDS = {  # of modules of SafeAILab's, which have copies of what a configuration says
+    "num_heads": ("base_model.model.layers.0.self_attn", 4, 2),
+    "num_key_value_heads": ("base_model.model.layers.0.self_attn", 2, 1),
+    "hidden_size": ("base_model.model.layers.0.self_attn", 64, 32),
+    "pretraining_tp": ("base_model.model.layers.0.mlp", 1, 2),
+    "attention_type": ("base_model.model.layers.0", "full_attention", "sliding_attention"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_FIELDS)
+def test_a_field_that_only_some_families_read_is_watched(name):
+    path, before, after = OWN_FIELDS[name]
+    m, prompt = model(), random_prompt(9)
+    owner = operator.attrgetter(path)(m)
+    setattr(owner, name, before)
+    with optimize_eagle_with_triton(m):
+        expected = m.eagenerate(prompt, max_new_tokens=5)
+        setattr(owner, name, after)
+        with pytest.raises(RuntimeError, match=rf"{path}\.{name} was changed from"):
+            m.eagenerate(prompt, max_new_tokens=5)
+        setattr(owner, name, before)
+        assert torch.equal(m.eagenerate(prompt, max_new_tokens=5), expected)
+
+
+def test_dropout_of_a_model_in_training_mode_is_refused():
+    m, prompt = model(), random_prompt(9)
+    for layer in m.base_model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with optimize_eagle_with_triton(m):
+        expected = m.eagenerate(prompt, max_new_tokens=5)
+        m.train()
+        with pytest.raises(RuntimeError, match=r"layers\.0\.self_attn is in training mode with attention_dropout"):
+            m.eagenerate(prompt, max_new_tokens=5)
+        m.eval()
+        assert torch.equal(m.eagenerate(prompt, max_new_tokens=5), expected)
+
+
 def test_layer_types_that_mistral_masks_otherwise_are_refused():
     m = tiny_model("mistral", **SMALL)
     m.base_model.config.layer_types = ["full_attention"] * 6

@@ -732,6 +732,17 @@ def test_a_processor_that_fails_leaves_the_model_usable(model):
         assert generate_row(originals).fallbacks == 0
 
 
+def test_a_processor_that_edits_the_tokens_is_refused_by_name(model):
+    def edits(ids, scores):
+        ids[:, 0] = 1
+        return scores
+
+    prompt = PROMPT.clone()
+    with optimize_with_triton(model, "suffix"):
+        with pytest.raises(RuntimeError, match="a logits processor changed input_ids in place"):
+            model.generate(prompt, max_new_tokens=9, logits_processor=[edits])
+
+
 # --- drafts that a call asks for ---
 
 

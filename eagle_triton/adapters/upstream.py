@@ -71,6 +71,7 @@ def read_target(model: Any, targets: dict[str, bool], eagle3: bool) -> ModelView
     refuse_sharded(model.base_model, "model.base_model")
     config = model.base_model.config
     check_tensor_parallel(config, "model.base_model.config")
+    check_tensor_parallel(model.base_model, "model.base_model")
     body = attribute_at(model, "base_model.model", nn.Module)
     layers = tuple(_layer(model, f"base_model.model.layers.{i}", root="model") for i in range(len(body.layers)))
     features: tuple[int, ...] = ()
@@ -103,7 +104,7 @@ def read_eagle3_head(model: Any, target: ModelView) -> Eagle3Draft:
     return Eagle3Draft(
         embedding=_embedding(head, target, fc.out_features),
         fc=read_projection(head, "fc", root=root),
-        layers=(_head_layer(head, "midlayer"),),
+        layers=(_layer(head, "midlayer", root="model.ea_layer"),),
         head=read_projection(head, "lm_head", root=root),
         tree_reader=lambda: read_tree(head),
         hidden_norm=read_norm(head, "midlayer.hidden_norm", root=root),
@@ -122,7 +123,7 @@ def read_eagle1_head(model: Any, target: ModelView, tree_reader: Callable[[nn.Mo
     return Eagle1Draft(
         embedding=_embedding(head, target, fc.out_features),
         fc=read_projection(head, "fc", root=root),
-        layers=tuple(_head_layer(head, f"layers.{index}") for index in range(count)),
+        layers=tuple(_layer(head, f"layers.{index}", root="model.ea_layer") for index in range(count)),
         head=target.head,
         tree_reader=lambda: tree_reader(head),
     )
@@ -134,6 +135,9 @@ def _layer(module: Any, path: str, *, root: str) -> Layer:
     attention = attribute_at(layer, "self_attn", nn.Module, root=where)
     check_silu(attribute_at(layer, "mlp.act_fn", root=where), f"{where}.mlp.act_fn")
     config = attribute_at(attention, "config", root=f"{where}.self_attn")
+    check_tensor_parallel(config, f"{where}.self_attn.config")
+    check_tensor_parallel(attention, f"{where}.self_attn")
+    check_tensor_parallel(layer.mlp, f"{where}.mlp")
     head_dim = attribute_at(attention, "head_dim", int, root=f"{where}.self_attn")
     own_rotary = hasattr(attention, "rotary_emb")
     return read_layer(
@@ -148,16 +152,13 @@ def _layer(module: Any, path: str, *, root: str) -> Layer:
     )
 
 
-def check_tensor_parallel(config: Any, where: str) -> None:
-    """Raise UnsupportedModelError if projections are computed in slices, whose sums round differently."""
-    if (slices := getattr(config, "pretraining_tp", 1)) not in (None, 1):
+def check_tensor_parallel(reader: Any, where: str) -> None:
+    """Raise UnsupportedModelError if projections are computed in slices, whose sums round differently.
+
+    reader: a configuration, or a module that has its own copy of the field.
+    """
+    if (slices := getattr(reader, "pretraining_tp", 1)) not in (None, 1):
         raise UnsupportedModelError(f"{where}.pretraining_tp must be 1, got {slices}")
-
-
-def _head_layer(head: nn.Module, path: str) -> Layer:
-    attention = attribute_at(head, f"{path}.self_attn", nn.Module, root="model.ea_layer")
-    check_tensor_parallel(attention.config, f"model.ea_layer.{path}.self_attn.config")
-    return _layer(head, path, root="model.ea_layer")
 
 
 def _rotary(owner: Any, where: str) -> Rotary:

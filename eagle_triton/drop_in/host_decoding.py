@@ -78,7 +78,13 @@ class HostChooser:
     def _choose_as_the_original(self, row: Tensor) -> Tensor:
         """The same, while not all rows are done, with what the caller has brought."""
         logits = row.to(device=self.sequences.device, dtype=torch.float32, copy=True)
+        version = self.sequences._version if not self.sequences.is_inference() else None
         scores = self._process(self.sequences, logits)
+        if version is not None and self.sequences._version != version:
+            raise RuntimeError(
+                "a logits processor changed input_ids in place, and the engine has read these tokens already: let it "
+                "change the scores, or call the original (originals.restore())"
+            )
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:

@@ -39,11 +39,14 @@ TENSOR_PARALLEL = "transformers.distributed.tensor_parallel"
 GROWING_TABLES = frozenset({"cos_cached", "sin_cached"})  # of rotary modules that replace them by longer ones
 
 
-CONFIG_FIELDS = ("num_hidden_layers", "layer_types", "sliding_window", "_attn_implementation")
-"""Fields of a configuration that the forwards of all families read each time they run."""
+CONFIG_FIELDS = ("num_hidden_layers", "layer_types", "sliding_window", "_attn_implementation", "pretraining_tp")
+"""Fields of a configuration that the forwards of any family read each time they run."""
 
-MODULE_FIELDS = ("is_causal", "head_dim", "num_key_value_groups", "layer_idx", "sliding_window", "rope_type")
-"""Attributes of attention and rotary modules that their forwards read each time, beside numbers such as a scaling."""
+MODULE_FIELDS = (
+    *("is_causal", "head_dim", "num_key_value_groups", "layer_idx", "sliding_window", "rope_type"),
+    *("num_heads", "num_key_value_heads", "hidden_size", "pretraining_tp", "attention_type"),  # SafeAILab's read these
+)
+"""Attributes of modules that their forwards read each time, beside floating-point numbers such as a scaling."""
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -140,11 +143,16 @@ class ModelWatch:
         owners = [part for part in self._read if part.config is not None]
         configs = {id(part.config): (f"{part.path}.config", part.config) for part in owners}
         self._configs = [(path, config, _fields(config)) for path, config in configs.values()]
+        self._with_dropout = [part for part in self._read if part.constants.get("attention_dropout")]
         self._glance = _Glance(self._read, [module for _, module in self._called])
         self._as_read = self._facts()
 
     def change(self) -> str | None:
-        """A sentence about the first part that was replaced, moved or cast, or got a hook; None if there is none."""
+        """A sentence about the first part that was replaced, moved or cast, got a hook, or drops out; None if there is
+        none."""
+        for part in self._with_dropout:
+            if part.module.training:
+                return f"{part.path} is in training mode with attention_dropout, which would not run: call model.eval()"
         now = self._facts()
         if now == self._as_read:
             return None

@@ -324,6 +324,9 @@ def test_what_cannot_be_decoded_is_refused():
     model.base_model.config.pretraining_tp = 2
     refused(model, "pretraining_tp must be 1, got 2")
     model = build_safeailab()
+    model.base_model.model.layers[1].mlp.pretraining_tp = 2  # which has a copy of the field
+    refused(model, r"layers\.1\.mlp\.pretraining_tp must be 1, got 2")
+    model = build_safeailab()
     type(model.base_model).__module__, name = "modeling_mixtral_kv", type(model.base_model).__module__
     try:
         refused(model, "modeling_llama_kv or .* got LlamaForCausalLM of modeling_mixtral_kv")
