@@ -738,9 +738,9 @@ def test_a_processor_that_edits_the_tokens_is_refused_by_name(model):
         return scores
 
     prompt = PROMPT.clone()
-    with optimize_with_triton(model, "suffix"):
-        with pytest.raises(RuntimeError, match="a logits processor changed input_ids in place"):
-            model.generate(prompt, max_new_tokens=9, logits_processor=[edits])
+    changed = pytest.raises(RuntimeError, match="a logits processor changed input_ids in place")
+    with optimize_with_triton(model, "suffix"), changed:
+        model.generate(prompt, max_new_tokens=9, logits_processor=[edits])
 
 
 # --- drafts that a call asks for ---

@@ -257,7 +257,7 @@ MODES = {
     "mtp": Mode(
         "steps and first tokens of a Qwen3.5 with random weights and multi-token prediction (default: a batch of 1; on "
         "a CPU give --hybrid tiny or demo-gdn)",
-        ("--hybrid", "--tree", "--context", "--batch", "--max-length", "--num-runs"),
+        ("--hybrid", "--tree", "--context", "--batch", "--slots", "--max-length", "--num-runs"),
         {"batch": None, "max_length": None},
     ),
     "serve": Mode(

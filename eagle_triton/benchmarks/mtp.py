@@ -19,7 +19,7 @@ from eagle_triton.benchmarks.drafters import Run, decode
 from eagle_triton.benchmarks.models import weight_bytes
 from eagle_triton.benchmarks.parity import margin_bound
 from eagle_triton.benchmarks.record import table
-from eagle_triton.benchmarks.step import STEPS, optimised_step
+from eagle_triton.benchmarks.step import STEPS, optimised_step, slots_of
 from eagle_triton.benchmarks.timing import copy_bandwidth, noise, synchronise
 from eagle_triton.demo import HYBRID, demo_prompts, path_of
 from eagle_triton.engine.drafts.beams import with_vocabulary
@@ -63,18 +63,19 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     bandwidth = copy_bandwidth(view.device)
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s; {vocabulary} tokens are drafted from")
     contexts = args.context or ([512] if cuda else [32])
-    cases = list(itertools.product(args.tree or SPECS, args.batch or [1], contexts))
+    cases = list(itertools.product(args.tree or SPECS, args.batch or [1], contexts, slots_of(args)))
     with torch.no_grad(), tqdm(cases, desc="decode steps", disable=args.json or None, leave=False) as bar:
-        for name, batch, context in bar:
+        for name, batch, context, slots in bar:
             bar.set_postfix_str(f"{name}, batch {batch}, context {context}")
             engine.clear()
             spec, prompts = SPECS[name], random_prompts(view.vocab_size, batch, context)
             target = model if batch == 1 else None
+            on_device = [prompt.to(view.device) for prompt in prompts]
             figures = optimised_step(
-                engine, [prompt.to(view.device) for prompt in prompts], spec, SamplingParams(), args.num_runs, target
+                engine, on_device, spec, SamplingParams(), args.num_runs, target, slots=slots or batch
             )
             floor = weight_bytes(view, draft, spec) / bandwidth * 1e3
-            case = {"variant": name, "batch": batch, "context": context}
+            case = {"variant": name, "batch": batch, "slots": slots or batch, "context": context}
             rows.append({**case, **figures, "floor_ms": floor, "floor_share": floor / figures["ms_per_step"]})
         engine.clear()
         for context in contexts:
@@ -90,8 +91,10 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
 def _measure_demo(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[str, Any]], notes: list[str]) -> None:
     """Held-out prompts one after another: how many tokens a step gives, and whether they are plain decoding's."""
-    if args.context or args.batch:
-        raise ValueError("--context and --batch are of random weights: demo-gdn decodes its own prompts one by one")
+    if args.context or args.batch or args.slots:
+        raise ValueError(
+            "--context, --batch and --slots are of random weights: demo-gdn decodes its own prompts one by one"
+        )
     path, new = path_of(HYBRID), args.max_length or 64
     model: Any = load_target(path, hybrids=True, dtype=dtype).to(args.device)
     tokenizer, view = load_tokenizer(path), read_causal_lm(model)
@@ -162,6 +165,7 @@ def text(rows: list[dict[str, Any]]) -> str:
     columns: dict[str, Callable[[dict[str, Any]], Any]] = {
         "": lambda row: row["variant"],
         "batch": lambda row: row.get("batch"),
+        "slots": lambda row: row.get("slots"),
         "context": lambda row: row.get("context"),
         "ms/step": lambda row: row.get("ms_per_step"),
         "device ms": lambda row: row.get("device_ms"),

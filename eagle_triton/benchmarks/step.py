@@ -6,7 +6,7 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,10 +65,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     clocks = GpuClocks(view.device)
     bandwidth = copy_bandwidth(view.device)
     contexts = args.context or ([512] if cuda else [64])
-    places = args.slots or [None]  # as many as there are sequences
-    if args.slots and min(args.slots) < max(args.batch):
-        raise ValueError(f"--slots {min(args.slots)} has no room for --batch {max(args.batch)}")
-    cases = list(itertools.product(dict.fromkeys(args.decoding), args.batch, contexts, places))
+    cases = list(itertools.product(dict.fromkeys(args.decoding), args.batch, contexts, slots_of(args)))
     if mean is not None:
         notes.append(WARNING.format(mean))
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
@@ -112,6 +109,13 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             add(name, decoding, 1, context, original_step(originals[name], prompt, decoding, room))
     notes += [f"{path}: {reason}" for path, reason in engine.notes.items()]
     notes += noise(STEPS[view.device.type] * args.num_runs, "take more of --num-runs")
+
+
+def slots_of(args: argparse.Namespace) -> Sequence[int | None]:
+    """The values of --slots, None for as many as there are sequences. ValueError where the sequences have no room."""
+    if args.slots and min(args.slots) < max(args.batch or [1]):
+        raise ValueError(f"--slots {min(args.slots)} has no room for --batch {max(args.batch)}")
+    return args.slots or [None]
 
 
 def optimised_step(
