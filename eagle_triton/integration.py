@@ -14,48 +14,40 @@ from weakref import WeakSet
 from torch import nn
 from typing_extensions import NamedTuple, Unpack  # which may be generic, and be there, in Python 3.10
 
-from eagle_triton.adapters import eagle_llm, native, upstream
-from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
-from eagle_triton.adapters.float8 import EXACT, Float8Reading, check_activations, note_on_called, with_float8
-from eagle_triton.adapters.module_reader import check_readable
-from eagle_triton.adapters.mtp import read_mtp
-from eagle_triton.adapters.refusal import UnsupportedModelError
+from eagle_triton import patching
 from eagle_triton.demo import path_of
-from eagle_triton.drop_in import causal_lm as causal_lm_methods
-from eagle_triton.drop_in import eagle_llm as eagle_llm_methods
-from eagle_triton.drop_in import native as native_methods
-from eagle_triton.drop_in import patching
-from eagle_triton.drop_in import upstream as upstream_methods
-from eagle_triton.drop_in.causal_lm import Assistance, Drafting
-from eagle_triton.drop_in.generate import generate_seam
-from eagle_triton.drop_in.methods import check_tree
-from eagle_triton.drop_in.patching import Originals, PatchError
 from eagle_triton.engine.drafts.beams import checked_vocabulary, vocabulary_note, with_vocabulary
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.float8 import check_draft_dtype, float8_draft
 from eagle_triton.engine.drafts.hybrid import beams_of, scoring, with_suffix_drafts
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.model import ModelView
-from eagle_triton.engine.model_watch import ModelWatch
+from eagle_triton.engine.memory.pages import check_cache_tokens
+from eagle_triton.engine.model.model_view import ModelView
+from eagle_triton.engine.model.model_watch import ModelWatch
 from eagle_triton.engine.operations import choose_operations
-from eagle_triton.engine.options import with_options
-from eagle_triton.engine.pages import check_cache_tokens
 from eagle_triton.engine.tree_spec import MOST_NODES, PLAIN, TreeSpec
+from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families import eagle_llm, hf_generate, own_ea_model, safeailab
+from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
+from eagle_triton.families.generate import generate_seam
+from eagle_triton.families.hf_generate import Assistance, Drafting
+from eagle_triton.families.methods import check_tree
+from eagle_triton.families.reading.float8 import EXACT, Float8Reading, check_activations, note_on_called, with_float8
+from eagle_triton.families.reading.module_reader import check_readable
+from eagle_triton.families.reading.mtp import read_mtp
 from eagle_triton.models.head_loading import fit_head, load_head
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.loading import HEAD_FOLDERS, directory_or_hub_id
 from eagle_triton.models.mtp import MTP, MTPHead, load_mtp
 from eagle_triton.models.target import text_config
+from eagle_triton.options import with_options
+from eagle_triton.patching import Originals, PatchError
 from eagle_triton.reference.verification import Verification
 
 log = logging.getLogger(__name__)
 
-FAMILIES: tuple[tuple[ModuleType, ModuleType], ...] = (
-    (native, native_methods),
-    (upstream, upstream_methods),
-    (eagle_llm, eagle_llm_methods),
-)
+FAMILIES: tuple[ModuleType, ...] = (own_ea_model, safeailab, eagle_llm)
 
 SUFFIX, NGRAM = "suffix", "ngram"  # drafts by their names
 SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5  # of drafts that are asked for by name; 16 rows are one tile of a product
@@ -273,21 +265,21 @@ def optimize_eagle_with_triton(
     """
     config = _configuration(EagleTritonConfig, config, options)
     _check_original(model)
-    adapter, methods = _family(model)
+    family = _family(model)
     check_readable(model)
     roots: dict[str, nn.Module] = {"model": model}
-    view, draft = adapter.read(model)
+    view, draft = family.read(model)
     read = with_float8(view, draft, roots, config.activations)
     if config.suffix_drafts:
         draft = with_suffix_drafts(read.draft, config.suffix_drafts, view.device)
         draft.read_tree()  # refuses one that has no place for them
         read = read._replace(draft=draft)
     engine = _engine(read, config, roots)
-    seams, skipped = (*methods.seams(model, engine), generate_seam(model, engine)), {}
+    seams, skipped = (*family.seams(model, engine), generate_seam(model, engine)), {}
     if config.patch_modules and view.ranks is not None:
         skipped = {"ea_layer.topK_genrate, self_attn.forward": "the originals run: ranks share the target (tp_plan)"}
     elif config.patch_modules:
-        more, skipped = methods.module_seams(model, engine)
+        more, skipped = family.module_seams(model, engine)
         seams += more
     draft_in_use = _draft_in_use(config, engine)
     skipped |= _no_megakernel(config, draft_in_use)
@@ -295,7 +287,7 @@ def optimize_eagle_with_triton(
         raise UnsupportedModelError("; ".join(f"{path}: {reason}" for path, reason in skipped.items()))
 
     def drop_caches() -> None:
-        methods.drop_caches(model)
+        family.drop_caches(model)
         engine.clear()
 
     engine.notes.update(skipped)
@@ -362,7 +354,7 @@ def optimize_with_triton(
         engine.clear()
         assistants.clear()
 
-    seams = causal_lm_methods.seams(model, Drafting(engine, read_tree), assistants, config.strict)
+    seams = hf_generate.seams(model, Drafting(engine, read_tree), assistants, config.strict)
     return _patched(model, seams, clear, engine, draft_in_use)
 
 
@@ -478,7 +470,7 @@ def _read(model: Any, draft: Any, config: TritonConfig, roots: dict[str, nn.Modu
     """A plain model and its draft. A head decides which of the target's layers it sees, so both are read at once."""
     drafted: Draft | None
     if isinstance(draft, DraftHead):
-        view, drafted = native.read_pair(model, draft)
+        view, drafted = own_ea_model.read_pair(model, draft)
     else:
         view = read_causal_lm(model)
         drafted = make_draft(draft, view, config)
@@ -612,13 +604,13 @@ def _patched(
 
 def _recognised(model: Any) -> bool:
     """Whether it is an EaModel of any family."""
-    return any(adapter.recognise(model) for adapter, _ in FAMILIES)
+    return any(family.recognise(model) for family in FAMILIES)
 
 
-def _family(model: Any) -> tuple[ModuleType, ModuleType]:
-    for adapter, methods in FAMILIES:
-        if adapter.recognise(model):
-            return adapter, methods
+def _family(model: Any) -> ModuleType:
+    for family in FAMILIES:
+        if family.recognise(model):
+            return family
     raise UnsupportedModelError(
         f"expected an EaModel (eagle_triton, SafeAILab/EAGLE or eagle-llm 1.x) with base_model and ea_layer, got "
         f"{type(model).__module__}.{type(model).__qualname__}"

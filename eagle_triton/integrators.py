@@ -30,6 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.ops.sampling.draws import choose_chunk, choose_token, chunk_of
+from eagle_triton.ops.sampling.filter_thresholds import merge_peaks
 from eagle_triton.reference import integrators as reference
 from eagle_triton.reference.integrators import (
     TreeMaskMode,
@@ -41,8 +43,6 @@ from eagle_triton.reference.integrators import (
     packed_dtypes,
 )
 from eagle_triton.runtime.launch import launch
-from eagle_triton.sampling.draws import choose_chunk, choose_token, chunk_of
-from eagle_triton.sampling.filter_thresholds import merge_peaks
 
 _NOWHERE = tl.constexpr(2**31 - 1)
 

@@ -25,20 +25,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gluon
 
-from eagle_triton.adapters import native
-from eagle_triton.attention import launchers
-from eagle_triton.attention import streamed as streamed_attention
-from eagle_triton.engine.batch import Batch
+from eagle_triton import attention as launchers
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
-from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.linear import products, settings, streamed
+from eagle_triton.families import own_ea_model as native
+from eagle_triton.ops import attention_hopper as streamed_attention
+from eagle_triton.ops.linear import dispatch as products
+from eagle_triton.ops.linear import hopper as streamed
+from eagle_triton.ops.linear import settings
 from eagle_triton.runtime import compile_ahead, fallback, overlap
 from tests.tiny import random_prompt, tiny_model
 
-STREAMED_WIDTH = 64  # of heads, whose trees attention/streamed.py attends
+STREAMED_WIDTH = 64  # of heads, whose trees ops/attention_hopper.py attends
 WAYS = (  # the tree's nodes, and the width of heads
     (SamplingParams(), 60, 16),
     (SamplingParams(), 60, STREAMED_WIDTH),

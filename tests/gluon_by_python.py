@@ -4,7 +4,7 @@ It shows what indices, slots and barriers do, which no interpreter of Gluon does
 operands when it is waited for, so a slot that is refilled too early gives wrong numbers; a wait that nobody ends raises
 TimeoutError. What an earlier kernel makes is NaN, or no number, until a program has waited for that. Layouts, fences
 and barriers of the threads of one partition mean nothing here, and numbers are double until a kernel asks for another
-kind. It knows what the kernels of linear/wide.py, linear/paired_float8.py and attention/streamed.py ask for.
+kind. It knows what the kernels of hopper_many_rows.py, hopper_fp8_few_rows.py and attention_hopper.py in ops/ ask for.
 """
 
 from __future__ import annotations

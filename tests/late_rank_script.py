@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from eagle_triton import EaModel, optimize_eagle_with_triton, optimize_with_triton
 from eagle_triton.engine import ranks
-from eagle_triton.speculative import EAGLEInference
+from eagle_triton.inference import EAGLEInference
 from tests.tensor_parallel_script import TREE, save
 from tests.tiny import random_prompt
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import triton
 from triton.compiler import ASTSource
 
-from eagle_triton.layers.norms import _rms_norm_kernel, _shared_rms_norm_kernel, norm_warps
+from eagle_triton.ops.layers.norms import _rms_norm_kernel, _shared_rms_norm_kernel, norm_warps
 from eagle_triton.runtime.launch import EXACT
 from tests.compile_cases.layers import _ALIGNED
 from tests.compile_kernels import TARGETS

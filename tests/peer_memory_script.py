@@ -33,8 +33,8 @@ def memory_in(folder: Path, rank: int, create: bool = False, rows: int = ROWS, w
 def main(argv: list[str]) -> int:
     folder, what, rank = Path(argv[0]), argv[1], int(argv[2])
     if what == "kernel":
-        from eagle_triton.exchange import join_columns
-        from eagle_triton.layers import add_rms_norm
+        from eagle_triton.ops.exchange import join_columns
+        from eagle_triton.ops.layers import add_rms_norm
     else:
         from eagle_triton.reference.exchange import join_columns
         from eagle_triton.reference.layers import add_rms_norm

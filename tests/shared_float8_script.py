@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from eagle_triton import EaModel, UnsupportedModelError, optimize_eagle_with_triton, optimize_with_triton
-from eagle_triton.adapters import native
-from eagle_triton.adapters.float8 import with_float8
+from eagle_triton.families import own_ea_model as native
+from eagle_triton.families.reading.float8 import with_float8
 from eagle_triton.models.heads import DraftConfig, Eagle3Head
 from tests.float8_models import at_once, in_blocks, in_rows, with_fp8
 from tests.tensor_parallel_script import refused

@@ -23,22 +23,22 @@ from transformers import AutoModelForCausalLM, StoppingCriteria
 from transformers.distributed import DistributedConfig
 
 from eagle_triton import EaModel, UnsupportedModelError, optimize_eagle_with_triton, optimize_with_triton
-from eagle_triton.adapters import native
-from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
-from eagle_triton.adapters.mtp import read_mtp
-from eagle_triton.adapters.sharded import share_head
-from eagle_triton.engine import pages
-from eagle_triton.engine.batch import Batch
-from eagle_triton.engine.modules import Projection
+from eagle_triton.engine.memory import pages
+from eagle_triton.engine.model.modules import Projection
 from eagle_triton.engine.ranks import RanksError
-from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.families import own_ea_model as native
+from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
+from eagle_triton.families.reading.mtp import read_mtp
+from eagle_triton.families.reading.sharded import share_head
+from eagle_triton.inference import EAGLEConfig, EAGLEInference, Session, SharedSession
 from eagle_triton.models.heads import DraftConfig, Eagle1Head
 from eagle_triton.models.loading import HEAD_FOLDERS
 from eagle_triton.models.mtp import MTPHead, new_unit
 from eagle_triton.runtime.float8_weight import quantised
-from eagle_triton.speculative import EAGLEConfig, EAGLEInference, Session, SharedSession
 from tests.float8_models import Float8Tensor
 from tests.peer_memory_script import memory_in
 from tests.tiny import random_prompt, tiny_model

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from eagle_triton.adapters import eagle_llm, native, upstream
-from eagle_triton.adapters.module_reader import read_norm
-from eagle_triton.adapters.refusal import UnsupportedModelError
-from eagle_triton.drop_in import methods
-from eagle_triton.drop_in.attention import PreallocatedRows, _ancestors
-from eagle_triton.drop_in.patching import Fallback
 from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families import eagle_llm, methods
+from eagle_triton.families import own_ea_model as native
+from eagle_triton.families import safeailab as upstream
+from eagle_triton.families.attention_forward import PreallocatedRows, _ancestors
+from eagle_triton.families.reading.module_reader import read_norm
+from eagle_triton.patching import Fallback
 from tests.tiny import tiny_model
 
 HIDDEN, HEADS, KV_HEADS, VOCAB, DRAFT_VOCAB = 32, 4, 2, 24, 16

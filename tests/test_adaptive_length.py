@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 
-from eagle_triton import EAGLEConfig, EAGLEInference, EaModel, adaptive_length
+from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.demo import demo_prompts
 from eagle_triton.engine.drafts.beams import LEVELS
+from eagle_triton.inference.speculative_config import SpeculativeConfig
+from eagle_triton.ops import adaptive_length
 from eagle_triton.reference import adaptive_length as reference
 from eagle_triton.reference.adaptive_length import EGAGConfig, GuideTensors
-from eagle_triton.speculative.speculative_config import SpeculativeConfig
 from eagle_triton.speculative_decoding import speculative_generate
 from eagle_triton.speculative_decoding.egag import EntropyGuide
 from tests.tiny import tiny_model

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from eagle_triton.attention import launchers as kernels
+from eagle_triton import attention as kernels
 from eagle_triton.reference import attention as reference
 from eagle_triton.reference.layers import float8_pair
 from eagle_triton.runtime.overlap import triton_version
@@ -301,7 +301,10 @@ def test_streamed_keys_give_the_same_bits(nodes, kv_heads, group, width, words, 
 @pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6, whose Gluon compiles these kernels")
 def test_products_let_the_next_kernel_start_behind_their_own_wait():
     """What is committed before a product is complete when attention reads it early (runtime/overlap.py)."""
-    from eagle_triton.linear import paired_float8, streamed, streamed_float8, wide
+    from eagle_triton.ops.linear import hopper as streamed
+    from eagle_triton.ops.linear import hopper_fp8 as streamed_float8
+    from eagle_triton.ops.linear import hopper_fp8_few_rows as paired_float8
+    from eagle_triton.ops.linear import hopper_many_rows as wide
 
     for kernel, waits in (
         (streamed.linear_kernel, "gdc_wait()"),

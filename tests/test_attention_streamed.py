@@ -1,4 +1,4 @@
-"""The kernel of attention/streamed.py by its own Python: tiles, slots, splits, masks and early reads, all but layouts.
+"""ops/attention_hopper.py by its own Python: tiles, slots, splits, masks and early reads, all but layouts.
 
 tests/test_attention.py has its bits on a Hopper GPU.
 """
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_triton.attention import launchers
-from eagle_triton.attention.settings import Settings, settings_for
+from eagle_triton import attention as launchers
+from eagle_triton.attention import Settings, settings_for
 from eagle_triton.reference import attention as reference
 from eagle_triton.runtime.launch import recorded
 from tests.gluon_by_python import run as run_by_python

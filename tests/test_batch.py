@@ -10,15 +10,15 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from eagle_triton.engine import skipped_features
-from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.memory.pages import PAGE_ROWS
 from eagle_triton.engine.operations import make_operations
-from eagle_triton.engine.pages import PAGE_ROWS
-from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.requests import Request
+from eagle_triton.engine.scheduler.step_planner import MIN_SCRATCH_ROWS
+from eagle_triton.engine.scheduler.stop_rules import generate
 from eagle_triton.engine.skipped_features import start_skipping
-from eagle_triton.engine.step_chooser import MIN_SCRATCH_ROWS
-from eagle_triton.engine.stop_rules import generate
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.reference.verification import VERIFY_STRATEGIES, Verification, first_path
 from tests.test_engine import engine_for

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from eagle_triton import EaModel
-from eagle_triton.adapters import native
-from eagle_triton.adapters.float8 import with_float8
 from eagle_triton.benchmarks import drafters, egag, generate, mtp, operations, serve, step, timing
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.acceptance import deepest_path, fix_acceptance
@@ -24,6 +22,8 @@ from eagle_triton.benchmarks.plot import plot
 from eagle_triton.benchmarks.record import Record, histogram_table
 from eagle_triton.engine.operations import Operations, make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.families import own_ea_model as native
+from eagle_triton.families.reading.float8 import with_float8
 from eagle_triton.models import shapes
 from eagle_triton.reference import verification
 from tests.tiny import random_prompt, tiny_model

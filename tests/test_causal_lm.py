@@ -8,20 +8,20 @@ import transformers
 from torch import nn
 
 from eagle_triton import EAGLEConfig, EAGLEInference, optimize_with_triton, restore
-from eagle_triton.adapters import native
-from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
-from eagle_triton.adapters.refusal import UnsupportedModelError
-from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.drafts.eagle import Eagle1Draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
-from eagle_triton.engine.stop_rules import generate
+from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.stop_rules import generate
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families import own_ea_model as native
+from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
+from eagle_triton.inference import SpeculativeConfig
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.heads import DraftConfig, Eagle1Head, Eagle3Head
 from eagle_triton.reference.sampling import SamplingTensors, probabilities
-from eagle_triton.speculative import SpeculativeConfig
 from tests.tiny import FAMILIES, random_prompt, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -31,7 +31,7 @@ from eagle_triton.cli.figures import figures
 from eagle_triton.cli.interrupts import kept_interrupts
 from eagle_triton.cli.settings import MOST_SEED, Settings
 from eagle_triton.demo import demo_directory
-from eagle_triton.speculative.conversation import Conversation
+from eagle_triton.inference.conversation import Conversation
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = State()

@@ -17,14 +17,14 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 import eagle_triton
-from eagle_triton.adapters import native
 from eagle_triton.engine import skipped_features
-from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
-from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN
+from eagle_triton.families import own_ea_model as native
 from eagle_triton.runtime import compile_ahead
 from eagle_triton.runtime import launch as launching
 from eagle_triton.runtime.compile_ahead import compiled_ahead

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from eagle_triton import EaModel, UnsupportedModelError, optimize_eagle_with_triton, optimize_with_triton
-from eagle_triton.adapters.float8 import read_float8
+from eagle_triton.families.reading.float8 import read_float8
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 from tests.float8_models import compressed, decompress_at_first, with_fp8
 from tests.tiny import random_prompt, tiny_model

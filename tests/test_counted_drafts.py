@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
-from eagle_triton import ngram_table as kernels
-from eagle_triton.adapters import native
-from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.drafts.counted import CountedDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import StepGraph
+from eagle_triton.engine.memory.by_slot import tensors_of
+from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.operations import make_operations
-from eagle_triton.engine.pages import SlotPages
-from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
-from eagle_triton.engine.slots import tensors_of
+from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.step import Mode, decode_step
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
-from eagle_triton.speculative import SpeculativeConfig, create_proposer
+from eagle_triton.families import own_ea_model as native
+from eagle_triton.inference import SpeculativeConfig, create_proposer
+from eagle_triton.ops import ngram_table as kernels
 from eagle_triton.speculative_decoding import (
     NGramStorage,
     OneLevelNGramStorage,

@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import pytest
 
-from eagle_triton.adapters.refusal import UnsupportedModelError
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.engine.operations import Operations, operation_names
+from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.sglang_plugin import patch_sglang
 from tests import sglang_stub
 from tools import results_page
@@ -293,9 +293,9 @@ def test_a_file_that_the_page_cannot_show_is_named(tmp_path):
 
 
 def test_the_reference_has_every_public_name():
-    """docs/api.md names what `import eagle_triton` and `eagle_triton.speculative` offer, or the module it is in."""
+    """docs/api.md names what `import eagle_triton` and `eagle_triton.inference` offer, or the module it is in."""
     shown = set(re.findall(r"^::: (\S+)$", read("docs/api.md"), re.MULTILINE))
-    for package in ("eagle_triton", "eagle_triton.speculative"):
+    for package in ("eagle_triton", "eagle_triton.inference"):
         tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
         homes = next(ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)
                      and ast.unparse(node.targets[0]) == "_HOMES")  # fmt: skip

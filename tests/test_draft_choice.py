@@ -9,16 +9,8 @@ from torch import nn
 from eagle_triton import EAGLEConfig
 from eagle_triton.demo import path_of
 from eagle_triton.engine.drafts.repeats import RepeatDraft
-from eagle_triton.speculative import SpeculativeConfig, given_models
-from eagle_triton.speculative.draft_choice import (
-    HeadAt,
-    InMemory,
-    LayersAt,
-    ModelAt,
-    Nothing,
-    OwnHead,
-    choose_draft,
-)
+from eagle_triton.inference import SpeculativeConfig, given_models
+from eagle_triton.inference.draft_choice import HeadAt, InMemory, LayersAt, ModelAt, Nothing, OwnHead, choose_draft
 
 PLAIN, WITH_HEAD = nn.Linear(1, 1), nn.Linear(1, 1)
 WITH_HEAD.ea_layer = nn.Linear(1, 1)

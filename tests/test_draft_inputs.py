@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_triton import draft_inputs
+from eagle_triton.ops import draft_inputs
 from eagle_triton.reference import draft_inputs as reference
 from eagle_triton.runtime.split_sums import SplitSums
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from eagle_triton import EAGLEConfig, EAGLEInference
-from eagle_triton.adapters import native
-from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import StepGraph
-from eagle_triton.engine.modules import Norm
+from eagle_triton.engine.model.modules import Norm
 from eagle_triton.engine.operations import make_operations
-from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
-from eagle_triton.engine.stop_rules import generate
+from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.requests import Request
+from eagle_triton.engine.scheduler.stop_rules import generate
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.families import own_ea_model as native
 from tests.tiny import random_prompt, tiny_model
 
 

@@ -13,15 +13,15 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from eagle_triton import EAGLEConfig, EAGLEInference, optimize_eagle_with_triton
-from eagle_triton.adapters import native
-from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import LaunchGraph
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.stop_rules import generate, original_steps
 from eagle_triton.engine.state import capacity_bucket
-from eagle_triton.engine.stop_rules import generate, original_steps
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.families import own_ea_model as native
 from eagle_triton.models.tree import MC_SIM_7B_63
 from eagle_triton.reference.sampling import SamplingTensors, probabilities
 from eagle_triton.reference.verification import Verification

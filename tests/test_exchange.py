@@ -4,7 +4,7 @@ processes exchange parts in tests/peer_memory_script.py."""
 import pytest
 import torch
 
-from eagle_triton import exchange as kernels
+from eagle_triton.ops import exchange as kernels
 from eagle_triton.reference import exchange as reference
 from eagle_triton.runtime.launch import recorded
 from eagle_triton.runtime.peer_exchange import LEAST_SENT

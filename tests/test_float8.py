@@ -21,8 +21,6 @@ from eagle_triton import (
     optimize_eagle_with_triton,
     optimize_with_triton,
 )
-from eagle_triton.adapters import native
-from eagle_triton.adapters.float8_classes import SCALES
 from eagle_triton.benchmarks.comparison import decode, top2_margin
 from eagle_triton.benchmarks.float8 import round_target
 from eagle_triton.benchmarks.models import encoded
@@ -32,9 +30,11 @@ from eagle_triton.engine.drafts import float8
 from eagle_triton.engine.drafts.float8 import float8_draft
 from eagle_triton.engine.drafts.hybrid import beams_of
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.modules import Projection, with_projections
+from eagle_triton.engine.model.modules import Projection, with_projections
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.families import own_ea_model as native
+from eagle_triton.families.reading.float8_modules import SCALES
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.reference import linear
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised, rows_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_triton import EAGLEConfig, EAGLEInference, UnsupportedModelError, optimize_with_triton
-from eagle_triton.adapters.float8 import read_float8
+from eagle_triton.families.reading.float8 import read_float8
 from eagle_triton.speculative_decoding import autoregressive_generate, release_engine
 from tests.float8_models import Float8Tensor, WrappedWeight, as_weight, with_fp8
 from tests.tiny import random_prompt, tiny_model

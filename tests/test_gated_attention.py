@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eagle_triton.adapters import causal_lm
-from eagle_triton.adapters.refusal import UnsupportedModelError
-from eagle_triton.drop_in.attention import HARMLESS, TargetAttention, transformers_forward
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.mixers import Attention, Rows
-from eagle_triton.engine.model import ModelView
-from eagle_triton.engine.modules import project
+from eagle_triton.engine.memory.pages import SlotPages
+from eagle_triton.engine.model.mixers import Attention, Rows
+from eagle_triton.engine.model.model_view import ModelView
+from eagle_triton.engine.model.modules import project
 from eagle_triton.engine.operations import make_operations
-from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.sampling_params import SamplingParams
-from eagle_triton.engine.stop_rules import generate
+from eagle_triton.engine.scheduler.stop_rules import generate
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families import causal_lm
+from eagle_triton.families.attention_forward import HARMLESS, TargetAttention, transformers_forward
 from eagle_triton.models.target import TargetCache, cache_argument
 from eagle_triton.reference.attention import pack_ancestors
 from tests.tiny import random_prompt

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eagle_triton import gated_delta as kernels
-from eagle_triton.gated_delta import chunk
-from eagle_triton.gated_delta import tree as tree_kernels
+from eagle_triton.ops import gated_delta as kernels
+from eagle_triton.ops.gated_delta import chunk
+from eagle_triton.ops.gated_delta import tree as tree_kernels
 from eagle_triton.reference import gated_delta as reference
 
 CUDA = torch.cuda.is_available()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_triton import gather
+from eagle_triton.ops import gather
 from eagle_triton.reference import gather as reference
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script
 
 from eagle_triton import gdn
-from eagle_triton.engine.mixers import AcceptedPath
+from eagle_triton.engine.model.mixers import AcceptedPath
 from eagle_triton.gdn import GDNSpeculativeWorker, SimpleLMWithGDN
 from eagle_triton.gdn.tree import ancestor_mask, candidate_parents, link_parents
-from eagle_triton.speculative import build_tree_structure
+from eagle_triton.inference import build_tree_structure
 
 VOCABULARY = 64
 COUNTS = [1, 2, 63, 64, 65, 128, 129, 300]

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from eagle_triton import grafting, tree_decoding
+from eagle_triton import tree_decoding
+from eagle_triton.ops import grafting
 from eagle_triton.reference import grafting as reference
 from eagle_triton.reference import tree_decoding as tree_reference
 from eagle_triton.reference.grafting import BUCKETS, FIRST, MOST_COUNTED, NEXT, PRIOR_WEIGHT

@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from eagle_triton import EagleTritonConfig, EaModel, optimize_eagle_with_triton
-from eagle_triton.adapters import native
-from eagle_triton.attention import launchers
+from eagle_triton import attention as launchers
 from eagle_triton.benchmarks.comparison import compare, decode, top2_margin
 from eagle_triton.demo import demo_prompts
 from eagle_triton.engine import long_prompts, skipped_features
-from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import LaunchGraph
 from eagle_triton.engine.operations import make_operations
-from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.families import own_ea_model as native
 from eagle_triton.models.tree import MC_SIM_7B_63
 from tests.test_batch import LARGER, PROCESSED, REQUESTS, SMALL, alone, drain
 from tests.test_demo import prompts

@@ -3,12 +3,14 @@
 import ast
 import importlib
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import eagle_triton
-from eagle_triton import demo, gdn, speculative, speculative_decoding
+from eagle_triton import demo, gdn, inference, speculative_decoding
 from eagle_triton.engine.kernel_operations import KernelOperations
 from eagle_triton.engine.operations import Operations, operation_names
 
@@ -18,8 +20,9 @@ OPERATIONS = operation_names()
 
 
 def home(function) -> str:
-    """The stem of an operation: linear/products.py's is linear."""
-    return function.__module__.split("eagle_triton.")[1].removeprefix("reference.").split(".")[0]
+    """The stem of an operation: ops/linear/dispatch.py's is linear."""
+    name = function.__module__.split("eagle_triton.")[1]
+    return name.removeprefix("reference.").removeprefix("ops.").split(".")[0]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -83,7 +86,7 @@ def test_the_names_of_embedded_models_stand_in_one_place():
 
 
 @pytest.mark.parametrize(
-    "package", [eagle_triton, gdn, speculative, speculative_decoding], ids=lambda package: package.__name__
+    "package", [eagle_triton, gdn, inference, speculative_decoding], ids=lambda package: package.__name__
 )
 def test_public_names_are_found_and_known_to_type_checkers(package):
     assert package.__all__ == sorted(package.__all__) and set(package.__all__) <= set(dir(package))
@@ -100,7 +103,8 @@ def test_public_names_are_found_and_known_to_type_checkers(package):
 
 
 def test_tree_decoding_offers_all_of_tree_decoding():
-    from eagle_triton import tree_decoding, verification
+    from eagle_triton import tree_decoding
+    from eagle_triton.ops import verification
 
     for name in (
         "verify_greedy",
@@ -111,3 +115,21 @@ def test_tree_decoding_offers_all_of_tree_decoding():
         "update_sequence",
     ):
         assert getattr(tree_decoding, name) is getattr(verification, name)
+
+
+def test_former_names_of_modules_still_work():
+    """Each gives the very module that it is called now, and says so; in a process in which neither was imported."""
+    program = (
+        "import importlib, warnings; from eagle_triton.moved import MOVED\n"
+        "warnings.simplefilter('always')\n"
+        "for old, new in MOVED.items():\n"
+        "    with warnings.catch_warnings(record=True) as caught:\n"
+        "        module = importlib.import_module(old)\n"
+        "    assert module is importlib.import_module(new) and module.__spec__.name == new, old\n"
+        "    assert f'{old} is called {new} now' in [str(w.message) for w in caught], old\n"
+        "from eagle_triton.speculative import EAGLEConfig, Session\n"
+        "from eagle_triton.speculative.session import Session as same\n"
+        "import eagle_triton\n"
+        "assert same is Session and eagle_triton.EAGLEConfig is EAGLEConfig\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

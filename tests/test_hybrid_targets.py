@@ -12,18 +12,18 @@ from packaging.version import Version
 from torch import Tensor
 
 from eagle_triton import EAGLEConfig, EAGLEInference, UnsupportedModelError, optimize_with_triton
-from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
-from eagle_triton.adapters.mtp import read_mtp
 from eagle_triton.engine import long_prompts
-from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.gated_delta import GatedDeltaCache
+from eagle_triton.engine.memory.pages import PAGE_ROWS
+from eagle_triton.engine.model.gated_delta import GatedDeltaCache
 from eagle_triton.engine.operations import make_operations
-from eagle_triton.engine.pages import PAGE_ROWS
 from eagle_triton.engine.prefill import Prefill
-from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
+from eagle_triton.families.reading.mtp import read_mtp
 from eagle_triton.models.heads import DraftConfig, Eagle1Head, Eagle3Head
 from eagle_triton.models.mtp import MTPHead, load_mtp
 from tests.tiny import random_prompt

@@ -19,7 +19,7 @@ from eagle_triton import (
     optimize_with_triton,
     restore_eagle,
 )
-from eagle_triton.drop_in.attention import FORWARDS, transformers_forward
+from eagle_triton.families.attention_forward import FORWARDS, transformers_forward
 from eagle_triton.integration import EagleTritonOptions, TritonOptions
 from eagle_triton.models.target import TargetCache
 from eagle_triton.models.tree import MC_SIM_7B_63

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_triton import layers as kernels
-from eagle_triton.draft_inputs import draft_inputs
+from eagle_triton.ops import layers as kernels
+from eagle_triton.ops.draft_inputs import draft_inputs
 from eagle_triton.reference import layers as reference
 from eagle_triton.runtime.split_sums import SplitSums
 from tests.paging import in_pages, out_of_pages
@@ -486,7 +486,7 @@ def test_a_pair_of_what_is_not_finite(device):
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_norms_make_pairs_where_products_read_them(device, monkeypatch, splits):
-    from eagle_triton.layers import norms
+    from eagle_triton.ops.layers import norms
     from eagle_triton.runtime.float8_pair import Float8Pair
 
     torch.manual_seed(splits)

@@ -7,10 +7,10 @@ import torch
 import triton
 from torch import Tensor
 
-from eagle_triton.linear import products as kernels
-from eagle_triton.linear import settings as table
-from eagle_triton.linear import small
-from eagle_triton.linear.settings import Settings
+from eagle_triton.ops.linear import dispatch as kernels
+from eagle_triton.ops.linear import few_rows as small
+from eagle_triton.ops.linear import settings as table
+from eagle_triton.ops.linear.settings import Settings
 from eagle_triton.reference import linear as reference
 from eagle_triton.runtime.split_sums import SplitSums
 

@@ -1,13 +1,13 @@
-"""linear/float8.py and streamed_float8.py against their reference: every number, every kind of scale, many rows."""
+"""ops/linear/fp8.py and streamed_float8.py against their reference: every number, every kind of scale, many rows."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from eagle_triton.linear import float8
-from eagle_triton.linear import products as kernels
-from eagle_triton.linear.settings import Settings, Streaming
+from eagle_triton.ops.linear import dispatch as kernels
+from eagle_triton.ops.linear import fp8 as float8
+from eagle_triton.ops.linear.settings import Settings, Streaming
 from eagle_triton.reference import linear as reference
 from eagle_triton.runtime import fallback
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
@@ -230,7 +230,7 @@ def test_settings_do_not_depend_on_the_rows():
 
 @pytest.mark.parametrize("cols", [(4096, 1024, 1024), (4096,), (2048,)], ids=str)
 def test_few_rows_read_higher_tiles_by_the_same_splits(cols):
-    from eagle_triton.linear import paired_float8
+    from eagle_triton.ops.linear import hopper_fp8_few_rows as paired_float8
 
     found = [paired_float8.settings_for(rows, cols, 4096, False) for rows in (1, 16, 17, 64)]
     assert len({use.splits for use in found}) == 1
@@ -239,8 +239,8 @@ def test_few_rows_read_higher_tiles_by_the_same_splits(cols):
 
 
 if HOPPER:
-    from eagle_triton.layers import float8_pair
-    from eagle_triton.linear import paired_float8 as paired
+    from eagle_triton.ops.layers import float8_pair
+    from eagle_triton.ops.linear import hopper_fp8_few_rows as paired
 
     SHAPES = [(4096, 1024, 1024), (4096,), (1536, 1536), (32000,)]
 

@@ -1,4 +1,4 @@
-"""The kernels of linear/paired_float8.py by their own Python, on whole numbers: all that is not layouts and fences.
+"""ops/linear/hopper_fp8_few_rows.py by its own Python, on whole numbers: all that is not layouts and fences.
 
 tests/test_linear_float8.py has their numbers on a Hopper GPU.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from eagle_triton.linear import float8
+from eagle_triton.ops.linear import fp8 as float8
 from eagle_triton.reference.layers import float8_pair
 from eagle_triton.runtime.float8_pair import GROUP, Float8Pair
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight

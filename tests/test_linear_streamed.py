@@ -1,4 +1,4 @@
-"""linear/streamed.py gives the bits of small.py's kernels, and kernels that start early read nothing too early."""
+"""ops/linear/hopper.py gives the bits of small.py's kernels, and kernels that start early read nothing too early."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import triton
 from eagle_triton import EaModel, optimize_eagle_with_triton
 from eagle_triton.engine import prefill
 from eagle_triton.engine.prompt_queue import SIZES
-from eagle_triton.layers import add_rms_norm, rms_norm
-from eagle_triton.linear import products as kernels
-from eagle_triton.linear import settings as table
-from eagle_triton.linear.settings import Settings
+from eagle_triton.ops.layers import add_rms_norm, rms_norm
+from eagle_triton.ops.linear import dispatch as kernels
+from eagle_triton.ops.linear import settings as table
+from eagle_triton.ops.linear.settings import Settings
 from eagle_triton.runtime import fallback, overlap
 
 streamed = kernels._streamed()

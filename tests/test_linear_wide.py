@@ -1,4 +1,4 @@
-"""linear/wide.py against fp32, whatever the rows, and who is given to it."""
+"""ops/linear/hopper_many_rows.py against fp32, whatever the rows, and who is given to it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eagle_triton.linear import products as kernels
-from eagle_triton.linear import settings as table
-from eagle_triton.linear.settings import MOST_WIDE, WIDE_TILE, Streaming, Wide
+from eagle_triton.ops.linear import dispatch as kernels
+from eagle_triton.ops.linear import settings as table
+from eagle_triton.ops.linear.settings import MOST_WIDE, WIDE_TILE, Streaming, Wide
 from eagle_triton.runtime.launch import recorded
 from tests.gluon_by_python import run as run_by_python
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from eagle_triton import logit_processing
+from eagle_triton.ops import logit_processing
 from eagle_triton.reference import logit_processing as reference
 from eagle_triton.reference.attention import pack_ancestors
 from tests.test_verification import random_tree

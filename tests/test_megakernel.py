@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from eagle_triton import EaModel, UnsupportedModelError, optimize_eagle_with_triton
-from eagle_triton.adapters import native
 from eagle_triton.demo import demo_prompts
-from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine, MegakernelError
 from eagle_triton.engine.megakernel_step import MegakernelStep, unsupported, unsupported_draft
-from eagle_triton.engine.model import target_forward
-from eagle_triton.engine.modules import Rotary, project
+from eagle_triton.engine.model.model_view import target_forward
+from eagle_triton.engine.model.modules import Rotary, project
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.step import Mode, verify_and_draft
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.families import own_ea_model as native
 from eagle_triton.reference.verification import TARGET_MATCH, Verification
 from tests.tiny import random_prompt, tiny_model
 

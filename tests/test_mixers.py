@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eagle_triton.adapters import native
-from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.mixers import AcceptedPath, Mixer, MixerCache
-from eagle_triton.engine.model import target_forward
+from eagle_triton.engine.memory.by_slot import bytes_of
+from eagle_triton.engine.memory.pages import SlotPages
+from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, MixerCache
+from eagle_triton.engine.model.model_view import target_forward
 from eagle_triton.engine.operations import make_operations
-from eagle_triton.engine.pages import SlotPages
-from eagle_triton.engine.requests import Request
-from eagle_triton.engine.slots import bytes_of
+from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.families import own_ea_model as native
 from eagle_triton.reference.attention import ancestor_matrix
 from tests.tiny import random_prompt, tiny_model
 

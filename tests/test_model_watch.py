@@ -18,9 +18,9 @@ from eagle_triton import (
     optimize_with_triton,
     restore_eagle,
 )
-from eagle_triton.adapters.refusal import UnsupportedModelError
-from eagle_triton.drop_in.patching import PatchError
-from eagle_triton.engine.model_watch import ModelWatch
+from eagle_triton.engine.model.model_watch import ModelWatch
+from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.patching import PatchError
 from tests.tiny import random_prompt, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

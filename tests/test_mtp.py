@@ -13,19 +13,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle_triton import EAGLEConfig, EAGLEInference, UnsupportedModelError, load_mtp, optimize_with_triton
-from eagle_triton.adapters.causal_lm import read_causal_lm
-from eagle_triton.adapters.mtp import read_mtp
 from eagle_triton.engine.drafts.beams import with_vocabulary
 from eagle_triton.engine.drafts.mtp import MTPDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.families.causal_lm import read_causal_lm
+from eagle_triton.families.reading.mtp import read_mtp
+from eagle_triton.inference import SpeculativeConfig
+from eagle_triton.inference.stages import Prefix
 from eagle_triton.models import mtp
 from eagle_triton.models.loading import load_target
 from eagle_triton.models.mtp import MTPHead, has_mtp
 from eagle_triton.runtime.float8_weight import quantised
-from eagle_triton.speculative import SpeculativeConfig
-from eagle_triton.speculative.stages import Prefix
 from tests.float8_models import with_fp8
 from tests.test_causal_lm import causal_lm
 from tests.tiny import random_prompt

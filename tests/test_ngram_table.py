@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from eagle_triton import ngram_table as kernels
+from eagle_triton.ops import ngram_table as kernels
 from eagle_triton.reference import ngram_table as reference
 from eagle_triton.reference.ngram_table import NgramTable, new_ngram_table
 from eagle_triton.speculative_decoding import NGramStorage, OneLevelNGramStorage

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from eagle_triton import EAGLEConfig, EAGLEInference, optimize_eagle_with_triton
-from eagle_triton.adapters import native
-from eagle_triton.engine import pages as pages_module
-from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.mapped_memory import MappedMemory, can_map
-from eagle_triton.engine.model_watch import ModelWatch
+from eagle_triton.engine.memory import pages as pages_module
+from eagle_triton.engine.memory.mapped_memory import MappedMemory, can_map
+from eagle_triton.engine.memory.pages import PAGE_ROWS, CacheFullError, PagePool, PrefixKeys, SlotPages
+from eagle_triton.engine.model.model_watch import ModelWatch
 from eagle_triton.engine.operations import make_operations
-from eagle_triton.engine.pages import PAGE_ROWS, Beginning, CacheFullError, PagePool, SlotPages
 from eagle_triton.engine.prompt_queue import PromptQueue
-from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN
+from eagle_triton.families import own_ea_model as native
 from tests.test_batch import LARGER, SMALL, alone, drain, prompt
 from tests.test_engine import engine_for
 from tests.test_prefill import PACKED, packing, steps_of
@@ -43,7 +43,7 @@ class Model:
     def enter(self, slot: int, tokens: torch.Tensor, rows: int) -> None:
         needed = -(-rows // PAGE_ROWS)
         held = {page for other in range(8) for page in self.pages.of(other)}
-        beginning = Beginning.of(tokens)
+        beginning = PrefixKeys.of(tokens)
         try:
             found = self.pages.take({slot: rows}, {slot: beginning})[slot]
         except CacheFullError:
@@ -85,7 +85,7 @@ class Model:
             tokens = tokens[:rows]
             for index in range((len(self.requests[slot]) - 1) // PAGE_ROWS, (len(tokens) - 1) // PAGE_ROWS):
                 self.content[self.pages.of(slot)[index]] = tuple(tokens[: (index + 1) * PAGE_ROWS + 1].tolist())
-            self.pages.keep(slot, Beginning.of(tokens))
+            self.pages.keep(slot, PrefixKeys.of(tokens))
         self.pages.give(slot, forget)
         del self.requests[slot]
 
@@ -132,7 +132,7 @@ def test_no_page_is_lost_or_shared_by_mistake(limit):
 def test_what_was_used_last_is_kept_longest_and_a_beginning_longer_than_its_end():
     pool = PagePool(6)
     pages = SlotPages(pool, 3, 640, torch.device("cpu"))
-    old, new = (Beginning.of(torch.randint(100, (193,))) for _ in range(2))
+    old, new = (PrefixKeys.of(torch.randint(100, (193,))) for _ in range(2))
     for slot, beginning in enumerate((old, new)):
         pages.take({slot: 192}, {slot: beginning})
         pool.unread.clear()
@@ -145,7 +145,7 @@ def test_what_was_used_last_is_kept_longest_and_a_beginning_longer_than_its_end(
 def test_a_page_that_was_not_read_to_the_end_is_not_found():
     pool = PagePool()
     pages = SlotPages(pool, 2, 640, torch.device("cpu"))
-    beginning = Beginning.of(torch.arange(200))
+    beginning = PrefixKeys.of(torch.arange(200))
     assert pages.take({0: 200}, {0: beginning}) == {0: 0}
     assert pages.take({1: 200}, {1: beginning}) == {1: 3}  # that are being read
     pages.give(0)
@@ -155,16 +155,16 @@ def test_a_page_that_was_not_read_to_the_end_is_not_found():
 
 def test_a_page_is_found_by_all_tokens_up_to_the_one_behind_it():
     tokens = torch.arange(200)
-    keys = Beginning.of(tokens).keys
-    assert len(keys) == 3 and len(Beginning.of(tokens[:193]).keys) == 3 and len(Beginning.of(tokens[:192]).keys) == 2
+    keys = PrefixKeys.of(tokens).keys
+    assert len(keys) == 3 and len(PrefixKeys.of(tokens[:193]).keys) == 3 and len(PrefixKeys.of(tokens[:192]).keys) == 2
     for changed, same in ((0, 0), (63, 0), (64, 0), (65, 1), (128, 1), (192, 2), (193, 3)):
         other = tokens.clone()
         other[changed] = 999
-        assert [key == old for key, old in zip(Beginning.of(other).keys, keys, strict=True)] == [
+        assert [key == old for key, old in zip(PrefixKeys.of(other).keys, keys, strict=True)] == [
             index < same for index in range(3)
         ]
-    assert Beginning.of(tokens, b"other").keys[0] != keys[0]
-    assert Beginning.of(tokens, known=keys[:1]).keys == keys
+    assert PrefixKeys.of(tokens, b"other").keys[0] != keys[0]
+    assert PrefixKeys.of(tokens, known=keys[:1]).keys == keys
 
 
 # ------------------------------------------------------------------------------------------------- in a batch
@@ -273,7 +273,7 @@ def test_weights_that_change_in_place_make_pages_old():
 def test_what_was_read_before_a_change_is_not_kept_after_it():
     pool = PagePool()
     pages = SlotPages(pool, 2, 640, torch.device("cpu"))
-    beginning = Beginning.of(torch.arange(300))
+    beginning = PrefixKeys.of(torch.arange(300))
     pages.take({0: 300}, {0: beginning})
     pool.unread.clear()
     pool.forget()  # as when weights change, while the request runs

@@ -1,7 +1,7 @@
 import pytest
 
-from eagle_triton.drop_in import patching
-from eagle_triton.drop_in.patching import MARKER, MISSING, Fallback, PatchError, Seam
+from eagle_triton import patching
+from eagle_triton.patching import MARKER, MISSING, Fallback, PatchError, Seam
 
 
 class Thing:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from eagle_triton import EAGLEConfig, EAGLEInference, optimize_with_triton
-from eagle_triton.engine import pages as pages_module
-from eagle_triton.engine.batch import Batch
-from eagle_triton.engine.pages import PAGE_ROWS, CacheFullError
-from eagle_triton.engine.requests import Request
+from eagle_triton.engine.memory import pages as pages_module
+from eagle_triton.engine.memory.pages import PAGE_ROWS, CacheFullError
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.reference.verification import Verification
 from tests.test_batch import LARGER, alone, drain, prompt

@@ -13,12 +13,20 @@ import pytest
 import torch
 from torch.distributed import _symmetric_memory as symmetric
 
-from eagle_triton import layers as kernels
 from eagle_triton.engine import ranks as ranks_module
-from eagle_triton.engine.modules import Norm, Projection, SharedEmbedding, add_norm, embed_norm, project, project_split
+from eagle_triton.engine.model.modules import (
+    Norm,
+    Projection,
+    SharedEmbedding,
+    add_norm,
+    embed_norm,
+    project,
+    project_split,
+)
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.rank_processes import processes_beside
 from eagle_triton.engine.ranks import Ranks, RanksError
+from eagle_triton.ops import layers as kernels
 from eagle_triton.reference import layers as reference
 from eagle_triton.reference.exchange import join_columns
 from eagle_triton.runtime.launch import recorded
@@ -411,7 +419,7 @@ def test_behind_a_failure_nothing_is_exchanged(monkeypatch):
 
     monkeypatch.setattr(ranks_module.dist, "monitored_barrier", breaks)
     monkeypatch.setattr(ranks_module.dist, "all_gather_object", breaks)
-    for exchange in (ranks.meet, lambda: ranks.of_all(1), ranks.meet, lambda: ranks.check_alike("what", 1)):
+    for exchange in (ranks.meet, lambda: ranks.of_all(1), ranks.meet, lambda: ranks.check_same_on_all_ranks("what", 1)):
         with pytest.raises(RanksError, match="gone or hangs; end all ranks and start again .Connection closed by peer"):
             exchange()
     with pytest.raises(RanksError, match="Connection closed"):
@@ -423,8 +431,8 @@ def test_what_differs_is_said_and_goes_on():
     ranks = Gathering(0, 2, None, None, None)
     ranks.said = 2
     with pytest.raises(RanksError, match=r"numbers must be the same on all ranks: those of \[1\] are not rank 0's"):
-        ranks.check_alike("numbers", 1)
-    ranks.check_alike("numbers", 2)
+        ranks.check_same_on_all_ranks("numbers", 1)
+    ranks.check_same_on_all_ranks("numbers", 2)
 
 
 def test_one_thread_decodes_on_ranks():

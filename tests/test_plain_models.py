@@ -26,8 +26,8 @@ from eagle_triton import (
     restore,
     restore_eagle,
 )
-from eagle_triton.drop_in import causal_lm as drop_in
 from eagle_triton.engine.engine import Engine
+from eagle_triton.families import hf_generate as drop_in
 from eagle_triton.models.target import cache_argument
 from tests.test_causal_lm import DEVICE, causal_lm
 from tests.test_drafts import RepeatDraft
@@ -946,7 +946,7 @@ def test_dropout_of_a_model_in_training_runs_the_original():
 
 @pytest.mark.parametrize("config", [GenerationConfig(), GenerationConfig(max_new_tokens=3, do_sample=True)])
 def test_every_field_of_a_generation_config_is_classified(config):
-    """Fails when transformers adds a field: it belongs into one table of drop_in/causal_lm.py."""
+    """Fails when transformers adds a field: it belongs into one table of families/hf_generate.py."""
     tables = [set(drop_in.HONOURED), set(drop_in.NO_EFFECT), set(drop_in.NEUTRAL)]
     fields = {name for name in vars(config) if not name.startswith("_")}
     assert fields <= set.union(*tables), fields - set.union(*tables)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from eagle_triton import EAGLEConfig, EAGLEInference
 from eagle_triton.engine import long_prompts
-from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.operations import make_operations
-from eagle_triton.engine.pieces import Stretch
+from eagle_triton.engine.prompt_chunks import PromptSpan
 from eagle_triton.engine.prompt_queue import FEW_ROWS, PIECE_ROWS, SIZES, Forward, Piece, PromptQueue
-from eagle_triton.engine.requests import NAN, Request
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.requests import NAN, Request
 from eagle_triton.engine.tree_spec import PLAIN
 from tests.test_batch import LARGER, PROCESSED, REQUESTS, SMALL, alone, drain, prompt
 from tests.test_engine import engine_for
@@ -553,7 +553,7 @@ def test_a_shape_that_cannot_be_is_found_out_before(stretches, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interprets kernels; test_graph.py has it on a GPU")
 def test_kernels_read_a_long_prompt_too(stretches, monkeypatch):
-    from eagle_triton import prompt_attention
+    from eagle_triton.ops import prompt_attention
 
     monkeypatch.setattr(prompt_attention, "SEGMENTS", (128,))
     monkeypatch.setattr(prompt_attention, "_cudnn", torch_instead_of_cudnn)
@@ -576,9 +576,9 @@ def test_which_forwards_are_a_long_prompts():
         starts = range(first, first + count * PIECE_ROWS, PIECE_ROWS)
         return [Piece(slot, start, start + PIECE_ROWS, False) for start in starts]
 
-    assert chosen(pieces(32)) == Stretch(4096, 6144) and chosen(pieces(64, 64 * 77)) == Stretch(64 * 77, 64 * 141)
-    assert chosen(pieces(31)) is None and chosen(pieces(31), size=32) == Stretch(4096, 4096 + 31 * 64)
-    assert chosen([*pieces(31), Piece(0, 6080, 6090, True)]) == Stretch(4096, 6090)
+    assert chosen(pieces(32)) == PromptSpan(4096, 6144) and chosen(pieces(64, 64 * 77)) == PromptSpan(64 * 77, 64 * 141)
+    assert chosen(pieces(31)) is None and chosen(pieces(31), size=32) == PromptSpan(4096, 4096 + 31 * 64)
+    assert chosen([*pieces(31), Piece(0, 6080, 6090, True)]) == PromptSpan(4096, 6090)
     assert chosen(pieces(32, 4032)) is None and chosen(pieces(32), shapes=[(16, 8, 128)]) is None
     assert chosen(pieces(32, 8192), shapes=[(16, 8, 128)]) is not None
     assert chosen([*pieces(31), *pieces(1, 0, slot=1)]) is None and chosen([*pieces(16), *pieces(16, 9000)]) is None

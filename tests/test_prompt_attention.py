@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle_triton import attention
-from eagle_triton import prompt_attention as kernels
+from eagle_triton.ops import prompt_attention as kernels
 from eagle_triton.reference import prompt_attention as reference
 from tests.paging import in_pages
 

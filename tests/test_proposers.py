@@ -9,7 +9,7 @@ from eagle_triton.engine.drafts.counted import CountedDraft
 from eagle_triton.engine.drafts.hybrid import ContinuedDraft, HybridDraft
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft, SuffixSource
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.speculative import SpeculativeConfig, create_proposer
+from eagle_triton.inference import SpeculativeConfig, create_proposer
 from tests.tiny import random_prompt, tiny_model
 
 VOCABULARY = 8  # so few tokens that greedy decoding soon repeats itself

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from eagle_triton import optimize_eagle_with_triton
-from eagle_triton.adapters import native
-from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.drafts.hybrid import ContinuedDraft, HybridDraft
 from eagle_triton.engine.drafts.repeats import NgramSource, OutputRing, RepeatDraft, SuffixSource
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import StepGraph
 from eagle_triton.engine.operations import make_operations
-from eagle_triton.engine.requests import Request
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.families import own_ea_model as native
 from eagle_triton.reference.suffix_match import END, SuffixRules
 from tests.tiny import random_prompt, tiny_model
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from eagle_triton import sampling
+from eagle_triton.ops import sampling
+from eagle_triton.ops.sampling import filter_thresholds
 from eagle_triton.reference import sampling as reference
-from eagle_triton.sampling import filter_thresholds
 
 CUDA = torch.cuda.is_available()
 FILTERS = {

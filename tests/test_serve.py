@@ -34,6 +34,7 @@ for missing in ("fastapi", "uvicorn", "prometheus_client", "openai"):
 import openai
 import uvicorn
 
+from eagle_triton.inference import Session
 from eagle_triton.serve.app import LONG, MOST_BYTES, Service, make_app
 from eagle_triton.serve.bodies import RequestError, read_chat, read_completion
 from eagle_triton.serve.drafters import Drafters
@@ -41,7 +42,6 @@ from eagle_triton.serve.engine_process import EngineLostError, EngineProcess, Se
 from eagle_triton.serve.engine_thread import EngineThread
 from eagle_triton.serve.metrics import Metrics
 from eagle_triton.serve.prompts import PromptReader
-from eagle_triton.speculative import Session
 from tools import time_server
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -638,7 +638,7 @@ def test_a_stream_that_fails_in_the_middle_ends_with_its_error(client, alone):
 
 
 def test_a_step_that_fails_loses_those_who_run_and_no_others(server, client, monkeypatch, caplog):
-    from eagle_triton.engine.batch import Batch
+    from eagle_triton.engine.scheduler.batch import Batch
 
     original, failing = Batch._read_step, threading.Event()
 
@@ -666,7 +666,7 @@ def test_a_step_that_fails_loses_those_who_run_and_no_others(server, client, mon
 
 
 def test_a_request_that_makes_entering_fail_does_not_come_again(client, alone, monkeypatch):
-    from eagle_triton.engine.batch import Batch
+    from eagle_triton.engine.scheduler.batch import Batch
 
     original = Batch.enter_all
 
@@ -1005,7 +1005,7 @@ def test_drafters_by_name(inference):
 
 
 def serve_config(method: str, **options):
-    from eagle_triton.speculative import SpeculativeConfig
+    from eagle_triton.inference import SpeculativeConfig
 
     return SpeculativeConfig(method=method, **options)
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from eagle_triton.demo import demo_directory
-from eagle_triton.speculative import SpecMethod, SpeculativeConfig
-from eagle_triton.speculative.speculative_config import INSTEAD, OF_TOPP, READERS
+from eagle_triton.inference import SpecMethod, SpeculativeConfig
+from eagle_triton.inference.speculative_config import INSTEAD, METHODS_FOR_OPTION, OF_TOPP
 from tests.test_speculative_config import OTHER
 
 CHAIN = "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"
@@ -109,9 +109,9 @@ SAME = {  # what means nothing else there
 @pytest.mark.parametrize("method", [method for method in SpecMethod if method is not SpecMethod.NAIVE], ids=str)
 def test_no_option_is_lost(method, call):
     """Another value of an option gives another result, or is refused by name."""
-    model = dict(model="M") if method in READERS["model"] else {}
+    model = dict(model="M") if method in METHODS_FOR_OPTION["model"] else {}
     for name, value in OTHER.items():
-        if name in (*INSTEAD, *OF_TOPP, "model") or method not in READERS[name]:
+        if name in (*INSTEAD, *OF_TOPP, "model") or method not in METHODS_FOR_OPTION[name]:
             continue
         plain = SpeculativeConfig(method=method, **{**model, "num_speculative_tokens": 2})
         config = SpeculativeConfig(method=method, **{**model, "num_speculative_tokens": 2, name: value})

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eagle_triton import sglang_plugin
-from eagle_triton.drop_in.patching import PatchError
+from eagle_triton.patching import PatchError
 from eagle_triton.reference import integrators as reference
 from eagle_triton.sglang_plugin import patch_sglang, register, replacements
 from tests import sglang_stub

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel, optimize_eagle_with_triton
-from eagle_triton.speculative.arguments import ArgumentReader
+from eagle_triton.inference.arguments import ArgumentReader
 from tests.tiny import random_prompt, tiny_model
 
 FIXED = EAGLEConfig(fallback=False)

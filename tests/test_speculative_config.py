@@ -9,15 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_triton import EAGLEConfig, EAGLEInference
-from eagle_triton.speculative import (
-    AcceptPolicy,
-    MTPStrategy,
-    SpecMethod,
-    SpeculativeConfig,
-    Statistics,
-    VerifyStrategy,
-)
-from eagle_triton.speculative.speculative_config import INSTEAD, MAX_SLOTS, OF_TOPP, READERS
+from eagle_triton.inference import AcceptPolicy, MTPStrategy, SpecMethod, SpeculativeConfig, Statistics, VerifyStrategy
+from eagle_triton.inference.speculative_config import INSTEAD, MAX_SLOTS, METHODS_FOR_OPTION, OF_TOPP
 from tests.tiny import random_prompt, tiny_model
 
 CHAINS, TREES = ("ngram", "mtp", "hybrid"), ("suffix", "eagle", "draft_model")
@@ -178,13 +171,13 @@ def test_benchmark_mode_rejects_all():
 
 
 def test_every_option_is_read_or_not_offered():
-    assert {"method", *READERS, *INSTEAD} == set(FIELDS) and OTHER.keys() == READERS.keys()
+    assert {"method", *METHODS_FOR_OPTION, *INSTEAD} == set(FIELDS) and OTHER.keys() == METHODS_FOR_OPTION.keys()
 
 
 @pytest.mark.parametrize("name", OTHER)
 @pytest.mark.parametrize("method", [None, *SpecMethod])
 def test_options_are_for_the_methods_that_read_them(method, name):
-    if method in READERS[name]:
+    if method in METHODS_FOR_OPTION[name]:
         option = getattr(config(method=method, **{name: OTHER[name]}), name)
         assert option == (0 if method == "naive" and name == "num_speculative_tokens" else OTHER[name])
         return
@@ -379,7 +372,7 @@ VALUES = {
 
 def options_of(method):
     """A method and the options that it reads."""
-    its = {name: values for name, values in VALUES.items() if method in READERS[name]}
+    its = {name: values for name, values in VALUES.items() if method in METHODS_FOR_OPTION[name]}
     drafts = st.integers(min(method.most_drafts, 1), method.most_drafts)
     return st.fixed_dictionaries({"method": st.just(method), "num_speculative_tokens": drafts}, optional=its)
 

@@ -1,4 +1,4 @@
-"""The configuration and helpers of eagle_triton.speculative: trees, tokens, text, statistics and the tree policy."""
+"""The configuration and helpers of eagle_triton.inference: trees, tokens, text, statistics and the tree policy."""
 
 import itertools
 import json
@@ -10,12 +10,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eagle_triton import speculative
+from eagle_triton import inference as speculative
 from eagle_triton.benchmarks.record import ROOT
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
-from eagle_triton.reference import integrators as reference
-from eagle_triton.reference import tree_decoding
-from eagle_triton.speculative import (
+from eagle_triton.inference import (
     EAGLEConfig,
     Statistics,
     TextStream,
@@ -35,9 +33,11 @@ from eagle_triton.speculative import (
     session,
     verify_tree_greedy,
 )
-from eagle_triton.speculative import policy as policy_module
-from eagle_triton.speculative.costs import CostTable, StepCosts
-from eagle_triton.speculative.policy import TreePolicy, tree_sizes
+from eagle_triton.inference import policy as policy_module
+from eagle_triton.inference.costs import CostTable, StepCosts
+from eagle_triton.inference.policy import TreePolicy, tree_sizes
+from eagle_triton.reference import integrators as reference
+from eagle_triton.reference import tree_decoding
 from tools import cost_tables
 
 # --- configuration ---
@@ -485,7 +485,7 @@ def test_cost_tables_are_made_of_results(tmp_path):
 
 
 def table(*timings):
-    from eagle_triton.speculative.costs import Timing
+    from eagle_triton.inference.costs import Timing
 
     return CostTable("cpu", (2, 8, 32), "float32", "nowhere", tuple(Timing(*row) for row in timings))
 

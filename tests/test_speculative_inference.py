@@ -14,10 +14,10 @@ from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.demo import demo_directory, demo_prompts
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.inference import SpeculativeConfig
+from eagle_triton.inference.costs import CostTable
 from eagle_triton.models.heads import Eagle1Head, Eagle3Head
 from eagle_triton.models.target import cache_argument
-from eagle_triton.speculative import SpeculativeConfig
-from eagle_triton.speculative.costs import CostTable
 from tests.tiny import random_prompt, tiny_model
 
 FIXED = EAGLEConfig(fallback=False)
@@ -454,7 +454,7 @@ def test_cancelled_requests_leave_and_others_do_not_notice():
 def test_steps_are_reported(caplog):
     eagle = EAGLEInference(None, tiny_model(), FIXED.changed(slots=2, verbose=True))
     infos = []
-    with caplog.at_level("INFO", logger="eagle_triton.speculative.inference"):
+    with caplog.at_level("INFO", logger="eagle_triton.inference.eagle_inference"):
         eagle.generate([random_prompt(n)[0] for n in (3, 4, 5)], 6, on_step=infos.append)
     assert [info.nodes for info in infos].count(0) == 2 and {info.nodes for info in infos} == {0, 8}
     steps = 0

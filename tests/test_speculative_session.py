@@ -11,11 +11,11 @@ import torch
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.inference import SpeculativeConfig
+from eagle_triton.inference.policy import TreePolicy
 from eagle_triton.models.mtp import load_mtp
 from eagle_triton.reference.adaptive_length import EGAGConfig
 from eagle_triton.reference.verification import Verification
-from eagle_triton.speculative import SpeculativeConfig
-from eagle_triton.speculative.policy import TreePolicy
 from tests.tiny import random_prompt, tiny_model
 from tests.tiny_hybrids import QWEN, mtp_tensors, save_with_mtp, tiny_hybrid
 
@@ -89,7 +89,7 @@ def test_a_seeded_request_keeps_its_tree_where_its_text_depends_on_it(strategy, 
     def another(policy):
         return (*policy.trees, PLAIN)[next(turns) % (len(policy.trees) + 1)]
 
-    monkeypatch.setattr("eagle_triton.speculative.policy.TreePolicy.choose", another)
+    monkeypatch.setattr("eagle_triton.inference.policy.TreePolicy.choose", another)
     eagle, prompt = EAGLEInference(None, model, config), random_prompt(5, 12)[0]
     plain = EAGLEInference(None, model, config)
     plain._policies[1] = TreePolicy([TreeSpec.dynamic(2, 0, 1)], eagle.policy(1).costs)

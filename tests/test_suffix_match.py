@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_triton import suffix_match as kernels
+from eagle_triton.inference import SuffixDecodingCache, SuffixDecodingDraft
+from eagle_triton.ops import suffix_match as kernels
 from eagle_triton.reference import suffix_match as reference
 from eagle_triton.reference.suffix_match import (
     END,
@@ -22,7 +23,6 @@ from eagle_triton.reference.suffix_match import (
     share_token_budget,
     suffix_draft,
 )
-from eagle_triton.speculative import SuffixDecodingCache, SuffixDecodingDraft
 
 
 def ints(values) -> torch.Tensor:

@@ -21,19 +21,19 @@ import torch.distributed as dist
 import transformers
 from packaging.version import Version
 
-from eagle_triton.adapters import native
 from eagle_triton.benchmarks.serve import port_of
 from eagle_triton.engine import engine as engine_module
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import wait_for_all
-from eagle_triton.engine.modules import SharedEmbedding
+from eagle_triton.engine.memory.pages import CacheFullError, PagePool
+from eagle_triton.engine.model.modules import SharedEmbedding
 from eagle_triton.engine.operations import choose_operations
-from eagle_triton.engine.pages import CacheFullError, PagePool
 from eagle_triton.engine.ranks import Ranks, RanksError
 from eagle_triton.engine.step import Mode
+from eagle_triton.families import own_ea_model as native
+from eagle_triton.inference import EAGLEInference
 from eagle_triton.runtime import compile_ahead
 from eagle_triton.runtime.split_sums import SplitSums
-from eagle_triton.speculative import EAGLEInference
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_triton import verification
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.state import Tree
 from eagle_triton.engine.step import Mode, verify
+from eagle_triton.ops import verification
 from eagle_triton.reference import sampling
 from eagle_triton.reference import verification as reference
 from eagle_triton.reference.verification import ACCEPT_POLICIES, VERIFY_STRATEGIES, Verification

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import transformers
 
-from eagle_triton.engine.mixers import KeyValueCache
-from eagle_triton.engine.pages import PAGE_ROWS
+from eagle_triton.engine.memory.pages import PAGE_ROWS
+from eagle_triton.engine.model.mixers import KeyValueCache
 from eagle_triton.engine.state import Sequences
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.heads import DraftConfig, Eagle1Head, Eagle3Head

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from eagle_triton.benchmarks.arguments import Parser, existing_file, output_file
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
-    from eagle_triton.speculative.costs import CostTable
+    from eagle_triton.inference.costs import CostTable
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=output_file(), metavar="FILE.json", help="default: the package's own file")
     args = parser.parse_args(argv)
     with parser.explains():
-        from eagle_triton.speculative.costs import TABLES, CostTable
+        from eagle_triton.inference.costs import TABLES, CostTable
 
         CostTable.write([read(path) for path in args.results], args.output or TABLES)
     return 0
@@ -33,8 +33,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def read(path: Path) -> CostTable:
     """The table of one result, of its shortest context. Raises ValueError for a result without timed trees."""
+    from eagle_triton.inference.costs import CostTable, Timing
     from eagle_triton.models.shapes import SHAPES
-    from eagle_triton.speculative.costs import CostTable, Timing
 
     try:
         record = json.loads(path.read_text(encoding="utf-8"))

@@ -127,11 +127,11 @@ def same_reports(device: Any, steps: int, dtype: Any) -> tuple[dict[str, Any], l
 
     from eagle_triton import EaModel
     from eagle_triton.demo import demo_prompts
-    from eagle_triton.engine.batch import Batch
-    from eagle_triton.engine.requests import Request
     from eagle_triton.engine.sampling_params import SamplingParams
+    from eagle_triton.engine.scheduler.batch import Batch
+    from eagle_triton.engine.scheduler.requests import Request
     from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
-    from eagle_triton.speculative import EAGLEInference
+    from eagle_triton.inference import EAGLEInference
 
     model = EaModel.from_pretrained("demo", dtype=dtype, tp_plan="auto")
     engine = EAGLEInference(None, model).engine

@@ -48,9 +48,9 @@ def main(argv: list[str] | None = None) -> int:
 
         from eagle_triton.benchmarks.record import Record, machine
         from eagle_triton.benchmarks.serve import ask, client, own_server
-        from eagle_triton.speculative.config import EAGLEConfig
-        from eagle_triton.speculative.inference import EAGLEInference
-        from eagle_triton.speculative.session import Session
+        from eagle_triton.inference.config import EAGLEConfig
+        from eagle_triton.inference.eagle_inference import EAGLEInference
+        from eagle_triton.inference.session import Session
 
     inference = EAGLEInference.from_pretrained(args.model or "demo", args.draft, EAGLEConfig(temperature=0.0, slots=1))
     vocabulary = inference.pair.view.vocab_size

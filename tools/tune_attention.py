@@ -8,7 +8,7 @@ distinct caches in pages of 64 rows, together larger than L2. Settings are compi
 against fp32 before they are timed.
 
 A list for a field of Settings (--splits 4 8) is what is tried of it; a field without one keeps what settings_for gives,
-but for splits and programs. With other tiles, warps or stages than these, a tree is attended by kernels.py.
+but for splits and programs. With other tiles, warps or stages than these, a tree is attended by attention_tiles.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         add(f"--{field}", type=few, nargs="+", default=default, metavar="N")
     for field in ("block_n", "block_t", "num_warps", "num_stages"):
         add(f"--{field}", type=few, nargs="+", metavar="N")
-    add("--streamed", type=int, choices=(0, 1), nargs="+", help="0: by kernels.py, 1: by streamed.py, on Hopper")
+    add("--streamed", type=int, choices=(0, 1), nargs="+", help="0: by attention_tiles.py, 1: by attention_hopper.py")
     args = read_sweep(parser, argv, "attention is", "number of keys")
     from tools.tuning.attention import sweep
 

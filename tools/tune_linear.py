@@ -1,16 +1,15 @@
-"""Sweep launch settings of the products in eagle_triton/linear/ on this GPU, against cuBLAS.
+"""Sweep launch settings of the products in eagle_triton/ops/linear/ on this GPU, against cuBLAS.
 
     python tools/tune_linear.py --shape llama-3.1-8b --rows 16 64 --products o down
 
 Prints, for each product and row count, cuBLAS's time, the fastest settings and their times: the rows for the tables of
-settings.py and streamed.py. Times are those of CUDA-graph replays over distinct weights, together far larger than L2.
+settings.py and hopper.py. Times are those of CUDA-graph replays over distinct weights, together far larger than L2.
 Settings are compiled first, in parallel, and checked against fp32 before they are timed. With --keep_splits, splits of
-K are left to the reader, as in the engine. With --streamed, settings are those of linear/streamed.py and, for more than
-128 rows, linear/wide.py, and every product is timed behind a small kernel, which is part of the time: that is where
-they differ. With --float8, weights have eight
-bits and scales for rows or for blocks, settings are those of linear/paired_float8.py, beyond 64 rows of
-linear/streamed_float8.py, timed likewise (with the kernel that makes x's pair), and cuBLAS's time is that of the same
-weights in 16 bits.
+K are left to the reader, as in the engine. With --streamed, settings are those of hopper.py and, for more than 128
+rows, hopper_many_rows.py, and every product is timed after a small kernel, which is part of the time: that is where
+they differ. With --float8, weights have eight bits and scales for rows or for blocks, settings are those of
+hopper_fp8_few_rows.py, beyond 64 rows of hopper_fp8.py, timed likewise (with the kernel that makes x's pair), and
+cuBLAS's time is that of the same weights in 16 bits.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--shape", choices=SHAPES, default=SHAPES[0], help=f"a model and its draft (default: {SHAPES[0]})")
     add("--products", nargs="+", choices=PRODUCTS, default=list(PRODUCTS), help="default: all that the shape has")
     add("--keep_splits", action="store_true", help="leave sums over splits of K to the reader")
-    add("--streamed", action="store_true", help="linear/streamed.py and wide.py, behind a small kernel")
+    add("--streamed", action="store_true", help="ops/linear/hopper.py and wide.py, behind a small kernel")
     add("--float8", choices=("rows", "blocks"), help="weights of eight bits: what has a scale")
     args = read_sweep(parser, argv, "products are", "product")
     from tools.tuning.products import sweep

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from eagle_triton.benchmarks.timing import synchronise
-from eagle_triton.drop_in.patching import Originals, SeamReport
 from eagle_triton.integration import EagleTritonConfig, optimize_eagle_with_triton
+from eagle_triton.patching import Originals, SeamReport
 
 
 @dataclass(frozen=True)

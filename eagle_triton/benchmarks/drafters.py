@@ -16,23 +16,23 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_triton import EaModel
-from eagle_triton.adapters import native
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.drafting_work import KINDS, work
 from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import noise
-from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.drafts.beams import BeamDraft
 from eagle_triton.engine.drafts.counted import CountedDraft
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import with_suffix_drafts
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.model import ModelView
+from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.operations import choose_operations
-from eagle_triton.engine.requests import Request
+from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
-from eagle_triton.speculative.timing import Stopwatch
+from eagle_triton.families import own_ea_model as native
+from eagle_triton.inference.timing import Stopwatch
 
 SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5
 SLACK = 0.05  # tokens per step by which both together may be behind the better of the two

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eagle_triton.adapters.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.drafters import Run, decode, differences, figures
 from eagle_triton.benchmarks.drafting_work import work
@@ -24,9 +23,10 @@ from eagle_triton.benchmarks.timing import noise
 from eagle_triton.demo import DRAFT, PAIR, path_of
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.model import ModelView
+from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.operations import choose_operations
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.models.loading import load_target
 from eagle_triton.models.shapes import SHAPES, random_model
 from eagle_triton.reference.adaptive_length import EGAGConfig

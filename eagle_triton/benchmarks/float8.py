@@ -7,10 +7,10 @@ import argparse
 import torch
 from torch import Tensor, nn
 
-from eagle_triton.adapters import native
-from eagle_triton.adapters.float8 import Float8Reading, with_float8
 from eagle_triton.engine.drafts.float8 import float8_draft
-from eagle_triton.engine.model_watch import PROJECTIONS, is_plain_linear
+from eagle_triton.engine.model.model_watch import PROJECTIONS, is_plain_linear
+from eagle_triton.families import own_ea_model as native
+from eagle_triton.families.reading.float8 import Float8Reading, with_float8
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight, quantised
 

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from eagle_triton.adapters import native
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth
-from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import StepGraph
-from eagle_triton.engine.model import target_forward
-from eagle_triton.engine.modules import project
+from eagle_triton.engine.model.model_view import target_forward
+from eagle_triton.engine.model.modules import project
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.engine.step import Mode, verify_and_draft
+from eagle_triton.families import own_ea_model as native
 
 if TYPE_CHECKING:  # needs Triton
     from eagle_triton.engine.megakernel_step import MegakernelStep

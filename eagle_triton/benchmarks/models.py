@@ -24,7 +24,7 @@ from eagle_triton.benchmarks.arguments import context_too_long, sentence, too_lo
 from eagle_triton.benchmarks.float8 import round_target
 from eagle_triton.demo import demo_prompts, path_of
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.model import ModelView
+from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.shapes import random_model
 

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from eagle_triton.adapters.causal_lm import read_causal_lm
-from eagle_triton.adapters.mtp import read_mtp
 from eagle_triton.benchmarks.drafters import Run, decode
 from eagle_triton.benchmarks.models import weight_bytes
 from eagle_triton.benchmarks.parity import margin_bound
@@ -24,12 +22,14 @@ from eagle_triton.benchmarks.timing import copy_bandwidth, noise, synchronise
 from eagle_triton.demo import HYBRID, demo_prompts, path_of
 from eagle_triton.engine.drafts.beams import with_vocabulary
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.gated_delta import GatedDeltaCache
+from eagle_triton.engine.memory.by_slot import bytes_of
+from eagle_triton.engine.memory.pages import SlotPages
+from eagle_triton.engine.model.gated_delta import GatedDeltaCache
 from eagle_triton.engine.operations import choose_operations, make_operations
-from eagle_triton.engine.pages import SlotPages
 from eagle_triton.engine.sampling_params import SamplingParams
-from eagle_triton.engine.slots import bytes_of
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.families.causal_lm import read_causal_lm
+from eagle_triton.families.reading.mtp import read_mtp
 from eagle_triton.models.loading import load_target, load_tokenizer
 from eagle_triton.models.mtp import load_mtp
 from eagle_triton.models.shapes import HYBRIDS, random_hybrid

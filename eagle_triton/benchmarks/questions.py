@@ -26,10 +26,10 @@ from eagle_triton.benchmarks.sweep_file import SweepFile
 from eagle_triton.benchmarks.targets import Target
 from eagle_triton.benchmarks.timing import noise
 from eagle_triton.engine.sampling_params import SamplingParams
-from eagle_triton.speculative.conversation import Conversation
-from eagle_triton.speculative.inference import EAGLEInference
-from eagle_triton.speculative.session import Completion, Session
-from eagle_triton.speculative.timing import Stopwatch
+from eagle_triton.inference.conversation import Conversation
+from eagle_triton.inference.eagle_inference import EAGLEInference
+from eagle_triton.inference.session import Completion, Session
+from eagle_triton.inference.timing import Stopwatch
 
 SEED = 7  # of the first turn of the first question; of each further turn one more
 WARM_UP = 8  # tokens, on a CPU

@@ -21,10 +21,10 @@ from eagle_triton.benchmarks.gpu_clocks import GpuClocks
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth, noise, synchronise
-from eagle_triton.engine.batch import Batch
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 
 

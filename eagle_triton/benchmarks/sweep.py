@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from eagle_triton.benchmarks.arguments import OF_THE_HEAD
 from eagle_triton.benchmarks.drafters import NGRAM_DRAFTS, SUFFIX_DRAFTS
+from eagle_triton.inference.config import EAGLEConfig
+from eagle_triton.inference.speculative_config import SpeculativeConfig
 from eagle_triton.models.heads import DraftHead
-from eagle_triton.speculative.config import EAGLEConfig
-from eagle_triton.speculative.speculative_config import SpeculativeConfig
 
 METHODS = {  # of drafters without a tree of the head: method and drafts a step
     "plain": ("naive", 0),

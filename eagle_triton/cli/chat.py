@@ -23,7 +23,7 @@ from eagle_triton.cli.figures import Totals, figures, totals_table
 from eagle_triton.cli.interrupts import kept_interrupts, left_by_sigterm
 from eagle_triton.cli.readers import LINE_END, Reader, choose_reader
 from eagle_triton.demo import DRAFT, PAIR
-from eagle_triton.speculative.conversation import Conversation, plain_ids
+from eagle_triton.inference.conversation import Conversation, plain_ids
 
 if TYPE_CHECKING:  # they import torch, for which --help does not wait
     from eagle_triton.cli.decoding import Answer, Decoder, Step

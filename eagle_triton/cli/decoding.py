@@ -20,14 +20,14 @@ from torch import nn
 from eagle_triton.cli.settings import ENGINE, METHODS, OWN_FORWARD, Settings
 from eagle_triton.demo import DRAFT, PAIR
 from eagle_triton.engine.drafts.counted import MOST_FILLERS, MOST_N
+from eagle_triton.inference.config import EAGLEConfig
+from eagle_triton.inference.eagle_inference import EAGLEInference
+from eagle_triton.inference.session import Session
+from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
+from eagle_triton.inference.text import TextStream
 from eagle_triton.models.head_loading import fit_head, load_head
 from eagle_triton.models.loading import is_saved_pair, locate, saved_target
 from eagle_triton.models.mtp import MTP, has_mtp
-from eagle_triton.speculative.config import EAGLEConfig
-from eagle_triton.speculative.inference import EAGLEInference
-from eagle_triton.speculative.session import Session
-from eagle_triton.speculative.speculative_config import SpecMethod, SpeculativeConfig
-from eagle_triton.speculative.text import TextStream
 from eagle_triton.speculative_decoding import logits_processor as processors
 from eagle_triton.speculative_decoding.arguments import check_same_vocabulary, checked_prompt, longest
 from eagle_triton.speculative_decoding.base_decoding import continue_text

@@ -18,7 +18,7 @@ from typing import Any
 
 from eagle_triton.benchmarks import arguments
 from eagle_triton.benchmarks.arguments import Parser
-from eagle_triton.export.engines import ENGINES, READERS
+from eagle_triton.export.engines import ENGINES, METHODS_FOR_OPTION
 
 TREE = ("total_token", "depth", "top_k")
 
@@ -94,7 +94,7 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
     for name in ("device", "dtype"):
         if getattr(args, name) is not None and not args.check:
             parser.error(f"--{name} must come with --check, which alone runs a model")
-    for name, engines in READERS.items():
+    for name, engines in METHODS_FOR_OPTION.items():
         if getattr(args, name) != parser.get_default(name) and args.to not in engines:
             parser.error(f"--{name.replace('_', '-')} is not read by --to {args.to}, but by {', '.join(engines)}")
     if None not in (args.depth, args.num_speculative_tokens):

@@ -22,7 +22,7 @@ from eagle_triton.cli.figures import figures
 from eagle_triton.cli.interrupts import kept_interrupts
 from eagle_triton.cli.settings import EGAG_MODES, METHODS, MOST_DRAFTS, MOST_SEED, STORAGES, Settings
 from eagle_triton.demo import DRAFT, PAIR
-from eagle_triton.speculative.conversation import Conversation, plain_ids
+from eagle_triton.inference.conversation import Conversation, plain_ids
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.cli.decoding import Step

@@ -17,10 +17,10 @@ from eagle_triton.engine import skipped_features
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.graph import LaunchGraph, StepGraph, median_milliseconds
 from eagle_triton.engine.long_prompts import LongPrompts
-from eagle_triton.engine.model import ModelView
-from eagle_triton.engine.model_watch import ModelWatch
+from eagle_triton.engine.memory.pages import PAGE_ROWS, PagePool, check_cache_tokens
+from eagle_triton.engine.model.model_view import ModelView
+from eagle_triton.engine.model.model_watch import ModelWatch
 from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.pages import PAGE_ROWS, PagePool, check_cache_tokens
 from eagle_triton.engine.prefill import Prefill
 from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, table_capacity
 from eagle_triton.engine.step import Mode, decode_step

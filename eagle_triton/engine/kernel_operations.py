@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from eagle_triton import adaptive_length as _adaptive_length
 from eagle_triton import attention as _attention
-from eagle_triton import draft_inputs as _draft_inputs
-from eagle_triton import exchange as _exchange
-from eagle_triton import gated_delta as _gated_delta
-from eagle_triton import gather as _gather
-from eagle_triton import grafting as _grafting
 from eagle_triton import kv_cache as _kv_cache
-from eagle_triton import layers as _layers
-from eagle_triton import linear as _linear
-from eagle_triton import logit_processing as _logit_processing
-from eagle_triton import ngram_table as _ngram_table
-from eagle_triton import prompt_attention as _prompt_attention
-from eagle_triton import suffix_match as _suffix_match
 from eagle_triton import tree_decoding as _tree_decoding
-from eagle_triton import verification as _verification
 from eagle_triton.engine.operations import Operations
+from eagle_triton.ops import adaptive_length as _adaptive_length
+from eagle_triton.ops import draft_inputs as _draft_inputs
+from eagle_triton.ops import exchange as _exchange
+from eagle_triton.ops import gated_delta as _gated_delta
+from eagle_triton.ops import gather as _gather
+from eagle_triton.ops import grafting as _grafting
+from eagle_triton.ops import layers as _layers
+from eagle_triton.ops import linear as _linear
+from eagle_triton.ops import logit_processing as _logit_processing
+from eagle_triton.ops import ngram_table as _ngram_table
+from eagle_triton.ops import prompt_attention as _prompt_attention
+from eagle_triton.ops import suffix_match as _suffix_match
+from eagle_triton.ops import verification as _verification
 
 
 class KernelOperations(Operations):

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from eagle_triton.engine.operations import Operations, kernel_module
-from eagle_triton.engine.pieces import Stretch
+from eagle_triton.engine.prompt_chunks import PromptSpan
 from eagle_triton.engine.prompt_queue import PIECE_ROWS, Forward
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class LongPrompts:
     def _can_be_faster(self) -> bool:
         return self._by_cudnn and kernel_module("prompt_attention").unsupported(self._dtype, self._device) is None
 
-    def stretch_of(self, forward: Forward) -> Stretch | None:
+    def stretch_of(self, forward: Forward) -> PromptSpan | None:
         """Where a forward stands that reads one prompt's rows alone, and is to be launched so; None: any other."""
         if not self._on or forward.rows != PIECE_ROWS or forward.rows * forward.size < LEAST_ROWS:
             return None
@@ -62,7 +62,7 @@ class LongPrompts:
         if reason is not None:
             self.give_up(reason)
             return None
-        return Stretch(first.start, last.end)
+        return PromptSpan(first.start, last.end)
 
     def give_up(self, reason: str) -> None:
         """Read all prompts like any other from now on, and say why."""

@@ -9,20 +9,20 @@ import torch
 import triton
 from torch import Tensor
 
-from eagle_triton.attention import settings as attention_settings
+from eagle_triton import attention as attention_settings
 from eagle_triton.engine.drafts.beams import BeamPlan, BeamSlots
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.eagle import Eagle3Draft, EagleDraft
-from eagle_triton.engine.mixers import Attention, KeyValueCache
-from eagle_triton.engine.model import ModelView
-from eagle_triton.engine.modules import MLP, Norm, Projection
-from eagle_triton.engine.pages import PAGE_ROWS
+from eagle_triton.engine.memory.pages import PAGE_ROWS
+from eagle_triton.engine.model.mixers import Attention, KeyValueCache
+from eagle_triton.engine.model.model_view import ModelView
+from eagle_triton.engine.model.modules import MLP, Norm, Projection
 from eagle_triton.engine.state import DecodeState
-from eagle_triton.linear.settings import MAX_ROWS, Settings, block_m_of, descriptors, launch_settings
-from eagle_triton.megakernel.kernel import draft_verify_update_kernel
+from eagle_triton.ops.linear.settings import MAX_ROWS, Settings, block_m_of, descriptors, launch_settings
+from eagle_triton.ops.megakernel import draft_verify_update_kernel
+from eagle_triton.ops.tree import topk_chunk_of
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.launch import DRAFT_WARPS, EXACT, launch
-from eagle_triton.tree_decoding import topk_chunk_of
 
 BARRIER_LIMIT = 1 << 18  # looks at a barrier before giving up: some tenths of a second
 FASTER = {"NVIDIA H200": False}
@@ -190,7 +190,7 @@ class _Launches:
 
 
 class MegakernelStep:
-    """`verify_and_draft` of one state in one launch; holds the workspace. See megakernel/kernel.py.
+    """`verify_and_draft` of one state in one launch; holds the workspace. See ops/megakernel.py.
 
     programs: how many share the work, None: one for each multiprocessor. `absent`: a program that misses every
     barrier, for tests of the fault. Raises ValueError if the model is unsupported.

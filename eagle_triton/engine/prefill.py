@@ -18,11 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.long_prompts import NO_MEMORY, LongPrompts
-from eagle_triton.engine.mixers import Rows
-from eagle_triton.engine.model import ModelView, prompt_forward
-from eagle_triton.engine.modules import project
+from eagle_triton.engine.model.mixers import Rows
+from eagle_triton.engine.model.model_view import ModelView, prompt_forward
+from eagle_triton.engine.model.modules import project
 from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.pieces import Pieces, Stretch
+from eagle_triton.engine.prompt_chunks import PromptChunks, PromptSpan
 from eagle_triton.engine.prompt_queue import FEW_ROWS, PIECE_ROWS, Forward
 from eagle_triton.engine.state import DecodeState, Sequences, Tree
 from eagle_triton.engine.step import Mode, token_logprobs, verify
@@ -71,7 +71,7 @@ class _Inputs:
         size, self._capacity = forward.size, sequences.capacity
         self._tensor = torch.zeros(3 * size + sequences.slots, dtype=torch.int32, device=sequences.device)
         slots, starts, seen, self.ends = self._tensor.split((size, size, size, sequences.slots))
-        self.pieces = Pieces(slots, starts, seen, forward.rows)
+        self.pieces = PromptChunks(slots, starts, seen, forward.rows)
 
     def fill(self, forward: Forward) -> None:
         """Write them."""
@@ -205,7 +205,7 @@ class Prefill:
         self,
         forward: Forward,
         draft: Draft | None,
-        stretch: Stretch | None = None,
+        stretch: PromptSpan | None = None,
         embeddings: Tensor | None = None,
     ) -> None:
         inputs = self._inputs_of(forward)
@@ -272,7 +272,7 @@ def read_pieces(
     view: ModelView,
     draft: Draft | None,
     sequences: Sequences,
-    pieces: Pieces,
+    pieces: PromptChunks,
     last: Tensor | None = None,
     embeddings: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -310,7 +310,7 @@ def read_prompts(
     """
     for first in range(start, length, CHUNK):
         starts = torch.full_like(sequences.lengths, first)
-        pieces = Pieces(None, starts, starts, min(CHUNK, length - first))
+        pieces = PromptChunks(None, starts, starts, min(CHUNK, length - first))
         hidden, features = read_pieces(ops, view, draft, sequences, pieces, embeddings=embeddings)
     return hidden[:, -1:], features[:, -1:]
 

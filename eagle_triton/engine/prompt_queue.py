@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.pages import PAGE_ROWS
+from eagle_triton.engine.memory.pages import PAGE_ROWS
 
 PIECE_ROWS = PAGE_ROWS  # tokens of a piece
 FEW_ROWS = 16  # of a prompt that has no more: the least that tensor cores take

@@ -306,7 +306,7 @@ class Ranks:
         return values[0]
 
     @_named
-    def check_alike(self, what: str, value: Any) -> None:
+    def check_same_on_all_ranks(self, what: str, value: Any) -> None:
         """Raise RanksError, naming `what` and the ranks, on all of them unless all have equal values, which can be
         pickled. They may come to this at different times."""
         self.meet()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.model import ModelView
+from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.operations import Operations
 
 if TYPE_CHECKING:

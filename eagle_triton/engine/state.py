@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_triton.engine import slots as by_slot
-from eagle_triton.engine.model import ModelView
-from eagle_triton.engine.pages import PagePool, SlotPages
-from eagle_triton.engine.slots import part_of, tensors_of
+from eagle_triton.engine.memory import by_slot
+from eagle_triton.engine.memory.by_slot import part_of, tensors_of
+from eagle_triton.engine.memory.pages import PagePool, SlotPages
+from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.engine.upload import upload
 from eagle_triton.reference.attention import WORD, pack_ancestors

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.mixers import AcceptedPath
-from eagle_triton.engine.model import ModelView, target_forward
-from eagle_triton.engine.modules import project
+from eagle_triton.engine.model.mixers import AcceptedPath
+from eagle_triton.engine.model.model_view import ModelView, target_forward
+from eagle_triton.engine.model.modules import project
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState, Tree
 from eagle_triton.reference.sampling import SamplingTensors

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagle_triton.export import safeailab, sglang, speculators, vllm
 from eagle_triton.export.contents import ExportError, HeadContents, read_contents
-from eagle_triton.export.engines import ENGINES, READERS
+from eagle_triton.export.engines import ENGINES, METHODS_FOR_OPTION
 from eagle_triton.export.folder import free_folder, made_whole
 from eagle_triton.export.launch_plan import LaunchPlan
 
@@ -64,11 +64,11 @@ def export_head(
 
 def check_options(to: str, options: Mapping[str, Any]) -> None:
     """ValueError for an unknown engine, an option that it does not read, or one out of range; TypeError for no int.
-    options: those of READERS, and depth, which all read."""
+    options: those of METHODS_FOR_OPTION, and depth, which all read."""
     if to not in ENGINES:
         raise ValueError(f"to must be one of {', '.join(ENGINES)}, got {to!r}")
     for name, value in options.items():
-        unset, readers = _UNSET.get(name), READERS.get(name, ENGINES)
+        unset, readers = _UNSET.get(name), METHODS_FOR_OPTION.get(name, ENGINES)
         if value is None and unset is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int):

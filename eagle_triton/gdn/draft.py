@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.gated_delta import GatedDeltaCache
+from eagle_triton.engine.model.gated_delta import GatedDeltaCache
 from eagle_triton.gdn.model import SimpleLMWithGDN
 from eagle_triton.gdn.operations import operations_for
 from eagle_triton.gdn.prefix_states import PrefixStates, check_device, check_vocabulary, prefix_lengths

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from eagle_triton.engine.gated_delta import DeltaMemory, GatedDelta, GatedDeltaCache
-from eagle_triton.engine.mixers import Rows
-from eagle_triton.engine.modules import Norm, Projection
+from eagle_triton.engine.model.gated_delta import DeltaMemory, GatedDelta, GatedDeltaCache
+from eagle_triton.engine.model.mixers import Rows
+from eagle_triton.engine.model.modules import Norm, Projection
 from eagle_triton.engine.operations import Operations, make_operations
 from eagle_triton.gdn.gating import fused_gdn_gating
 from eagle_triton.gdn.norm import RMSNormGated

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from eagle_triton.engine.gated_delta import DeltaPending, GatedDeltaCache
+from eagle_triton.engine.model.gated_delta import DeltaPending, GatedDeltaCache
 from eagle_triton.gdn.layer import Qwen3GatedDeltaNet, default_device
 from eagle_triton.gdn.operations import operations_for
 from eagle_triton.gdn.tree import tree_parts

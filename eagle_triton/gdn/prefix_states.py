@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.gated_delta import GatedDeltaCache
-from eagle_triton.engine.mixers import AcceptedPath
+from eagle_triton.engine.model.gated_delta import GatedDeltaCache
+from eagle_triton.engine.model.mixers import AcceptedPath
 from eagle_triton.gdn.model import SimpleLMWithGDN
 from eagle_triton.gdn.operations import operations_for
 from eagle_triton.gdn.tree import MOST_NODES

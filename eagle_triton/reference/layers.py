@@ -196,7 +196,7 @@ def check_rms_norm(
     if residual is not None:
         _check_shape(name, "residual", residual, x.shape)
     _check_total(name, total, x.shape)
-    _check_alike(name, x, weight, residual, total)
+    _check_same_on_all_ranks(name, x, weight, residual, total)
 
 
 def check_embed_rms_norm(tokens: Tensor, embedding: Tensor | SharedRows, weight: Tensor, total: Tensor | None) -> None:
@@ -209,14 +209,14 @@ def check_embed_rms_norm(tokens: Tensor, embedding: Tensor | SharedRows, weight:
         )
     _check_shape(name, "weight", weight, embedding.shape[1:])
     _check_total(name, total, (*tokens.shape, embedding.shape[1]))
-    _check_alike(name, embedding, weight, total)
+    _check_same_on_all_ranks(name, embedding, weight, total)
 
 
 def check_add(x: Product, residual: Tensor | None) -> None:
     """Raise ValueError unless these are operands of add."""
     if residual is not None:
         _check_shape("add", "residual", residual, x.shape)
-        _check_alike("add", x, residual)
+        _check_same_on_all_ranks("add", x, residual)
 
 
 def check_rotary_append(
@@ -245,7 +245,7 @@ def check_rotary_append(
     for norm in (q_norm, k_norm):
         if norm is not None:
             _check_shape(name, "q_norm and k_norm", norm, (dim,))
-    _check_alike(name, q, k, v, q_norm, k_norm)
+    _check_same_on_all_ranks(name, q, k, v, q_norm, k_norm)
     if cache.dim() != 5:
         raise ValueError(f"{name}: cache must be [2, B, Hkv, T, d], got {tuple(cache.shape)}")
     pages = batch if table is None else cache.shape[1]
@@ -269,7 +269,7 @@ def check_rotary_append(
 def check_swiglu(gate: Tensor, up: Tensor) -> None:
     """Raise ValueError unless these are operands of swiglu."""
     _check_shape("swiglu", "up", up, gate.shape)
-    _check_alike("swiglu", gate, up)
+    _check_same_on_all_ranks("swiglu", gate, up)
 
 
 def check_gate_heads(x: Tensor, gate: Tensor) -> None:
@@ -277,7 +277,7 @@ def check_gate_heads(x: Tensor, gate: Tensor) -> None:
     if x.dim() != 4:
         raise ValueError(f"gate_heads: x must be [B, n, Hq, d], got {tuple(x.shape)}")
     _check_shape("gate_heads", "gate", gate, x.shape)
-    _check_alike("gate_heads", x, gate)
+    _check_same_on_all_ranks("gate_heads", x, gate)
 
 
 def _check_shape(name: str, label: str, tensor: Product, expected: tuple[int, ...]) -> None:
@@ -294,7 +294,7 @@ def _check_total(name: str, total: Tensor | None, shape: tuple[int, ...]) -> Non
         raise ValueError(f"{name}: total's rows must be contiguous and evenly spaced, got strides {total.stride()}")
 
 
-def _check_alike(name: str, first: Product | SharedRows, *others: Product | None) -> None:
+def _check_same_on_all_ranks(name: str, first: Product | SharedRows, *others: Product | None) -> None:
     if not first.dtype.is_floating_point:
         raise ValueError(f"{name}: expected floating point tensors, got {first.dtype}")
     for other in others:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from eagle_triton.engine.tree_spec import PLAIN
+from eagle_triton.inference.session import Completion, Piece
+from eagle_triton.inference.text import TextStream
 from eagle_triton.serve.bodies import Body
 from eagle_triton.serve.drafters import Drafters
-from eagle_triton.speculative.session import Completion, Piece
-from eagle_triton.speculative.text import TextStream
 
 SLOWER = "measured slower here"  # why nothing is drafted where something could be
 

@@ -19,13 +19,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from eagle_triton.engine.requests import NAN
+from eagle_triton.engine.scheduler.requests import NAN
+from eagle_triton.inference.session import Completion, Piece
 from eagle_triton.serve.answers import Answer, event
 from eagle_triton.serve.bodies import Body, RequestError, read_chat, read_completion, read_json
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.engine_thread import EngineThread, Ticket
 from eagle_triton.serve.prompts import PromptReader
-from eagle_triton.speculative.session import Completion, Piece
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from eagle_triton.engine.drafts.eagle import EagleDraft
 from eagle_triton.engine.drafts.hybrid import ContinuedDraft, WrappedDraft
 from eagle_triton.engine.drafts.mtp import MTPDraft
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.speculative.inference import EAGLEInference
+from eagle_triton.inference.eagle_inference import EAGLEInference
 
 _MODELS = ((MTPDraft, "mtp"), (EagleDraft, "eagle"), (CausalLMDraft, "draft_model"))
 

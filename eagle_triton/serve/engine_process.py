@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 
 from eagle_triton.engine.ranks import BETWEEN_SECONDS
+from eagle_triton.inference.arguments import Call
+from eagle_triton.inference.config import EAGLEConfig
+from eagle_triton.inference.eagle_inference import EAGLEInference
+from eagle_triton.inference.session import Completion, Piece, Session, StepInfo
 from eagle_triton.serve.drafters import Drafters
-from eagle_triton.speculative.arguments import Call
-from eagle_triton.speculative.config import EAGLEConfig
-from eagle_triton.speculative.inference import EAGLEInference
-from eagle_triton.speculative.session import Completion, Piece, Session, StepInfo
 
 log = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from eagle_triton.engine.ranks import BETWEEN_SECONDS
+from eagle_triton.inference.arguments import Call
+from eagle_triton.inference.session import Completion, Piece, Session
+from eagle_triton.inference.shared_session import SharedSession
 from eagle_triton.serve.bodies import RequestError
 from eagle_triton.serve.engine_process import EngineLostError, RemoteSession
 from eagle_triton.serve.metrics import Metrics
-from eagle_triton.speculative.arguments import Call
-from eagle_triton.speculative.session import Completion, Piece, Session
-from eagle_triton.speculative.shared_session import SharedSession
 
 log = logging.getLogger(__name__)
 

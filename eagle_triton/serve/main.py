@@ -34,9 +34,9 @@ from eagle_triton.demo import PAIR
 from eagle_triton.serve.other_engines import ENGINES, serve_elsewhere
 
 if TYPE_CHECKING:
+    from eagle_triton.inference.eagle_inference import EAGLEInference
+    from eagle_triton.inference.session import Session
     from eagle_triton.serve.engine_thread import EngineThread
-    from eagle_triton.speculative.inference import EAGLEInference
-    from eagle_triton.speculative.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -167,9 +167,9 @@ def _server(config: Any, engine: EngineThread, seconds: int) -> Any:
 def _load(args: argparse.Namespace) -> EAGLEInference:
     import torch
 
-    from eagle_triton.speculative.config import EAGLEConfig
-    from eagle_triton.speculative.inference import EAGLEInference
-    from eagle_triton.speculative.speculative_config import SpeculativeConfig
+    from eagle_triton.inference.config import EAGLEConfig
+    from eagle_triton.inference.eagle_inference import EAGLEInference
+    from eagle_triton.inference.speculative_config import SpeculativeConfig
 
     given = {name: getattr(args, name) for name in TREE_OPTIONS}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

@@ -72,8 +72,8 @@ def _command(args: argparse.Namespace, folder: Path) -> list[str]:
     """The server's command, to which options may be added."""
     vllm = args.engine == "vllm"
     if args.speculative_config is not None:
+        from eagle_triton.inference.speculative_config import SpeculativeConfig
         from eagle_triton.models.loading import saved_target
-        from eagle_triton.speculative.speculative_config import SpeculativeConfig
 
         config, target = SpeculativeConfig.from_json(args.speculative_config), saved_target(args.model)
         if vllm:

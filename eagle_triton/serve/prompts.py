@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import torch
 from jinja2 import TemplateError
 
+from eagle_triton.inference.arguments import ArgumentReader, Call
 from eagle_triton.serve.bodies import Body, RequestError
 from eagle_triton.serve.engine_process import Served
-from eagle_triton.speculative.arguments import ArgumentReader, Call
 
 COMPLETION_TOKENS = 16  # of /v1/completions, where a request does not say
 

@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from eagle_triton.drop_in.patching import Originals
+    from eagle_triton.patching import Originals
 
 NAME = "eagle_triton"
 VARIABLE = "SGLANG_PLUGINS"

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from eagle_triton.drop_in import patching
-from eagle_triton.drop_in.patching import Originals, PatchError, Seam
+from eagle_triton import patching
+from eagle_triton.patching import Originals, PatchError, Seam
 from eagle_triton.sglang_plugin import replacements
 from eagle_triton.sglang_plugin.replacements import SAMPLING_KERNEL
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine.drafts.counted import MOST_N
-from eagle_triton.speculative.speculative_config import SpecMethod
+from eagle_triton.inference.speculative_config import SpecMethod
 from eagle_triton.speculative_decoding import printing
 from eagle_triton.speculative_decoding.arguments import check_gamma, checked_end_tokens, checked_prompt, longest
 from eagle_triton.speculative_decoding.base_decoding import GREEDY, continue_text

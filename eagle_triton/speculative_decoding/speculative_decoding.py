@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_triton.speculative.speculative_config import SpecMethod
+from eagle_triton.inference.speculative_config import SpecMethod
 from eagle_triton.speculative_decoding import printing
 from eagle_triton.speculative_decoding.arguments import (
     check_gamma,

@@ -1,6 +1,6 @@
 """Production settings of the kernels that bound a tree's depth: V 32000 and 128256, trees up to 1024 candidates."""
 
-from eagle_triton.adaptive_length import (
+from eagle_triton.ops.adaptive_length import (
     _PART,
     _SLOTS,
     _WARPS,

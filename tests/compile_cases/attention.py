@@ -2,9 +2,9 @@
 
 import triton
 
-from eagle_triton.attention import streamed
-from eagle_triton.attention.kernels import _merge_kernel, _tree_attention_kernel
-from eagle_triton.attention.settings import MERGE_REGISTERS, merge_rows_of, settings_for
+from eagle_triton.attention import MERGE_REGISTERS, merge_rows_of, settings_for
+from eagle_triton.ops import attention_hopper as streamed
+from eagle_triton.ops.attention_tiles import _merge_kernel, _tree_attention_kernel
 from eagle_triton.runtime.launch import EXACT
 
 KV_HEADS, GROUP = 8, 4

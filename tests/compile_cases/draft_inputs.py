@@ -1,7 +1,7 @@
 """Production settings of draft_inputs: 8b and 1b shapes, the beam passes and the pass over emitted tokens; zero-centred
 norms."""
 
-from eagle_triton.draft_inputs import _draft_inputs_kernel
+from eagle_triton.ops.draft_inputs import _draft_inputs_kernel
 from eagle_triton.runtime.launch import DRAFT_WARPS, EXACT
 
 

@@ -1,6 +1,6 @@
 """Production settings of join_columns: logits of the 8b and 70b shapes over two and eight ranks."""
 
-from eagle_triton.exchange import _join_columns_kernel
+from eagle_triton.ops.exchange import _join_columns_kernel
 from eagle_triton.runtime.launch import EXACT
 
 _TYPES = {

@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from eagle_triton.gated_delta import chunk, commit, conv, norm, recurrent, tree
+from eagle_triton.ops.gated_delta import chunk, commit, conv, norm, recurrent, tree
 from eagle_triton.runtime.launch import EXACT
 
 _TYPES = {

@@ -1,6 +1,6 @@
 """Production settings of gather_rows and sequence_rows: features of the 8b shape, the tokens of a step."""
 
-from eagle_triton.gather import _gather_rows_kernel, _sequence_rows_kernel
+from eagle_triton.ops.gather import _gather_rows_kernel, _sequence_rows_kernel
 from eagle_triton.runtime.launch import EXACT
 
 

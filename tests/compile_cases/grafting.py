@@ -1,6 +1,6 @@
 """Production settings of grafting: a tree of 60 nodes and ten children each, 16 drafts from repetition."""
 
-from eagle_triton.grafting import _count_right_kernel, _estimate_scores_kernel, _graft_kernel
+from eagle_triton.ops.grafting import _count_right_kernel, _estimate_scores_kernel, _graft_kernel
 from eagle_triton.runtime.launch import EXACT
 
 _TYPES = dict.fromkeys(("candidates_ptr", "beam_ptr", "tokens_ptr", "drafted_ptr", "candidates_out_ptr"), "*i64")

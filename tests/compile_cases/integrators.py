@@ -7,7 +7,7 @@ from eagle_triton.integrators import (
     tree_speculative_sampling_kernel,
     verify_tree_greedy_kernel,
 )
-from eagle_triton.sampling.draws import chunk_of
+from eagle_triton.ops.sampling.draws import chunk_of
 
 _TYPES = {
     **dict.fromkeys(("verified_id_ptr", "parent_list_ptr", "top_scores_index_ptr", "draft_tokens_ptr"), "*i64"),

@@ -1,10 +1,10 @@
 """Production settings of rms_norm, rotary_append, swiglu and gate_heads: 8b and 1b shapes, whole and partial products;
 those of Qwen3.5 and Qwen3-Next, zero-centred norms and a quarter of each head rotated."""
 
-from eagle_triton.layers.float8_pair import _BLOCK, _float8_pair_kernel
-from eagle_triton.layers.gates import _gate_heads_kernel, _swiglu_kernel
-from eagle_triton.layers.norms import _rms_norm_kernel, _shared_rms_norm_kernel, norm_warps
-from eagle_triton.layers.rotary import _rotary_append_kernel
+from eagle_triton.ops.layers.fp8_pair_rows import _BLOCK, _float8_pair_kernel
+from eagle_triton.ops.layers.gates import _gate_heads_kernel, _swiglu_kernel
+from eagle_triton.ops.layers.norms import _rms_norm_kernel, _shared_rms_norm_kernel, norm_warps
+from eagle_triton.ops.layers.rotary import _rotary_append_kernel
 from eagle_triton.runtime.launch import EXACT
 
 _ALIGNED = (

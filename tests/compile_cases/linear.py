@@ -2,9 +2,9 @@
 
 import torch
 
-from eagle_triton.linear import settings as table
-from eagle_triton.linear.settings import Settings, settings_on
-from eagle_triton.linear.small import _linear_kernel, _linear_swiglu_kernel
+from eagle_triton.ops.linear import settings as table
+from eagle_triton.ops.linear.few_rows import _linear_kernel, _linear_swiglu_kernel
+from eagle_triton.ops.linear.settings import Settings, settings_on
 from eagle_triton.runtime.launch import EXACT
 
 _ALIGNED = (

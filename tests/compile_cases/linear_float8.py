@@ -1,10 +1,10 @@
 """Production settings of the products with weights of eight bits: 8b and 1b shapes, and the portable kernel."""
 
-from eagle_triton.linear import paired_float8 as paired
-from eagle_triton.linear import streamed_float8 as streamed
-from eagle_triton.linear.float8 import _dequantise_kernel, _linear_kernel, portable_settings
-from eagle_triton.linear.gluon_tiles import TILE_LAYOUT
-from eagle_triton.linear.settings import tiles_of
+from eagle_triton.ops.linear import hopper_fp8 as streamed
+from eagle_triton.ops.linear import hopper_fp8_few_rows as paired
+from eagle_triton.ops.linear.fp8 import _dequantise_kernel, _linear_kernel, portable_settings
+from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
+from eagle_triton.ops.linear.settings import tiles_of
 from eagle_triton.runtime.float8_pair import MOST_ROWS
 from eagle_triton.runtime.launch import EXACT
 

@@ -2,9 +2,8 @@
 
 import torch
 
-from eagle_triton.linear.gluon_tiles import TILE_LAYOUT
-from eagle_triton.linear.settings import Streaming, settings_on
-from eagle_triton.linear.streamed import (
+from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
+from eagle_triton.ops.linear.hopper import (
     _HOPPER,
     _MANY_ROWS,
     _block_m,
@@ -14,6 +13,7 @@ from eagle_triton.linear.streamed import (
     settings_for,
     swiglu_kernel,
 )
+from eagle_triton.ops.linear.settings import Streaming, settings_on
 from eagle_triton.runtime.launch import EXACT
 
 _ALIGNED = ("depth", "cols0", "cols1", "cols2", "cols3", "cols", "stride_om")

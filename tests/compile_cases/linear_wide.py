@@ -1,8 +1,8 @@
 """Production settings of the products of many rows: a stack without and with biases, in both dtypes."""
 
-from eagle_triton.linear.gluon_tiles import TILE_LAYOUT
-from eagle_triton.linear.settings import WIDE_TILE
-from eagle_triton.linear.wide import _DEPTH, _REGISTERS, _WARPS, STACK, linear_kernel
+from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
+from eagle_triton.ops.linear.hopper_many_rows import _DEPTH, _REGISTERS, _WARPS, STACK, linear_kernel
+from eagle_triton.ops.linear.settings import WIDE_TILE
 from eagle_triton.runtime.launch import EXACT
 
 

@@ -1,6 +1,6 @@
 """Production settings of the logit processing kernel: N 60, V 128256."""
 
-from eagle_triton.logit_processing import _CHUNK, _process_logits_kernel
+from eagle_triton.ops.logit_processing import _CHUNK, _process_logits_kernel
 
 _TYPES = {
     **dict.fromkeys(("tokens_ptr", "ancestors_ptr", "stops_ptr"), "*i64"),

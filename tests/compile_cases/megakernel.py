@@ -7,13 +7,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from eagle_triton.engine import megakernel_step
 from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft, EagleDraft
-from eagle_triton.engine.mixers import Attention
-from eagle_triton.engine.model import Layer, ModelView
-from eagle_triton.engine.modules import MLP, Norm, Projection, Rotary
+from eagle_triton.engine.model.mixers import Attention
+from eagle_triton.engine.model.model_view import Layer, ModelView
+from eagle_triton.engine.model.modules import MLP, Norm, Projection, Rotary
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.linear import settings
-from eagle_triton.megakernel.kernel import draft_verify_update_kernel
+from eagle_triton.ops.linear import settings
+from eagle_triton.ops.megakernel import draft_verify_update_kernel
 from eagle_triton.runtime.launch import DRAFT_WARPS, EXACT
 
 _TYPES = {

@@ -1,6 +1,6 @@
 """Production settings of counted n-grams: contexts of one and two tokens, three fillers."""
 
-from eagle_triton.ngram_table import _count_ngrams_kernel, _counted_drafts_kernel
+from eagle_triton.ops.ngram_table import _count_ngrams_kernel, _counted_drafts_kernel
 from eagle_triton.runtime.launch import EXACT
 
 _TYPES = {"best_ptr": "*i32", "used_ptr": "*i32", "first_ptr": "*i32", "end_ptr": "*i32", "lengths_ptr": "*i32"}

@@ -2,7 +2,7 @@
 
 import triton
 
-from eagle_triton.prompt_attention import ADDED_ROWS, TAKEN_ROWS, _add_parts_kernel, _take_rows_kernel
+from eagle_triton.ops.prompt_attention import ADDED_ROWS, TAKEN_ROWS, _add_parts_kernel, _take_rows_kernel
 from eagle_triton.runtime.launch import EXACT
 
 

@@ -1,6 +1,6 @@
 """Production settings of the drawing kernels: V 128256."""
 
-from eagle_triton.sampling.draws import (
+from eagle_triton.ops.sampling.draws import (
     _chunk_sums_kernel,
     _probabilities_kernel,
     _sample_kernel,

@@ -1,6 +1,6 @@
 """Production settings of the kernels that find thresholds: V 128256; the scan also as greedy verification uses it."""
 
-from eagle_triton.sampling.filter_thresholds import _narrow_kernel, _settle_kernel, scan_kernel, settings
+from eagle_triton.ops.sampling.filter_thresholds import _narrow_kernel, _settle_kernel, scan_kernel, settings
 
 _SETTING = settings(128256)
 _TYPES = {

@@ -1,9 +1,9 @@
 """Production settings of the drafts from repetition: 16 places, 128 matches of at most 64 tokens, eight sequences."""
 
+from eagle_triton.ops.suffix_match.matches import match_kernel, walk_kernel
+from eagle_triton.ops.suffix_match.ngrams import _ngram_draft_kernel, _ngram_match_kernel
+from eagle_triton.ops.suffix_match.suffixes import _choose_kernel, _draft_kernel, draft_warps
 from eagle_triton.runtime.launch import EXACT
-from eagle_triton.suffix_match.matches import match_kernel, walk_kernel
-from eagle_triton.suffix_match.ngrams import _ngram_draft_kernel, _ngram_match_kernel
-from eagle_triton.suffix_match.suffixes import _choose_kernel, _draft_kernel, draft_warps
 
 _TYPES = {"tokens_ptr": "*i64", "tokens_out_ptr": "*i64", "from_ring_ptr": "*i1"}
 _TYPES |= dict.fromkeys(("probs_ptr", "probs_out_ptr", "scores_ptr"), "*fp32")

@@ -1,7 +1,6 @@
 """Production settings of the kernels that grow a tree: N 60, K 10, D 8, V 128256 and 32000."""
 
-from eagle_triton.runtime.launch import EXACT
-from eagle_triton.tree_decoding import (
+from eagle_triton.ops.tree import (
     _build_tree_kernel,
     _expand_beam_kernel,
     _topk_chunk_kernel,
@@ -9,6 +8,7 @@ from eagle_triton.tree_decoding import (
     topk_chunk_of,
     topk_warps,
 )
+from eagle_triton.runtime.launch import EXACT
 
 _TYPES = {"tokens_ptr": "*i64", "parents_ptr": "*i32", "peaks_ptr": "*fp32"}
 

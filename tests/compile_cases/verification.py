@@ -2,19 +2,19 @@
 
 import triton
 
-from eagle_triton.runtime.launch import EXACT
-from eagle_triton.sampling.draws import chunk_of
-from eagle_triton.verification.rejection import _final_token_kernel, _sampled_walk_kernel
-from eagle_triton.verification.target_match import (
+from eagle_triton.ops.sampling.draws import chunk_of
+from eagle_triton.ops.verification.rejection import _final_token_kernel, _sampled_walk_kernel
+from eagle_triton.ops.verification.target_match import (
     _NOISE_PART,
     _NOISE_WARPS,
     _noise_kernel,
     _perturb_kernel,
     _target_walk_kernel,
 )
-from eagle_triton.verification.topp import _rank_kernel, _topp_walk_kernel
-from eagle_triton.verification.update import _update_sequence_kernel
-from eagle_triton.verification.walks import _first_path_kernel, _greedy_walk_kernel
+from eagle_triton.ops.verification.topp import _rank_kernel, _topp_walk_kernel
+from eagle_triton.ops.verification.update import _update_sequence_kernel
+from eagle_triton.ops.verification.walks import _first_path_kernel, _greedy_walk_kernel
+from eagle_triton.runtime.launch import EXACT
 
 _TYPES = {
     **dict.fromkeys(("temperature_ptr", "min_p_ptr", "peaks_ptr", "thresholds_ptr"), "*fp32"),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_triton.adapters.refusal import UnsupportedModelError
-from eagle_triton.drop_in import eagle_llm as drop_in
+from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families import eagle_llm as drop_in
 from eagle_triton.integration import optimize_eagle_with_triton
 from tests.upstream.building import build_eagle_llm, eagle_llm, prompts, run
 

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_triton import EaModel
-from eagle_triton.adapters import upstream as adapter
-from eagle_triton.adapters.refusal import UnsupportedModelError
+from eagle_triton import EaModel, patching
 from eagle_triton.demo import demo_directory
-from eagle_triton.drop_in import patching
-from eagle_triton.drop_in import upstream as drop_in
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
+from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families import safeailab as adapter
+from eagle_triton.families import safeailab as drop_in
 from eagle_triton.integration import optimize_eagle_with_triton
 from tests.test_demo import prompts as demo_prompts_of
 from tests.upstream.building import build_safeailab, prompts, run, safeailab

@@ -102,7 +102,7 @@ def _save(draft: LlamaForCausalLM, run: Run) -> None:
 def evaluate(run: Run, prompts: list[str], new_tokens: int = 64) -> dict:
     """tau of chains, greedy, fp32, and how many outputs are those of transformers' own generate."""
     from eagle_triton import EAGLEConfig, EAGLEInference
-    from eagle_triton.speculative import SpeculativeConfig
+    from eagle_triton.inference import SpeculativeConfig
 
     outcome, expected = {}, {}
     for drafts in (2, 4, 6):

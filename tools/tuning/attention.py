@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_triton.attention import launchers
-from eagle_triton.attention.settings import Settings, settings_for
+from eagle_triton import attention as launchers
+from eagle_triton.attention import Settings, settings_for
 from eagle_triton.benchmarks.timing import copy_bandwidth
-from eagle_triton.engine.pages import PAGE_ROWS
+from eagle_triton.engine.memory.pages import PAGE_ROWS
 from eagle_triton.models.shapes import SHAPES
 from eagle_triton.reference.attention import pack_ancestors, tree_attention
 from tools.tuning.graph_time import time_graph

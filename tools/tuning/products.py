@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton import linear as products
-from eagle_triton.layers import swiglu
-from eagle_triton.linear import settings as table
-from eagle_triton.linear.settings import MOST_STREAMED, MOST_WIDE, WIDE_TILE, Settings, Streaming, Wide
 from eagle_triton.models.shapes import HYBRIDS, SHAPES
+from eagle_triton.ops import linear as products
+from eagle_triton.ops.layers import swiglu
+from eagle_triton.ops.linear import settings as table
+from eagle_triton.ops.linear.settings import MOST_STREAMED, MOST_WIDE, WIDE_TILE, Settings, Streaming, Wide
 from eagle_triton.runtime.float8_pair import MOST_ROWS
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 from eagle_triton.runtime.overlap import await_inputs, overlapped
@@ -107,7 +107,7 @@ def candidates(product: Product, rows: int) -> Iterator[Settings]:
 
 def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
     """Rings that fit shared memory, in programs that fill the chip."""
-    from eagle_triton.linear.streamed import _block_m
+    from eagle_triton.ops.linear.hopper import _block_m
 
     if rows > MOST_STREAMED:
         return
@@ -138,14 +138,15 @@ def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
 
 
 def wide_candidates(product: Product, rows: int) -> Iterator[Wide]:
-    """The same of wide.py, if its kernel can make the product."""
+    """The same of hopper_many_rows.py, if its kernel can make the product."""
     if WIDE_TILE < rows <= MOST_WIDE and len(product.cols) == 3 and not any(n % WIDE_TILE for n in product.cols):
         yield from itertools.starmap(Wide, ((4, 1), (6, 1), (6, 2), (6, 6)))
 
 
 def float8_candidates(product: Product, rows: int) -> Iterator[Streaming]:
     """The same for weights of eight bits, which are always the left operand; of few rows x comes as a pair."""
-    from eagle_triton.linear import paired_float8, streamed_float8
+    from eagle_triton.ops.linear import hopper_fp8 as streamed_float8
+    from eagle_triton.ops.linear import hopper_fp8_few_rows as paired_float8
 
     per_program, pairs = 2 if product.fused else 1, rows <= MOST_ROWS
     block_m = (paired_float8 if pairs else streamed_float8).block_m_of(rows)
@@ -268,10 +269,11 @@ def _apart(product: Product, x: Tensor, weights: list[Tensor]) -> Tensor | list[
 def settings_now(
     product: Product, rows: int, streamed: bool, float8: str | None = None
 ) -> list[Settings | Streaming | Wide]:
-    """What is to be beaten: how the product is launched today by small.py, and by streamed.py or its like."""
+    """What is to be beaten: how the product is launched today by few_rows.py, and by hopper.py or its like."""
     cols, depth, fused = product
     if float8:
-        from eagle_triton.linear import paired_float8, streamed_float8
+        from eagle_triton.ops.linear import hopper_fp8 as streamed_float8
+        from eagle_triton.ops.linear import hopper_fp8_few_rows as paired_float8
 
         if rows <= MOST_ROWS:
             return [paired_float8.settings_for(rows, cols, depth, fused)]
@@ -279,8 +281,8 @@ def settings_now(
     plain = table.launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, fused)
     stream = None
     if streamed:
-        from eagle_triton.linear import wide
-        from eagle_triton.linear.streamed import many_rows_settings, settings_for
+        from eagle_triton.ops.linear import hopper_many_rows as wide
+        from eagle_triton.ops.linear.hopper import many_rows_settings, settings_for
 
         if plain is None:
             stream = wide.settings_for(rows, cols, depth) or many_rows_settings(rows, cols, depth, fused)

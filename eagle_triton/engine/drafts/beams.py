@@ -14,13 +14,13 @@ from torch import Tensor
 from typing_extensions import Self
 
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.layer_caches import LayerCaches
-from eagle_triton.engine.mixers import AcceptedPath, Mixer, Rows
-from eagle_triton.engine.model import Layer, decoder_layer
-from eagle_triton.engine.modules import Norm, Projection, add_norm, project
+from eagle_triton.engine.memory.pages import SlotPages
+from eagle_triton.engine.model.layer_caches import LayerCaches
+from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, Rows
+from eagle_triton.engine.model.model_view import Layer, decoder_layer
+from eagle_triton.engine.model.modules import Norm, Projection, add_norm, project
 from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.pages import SlotPages
-from eagle_triton.engine.pieces import Pieces
+from eagle_triton.engine.prompt_chunks import PromptChunks
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.adaptive_length import EGAGConfig, GuideTensors
@@ -246,7 +246,7 @@ class BeamDraft(Draft):
         """Rows [B] int32 of its cache, the root's included, where the target remembers `lengths`, the root's not."""
         return lengths if self.first_token == 1 else lengths + (1 - self.first_token)
 
-    def read_prompt(self, ops: Operations, sequences: Sequences, pieces: Pieces, features: Tensor) -> None:
+    def read_prompt(self, ops: Operations, sequences: Sequences, pieces: PromptChunks, features: Tensor) -> None:
         # the last token's follower is not known: `begin` has it
         known = pieces.tokens(sequences.tokens, sequences.lengths, self.first_token)
         caches = sequences.draft_tensors.caches.of_pieces(pieces, sequences.lengths)

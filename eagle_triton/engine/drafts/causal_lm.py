@@ -8,9 +8,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from eagle_triton.engine.drafts.beams import BeamDraft
-from eagle_triton.engine.layer_caches import LayerCaches
-from eagle_triton.engine.mixers import Rows
-from eagle_triton.engine.modules import embed_norm
+from eagle_triton.engine.model.layer_caches import LayerCaches
+from eagle_triton.engine.model.mixers import Rows
+from eagle_triton.engine.model.modules import embed_norm
 from eagle_triton.engine.operations import Operations
 from eagle_triton.runtime.split_sums import SplitSums
 

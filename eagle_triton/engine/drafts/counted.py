@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.mixers import AcceptedPath
+from eagle_triton.engine.memory.by_slot import part_of
+from eagle_triton.engine.memory.pages import SlotPages
+from eagle_triton.engine.model.mixers import AcceptedPath
 from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.pages import SlotPages
-from eagle_triton.engine.slots import part_of
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.ngram_table import LONGEST, NgramTable, new_ngram_table

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.mixers import AcceptedPath, Mixer
+from eagle_triton.engine.memory.pages import SlotPages
+from eagle_triton.engine.model.mixers import AcceptedPath, Mixer
 from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.pages import SlotPages
-from eagle_triton.engine.pieces import Pieces
+from eagle_triton.engine.prompt_chunks import PromptChunks
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.adaptive_length import GuideTensors
@@ -78,7 +78,7 @@ class Draft(ABC):
         """What drafting trees of one shape takes beside the tree itself, see slots.py; None: nothing."""
         return None
 
-    def read_prompt(self, ops: Operations, sequences: Sequences, pieces: Pieces, features: Tensor) -> None:
+    def read_prompt(self, ops: Operations, sequences: Sequences, pieces: PromptChunks, features: Tensor) -> None:
         """Take in pieces of prompts, which the target has just read. features [P, n, F]: the target's there."""
 
     def begin(self, ops: Operations, sequences: Sequences, features: Tensor, entering: Tensor) -> None:

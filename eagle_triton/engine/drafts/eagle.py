@@ -8,10 +8,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from eagle_triton.engine.drafts.beams import BeamDraft
-from eagle_triton.engine.layer_caches import LayerCaches
-from eagle_triton.engine.mixers import Rows
-from eagle_triton.engine.model import decoder_layer
-from eagle_triton.engine.modules import Norm, Projection, add_norm, project_split
+from eagle_triton.engine.model.layer_caches import LayerCaches
+from eagle_triton.engine.model.mixers import Rows
+from eagle_triton.engine.model.model_view import decoder_layer
+from eagle_triton.engine.model.modules import Norm, Projection, add_norm, project_split
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.runtime.split_sums import SharedSums, SplitSums

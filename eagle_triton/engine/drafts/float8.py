@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.modules import Projection, with_projections
+from eagle_triton.engine.model.modules import Projection, with_projections
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 
 FP8 = "fp8"

@@ -21,10 +21,10 @@ from eagle_triton.engine.drafts.repeats import (
     SuffixSource,
     write_repeats,
 )
-from eagle_triton.engine.mixers import AcceptedPath, Mixer
+from eagle_triton.engine.memory.pages import SlotPages
+from eagle_triton.engine.model.mixers import AcceptedPath, Mixer
 from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.pages import SlotPages
-from eagle_triton.engine.pieces import Pieces
+from eagle_triton.engine.prompt_chunks import PromptChunks
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.reference.adaptive_length import GuideTensors
@@ -83,7 +83,7 @@ class WrappedDraft(Draft):
     def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> BeamPlan:
         return self.beams.new_tree_tensors(spec, slots, device)
 
-    def read_prompt(self, ops: Operations, sequences: Sequences, pieces: Pieces, features: Tensor) -> None:
+    def read_prompt(self, ops: Operations, sequences: Sequences, pieces: PromptChunks, features: Tensor) -> None:
         self.beams.read_prompt(ops, sequences, pieces, features)
 
     def begin(self, ops: Operations, sequences: Sequences, features: Tensor, entering: Tensor) -> None:

@@ -1,0 +1,1 @@
+"""Pages, and tensors by slot."""

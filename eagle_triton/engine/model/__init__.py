@@ -1,0 +1,1 @@
+"""A model as the engine reads it, and its forward."""

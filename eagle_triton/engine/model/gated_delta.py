@@ -1,0 +1,159 @@
+"""Gated delta nets (Yang et al., arXiv 2412.06464), the recurrent layers of Qwen3-Next and Qwen3.5.
+
+A layer remembers one state for each head and the last rows that went into its convolution. A forward over trees leaves
+both as they are: nodes see their ancestors through the parallel form of reference/gated_delta.py. A commit replays the
+accepted path token by token, so that what is remembered depends on the committed tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.memory.pages import SlotPages
+from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, MixerCache, Rows
+from eagle_triton.engine.model.modules import Norm, Projection, project_split, project_stack
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.prompt_chunks import PromptChunks
+from eagle_triton.reference.gated_delta import MOST_NODES, PromptPieces
+from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
+from eagle_triton.runtime.split_sums import Product, total_of
+
+RECURRENT_TOKENS = 16  # a prompt's part of so few tokens is read one by one, a longer one in chunks
+
+
+class DeltaPending(NamedTuple):
+    """What the nodes of a step's trees would add to the states of L layers."""
+
+    raw: Tensor  # [L, B, N, C]: rows of the convolution
+    mixed: Tensor  # [L, B, N, C]: behind it
+    gates: Tensor  # [L, B, N, 2, HV] float32
+
+
+class DeltaMemory(NamedTuple):
+    """One layer's part of a GatedDeltaCache; `pending` is None in a causal forward."""
+
+    state: Tensor  # [B, HV, K, V] float32
+    window: Tensor  # [B, W - 1, C]
+    pending: DeltaPending | None  # without their first dimension
+    pieces: PromptPieces | None  # that a causal forward reads; None: the next tokens of all sequences
+
+
+class GatedDeltaCache(MixerCache):
+    """States [L, B, HV, K, V] float32 and windows [L, B, W - 1, C] of layers of one shape."""
+
+    def __init__(self, states: Tensor, windows: Tensor, pieces: PromptPieces | None = None):
+        """pieces: of prompts that the next causal forward reads."""
+        self.states, self.windows, self._pieces = states, windows, pieces
+
+    def new_pending(self, nodes: int) -> DeltaPending:
+        layers, batch, _, channels = self.windows.shape
+        raw, mixed = (self.windows.new_empty(layers, batch, nodes, channels) for _ in range(2))
+        return DeltaPending(raw, mixed, self.states.new_empty(layers, batch, nodes, 2, self.states.shape[2]))
+
+    def layer(self, index: int, pending: DeltaPending | None = None) -> DeltaMemory:
+        mine = None if pending is None else DeltaPending(*(tensor[index] for tensor in pending))
+        return DeltaMemory(self.states[index], self.windows[index], mine, self._pieces)
+
+    def part(self, slots: slice) -> GatedDeltaCache:
+        return GatedDeltaCache(self.states[:, slots], self.windows[:, slots])
+
+    def of_pieces(self, pieces: PromptChunks, lengths: Tensor) -> GatedDeltaCache:
+        assert pieces.slots is not None
+        mine = PromptPieces(pieces.slots, pieces.starts, pieces.counts(lengths))
+        return GatedDeltaCache(self.states, self.windows, mine)
+
+    def clear(self) -> None:
+        for tensor in self.tensors:
+            tensor.zero_()
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        for tensor in self.tensors:
+            tensor[:, target] = tensor[:, source]
+
+    def commit(self, ops: Operations, pending: DeltaPending, accepted: AcceptedPath) -> None:
+        ops.commit_states(self.states, self.windows, *pending, accepted.path, accepted.accepted)
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        yield self.states
+        yield self.windows
+
+
+@dataclass(frozen=True)
+class GatedDelta(Mixer):
+    """Causal convolution, gated delta rule, gated norm. H key heads of K, HV = H * R value heads of V.
+
+    inputs: the products that give q, k, v, z, b and a: either (qkv, z, b, a) (Qwen3.5), or (qkvz, ba), whose rows stand
+    together by key head (Qwen3-Next).
+    """
+
+    inputs: tuple[Projection, ...]
+    conv: Tensor  # [C, W], C = 2 H K + HV V
+    A_log: Tensor  # [HV]
+    dt_bias: Tensor  # [HV]
+    norm: Norm  # [V]
+    o: Projection
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+
+    most_nodes: ClassVar[int | None] = MOST_NODES
+    reads_pieces: ClassVar[bool] = True
+
+    @property
+    def cache_shape(self) -> tuple[int, ...]:
+        return self.num_k_heads, self.num_v_heads, self.k_dim, self.v_dim, self.conv.shape[1]
+
+    def new_cache(
+        self, layers: int, slots: int, pages: SlotPages | None, dtype: torch.dtype, device: torch.device
+    ) -> GatedDeltaCache:
+        """No pages are used: a state is as large after one token as after many."""
+        state, (channels, taps) = (self.num_v_heads, self.k_dim, self.v_dim), self.conv.shape
+        return GatedDeltaCache(
+            torch.zeros(layers, slots, *state, dtype=torch.float32, device=device),
+            torch.zeros(layers, slots, taps - 1, channels, dtype=dtype, device=device),
+        )
+
+    def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: DeltaMemory, rows: Rows) -> Product:
+        x = whole_of(x)
+        q, k, v, z, b, a = self._inputs(ops, x, rows)
+        gating = (a, b, self.A_log, self.dt_bias)
+        if rows.ancestors is None:
+            mixed = ops.causal_conv(q, k, v, self.conv, cache.window, pieces=cache.pieces)
+            if cache.pieces is not None:
+                out = ops.delta_chunk(mixed, *gating, cache.state, cache.pieces)
+            elif x.shape[1] <= RECURRENT_TOKENS:
+                out = ops.delta_recurrent(mixed, *gating, cache.state)
+            else:
+                out = ops.delta_chunk(mixed, *gating, cache.state)
+        else:
+            assert cache.pending is not None, "a forward over trees needs room for what they would add"
+            raw, mixed, gates = cache.pending
+            ops.causal_conv(q, k, v, self.conv, cache.window, rows.ancestors, raw=raw, out=mixed)
+            out = ops.delta_tree(mixed, *gating, cache.state, rows.ancestors, rows.depth, gates=gates)
+        normed = ops.gated_norm(out, z, self.norm.weight, self.norm.eps)
+        return project_split(ops, self.o, normed, rows.launch_rows)
+
+    def _inputs(self, ops: Operations, x: Tensor, rows: Rows) -> tuple[Tensor, ...]:
+        """q, k [B, n, H, K], v, z [B, n, H, R V], b, a [B, n, H, R]: views of the products."""
+        products = [total_of(p) for p in project_stack(ops, self.inputs, x, launch_rows=rows.launch_rows)]
+        heads, shared = self.num_k_heads, self.num_v_heads // self.num_k_heads
+        values = shared * self.v_dim
+        by_head = [product.unflatten(-1, (heads, -1)) for product in products[-3:]]
+        if len(products) == 2:
+            qkvz, ba = by_head
+            return (*qkvz.split((self.k_dim, self.k_dim, values, values), -1), *ba.split(shared, -1))
+        q, k, v = products[0].split((heads * self.k_dim, heads * self.k_dim, heads * values), -1)
+        return (*(part.unflatten(-1, (heads, -1)) for part in (q, k, v)), *by_head)
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        for projection in (*self.inputs, self.o):
+            yield from projection.tensors
+        yield from (self.conv, self.A_log, self.dt_bias, self.norm.weight)

@@ -1,0 +1,229 @@
+"""A target model as the engine reads it, and its forward over new rows of several sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.memory.pages import SlotPages
+from eagle_triton.engine.model.layer_caches import LayerCaches
+from eagle_triton.engine.model.mixers import Mixer, Rows
+from eagle_triton.engine.model.modules import (
+    MLP,
+    Experts,
+    Norm,
+    Projection,
+    SharedEmbedding,
+    add_norm,
+    embed_norm,
+    feed_forward,
+)
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.ranks import Ranks
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.runtime.float8_pair import Float8Pair
+from eagle_triton.runtime.split_sums import Product
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer. EAGLE-1 heads have no input norm in their first layer."""
+
+    input_norm: Norm | None
+    mixer: Mixer
+    post_norm: Norm
+    mlp: MLP | Experts
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All weights that a forward reads."""
+        yield from (norm.weight for norm in (self.input_norm, self.post_norm) if norm is not None)
+        yield from self.mixer.tensors
+        yield from self.mlp.tensors
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """The target model: references into a loaded one, nothing copied. H hidden size, V vocabulary, F feature width.
+
+    `feature_layers`: the layers whose inputs, concatenated, feed an EAGLE-3 head (F = 3H); empty for drafts that take
+    the last hidden state after the final norm (F = H). `ranks`: those that its matrices are spread over; then its
+    layers have this rank's heads, columns and rows.
+    """
+
+    embedding: Tensor | SharedEmbedding  # [V, H]
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Projection  # [V, H]
+    feature_layers: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+    ranks: Ranks | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.embedding.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.embedding.shape[1]
+
+    @property
+    def feature_size(self) -> int:
+        return self.hidden_size * max(len(self.feature_layers), 1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one forward reads; of the embedding it reads a few rows only."""
+        layers = (tensor for layer in self.layers for tensor in layer.tensors)
+        return sum(tensor.nbytes for tensor in (*layers, self.norm.weight, *self.head.tensors))
+
+    @property
+    def reads_pieces(self) -> bool:
+        """Whether one forward may read pieces of several prompts."""
+        return all(layer.mixer.reads_pieces for layer in self.layers)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether each token is remembered by itself, where prompts that begin alike may find it."""
+        return all(layer.mixer.by_token for layer in self.layers)
+
+    def sees_all(self, rows: int) -> bool:
+        """Whether each of so many tokens sees all before it in every layer, which then remember nothing else."""
+        return all(layer.mixer.sees_all(rows) for layer in self.layers)
+
+    def check_tree(self, spec: TreeSpec, option: str = "spec") -> None:
+        """Raise ValueError, naming the option that asks for it, for more nodes than a layer can see at once."""
+        limits = [layer.mixer.most_nodes for layer in self.layers if layer.mixer.most_nodes is not None]
+        if limits and spec.nodes > min(limits):
+            raise ValueError(
+                f"{option}: over recurrent layers a tree must have at most {min(limits)} nodes, got {spec.nodes}"
+            )
+
+    def new_features(self, tokens: Tensor) -> Tensor:
+        """Room for the features of tokens [B, n], [B, n, F]."""
+        return torch.empty(*tokens.shape, self.feature_size, dtype=self.dtype, device=self.device)
+
+    def new_caches(self, pages: SlotPages) -> LayerCaches:
+        """What its layers remember of the sequences in some slots, empty, on the device of these slots' pages."""
+        mixers = [layer.mixer for layer in self.layers]
+        return LayerCaches(mixers, pages.slots, pages, self.dtype, pages.table.device)
+
+
+def decoder_layer(
+    ops: Operations, layer: Layer, normed: Tensor | Float8Pair, x: Tensor, cache: Any, rows: Rows
+) -> tuple[Tensor, Product]:
+    """Mixer and MLP: normed [B, n, *] goes in, x [B, n, H] is the residual stream, `cache` the layer's.
+
+    Returns x with the mixer's output, and the MLP's output still to be added to it.
+    """
+    update = layer.mixer.forward(ops, normed, cache, rows)
+    normed, x = add_norm(ops, layer.post_norm, x, update, rows.in_draft_pass, for_float8=layer.mlp.reads_float8)
+    return x, feed_forward(ops, layer.mlp, normed, rows.launch_rows)
+
+
+def target_forward(
+    ops: Operations,
+    view: ModelView,
+    tokens: Tensor,
+    caches: LayerCaches,
+    lengths: Tensor,
+    depths: Tensor | None,
+    ancestors: Tensor | None,
+    depth: int = 0,
+) -> tuple[Tensor, Tensor, Any]:
+    """The target over n new tokens per sequence, which stand behind the `lengths` committed ones.
+
+    tokens [B, n] int64; lengths [B] int32; depths [B, n] int32, by which their positions lie behind `lengths`, None:
+    one after another; ancestors [B, n, W] of trees of `depth` levels below the root, or None (causal, and remembered as
+    it runs). Returns the normed last hidden states [B, n, H], the features
+    for the draft [B, n, F], and for trees what the caches' commit asks for.
+    """
+    new_keys = None if ancestors is None else tokens.shape[1]
+    rows = Rows(lengths, lengths, depths, ancestors, new_keys, depth=depth)
+    pending = None if ancestors is None else caches.new_pending(tokens.shape[1])
+    x, update, features = _layers(ops, view, view.layers, tokens, caches, rows, pending)
+    assert x is not None, "a model has layers"
+    hidden, _ = add_norm(ops, view.norm, x, update)
+    return hidden, hidden if features is None else features, pending
+
+
+def prompt_forward(
+    ops: Operations, view: ModelView, tokens: Tensor, caches: LayerCaches, rows: Rows, last: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The target over pieces of prompts [P, n] int64, which it remembers.
+
+    last: flat rows [m] int64 of P * n whose hidden states alone are wanted, None: all. Where the features do not take
+    the last layer, it runs over these only. Returns the normed last hidden states [m, 1, H], or [P, n, H], and the
+    features [P, n, F].
+    """
+    if last is None or not view.feature_layers:
+        x, update, features = _layers(ops, view, view.layers, tokens, caches, rows)
+        assert x is not None, "a model has layers"
+        hidden, _ = add_norm(ops, view.norm, x, update)
+        wanted = hidden if last is None else hidden.flatten(0, 1)[last][:, None]
+        return wanted, hidden if features is None else features
+    x, update, features = _layers(ops, view, view.layers[:-1], tokens, caches, rows)
+    layer, index = view.layers[-1], len(view.layers) - 1
+    normed, x = _layer_input(ops, view, index, tokens, x, update, features)
+    assert features is not None
+    update = layer.mixer.forward_last(ops, normed, caches.layer(index), rows, last)
+    normed, x = add_norm(ops, layer.post_norm, x.flatten(0, 1)[last][:, None], update)
+    hidden, _ = add_norm(ops, view.norm, x, feed_forward(ops, layer.mlp, normed))
+    return hidden, features
+
+
+def _layers(
+    ops: Operations,
+    view: ModelView,
+    layers: Sequence[Layer],
+    tokens: Tensor,
+    caches: LayerCaches,
+    rows: Rows,
+    pending: Any = None,
+) -> tuple[Tensor | None, Product | None, Tensor | None]:
+    """The first layers over tokens [B, n]: the residual stream [B, n, H], what is still to be added to it (None and
+    None if there is no layer), and the features [B, n, F], if some layers' inputs are features."""
+    x: Tensor | None = None
+    update: Product | None = None
+    features = view.new_features(tokens) if view.feature_layers else None
+    for index, layer in enumerate(layers):
+        normed, x = _layer_input(ops, view, index, tokens, x, update, features)
+        x, update = decoder_layer(ops, layer, normed, x, caches.layer(index, pending), rows)
+    return x, update, features
+
+
+def _layer_input(
+    ops: Operations,
+    view: ModelView,
+    index: int,
+    tokens: Tensor,
+    x: Tensor | None,
+    update: Product | None,
+    features: Tensor | None,
+) -> tuple[Tensor | Float8Pair, Tensor]:
+    """What layer `index` reads, normed, and the residual stream before it, [B, n, H] each: the embeddings of tokens
+    [B, n] before the first. Where the draft reads that, it lies in features [B, n, F] from the start."""
+    norm, for_float8, part = view.layers[index].input_norm, view.layers[index].mixer.reads_float8, None
+    if features is not None and index in view.feature_layers:
+        place = sorted(view.feature_layers).index(index)
+        part = features.unflatten(-1, (-1, view.hidden_size))[:, :, place]
+    if x is None:
+        normed, x = embed_norm(ops, norm, view.embedding, tokens, total=part, for_float8=for_float8)
+    else:
+        normed, x = add_norm(ops, norm, x, update, total=part, for_float8=for_float8)
+    if part is not None and x is not part:
+        part.copy_(x)
+    return normed, x

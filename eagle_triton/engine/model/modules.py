@@ -1,0 +1,323 @@
+"""The modules of a model as the engine reads them, frozen references with nothing copied, and how each is run.
+
+Shapes: B sequences, n rows of each, H hidden size, I intermediate size, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, ClassVar, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from eagle_triton.engine.model.model_watch import stored_tensors
+from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.ranks import Ranks
+from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
+from eagle_triton.runtime.float8_weight import Float8Weight
+from eagle_triton.runtime.split_sums import Product, SharedRows, SplitSums, own_rows, total_of
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm: `weight` [H] (or [d] for q/k norms) and `eps`. zero_centred: 1 + weight stands for the weight."""
+
+    weight: Tensor
+    eps: float
+    zero_centred: bool = False
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A matrix product `x @ weight.T + bias`, or `module` called as it is (quantised, sharded).
+
+    summed_over: ranks that have some columns of the weight each (one of them the bias), and add up what these give.
+    joined_over: ranks that have some of its rows each, and put together what these give.
+    """
+
+    weight: Tensor | Float8Weight | None = None  # [out, in]
+    bias: Tensor | None = None  # [out]
+    module: Callable[[Tensor], Tensor] | None = None
+    summed_over: Ranks | None = None
+    joined_over: Ranks | None = None
+
+    def replaced(self, x: Tensor) -> Tensor:
+        """What the module in the place of a plain product gives."""
+        if self.module is None:
+            raise ValueError("a projection needs a weight or a module")
+        return self.module(x)
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All that one product reads."""
+        if isinstance(self.weight, Float8Weight):
+            yield from self.weight.tensors
+        elif self.weight is not None:
+            yield self.weight
+        if self.bias is not None:
+            yield self.bias
+        if isinstance(self.module, nn.Module):
+            yield from _stored_in(self.module)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedEmbedding:
+    """An embedding [V, H] of which each rank has V / size rows, read as a tensor is: table[tokens]."""
+
+    rows: Tensor  # [V / size, H]: this rank's
+    ranks: Ranks
+
+    def in_memory(self, kernels: bool) -> SharedRows | None:
+        """The same for a norm that exchanges look-ups by itself, if there is memory for that; see Ranks.peers_for."""
+        peers = self.ranks.peers_for(kernels, self.device)
+        return None if peers is None or not peers.fits(self.rows) else SharedRows(self.rows, peers)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.rows) * self.ranks.size, self.rows.shape[1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    def __getitem__(self, tokens: Tensor) -> Tensor:
+        """tokens [...] int64 -> [..., H]: every rank's look-up of the tokens that are its own, zeros for the others,
+        added up."""
+        return self.ranks.together(own_rows(self.rows, tokens, self.ranks.rank)).sum(0)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embedding in the half-rotation layout: angle = position * inv_freq, scaled by `attention_scaling`."""
+
+    inv_freq: Tensor  # [r / 2] float32: the first r <= d elements of a head turn
+    attention_scaling: float = 1.0
+
+
+@dataclass(frozen=True)
+class MLP:
+    """SwiGLU block: down(silu(gate(x)) * up(x))."""
+
+    gate: Projection
+    up: Projection
+    down: Projection
+
+    @property
+    def reads_float8(self) -> bool:
+        return in_float8(self.gate, self.up)
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All that one call reads."""
+        for projection in (self.gate, self.up, self.down):
+            yield from projection.tensors
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: `module` called as it is, [B, n, H] -> [B, n, H]."""
+
+    module: nn.Module
+    reads_float8: ClassVar[bool] = False
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All weights, of which one call reads those of the chosen experts."""
+        yield from _stored_in(self.module)
+
+
+def _stored_in(module: nn.Module) -> Iterator[Tensor]:
+    """What the parameters of a module are stored in, each tensor of a quantised one by itself."""
+    for parameter in module.parameters():
+        yield from stored_tensors(parameter)
+
+
+def with_projections(part: Any, change: Callable[[Projection], Projection]) -> Any:
+    """A copy of a part of a model, such as a layer, with each of its projections changed; the same part if none is."""
+    if isinstance(part, Projection):
+        return change(part)
+    if isinstance(part, tuple):
+        changed = tuple(with_projections(item, change) for item in part)
+        return part if all(new is old for new, old in zip(changed, part, strict=True)) else changed
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    old = {field.name: getattr(part, field.name) for field in fields(part) if field.init}
+    new = {name: with_projections(value, change) for name, value in old.items()}
+    new = {name: value for name, value in new.items() if value is not old[name]}
+    return replace(part, **new) if new else part
+
+
+def in_float8(*projections: Projection) -> bool:
+    """Whether all have weights of eight bits, so that a norm before them may make their pairs: see layers.rms_norm."""
+    return all(isinstance(projection.weight, Float8Weight) for projection in projections)
+
+
+def project(ops: Operations, projection: Projection, x: Tensor | Float8Pair, launch_rows: int | None = None) -> Tensor:
+    """One matrix product, or the module that stands in its place: x [B, n, *] -> [B, n, out].
+
+    `launch_rows`: rows that its launch is chosen for, see `linear`; None: as many as x has.
+    """
+    return total_of(_project(ops, projection, x, False, launch_rows))
+
+
+def project_split(
+    ops: Operations, projection: Projection, x: Tensor | Float8Pair, launch_rows: int | None = None
+) -> Product:
+    """`project` for a norm or sum that adds up its splits, or the parts of several ranks, if the product has any."""
+    return _project(ops, projection, x, True, launch_rows)
+
+
+def _project(
+    ops: Operations, projection: Projection, x: Tensor | Float8Pair, keep_splits: bool, launch_rows: int | None
+) -> Product:
+    if projection.weight is None:
+        return projection.replaced(whole_of(x))
+    if projection.joined_over is not None:
+        columns = total_of(ops.linear(x, projection.weight, projection.bias, launch_rows=launch_rows))
+        peers = projection.joined_over.peers_for(ops.kernels, x.device)
+        return projection.joined_over.joined(columns) if peers is None else ops.join_columns(columns, peers)
+    if projection.summed_over is not None:
+        part = ops.linear(x, projection.weight, projection.bias, keep_splits=True, launch_rows=launch_rows)
+        by_the_norm = projection.summed_over.peers_for(ops.kernels, x.device) is not None
+        found = projection.summed_over.summed(part, x.dtype, by_the_norm)
+        return found if keep_splits or isinstance(found, SplitSums) else ops.add(found)
+    return ops.linear(x, projection.weight, projection.bias, keep_splits=keep_splits, launch_rows=launch_rows)
+
+
+def project_stack(
+    ops: Operations,
+    projections: tuple[Projection, ...],
+    x: Tensor | Float8Pair,
+    *,
+    keep_splits: bool = False,
+    launch_rows: int | None = None,
+) -> tuple[Tensor | SplitSums, ...]:
+    """Several products of the same rows, in one launch where all of them are plain.
+
+    `keep_splits`: the reader adds them up. `launch_rows`: see project.
+    """
+    weights = [projection.weight for projection in projections if projection.weight is not None]
+    if len(weights) < len(projections):
+        return tuple(project(ops, projection, x) for projection in projections)
+    biases = [projection.bias for projection in projections]
+    return ops.linear_stack(x, weights, biases, keep_splits=keep_splits, launch_rows=launch_rows)
+
+
+@overload
+def add_norm(
+    ops: Operations,
+    norm: Norm | None,
+    x: Tensor,
+    update: Product | None = None,
+    in_draft_pass: bool = False,
+    total: Tensor | None = None,
+    for_float8: Literal[False] = False,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def add_norm(
+    ops: Operations,
+    norm: Norm | None,
+    x: Tensor,
+    update: Product | None = None,
+    in_draft_pass: bool = False,
+    total: Tensor | None = None,
+    *,
+    for_float8: bool,
+) -> tuple[Tensor | Float8Pair, Tensor]: ...
+
+
+def add_norm(
+    ops: Operations,
+    norm: Norm | None,
+    x: Tensor,
+    update: Product | None = None,
+    in_draft_pass: bool = False,
+    total: Tensor | None = None,
+    for_float8: bool = False,
+) -> tuple[Tensor | Float8Pair, Tensor]:
+    """(norm(x + update), x + update), [B, n, H] each. Without a norm the sum twice, without an update x as it is.
+
+    `update` may be a product whose splits or ranks' parts are still apart: the sum happens here, in the pass that reads
+    it anyway. `in_draft_pass`, `for_float8`: see layers.rms_norm. `total` [B, n, H]: where the sum may be written.
+    """
+    if norm is None:
+        total = x if update is None else ops.add(update, x)
+        return total, total
+    options: dict[str, Any] = dict(zero_centred=norm.zero_centred, in_draft_pass=in_draft_pass, for_float8=for_float8)
+    if update is None:
+        return ops.rms_norm(x, norm.weight, norm.eps, **options), x
+    return ops.add_rms_norm(update, x, norm.weight, norm.eps, total=total, **options)
+
+
+@overload
+def embed_norm(
+    ops: Operations,
+    norm: Norm | None,
+    embedding: Tensor | SharedEmbedding,
+    tokens: Tensor,
+    in_draft_pass: bool = False,
+    total: Tensor | None = None,
+    for_float8: Literal[False] = False,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def embed_norm(
+    ops: Operations,
+    norm: Norm | None,
+    embedding: Tensor | SharedEmbedding,
+    tokens: Tensor,
+    in_draft_pass: bool = False,
+    total: Tensor | None = None,
+    *,
+    for_float8: bool,
+) -> tuple[Tensor | Float8Pair, Tensor]: ...
+
+
+def embed_norm(
+    ops: Operations,
+    norm: Norm | None,
+    embedding: Tensor | SharedEmbedding,
+    tokens: Tensor,
+    in_draft_pass: bool = False,
+    total: Tensor | None = None,
+    for_float8: bool = False,
+) -> tuple[Tensor | Float8Pair, Tensor]:
+    """(norm(x), x) of the embeddings x of tokens [B, n], as `add_norm`. `total` [B, n, H]: where x may be written."""
+    table = embedding.in_memory(ops.kernels) if isinstance(embedding, SharedEmbedding) else embedding
+    if norm is None or table is None:
+        return add_norm(ops, norm, embedding[tokens], in_draft_pass=in_draft_pass, for_float8=for_float8)
+    return ops.embed_rms_norm(
+        tokens,
+        table,
+        norm.weight,
+        norm.eps,
+        zero_centred=norm.zero_centred,
+        in_draft_pass=in_draft_pass,
+        total=total,
+        for_float8=for_float8,
+    )
+
+
+def feed_forward(
+    ops: Operations, mlp: MLP | Experts, x: Tensor | Float8Pair, launch_rows: int | None = None
+) -> Product:
+    """What follows the mixer: [B, n, H] -> [B, n, H], its splits perhaps still apart. `launch_rows`: see project."""
+    if isinstance(mlp, Experts):
+        out = mlp.module(whole_of(x))
+        return out[0] if isinstance(out, tuple) else out  # the router's logits beside it, in transformers 4
+    gate, up = mlp.gate, mlp.up
+    if gate.weight is not None and up.weight is not None and gate.bias is None and up.bias is None:
+        inner = ops.linear_swiglu(x, gate.weight, up.weight, launch_rows=launch_rows, for_float8=in_float8(mlp.down))
+    else:
+        gated, raised = project_stack(ops, (gate, up), x, launch_rows=launch_rows)
+        inner = ops.swiglu(total_of(gated), total_of(raised))
+    return project_split(ops, mlp.down, inner, launch_rows)

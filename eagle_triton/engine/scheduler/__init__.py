@@ -1,0 +1,1 @@
+"""Which requests run, and what each step does."""

@@ -1,0 +1,73 @@
+"""Whether a batch can take a request, and what ranks must have in common of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from eagle_triton.engine.model.model_view import ModelView
+from eagle_triton.engine.ranks import Ranks
+from eagle_triton.engine.scheduler.requests import Request
+
+
+def check_request(request: Request, view: ModelView, rows: int, depth: int) -> None:
+    """Raise ValueError if the target cannot decode a request within `rows` tokens. depth: of the next tree, by which a
+    request that is not exact may overshoot."""
+    prompt = request.prompt
+    if prompt.dtype != torch.int64 or prompt.ndim != 1 or not len(prompt):
+        raise ValueError(f"prompt must be int64 [L] with L > 0, got {prompt.dtype} {list(prompt.shape)}")
+    if not 0 <= int(prompt.min()) <= int(prompt.max()) < view.vocab_size:
+        raise ValueError(
+            f"prompt: tokens must lie in 0..{view.vocab_size - 1}, got {int(prompt.min())}..{int(prompt.max())}"
+        )
+    given = request.embeddings
+    if given is not None and (
+        given.ndim != 2
+        or len(given) > len(prompt)
+        or (given.shape[1], given.dtype, given.device) != (view.hidden_size, view.dtype, view.device)
+    ):
+        raise ValueError(
+            f"embeddings must be {view.dtype} [n, {view.hidden_size}] on {view.device}, n at most the prompt's "
+            f"{len(prompt)} tokens, got {given.dtype} {list(given.shape)} on {given.device}"
+        )
+    if request.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
+    if not 0 <= request.min_new_tokens <= request.max_new_tokens:
+        raise ValueError(
+            f"min_new_tokens must lie in 0..{request.max_new_tokens} (max_new_tokens), got {request.min_new_tokens}"
+        )
+    overshoot = 0 if request.exact else depth
+    if len(prompt) + request.max_new_tokens + overshoot > rows:
+        raise ValueError(
+            f"a prompt of {len(prompt)} tokens and {request.max_new_tokens + overshoot} new ones do not fit into "
+            f"the {rows} rows of this batch"
+        )
+    unknown = [token for token, _ in request.sampling.biases if token >= view.vocab_size]
+    if unknown:
+        raise ValueError(f"logit_bias: tokens must lie in 0..{view.vocab_size - 1}, got {unknown}")
+    if min(request.stop_ids, default=0) < 0:
+        raise ValueError(f"stop_ids must not be negative, got {min(request.stop_ids)}")
+
+
+def agreed_requests(ranks: Ranks, requests: Sequence[Request], batch: tuple[Any, ...]) -> list[Request]:
+    """The same requests, with the seeds that rank 0 gives or draws. batch: what else decides how they are decoded; how
+    many steps were launched before, for with what one rank has launched alone others' next step would be exchanged; and
+    how often kept pages were forgotten. Raises RanksError on all ranks where they have others."""
+    asked = [
+        {
+            **{field.name: getattr(request, field.name) for field in fields(request)},
+            "prompt": request.prompt.tolist(),
+            "sampling": replace(request.sampling, seed=None),
+        }
+        for request in requests
+    ]
+    what = "the requests of a batch, its engine, options, trees and slots, what was forgotten, and the number of steps"
+    ranks.check_same_on_all_ranks(f"{what} before", (batch, asked))
+    seeds = ranks.agreed([request.sampling.seeds(1)[0] for request in requests])
+    return [
+        replace(request, sampling=replace(request.sampling, seed=seed))
+        for request, seed in zip(requests, seeds, strict=True)
+    ]

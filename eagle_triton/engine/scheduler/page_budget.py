@@ -1,0 +1,103 @@
+"""How much of the cache the requests of a batch take: their prompts at first, then more as they decode."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from eagle_triton.engine import skipped_features
+from eagle_triton.engine.memory.pages import PAGE_ROWS, SlotPages
+from eagle_triton.engine.scheduler.requests import Request
+from eagle_triton.engine.scheduler.running_request import RunningRequest
+from eagle_triton.engine.scheduler.step_planner import StepPlanner
+from eagle_triton.engine.scheduler.steps_in_flight import StepsInFlight
+from eagle_triton.engine.state import scratch_rows
+
+
+class PageBudget:
+    """Counts the rows and pages of the requests in the slots of a batch.
+
+    unread_steps: launched, and never to be read.
+    """
+
+    def __init__(
+        self, pages: SlotPages, chooser: StepPlanner, reports: StepsInFlight, entries: list[RunningRequest | None]
+    ):
+        self._pages, self._chooser, self._reports, self._entries = pages, chooser, reports, entries
+        self.unread_steps = 0
+
+    def most_rows(self, request: Request) -> int:
+        """How many rows a request may take."""
+        overshoot = 0 if request.exact else self._chooser.spec.depth
+        rows = len(request.prompt) + request.max_new_tokens + overshoot + self._chooser.rows_behind
+        return min(rows, self._pages.capacity)
+
+    def first_rows(self, request: Request, length: int) -> int:
+        """How many rows a request takes that begins, or goes on, with `length` tokens: enough for its first steps."""
+        return min(length + self._rows_ahead(self._reports.most), self.most_rows(request))
+
+    def never_fits(self, request: Request) -> str | None:
+        """Why the cache has no room for a request even if nobody else is there; None: it has."""
+        pages, limit = -(-self.most_rows(request) // PAGE_ROWS), self._pages.pool.limit
+        if limit is None or pages <= limit:
+            return None
+        return (
+            f"cache_tokens: a prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones take up to "
+            f"{pages} pages of {PAGE_ROWS} tokens, more than the {limit} that there are"
+        )
+
+    def fitting(self, requests: Sequence[Request]) -> int:
+        """How many of the first requests have room beside those who are there, as far as is known without trying."""
+        pages = itertools.accumulate(self._first_pages(request, len(request.prompt)) for request in requests)
+        pool, others = self._pages.pool, self._pages_of_others()
+        return sum(1 for _ in itertools.takewhile(lambda some: pool.has_room(some + others), pages))
+
+    def may_go_on(self, entry: RunningRequest) -> bool:
+        """Whether a request that waits has room again, as far as is known without trying; it has if nobody is there."""
+        others = self._pages_of_others()
+        pages = self._first_pages(entry.request, len(entry.prompt))
+        return not others or self._pages.pool.has_room(pages + others)
+
+    def missing(self, lengths: Sequence[int]) -> dict[int, int]:
+        """Slots whose pages are fewer than the next step may write, the first to come first, and how many rows they
+        need. lengths: the committed tokens of all slots."""
+        ahead = self._rows_ahead(1 + len(self._reports.steps))
+        short = [
+            (entry.turn, slot, min(lengths[slot] + ahead, self.most_rows(entry.request)))
+            for slot, entry in enumerate(self._entries)
+            if entry is not None and not entry.waits and lengths[slot] + ahead > entry.room
+        ]
+        return {slot: rows for _, slot, rows in sorted(short)}
+
+    def write(self, slots: Sequence[int]) -> None:
+        """Let the tables of some slots name all their pages; how many rows these are, which every step looks at, is
+        noted."""
+        if slots:
+            self._pages.write(slots)
+        for slot in slots:
+            entry = self._entries[slot]
+            assert entry is not None
+            entry.room = self._rows_held(slot)
+
+    def grew(self, slot: int) -> bool:
+        """Whether the request in a slot has pages that its table does not name yet."""
+        entry = self._entries[slot]
+        return entry is not None and not entry.waits and entry.room < self._rows_held(slot)
+
+    def _rows_held(self, slot: int) -> int:
+        return len(self._pages.of(slot)) * PAGE_ROWS
+
+    def _rows_ahead(self, steps: int) -> int:
+        """How many rows behind the committed ones so many steps may write, beside those that will not be read."""
+        trees = [self._chooser.spec, self._chooser.state.spec, *(step.state.spec for step in self._reports.steps)]
+        scratch = max(map(scratch_rows, trees))
+        if self._chooser.plain_steps is not None:
+            scratch = max(scratch, skipped_features.ROWS + 1)
+        return (steps + self.unread_steps) * (max(tree.depth for tree in trees) + 1) + scratch
+
+    def _first_pages(self, request: Request, length: int) -> int:
+        return -(-self.first_rows(request, length) // PAGE_ROWS)
+
+    def _pages_of_others(self) -> int:
+        """That are left to those who are there when somebody comes: one for each to go on with."""
+        return sum(1 for entry in self._entries if entry is not None and not entry.waits)

@@ -1,0 +1,89 @@
+"""What a batch is asked to decode, and what it says of each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.reference.verification import ERROR, LENGTH, STOP
+
+NAN = "the target's logits are NaN"
+REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A sequence to decode. prompt: int64 [L], on any device.
+
+    It ends at the first of `stop_ids` (which is kept) or after `max_new_tokens`; before `min_new_tokens` none of these
+    is chosen. With `exact` False it ends as the original EaModel ends: only after a step, whose other tokens are kept.
+    logprobs: report the log-probability of each token, as `Batch(logprobs=True)` does for all requests. logits: report
+    the target's own logits that each token was chosen by. embeddings: what the target reads in place of the first
+    tokens of the prompt, [n, H] of its dtype on its device; drafts and penalties take the tokens.
+    """
+
+    prompt: Tensor
+    max_new_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_ids: frozenset[int] = frozenset()
+    exact: bool = True
+    logprobs: bool = False
+    min_new_tokens: int = 0
+    logits: bool = False
+    embeddings: Tensor | None = None
+
+    @property
+    def processed(self) -> bool:
+        """Whether the logits themselves are changed."""
+        return self.sampling.processed or self.min_new_tokens > 0
+
+
+class GuideReading(NamedTuple):
+    """By what EGAG bounded a tree: the entropy, its moving average, and how deep drafts might be. levels: how many were
+    scored, which cuts off what might have been deeper."""
+
+    h_norm: float
+    h_ema: float
+    gamma: int
+    levels: int
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step, or the end of its prompt, did for one request.
+
+    tokens: the new ones: accepted drafts and the target's own token behind them, which the next step commits; behind a
+    prompt the latter alone; none if its logits were NaN. Of a request that is not `exact`: those that the step
+    committed. tree: the shape that was verified, None behind a prompt; depth: how deep its drafts went. accepted,
+    proposed: drafts, also those that a stop cut off.
+    passes: of the draft, behind the one that takes in what was accepted, which the tree took. committed: tokens that
+    the step committed.
+    finished: None while it goes on, then "stop", "length" or "error", with the reason in `error`.
+    drafts: if asked for, what was drafted, in the order of the tree's nodes. egag: of a tree that is adaptive.
+    behind_prompts: others' prompts were read before the step, which took longer for it. size: sequences that the step
+    was over, by which it cost.
+    logits: if asked for, float32 [n, V] for n tokens, on the device: as the target gave them, before penalties, biases,
+    temperature and filters.
+    """
+
+    slot: int
+    request: Request
+    tokens: list[int]
+    tree: TreeSpec | None = None
+    depth: int = 0
+    accepted: int = 0
+    proposed: int = 0
+    passes: int = 0
+    committed: int = 0
+    finished: str | None = None
+    error: str | None = None
+    logprobs: list[float] | None = None
+    drafts: list[int] | None = None
+    egag: GuideReading | None = None
+    behind_prompts: bool = False
+    size: int = 1
+    logits: Tensor | None = None

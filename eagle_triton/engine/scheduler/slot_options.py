@@ -1,0 +1,69 @@
+"""How the requests in some slots are sampled and stopped, written to where steps read it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.requests import Request
+from eagle_triton.engine.scheduler.running_request import RunningRequest
+from eagle_triton.engine.state import Sequences
+from eagle_triton.engine.upload import to_device, upload
+from eagle_triton.reference.logit_processing import LogitRules
+
+
+def clear_slots(sequences: Sequences, slots: Iterable[int]) -> None:
+    """Begin slots anew, into which prompts are read then."""
+    for run in _runs(sorted(slots)):
+        sequences.part(run).clear()
+
+
+def write_options(sequences: Sequences, entries: Mapping[int, RunningRequest]) -> None:
+    """Write how the requests in some slots go on behind their prompts: which random numbers they have used, and how
+    they are sampled and stopped."""
+    slots = sorted(entries)
+    where = upload(slots, torch.int64, sequences.device)
+    _write_requests(sequences, where, [entries[slot].request for slot in slots])
+    sequences.first_step[where] = upload([entries[slot].steps for slot in slots], torch.int64, sequences.device)
+    sequences.first_root[where] = upload([entries[slot].root for slot in slots], torch.int64, sequences.device)
+    if sequences.rules is not None:
+        for slot, entry in entries.items():
+            _write_rules(sequences.rules, slot, entry.request, entry.prompt)
+
+
+def _write_requests(sequences: Sequences, slots: Tensor, requests: Sequence[Request]) -> None:
+    """Write how requests are sampled, where they stop and how long their prompts are to slots [n] int64."""
+    stops, device = sequences.stops, slots.device
+    SamplingParams.write([request.sampling for request in requests], sequences.sampling, slots)
+    width = stops.ids.shape[1]
+    ids = [sorted(request.stop_ids) + [-1] * (width - len(request.stop_ids)) for request in requests]
+    prompts = [len(request.prompt) for request in requests]
+    limits = [length + request.max_new_tokens for length, request in zip(prompts, requests, strict=True)]
+    sequences.prompt_lengths[slots] = upload(prompts, torch.int32, device)
+    stops.ids[slots] = upload(ids, torch.int64, device)
+    stops.limit[slots] = upload(limits, torch.int32, device)
+    stops.exact[slots] = upload([request.exact for request in requests], torch.bool, device)
+
+
+def _write_rules(rules: LogitRules, slot: int, request: Request, seen: Tensor) -> None:
+    """Write the penalties and biases of the request in a slot, from where on it may stop, and which tokens it has:
+    `seen` [L] int64."""
+    device, sampling = rules.seen.device, request.sampling
+    rules.least[slot] = len(request.prompt) + request.min_new_tokens if request.min_new_tokens else 0
+    rules.penalty[slot] = sampling.repetition_penalty
+    rules.bias[slot], rules.seen[slot] = 0, 0
+    rules.seen[slot].index_fill_(0, to_device(seen, device), 1)
+    if sampling.biases:
+        tokens, values = zip(*sampling.biases, strict=True)
+        rules.bias[slot].index_copy_(0, upload(tokens, torch.int64, device), upload(values, torch.float32, device))
+
+
+def _runs(slots: list[int]) -> list[slice]:
+    """Ascending slots as few slices."""
+    groups = itertools.groupby(enumerate(slots), lambda pair: pair[1] - pair[0])
+    runs = [[slot for _, slot in group] for _, group in groups]
+    return [slice(run[0], run[-1] + 1) for run in runs]

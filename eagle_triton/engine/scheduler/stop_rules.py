@@ -1,0 +1,104 @@
+"""The two families of stop rules over a running batch.
+
+`original_steps` stops like the original EaModel (it looks after a step and so may overshoot), `generate` exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import replace
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.memory.pages import CacheFullError
+from eagle_triton.engine.prefill import NaNLogitsError
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.requests import NAN, Request, StepResult
+from eagle_triton.engine.tree_spec import TreeSpec
+
+
+def original_steps(
+    engine: Engine,
+    input_ids: Tensor,
+    spec: TreeSpec,
+    sampling: SamplingParams,
+    *,
+    max_new_tokens: int,
+    limit: int,
+    stop_ids: Iterable[int],
+) -> Generator[tuple[Tensor, int, int], None, None]:
+    """Decode one sequence with the original EaModel's stop rules, which look only after a whole step.
+
+    input_ids [1, L] int64. Yields (input_ids so far [1, L + new], new tokens, index of the step) after every step and
+    ends when a stop id is among the new tokens, when new tokens > max_new_tokens, or when the length > limit; without
+    a step if limit < 1. Raises RuntimeError for NaN logits, or if another generation is running.
+    """
+    if limit < 1:
+        return
+    length = input_ids.shape[1]
+    most = max(min(limit, length + max_new_tokens) + 1 - length, 1)
+    request = Request(input_ids[0], most, sampling, frozenset(stop_ids), exact=False)
+    with Batch(engine, 1, spec, length + most + spec.depth, drafts=spec.drafts > 0) as batch:
+        engine.accept_lengths = []
+        batch.enter_all([request])
+        for index in count():
+            (progress,) = batch.step()
+            _raise_errors([progress], {id(progress.request): 0})
+            engine.accept_lengths.append(progress.accepted)
+            yield batch.tokens(0)[None], batch.lengths[0] - length, index
+            if progress.finished:
+                return
+
+
+def generate(
+    engine: Engine,
+    prompts: Sequence[Tensor],
+    spec: TreeSpec,
+    sampling: SamplingParams,
+    *,
+    max_new_tokens: Sequence[int],
+    eos_token_ids: Iterable[int],
+    generator: torch.Generator | None = None,
+) -> list[Tensor]:
+    """Decode a batch and stop exactly: at the first end-of-sequence token (kept) or after max_new_tokens.
+
+    prompts: int64 [L] each; max_new_tokens: one for each. Returns the prompts with their new tokens, int64 [L + n].
+    Raises RuntimeError for NaN logits, or if another generation is running.
+    """
+    rows = [prompt.clone() for prompt in prompts]
+    wanted = [index for index, new in enumerate(max_new_tokens) if new > 0]
+    engine.accept_lengths = []
+    if not wanted:
+        return rows
+    seeds, stops = sampling.seeds(len(prompts), generator), frozenset(eos_token_ids)
+    most = max(len(prompts[index]) + max_new_tokens[index] for index in wanted)
+    with Batch(engine, len(wanted), spec, most, drafts=spec.drafts > 0) as batch:
+        slots = batch.enter_all(
+            Request(prompts[index], max_new_tokens[index], replace(sampling, seed=seeds[index]), stops)
+            for index in wanted
+        )
+        index_of = {id(batch.request(slot)): index for slot, index in zip(slots, wanted, strict=True)}
+        while batch.running:
+            batch.compact()
+            progress = batch.step()
+            _raise_errors(progress, index_of)
+            for row in progress:
+                index = index_of[id(row.request)]
+                if index == len(prompts) - 1 and row.tree is not None:
+                    engine.accept_lengths.append(row.accepted)
+                if row.finished:
+                    rows[index] = batch.tokens(row.slot)
+    return rows
+
+
+def _raise_errors(progress: Sequence[StepResult], index_of: dict[int, int]) -> None:
+    for row in progress:
+        if row.error not in (None, NAN):
+            raise CacheFullError(row.error)
+    broken = [index_of[id(row.request)] for row in progress if row.error]
+    if broken:
+        raise NaNLogitsError(f"{NAN} for sequences {broken}")

@@ -1,0 +1,94 @@
+"""What the replaced generating methods of all families share."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.drafts.eagle import EagleDraft
+from eagle_triton.engine.drafts.hybrid import WrappedDraft
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.models.checks import check_prompt
+from eagle_triton.patching import Seam
+
+Steps = Generator[tuple[Tensor, int, int], None, None]  # (sequence so far [1, L + new], new tokens, index of the step)
+
+
+def method_seam(model: Any, name: str, replacement: Callable) -> Seam:
+    """`model.name` replaced. Raises UnsupportedModelError if the two take other arguments or have other defaults."""
+    original = getattr(model, name, None)
+    if original is None:
+        raise UnsupportedModelError(f"model.{name} is missing on {type(model).__name__}")
+    expected, got = _arguments(replacement), _arguments(original)
+    if expected != got:
+        raise UnsupportedModelError(f"model.{name} must take {expected}, got {got}: a version that is not known")
+    return Seam(model, name, replacement, name, "engine")
+
+
+def _arguments(function: Callable) -> list[tuple[str, Any]]:
+    parameters = inspect.signature(function).parameters.values()
+    return [(p.name, "required" if p.default is p.empty else p.default) for p in parameters]
+
+
+def draft_of(engine: Engine) -> EagleDraft:
+    """The head of an EaModel's engine."""
+    draft = engine.draft.beams if isinstance(engine.draft, WrappedDraft) else engine.draft
+    assert isinstance(draft, EagleDraft), "every EaModel has a draft head"
+    return draft
+
+
+def tree_of(engine: Engine) -> TreeSpec:
+    """The tree of an EaModel's next generation, with all that drafts for it. Raises ValueError as `check_tree`."""
+    assert engine.draft is not None, "every EaModel has a draft"
+    return check_tree(engine.draft.read_tree(), engine.draft)
+
+
+def prompt(engine: Engine, input_ids: Tensor) -> Tensor:
+    """A checked prompt [1, L] int64 on the model's device. Raises TypeError or ValueError."""
+    check_prompt(input_ids, engine.view.vocab_size, max_batch=1)
+    return input_ids.to(engine.view.device, torch.int64)
+
+
+def check_tree(spec: TreeSpec, draft: Draft) -> TreeSpec:
+    """ValueError if a node of the tree needs more followers than the draft vocabulary has."""
+    if draft.vocabulary is not None and spec.top_k > draft.vocabulary:
+        raise ValueError(f"the tree's top_k must not pass the draft vocabulary ({draft.vocabulary}), got {spec.top_k}")
+    return spec
+
+
+def observed(steps: Steps, after_step: Callable[[], None]) -> Steps:
+    """The same steps, with a call of `after_step` after each."""
+    with closing(steps):
+        for step in steps:
+            after_step()
+            yield step
+
+
+def sequences(steps: Steps) -> Generator[Tensor, None, None]:
+    """The sequence after each step, [1, L + new] int64."""
+    with closing(steps):
+        for sequence, _, _ in steps:
+            yield sequence
+
+
+def last(steps: Steps) -> tuple[Tensor, int, int] | None:
+    """What the last step gave, None if there was none."""
+    end = None
+    with closing(steps):
+        for end in steps:  # noqa: B007
+            pass
+    return end
+
+
+def drop(owner: Any, *names: str) -> None:
+    """Remove instance attributes where they are set."""
+    for name in names:
+        vars(owner).pop(name, None)

@@ -1,0 +1,144 @@
+"""Our own EaModel (models/), around a Hugging Face Llama, Mistral, Qwen2 or Qwen3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft, EagleDraft
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.model.model_view import Layer, ModelView
+from eagle_triton.engine.model.modules import Rotary
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.families import safeailab as upstream
+from eagle_triton.families.causal_lm import check_causal_lm, read_causal_lm
+from eagle_triton.families.reading.module_reader import (
+    attribute_at,
+    check_fits_target,
+    check_readable,
+    read_embedding,
+    read_layer,
+    read_norm,
+    read_projection,
+)
+from eagle_triton.families.reading.sharded import share_head
+from eagle_triton.models import heads
+from eagle_triton.models.ea_model import EaModel
+from eagle_triton.models.head_loading import check_fit
+from eagle_triton.models.target import default_feature_layers
+from eagle_triton.patching import Seam
+
+
+def recognise(model: Any) -> bool:
+    """Whether `model` is of this family."""
+    return isinstance(model, EaModel)
+
+
+def read(model: EaModel) -> tuple[ModelView, EagleDraft]:
+    """References to the target's and the head's parts. Raises UnsupportedModelError for what is not known."""
+    target = read_target(model)
+    return target, read_head(model.ea_layer, target)
+
+
+def read_target(model: EaModel) -> ModelView:
+    """The Hugging Face model below `model.base_model`."""
+    return read_causal_lm(model.base_model, model.feature_layers or (), root="model.base_model")
+
+
+def read_pair(target: Any, head: heads.DraftHead) -> tuple[ModelView, EagleDraft]:
+    """A bare causal language model and a draft head, read as in an EaModel around them.
+
+    Raises UnsupportedModelError for a target that is not known, ValueError for a head that does not fit it.
+    """
+    check_causal_lm(target, "target_model")
+    check_fit(head.config, target.config, isinstance(head, heads.Eagle3Head))
+    head.init_tree()
+    view = read_causal_lm(target, feature_layers(head, target.config.num_hidden_layers), root="target_model")
+    return view, read_head(head, view, root="draft_model")
+
+
+def feature_layers(head: heads.DraftHead, layers: int) -> tuple[int, ...]:
+    """The layers, of a target with so many, whose inputs `head` sees: its own choice or the usual three.
+
+    None for an EAGLE-1/2 head. Raises ValueError for a target that is too small for the usual three.
+    """
+    if not isinstance(head, heads.Eagle3Head):
+        return ()
+    return head.config.feature_layers or default_feature_layers(layers)
+
+
+def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea_layer") -> EagleDraft:
+    """A draft head of `target`. root: what messages call it.
+
+    Raises UnsupportedModelError unless it has the target's vocabulary, dtype and device.
+    """
+    check_readable(head, root)
+    rotary = Rotary(heads.rotary_frequencies(head.config, target.device))
+    eagle3 = isinstance(head, heads.Eagle3Head)
+    count = 1 if eagle3 else len(attribute_at(head, "layers", nn.ModuleList, root=root))
+    paths = ["midlayer"] if eagle3 else [f"layers.{index}" for index in range(count)]
+    norm = attribute_at(head, f"{paths[0]}.post_attention_layernorm.weight", torch.Tensor, root=root)
+    check_fits_target(root, target, head.config.vocab_size, norm)  # a norm is never quantised
+    shared: dict[str, Any] = dict(
+        embedding=read_embedding(head, "embed_tokens", root=root),
+        fc=read_projection(head, "fc", root=root),
+        layers=tuple(_head_layer(head, path, rotary, root) for path in paths),
+        tree_reader=lambda: read_tree(head),
+        d2t=head.d2t,
+    )
+    if not eagle3:
+        return _shared(Eagle1Draft(head=target.head, **shared), target)
+    draft = Eagle3Draft(
+        head=read_projection(head, "lm_head", root=root),
+        hidden_norm=read_norm(head, "midlayer.hidden_norm", root=root),
+        norm=read_norm(head, "norm", root=root),
+        norm_before_residual=head.config.norm_before_residual,
+        **shared,
+    )
+    return _shared(draft, target)
+
+
+def _shared(draft: EagleDraft, target: ModelView) -> EagleDraft:
+    """A head of a target that ranks share is read by all of them, too."""
+    return draft if target.ranks is None else share_head(draft, target.ranks)
+
+
+def read_tree(head: heads.DraftHead) -> TreeSpec:
+    """The tree parameters as they are now."""
+    if head.tree_choices is not None:
+        return TreeSpec.fixed(head.tree_choices)
+    return TreeSpec.dynamic(head.total_tokens + 1, head.depth, head.top_k)
+
+
+def _head_layer(head: heads.DraftHead, path: str, rotary: Rotary, root: str) -> Layer:
+    config = head.config
+    return read_layer(
+        head,
+        path,
+        rotary,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+        root=root,
+    )
+
+
+module_seams = upstream.module_seams
+
+
+def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
+    """The four generating methods of the original interface."""
+
+    def remember() -> None:
+        model.accept_lengths = engine.accept_lengths
+
+    return upstream.seams(model, engine, after_step=remember, greedy_count_is_tensor=False)
+
+
+def drop_caches(model: Any) -> None:
+    """Drop what one regime has cached and the other must not find."""
+    model.ea_layer.reset_kv()
+    model.accept_lengths = []

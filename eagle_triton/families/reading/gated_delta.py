@@ -1,0 +1,102 @@
+"""Gated delta nets of Qwen3-Next and Qwen3.5, as transformers lays their modules out from 4.57 on."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from eagle_triton.engine.model.gated_delta import GatedDelta
+from eagle_triton.engine.model.model_watch import is_plain_linear
+from eagle_triton.engine.model.modules import Norm, Projection
+from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families.reading.module_reader import attribute_at, read_projection, read_tensor, read_weight
+
+LAYOUTS = (
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),  # Qwen3.5
+    ("in_proj_qkvz", "in_proj_ba"),  # Qwen3-Next: rows stand together by key head
+)
+
+
+def read_gated_delta(module: nn.Module, path: str, *, root: str = "model") -> GatedDelta:
+    """The gated delta net at a dotted path below `module`. Raises UnsupportedModelError for what is not as expected."""
+    net, where = attribute_at(module, path, nn.Module, root=root), f"{root}.{path}"
+    heads, value_heads, key_dim, value_dim = (
+        int(attribute_at(net, name, int, root=where))
+        for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+    )
+    if heads < 1 or value_heads % heads:
+        raise UnsupportedModelError(
+            f"{where}.num_v_heads must be a multiple of num_k_heads ({heads}), got {value_heads}", "layer-types"
+        )
+    layout = next((names for names in LAYOUTS if all(hasattr(net, name) for name in names)), None)
+    if layout is None:
+        known = " or ".join(", ".join(names) for names in LAYOUTS)
+        raise UnsupportedModelError(f"{where} must have the projections {known}", "layer-types")
+    keys, values = heads * key_dim, value_heads * value_dim
+    rows = {
+        **{"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": value_heads, "in_proj_a": value_heads},
+        **{"in_proj_qkvz": 2 * (keys + values), "in_proj_ba": 2 * value_heads},
+    }
+    return GatedDelta(
+        inputs=tuple(_projection(net, name, rows[name], where) for name in layout),
+        conv=_read_conv(net, 2 * keys + values, where),
+        A_log=_read_gate(net, "A_log", value_heads, where),
+        dt_bias=_read_gate(net, "dt_bias", value_heads, where),
+        norm=_read_gated_norm(net, value_dim, where),
+        o=read_projection(net, "out_proj", root=where),
+        num_k_heads=heads,
+        num_v_heads=value_heads,
+        k_dim=key_dim,
+        v_dim=value_dim,
+    )
+
+
+def _projection(net: nn.Module, name: str, rows: int, where: str) -> Projection:
+    projection, layer = read_projection(net, name, root=where), getattr(net, name)
+    found = len(layer.weight) if is_plain_linear(layer) else getattr(layer, "out_features", None)
+    if found != rows:
+        raise UnsupportedModelError(f"{where}.{name} must have {rows} rows, got {found}", "layer-types")
+    return projection
+
+
+def _read_conv(net: nn.Module, channels: int, where: str) -> torch.Tensor:
+    """The taps [C, W] of a causal convolution of each channel by itself, with SiLU behind it."""
+    conv = attribute_at(net, "conv1d", nn.Conv1d, root=where)
+    weight = read_weight(conv, f"{where}.conv1d")
+    expected = (channels, 1, weight.shape[-1])
+    if tuple(weight.shape) != expected or conv.bias is not None or conv.stride != (1,) or conv.dilation != (1,):
+        raise UnsupportedModelError(
+            f"{where}.conv1d must be a convolution of {channels} channels, each by itself, without a bias, got {conv}",
+            "layer-types",
+        )
+    if getattr(net, "activation", None) not in ("silu", "swish"):
+        raise UnsupportedModelError(
+            f"{where}.activation must be silu, got {getattr(net, 'activation', None)!r}", "layer-types"
+        )
+    return weight[:, 0]
+
+
+def _read_gate(net: nn.Module, name: str, heads: int, where: str) -> torch.Tensor:
+    """A number for each head."""
+    tensor = read_tensor(net, name, where)
+    if tuple(tensor.shape) != (heads,):
+        raise UnsupportedModelError(f"{where}.{name} must be [{heads}], got {list(tensor.shape)}", "layer-types")
+    return tensor
+
+
+@torch.no_grad()
+def _read_gated_norm(net: nn.Module, size: int, where: str) -> Norm:
+    """RMSNorm whose output is multiplied by silu of a gate; it is tried on a row."""
+    layer, where = attribute_at(net, "norm", nn.Module, root=where), f"{where}.norm"
+    weight = read_weight(layer, where)
+    eps = next((e for name in ("variance_epsilon", "eps") if isinstance(e := getattr(layer, name, None), float)), None)
+    if eps is not None and tuple(weight.shape) == (size,):
+        row = torch.linspace(-1, 2, size, dtype=torch.float32, device=weight.device).to(weight.dtype)[None]
+        gate = row.flip(1).contiguous()
+        expected = torch.nn.functional.rms_norm(row.float(), (size,), weight.float(), eps)
+        expected = expected * torch.nn.functional.silu(gate.float())
+        if torch.allclose(layer(row, gate).float(), expected, rtol=0.05, atol=1e-3, equal_nan=True):
+            return Norm(weight, eps)
+    raise UnsupportedModelError(
+        f"{where} ({type(layer).__name__}) does not compute an RMSNorm of [{size}], gated by SiLU", "layer-types"
+    )

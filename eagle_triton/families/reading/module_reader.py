@@ -1,0 +1,310 @@
+"""Reading modules by looking: structure is checked, and whatever is unexpected raises with its dotted path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle_triton.engine.model.mixers import Attention
+from eagle_triton.engine.model.model_view import Layer, ModelView
+from eagle_triton.engine.model.model_watch import interference, is_plain_linear, is_plain_tensor, is_sharded_tensor
+from eagle_triton.engine.model.modules import MLP, Norm, Projection, Rotary, SharedEmbedding
+from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families.reading.sharded import (
+    check_sharding,
+    local_heads,
+    read_sharded_embedding,
+    read_sharded_projection,
+    rows_here,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+ELSEWHERE = (
+    'load it on one, without device_map, or spread it by tp_plan="auto" under torchrun, or hand it over to vLLM or '
+    "SGLang, which serve a model on several GPUs (eagle-triton export)"
+)
+
+
+def attribute_at(module: Any, path: str, kind: type | tuple[type, ...] = object, *, root: str = "model") -> Any:
+    """The attribute at a dotted path below `module`. Raises UnsupportedModelError if missing or of another kind."""
+    value, walked = module, root
+    for name in path.split("."):
+        walked = f"{walked}.{name}"
+        if not hasattr(value, name):
+            raise UnsupportedModelError(f"{walked} is missing on {type(value).__name__}")
+        value = getattr(value, name)
+    if not isinstance(value, kind):
+        expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise UnsupportedModelError(f"{walked} must be {expected}, got {type(value).__name__}")
+    return value
+
+
+def check_readable(module: nn.Module, root: str = "model") -> None:
+    """Raise UnsupportedModelError for a model that cannot be read from its weights.
+
+    That is one that is spread over several devices, offloaded, without storage, or sharded in another way than by
+    tp_plan="auto"; and one with hooks or replaced forwards, which would not run. What is inside a module that is called
+    as it is (a quantised projection) is its own.
+    """
+    check_no_adapter(module, root)
+    check_sharding(module, root)
+    check_one_device(module, root)
+    if reason := interference(module, root):
+        raise UnsupportedModelError(f"{reason}; remove it before optimising", "hooks")
+
+
+def check_no_adapter(module: nn.Module, root: str = "model") -> None:
+    """Raise UnsupportedModelError for a model that PEFT has wrapped, or that holds one."""
+    for path, part in module.named_modules(prefix=root):
+        if type(part).__module__ == "peft.peft_model":
+            raise UnsupportedModelError(
+                f"{path} is a {type(part).__name__} of PEFT around a model: take {path}.merge_and_unload(), which has "
+                f"the adapter in its weights, or {path}.get_base_model(), which has its adapters called as the modules "
+                "they are, slower",
+                "adapters",
+            )
+
+
+def check_one_device(module: nn.Module, root: str = "model") -> None:
+    """Raise UnsupportedModelError for a model that is spread over several devices, offloaded, or without storage."""
+    devices = sorted({str(tensor.device) for tensor in (*module.parameters(), *module.buffers())})
+    hooked = any(hasattr(part, "_hf_hook") for part in module.modules())
+    if len(devices) == 1 and hooked and torch.device(devices[0]).type != "meta":
+        raise UnsupportedModelError(
+            f"{root} has hooks of accelerate, which would not run; on one device it needs none: "
+            f"accelerate.hooks.remove_hook_from_module({root}, recurse=True) takes them off",
+            "devices",
+        )
+    if len(devices) > 1 or hooked or torch.device(devices[0]).type == "meta":
+        raise UnsupportedModelError(
+            f"{root} must lie on one device, got {', '.join(devices)}{' with offloading hooks' if hooked else ''}; "
+            f"{ELSEWHERE}",
+            "devices",
+        )
+
+
+def check_dtype(dtype: torch.dtype, path: str) -> None:
+    """Raise UnsupportedModelError for a dtype that the operations do not take."""
+    if dtype not in DTYPES:
+        names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
+        raise UnsupportedModelError(f"{path} must be {names}, got {dtype}", "weights")
+
+
+def check_fits_target(root: str, target: ModelView, vocabulary: int, weight: torch.Tensor) -> None:
+    """Raise UnsupportedModelError unless a draft of this vocabulary, with weights like `weight`, serves `target`."""
+    for what, got, expected in (
+        ("vocabulary", vocabulary, target.vocab_size),
+        ("dtype", weight.dtype, target.dtype),
+        ("device", weight.device, target.device),
+    ):
+        if got != expected:
+            raise UnsupportedModelError(
+                f"{root} and the target do not fit: {what} {got}, the target's is {expected}", "heads"
+            )
+
+
+def read_weight(module: nn.Module, path: str) -> torch.Tensor:
+    """The `weight` of a module whose dotted path is `path`, by its own storage: a kernel reads it by its address."""
+    return read_tensor(module, "weight", path)
+
+
+def read_tensor(module: nn.Module, name: str, path: str) -> torch.Tensor:
+    """A parameter of a module whose dotted path is `path`, by its own storage."""
+    tensor = module._parameters.get(name)
+    if tensor is None or not is_plain_tensor(tensor):
+        kind = "nothing of its own" if tensor is None else type(tensor.data).__name__
+        raise UnsupportedModelError(
+            f"{path}.{name} must be a plain tensor, got {kind} in a {type(module).__name__}", "weights"
+        )
+    return tensor
+
+
+def read_embedding(module: Any, path: str, *, root: str = "model") -> torch.Tensor:
+    """The table [V, H] of a plain nn.Embedding."""
+    return read_weight(_embedding_at(module, path, root), f"{root}.{path}")
+
+
+def read_target_embedding(module: Any, path: str, *, root: str = "model") -> torch.Tensor | SharedEmbedding:
+    """The same of a target, whose table may be shared among ranks."""
+    layer = _embedding_at(module, path, root)
+    return read_sharded_embedding(layer) if is_sharded_tensor(layer.weight) else read_weight(layer, f"{root}.{path}")
+
+
+def _embedding_at(module: Any, path: str, root: str) -> nn.Embedding:
+    layer = attribute_at(module, path, nn.Module, root=root)
+    if type(layer) is not nn.Embedding or layer.max_norm is not None:
+        raise UnsupportedModelError(f"{root}.{path} must be a plain nn.Embedding, got {layer}", "weights")
+    return layer
+
+
+def read_norm(module: Any, path: str, *, root: str = "model") -> Norm:
+    """An RMSNorm: a weight, and its eps under one of the usual names; a row tells whether it is zero-centred."""
+    layer, where = attribute_at(module, path, nn.Module, root=root), f"{root}.{path}"
+    weight = read_weight(layer, where)
+    if not weight.is_contiguous():
+        raise UnsupportedModelError(f"{where}.weight must be contiguous, got stride {weight.stride()}", "layer-types")
+    for name in ("variance_epsilon", "eps"):
+        if isinstance(getattr(layer, name, None), float):
+            return _tried_norm(layer, weight, getattr(layer, name), where)
+    raise UnsupportedModelError(
+        f"{where} ({type(layer).__name__}) has no eps: not an RMSNorm that is known", "layer-types"
+    )
+
+
+@torch.no_grad()
+def _tried_norm(layer: nn.Module, weight: torch.Tensor, eps: float, where: str) -> Norm:
+    """The norm that gives a row what `layer` does; the nearer one, since a large weight and 1 + weight are alike."""
+    size = weight.shape[-1]
+    row = torch.linspace(-1, 2, size, dtype=torch.float32, device=weight.device).to(weight.dtype)[None]
+    out, normed = layer(row).float(), torch.nn.functional.rms_norm(row.float(), (size,), eps=eps)
+    plain, centred = normed * weight.float(), normed * (1.0 + weight.float())
+    if out.shape == plain.shape:
+        zero_centred = bool((out - centred).abs().nansum() < (out - plain).abs().nansum())
+        expected = centred if zero_centred else plain
+        if torch.allclose(out, expected, rtol=0.05, atol=1e-3, equal_nan=True):
+            return Norm(weight, eps, zero_centred)
+    raise UnsupportedModelError(
+        f"{where} ({type(layer).__name__}) does not compute an RMSNorm with its weight", "layer-types"
+    )
+
+
+def read_projection(module: Any, path: str, *, root: str = "model") -> Projection:
+    """A plain nn.Linear by its weight and bias, this rank's part of a sharded one, anything else as the module it is.
+
+    Which of the latter have FP8 weights that are read, families/reading/float8.py says.
+    """
+    layer = attribute_at(module, path, nn.Module, root=root)
+    if is_sharded_tensor(getattr(layer, "weight", None)):
+        return read_sharded_projection(layer, path)
+    if is_plain_linear(layer):
+        if layer.weight.dtype in FLOAT8:
+            raise UnsupportedModelError(
+                f"{root}.{path}.weight is {layer.weight.dtype} in a plain nn.Linear, which has no scale: what its "
+                "numbers stand for is not known",
+                "quantisation",
+            )
+        return Projection(layer.weight, layer.bias)
+    return Projection(module=layer)
+
+
+def read_layer(
+    module: Any,
+    path: str,
+    rotary: Rotary,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: float,
+    root: str = "model",
+) -> Layer:
+    """A decoder layer of the Llama family at a dotted path below `module`: attention and a SwiGLU block.
+
+    Only an EAGLE-1/2 head's layer lacks the input norm.
+    """
+    layer, where = attribute_at(module, path, nn.Module, root=root), f"{root}.{path}"
+    return Layer(
+        input_norm=read_norm(layer, "input_layernorm", root=where) if hasattr(layer, "input_layernorm") else None,
+        mixer=read_attention(
+            layer,
+            rotary,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=scale,
+            root=where,
+        ),
+        post_norm=read_norm(layer, "post_attention_layernorm", root=where),
+        mlp=read_mlp(layer, root=where),
+    )
+
+
+def read_mlp(layer: nn.Module, *, root: str) -> MLP:
+    """The SwiGLU block of the layer that messages call `root`."""
+    return MLP(*(read_projection(layer, f"mlp.{name}_proj", root=root) for name in ("gate", "up", "down")))
+
+
+def read_attention(
+    layer: nn.Module,
+    rotary: Rotary,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: float,
+    sliding_window: int | None = None,
+    root: str,
+) -> Attention:
+    """The attention of the layer that messages call `root`.
+
+    Queries and keys are normed where it has the norms, and what it attends to is gated where the queries' product has
+    twice their rows.
+    """
+    where = root
+    attention = attribute_at(layer, "self_attn", nn.Module, root=where)
+    num_heads, num_kv_heads = local_heads(attention, num_heads, num_kv_heads, f"{where}.self_attn")
+    q, k, v, o = (read_projection(layer, f"self_attn.{name}_proj", root=where) for name in "qkvo")
+    gated = _is_gated(q, num_heads * head_dim, f"{where}.self_attn.q_proj")
+    if 2 * len(rotary.inv_freq) > head_dim:
+        raise UnsupportedModelError(
+            f"{where}.self_attn must rotate at most the {head_dim} elements of a head, got {len(rotary.inv_freq)} "
+            "frequencies, one for two elements each",
+            "layer-types",
+        )
+    q_norm, k_norm = _read_head_norms(layer, where) if hasattr(attention, "q_norm") else (None, None)
+    return Attention(
+        q,
+        k,
+        v,
+        o,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=scale,
+        rotary=rotary,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        sliding_window=sliding_window,
+        gated=gated,
+    )
+
+
+def _is_gated(q: Projection, rows: int, where: str) -> bool:
+    """Whether the product gives a gate beside the queries of each head, which have `rows` rows."""
+    found = rows_here(q.module) if q.weight is None else len(q.weight)
+    if found not in (rows, 2 * rows):
+        got = f"a {type(q.module).__name__} without out_features" if found is None else found
+        raise UnsupportedModelError(
+            f"{where} must have {rows} rows, or {2 * rows} with a gate for each head, got {got}", "layer-types"
+        )
+    return found == 2 * rows
+
+
+def _read_head_norms(layer: nn.Module, where: str) -> tuple[Norm, Norm]:
+    """Of queries and keys, which are normed in one launch."""
+    q_norm, k_norm = (read_norm(layer, f"self_attn.{name}", root=where) for name in ("q_norm", "k_norm"))
+    if (q_norm.eps, q_norm.zero_centred) != (k_norm.eps, k_norm.zero_centred):
+        raise UnsupportedModelError(
+            f"{where}.self_attn.q_norm and k_norm must be norms of one kind and eps, got eps {q_norm.eps} and "
+            f"{k_norm.eps}, zero-centred: {q_norm.zero_centred} and {k_norm.zero_centred}",
+            "layer-types",
+        )
+    return q_norm, k_norm
+
+
+def check_silu(activation: Callable, where: str) -> None:
+    """Raise UnsupportedModelError unless `activation` is SiLU."""
+    probe = torch.linspace(-4, 4, 9, dtype=torch.float32, device="cpu")
+    if not torch.allclose(activation(probe), torch.nn.functional.silu(probe), atol=1e-6):
+        raise UnsupportedModelError(f"{where} must be SiLU, got {activation}", "layer-types")
+
+
+def read_rotary(inv_freq: Any, scaling: float, where: str) -> Rotary:
+    """A rotary embedding from its frequencies."""
+    if not isinstance(inv_freq, torch.Tensor) or inv_freq.dim() != 1:
+        raise UnsupportedModelError(f"{where}.inv_freq must be a tensor [r / 2]", "layer-types")
+    return Rotary(inv_freq.float(), float(scaling))

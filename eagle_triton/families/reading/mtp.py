@@ -1,0 +1,94 @@
+"""Multi-token-prediction layers as a draft of the target that they came with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from eagle_triton.engine.drafts.mtp import MTPDraft, MTPUnit
+from eagle_triton.engine.model.mixers import Attention
+from eagle_triton.engine.model.model_view import Layer, ModelView
+from eagle_triton.engine.model.model_watch import is_mixture
+from eagle_triton.engine.model.modules import Experts
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families.reading.module_reader import (
+    attribute_at,
+    check_fits_target,
+    check_readable,
+    check_silu,
+    read_attention,
+    read_mlp,
+    read_norm,
+    read_projection,
+)
+from eagle_triton.models.mtp import MTPHead
+
+
+def read_mtp(
+    head: MTPHead, target: ModelView, read_tree: Callable[[], TreeSpec], *, root: str = "draft_model"
+) -> MTPDraft:
+    """MTP layers as the draft of `target`; `read_tree` gives the tree to draft in the next generation.
+
+    Raises UnsupportedModelError unless they lie where the target does and have its dtype and its kind of attention.
+    """
+    check_readable(head, root)
+    if not isinstance(target.embedding, Tensor) or target.ranks is not None:
+        raise UnsupportedModelError(
+            f"{root}.units: multi-token-prediction layers are not supported yet where the target is sharded over "
+            "several devices (tp_plan): draft without them, or load the target on one device",
+            "devices",
+        )
+    if target.feature_layers:
+        raise UnsupportedModelError(f"{root}: MTP layers read the target's last hidden states alone", "heads")
+    like = next((layer.mixer for layer in target.layers if isinstance(layer.mixer, Attention)), None)
+    if like is None:
+        raise UnsupportedModelError(
+            f"{root}: the target has no attention layer that an MTP layer could be like", "heads"
+        )
+    units = tuple(_unit(unit, like, f"{root}.units.{index}") for index, unit in enumerate(head.units))
+    check_fits_target(root, target, target.vocab_size, units[0].norm.weight)
+    if units[0].norm.weight.shape[0] != target.hidden_size:
+        raise UnsupportedModelError(
+            f"{root} and the target do not fit: hidden size {units[0].norm.weight.shape[0]}, the target's is "
+            f"{target.hidden_size}",
+            "heads",
+        )
+    return MTPDraft(
+        embedding=target.embedding,
+        layers=tuple(unit.layer for unit in units),
+        head=target.head,
+        tree_reader=read_tree,
+        units=units,
+    )
+
+
+def _unit(unit: Any, like: Attention, root: str) -> MTPUnit:
+    layer = attribute_at(unit, "layer", nn.Module, root=root)
+    where = f"{root}.layer"
+    mlp = attribute_at(layer, "mlp", nn.Module, root=where)
+    if not is_mixture(mlp):
+        check_silu(attribute_at(mlp, "act_fn", root=f"{where}.mlp"), f"{where}.mlp.act_fn")
+    return MTPUnit(
+        token_norm=read_norm(unit, "token_norm", root=root),
+        hidden_norm=read_norm(unit, "hidden_norm", root=root),
+        fc=read_projection(unit, "fc", root=root),
+        layer=Layer(
+            input_norm=read_norm(layer, "input_layernorm", root=where),
+            mixer=read_attention(
+                layer,
+                like.rotary,
+                num_heads=like.num_heads,
+                num_kv_heads=like.num_kv_heads,
+                head_dim=like.head_dim,
+                scale=like.scale,
+                sliding_window=like.sliding_window,
+                root=where,
+            ),
+            post_norm=read_norm(layer, "post_attention_layernorm", root=where),
+            mlp=Experts(mlp) if is_mixture(mlp) else read_mlp(layer, root=where),
+        ),
+        norm=read_norm(unit, "norm", root=root),
+    )

@@ -1,0 +1,348 @@
+"""SafeAILab/EAGLE: its EaModel with an EAGLE-3 or an EAGLE-1/2 head, around its own Llama, Qwen2 or Qwen3.
+
+Read by looking at classes and structure; the package itself is never imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft, EagleDraft
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.model.model_view import Layer, ModelView
+from eagle_triton.engine.model.modules import Rotary
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.stop_rules import original_steps
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families import attention_forward as attention
+from eagle_triton.families.methods import Steps, drop, last, method_seam, observed, prompt, sequences, tree_of
+from eagle_triton.families.reading.module_reader import (
+    attribute_at,
+    check_dtype,
+    check_silu,
+    read_embedding,
+    read_layer,
+    read_norm,
+    read_projection,
+    read_rotary,
+)
+from eagle_triton.families.reading.sharded import refuse_sharded
+from eagle_triton.families.topk_generate import draft_seam
+from eagle_triton.models.checks import check_fits
+from eagle_triton.models.generate_arguments import original_stop_ids, stop_ids
+from eagle_triton.patching import Seam
+
+TARGETS = {  # module of the target: whether its forward collects the features of an EAGLE-3 head
+    "modeling_llama_kv": True,
+    "modeling_qwen2_kv": False,
+    "modeling_qwen3_kv": True,
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length
+
+
+def recognise(model: Any) -> bool:
+    """Whether `model` is of this family; a target that cannot be decoded is found by `read`."""
+    parameters = ("topK_genrate", "total_tokens", "depth", "top_k")
+    return is_ea_model(model) and all(hasattr(model.ea_layer, name) for name in parameters)
+
+
+def read(model: Any) -> tuple[ModelView, EagleDraft]:
+    """References to the target's and the head's parts. Raises UnsupportedModelError for what is not known."""
+    eagle3 = hasattr(model.ea_layer, "midlayer")
+    target = read_target(model, TARGETS, eagle3)
+    return target, read_eagle3_head(model, target) if eagle3 else read_eagle1_head(model, target, read_tree)
+
+
+def read_tree(head: Any) -> TreeSpec:
+    """The tree parameters as they are now."""
+    return TreeSpec.dynamic(head.total_tokens + 1, head.depth, head.top_k)
+
+
+def is_ea_model(model: Any) -> bool:
+    """Whether `model` is an EaModel around a target with a preallocated cache, as SafeAILab's and eagle-llm's are."""
+    base_model, head = getattr(model, "base_model", None), getattr(model, "ea_layer", None)
+    return type(model).__name__ == "EaModel" and isinstance(head, nn.Module) and _source(base_model).endswith("_kv")
+
+
+def read_target(model: Any, targets: dict[str, bool], eagle3: bool) -> ModelView:
+    """The target below `model.base_model`, if its module is one of `targets` (see TARGETS)."""
+    source = _source(model.base_model)
+    if source not in targets:
+        raise UnsupportedModelError(
+            f"model.base_model must come from {' or '.join(targets)}, got {type(model.base_model).__name__} of {source}"
+        )
+    refuse_sharded(model.base_model, "model.base_model")
+    config = model.base_model.config
+    check_tensor_parallel(config, "model.base_model.config")
+    check_tensor_parallel(model.base_model, "model.base_model")
+    body = attribute_at(model, "base_model.model", nn.Module)
+    layers = tuple(_layer(model, f"base_model.model.layers.{i}", root="model") for i in range(len(body.layers)))
+    features: tuple[int, ...] = ()
+    if eagle3:
+        if not targets[source]:
+            raise UnsupportedModelError(
+                f"model.base_model ({type(model.base_model).__name__}) gives no features for an EAGLE-3 head", "heads"
+            )
+        count = len(layers)
+        features = tuple(sorted({index for index in (2, count // 2, count - 3) if 0 <= index < count}))
+    embedding = read_embedding(body, "embed_tokens", root="model.base_model.model")
+    check_dtype(embedding.dtype, "model.base_model.model.embed_tokens.weight")
+    return ModelView(
+        embedding=embedding,
+        layers=layers,
+        norm=read_norm(model, "base_model.model.norm"),
+        head=read_projection(model, "base_model.lm_head"),
+        feature_layers=features,
+        eos_token_ids=tuple(sorted(stop_ids(model))),
+        pad_token_id=getattr(config, "pad_token_id", None),
+    )
+
+
+def read_eagle3_head(model: Any, target: ModelView) -> Eagle3Draft:
+    """The EAGLE-3 head below `model.ea_layer`."""
+    head, root = model.ea_layer, "model.ea_layer"
+    fc, lm_head = attribute_at(head, "fc", nn.Linear, root=root), attribute_at(head, "lm_head", nn.Linear, root=root)
+    _expect(f"{root}.fc columns", fc.in_features, target.feature_size, "the width of the target's features")
+    _expect(f"{root}.lm_head columns", lm_head.in_features, fc.out_features, "the head's hidden size")
+    return Eagle3Draft(
+        embedding=_embedding(head, target, fc.out_features),
+        fc=read_projection(head, "fc", root=root),
+        layers=(_layer(head, "midlayer", root="model.ea_layer"),),
+        head=read_projection(head, "lm_head", root=root),
+        tree_reader=lambda: read_tree(head),
+        hidden_norm=read_norm(head, "midlayer.hidden_norm", root=root),
+        norm=read_norm(head, "norm", root=root),
+        d2t=_draft_to_target(head, lm_head.out_features, target),
+    )
+
+
+def read_eagle1_head(model: Any, target: ModelView, tree_reader: Callable[[nn.Module], TreeSpec]) -> Eagle1Draft:
+    """The EAGLE-1/2 head below `model.ea_layer`; `tree_reader(head)` reads its tree parameters."""
+    head, root = model.ea_layer, "model.ea_layer"
+    fc = attribute_at(head, "fc", nn.Linear, root=root)
+    _expect(f"{root}.fc columns", fc.in_features, 2 * target.hidden_size, "twice the target's hidden size")
+    _expect(f"{root}.fc rows", fc.out_features, target.hidden_size, "the target's hidden size")
+    count = len(attribute_at(head, "layers", nn.ModuleList, root=root))
+    return Eagle1Draft(
+        embedding=_embedding(head, target, fc.out_features),
+        fc=read_projection(head, "fc", root=root),
+        layers=tuple(_layer(head, f"layers.{index}", root="model.ea_layer") for index in range(count)),
+        head=target.head,
+        tree_reader=lambda: tree_reader(head),
+    )
+
+
+def _layer(module: Any, path: str, *, root: str) -> Layer:
+    where = f"{root}.{path}"
+    layer = attribute_at(module, path, nn.Module, root=root)
+    attention = attribute_at(layer, "self_attn", nn.Module, root=where)
+    check_silu(attribute_at(layer, "mlp.act_fn", root=where), f"{where}.mlp.act_fn")
+    config = attribute_at(attention, "config", root=f"{where}.self_attn")
+    check_tensor_parallel(config, f"{where}.self_attn.config")
+    check_tensor_parallel(attention, f"{where}.self_attn")
+    check_tensor_parallel(layer.mlp, f"{where}.mlp")
+    head_dim = attribute_at(attention, "head_dim", int, root=f"{where}.self_attn")
+    own_rotary = hasattr(attention, "rotary_emb")
+    return read_layer(
+        module,
+        path,
+        _rotary(attention, f"{where}.self_attn") if own_rotary else _body_rotary(module),
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        root=root,
+    )
+
+
+def check_tensor_parallel(reader: Any, where: str) -> None:
+    """Raise UnsupportedModelError if projections are computed in slices, whose sums round differently.
+
+    reader: a configuration, or a module that has its own copy of the field.
+    """
+    if (slices := getattr(reader, "pretraining_tp", 1)) not in (None, 1):
+        raise UnsupportedModelError(f"{where}.pretraining_tp must be 1, got {slices}")
+
+
+def _rotary(owner: Any, where: str) -> Rotary:
+    module = attribute_at(owner, "rotary_emb", nn.Module, root=where)
+    name, path = type(module).__name__, f"{where}.rotary_emb"
+    rope_type = getattr(module, "rope_type", "dynamic" if "Dynamic" in name else "default")
+    if rope_type not in ROPE_TYPES:
+        raise UnsupportedModelError(f"{path} must be one of {ROPE_TYPES}, got {rope_type!r} ({name})", "layer-types")
+    if not (hasattr(module, "base") and hasattr(module, "dim")):
+        return read_rotary(module.inv_freq, getattr(module, "attention_scaling", 1.0), path)
+    # Its cosines were tabulated in fp32 before a cast to half precision rounded the inv_freq buffer: start afresh.
+    device = attribute_at(module, "inv_freq", torch.Tensor, root=path).device
+    exponent = torch.arange(0, module.dim, 2, dtype=torch.int64, device="cpu").float() / module.dim
+    return Rotary((1.0 / module.base**exponent / getattr(module, "scaling_factor", 1.0)).to(device))
+
+
+def _embedding(head: Any, target: ModelView, width: int) -> torch.Tensor:
+    path = "model.ea_layer.embed_tokens.weight"
+    weight = read_embedding(head, "embed_tokens", root="model.ea_layer")
+    _expect(f"{path} rows", weight.shape[0], target.vocab_size, "the target's vocabulary")
+    _expect(f"{path} columns", weight.shape[1], width, "the head's hidden size")
+    _expect("model.ea_layer.fc.weight dtype", head.fc.weight.dtype, target.dtype, "the target's")
+    return weight
+
+
+def _draft_to_target(head: nn.Module, draft_vocabulary: int, target: ModelView) -> torch.Tensor | None:
+    if draft_vocabulary == target.vocab_size:
+        return None
+    d2t = attribute_at(head, "d2t", torch.Tensor, root="model.ea_layer")
+    _expect("model.ea_layer.d2t shape", tuple(d2t.shape), (draft_vocabulary,), "one offset for each draft token")
+    ids = torch.arange(draft_vocabulary, device=d2t.device) + d2t
+    if ids.min() < 0 or ids.max() >= target.vocab_size:
+        raise UnsupportedModelError(
+            f"model.ea_layer.d2t must lead to tokens in 0..{target.vocab_size - 1}, got {int(ids.min())}.."
+            f"{int(ids.max())}",
+            "heads",
+        )
+    return d2t
+
+
+def _expect(what: str, got: Any, expected: Any, meaning: str) -> None:
+    if got != expected:
+        raise UnsupportedModelError(
+            f"{what} must be {expected} ({meaning}), got {got}: head and target do not fit", "heads"
+        )
+
+
+def _source(base_model: Any) -> str:
+    return type(base_model).__module__.rpartition(".")[2]
+
+
+def _body_rotary(model: Any) -> Rotary:
+    return _rotary(attribute_at(model, "base_model.model", nn.Module), "model.base_model.model")
+
+
+def seams(
+    model: Any,
+    engine: Engine,
+    after_step: Callable[[], None] = lambda: None,
+    greedy_count_is_tensor: bool = True,
+) -> tuple[Seam, ...]:
+    """The four generating methods. Raises UnsupportedModelError if their arguments are not the known ones.
+
+    `after_step` runs after every decode step. The original returns the count of new tokens as a tensor [] when greedy.
+    """
+
+    def steps(
+        plain: bool,
+        input_ids: Tensor,
+        temperature: float,
+        top_p: float,
+        top_k: float,
+        max_new_tokens: int,
+        max_length: int,
+        is_llama3: bool,
+    ) -> Steps:
+        tokens = prompt(engine, input_ids)
+        spec = PLAIN if plain else tree_of(engine)
+        check_fits(tokens.shape[1], spec.nodes, max_length)
+        running = original_steps(
+            engine,
+            tokens,
+            spec,
+            SamplingParams.original(temperature, top_p, top_k),
+            max_new_tokens=max_new_tokens,
+            limit=max_length - model.ea_layer.total_tokens - 10,
+            stop_ids=original_stop_ids(model, is_llama3),
+        )
+        return observed(running, after_step)
+
+    def eagenerate(
+        input_ids: Tensor,
+        temperature: float = 0.0,
+        top_p: float = 0.0,
+        top_k: float = 0.0,
+        max_new_tokens: int = 512,
+        max_length: int = 2048,
+        log: bool = False,
+        is_llama3: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor | int, int]:
+        """Decode speculatively from a prompt [1, L] int64.
+
+        Stops after the step that brought the end token (with `is_llama3` also <|eot_id|>), more than `max_new_tokens`
+        tokens, or a sequence longer than `max_length` less the drafts of a tree less 10; what that step accepted
+        beyond stays. temperature 0 is greedy; top_p and top_k count when positive.
+        Returns the sequence [1, L + new], or with `log` (sequence, new tokens, index of the last step), where greedy
+        decoding counts the new tokens in a tensor []. Raises ValueError for a prompt that is empty, out of range or
+        does not fit, RuntimeError for NaN logits or if another generation is running.
+        """
+        end = last(steps(False, input_ids, temperature, top_p, top_k, max_new_tokens, max_length, is_llama3))
+        sequence, new, index = end or _no_step(input_ids, log)
+        if not log:
+            return sequence
+        if greedy_count_is_tensor and not temperature > 1e-5:
+            return sequence, torch.tensor(new, device=sequence.device), index
+        return sequence, new, index
+
+    def naivegenerate(
+        input_ids: Tensor,
+        temperature: float = 0.0,
+        top_p: float = 0.0,
+        top_k: float = 0.0,
+        max_new_tokens: int = 512,
+        max_length: int = 2048,
+        log: bool = False,
+        is_llama3: bool = False,
+    ) -> Tensor | tuple[Tensor, int, int]:
+        """Decode with the target alone, one token per step; everything else as in `eagenerate`."""
+        end = last(steps(True, input_ids, temperature, top_p, top_k, max_new_tokens, max_length, is_llama3))
+        result = end or _no_step(input_ids, log)
+        return result if log else result[0]
+
+    def ea_generate(
+        input_ids: Tensor,
+        temperature: float = 0.0,
+        top_p: float = 0.0,
+        top_k: float = 0.0,
+        max_new_tokens: int = 512,
+        max_length: int = 2048,
+        log: bool = False,
+        is_llama3: bool = False,
+    ) -> Generator[Tensor, None, None]:
+        """`eagenerate`, step by step: yields the sequence so far, [1, L + new], after each. `log` has no effect."""
+        return sequences(steps(False, input_ids, temperature, top_p, top_k, max_new_tokens, max_length, is_llama3))
+
+    def naive_generate(
+        input_ids: Tensor,
+        temperature: float = 0.0,
+        top_p: float = 0.0,
+        top_k: float = 0.0,
+        max_new_tokens: int = 512,
+        max_length: int = 2048,
+        log: bool = False,
+        is_llama3: bool = False,
+    ) -> Generator[Tensor, None, None]:
+        """`naivegenerate`, token by token: yields the sequence so far after each. `log` has no effect."""
+        return sequences(steps(True, input_ids, temperature, top_p, top_k, max_new_tokens, max_length, is_llama3))
+
+    methods = (eagenerate, ea_generate, naivegenerate, naive_generate)
+    return tuple(method_seam(model, method.__name__, method) for method in methods)
+
+
+def module_seams(model: Any, engine: Engine) -> tuple[tuple[Seam, ...], dict[str, str]]:
+    """`ea_layer.topK_genrate` and every `self_attn.forward`, and what is left alone with its reason."""
+    return (draft_seam(model, engine), *attention.seams(model, engine)), {}
+
+
+def drop_caches(model: Any) -> None:
+    """Drop what one regime has cached and the other must not find."""
+    drop(model, "past_key_values", "past_key_values_data", "current_length_data")
+    drop(model.ea_layer, "stable_kv", "tree_mask")
+    drop(model.base_model.model, "tree_mask", "tree_mode")
+
+
+def _no_step(input_ids: Tensor, log: bool) -> tuple[Tensor, int, int]:
+    """The result where `max_length` is so small that the loop never runs."""
+    if log:
+        raise ValueError("max_length: leaves no room for a single step beside a tree's drafts and 10 more")
+    return input_ids.clone(), 0, -1

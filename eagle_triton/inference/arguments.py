@@ -1,0 +1,328 @@
+"""What a caller hands in, for every call the same: prompts, sampling, stops. Read and checked before anything runs."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, TypeAlias, TypedDict
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.inference.config import SAMPLING, EAGLEConfig
+from eagle_triton.inference.text import check_stop_strings
+from eagle_triton.models.checks import check_attention_mask, check_prompt
+
+Prompt: TypeAlias = str | Tensor | Sequence[int]
+ListedPrompts: TypeAlias = str | Sequence[int] | Sequence[Prompt]
+Prompts: TypeAlias = Tensor | ListedPrompts
+StopIds: TypeAlias = int | Iterable[int] | Sequence[Iterable[int]] | None
+StopStrings: TypeAlias = str | Sequence[str] | Sequence[Sequence[str]]
+Bias: TypeAlias = Mapping[int, float] | Sequence[tuple[int, float]]
+
+
+class FurtherSampling(TypedDict, total=False):
+    """Sampling options that calls take by `**sampling`: one value for all prompts or a list with one for each."""
+
+    min_p: float | Sequence[float] | None
+    repetition_penalty: float | Sequence[float] | None
+    logit_bias: Bias | Sequence[Bias | None] | None
+
+
+class Sampling(FurtherSampling, total=False):
+    """The same with those that `generate` also takes by their positions."""
+
+    temperature: float | Sequence[float] | None
+    top_p: float | Sequence[float] | None
+    top_k: int | Sequence[int] | None
+
+
+class SubmitOptions(TypedDict, total=False):
+    """Sampling options of one request."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    logit_bias: Bias | None
+    seed: int | None
+
+
+class StreamOptions(Sampling, total=False):
+    """Keyword arguments of `EAGLEInference.stream`."""
+
+    stop_token_ids: StopIds
+    stop_strings: StopStrings
+    logprobs: bool
+    report_drafts: bool
+    seed: int | Sequence[int] | None
+    min_new_tokens: int | Sequence[int]
+
+
+TOKENIZER = "hand it over as EAGLEInference(..., tokenizer=...)"
+
+# What other libraries call it.
+HINTS = {
+    "do_sample": "temperature (0 is greedy)",
+    "eos_token_id": "stop_token_ids",
+    "max_length": "max_new_tokens (max_length is an option of EAGLEConfig)",
+    "max_tokens": "max_new_tokens",
+    "n": "the same prompt several times",
+    "num_return_sequences": "the same prompt several times",
+    "stop": "stop_strings or stop_token_ids",
+    "stop_ids": "stop_token_ids",
+    "streamer": "stream() or stream_text()",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one prompt asks for, checked. stop_ids: None takes the target's. logprobs: also where the session reports
+    none. min_new_tokens: no stop before."""
+
+    prompt: Tensor
+    max_new_tokens: int
+    sampling: SamplingParams
+    stop_ids: frozenset[int] | None
+    stop_strings: tuple[str, ...]
+    logprobs: bool = False
+    min_new_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ArgumentReader:
+    """Reads arguments for one target. Raises ValueError or TypeError naming the argument."""
+
+    config: EAGLEConfig
+    vocabulary: int
+    device: torch.device
+    tokenizer: Any | None
+
+    def prompt(self, given: Prompt) -> Tensor:
+        """One prompt, int64 [L] on the device, from text, a list of ids, or a tensor [L] or [1, L]."""
+        ids: Any = given
+        if isinstance(given, str):
+            if self.tokenizer is None:
+                raise ValueError(f"prompts as text need a tokenizer, and the target has none: {TOKENIZER}")
+            ids = self.tokenizer(given).input_ids
+        row = _tensor(ids)
+        if row.dim() == 2 and len(row) == 1:
+            row = row[0]
+        if row.dim() != 1:
+            raise ValueError(f"a prompt must be token ids [L] or [1, L], got shape {list(row.shape)}")
+        check_prompt(row[None], self.vocabulary)
+        return row.to(self.device, torch.long)
+
+    def prompts(self, given: Prompts, attention_mask: Tensor | None = None) -> list[Tensor]:
+        """Every prompt as `prompt` gives it. A flat list of ids is one prompt, a tensor [bs, L] has one in each row."""
+        if hasattr(given, "__array__") and not isinstance(given, Tensor):
+            given = torch.as_tensor(given, device="cpu")
+        if isinstance(given, Tensor):
+            rows = given[None] if given.dim() == 1 else given
+            check_prompt(rows, self.vocabulary)
+            if attention_mask is None:
+                return list(rows.to(self.device, torch.long))
+            check_attention_mask(attention_mask, rows)
+            kept = attention_mask.bool().to(rows.device)
+            return [row[mask].to(self.device, torch.long) for row, mask in zip(rows, kept, strict=True)]
+        if attention_mask is not None:
+            raise ValueError("attention_mask is for padded rows: give input_ids as one tensor [bs, L]")
+        _refuse_mapping(given)
+        if not isinstance(given, Iterable):
+            raise TypeError(f"input_ids: text, token ids, a tensor or a list of them expected, got {given!r}")
+        found: list[Any] = [given] if isinstance(given, str) else list(given)
+        if not found:
+            raise ValueError("input_ids: no prompts")
+        if all(_is_integer(token) for token in found):
+            return [self.prompt(found)]
+        return [self._numbered(index, prompt) for index, prompt in enumerate(found)]
+
+    def call(
+        self,
+        prompt: Tensor,
+        max_new_tokens: Any,
+        sampling: SamplingParams,
+        stop_token_ids: Any,
+        stop_strings: Any,
+        *,
+        min_new_tokens: Any = 0,
+        logprobs: bool = False,
+    ) -> Call:
+        """What one prompt asks for."""
+        limit = integer("max_new_tokens", max_new_tokens)
+        if limit < 0:
+            raise ValueError(f"max_new_tokens must not be negative, got {limit}")
+        least = integer("min_new_tokens", min_new_tokens)
+        if not 0 <= least <= limit:
+            raise ValueError(f"min_new_tokens must lie in 0..{limit} (max_new_tokens), got {least}")
+        strings = _strings(stop_strings)
+        check_stop_strings(strings)
+        if strings and self.tokenizer is None:
+            raise ValueError(f"stop_strings need a tokenizer, and the target has none: {TOKENIZER}")
+        if unknown := [token for token, _ in sampling.biases if token >= self.vocabulary]:
+            raise ValueError(f"logit_bias: tokens must lie in 0..{self.vocabulary - 1}, got {unknown!s:.60}")
+        return Call(prompt, limit, sampling, self._stop_ids(stop_token_ids), strings, logprobs, least)
+
+    def calls(
+        self,
+        prompts: list[Tensor],
+        max_new_tokens: Any,
+        stop_token_ids: Any,
+        stop_strings: Any,
+        seed: Any,
+        min_new_tokens: Any = 0,
+        **sampling: Any,
+    ) -> list[Call]:
+        """One for each prompt, from options that are one value or a list with one for each prompt."""
+        count = len(prompts)
+        if _is_integer(plain := _plain(seed)):
+            seed = [int(plain) + index for index in range(count)]
+        options = {
+            name: _each_bias(value, count) if name == "logit_bias" else _each(name, value, count)
+            for name, value in {**sampling, "seed": seed}.items()
+        }
+        limits = [integer("max_new_tokens", limit) for limit in _each("max_new_tokens", max_new_tokens, count)]
+        least = _each("min_new_tokens", min_new_tokens, count)
+        stops, strings = _each_stop_ids(stop_token_ids, count), _each_strings(stop_strings, count)
+        return [
+            self.call(
+                prompts[index],
+                limits[index],
+                self.config.sampling(**{name: values[index] for name, values in options.items()}),
+                stops[index],
+                strings[index],
+                min_new_tokens=least[index],
+            )
+            for index in range(count)
+        ]
+
+    def _numbered(self, index: int, prompt: Prompt) -> Tensor:
+        try:
+            return self.prompt(prompt)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"prompt {index}: {error}") from error
+
+    def _stop_ids(self, given: Any) -> frozenset[int] | None:
+        if given is None:
+            return None
+        given = _plain(given)
+        if _is_integer(given):
+            given = [given]
+        if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
+            raise TypeError(f"stop_token_ids must be token ids, got {given!r}")
+        ids = frozenset(integer("stop_token_ids", _plain(token)) for token in given)
+        if wrong := sorted(token for token in ids if not 0 <= token < self.vocabulary):
+            raise ValueError(f"stop_token_ids must lie in 0..{self.vocabulary - 1}, got {wrong!s:.60}")
+        return ids
+
+
+def check_options(call: str, given: Iterable[str], function: Callable[..., Any]) -> None:
+    """ValueError for a sampling option that does not exist, naming all options of a call that takes `**sampling`."""
+    own = inspect.signature(function).parameters.values()
+    named = [parameter.name for parameter in own if parameter.kind is not parameter.VAR_KEYWORD]
+    valid = [name for name in dict.fromkeys((*named, *SAMPLING)) if name != "self"]
+    for name in given:
+        if name not in SAMPLING:
+            near = HINTS.get(name) or next(iter(difflib.get_close_matches(name, valid, 1)), None)
+            meant = f", did you mean {near}?" if near else "."
+            raise ValueError(f"{call}: unknown option {name}{meant} The options are {', '.join(valid)}")
+
+
+def integer(name: str, value: Any) -> int:
+    """An integer of any kind but bool. Raises TypeError naming what it is for."""
+    if not _is_integer(value):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    return operator.index(value)
+
+
+def check_switches(**switches: Any) -> None:
+    """TypeError for what is neither True nor False."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def _tensor(ids: Any) -> Tensor:
+    """Token ids as a tensor of whatever dtype they have."""
+    _refuse_mapping(ids)
+    try:
+        return ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"a prompt must be text, token ids or a tensor, got {ids!r:.60}") from error
+
+
+def _refuse_mapping(given: Any) -> None:
+    """Chat messages and a tokenizer's output, which people hand in where a prompt is meant."""
+    first = next(iter(given), None) if isinstance(given, (list, tuple)) else given
+    if not isinstance(first, Mapping):
+        return
+    if "role" in first:
+        raise TypeError(
+            "chat messages are no prompt yet: make one of them with tokenizer.apply_chat_template(messages, "
+            'add_generation_prompt=True, return_tensors="pt", return_dict=False)'
+        )
+    raise TypeError(f'input_ids: a mapping with {", ".join(map(str, first))}: give the tensor under "input_ids" of it')
+
+
+def _plain(value: Any) -> Any:
+    """Tensors and arrays as Python's numbers and lists."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _each(name: str, value: Any, count: int) -> list[Any]:
+    """One value for every prompt: a list, tuple or tensor as it is, anything else repeated. ValueError for a wrong
+    length."""
+    value = _plain(value)
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{name}: one value or {count} (one for each prompt) expected, got {len(value)}")
+    return list(value)
+
+
+def _each_stop_ids(given: Any, count: int) -> list[Any]:
+    """A list with an id in it is meant for all prompts, any other holds one entry for each."""
+    given = _plain(given)
+    if isinstance(given, (list, tuple)) and given and not any(_is_integer(_plain(token)) for token in given):
+        return _each("stop_token_ids", given, count)
+    if given is not None and not isinstance(given, (int, str, Mapping)) and isinstance(given, Iterable):
+        given = list(given)  # an iterator would be read only once
+    return [given] * count
+
+
+def _each_strings(given: Any, count: int) -> list[Any]:
+    """A list of strings is meant for all prompts, a list with anything else holds one entry for each."""
+    if isinstance(given, (list, tuple)) and not all(isinstance(stop, str) for stop in given):
+        return _each("stop_strings", given, count)
+    return [_strings(given)] * count
+
+
+def _strings(given: Any) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        return (given,)
+    if not isinstance(given, Iterable):
+        raise TypeError(f"stop_strings must be a string or a list of strings, got {given!r}")
+    return tuple(given)
+
+
+def _each_bias(given: Any, count: int) -> list[Any]:
+    """A mapping, or a list of (token, value) pairs, is meant for all prompts; any other list holds one for each."""
+    if isinstance(given, (list, tuple)) and not all(map(_is_pair, given)):
+        return _each("logit_bias", given, count)
+    return [given] * count
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and _is_integer(value[0]) and isinstance(value[1], Real)

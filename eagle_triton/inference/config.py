@@ -1,0 +1,234 @@
+"""How EAGLEInference drafts and samples: one frozen dataclass, checked before any model is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from eagle_triton.engine.drafts.beams import checked_vocabulary
+from eagle_triton.engine.drafts.float8 import check_draft_dtype
+from eagle_triton.engine.memory.pages import check_cache_tokens
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.batch import PROMPT_TOKENS
+from eagle_triton.engine.tree_spec import MOST_NODES, TreeSpec
+from eagle_triton.families.reading.float8 import EXACT, check_activations
+from eagle_triton.options import with_options
+from eagle_triton.reference.adaptive_length import EGAGConfig
+from eagle_triton.reference.integrators import TreeMaskMode
+from eagle_triton.reference.suffix_match import MOST_TIMES
+from eagle_triton.reference.verification import MAX_CANDIDATE_LEN, Verification
+
+if TYPE_CHECKING:
+    from eagle_triton.inference.speculative_config import SpeculativeConfig
+
+MAX_SLOTS = 256  # sequences decoded at a time
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "seed")
+TREE = ("topk", "num_steps", "num_draft_tokens")
+GUIDED = ("eagle", "draft_model", "mtp")  # methods whose drafts are all of a model
+VERIFICATION = ("verify_strategy", "accept_policy", "verify_window", "max_candidate_len")
+
+
+@dataclass(frozen=True)
+class EAGLEConfig:
+    """Options of `EAGLEInference`; sampling options are defaults that every call and request may override.
+
+    topk: children of each expanded node (k). num_steps: drafted levels (D), that is passes of the draft per step.
+    num_draft_tokens: nodes of a tree, root included (N): 2 <= N <= 1 + k + (D - 1) k^2; None: all candidates, at most
+    64; "auto": the tree, or none, that gives the most tokens per second, by measured cost and acceptance.
+    temperature 0 is greedy. top_p, top_k, min_p filter sampled tokens and are off at None (the width of the tree is
+    topk, not top_k); each keeps the best token, so none changes greedy decoding. repetition_penalty divides positive
+    and multiplies negative logits of tokens seen in prompt or output (1: off); logit_bias: added to the logits of these
+    tokens.
+    fallback: decode plainly while drafting does not pay (and try again from time to time).
+    slots: sequences decoded at a time; further ones wait. max_length: the most tokens of a sequence, prompt included;
+    None: as many as a call needs. prompt_tokens: about how many tokens of prompts that enter are read before each step
+    while others decode: fewer, and the others wait less for their next tokens, more, and the first ones come sooner.
+    cache_tokens: room for the keys and values of so many tokens, of all requests together; a request for which there is
+    none waits. None: it grows with what requests ask for. prefixes: keep the keys and values of prompts and answers,
+    while there is room, for requests that begin alike.
+    tree_mask_mode: of `verify_drafts` and of the trees that it shows.
+    device: where the models must lie; a model given by its path is put there, None: on a GPU if there is one.
+    dtype: of a model given by its path, None: float32 on a CPU, else what its checkpoint says; a loaded target must
+    have it. verbose: log each step.
+    verify_strategy, accept_policy, verify_window, max_candidate_len: how drafts are judged, see `Verification`.
+    suffix_drafts: tokens that may be drafted from text that occurred before, in the request or in former outputs, in
+    one tree with the draft's, or alone where there is no draft; 0: none. suffix_ring: tokens of former outputs that
+    are kept for that, 4 bytes each; 0: none.
+    draft_vocabulary: the only tokens that a draft's vocabulary projection scores, by their ids, or the first so many,
+    which in byte-pair vocabularies are the most frequent; the rows are copied. A draft that reads a large projection
+    for each pass becomes faster for a few guesses less. None: all.
+    activations: of projections that were published with FP8 weights: "exact" reads the weights, and what they are
+    multiplied with stays as it is; "as published" calls the modules, which round that to eight bits too.
+    draft_dtype: "fp8" drafts by copies of the draft's projections in eight bits, with a scale for each row; the target
+    decides as before. None: as they are.
+    egag: end drafts early, by their entropy, see `EGAGConfig`; None: they are as deep as the tree.
+    speculative: a method with options of its own, in place of the shape of the tree, suffix_drafts and how drafts are
+    judged.
+    """
+
+    topk: int = 4
+    num_steps: int = 3
+    num_draft_tokens: int | str | None = 8
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    fallback: bool = True
+    slots: int = 16
+    max_length: int | None = None
+    prompt_tokens: int = PROMPT_TOKENS
+    cache_tokens: int | None = None
+    prefixes: bool = True
+    tree_mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK
+    device: str | torch.device | None = None
+    dtype: torch.dtype | None = None
+    verbose: bool = False
+    verify_strategy: str = "target_match"
+    accept_policy: str = "normal"
+    verify_window: int = 0
+    max_candidate_len: int = MAX_CANDIDATE_LEN
+    suffix_drafts: int = 0
+    suffix_ring: int = 1 << 20
+    draft_vocabulary: int | Collection[int] | None = None
+    activations: str = EXACT
+    draft_dtype: str | None = None
+    egag: EGAGConfig | None = None
+    speculative: SpeculativeConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("topk", "num_steps", "slots", "prompt_tokens"):
+            _positive(name, getattr(self, name))
+        if self.slots > MAX_SLOTS:
+            raise ValueError(f"slots must lie in 1..{MAX_SLOTS}, got {self.slots}")
+        if self.max_length is not None:
+            _positive("max_length", self.max_length)
+        nodes = self.num_draft_tokens
+        if isinstance(nodes, str) and nodes != "auto":
+            raise ValueError(f'num_draft_tokens must be an integer, None or "auto", got {nodes!r}')
+        if not (nodes is None or isinstance(nodes, str)):
+            _positive("num_draft_tokens", nodes)
+            if not 2 <= nodes <= 1 + self.candidates:
+                raise ValueError(
+                    f"num_draft_tokens counts the root and must be in 2..{1 + self.candidates} for topk {self.topk} "
+                    f"and num_steps {self.num_steps}, which give {self.candidates} candidates; got {nodes}"
+                )
+        check_cache_tokens(self.cache_tokens)
+        for name in ("fallback", "prefixes", "verbose"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {self.dtype!r}")
+        object.__setattr__(self, "tree_mask_mode", TreeMaskMode(self.tree_mask_mode))
+        if self.device is not None:
+            object.__setattr__(self, "device", torch.device(self.device))
+        self.sampling()  # checks its options
+        self._check_speculative()
+        _ = self.verification  # checks its options
+        for name in ("suffix_drafts", "suffix_ring"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+        if not 0 <= self.suffix_drafts < MOST_NODES:
+            raise ValueError(f"suffix_drafts must lie in 0..{MOST_NODES - 1}, got {self.suffix_drafts}")
+        if self.suffix_ring and not 2 <= self.suffix_ring <= MOST_TIMES:
+            raise ValueError(f"suffix_ring must be 0, or 2 to {MOST_TIMES} tokens, got {self.suffix_ring}")
+        if self.draft_vocabulary is not None:
+            object.__setattr__(self, "draft_vocabulary", checked_vocabulary(self.draft_vocabulary))
+        check_activations(self.activations)
+        check_draft_dtype(self.draft_dtype)
+        self._check_egag()
+        reads_ring = self.suffix_drafts or (self.speculative is not None and self.speculative.method == "suffix")
+        if self.suffix_ring != type(self).suffix_ring and not reads_ring:
+            raise ValueError(f"suffix_ring={self.suffix_ring} is read with suffix_drafts or method suffix alone")
+
+    @property
+    def verification(self) -> Verification:
+        """How drafts are judged."""
+        if (options := self.speculative) is not None:
+            names = (str(options.verify_strategy), str(options.accept_policy))
+            return Verification(*names, options.verify_window, options.max_candidate_len)
+        return Verification(self.verify_strategy, self.accept_policy, self.verify_window, self.max_candidate_len)
+
+    @property
+    def drafting_dtype(self) -> str | None:
+        """`draft_dtype`, or what speculative says of it."""
+        return self.draft_dtype or (None if self.speculative is None else self.speculative.quantization)
+
+    @property
+    def candidates(self) -> int:
+        """C: what one step of drafting scores, k + (D - 1) k^2."""
+        return self.topk + (self.num_steps - 1) * self.topk**2
+
+    @property
+    def nodes(self) -> int:
+        """N of the configured tree; with "auto" of the largest that is considered."""
+        if isinstance(self.num_draft_tokens, int):
+            return self.num_draft_tokens
+        return min(1 + self.candidates, MOST_NODES)
+
+    def tree(self, nodes: int | None = None) -> TreeSpec:
+        """The tree with `nodes` nodes (default: the configured one), no deeper nor wider than so many nodes can be."""
+        return dataclasses.replace(self._tree(nodes), adaptive=self.egag is not None)
+
+    def _tree(self, nodes: int | None) -> TreeSpec:
+        if (options := self.speculative) is not None:
+            drafts = options.num_model_steps if options.method == "mtp" else options.num_speculative_tokens
+            return TreeSpec.chain(max(drafts, 1))
+        nodes = self.nodes if nodes is None else nodes
+        if nodes == self.nodes and self.num_draft_tokens != "auto":
+            return TreeSpec.dynamic(nodes, self.num_steps - 1, self.topk)
+        return TreeSpec.dynamic(nodes, min(self.num_steps, nodes - 1) - 1, min(self.topk, nodes - 1))
+
+    def _check_speculative(self) -> None:
+        from eagle_triton.inference.speculative_config import SpeculativeConfig
+
+        if self.speculative is None:
+            return
+        if not isinstance(self.speculative, SpeculativeConfig):
+            raise TypeError(f"speculative must be a SpeculativeConfig or None, got {self.speculative!r:.60}")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in (*TREE, *VERIFICATION, "suffix_drafts"):
+            if getattr(self, name) != defaults[name]:
+                raise ValueError(f"{name}={getattr(self, name)!r} is the matter of speculative, which was given too")
+
+    def _check_egag(self) -> None:
+        if self.egag is None:
+            return
+        if not isinstance(self.egag, EGAGConfig):
+            raise TypeError(f"egag must be an EGAGConfig or None, got {self.egag!r:.60}")
+        options = self.speculative
+        if options is not None and (options.method not in GUIDED):
+            raise ValueError(f"egag goes by the entropy of a draft model, and method {options.method} drafts otherwise")
+        drafts = self._tree(None).beam_levels
+        for name in ("gamma_min", "gamma_max"):
+            if (getattr(self.egag, name) or 0) > drafts:
+                raise ValueError(f"egag: {name}={getattr(self.egag, name)} is deeper than the {drafts} levels drafted")
+
+    def sampling(self, **changes: Any) -> SamplingParams:
+        """How to choose tokens, with some options changed (None: as configured).
+
+        Raises ValueError for a bad value, TypeError for a wrong type.
+        """
+        unknown = sorted(set(changes) - set(SAMPLING))
+        if unknown:
+            raise ValueError(f"unknown sampling option {', '.join(unknown)}; the options are {', '.join(SAMPLING)}")
+        options = {name: getattr(self, name, None) for name in SAMPLING}
+        options |= {name: value for name, value in changes.items() if value is not None}
+        return SamplingParams(**{name: value for name, value in options.items() if value is not None})
+
+    def changed(self, **options: Any) -> EAGLEConfig:
+        """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""
+        return with_options(self, options)
+
+
+def _positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")

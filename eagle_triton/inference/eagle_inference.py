@@ -1,0 +1,694 @@
+"""EAGLEInference: speculative decoding with a draft and a target of one's own, on the one engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypedDict, overload
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from typing_extensions import Unpack
+
+from eagle_triton.engine.drafts.beams import vocabulary_note
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.drafts.hybrid import HybridDraft, beams_of
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.model.model_watch import ModelWatch
+from eagle_triton.engine.operations import choose_operations
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.families.reading.float8 import note_on_called
+from eagle_triton.inference import stages
+from eagle_triton.inference.arguments import (
+    TOKENIZER,
+    ArgumentReader,
+    Call,
+    FurtherSampling,
+    ListedPrompts,
+    Prompt,
+    Prompts,
+    Sampling,
+    StopIds,
+    StopStrings,
+    StreamOptions,
+    check_options,
+    check_switches,
+    integer,
+)
+from eagle_triton.inference.config import EAGLEConfig
+from eagle_triton.inference.costs import CostTable, StepCosts, pass_cost
+from eagle_triton.inference.pair import read_pair
+from eagle_triton.inference.policy import TreePolicy, tree_sizes
+from eagle_triton.inference.session import Piece, Results, Session, StepInfo
+from eagle_triton.inference.shared_session import SharedSession
+from eagle_triton.inference.speculative_config import SpeculativeConfig
+from eagle_triton.inference.statistics import Statistics
+from eagle_triton.inference.timing import Stopwatch, measure_costs
+from eagle_triton.models.checks import check_positions, check_prompt, check_token_ids
+
+log = logging.getLogger(__name__)
+
+WARM_UP = 8  # tokens of each prompt, decoded before a benchmark is timed
+
+
+class FurtherGenerateOptions(FurtherSampling, total=False):
+    """Arguments of `EAGLEInference.generate` that have no position."""
+
+    attention_mask: Tensor | None
+    stop_token_ids: StopIds
+    stop_strings: StopStrings
+    logprobs: bool
+    seed: int | Sequence[int] | None
+    min_new_tokens: int | Sequence[int]
+    on_step: Callable[[StepInfo], None] | None
+    progress: bool
+    baseline: bool
+
+
+class GenerateOptions(FurtherGenerateOptions, Sampling, total=False):
+    """Arguments of `EAGLEInference.generate` behind `max_new_tokens`."""
+
+
+class LoadingOptions(TypedDict, total=False):
+    """Keyword arguments of `EAGLEInference`."""
+
+    tokenizer: Any | None
+    kernels: bool | None
+    cuda_graph: bool | None
+    costs: Sequence[CostTable] | None
+    tp_plan: str | None
+
+
+class EAGLEInference:
+    """Decodes with a target, several times as fast for the drafts of a small model, with the same output.
+
+    Greedy output is token for token that of the target alone; sampled output follows the target's own distribution, and
+    with a seed is that of the target alone too. (Both as long as `config.verification.lossless`.) One call runs at a
+    time. `statistics` adds up over all calls until `reset_statistics`.
+    """
+
+    def __init__(
+        self,
+        draft_model: nn.Module | Draft | str | Path | None,
+        target_model: nn.Module | str | Path,
+        config: EAGLEConfig | SpeculativeConfig | None = None,
+        device: str | torch.device | None = None,
+        *,
+        tokenizer: Any | None = None,
+        kernels: bool | None = None,
+        cuda_graph: bool | None = None,
+        costs: Sequence[CostTable] | None = None,
+        tp_plan: str | None = None,
+    ) -> None:
+        """draft_model: an EAGLE head, an EaModel for its head, a causal language model with the target's vocabulary,
+        "suffix" or "ngram" for drafts from text that occurred before; None for the head of the target, or where the
+        configuration drafts without a model. target_model: an EaModel, a Hugging Face causal language model, or the
+        path of one. config: a `SpeculativeConfig` is short for an EAGLEConfig with it as `speculative`. device: goes
+        before config.device. tokenizer: for prompts and output as text; None takes the target's.
+        kernels, cuda_graph: as for `EagleTritonConfig`. costs: cost tables to consult, None: those of the package.
+        tp_plan: "auto" spreads a target that is given by its path over the ranks that torchrun has started.
+
+        Nothing of the models is changed. Raises ValueError (and UnsupportedModelError, which is one) for models that
+        are not known, do not fit, or lie elsewhere.
+        """
+        if isinstance(config, SpeculativeConfig):
+            config = EAGLEConfig(speculative=config)
+        if not isinstance(config, (EAGLEConfig, type(None))):
+            raise TypeError(f"config must be an EAGLEConfig or a SpeculativeConfig, got {type(config).__name__}")
+        self.config = config or EAGLEConfig()
+        wanted = device if device is not None else self.config.device
+        wanted = None if wanted is None else torch.device(wanted)
+        if wanted is not None and wanted.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device={str(wanted)!r}: there is no GPU here")
+        self.pair = read_pair(draft_model, target_model, self.config, wanted, tp_plan)
+        self.tokenizer = tokenizer or self.pair.tokenizer
+        view, draft = self.pair.view, self.pair.draft
+        self._reader = ArgumentReader(self.config, view.vocab_size, view.device, self.tokenizer)
+        operations, graph = choose_operations(view.device, kernels, cuda_graph)
+        watch = ModelWatch(self.pair.models, self.pair.float8_modules)
+        self.engine = Engine(
+            view,
+            draft,
+            operations,
+            graph,
+            watch=watch,
+            verification=self.config.verification,
+            cache_tokens=self.config.cache_tokens,
+            prefixes=self.config.prefixes,
+        )
+        self.engine.notes.update(self.pair.notes)
+        if (called := note_on_called(watch.called_projections())) is not None:
+            self.engine.notes["projections"] = called
+        if self.config.draft_vocabulary is not None and draft is not None:
+            self.engine.notes["draft_vocabulary"] = vocabulary_note(beams_of(draft))
+        elsewhere = self.pair.notes or view.ranks is not None  # ours are of one GPU, in 16 and 32 bits
+        measured = [] if elsewhere else CostTable.read()
+        self._table = CostTable.find(measured if costs is None else costs, view)
+        self._policies: dict[int, TreePolicy] = {}
+        self.reset_statistics()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path,
+        draft: str | Path | None = None,
+        config: EAGLEConfig | SpeculativeConfig | None = None,
+        device: str | torch.device | None = None,
+        **options: Unpack[LoadingOptions],
+    ) -> EAGLEInference:
+        """From directories or hub ids.
+
+        target: a target alone, with multi-token-prediction layers beside its weights, or with a head in a folder
+        beside it, as `EaModel.save_pretrained` leaves them; "demo" and "demo-gdn" are the checkpoints of this package.
+        draft: of an EAGLE head, "mtp", "suffix", "ngram", or None for what lies beside the target, or what config
+        says. config, device and options as for the constructor. Raises as the constructor does, and FileNotFoundError
+        for missing files.
+        """
+        return cls(draft, str(target), config, device, **options)
+
+    def __repr__(self) -> str:
+        view, (target, draft) = self.pair.view, self._models()
+        names = type(target).__name__, type(self.pair.draft if draft is None else draft).__name__
+        where = f"{str(view.dtype).removeprefix('torch.')} on {view.device}"
+        options = self.config.speculative
+        own = self.pair.draft
+        nodes = self.config.num_draft_tokens if own is None or own.any_tree else own.read_tree().nodes
+        drafts = f"num_draft_tokens {nodes}" if options is None else f"method {options.method}"
+        return (
+            f"EAGLEInference({names[0]} of {len(view.layers)} layers, {where}; draft {names[1]}; "
+            f"{drafts}, temperature {self.config.temperature})"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "an EAGLEInference cannot be pickled or copied: it holds caches, graphs and a lock. Save the models with "
+            "their save_pretrained and make a new EAGLEInference of them"
+        )
+
+    def reset_statistics(self) -> None:
+        """Begin the count of `statistics` anew."""
+        self.statistics = Statistics()
+
+    def forget_outputs(self) -> None:
+        """Draft no more from the outputs of former requests, which `suffix_drafts` and method suffix keep, and method
+        nasd with reset_in_between=False; and compute beginnings again that were kept for further requests. All ranks
+        that share the target call this, and none while a session is open."""
+        self._check_same_on_all_ranks("what is called, here forget_outputs,", None)
+        self.engine.pool.forget()
+        if self.pair.draft is not None:
+            with self.engine.running():
+                self.pair.draft.forget()
+
+    # --- whole generations ---
+
+    @overload
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int | Sequence[int] = 100,
+        *,
+        return_stats: Literal[True] = True,
+        **options: Unpack[GenerateOptions],
+    ) -> tuple[Tensor, Results]: ...
+
+    @overload
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int | Sequence[int] = 100,
+        *,
+        return_stats: Literal[False],
+        **options: Unpack[GenerateOptions],
+    ) -> Tensor: ...
+
+    @overload
+    def generate(
+        self,
+        input_ids: ListedPrompts,
+        max_new_tokens: int | Sequence[int] = 100,
+        *,
+        return_stats: Literal[True] = True,
+        **options: Unpack[GenerateOptions],
+    ) -> tuple[list[Tensor], Results]: ...
+
+    @overload
+    def generate(
+        self,
+        input_ids: ListedPrompts,
+        max_new_tokens: int | Sequence[int] = 100,
+        *,
+        return_stats: Literal[False],
+        **options: Unpack[GenerateOptions],
+    ) -> list[Tensor]: ...
+
+    @overload
+    def generate(
+        self,
+        input_ids: Prompts,
+        max_new_tokens: int | Sequence[int] = 100,
+        temperature: float | Sequence[float] | None = None,
+        top_p: float | Sequence[float] | None = None,
+        top_k: int | Sequence[int] | None = None,
+        return_stats: bool = True,
+        **options: Unpack[FurtherGenerateOptions],
+    ) -> Any: ...
+
+    def generate(
+        self,
+        input_ids: Prompts,
+        max_new_tokens: int | Sequence[int] = 100,
+        temperature: float | Sequence[float] | None = None,
+        top_p: float | Sequence[float] | None = None,
+        top_k: int | Sequence[int] | None = None,
+        return_stats: bool = True,
+        *,
+        attention_mask: Tensor | None = None,
+        stop_token_ids: StopIds = None,
+        stop_strings: StopStrings = (),
+        logprobs: bool = False,
+        seed: int | Sequence[int] | None = None,
+        min_new_tokens: int | Sequence[int] = 0,
+        on_step: Callable[[StepInfo], None] | None = None,
+        progress: bool = False,
+        baseline: bool = False,
+        **sampling: Unpack[FurtherSampling],
+    ) -> Any:
+        """Decode every prompt until a stop token, a stop string, or exactly max_new_tokens.
+
+        input_ids: [bs, L] int64 (with attention_mask [bs, L] where rows are padded), a list of prompts of any lengths,
+        text, or the token ids of one prompt. Options are one value for all prompts or a list with one for each; None
+        takes the configuration's. sampling: min_p, repetition_penalty, logit_bias. seed: that of the first prompt if it
+        is one number, prompt i then has seed + i. logit_bias: a mapping or a list of (token, value) pairs is meant for
+        all prompts, any other list has one of these for each. A filter (top_p, top_k, min_p) changes no token of
+        temperature 0. stop_token_ids: None takes the target's end tokens. min_new_tokens: no stop token comes before so
+        many, and a stop string that begins in them does not count. A sequence ends where `config.max_length` or the
+        target's max_position_embeddings does. on_step is called after every step. progress: show a bar. baseline:
+        decode once more with the target alone, so that `speedup` is measured.
+
+        Returns (output_ids, stats), or without return_stats output_ids: prompt and new tokens, [bs, longest] padded
+        on the right if `input_ids` was a tensor, else a list. `stats` (`Results`) has the documented keys and
+        `stats.completions`: tokens, text, logprobs and statistics of each request, and why it ended. A request that
+        fails says so there and does not harm the others; if all fail, that is raised.
+
+        Raises ValueError or TypeError for bad arguments (a single prompt beyond the target's positions is one),
+        RuntimeError if another generation is running or all requests failed.
+        """
+        check_options("generate", sampling, self.generate)
+        check_switches(return_stats=return_stats, logprobs=logprobs, progress=progress, baseline=baseline)
+        if not (on_step is None or callable(on_step)):
+            raise TypeError(f"on_step must be a function of a StepInfo, got {on_step!r}")
+        prompts = self._reader.prompts(input_ids, attention_mask)
+        if len(prompts) == 1:
+            check_positions(len(prompts[0]), self.pair.max_positions)
+        calls = self._reader.calls(
+            prompts, max_new_tokens, stop_token_ids, stop_strings, seed, min_new_tokens,
+            temperature=temperature, top_p=top_p, top_k=top_k, **sampling,
+        )  # fmt: skip
+        policy = self.policy(min(self.config.slots, len(prompts)))
+        results = self._run(calls, policy, logprobs, on_step, progress)
+        if baseline:
+            results.plain_seconds = self._run(calls, None, logprobs, None, progress).seconds
+        self.statistics += results
+        failed = [completion for completion in results.completions if completion.error is not None]
+        if len(failed) == len(prompts):
+            raise RuntimeError(f"no prompt could be decoded: {failed[0].error}")
+        for completion in failed:
+            log.warning("prompt %d failed: %s", completion.index, completion.error)
+        rows: Any = [completion.output_ids for completion in results.completions]
+        if isinstance(input_ids, Tensor):
+            rows = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._pad_id())
+        return (rows, results) if return_stats else rows
+
+    def stream(
+        self,
+        input_ids: Prompts,
+        max_new_tokens: int | Sequence[int] = 100,
+        *,
+        stop_token_ids: StopIds = None,
+        stop_strings: StopStrings = (),
+        logprobs: bool = False,
+        report_drafts: bool = False,
+        seed: int | Sequence[int] | None = None,
+        min_new_tokens: int | Sequence[int] = 0,
+        **sampling: Unpack[Sampling],
+    ) -> Generator[Piece, None, None]:
+        """Decode as `generate` does and hand out every piece when it is there.
+
+        `piece.index` names the prompt, `piece.tokens` are its new tokens, `piece.text` (or `str(piece)`) is text that
+        never splits a character nor begins a stop string, and the last piece of a prompt has its `completion`.
+        report_drafts: `piece.drafts` is what was drafted. For strings, as `"".join` takes them, see `stream_text`.
+        Closing the iterator ends the generation. Raises as `generate`, arguments at once.
+        """
+        check_options("stream", sampling, self.stream)
+        check_switches(logprobs=logprobs, report_drafts=report_drafts)
+        prompts = self._reader.prompts(input_ids)
+        calls = self._reader.calls(
+            prompts, max_new_tokens, stop_token_ids, stop_strings, seed, min_new_tokens, **sampling
+        )
+        return self._stream(calls, self.policy(min(self.config.slots, len(calls))), logprobs, report_drafts)
+
+    def stream_text(self, prompt: Prompt, max_new_tokens: int = 100, **options: Unpack[StreamOptions]) -> Iterator[str]:
+        """The text of one prompt's new tokens, in pieces as they come; options as for `stream`.
+
+        Raises ValueError for several prompts, whose texts would mix, or without a tokenizer, RuntimeError if the
+        request fails.
+        """
+        if self.tokenizer is None:
+            raise ValueError(f"stream_text needs a tokenizer, and the target has none: {TOKENIZER}")
+        prompts = self._reader.prompts(prompt)
+        if len(prompts) > 1:
+            raise ValueError(f"stream_text takes one prompt, got {len(prompts)}; stream() tells them apart")
+        return _texts(self.stream(prompts, max_new_tokens, **options))
+
+    def session(
+        self,
+        rows: int | None = None,
+        slots: int | None = None,
+        logprobs: bool = False,
+        report_drafts: bool = False,
+    ) -> Session:
+        """A batch that stays open: submit requests at any time, `step()` for their pieces. Use as a context manager.
+
+        rows: the most tokens of a sequence, prompt included (default config.max_length, which must then be set); slots:
+        default config.slots. report_drafts: as for `stream`. Where ranks share the target each opens the same one: rank
+        0 is asked, and the others `follow` (`SharedSession`). Raises ValueError if no rows are known.
+        """
+        check_switches(logprobs=logprobs, report_drafts=report_drafts)
+        rows = self.config.max_length if rows is None else integer("rows", rows)
+        slots = self.config.slots if slots is None else integer("slots", slots)
+        self.config.changed(slots=slots)  # checks them
+        if rows is None:
+            raise ValueError(
+                "session: give rows, the most tokens of a sequence, or set max_length in the configuration"
+            )
+        texts = self.tokenizer is not None
+        asked = (rows, slots, logprobs, report_drafts, texts)
+        self._check_same_on_all_ranks("the configuration and the options of a session", (asked, self._configured()))
+        kind = Session if self.pair.view.ranks is None else SharedSession
+        return self._session(self.policy(slots), slots, rows, logprobs, report_drafts=report_drafts, kind=kind)
+
+    def benchmark(
+        self,
+        test_data: Prompts,
+        max_new_tokens: int | Sequence[int] = 100,
+        *,
+        stop_token_ids: StopIds = None,
+        stop_strings: StopStrings = (),
+        seed: int | Sequence[int] | None = None,
+        warm_up: bool = True,
+        progress: bool = False,
+        **sampling: Unpack[Sampling],
+    ) -> Results:
+        """Decode the prompts with drafts and without, both timed, after a short run of each that captures and compiles.
+
+        Former outputs are forgotten before, so that nothing is drafted from an answer that was given already.
+
+        Arguments as for `generate`. Returns its statistics with a measured `speedup`.
+        """
+        check_options("benchmark", sampling, self.benchmark)
+        check_switches(warm_up=warm_up, progress=progress)
+        prompts = self._reader.prompts(test_data)
+        calls = self._reader.calls(prompts, max_new_tokens, stop_token_ids, stop_strings, seed, **sampling)
+        policy = self.policy(min(self.config.slots, len(calls)))
+        if warm_up:
+            short = [replace(call, max_new_tokens=min(call.max_new_tokens, WARM_UP)) for call in calls]
+            for mode in (policy, None):
+                self._run(short, mode, False, rows=self._rows(calls))  # the room, and so the graphs, of the real run
+        self.forget_outputs()
+        results = self._run(calls, policy, False, progress=progress)
+        results.plain_seconds = self._run(calls, None, False, progress=progress).seconds
+        self.statistics += results
+        return results
+
+    # --- the stages of a step ---
+
+    def draft_step(self, input_ids: Tensor, past_key_values: stages.Prefix | None = None) -> stages.DraftStep:
+        """One pass of the draft: the topk likeliest next tokens.
+
+        input_ids [bs, T] int64: the sequence, or with `past_key_values` what follows it. Returns (scores [bs, k]
+        float32, probabilities; token_ids [bs, k] int64; past_key_values for the next call). Raises TypeError or
+        ValueError for token ids that are no such tensor, outside the vocabulary, or not of the sequences before them.
+        """
+        self._check_ids(input_ids)
+        if not isinstance(past_key_values, (stages.Prefix, type(None))):
+            got = type(past_key_values).__name__
+            raise TypeError(f"past_key_values must be what draft_step returned, or None, got {got}")
+        if past_key_values is not None and past_key_values.batch != len(input_ids):
+            raise ValueError(
+                f"input_ids: expected a row for each of the {past_key_values.batch} sequences of past_key_values, got "
+                f"{len(input_ids)}"
+            )
+        self._check_same_on_all_ranks("what is called, here draft_step,", list(input_ids.shape))
+        with self.engine.running():
+            return stages.draft_step(self.engine, self.config, input_ids, past_key_values)
+
+    def generate_draft_tree(self, input_ids: Tensor, verified_id: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Draft a tree for each sequence.
+
+        input_ids [bs, T] int64, verified_id [bs]: the token behind them, the root. Returns (draft_tokens [bs, N - 1],
+        parent_list [bs, k (D - 1) + 1], top_scores_index [bs, N - 1]), int64, as `build_tree_structure` takes them.
+        Raises TypeError or ValueError for token ids that are no such tensors or outside the vocabulary.
+        """
+        self._check_ids(input_ids)
+        self._check_roots(verified_id, input_ids)
+        self._check_same_on_all_ranks("what is called, here generate_draft_tree,", list(input_ids.shape))
+        with self.engine.running():
+            return stages.generate_draft_tree(self.engine, self.config, input_ids, verified_id)
+
+    def verify_drafts(
+        self,
+        input_ids: Tensor,
+        draft_tokens: Tensor,
+        verified_id: Tensor,
+        parent_list: Tensor,
+        top_scores_index: Tensor,
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """The target's greedy verdict on a tree, in one forward over all its nodes.
+
+        Arguments as `generate_draft_tree` takes and gives them. Returns (accepted [bs, D + 1] int64: accepted drafts,
+        then the target's own token, then -1; accept_length [bs] int32: drafts accepted; tree_stats: those of
+        `compute_tree_statistics`, and under "tree" the tuple of `build_tree_structure`). Raises TypeError or ValueError
+        for token ids that are no such tensors or outside the vocabulary, and for links that do not fit.
+        """
+        self._check_ids(input_ids)
+        self._check_roots(verified_id, input_ids)
+        check_token_ids("draft_tokens", draft_tokens, (len(input_ids), "N - 1"), self.pair.view.vocab_size)
+        tree = (draft_tokens, verified_id, parent_list, top_scores_index)
+        self._check_same_on_all_ranks(
+            "what is called, here verify_drafts,", [list(input_ids.shape), list(draft_tokens.shape)]
+        )
+        with self.engine.running():
+            return stages.verify_drafts(self.engine, self.config, input_ids, *tree)
+
+    # --- what it costs ---
+
+    def measure_costs(
+        self, batches: Sequence[int] = (1, 4, 16), context: int = 128, steps: int = 12, rows: int | None = None
+    ) -> CostTable:
+        """Time plain decoding and the trees that the configuration may choose, and go by that from now on.
+
+        batches: numbers of slots to time; context: tokens of the random prompts; rows: the most tokens of the
+        sequences to come (default config.max_length), for which the graphs captured here will do. Keep the table with
+        `CostTable.write([table], path)` and hand it to the next EAGLEInference as `costs=CostTable.read(path)`.
+        """
+        table = measure_costs(self.engine, self._trees(), batches, context, steps, rows or self.config.max_length or 0)
+        ranks = self.pair.view.ranks
+        self._table = table if ranks is None else ranks.agreed(table)
+        self._policies.clear()
+        return self._table
+
+    def policy(self, slots: int) -> TreePolicy | None:
+        """The policy for batches of so many slots, None where nothing is drafted; what it has learnt stays for the
+        next call."""
+        if self.pair.draft is None:
+            return None
+        ranks, known = self.pair.view.ranks, slots in self._policies
+        if ranks is not None:
+            self._check_same_on_all_ranks("what is called, and the number of slots,", slots)
+            known = all(ranks.of_all(known))  # one that was called alone has learnt what others have not
+        if not known:
+            cost, trees = pass_cost(self.pair.view, self.pair.draft), self._trees()
+            if ranks is not None:
+                cost = ranks.agreed(cost)  # by bytes, and not all have the same
+            usual = TreePolicy(trees, StepCosts(self.config.slots, cost, self._table))
+            costs = StepCosts(slots, cost, self._table)
+            self._policies[slots] = TreePolicy(trees, costs, self.config.fallback, fixed_tree=usual.spec)
+        return self._policies[slots]
+
+    def memory_bytes(self, slots: int | None = None, rows: int | None = None) -> dict[str, int]:
+        """Bytes on the device that a batch needs beside the weights: {"target_cache", "target_pending", "draft_cache",
+        "logits"}.
+
+        What a node more costs shows in the logits, [slots, N, V], in a few cache rows, and over recurrent layers in
+        what a tree's rows would add to them ("target_pending").
+        """
+        slots = self.config.slots if slots is None else integer("slots", slots)
+        rows = self.config.max_length or 2048 if rows is None else integer("rows", rows)
+        if slots < 1 or rows < 1:
+            raise ValueError(f"slots and rows must be at least 1, got {slots} and {rows}")
+        largest = max([*self._trees(), PLAIN], key=lambda tree: tree.nodes)
+        return stages.memory_bytes(self.engine, largest, slots, rows)
+
+    def report(self) -> str:
+        """How drafts are judged, which are, what that is decided by, whether drafting stopped, and what fell back."""
+        lines = [f"verification: {self.config.verification.summary}"]
+        lines += [f"{key}: {reason}" for key, reason in self.engine.notes.items()]
+        for slots, policy in self._policies.items():
+            lines += [f"batch of {slots}:", *(f"  {line}" for line in policy.report())]
+        return "\n".join([f"statistics: {self.statistics}", *lines])
+
+    # --- details ---
+
+    def _models(self) -> tuple[Any, Any]:
+        """Target and draft: of EaModels the parts that are meant."""
+        target, draft = self.pair.target_model, self.pair.draft_model
+        if hasattr(target, "ea_layer"):
+            target = target.base_model
+        return target, getattr(draft, "ea_layer", draft)
+
+    def _run(
+        self,
+        calls: Sequence[Call],
+        policy: TreePolicy | None,
+        logprobs: bool,
+        on_step: Callable[[StepInfo], None] | None = None,
+        progress: bool = False,
+        rows: int | None = None,
+    ) -> Results:
+        """Decode all calls to their ends; the completions in their order."""
+        results, completions = Results(), {}
+        name = "target alone" if policy is None else "speculative"
+        with (
+            self._open(calls, policy, logprobs, on_step is not None, rows) as session,
+            tqdm(total=len(calls), desc=name, disable=not progress or self._follows) as bar,
+        ):
+            watch = Stopwatch(self.pair.view.device, self.pair.view.ranks)
+            for call in calls:
+                session.enqueue(call)
+            while not session.idle:
+                info = session.advance()
+                for piece in info.pieces:
+                    if piece.completion is not None:
+                        completions[piece.index] = piece.completion
+                        bar.update()
+                if progress:
+                    bar.set_postfix_str(f"{session.tokens / watch.so_far():.0f} tokens/s", refresh=False)
+                if self.config.verbose:
+                    log.info("step %d: %d nodes, %d running, %d waiting, %.1f ms", *_facts(info))
+                if on_step is not None:
+                    on_step(info)
+            results.seconds = watch.seconds()
+            results += session.statistics
+        results.completions = [completions[index] for index in range(len(calls))]
+        return results
+
+    def _stream(
+        self, calls: Sequence[Call], policy: TreePolicy | None, logprobs: bool, report_drafts: bool = False
+    ) -> Generator[Piece, None, None]:
+        with self._open(calls, policy, logprobs, report_drafts=report_drafts) as session:
+            for call in calls:
+                session.enqueue(call)
+            try:
+                while not session.idle:
+                    yield from session.step()
+            finally:
+                self.statistics += session.statistics
+
+    def _open(
+        self,
+        calls: Sequence[Call],
+        policy: TreePolicy | None,
+        logprobs: bool,
+        text: bool = True,
+        rows: int | None = None,
+        report_drafts: bool = False,
+    ) -> Session:
+        slots = min(self.config.slots, len(calls))
+        # the batch compares all else, but does not know of text
+        texts = [call.stop_strings for call in calls]
+        self._check_same_on_all_ranks(
+            "the configuration, the number of prompts and stop_strings", (texts, self._configured())
+        )
+        return self._session(policy, slots, rows or self._rows(calls), logprobs, text, report_drafts)
+
+    def _configured(self) -> dict[str, str]:
+        """The configuration as ranks compare it: but for what each has its own of."""
+        return {name: repr(value) for name, value in vars(self.config).items() if name not in ("device", "verbose")}
+
+    @property
+    def _follows(self) -> bool:
+        """Whether this is one of several ranks, and not the one that speaks."""
+        ranks = self.pair.view.ranks
+        return ranks is not None and ranks.rank > 0
+
+    def _check_same_on_all_ranks(self, what: str, value: Any) -> None:
+        """Compare what ranks are called with that share the target. RuntimeError, and nothing is exchanged, while a
+        session or a stream is open here, of which the others would wait for something else."""
+        if self.pair.view.ranks is not None:
+            self.engine.check_free()
+            self.pair.view.ranks.check_same_on_all_ranks(what, value)
+
+    def _rows(self, calls: Sequence[Call]) -> int:
+        """The most tokens of a sequence."""
+        rows = max(len(call.prompt) + call.max_new_tokens for call in calls)
+        limits = (self.config.max_length, self.pair.max_positions)
+        return min([rows, *(limit for limit in limits if limit is not None)])
+
+    def _session(
+        self,
+        policy: TreePolicy | None,
+        slots: int,
+        rows: int,
+        logprobs: bool,
+        text: bool = True,
+        report_drafts: bool = False,
+        kind: type[Session] = Session,
+    ) -> Session:
+        return kind(
+            self.engine, policy, slots, rows,
+            tokenizer=self.tokenizer, stop_ids=self.pair.stop_ids, logprobs=logprobs, text=text, config=self.config,
+            report_drafts=report_drafts, max_positions=self.pair.max_positions,
+        )  # fmt: skip
+
+    def _trees(self) -> list[TreeSpec]:
+        """What the policy may choose from."""
+        draft = self.pair.draft
+        if draft is None:
+            return []
+        if not draft.any_tree:
+            return [draft.read_tree()]
+        trees = [self.config.tree()]
+        if self.config.num_draft_tokens == "auto":
+            trees = [self.config.tree(nodes) for nodes in tree_sizes(self.config.nodes)]
+        if isinstance(draft, HybridDraft) and not self.config.fallback and len(trees) == 1:
+            return [tree.with_grafts(draft.source.places) for tree in trees]
+        if isinstance(draft, HybridDraft):
+            places = draft.source.places
+            return [*(tree.with_grafts(places) for tree in trees), *trees, TreeSpec.repeats(places)]
+        return trees
+
+    def _check_ids(self, input_ids: Tensor) -> None:
+        self.engine.check_model()
+        check_prompt(input_ids, self.pair.view.vocab_size)
+
+    def _check_roots(self, verified_id: Tensor, input_ids: Tensor) -> None:
+        check_token_ids("verified_id", verified_id, (len(input_ids),), self.pair.view.vocab_size)
+
+    def _pad_id(self) -> int:
+        known = (self.pair.view.pad_token_id, getattr(self.tokenizer, "pad_token_id", None))
+        return next((token for token in known if token is not None), min(self.pair.stop_ids, default=0))
+
+
+def _texts(pieces: Iterator[Piece]) -> Iterator[str]:
+    for piece in pieces:
+        if piece.completion is not None and piece.completion.error is not None:
+            raise RuntimeError(f"the prompt could not be decoded: {piece.completion.error}")
+        if piece.text:
+            yield piece.text
+
+
+def _facts(info: StepInfo) -> tuple[int, int, int, int, float]:
+    return info.step, info.nodes, info.running, info.waiting, info.seconds * 1e3

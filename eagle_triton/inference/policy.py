@@ -1,0 +1,241 @@
+"""Which tree to draft next: the one with the most expected tokens per second, plain decoding among the choices.
+
+Cost is measured as steps run (costs.py). Acceptance is measured for the tree in use; for one that was not tried it is
+guessed: a level of w nodes is missed with a probability that its width lowers, miss = (1 - r)^(w^0.3), which turns 0.6
+for a chain into about 0.81 for seven or eight nodes a level. A guess that was wrong is corrected by trying the tree.
+What one source of drafts accepts says little of another (a model, text that occurred before, both): each is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.inference.costs import StepCosts
+
+PRIOR = 0.6  # acceptance of a chain's drafts before anything was observed
+REPEAT_PRIOR = 0.3  # the same of drafts from repetition alone: often there are none
+WIDTH = 0.3
+LOOK = 16  # steps between two decisions, and with a new tree before the first
+PROBE = 8  # steps of drafting after a pause
+PAUSE, LONGEST_PAUSE = 32, 2048  # plain steps before the next probe: doubled when a probe fails
+GAIN = 1.03  # another tree must promise this much more
+CHECK = 8  # plain steps to learn what they cost, where drafting does not promise CLEAR times their rate
+CLEAR = 2.0
+ENOUGH = 4  # steps of a tree that say more than a guess
+MEMORY = 64  # steps over which acceptance is remembered
+FORGET = 512  # steps after which trees that were not used are guessed anew
+RETRY = 8 * FORGET  # and after which other sources of drafts are tried anew
+
+
+@dataclass
+class Acceptance:
+    """Decaying counts of one tree: steps, tokens emitted, and steps that reached and accepted each depth."""
+
+    steps: float = 0.0
+    emitted: float = 0.0
+    reached: list[float] = field(default_factory=list)
+    accepted: list[float] = field(default_factory=list)
+
+    def add(self, lengths: Sequence[int], depth: int) -> None:
+        """Count one step of several sequences by the drafts that each accepted."""
+        self.fade(1 - 1 / MEMORY)
+        self.reached += [0.0] * (depth - len(self.reached))
+        self.accepted += [0.0] * (depth - len(self.accepted))
+        share = 1 / len(lengths)
+        for length in lengths:
+            self.steps += share
+            self.emitted += share * (length + 1)
+            for level in range(depth):
+                self.reached[level] += share * (length >= level)
+                self.accepted[level] += share * (length > level)
+
+    def rate(self, level: int) -> float | None:
+        """Accepted over reached at a depth from 0 on, None where too little was seen."""
+        if level >= len(self.reached) or self.reached[level] < 0.5:
+            return None
+        return self.accepted[level] / self.reached[level]
+
+    def fade(self, factor: float) -> None:
+        """Let what was observed count less."""
+        self.steps, self.emitted = self.steps * factor, self.emitted * factor
+        self.reached = [count * factor for count in self.reached]
+        self.accepted = [count * factor for count in self.accepted]
+
+
+class TreePolicy:
+    """Chooses among `trees`, and with `fallback` plain decoding. `observe` every step, then ask for `choose()`."""
+
+    def __init__(
+        self, trees: Sequence[TreeSpec], costs: StepCosts, fallback: bool = True, fixed_tree: TreeSpec | None = None
+    ) -> None:
+        """fixed_tree: that of requests whose tokens depend on it and must come again, None: the first choice."""
+        self.trees, self.costs, self.fallback = tuple(trees), costs, fallback
+        self.events: list[str] = []  # what was decided and why, the last of them
+        self.stops = self.probes = self.plain_steps = 0
+        self._seen: dict[TreeSpec, Acceptance] = {}
+        self._steps = self._since = 0  # in all, since the last change
+        self._pause = PAUSE
+        self._probing = self._checking = False  # drafting after a pause; plain steps to learn their time
+        both = [tree for tree in self.trees if _sources(tree) == (True, True)]
+        self.spec = max(both or self.trees, key=self.rate)
+        self.fixed_tree = fixed_tree or self.spec
+
+    def observe(self, accepted: Sequence[int], ms: float | None, slots: int | None = None) -> None:
+        """A step with the chosen tree: drafts accepted by each running sequence, and how long it took; None: it did
+        more than decode. slots: sequences that it was over, None: as many as `resize` was told last."""
+        if not accepted:
+            return
+        self._steps += 1
+        self._since += 1
+        if ms is not None:
+            self.costs.add(self.spec, ms, slots)
+        if self.spec.drafts:
+            self._seen.setdefault(self.spec, Acceptance()).add(accepted, self.spec.depth)
+        else:
+            self.plain_steps += 1
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether there is more than one tree, plain decoding among them."""
+        return len(self.trees) > 1 or self.fallback
+
+    def resize(self, slots: int) -> None:
+        """The next steps are over so many sequences: what pays for others need not pay for them, and is looked at
+        anew."""
+        if slots == self.costs.slots:
+            return
+        self.costs.slots = slots
+        best = max((*self.trees, PLAIN) if self.fallback else self.trees, key=self.rate)
+        if self.has_choice and best != self.spec and self.rate(best) > GAIN * self.rate(self.spec):
+            self._pause, self._probing, self._checking = PAUSE, bool(best.drafts and not self.spec.drafts), False
+            self._change(best)
+
+    def choose(self) -> TreeSpec:
+        """The tree for the next step."""
+        if not self.has_choice:
+            return self.spec
+        if not self.spec.drafts:
+            if self._since >= self._pause:
+                self._probe()
+        elif self._since and self._since % (PROBE if self._probing else LOOK) == 0:
+            self._decide()
+        return self.spec
+
+    def rate(self, spec: TreeSpec) -> float:
+        """Expected tokens per millisecond of one sequence."""
+        return self.emitted(spec) / self.costs.ms(spec)
+
+    def emitted(self, spec: TreeSpec) -> float:
+        """Expected tokens per step: observed, or guessed from the tree that was observed most."""
+        if not spec.drafts:
+            return 1.0
+        own = self._seen.get(spec)
+        if own is not None and own.steps >= ENOUGH:
+            return own.emitted / own.steps
+        total, reach = 1.0, 1.0
+        for level in range(spec.depth):
+            reach *= self._guess(spec, level)
+            total += reach
+        return total
+
+    def report(self) -> list[str]:
+        """What it decided, in sentences."""
+        now = (
+            "plain decoding"
+            if not self.spec.drafts
+            else f"trees of {self.spec.nodes} nodes, up to {self.spec.depth} deep"
+        )
+        lines = [f"now: {now}; step time {self.costs.origin(self.spec)}"]
+        if self.spec.drafts:
+            gain = self.rate(self.spec) / self.rate(PLAIN)
+            lines.append(f"estimated speedup {gain:.2f} x; time of a plain step {self.costs.origin(PLAIN)}")
+        if self.fallback:
+            lines.append(
+                f"drafting was stopped {self.stops} times because it did not pay, tried again {self.probes} times; "
+                f"{self.plain_steps} of {self._steps} steps were plain"
+            )
+        return lines + self.events[-5:]
+
+    def _guess(self, spec: TreeSpec, level: int) -> float:
+        """The share of steps that accept a draft at `level`, of those that reach it."""
+        known = [
+            (seen.steps, rate, tree) for tree, seen in self._seen.items() if (rate := seen.rate(level)) is not None
+        ]
+        if known:
+            _, rate, tree = max(known, key=lambda row: row[0])
+            return _widened(rate, _width(spec) / _width(tree))
+        prior = _widened(PRIOR if spec.top_k else REPEAT_PRIOR, _width(spec))
+        if level == 0 or not self._seen:
+            return prior
+        return (self._guess(spec, level - 1) + prior) / 2  # no tree went so deep
+
+    def _decide(self) -> None:
+        if self._since >= FORGET:
+            retry, own = self._since >= RETRY, _sources(self.spec)
+            self._seen = {
+                spec: seen
+                for spec, seen in self._seen.items()
+                if spec == self.spec or not (retry or _sources(spec) == own)
+            }
+        tried = {_sources(spec) for spec in self._seen}
+        if untried := [tree for tree in self.trees if _sources(tree) not in tried]:
+            self._change(max(untried, key=self.rate))  # what one source accepts says little of another
+            return
+        if self.fallback and self.costs.measured(PLAIN) is None and self.rate(self.spec) < CLEAR * self.rate(PLAIN):
+            self._pause, self._checking = CHECK, True
+            self._change(PLAIN)
+            return
+        best = max((*self.trees, PLAIN) if self.fallback else self.trees, key=self.rate)
+        gain = GAIN if best.drafts else 1.0  # between trees a small gain is not worth a change
+        if self.rate(best) <= self.rate(self.spec) * gain:
+            if self._probing or self._since >= 4 * LOOK:
+                self._pause = PAUSE
+            self._probing = False
+            return
+        if not best.drafts:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE) if self._probing else PAUSE
+            self.stops += 1
+        self._change(best)
+        self._probing = False
+
+    def _probe(self) -> None:
+        if not self._checking:
+            self.probes += 1
+            for seen in self._seen.values():
+                seen.fade(0.05)  # what was learnt before the pause hardly counts
+        self._checking = False
+        self._change(max(self.trees, key=self.rate))
+        self._probing = True
+
+    def _change(self, spec: TreeSpec) -> None:
+        def name(tree: TreeSpec) -> str:
+            sources = {(True, True): " of both", (False, True): " of repetition"}.get(_sources(tree), "")
+            return f"{tree.nodes} nodes{sources}" if tree.drafts else "plain"
+
+        def facts(tree: TreeSpec) -> str:
+            return f"{name(tree)}: {self.emitted(tree):.2f} tokens, {self.costs.ms(tree):.3g} ms"
+
+        self.events.append(f"step {self._steps}: {facts(self.spec)} -> {facts(spec)}")
+        del self.events[:-20]
+        self.spec, self._since = spec, 0
+
+
+def tree_sizes(most: int) -> list[int]:
+    """The tree sizes that "auto" considers: powers of two from 2 on, and the most there can be."""
+    return sorted({size for size in (2, 4, 8, 16, 32, 64) if size < most} | {most})
+
+
+def _widened(rate: float, factor: float) -> float:
+    """What a level's acceptance becomes if it has `factor` times as many nodes."""
+    return 1 - (1 - rate) ** (factor**WIDTH)
+
+
+def _width(spec: TreeSpec) -> float:
+    return spec.drafts / (spec.beam_levels or spec.depth)
+
+
+def _sources(spec: TreeSpec) -> tuple[bool, bool]:
+    """Whether a model drafts, and whether text that occurred before does."""
+    return spec.top_k > 0, spec.grafts > 0

@@ -1,0 +1,132 @@
+"""From a configuration to the draft that it describes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
+from eagle_triton.engine.drafts.counted import CountedDraft
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.drafts.eagle import EagleDraft
+from eagle_triton.engine.drafts.hybrid import ContinuedDraft, WrappedDraft, scoring, with_suffix_drafts
+from eagle_triton.engine.drafts.mtp import MTPDraft
+from eagle_triton.engine.drafts.repeats import KEEP, MIN_MATCH, NgramSource, OutputRing, RepeatDraft, SuffixSource
+from eagle_triton.inference.config import TREE, EAGLEConfig
+from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
+from eagle_triton.reference.suffix_match import SuffixRules
+
+if TYPE_CHECKING:
+    from eagle_triton.engine.model.model_view import ModelView
+
+WITHOUT_MODEL = (None, SpecMethod.NAIVE, SpecMethod.NGRAM, SpecMethod.SUFFIX, SpecMethod.NASD)
+
+
+def create_proposer(
+    config: SpeculativeConfig,
+    target_model: Any,
+    draft_model: Any = None,
+    *,
+    device: str | torch.device | None = None,
+) -> Draft | None:
+    """The draft that a configuration describes; None for naive. `EAGLEInference(draft, target_model, config)` decodes
+    with it, `config` saying how long its chains are and how they are judged.
+
+    target_model and draft_model as `EAGLEInference` takes them; device: where they must lie. Raises as it does.
+    """
+    from eagle_triton.inference.pair import read_pair
+
+    if not isinstance(config, SpeculativeConfig):
+        raise TypeError(f"config must be a SpeculativeConfig, got {type(config).__name__}")
+    where = None if device is None else torch.device(device)
+    return read_pair(draft_model, target_model, EAGLEConfig(speculative=config), where).draft
+
+
+def needs_model(config: EAGLEConfig) -> bool:
+    """Whether drafts come of a model, a head, MTP layers or a language model."""
+    if config.speculative is None:
+        return not config.suffix_drafts
+    return config.speculative.method not in WITHOUT_MODEL
+
+
+def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> Draft | None:
+    """The draft of a configuration, `model` being what is drafted with beside repetition, if anything.
+
+    A draft that needs no more is taken as it is. Raises ValueError for what contradicts, naming both.
+    """
+    options = config.speculative
+    if options is None:
+        if given := [name for name in TREE if getattr(config, name) != getattr(EAGLEConfig, name)]:
+            _check_tree_is_read(", ".join(given), config, model)
+        if not config.suffix_drafts:
+            return model
+        return with_suffix_drafts(model, config.suffix_drafts, view.device, config.suffix_ring)
+    if isinstance(model, (RepeatDraft, CountedDraft, WrappedDraft)):  # of create_proposer
+        return model
+    kinds = ((SpecMethod.EAGLE, EagleDraft), (SpecMethod.DRAFT_MODEL, CausalLMDraft), (SpecMethod.MTP, MTPDraft))
+    for method, kind in kinds:
+        if options.method is method:
+            if not isinstance(model, kind):
+                raise ValueError(f"method {method} does not draft with {type(model).__name__}")
+            return model
+    if outside := [token for token in options.ban_tokens if token >= view.vocab_size]:
+        raise ValueError(f"ban_tokens: tokens must lie in 0..{view.vocab_size - 1}, got {outside}")
+    if options.method is SpecMethod.SUFFIX:
+        return RepeatDraft(_suffix_source(options, config.suffix_ring, view.device))
+    if options.method is SpecMethod.NGRAM:
+        return RepeatDraft(_ngram_source(options, options.num_speculative_tokens, 1))
+    if options.method is SpecMethod.NASD:
+        return _counted(options, view)
+    if options.method is SpecMethod.HYBRID:
+        return _continued(options, scoring(model, "method hybrid"))
+    return None
+
+
+def _check_tree_is_read(given: str, config: EAGLEConfig, model: Draft | None) -> None:
+    """ValueError for options of a tree where the draft grows its own."""
+    if model is None and config.suffix_drafts:
+        raise ValueError(f"{given}: there is no draft model whose trees that could shape")
+    if model is not None and not model.any_tree:
+        raise ValueError(f"{given}: {type(model).__name__} drafts its own tree only")
+
+
+def _suffix_source(options: SpeculativeConfig, ring_tokens: int, device: torch.device) -> SuffixSource:
+    rules = SuffixRules(
+        max_tree_depth=options.suffix_decoding_max_tree_depth,
+        max_spec_factor=options.suffix_decoding_max_spec_factor,
+        min_token_prob=options.suffix_decoding_min_token_prob,
+        banned=tuple(options.ban_tokens),
+        min_match=MIN_MATCH,
+        keep=KEEP,
+    )
+    most = options.suffix_decoding_max_cached_requests
+    if most > 0 and not ring_tokens:
+        raise ValueError(f"suffix_decoding_max_cached_requests={most} needs a suffix_ring, and that is 0")
+    ring = OutputRing(ring_tokens, device, None if most < 0 else most) if most and ring_tokens else None
+    return SuffixSource(options.num_speculative_tokens, rules, ring)
+
+
+def _ngram_source(options: SpeculativeConfig, places: int, least: int) -> NgramSource:
+    return NgramSource(places, options.max_ngram_size, least, options.match, options.joined)  # type: ignore[arg-type]
+
+
+def _counted(options: SpeculativeConfig, view: ModelView) -> CountedDraft:
+    if options.filler_top_k > view.vocab_size:
+        raise ValueError(f"filler_top_k must lie in 1..{view.vocab_size}, got {options.filler_top_k}")
+    return CountedDraft(
+        options.num_speculative_tokens,
+        options.ngram_n,
+        options.ngram_storage,  # type: ignore[arg-type]
+        options.filler_top_k,
+        options.filler_weight,
+        options.reset_in_between,
+    )
+
+
+def _continued(options: SpeculativeConfig, model: BeamDraft) -> Draft:
+    behind = options.num_speculative_tokens - options.num_model_steps
+    if not behind:
+        return model
+    return ContinuedDraft(model, _ngram_source(options, behind, options.min_ngram_size), options.num_model_steps)

@@ -1,0 +1,133 @@
+"""A `SpeculativeConfig` as vLLM and SGLang take it. By the code of vLLM 0.20.2 and SGLang 0.5.13.
+
+Each option that was given is handed on or refused. What a default means there may be another thing than here where no
+option of theirs says it: vLLM looks through prompt and output as one text and takes the leftmost of equally long
+matches; SGLang keeps the n-grams of all requests in one trie and takes the latest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from eagle_triton.demo import path_of
+
+if TYPE_CHECKING:
+    from eagle_triton.inference.speculative_config import SpeculativeConfig
+
+NO_LIMIT = 2**31 - 1  # of cached requests: vLLM has no word for it
+NOTHING = (None, "naive")  # methods that draft nothing
+EVERY = ("num_speculative_tokens", "verify_strategy")
+HANDED_ON: dict[str, dict[str, tuple[str, ...]]] = {  # by engine and method, the options beside EVERY
+    "vLLM": {
+        "ngram": ("max_ngram_size", "joined"),
+        "suffix": (
+            "suffix_decoding_max_tree_depth",
+            "suffix_decoding_max_cached_requests",
+            "suffix_decoding_max_spec_factor",
+            "suffix_decoding_min_token_prob",
+        ),
+        "mtp": ("num_model_steps", "model"),
+        "eagle": ("model", "quantization"),
+        "draft_model": ("model", "quantization"),
+    },
+    "SGLang": {
+        "ngram": ("max_ngram_size", "joined", "match"),
+        "mtp": ("num_model_steps", "model"),
+        "eagle": ("model", "quantization"),
+        "draft_model": ("model", "quantization"),
+    },
+}
+WHY_NOT = {
+    "match": "it takes the leftmost",
+    "ban_tokens": "it drafts every token",
+    "accept_policy": "it judges every draft",
+    "benchmark_mode": "it judges every draft",
+}
+STRATEGIES = {  # that are not handed on
+    "greedy": "each request asks for it there, by temperature 0",
+    "topp": "it accepts what the target would draw, and this is lossy",
+}
+
+
+def vllm_options(config: SpeculativeConfig) -> dict[str, Any] | None:
+    """`SpeculativeConfig.to_vllm`."""
+    method = _checked(config, "vLLM")
+    if method is None:
+        return None
+    if method == "ngram":
+        lookup = dict(prompt_lookup_max=config.max_ngram_size, prompt_lookup_min=1)
+        return dict(method="ngram", num_speculative_tokens=config.num_speculative_tokens, **lookup)
+    if method == "suffix":
+        requests = config.suffix_decoding_max_cached_requests
+        return dict(
+            method="suffix",
+            num_speculative_tokens=config.num_speculative_tokens,
+            suffix_decoding_max_tree_depth=config.suffix_decoding_max_tree_depth,
+            suffix_decoding_max_cached_requests=NO_LIMIT if requests < 0 else requests,
+            suffix_decoding_max_spec_factor=config.suffix_decoding_max_spec_factor,
+            suffix_decoding_min_token_prob=config.suffix_decoding_min_token_prob,
+        )
+    if method == "mtp":
+        beside = {} if config.model is None else dict(model=_place(config.model))
+        return dict(method="mtp", **beside, num_speculative_tokens=config.num_model_steps)
+    name = "eagle3" if method == "eagle" else "draft_model"
+    options = dict(method=name, model=_model(config), num_speculative_tokens=config.num_speculative_tokens)
+    return options if config.quantization is None else {**options, "quantization": config.quantization}
+
+
+def sglang_options(config: SpeculativeConfig) -> dict[str, Any]:
+    """`SpeculativeConfig.to_sglang`."""
+    method = _checked(config, "SGLang")
+    drafts = config.num_speculative_tokens
+    if method is None:
+        return {}
+    if method == "ngram":
+        return dict(
+            speculative_algorithm="NGRAM",
+            speculative_num_draft_tokens=drafts + 1,
+            speculative_ngram_min_bfs_breadth=1,
+            speculative_ngram_max_bfs_breadth=1,
+            speculative_ngram_match_type="BFS",
+            speculative_ngram_max_trie_depth=config.max_ngram_size + drafts,
+        )
+    if method == "mtp":
+        beside = {} if config.model is None else dict(speculative_draft_model_path=_place(config.model))
+        return dict(speculative_algorithm="NEXTN", **beside, **_chain(config.num_model_steps))
+    name = "EAGLE3" if method == "eagle" else "STANDALONE"
+    options = dict(speculative_algorithm=name, speculative_draft_model_path=_model(config), **_chain(drafts))
+    if config.quantization is not None:
+        options["speculative_draft_model_quantization"] = config.quantization
+    return options
+
+
+def _chain(drafts: int) -> dict[str, int]:
+    """A chain by SGLang's three numbers; the last counts the root."""
+    return dict(speculative_num_steps=drafts, speculative_eagle_topk=1, speculative_num_draft_tokens=drafts + 1)
+
+
+def _model(config: SpeculativeConfig) -> str:
+    if config.model is None:
+        what = "the folder that export_head wrote" if config.method == "eagle" else "a causal language model"
+        raise ValueError(f"model must name the draft, {what}, to be served; got None")
+    return _place(config.model)
+
+
+def _place(model: str) -> str:
+    """A path for another program, which does not know the names of what this package brings."""
+    return path_of(model, "eagle3")
+
+
+def _checked(config: SpeculativeConfig, engine: str) -> str | None:
+    """The method, None for one that drafts nothing. ValueError naming what the engine does not offer."""
+    method = None if config.method is None else str(config.method)
+    methods = HANDED_ON[engine]
+    if method not in NOTHING and method not in methods:
+        raise ValueError(f"method {method} is not offered by {engine}, which has {', '.join(methods)} of those here")
+    strategy = str(config.verify_strategy)
+    if strategy in STRATEGIES:
+        raise ValueError(f"verify_strategy={strategy} is not offered by {engine}: {STRATEGIES[strategy]}")
+    for name in config.given():
+        if name not in (*EVERY, *methods.get(str(method), ())):
+            why = f": {WHY_NOT[name]}" if name in WHY_NOT else ""
+            raise ValueError(f"{name}={getattr(config, name)} is not offered by {engine}{why}")
+    return None if method in NOTHING else method

@@ -1,0 +1,142 @@
+"""A session over several ranks (tensor parallelism): rank 0 is asked, and the others do after it what it does."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from dataclasses import replace
+from typing import Any
+
+from eagle_triton.engine.ranks import RanksError
+from eagle_triton.inference.arguments import Call
+from eagle_triton.inference.session import Session, StepInfo
+
+log = logging.getLogger(__name__)
+
+_ENQUEUE, _CANCEL, _ADVANCE, _NOTHING, _CLOSE = "enqueue", "cancel", "advance", "nothing", "close"
+_SESSION = "a session"  # which is no request, nor options of a call
+
+
+class SharedSession(Session):
+    """On rank 0 a Session; the others call `follow`, which returns when rank 0 closes it.
+
+    Before each step rank 0 tells the others what it was asked for since the last one. They wait for it: while requests
+    run as long as a step may take (`ranks.STEP_SECONDS`), else for `ranks.BETWEEN_SECONDS`, and from each `keep_alive`
+    on anew.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As Session, with the same arguments on all ranks."""
+        super().__init__(*args, **options)
+        assert self._ranks is not None, "ranks share the target"
+        self.leads = self._ranks.rank == 0
+        self._orders: list[tuple[str, Any]] = []  # what the others have not been told yet
+        self._apart = True  # nothing runs: the ranks may come together at different times
+        self._broken = False  # a step or an exchange has failed, and where the others are is not known
+
+    # --- rank 0 ---
+
+    def enqueue(self, call: Call) -> int:
+        """As Session.enqueue, on rank 0. RuntimeError on the others."""
+        self._check_leads("submit")
+        told = pickle.dumps(replace(call, prompt=call.prompt.to("cpu", copy=True)))  # as it is now
+        index = super().enqueue(call)
+        self._orders.append((_ENQUEUE, told))
+        return index
+
+    def cancel(self, index: int) -> None:
+        """As Session.cancel, on rank 0. RuntimeError on the others; RanksError if one of these has gone."""
+        self._check_leads("cancel")
+        super().cancel(index)
+        self._orders.append((_CANCEL, index))
+        if self.idle and not self._apart:  # no step follows, for which the others would wait
+            self.keep_alive()
+
+    def advance(self) -> StepInfo:
+        """As Session.advance, on rank 0. RuntimeError on the others; RanksError if one of these has gone."""
+        self._check_leads("step")
+        self._check_open()
+        self._tell(_ADVANCE)
+        return self._step_together()
+
+    def keep_alive(self) -> None:
+        """Tell the others that rank 0 is there: from time to time, while nothing is asked of it."""
+        if self.leads and not self._closed:
+            self._check_open()
+            self._tell(_NOTHING)
+            self._apart = self._apart or self.idle
+
+    def close(self) -> None:
+        """As Session.close; on rank 0 it lets the others go."""
+        if self.leads and not (self._closed or self._broken):
+            try:
+                self._tell(_CLOSE)
+            except RanksError as error:
+                log.warning("the session is closed, and not all ranks know it: %s", error)
+        super().close()
+
+    def _tell(self, what: str) -> None:
+        """Send the others what has been asked for, and what comes now."""
+        orders, self._orders = self._orders, []
+        self._exchange((what, orders, self._prepares))
+
+    def _check_leads(self, name: str) -> None:
+        if not self.leads:
+            raise RuntimeError(f"{name}: rank 0 is asked, the others call follow()")
+
+    # --- the others ---
+
+    def follow(self) -> None:
+        """Do what rank 0 does until it closes the session. RuntimeError on rank 0; RanksError if a rank has gone."""
+        if self.leads:
+            raise RuntimeError("follow: rank 0 is asked, it does not follow")
+        self._check_open()
+        try:
+            while (what := self._hear()) != _CLOSE:
+                if what == _ADVANCE:
+                    self._step_together()
+                else:
+                    self._apart = self._apart or self.idle
+        finally:
+            super().close()
+
+    def _hear(self) -> str:
+        """What comes now, when all is done that was asked for before."""
+        what, orders, self._prepares = self._exchange(None)
+        for name, value in orders:
+            if name == _ENQUEUE:
+                super().enqueue(pickle.loads(value))
+            else:
+                super().cancel(value)
+        return what
+
+    # --- all ---
+
+    def _exchange(self, message: Any) -> Any:
+        """Rank 0's message."""
+        assert self._ranks is not None
+        try:
+            if self._apart:
+                self._ranks.check_same_on_all_ranks(
+                    "what is called next, here a session that rank 0 has not closed,", _SESSION
+                )
+            return self._ranks.agreed(message)
+        except BaseException:
+            self._broken = True
+            raise
+
+    def _step_together(self) -> StepInfo:
+        try:
+            info = super().advance()
+        except BaseException:
+            self._broken = True
+            raise
+        self._apart = self.idle  # which it is on all ranks or on none
+        return info
+
+    def _check_open(self) -> None:
+        super()._check_open()
+        if self._broken:
+            raise RuntimeError(
+                "a step of this session has failed, or an exchange before it: end all ranks and start again"
+            )

@@ -1,0 +1,500 @@
+"""How to draft and how to judge drafts, as serving engines say it: one frozen dataclass, or a JSON string."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import logging
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from numbers import Integral, Real
+from typing import Any, NoReturn, get_args
+
+from eagle_triton.engine.drafts.counted import MOST_FILLERS, MOST_N, NgramStorageKind
+from eagle_triton.engine.drafts.float8 import FP8
+from eagle_triton.engine.tree_spec import MOST_NODES
+from eagle_triton.inference import serving_options
+from eagle_triton.inference.arguments import check_switches, integer
+from eagle_triton.inference.config import MAX_SLOTS
+from eagle_triton.reference.suffix_match import Match
+
+__all__ = ["MAX_SLOTS", "AcceptPolicy", "MTPStrategy", "SpecMethod", "SpeculativeConfig", "VerifyStrategy"]
+
+log = logging.getLogger(__name__)
+
+MOST_TREE_DRAFTS = MOST_NODES - 1
+MOST_CHAIN_DRAFTS = 5
+MOST_COUNTED_DRAFTS = 15
+MOST_STEPS = 5
+
+
+class _Name(str, Enum):
+    """A word of the configuration."""
+
+    def __str__(self) -> str:
+        return self.value
+
+    @classmethod
+    def _read(cls, field: str, name: Any, aliases: Mapping[str, str]) -> Any:
+        """The member of that name in any case. ValueError listing the names, TypeError for what is no string."""
+        if not isinstance(name, str):
+            raise TypeError(f"{field} must be a string, got {name!r}")
+        word = str(name).lower()
+        try:
+            return cls(aliases.get(word, word))
+        except ValueError:
+            raise ValueError(f"{field} must be one of {', '.join(cls)}, got {name!r:.60}") from None
+
+
+class SpecMethod(_Name):
+    """Where drafts come from."""
+
+    NAIVE = "naive"
+    NGRAM = "ngram"
+    SUFFIX = "suffix"
+    NASD = "nasd"
+    MTP = "mtp"
+    HYBRID = "hybrid"
+    EAGLE = "eagle"
+    DRAFT_MODEL = "draft_model"
+
+    @classmethod
+    def from_string(cls, name: str) -> SpecMethod:
+        """The method of that name, in any case; "ngram_match" is ngram. Raises ValueError listing the valid names,
+        TypeError for what is no string."""
+        return cls._read("method", name, {"ngram_match": "ngram"})
+
+    @property
+    def most_drafts(self) -> int:
+        """The largest num_speculative_tokens."""
+        if self is SpecMethod.NAIVE:
+            return 0
+        if self is SpecMethod.NASD:
+            return MOST_COUNTED_DRAFTS
+        chain = self in (SpecMethod.NGRAM, SpecMethod.MTP, SpecMethod.HYBRID)
+        return MOST_CHAIN_DRAFTS if chain else MOST_TREE_DRAFTS
+
+
+class MTPStrategy(_Name):
+    """What completes the drafts of MTP."""
+
+    DEFAULT = "default"
+    WITH_NGRAM = "with_ngram"
+
+    @classmethod
+    def from_string(cls, name: str) -> MTPStrategy:
+        """The strategy of that name, in any case. Raises as `SpecMethod.from_string`."""
+        return cls._read("mtp_strategy", name, {})
+
+
+class VerifyStrategy(_Name):
+    """Which drafts are accepted: those in the target's nucleus (TOPP), its argmax (GREEDY), its own sample
+    (TARGET_MATCH), or by rejection sampling (REJECTION)."""
+
+    TOPP = "topp"
+    GREEDY = "greedy"
+    TARGET_MATCH = "target_match"
+    REJECTION = "rejection"
+
+    @classmethod
+    def from_string(cls, name: str) -> VerifyStrategy:
+        """The strategy of that name, in any case. Raises as `SpecMethod.from_string`."""
+        return cls._read("verify_strategy", name, {})
+
+    @classmethod
+    def of(cls, given: VerifyStrategy | str | int) -> VerifyStrategy:
+        """The same, or one by its number: 0 topp, 1 greedy, 2 target_match."""
+        if isinstance(given, (str, bool)) or not isinstance(given, Integral):
+            return cls.from_string(given)  # type: ignore[arg-type]
+        if given not in range(3):
+            raise ValueError(
+                f"verify_strategy must be 0 (topp), 1 (greedy), 2 (target_match) or a name of {', '.join(cls)}, got "
+                f"{given}"
+            )
+        return (cls.TOPP, cls.GREEDY, cls.TARGET_MATCH)[int(given)]
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output has the target's own distribution."""
+        return self is not VerifyStrategy.TOPP
+
+
+class AcceptPolicy(_Name):
+    """Whether verification decides (NORMAL), or each draft is accepted, or none."""
+
+    NORMAL = "normal"
+    ACCEPT_ALL = "accept_all"
+    REJECT_ALL = "reject_all"
+
+    @classmethod
+    def from_string(cls, name: str) -> AcceptPolicy:
+        """The policy of that name, in any case. Raises as `SpecMethod.from_string`."""
+        return cls._read("accept_policy", name, {})
+
+
+_ANY = tuple(SpecMethod)
+_DRAFTING = tuple(method for method in SpecMethod if method is not SpecMethod.NAIVE)
+_MTP = (SpecMethod.MTP, SpecMethod.HYBRID)
+_NGRAM = (SpecMethod.NGRAM, SpecMethod.HYBRID)
+METHODS_FOR_OPTION: dict[str, tuple[SpecMethod, ...]] = {  # the methods that each option means something to
+    "num_speculative_tokens": _ANY,
+    "num_model_steps": _MTP,
+    "mtp_strategy": _MTP,
+    "max_candidate_len": _ANY,
+    "verify_window": _DRAFTING,
+    "max_ngram_size": _NGRAM,
+    "min_ngram_size": (SpecMethod.HYBRID,),
+    "match": _NGRAM,
+    "joined": _NGRAM,
+    "suffix_decoding_max_tree_depth": (SpecMethod.SUFFIX,),
+    "suffix_decoding_max_cached_requests": (SpecMethod.SUFFIX,),
+    "suffix_decoding_max_spec_factor": (SpecMethod.SUFFIX,),
+    "suffix_decoding_min_token_prob": (SpecMethod.SUFFIX,),
+    "ban_tokens": (SpecMethod.SUFFIX,),
+    "ngram_storage": (SpecMethod.NASD,),
+    "ngram_n": (SpecMethod.NASD,),
+    "filler_top_k": (SpecMethod.NASD,),
+    "filler_weight": (SpecMethod.NASD,),
+    "reset_in_between": (SpecMethod.NASD,),
+    "model": (*_MTP, SpecMethod.EAGLE, SpecMethod.DRAFT_MODEL),
+    "quantization": (*_MTP, SpecMethod.EAGLE, SpecMethod.DRAFT_MODEL),
+    "verify_strategy": _ANY,
+    "accept_policy": _DRAFTING,
+    "benchmark_mode": _DRAFTING,
+}
+OF_TOPP = ("max_candidate_len", "verify_window")
+INSTEAD = {  # what is known by name and not offered
+    "prefill_one_step_stop": "prefill and decoding run in one process: to prefill alone, generate with "
+    "max_new_tokens=1",
+    "enable_draft_logprob": "log-probabilities are the target's: generate(..., logprobs=True)",
+}
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Options of a method of drafting. Names are read in any case and kept as members of their enums.
+
+    method: None drafts nothing and takes no other option; "naive" drafts nothing on the path of those that do; "ngram"
+    ("ngram_match"): what followed the last tokens before; "suffix": what most often followed them, in this request and
+    others; "nasd": the same by n-grams that are counted while decoding, the target's guesses among them; "mtp": a
+    multi-token-prediction layer; "hybrid": that, and n-grams behind its drafts, which is what "mtp" with
+    mtp_strategy="with_ngram" becomes; "eagle": an EAGLE head; "draft_model": a causal language model.
+    num_speculative_tokens: most drafts a step, 1..5 for ngram, mtp and hybrid, 1..15 for nasd, 1..63 for suffix, eagle
+    and draft_model; naive makes it 0. num_model_steps: passes of MTP a step, 1..5, which raises num_speculative_tokens
+    to as many.
+
+    max_ngram_size, min_ngram_size: longest and shortest match; ngram goes down to 1, hybrid to min_ngram_size. match:
+    which of several counts, "leftmost" or "latest". joined: look through prompt and output as one text.
+    suffix_decoding_max_tree_depth: of match and draft together; suffix_decoding_max_cached_requests: -1 no limit, 0 no
+    other requests; suffix_decoding_max_spec_factor: drafts per token of the match; suffix_decoding_min_token_prob:
+    drafts end before less likely tokens; ban_tokens: and before these.
+
+    ngram_n: the longest n-gram that is counted, 2..5, its last token included; ngram_storage: "basic" counts those of 2
+    to ngram_n tokens, "onelevel" those of ngram_n alone. filler_top_k: behind each context so many largest logits of
+    the target are counted too, filler_weight times each; 1: none. reset_in_between: a slot's counts begin anew with
+    each request. A draft ends before an unknown context.
+
+    model: path of the draft, None: the one that the engine is given. quantization: "fp8" drafts by copies of the draft
+    in eight bits, as `EAGLEConfig(draft_dtype="fp8")`; None: as it was loaded.
+    verify_strategy: also 0 (topp), 1 (greedy), 2 (target_match). Of topp, which is lossy: max_candidate_len, the most
+    candidates; verify_window: a second-best draft is accepted if so many best ones follow it, 0: never. accept_policy:
+    "accept_all" and "reject_all" are for debugging. benchmark_mode: the same as "reject_all".
+
+    Raises ValueError or TypeError naming the option: for a value out of range, for an option that the method does not
+    read, for two that contradict each other, and for what this package does not offer (other
+    quantization, WINT4 and WINT8 among it, prefill_one_step_stop, enable_draft_logprob).
+    """
+
+    method: SpecMethod | str | None = None
+    num_speculative_tokens: int = 1
+    num_model_steps: int = 1
+    mtp_strategy: MTPStrategy | str = "default"
+    max_candidate_len: int = 5
+    verify_window: int = 0
+    max_ngram_size: int = 5
+    min_ngram_size: int = 2
+    match: str = "leftmost"
+    joined: bool = False
+    suffix_decoding_max_tree_depth: int = 64
+    suffix_decoding_max_cached_requests: int = -1
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
+    ban_tokens: Collection[int] = ()
+    ngram_storage: str = "basic"
+    ngram_n: int = 3
+    filler_top_k: int = 3
+    filler_weight: float = 1.0
+    reset_in_between: bool = True
+    model: str | None = None
+    quantization: str | None = None
+    verify_strategy: VerifyStrategy | str | int = "target_match"
+    accept_policy: AcceptPolicy | str = "normal"
+    benchmark_mode: bool = False
+    prefill_one_step_stop: bool = False
+    enable_draft_logprob: bool = False
+
+    def __post_init__(self) -> None:
+        self._read_names()
+        self._check_types()
+        self._refuse_what_is_not_offered()
+        self._merge_mtp_strategy()
+        self._refuse_what_is_not_read()
+        self._check_ranges()
+        self._settle_drafts()
+        self._check_pairs()
+
+    @classmethod
+    def from_json(cls, given: str | Mapping[str, Any]) -> SpeculativeConfig:
+        """From the text of a JSON object, or a mapping.
+
+        Method "mtp" with options of suffix decoding, as a published example has it, becomes "suffix", with a warning.
+        Raises ValueError for what is no JSON or no object, saying where, for a key that does not exist, naming those
+        that do, for one that comes twice, and as the constructor does; TypeError for neither text nor mapping.
+        """
+        if isinstance(given, str):
+            options = _parsed(given)
+        elif isinstance(given, Mapping):
+            options = dict(given)
+        else:
+            raise TypeError(f"speculative config: JSON text or a mapping expected, got {type(given).__name__}")
+        _check_keys(options)
+        method = options.get("method")
+        of_suffix = [name for name in options if name.startswith("suffix_decoding_")]
+        if of_suffix and isinstance(method, str) and method.lower() == "mtp":
+            log.warning('method "mtp" does not read %s: taken as method "suffix"', ", ".join(of_suffix))
+            options["method"] = SpecMethod.SUFFIX
+        return cls(**options)
+
+    def to_json(self) -> str:
+        """What differs from the defaults, as JSON that `from_json` makes the same configuration of."""
+        values = {name: getattr(self, name) for name in self.given()}
+        return json.dumps({"method": self.method, **values})
+
+    def to_vllm(self) -> dict[str, Any] | None:
+        """The same for vLLM: `vllm.LLM(target, speculative_config=...)`, and as JSON behind `--speculative-config`.
+
+        None where nothing is drafted. `model` must be one that vLLM reads, an EAGLE-3 head for method eagle
+        (`export_head` writes it). suffix needs its arctic-inference. Raises ValueError naming what vLLM does not offer:
+        a method (nasd, hybrid), an option, a strategy that is not lossless.
+        """
+        return serving_options.vllm_options(self)
+
+    def to_sglang(self) -> dict[str, Any]:
+        """The same for SGLang: keyword arguments of `sglang.Engine`, and with dashes options of its server.
+
+        Empty where nothing is drafted; else a chain. Raises as `to_vllm`, and for method suffix.
+        """
+        return serving_options.sglang_options(self)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output has the target's own distribution."""
+        return VerifyStrategy.of(self.verify_strategy).lossless and self.accept_policy != AcceptPolicy.ACCEPT_ALL
+
+    def check_slots(self, slots: int) -> None:
+        """ValueError unless so many sequences may be decoded at a time, 1..MAX_SLOTS; TypeError for no integer."""
+        if not 1 <= integer("slots", slots) <= MAX_SLOTS:
+            raise ValueError(f"slots must lie in 1..{MAX_SLOTS}, got {slots}")
+
+    # --- checks, in the order in which they run ---
+
+    def _read_names(self) -> None:
+        if self.method is not None:
+            self._set("method", SpecMethod.from_string(self.method))
+        self._set("mtp_strategy", MTPStrategy.from_string(self.mtp_strategy))
+        self._set("verify_strategy", VerifyStrategy.of(self.verify_strategy))
+        self._set("accept_policy", AcceptPolicy.from_string(self.accept_policy))
+        for name in ("match", "ngram_storage"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} must be a string, got {getattr(self, name)!r}")
+            self._set(name, getattr(self, name).lower())
+
+    def _check_types(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool):
+                check_switches(**{field.name: value})
+            elif isinstance(field.default, int):
+                self._set(field.name, integer(field.name, value))
+            elif isinstance(field.default, float):
+                self._set(field.name, _number(field.name, value))
+            elif field.default is None and not (value is None or isinstance(value, str)):
+                raise TypeError(f"{field.name} must be a string or None, got {value!r}")
+        if isinstance(self.ban_tokens, (str, bytes, Mapping)) or not isinstance(self.ban_tokens, Collection):
+            raise TypeError(f"ban_tokens must be token ids, got {self.ban_tokens!r}")
+        ids = {integer("ban_tokens: a token", token) for token in self.ban_tokens}
+        self._set("ban_tokens", tuple(sorted(ids)))
+
+    def _refuse_what_is_not_offered(self) -> None:
+        for name, instead in INSTEAD.items():
+            value = getattr(self, name)
+            if value not in (None, False):
+                raise ValueError(f"{name}={value!r} is not offered; {instead}")
+        if self.quantization is not None:
+            if self.quantization.lower() != FP8:
+                raise ValueError(
+                    f"quantization={self.quantization!r} is not offered; a draft runs in the dtype it was loaded in, "
+                    f'or in eight bits: quantization="{FP8}"'
+                )
+            self._set("quantization", FP8)
+
+    def _merge_mtp_strategy(self) -> None:
+        """Hybrid is MTP with n-grams, by either name."""
+        if self.method is SpecMethod.HYBRID:
+            self._set("mtp_strategy", MTPStrategy.WITH_NGRAM)
+        elif self.method is SpecMethod.MTP and self.mtp_strategy is MTPStrategy.WITH_NGRAM:
+            self._set("method", SpecMethod.HYBRID)
+
+    def _refuse_what_is_not_read(self) -> None:
+        for name in self.given():
+            value = getattr(self, name)
+            if self.method is None:
+                raise ValueError(f"{name}={value} needs a method, one of {', '.join(SpecMethod)}; method is None")
+            if self.method not in METHODS_FOR_OPTION[name]:
+                readers = ", ".join(METHODS_FOR_OPTION[name])
+                raise ValueError(f"{name}={value} is read by method {readers}, and method is {self.method}")
+            if name in OF_TOPP and self.verify_strategy is not VerifyStrategy.TOPP:
+                raise ValueError(
+                    f"{name}={value} is read by verify_strategy topp, and verify_strategy is {self.verify_strategy}"
+                )
+
+    def _check_ranges(self) -> None:
+        for name, least in (
+            ("max_candidate_len", 1),
+            ("verify_window", 0),
+            ("max_ngram_size", 1),
+            ("min_ngram_size", 1),
+            ("suffix_decoding_max_tree_depth", 2),
+            ("suffix_decoding_max_cached_requests", -1),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for name, least, most in (
+            ("num_model_steps", 1, MOST_STEPS),
+            ("ngram_n", 2, MOST_N),
+            ("filler_top_k", 1, MOST_FILLERS),
+        ):
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must lie in {least}..{most}, got {getattr(self, name)}")
+        for name, kind in (("match", Match), ("ngram_storage", NgramStorageKind)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r:.60}")
+        factor, prob = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
+        if not (math.isfinite(factor) and factor > 0):
+            raise ValueError(f"suffix_decoding_max_spec_factor must be a finite number above 0, got {factor}")
+        if not 0 <= prob <= 1:
+            raise ValueError(f"suffix_decoding_min_token_prob must lie in 0..1, got {prob}")
+        if not (math.isfinite(self.filler_weight) and self.filler_weight >= 0):
+            raise ValueError(f"filler_weight must be a finite number, not below 0, got {self.filler_weight}")
+        if negative := [token for token in self.ban_tokens if token < 0]:
+            raise ValueError(f"ban_tokens must not be negative, got {negative}")
+        if self.model == "":
+            raise ValueError("model must be a path or None, got an empty text")
+
+    def _settle_drafts(self) -> None:
+        """num_speculative_tokens, checked, and made to fit the method and num_model_steps."""
+        drafts, steps = self.num_speculative_tokens, self.num_model_steps
+        if self.method is SpecMethod.NAIVE and drafts >= 0:
+            if drafts > 1:
+                log.warning("num_speculative_tokens=%d becomes 0: method naive drafts nothing", drafts)
+            drafts = self._set("num_speculative_tokens", 0)
+        most = 1 if self.method is None else SpecMethod(self.method).most_drafts
+        if not min(most, 1) <= drafts <= most:
+            raise ValueError(
+                f"num_speculative_tokens must lie in {min(most, 1)}..{most} for method {self.method}, got {drafts}"
+            )
+        if drafts < steps and self.method in METHODS_FOR_OPTION["num_model_steps"]:
+            log.warning("num_speculative_tokens=%d is raised to num_model_steps=%d", drafts, steps)
+            self._set("num_speculative_tokens", steps)
+        if self.method is SpecMethod.MTP and drafts > steps:
+            log.warning(
+                "num_speculative_tokens=%d: MTP drafts num_model_steps=%d tokens a step; raise it, or let n-grams "
+                'follow with mtp_strategy="with_ngram"',
+                drafts,
+                steps,
+            )
+        if self.method is SpecMethod.HYBRID and drafts <= steps:
+            log.warning("num_speculative_tokens=%d leaves n-grams no room behind num_model_steps=%d", drafts, steps)
+
+    def _check_pairs(self) -> None:
+        if self.filler_top_k == 1 and self.filler_weight != 1:
+            raise ValueError(f"filler_weight={self.filler_weight} weighs fillers, of which filler_top_k=1 has none")
+        if self.method is SpecMethod.HYBRID and self.min_ngram_size > self.max_ngram_size:
+            self._contradict("min_ngram_size", "max_ngram_size", "be at most")
+        if self.verify_window and self.max_candidate_len < 2:
+            raise ValueError(
+                f"verify_window={self.verify_window} accepts second-best drafts and needs max_candidate_len of at "
+                f"least 2, got {self.max_candidate_len}"
+            )
+        if self.method is SpecMethod.SUFFIX and self.num_speculative_tokens >= self.suffix_decoding_max_tree_depth:
+            self._contradict("num_speculative_tokens", "suffix_decoding_max_tree_depth", "be below")
+        if self.verify_window and (self.benchmark_mode or self.accept_policy is not AcceptPolicy.NORMAL):
+            policy = "benchmark_mode=True" if self.benchmark_mode else f"accept_policy={self.accept_policy}"
+            raise ValueError(f"verify_window={self.verify_window} judges drafts, which {policy} does not")
+        if self.benchmark_mode and self.accept_policy is AcceptPolicy.ACCEPT_ALL:
+            raise ValueError("benchmark_mode=True rejects all drafts, which contradicts accept_policy=accept_all")
+        if self.benchmark_mode:
+            self._set("accept_policy", AcceptPolicy.REJECT_ALL)
+
+    def given(self) -> list[str]:
+        """The options beside the method that are not as by default."""
+        hybrid = ("mtp_strategy",) if self.method is SpecMethod.HYBRID else ()
+        return [
+            field.name
+            for field in dataclasses.fields(self)
+            if field.name not in ("method", *hybrid) and getattr(self, field.name) != field.default
+        ]
+
+    def _contradict(self, name: str, other: str, relation: str) -> NoReturn:
+        raise ValueError(f"{name} must {relation} {other}, got {getattr(self, name)} and {getattr(self, other)}")
+
+    def _set(self, name: str, value: Any) -> Any:
+        object.__setattr__(self, name, value)
+        return value
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """The object that a text is. ValueError with the place for what is none."""
+    try:
+        found = json.loads(text, object_pairs_hook=_without_repeats)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"speculative config: no JSON, line {error.lineno} column {error.colno}: {error.msg}"
+        ) from None
+    except RecursionError:
+        raise ValueError("speculative config: JSON that is nested too deep to be options") from None
+    if not isinstance(found, dict):
+        start = text[: len(text) - len(text.lstrip())]
+        line, column = 1 + start.count("\n"), len(start) - start.rfind("\n")
+        raise ValueError(
+            f"speculative config: no JSON object, line {line} column {column}: {{...}} expected, got {text.strip():.60}"
+        )
+    return found
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"speculative config: {key} is given twice")
+        found[key] = value
+    return found
+
+
+def _check_keys(options: Mapping[Any, Any]) -> None:
+    """ValueError for keys that are no options, naming those that are, the nearest first."""
+    valid = [field.name for field in dataclasses.fields(SpeculativeConfig)]
+    for key in options:
+        if key not in valid:
+            near = difflib.get_close_matches(key, valid) if isinstance(key, str) else []
+            rest = [name for name in valid if name not in near]
+            raise ValueError(f"speculative config: unknown key {key!r:.60}; valid keys are {', '.join([*near, *rest])}")

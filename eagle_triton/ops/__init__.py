@@ -1,0 +1,1 @@
+"""Every operation: kernels, and the functions that check and launch them."""

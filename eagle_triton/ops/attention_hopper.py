@@ -1,0 +1,465 @@
+"""Attention of trees on Hopper, whose keys and values are under way while others are multiplied.
+
+The same as kernels.py's, with the same splits to the bit, with memory in its own hands (Gluon): one warp of a program
+does nothing but load, tiles of keys and values through TMA into a ring of shared memory, each slot with a barrier that
+says it is full and one that says it has been read; four warps multiply. While the tensor cores add up a tile's values,
+these weigh the next tile's scores. So one loop goes through all splits, and through committed and new keys.
+
+Weights are rounded to 16 bits two at a time. One by one, as Triton does it (F2F), that goes through the unit that makes
+exponentials (XU). It took an eighth to a quarter of the time off, and all that came before (the ring, a warp that
+loads) had gained nothing. The rounded ones come back as fp32 from the same PTX, and sums are multiplied only where a
+row's maximum has grown: 295 instead of 420 instructions a tile. Needs Triton 3.6.
+
+Attention and its merge, bf16, 32/8 heads, d 128, us on an H200, then by kernels.py alone: a tree of 60 nodes behind 512
+keys 8.0, 10.8; 2048 12.0, 15.4; 8192 27, 31.6; 32768 79, 92, where its products need 44; of eight sequences with 512
+keys 17.9, 21.0, with 2048 46, 58; chains of 7 of 32 sequences 24.5, 29.2; one node of 1, 8, 32 and 64 sequences 4.8,
+5.7; 10.6, 12.7; 23.4, 24.1; 47, 45.9. On another card, before and behind the last change: a tree behind 512 keys 9.2,
+9.0, behind 32768 79.3, 75.4; one node of 64 sequences with 580 keys, of which 63 fewer are read, 58.5, 52.5, chains of
+7 of 32 sequences 32.7, 29.4. Two warpgroups that share tiles, queries in registers and three slots of a ring
+took as long or longer. (Experiments that were not kept; `tools/tune_attention.py` times settings in the same way.)
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from eagle_triton.ops import attention_tiles as kernels
+from eagle_triton.runtime.gluon import (
+    TensorDescriptor,
+    async_load,
+    debug_barrier,
+    fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+ROWS = 64  # query rows of a program, and keys of a tile: the bits of one word
+REGISTERS = 128  # of a thread of 256, before the warps that do not multiply give theirs away: two programs fit
+_ROWS = gl.constexpr(ROWS)
+_LOADER = gl.constexpr(24)  # registers of a thread of the warp that loads
+
+_share_out = gluon.jit(kernels._share_out.fn)
+_first_tile = gluon.jit(kernels._first_tile.fn)
+_either = gluon.jit(kernels._either.fn)
+_relative_to = gluon.jit(kernels._relative_to.fn)
+
+# PTX: two numbers rounded to 16 bits, in one register, and the same in fp32 again.
+_ROUND_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;")
+_ROUND_FP16 = gl.constexpr(
+    "{ .reg .f16 a, b; cvt.rn.f16x2.f32 $0, $4, $3; mov.b32 {a, b}, $0; cvt.f32.f16 $1, a; cvt.f32.f16 $2, b; }"
+)
+
+
+def _scaling(count: int) -> tuple[gl.constexpr, gl.constexpr]:
+    """PTX that multiplies `count` numbers of a thread, which has some of two rows, by their rows' factors, and its
+    operands: sums, terms in the same registers, factors in others. Of a tile of the tensor cores' sums a thread has two
+    numbers of one row, then two of the other."""
+    sums, factors = range(count), range(2 * count, 3 * count)
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${j};" for i, j in zip(sums, factors, strict=True))
+    test = f"setp.neu.f32 p, ${factors[0]}, 0f3F800000; setp.neu.or.f32 p, ${factors[2]}, 0f3F800000, p;"
+    text = f"{{ .reg .pred p; {test} vote.sync.any.pred p, p, -1; @!p bra DONE; {products} DONE: }}"
+    return gl.constexpr(text), gl.constexpr(",".join(["=&r"] * count + [str(i) for i in sums] + ["r"] * count))
+
+
+_SCALE_32, _SCALE_32_OPERANDS = _scaling(32)  # of a tile of 64 rows and 64 columns
+_SCALE_64, _SCALE_64_OPERANDS = _scaling(64)  # and of one of 128
+
+
+def descriptor(rows_of_memory: Tensor, width: int) -> TensorDescriptor:
+    """Of the rows [n, d] of a cache, whose tiles are `width` wide in shared memory."""
+    return TensorDescriptor.from_tensor(rows_of_memory, [ROWS, width], TILE_LAYOUT)
+
+
+def nodes_for(nodes: int, words: int) -> int:
+    """The constexpr NODES: of trees whose nodes have a bit each it is the same for any number of them."""
+    return triton.next_power_of_2(max(nodes, ROWS * words))
+
+
+def stages_of(width: int) -> int:
+    """Slots of a program's ring, of 64 KiB."""
+    return 2 if width > 64 else 4
+
+
+@gluon.jit
+def _word(bits_ptr, index, ok, WORDS: gl.constexpr):
+    """Ancestor word `index` of each row; words before the first stand for committed rows, which all rows see."""
+    stored = gl.load(bits_ptr + index, mask=ok & (index >= 0) & (index < WORDS), other=0)
+    return gl.where(ok & (index < 0), gl.full(stored.shape, -1, gl.int64, stored.type.layout), stored)
+
+
+@gluon.jit
+def _window(bits_ptr, offset, ok, WORDS: gl.constexpr):
+    """The 64 visibility bits of each row from new key `offset` on (negative: committed rows)."""
+    index, shift = offset >> 6, (offset & 63).to(gl.int64)
+    low = _word(bits_ptr, index, ok, WORDS)
+    high = _word(bits_ptr, index + 1, ok, WORDS)
+    ones = gl.full(low.shape, -1, gl.int64, low.type.layout)
+    low = (low >> shift) & ~(ones << (63 - shift) << 1)  # a logical shift
+    return low | (high << (63 - shift) << 1)
+
+
+@gluon.jit
+def _ring(desc, STAGES: gl.constexpr):
+    """Room for STAGES tiles of keys and of values, and barriers: a slot is full, it has been read."""
+    k_tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, _ROWS, desc.block_type.shape[1]], desc.layout)
+    v_tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, _ROWS, desc.block_type.shape[1]], desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=2)
+        mbarrier.init(read.index(slot), count=1)
+    fence_async_shared()
+    return k_tiles, v_tiles, full, read
+
+
+@gluon.jit
+def _page(pages_ptr, start, capacity, PAGE: gl.constexpr):
+    """The page that a tile of rows from `start` on lies in, 0 without a table of several; behind the capacity any.
+
+    From L2: what L1 has of the table may be older than the kernels before this one.
+    """
+    page = start * 0
+    if PAGE:
+        page = gl.load(pages_ptr + gl.minimum(start, capacity - 1) // PAGE, cache_modifier=".cg")
+    return page
+
+
+@gluon.jit
+def _load(
+    cache_desc,
+    pages_ptr,
+    k_row,
+    v_row,
+    rows_page,
+    capacity,
+    first,
+    count,
+    committed,
+    ring,
+    PAGE: gl.constexpr,
+    READ_EARLY: gl.constexpr,
+):
+    """Load `count` tiles from row `first` on: into a slot the keys of one and the values of the one before it.
+
+    committed: how many tiles hold no new keys; with READ_EARLY they are asked for before the new ones are there.
+    """
+    k_tiles, v_tiles, full, read = ring
+    STAGES: gl.constexpr = full.shape[0]
+    if not READ_EARLY:
+        gdc_wait()
+    row_before, page = first * 0, _page(pages_ptr, first, capacity, PAGE)
+    for step in range(count + 1):
+        if READ_EARLY:  # noqa: SIM102 (known before step is)
+            if step == committed:
+                gdc_wait()
+        slot, start = step % STAGES, first + step * _ROWS
+        row = start
+        if PAGE:
+            row = page * rows_page + start % PAGE
+        page = _page(pages_ptr, start + _ROWS, capacity, PAGE)  # a tile ahead, so that nothing waits for it
+        mbarrier.wait(read.index(slot), (step // STAGES & 1) ^ 1)
+        mbarrier.expect(full.index(slot), cache_desc.block_type.nbytes, pred=step < count)
+        mbarrier.expect(full.index(slot), cache_desc.block_type.nbytes, pred=step > 0)
+        mbarrier.arrive(full.index(slot), pred=(step == 0) | (step == count))  # where one of both is not loaded
+        async_load(cache_desc, [k_row + row, 0], full.index(slot), k_tiles.index(slot), pred=step < count)
+        async_load(cache_desc, [v_row + row_before, 0], full.index(slot), v_tiles.index(slot), pred=step > 0)
+        row_before = row
+
+
+@gluon.jit
+def _per_row(x, like):
+    """A number for each row [rows], as the rows of `like` have it: [rows, 1]."""
+    return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def _rounded_in_pairs(x, KIND: gl.constexpr):
+    """fp32 rounded to 16 bits, two numbers at a time, and the same in fp32 again."""
+    if KIND is gl.bfloat16:
+        both = gl.inline_asm_elementwise(_ROUND_BF16, "=r,=r,=r,r,r", [x], (gl.bfloat16, gl.float32), True, 2)
+    else:
+        both = gl.inline_asm_elementwise(_ROUND_FP16, "=r,=r,=r,r,r", [x], (gl.float16, gl.float32), True, 2)
+    return both
+
+
+@gluon.jit
+def _decayed(acc, decay):
+    """acc [rows, d] times a factor for each row: powers of two, for most tiles 1. A warp that has no other skips it."""
+    factors = _per_row(decay, acc).broadcast_to(acc.shape)
+    if acc.shape[1] == 128:
+        acc = gl.inline_asm_elementwise(_SCALE_64, _SCALE_64_OPERANDS, [acc, factors], gl.float32, True, 64)
+    else:
+        gl.static_assert(acc.shape[1] == 64)
+        acc = gl.inline_asm_elementwise(_SCALE_32, _SCALE_32_OPERANDS, [acc, factors], gl.float32, True, 32)
+    return acc
+
+
+@gluon.jit
+def _weigh(scores, top, total, scale_log2, KIND: gl.constexpr):
+    """The weights of a tile's scores, the factor for what was summed before, and each row's new (maximum, denominator).
+
+    What kernels._fold does, all but the product.
+    """
+    new_top = gl.maximum(top, gl.ceil(gl.max(scores, 1) * scale_log2))
+    base = gl.where(new_top == float("-inf"), 0.0, new_top)
+    scales = gl.full(scores.shape, scale_log2, gl.float32, scores.type.layout)
+    weights = gl.exp2(gl.fma(scores, scales, (-base)[:, None].broadcast_to(scores.shape)))
+    weights, rounded = _rounded_in_pairs(weights, KIND)
+    decay = gl.exp2(top - base)
+    return weights, decay, new_top, gl.fma(total, decay, gl.sum(rounded, 1))
+
+
+@gluon.jit
+def _add_split(sums, base, whole, acc, top, total):
+    """Add a split's (weighted sum, maximum, denominator) to those of the splits before it, as kernels._add_split."""
+    new_base = gl.maximum(base, top)
+    before, beside = _relative_to(base, new_base), _relative_to(top, new_base)
+    sums = gl.fma(acc, _per_row(beside, acc).broadcast_to(acc.shape), sums * _per_row(before, acc))
+    return sums, new_base, gl.fma(total, beside, whole * before)
+
+
+@gluon.jit
+def _visible_scores(scores, bits_ptr, ok, start, length, last, WORDS: gl.constexpr):
+    """The scores of the keys from row `start` on that each row sees; -inf for the others."""
+    word = _window(bits_ptr, start - length, ok, WORDS)
+    column = gl.arange(0, _ROWS, gl.SliceLayout(0, scores.type.layout))
+    half = gl.where((column < 32)[None, :], word.to(gl.int32)[:, None], (word >> 32).to(gl.int32)[:, None])
+    visible = (((half >> (column & 31)[None, :]) & 1) != 0) & (start + column < last)[None, :]
+    return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def _clear_unseen(v_tile, bits_ptr, ok, start, length, last, WORDS: gl.constexpr, LOADS: gl.constexpr):
+    """Zeros for those values from row `start` on that no node sees: a weight of 0 does not hide a NaN."""
+    anyone = gl.reduce(_window(bits_ptr, start - length, ok, WORDS), 0, _either)
+    key = gl.arange(0, _ROWS, gl.SliceLayout(1, LOADS))
+    seen = (((anyone >> key.to(gl.int64)) & 1) != 0) & (start + key < last)
+    v = v_tile.load(LOADS)
+    v_tile.store(gl.where(seen[:, None], v, gl.zeros_like(v)))
+    fence_async_shared()
+    debug_barrier()
+
+
+@gluon.jit
+def _attend(
+    q_ptr,
+    bits_ptr,
+    out_ptr,
+    partial_ptr,
+    softmax_ptr,
+    q_tile,
+    ring,
+    row_block,
+    head,
+    p_row,
+    stride_qn,
+    stride_qh,
+    stride_an,
+    stride_on,
+    stride_oh,
+    nodes,
+    length,
+    first,
+    last,
+    count,
+    committed,
+    tiles,
+    active,
+    scale_log2,
+    D: gl.constexpr,
+    GROUP: gl.constexpr,
+    WORDS: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+    ALL_SPLITS: gl.constexpr,
+    NODES: gl.constexpr,
+):
+    """Attend the rows of a tile over `count` tiles of keys, and store what that gives.
+
+    ALL_SPLITS: the tiles are those of `active` splits of `tiles` tiles, each of which is summed by itself first.
+    """
+    k_tiles, v_tiles, full, read = ring
+    KIND: gl.constexpr = q_tile.dtype
+    STAGES: gl.constexpr = full.shape[0]
+    BLOCK_D: gl.constexpr = q_tile.shape[1]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ROWS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    rows = nodes * GROUP
+    q_row = row_block * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, LOADS))
+    q_column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, LOADS))
+    q_offset = q_row // GROUP * stride_qn + (head * GROUP + q_row % GROUP) * stride_qh
+    row = row_block * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, SCORES))
+    row_ok, row_bits = row < rows, bits_ptr + row // GROUP * stride_an
+    node = gl.arange(0, NODES, gl.BlockedLayout([1], [32], [4], [0]))
+    node_ok, node_bits = node < nodes, bits_ptr + node * stride_an
+
+    gdc_wait()
+    q = gl.load(
+        q_ptr + (q_offset[:, None] + q_column[None, :]),
+        mask=(q_row < rows)[:, None] & (q_column < D)[None, :],
+        other=0.0,
+    )
+    q_tile.store(q)
+    fence_async_shared()
+
+    zero = gl.zeros((_ROWS, _ROWS), gl.float32, SCORES)
+    acc = gl.zeros((_ROWS, BLOCK_D), gl.float32, SUMS)
+    top = gl.full((_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    total = gl.zeros((_ROWS,), gl.float32, gl.SliceLayout(1, SCORES))
+    sums, base, whole = acc, top, total
+    split, split_tile = 1, _first_tile(1, tiles, active)  # the next to begin, and where
+
+    mbarrier.wait(full.index(0), 0)
+    scores = warpgroup_mma(q_tile, k_tiles.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(read.index(0))
+    if committed == 0:
+        scores = _visible_scores(scores, row_bits, row_ok, first, length, last, WORDS)
+    weights, decay, top, total = _weigh(scores, top, total, scale_log2, KIND)
+    operand = gl.convert_layout(weights, WEIGHTS)
+    for tile in range(1, count):
+        slot, start = tile % STAGES, first + tile * _ROWS
+        mbarrier.wait(full.index(slot), tile // STAGES & 1)
+        scores = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+        if tile > committed:
+            _clear_unseen(v_tiles.index(slot), node_bits, node_ok, start - _ROWS, length, last, WORDS, LOADS)
+        acc = _decayed(acc, decay)
+        acc = warpgroup_mma(operand, v_tiles.index(slot), acc, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        if tile >= committed:
+            scores = _visible_scores(scores, row_bits, row_ok, start, length, last, WORDS)
+        if ALL_SPLITS:
+            begins = tile == split_tile
+            split_top, split_total = top, total
+            top, total = gl.where(begins, float("-inf"), top), gl.where(begins, 0.0, total)
+        weights, decay, top, total = _weigh(scores, top, total, scale_log2, KIND)
+        if not ALL_SPLITS:
+            # It is full. But ptxas keeps the wait below behind this one, and makes the weights before it; else it waits
+            # for the sums first. That is better for many sequences, for whom memory is slow: slots are free early.
+            mbarrier.wait(full.index(slot), tile // STAGES & 1)
+        acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+        mbarrier.arrive(read.index(slot))
+        operand = gl.convert_layout(weights, WEIGHTS)
+        if ALL_SPLITS:  # noqa: SIM102 (known before begins is)
+            if begins:
+                sums, base, whole = _add_split(sums, base, whole, acc, split_top, split_total)
+                acc = gl.zeros((_ROWS, BLOCK_D), gl.float32, SUMS)
+                split += 1
+                split_tile = _first_tile(split, tiles, active)
+    slot = count % STAGES
+    mbarrier.wait(full.index(slot), count // STAGES & 1)
+    if count > committed:
+        start = first + (count - 1) * _ROWS
+        _clear_unseen(v_tiles.index(slot), node_bits, node_ok, start, length, last, WORDS, LOADS)
+    acc = _decayed(acc, decay)
+    acc = warpgroup_mma(operand, v_tiles.index(slot), acc, is_async=True)
+    acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+    if ALL_SPLITS:
+        acc, top, total = _add_split(sums, base, whole, acc, top, total)
+
+    out_row = row_block * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, SUMS))
+    out_column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, SUMS))
+    mask = (out_row < rows)[:, None] & (out_column < D)[None, :]
+    if PROGRAMS == 1:
+        out = (acc * _per_row(1.0 / gl.where(total == 0.0, 1.0, total), acc)).to(KIND)
+        offset = out_row // GROUP * stride_on + (head * GROUP + out_row % GROUP) * stride_oh
+        gl.store(out_ptr + (offset[:, None] + out_column[None, :]), out, mask=mask)
+    else:
+        gl.store(softmax_ptr + 2 * p_row + row, top, mask=row_ok)
+        gl.store(softmax_ptr + 2 * p_row + rows + row, total, mask=row_ok)
+        gl.store(partial_ptr + p_row * D + (out_row[:, None] * D + out_column[None, :]), acc, mask=mask)
+
+
+@gluon.jit(do_not_specialize=["new_keys"], do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "nodes"])
+def tree_attention_kernel(
+    q_ptr,
+    cache_desc,
+    table_ptr,
+    lengths_ptr,
+    ancestors_ptr,
+    out_ptr,
+    partial_ptr,
+    softmax_ptr,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_ckv,
+    stride_cb,
+    stride_ch,
+    stride_tb,
+    stride_ab,
+    stride_an,
+    stride_ob,
+    stride_on,
+    stride_oh,
+    nodes,
+    new_keys,
+    capacity,
+    scale_log2,
+    D: gl.constexpr,
+    PAGE: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEADS: gl.constexpr,
+    WORDS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+    MIN_TILES: gl.constexpr,
+    NODES: gl.constexpr,
+    STAGES: gl.constexpr,
+    READ_EARLY: gl.constexpr,
+):
+    """Grid (row blocks, B * Hkv, PROGRAMS): as kernels._tree_attention_kernel, for trees of at most NODES nodes.
+
+    cache_desc: all rows of the memory that the cache lies in, [n, d]. READ_EARLY: lengths, table and committed rows are
+    read before the kernels before this one have ended.
+    """
+    row_block, program = gl.program_id(0), gl.program_id(2)
+    sequence, head = gl.program_id(1) // HEADS, gl.program_id(1) % HEADS
+    ALL_SPLITS: gl.constexpr = PROGRAMS < SPLITS
+    ring = _ring(cache_desc, STAGES)
+    q_tile = gl.allocate_shared_memory(cache_desc.dtype, cache_desc.block_type.shape, cache_desc.layout)
+    if not READ_EARLY:
+        gdc_wait()
+    gdc_launch_dependents()
+    batch = sequence.to(gl.int64)
+    length = gl.maximum(gl.minimum(gl.load(lengths_ptr + batch, cache_modifier=".cg"), capacity), 0)
+    newest = gl.minimum(length + new_keys, capacity)
+    tiles, active = _share_out(newest, _ROWS, SPLITS, MIN_TILES)
+    if program < active:
+        first, last = 0, newest
+        if not ALL_SPLITS:
+            first = _first_tile(program, tiles, active) * _ROWS
+            last = gl.minimum(_first_tile(program + 1, tiles, active) * _ROWS, newest)
+        count = gl.cdiv(last - first, _ROWS)
+        committed = gl.minimum(gl.maximum(length // _ROWS * _ROWS - first, 0) // _ROWS, count)
+        pages_ptr, page = table_ptr, sequence
+        if table_ptr is not None:
+            pages_ptr = table_ptr + batch * stride_tb
+            if not PAGE:
+                page = gl.load(pages_ptr, cache_modifier=".cg")
+        rows_page = (stride_cb // D).to(gl.int32)
+        k_row = head * (stride_ch // D).to(gl.int32)
+        if not PAGE:
+            k_row += page * rows_page
+        v_row = k_row + (stride_ckv // D).to(gl.int32)
+        q_ptr += batch * stride_qb
+        out_ptr += batch * stride_ob
+        bits_ptr = ancestors_ptr + batch * stride_ab
+        p_row = ((batch * HEADS + head) * PROGRAMS + program) * (nodes * GROUP)
+        # fmt: off
+        gl.warp_specialize([
+            (_attend, (q_ptr, bits_ptr, out_ptr, partial_ptr, softmax_ptr, q_tile, ring, row_block, head, p_row,
+                       stride_qn, stride_qh, stride_an, stride_on, stride_oh, nodes, length, first, last, count,
+                       committed, tiles, active, scale_log2, D, GROUP, WORDS, PROGRAMS, ALL_SPLITS, NODES)),
+            (_load, (cache_desc, pages_ptr, k_row, v_row, rows_page, capacity, first, count, committed, ring, PAGE,
+                     READ_EARLY)),
+        ], [1], [_LOADER])
+        # fmt: on

@@ -1,0 +1,651 @@
+"""Attention of trees and prompts in Triton: a program attends a tile of rows over its splits of the keys; a second
+kernel adds up what programs leave. `eagle_triton.attention` says what they compute."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from eagle_triton.ops.layers.fp8_pair_rows import store_groups
+from eagle_triton.ops.layers.values import rounded
+
+MANY_TILES = tl.constexpr(64)  # of keys: more are worth all splits, fewer half of them
+
+
+@triton.jit
+def _span(length, new_keys, capacity, window, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The cache rows [oldest, newest) that any node of a sequence may see, from a tile's start on."""
+    newest = tl.minimum(length + new_keys, capacity)
+    return tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N if WINDOW else 0, newest
+
+
+@triton.jit
+def _share_out(rows, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
+    """The tiles of `rows` rows, and how many splits share them.
+
+    The last tile counts twice: it holds the new keys, whose masks cost as much as a tile.
+    """
+    tiles = tl.cdiv(rows, BLOCK_N) + 1
+    most = tl.where(tiles > MANY_TILES, SPLITS, (SPLITS + 1) // 2)
+    return tiles, tl.minimum(tl.maximum(tl.minimum(tiles // MIN_TILES, tiles - 1), 1), most)
+
+
+@triton.jit
+def _first_tile(split, tiles, active):
+    """Where a split begins, and the one before it ends; split <= active."""
+    return (split * tiles) // active
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _popcount(x):
+    """Set bits of each int64."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((x * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@triton.jit
+def _low_bits(count):
+    """int64 words with the lowest `count` bits set, for any count: none below 1, all above 63."""
+    some = (tl.full(count.shape, 1, tl.int64) << tl.minimum(tl.maximum(count, 0), 63).to(tl.int64)) - 1
+    return tl.where(count > 63, tl.full(count.shape, -1, tl.int64), some)
+
+
+@triton.jit
+def _word(bits_ptr, index, row_ok, WORDS: tl.constexpr):
+    """Ancestor word `index` of each row; words before the first stand for committed rows, which all rows see."""
+    stored = tl.load(bits_ptr + index, mask=row_ok & (index >= 0) & (index < WORDS), other=0)
+    return tl.where(row_ok & (index < 0), tl.full(stored.shape, -1, tl.int64), stored)
+
+
+@triton.jit
+def _window(bits_ptr, offset, row_ok, WORDS: tl.constexpr):
+    """The 64 visibility bits of each row from new key `offset` on (negative: committed rows)."""
+    index, shift = offset >> 6, (offset & 63).to(tl.int64)
+    low = _word(bits_ptr, index, row_ok, WORDS)
+    high = _word(bits_ptr, index + 1, row_ok, WORDS)
+    low = (low >> shift) & ~(tl.full(low.shape, -1, tl.int64) << (63 - shift) << 1)  # a logical shift
+    return low | (high << (63 - shift) << 1)
+
+
+@triton.jit
+def _positions_before(bits_ptr, offset, row_ok, WORDS: tl.constexpr):
+    """How many of the new keys before `offset` each row sees."""
+    count = tl.zeros(row_ok.shape, tl.int32)
+    for index in tl.static_range(WORDS):
+        word = _word(bits_ptr, index, row_ok, WORDS)
+        count += _popcount(word & _low_bits(tl.zeros(row_ok.shape, tl.int32) + offset - 64 * index))
+    return count
+
+
+@triton.jit
+def _page(pages_ptr, start, capacity, PAGE: tl.constexpr):
+    """The page, int64, that a tile of rows from `start` on lies in, of PAGE rows; PAGE 0: 0, all rows lie in one.
+
+    Behind the capacity it is any page.
+    """
+    if PAGE:
+        page = tl.load(pages_ptr + tl.minimum(start, capacity - 1) // PAGE).to(tl.int64)
+    else:
+        page = tl.full((), 0, tl.int64)
+    return page
+
+
+@triton.jit
+def _tile_offset(page, start, stride_page, STRIDE_T: tl.constexpr, PAGE: tl.constexpr):
+    """Where that tile lies, int64: it may be 2^31 elements away."""
+    if PAGE:
+        offset = page * stride_page + start % PAGE * STRIDE_T
+    else:
+        offset = start * tl.full((), STRIDE_T, tl.int64)
+    return offset
+
+
+@triton.jit
+def _tile_row(page, start, rows_page, PAGE: tl.constexpr):
+    """Its first row, counted in rows of a descriptor, where a page begins every `rows_page`."""
+    row = start
+    if PAGE:
+        row = page.to(tl.int32) * rows_page + start % PAGE
+    return row
+
+
+@triton.jit
+def _fold(acc, top, total, scores, v, scale_log2, MASKED: tl.constexpr):
+    """Fold a tile's scores and values into the running (weighted sum, maximum, denominator) of each row."""
+    new_top = tl.maximum(top, tl.ceil(tl.max(scores, 1) * scale_log2))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+    weights = tl.exp2(tl.fma(scores, scale_log2, -base[:, None])).to(v.dtype)
+    decay = tl.exp2(top - base)
+    acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+    return acc, new_top, tl.fma(total, decay, tl.sum(weights.to(tl.float32), 1))  # a lone key's weight is 1 in the end
+
+
+@triton.jit
+def _relative_to(top, base):
+    """The power of two that takes sums relative to 2^top to 2^base, 0 for top -inf."""
+    return tl.exp2(top - tl.where(base == float("-inf"), 0.0, base))
+
+
+@triton.jit
+def _add_split(sums, base, whole, acc, top, total):
+    """Add a split's (weighted sum, maximum, denominator) to those of the splits before it: exact but for the sum, and
+    for what underflows."""
+    new_base = tl.maximum(base, top)
+    before, beside = _relative_to(base, new_base), _relative_to(top, new_base)
+    return tl.fma(acc, beside[:, None], sums * before[:, None]), new_base, tl.fma(total, beside, whole * before)
+
+
+@triton.jit
+def _begin_split(begins, sums, base, whole, acc, top, total):
+    """Where a split begins, the one before it is added up, and nothing is known of the new one."""
+    if begins:
+        sums, base, whole = _add_split(sums, base, whole, acc, top, total)
+        acc, top, total = _nothing(acc.shape[0], acc.shape[1])
+    return sums, base, whole, acc, top, total
+
+
+@triton.jit
+def _nothing(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The weighted sum, maximum and denominator of no keys."""
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    return tl.zeros((BLOCK_M, BLOCK_D), tl.float32), top, tl.zeros((BLOCK_M,), tl.float32)
+
+
+@triton.jit
+def _attend(
+    q,
+    cache_desc,
+    k_row,
+    v_row,
+    k_ptr,
+    v_ptr,
+    pages_ptr,
+    stride_page,
+    rows_page,
+    bits_ptr,
+    node,
+    row_ok,
+    length,
+    capacity,
+    first,
+    last,
+    tiles,
+    active,
+    scale_log2,
+    window,
+    D: tl.constexpr,
+    STRIDE_T: tl.constexpr,
+    PAGE: tl.constexpr,
+    WORDS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ALL_SPLITS: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Rows `q` over the cache rows first .. last: the weighted sum of their values [BLOCK_M, BLOCK_D], log2 of what the
+    weights are relative to (-inf: there are none), and their sum.
+
+    WORDS 0: causal. Tiles of committed rows need no mask (unless WINDOW); those that touch new keys go by BLOCK_T.
+    ALL_SPLITS: the rows are those of `active` splits of `tiles` tiles, each of which is summed by itself first.
+    """
+    acc, top, total = _nothing(BLOCK_M, BLOCK_D)
+    if ALL_SPLITS:
+        sums, base, whole = _nothing(BLOCK_M, BLOCK_D)
+        split = 1  # the next to begin
+    column = tl.arange(0, BLOCK_D)
+    column_ok = column < D
+    if WINDOW:
+        if WORDS:
+            position = length + _positions_before(bits_ptr, 64 * WORDS, row_ok, WORDS) - 1
+        else:
+            position = length + node
+
+    # Committed rows, in whole tiles.
+    plain_last = tl.minimum(last, length // BLOCK_N * BLOCK_N)
+    row = tl.arange(0, BLOCK_N)
+    tile = row[:, None] * STRIDE_T + column[None, :]
+    page = _page(pages_ptr, first, capacity, PAGE)
+    for start in tl.range(first, plain_last, BLOCK_N):
+        following = _page(pages_ptr, start + BLOCK_N, capacity, PAGE)  # a tile ahead, so that nothing waits for it
+        if ALL_SPLITS:
+            begins = start == first + _first_tile(split, tiles, active) * BLOCK_N
+            split += begins
+            sums, base, whole, acc, top, total = _begin_split(begins, sums, base, whole, acc, top, total)
+        if TMA:
+            k = cache_desc.load([k_row + _tile_row(page, start, rows_page, PAGE), 0])
+        else:
+            ok = column_ok[None, :]
+            if WINDOW:
+                ok = ok & (start + row >= length - window)[:, None]
+            offset = _tile_offset(page, start, stride_page, STRIDE_T, PAGE)
+            k = tl.load(k_ptr + offset + tile, mask=ok, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if WINDOW:
+            scores = tl.where((start + row)[None, :] > (position - window)[:, None], scores, float("-inf"))
+        if TMA:
+            v = cache_desc.load([v_row + _tile_row(page, start, rows_page, PAGE), 0])
+        else:
+            v = tl.load(v_ptr + offset + tile, mask=ok, other=0.0)
+        acc, top, total = _fold(acc, top, total, scores, v, scale_log2, WINDOW)
+        page = following
+
+    # The last committed rows and the new ones: what each row sees of a tile is one word of bits.
+    row = tl.arange(0, BLOCK_T)
+    tile = row[:, None] * STRIDE_T + column[None, :]
+    for start in tl.range(tl.maximum(first, plain_last), last, BLOCK_T, num_stages=1):
+        if ALL_SPLITS:
+            begins = start == first + _first_tile(split, tiles, active) * BLOCK_N
+            split += begins
+            sums, base, whole, acc, top, total = _begin_split(begins, sums, base, whole, acc, top, total)
+        rows = start + row
+        ok = (rows < last)[:, None] & column_ok[None, :]
+        offset = _tile_offset(page, start, stride_page, STRIDE_T, PAGE)
+        page = _page(pages_ptr, start + BLOCK_T, capacity, PAGE)
+        k = tl.load(k_ptr + offset + tile, mask=ok, other=0.0)
+        v = tl.load(v_ptr + offset + tile, mask=ok, other=0.0)
+        if WORDS:
+            word = _window(bits_ptr, start - length, row_ok, WORDS)
+            anyone = tl.reduce(word, 0, _either)
+            half = tl.where((row < 32)[None, :], word.to(tl.int32)[:, None], (word >> 32).to(tl.int32)[:, None])
+            visible = ((half >> (row & 31)[None, :]) & 1) != 0
+            seen = ((anyone >> row.to(tl.int64)) & 1) != 0
+            if WINDOW:
+                before = tl.minimum(start, length) + _positions_before(bits_ptr, start - length, row_ok, WORDS)
+                lower = word[:, None] & _low_bits(tl.zeros((BLOCK_M, BLOCK_T), tl.int32) + row[None, :])
+                visible = visible & (before[:, None] + _popcount(lower) > (position - window)[:, None])
+        else:
+            visible = (rows[None, :] <= (length + node)[:, None]) & row_ok[:, None]
+            seen = rows <= length + tl.max(tl.where(row_ok, node, -1), 0)
+            if WINDOW:
+                visible = visible & (rows[None, :] > (position - window)[:, None])
+        if WINDOW:
+            seen = seen & (rows >= length - window)
+        v = tl.where(seen[:, None], v, tl.zeros_like(v))  # a weight of 0 does not hide a NaN
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.where(visible & (rows < last)[None, :], scores, float("-inf"))
+        acc, top, total = _fold(acc, top, total, scores, v, scale_log2, True)
+    if ALL_SPLITS:
+        acc, top, total = _add_split(sums, base, whole, acc, top, total)
+    return acc, top, total
+
+
+@triton.jit
+def _normalised(acc, total):
+    return acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+
+
+@triton.jit
+def attend_split(
+    row_block,
+    program,
+    sequence,
+    head,
+    q_ptr,
+    cache_ptr,
+    cache_desc,
+    table_ptr,
+    lengths_ptr,
+    ancestors_ptr,
+    out_ptr,
+    partial_ptr,
+    softmax_ptr,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_ckv,
+    stride_cb,
+    stride_ch,
+    stride_tb,
+    stride_ab,
+    stride_an,
+    stride_ob,
+    stride_on,
+    stride_oh,
+    nodes,
+    new_keys,
+    capacity,
+    scale_log2,
+    window,
+    D: tl.constexpr,
+    STRIDE_T: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Rows row_block * BLOCK_M .. of one head of one sequence over split `program`, with PROGRAMS 1 over all splits.
+
+    PAGE: rows of a page, of which a sequence has several; 0: a sequence's rows lie in one page. The sum of a split
+    goes to `partial` and `softmax`, that of all to `out`, and its log-sum-exp [B, Hq, N] to `softmax` if there is that.
+    A split without keys writes nothing.
+    """
+    batch, rows = sequence.to(tl.int64), nodes * GROUP
+    row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_ok, node = row < rows, row // GROUP
+    column = tl.arange(0, BLOCK_D)
+    mask = row_ok[:, None] & (column < D)[None, :]
+    query_head = head * GROUP + row % GROUP
+    q_offset = node * stride_qn + query_head * stride_qh
+    length = tl.minimum(tl.load(lengths_ptr + batch), capacity)
+    oldest, newest = _span(length, new_keys, capacity, window, WINDOW, BLOCK_N)
+    tiles, active = _share_out(newest - oldest, BLOCK_N, SPLITS, MIN_TILES)
+    if program < active:
+        q = tl.load(q_ptr + batch * stride_qb + (q_offset[:, None] + column[None, :]), mask=mask, other=0.0)
+        first, last = oldest, newest
+        if PROGRAMS == SPLITS:
+            first = oldest + _first_tile(program, tiles, active) * BLOCK_N
+            last = tl.minimum(oldest + _first_tile(program + 1, tiles, active) * BLOCK_N, newest)
+        if WORDS == 0:  # causal: nothing behind the block's last node
+            last = tl.minimum(last, length + tl.minimum((row_block + 1) * BLOCK_M - 1, rows - 1) // GROUP + 1)
+
+        pages_ptr, page = table_ptr, batch
+        if table_ptr is not None:
+            pages_ptr = table_ptr + batch * stride_tb
+            page = tl.zeros_like(batch) if PAGE else tl.load(pages_ptr).to(tl.int64)
+        k_ptr = cache_ptr + page * stride_cb + head.to(tl.int64) * stride_ch
+        k_row = page.to(tl.int32) * (stride_cb // D).to(tl.int32) + head * (stride_ch // D).to(tl.int32)
+        v_row = k_row + (stride_ckv // D).to(tl.int32)
+        bits_ptr = ancestors_ptr
+        if WORDS:
+            bits_ptr = ancestors_ptr + batch * stride_ab + node * stride_an
+        sums, top, total = _attend(
+            q,
+            cache_desc,
+            k_row,
+            v_row,
+            k_ptr,
+            k_ptr + stride_ckv,
+            pages_ptr,
+            stride_cb,
+            (stride_cb // D).to(tl.int32),
+            bits_ptr,
+            node,
+            row_ok,
+            length,
+            capacity,
+            first,
+            last,
+            tiles,
+            active,
+            scale_log2,
+            window,
+            D,
+            STRIDE_T,
+            PAGE,
+            WORDS,
+            WINDOW,
+            PROGRAMS < SPLITS,
+            TMA,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_T,
+            BLOCK_D,
+        )
+        if PROGRAMS == 1:
+            o_offset = node * stride_on + query_head * stride_oh
+            out = _normalised(sums, total).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + batch * stride_ob + (o_offset[:, None] + column[None, :]), out, mask=mask)
+            if softmax_ptr is not None:
+                lse = (top + tl.log2(total)) * 0.6931471805599453
+                tl.store(softmax_ptr + (batch * HEADS * GROUP + query_head) * nodes + node, lse, mask=row_ok)
+        else:
+            p_row = ((batch * HEADS + head) * PROGRAMS + program) * rows
+            tl.store(softmax_ptr + 2 * p_row + row, top, mask=row_ok)
+            tl.store(softmax_ptr + 2 * p_row + rows + row, total, mask=row_ok)
+            tl.store(partial_ptr + p_row * D + (row[:, None] * D + column[None, :]), sums, mask=mask)
+
+
+@triton.jit(do_not_specialize=["new_keys"], do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "nodes"])
+def _tree_attention_kernel(
+    q_ptr,
+    cache_ptr,
+    cache_desc,
+    table_ptr,
+    lengths_ptr,
+    ancestors_ptr,
+    out_ptr,
+    partial_ptr,
+    softmax_ptr,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_ckv,
+    stride_cb,
+    stride_ch,
+    stride_tb,
+    stride_ab,
+    stride_an,
+    stride_ob,
+    stride_on,
+    stride_oh,
+    nodes,
+    new_keys,
+    capacity,
+    scale_log2,
+    window,
+    D: tl.constexpr,
+    STRIDE_T: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    TMA: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (row blocks, B * Hkv, PROGRAMS): a program attends BLOCK_M rows of one head over its splits of the keys.
+
+    Programs that are idle for every sequence come last, so that they hold nobody up.
+    """
+    if PDL == 2:
+        tl.extra.cuda.gdc_wait()
+    if PDL:  # after the wait, because the merge reads the lengths before its own
+        tl.extra.cuda.gdc_launch_dependents()
+    attend_split(
+        tl.program_id(0),
+        tl.program_id(2),
+        tl.program_id(1) // HEADS,
+        tl.program_id(1) % HEADS,
+        q_ptr,
+        cache_ptr,
+        cache_desc,
+        table_ptr,
+        lengths_ptr,
+        ancestors_ptr,
+        out_ptr,
+        partial_ptr,
+        softmax_ptr,
+        stride_qb,
+        stride_qn,
+        stride_qh,
+        stride_ckv,
+        stride_cb,
+        stride_ch,
+        stride_tb,
+        stride_ab,
+        stride_an,
+        stride_ob,
+        stride_on,
+        stride_oh,
+        nodes,
+        new_keys,
+        capacity,
+        scale_log2,
+        window,
+        D,
+        STRIDE_T,
+        PAGE,
+        GROUP,
+        HEADS,
+        WORDS,
+        WINDOW,
+        SPLITS,
+        PROGRAMS,
+        MIN_TILES,
+        TMA,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_T,
+        BLOCK_D,
+    )
+
+
+@triton.jit
+def merge_rows(
+    row_block,
+    sequence,
+    head,
+    partial_ptr,
+    softmax_ptr,
+    lengths_ptr,
+    out_ptr,
+    parts_ptr,
+    scale_ptr,
+    stride_ob,
+    stride_on,
+    stride_oh,
+    nodes,
+    all_rows,
+    new_keys,
+    capacity,
+    window,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Add up what programs left of rows row_block * BLOCK_R .. of one head of a sequence, and store the sums, or with
+    `parts_ptr` their Float8Pair, of which a head's 128 elements are a group. all_rows: of that, the nodes of all
+    sequences."""
+    batch, rows = sequence.to(tl.int64), nodes * GROUP
+    length = tl.minimum(tl.load(lengths_ptr + batch, cache_modifier=".cg"), capacity)  # see runtime/overlap.py
+    oldest, newest = _span(length, new_keys, capacity, window, WINDOW, BLOCK_N)
+    _, active = _share_out(newest - oldest, BLOCK_N, SPLITS, MIN_TILES)
+    row, column, split = row_block * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    row_ok = row < rows
+    mask = row_ok[:, None] & (column < D)[None, :]
+    p_row = (batch * HEADS + head) * SPLITS * rows
+    partial_ptr += p_row * D
+    softmax_ptr += 2 * p_row
+    tile = row[:, None] * D + column[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    ok = row_ok[:, None] & (split < active)[None, :]
+    base = tl.max(tl.load(softmax_ptr + 2 * split[None, :] * rows + row[:, None], mask=ok, other=float("-inf")), 1)
+    sums = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    whole = tl.zeros((BLOCK_R,), tl.float32)
+    for index in tl.static_range(SPLITS):
+        active_row = row_ok & (index < active)
+        top = tl.load(softmax_ptr + 2 * index * rows + row, mask=active_row, other=float("-inf"))
+        total = tl.load(softmax_ptr + (2 * index + 1) * rows + row, mask=active_row, other=0.0)
+        partial = tl.load(partial_ptr + index * rows * D + tile, mask=mask & (index < active), other=0.0)
+        beside = _relative_to(top, base)
+        sums = tl.fma(partial, beside[:, None], sums)
+        whole = tl.fma(total, beside, whole)
+    out = _normalised(sums, whole)
+    node, query_head = row // GROUP, head * GROUP + row % GROUP
+    if parts_ptr is not None:
+        tl.static_assert(D == 128)
+        out = rounded(out, tl.bfloat16)
+        size = HEADS * GROUP * D
+        store_groups(out, query_head, batch * nodes + node, row_ok, parts_ptr, scale_ptr, all_rows, size)
+    else:
+        o_offset = node * stride_on + query_head * stride_oh
+        out_ptr += batch * stride_ob
+        tl.store(out_ptr + (o_offset[:, None] + column[None, :]), out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["all_rows", "new_keys"], do_not_specialize_on_alignment=["lengths_ptr", "nodes"])
+def _merge_kernel(
+    partial_ptr,
+    softmax_ptr,
+    lengths_ptr,
+    out_ptr,
+    parts_ptr,
+    scale_ptr,
+    stride_ob,
+    stride_on,
+    stride_oh,
+    nodes,
+    all_rows,
+    new_keys,
+    capacity,
+    window,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (row blocks, B * Hkv): a program adds up the parts of BLOCK_R rows."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    merge_rows(
+        tl.program_id(0),
+        tl.program_id(1) // HEADS,
+        tl.program_id(1) % HEADS,
+        partial_ptr,
+        softmax_ptr,
+        lengths_ptr,
+        out_ptr,
+        parts_ptr,
+        scale_ptr,
+        stride_ob,
+        stride_on,
+        stride_oh,
+        nodes,
+        all_rows,
+        new_keys,
+        capacity,
+        window,
+        D,
+        GROUP,
+        HEADS,
+        WINDOW,
+        SPLITS,
+        MIN_TILES,
+        PDL,
+        BLOCK_N,
+        BLOCK_R,
+        BLOCK_S,
+        BLOCK_D,
+    )

@@ -1,0 +1,46 @@
+"""The gated delta rule of Qwen3.5's and Qwen3-Next's linear layers: over trees, over prompts, and what is committed.
+
+    token:  S <- exp(g) S;   S <- S + k (beta (v - S' k))';   o = S' q
+    tree:   (I + A) d = beta (v - e^G k S);   o = e^G q S + P d
+
+A head's memory of a sequence is one matrix S. In a tree every node stands behind S and its ancestors; d are the updates
+of all nodes, A and P hold the products of keys and queries with ancestors' keys, decayed by what lies between, G sums
+the g of a path. reference/gated_delta.py has it in full.
+
+    causal_conv      a program for each (nodes, channels); a node's ancestors are the bits of its word, highest first
+    delta_tree       a program for each (block of V, head, sequence): all nodes at once, one triangular system
+    delta_chunk      the systems of all chunks of 64 tokens first; then, chunk after chunk, a program for each (block
+                     of V, head, sequence), in two launches; a piece of a prompt is a chunk (`pieces.py`)
+    delta_recurrent  token after token, likewise; also a tree that is only its root
+    gated_norm       a program for each (row, heads)
+    commit_states    a program for each (layer, sequence, head, block of V), or block of a window's channels
+
+| name      | shape, dtype             | meaning                                                               |
+|---|---|---|
+| q, k      | [B, n, H, K]             | products; H key heads for HV = R H value heads                        |
+| v, z      | [B, n, H, R V]           | likewise; z is what the output is gated with                          |
+| a, b      | [B, n, H, R]             | products that g and beta are made of                                  |
+| mixed     | [B, n, C] as the model's | behind the convolution: all q, all k, all v; C = 2 H K + HV V         |
+| window    | [B, W - 1, C] as mixed   | what stood before the convolution in the last W - 1 tokens            |
+| state     | [B, HV, K, V] fp32       | S, in one piece for each sequence; K at most 256                      |
+| ancestors | [B, n, 1] int64          | bit j of row i: node j is i or an ancestor of i                       |
+| gates     | [B, n, 2, HV] fp32       | g and beta of each node                                               |
+
+Inputs have any strides but a contiguous last dimension, a and b any at all. On GPUs a tree takes 16 or 64 rows.
+
+Numerics: fp32 throughout, rounded where the references round. Products on tensor cores are of bf16 parts that together
+are fp32, and none of them is wgmma's (`dots.py`). Trees and chunks are solved by forward substitution, in levels or in
+parts of 16 rows, so that keys that are alike cost no accuracy. What decays between two nodes is summed over the nodes
+between them. `take_in` (`recurrent.py`) alone moves a state on token by token, in one order of sums: a state has the
+same bits whether its tokens came as a chain, by plain decoding, or as paths of trees. `delta_chunk`, for prompts, gives
+it up to rounding. No program depends on the batch, none adds to what another wrote: the same bits every run.
+"""
+
+from eagle_triton.ops.gated_delta.chunk import delta_chunk
+from eagle_triton.ops.gated_delta.commit import commit_states
+from eagle_triton.ops.gated_delta.conv import causal_conv
+from eagle_triton.ops.gated_delta.norm import gated_norm
+from eagle_triton.ops.gated_delta.recurrent import delta_recurrent
+from eagle_triton.ops.gated_delta.tree import delta_tree
+
+__all__ = ["causal_conv", "commit_states", "delta_chunk", "delta_recurrent", "delta_tree", "gated_norm"]

@@ -1,0 +1,313 @@
+"""The gated delta rule by chunks of 64 tokens: within a chunk a chain is a tree, behind it the state moves on."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.ops.gated_delta.checks import check_heads_contiguous
+from eagle_triton.ops.gated_delta.dots import bf16_parts, model_dot, on_top, square_dot, wide_dot
+from eagle_triton.ops.gated_delta.pieces import sequence_of
+from eagle_triton.ops.gated_delta.recurrent import inverse_length, state_offsets
+from eagle_triton.ops.gated_delta.tree import load_gates, load_rows, node_rows
+from eagle_triton.reference.gated_delta import PromptPieces, check_delta
+from eagle_triton.runtime.checks import check_rows_contiguous
+from eagle_triton.runtime.overlap import await_inputs, overlapped
+
+BLOCK_V = 16  # columns of the state that a program moves on
+WARPS = 4
+MATRICES_WARPS = 8
+CHUNK = 64
+_CHUNK = tl.constexpr(CHUNK)
+_PART = tl.constexpr(16)  # rows of a chunk that are solved one after another
+
+
+@triton.jit
+def part_inverses(system):
+    """The inverse of I + system [64, 64] within each part of 16 rows, 0 between parts. By substitution from the last
+    row up, all four parts at once."""
+    count: tl.constexpr = _CHUNK // _PART
+    part, row, column = tl.arange(0, count), tl.arange(0, _PART), tl.arange(0, _PART)
+    same = part[:, None, None, None] == part[None, None, :, None]
+    blocks = tl.reshape(system, (count, _PART, count, _PART))
+    blocks = tl.sum(tl.where(same, blocks, 0.0), 2)
+    row, column = row[None, :, None], column[None, None, :]
+    inverse = tl.where((row == column) & (part >= 0)[:, None, None], 1.0, 0.0)
+    for step in range(_PART - 1, 0, -1):
+        above = tl.sum(tl.where(column == step, blocks, 0.0), 2)
+        solved = tl.sum(tl.where(row == step, inverse, 0.0), 1)
+        inverse = tl.fma(-above[:, :, None], solved[:, None, :], inverse)
+    return tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), (_CHUNK, _CHUNK))
+
+
+@triton.jit
+def one_if_positive(x):
+    """1.0 for each int32 above 0, else 0.0; see `bits`."""
+    return tl.minimum(tl.maximum(x, 0), 1).to(tl.float32)
+
+
+@triton.jit
+def rows_of_chunk(
+    first, q, k, g, beta, q_factor, k_factor, sees, mixed_ptr, stride_mn, chunk, k_first, count,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """node_rows of the 32 tokens from `first` on of a chunk."""
+    row, place = first + tl.arange(0, 32), tl.arange(0, _CHUNK)
+    token = chunk * _CHUNK + row
+    k_rows = load_rows(mixed_ptr, token.to(tl.int64), token < count, stride_mn, k_first, K, BLOCK_K)
+    behind = place[None, :] - row[:, None]
+    seen, later = one_if_positive(behind + 1), one_if_positive(behind)
+    return node_rows(k_rows, q, k, g, beta, q_factor, k_factor, sees, seen, later, later, PARTS)
+
+
+@triton.jit(do_not_specialize_on_alignment=["count", "counts_ptr"])
+def _chunk_matrices_kernel(
+    mixed_ptr,
+    a_ptr,
+    b_ptr,
+    A_log_ptr,
+    dt_bias_ptr,
+    counts_ptr,
+    matrices_ptr,
+    factors_ptr,
+    stride_mb,
+    stride_mn,
+    stride_ab,
+    stride_an,
+    stride_ah,
+    stride_ar,
+    stride_bb,
+    stride_bn,
+    stride_bh,
+    stride_br,
+    count,
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (chunks, HV, B): a program makes what one head of one chunk needs and the state does not touch. With
+    `counts_ptr` a sequence of the batch is a piece of a prompt, and one chunk.
+
+    matrices [B, HV, chunks, 2, 64, 64], transposed: the inverse of the updates' system, and from updates to answers;
+    factors [B, HV, chunks, 5, 64]: of values, of what keys read, of what queries read, of updates, and how much is
+    left.
+    """
+    await_inputs(PDL)
+    chunk, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if counts_ptr is not None:
+        count = tl.load(counts_ptr + batch)
+    place = tl.arange(0, _CHUNK)
+    row = chunk * _CHUNK + place
+    row_ok, rows, head = row < count, row.to(tl.int64), value_head // (HV // H)
+    mixed_ptr += batch * stride_mb
+    k_first = (H + head) * K
+    q = load_rows(mixed_ptr, rows, row_ok, stride_mn, head * K, K, BLOCK_K)
+    k = load_rows(mixed_ptr, rows, row_ok, stride_mn, k_first, K, BLOCK_K)
+    g, beta = load_gates(
+        rows,
+        row_ok,
+        value_head,
+        a_ptr + batch * stride_ab,
+        b_ptr + batch * stride_bb,
+        A_log_ptr,
+        dt_bias_ptr,
+        stride_an,
+        stride_ah,
+        stride_ar,
+        stride_bn,
+        stride_bh,
+        stride_br,
+        HV // H,
+    )
+    sees = one_if_positive(place[None, :] - place[:, None] + 1)
+    left = tl.exp(tl.sum(sees * g[:, None], 0))
+    q_factor, k_factor = inverse_length(q.to(tl.float32), 1) * scale, inverse_length(k.to(tl.float32), 1)
+    upper_system, upper_reading = rows_of_chunk(
+        0, q, k, g, beta, q_factor, k_factor, sees, mixed_ptr, stride_mn, chunk, k_first, count, K, BLOCK_K, PARTS
+    )
+    lower_system, lower_reading = rows_of_chunk(
+        32, q, k, g, beta, q_factor, k_factor, sees, mixed_ptr, stride_mn, chunk, k_first, count, K, BLOCK_K, PARTS
+    )
+    system, reading = on_top(upper_system, lower_system, PARTS), on_top(upper_reading, lower_reading, PARTS)
+    item = (batch * HV + value_head) * tl.num_programs(0) + chunk
+    tile = matrices_ptr + item * (2 * _CHUNK * _CHUNK) + place[:, None] * _CHUNK + place[None, :]
+    tl.store(tile + _CHUNK * _CHUNK, reading)
+    factor = factors_ptr + item * (5 * _CHUNK) + place
+    tl.store(factor, beta)
+    tl.store(factor + _CHUNK, beta * left * k_factor)
+    tl.store(factor + 2 * _CHUNK, left * q_factor)
+    behind = place[:, None] > place[None, :]
+    tl.store(factor + 3 * _CHUNK, k_factor * tl.exp(tl.sum(tl.where(behind, g[:, None], 0.0), 0)))
+    tl.store(factor + 4 * _CHUNK, left)
+    inverse = part_inverses(system)
+    within = (place // _PART)[:, None] == (place // _PART)[None, :]
+    between = square_dot(inverse, tl.where(within, 0.0, system), PARTS)
+    solved = inverse
+    for _ in range(_CHUNK // _PART - 1):  # as substitute, from the left
+        solved = inverse - square_dot(between, solved, PARTS)
+    tl.store(tile, solved)
+
+
+@triton.jit(do_not_specialize_on_alignment=["count", "slots_ptr", "starts_ptr", "counts_ptr", "pieces"])
+def _delta_chunk_kernel(
+    mixed_ptr,
+    matrices_ptr,
+    factors_ptr,
+    state_ptr,
+    out_ptr,
+    slots_ptr,
+    starts_ptr,
+    counts_ptr,
+    stride_mb,
+    stride_mn,
+    stride_sb,
+    count,
+    pieces,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (blocks of V, HV, B): a program takes all chunks into BLOCK_V columns of a head's state. A piece of a prompt
+    is a chunk, and the program of a sequence's first one takes them all.
+    """
+    await_inputs(PDL)
+    block, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    first, head = block * BLOCK_V, value_head // (HV // H)
+    mixed_ptr += batch * stride_mb
+    offsets, inside = state_offsets(value_head, first, K, V, BLOCK_K, BLOCK_V)
+    offsets, inside = tl.trans(offsets), tl.trans(inside)
+    if slots_ptr is None:
+        end, sequence, known, moved = count, batch, inside, inside
+        item, items = (batch * HV + value_head) * tl.cdiv(count, _CHUNK), 1
+    else:
+        sequence, chunks, held, _ = sequence_of(batch, slots_ptr, starts_ptr, counts_ptr, pieces)
+        end, known, moved = chunks * _CHUNK, inside & held, inside & (chunks > 0)
+        item, items = batch * HV + value_head, HV
+    state_ptr += sequence * stride_sb
+    state = tl.load(state_ptr + offsets, mask=known, other=0.0)
+    place, column = tl.arange(0, _CHUNK), first + tl.arange(0, BLOCK_V)
+    tile = matrices_ptr + item * (2 * _CHUNK * _CHUNK) + place[:, None] * _CHUNK + place[None, :]
+    factor = factors_ptr + item * (5 * _CHUNK)
+    out_ptr += (batch * count * HV + value_head) * V
+    for start in range(0, end, _CHUNK):
+        if slots_ptr is None:
+            row = start + place
+            row_ok, rows = row < count, row.to(tl.int64)
+            written, out_rows = row_ok, rows
+        else:
+            piece = start // _CHUNK
+            row_ok, written = place < tl.load(counts_ptr + batch + piece), place < count
+            rows, out_rows = place.to(tl.int64), (piece * count + place).to(tl.int64)
+        q = load_rows(mixed_ptr, rows, row_ok, stride_mn, head * K, K, BLOCK_K)
+        k = load_rows(mixed_ptr, rows, row_ok, stride_mn, (H + head) * K, K, BLOCK_K)
+        v_first = 2 * H * K + value_head * V + first
+        v = tl.trans(load_rows(mixed_ptr, rows, row_ok, stride_mn, v_first, V - first, BLOCK_V))
+        of_values, of_keys = tl.load(factor + place), tl.load(factor + _CHUNK + place)
+        of_queries, of_updates = tl.load(factor + 2 * _CHUNK + place), tl.load(factor + 3 * _CHUNK + place)
+        right = of_values[None, :] * v.to(tl.float32) - of_keys[None, :] * model_dot(state, tl.trans(k), PARTS)
+        answers = of_queries[None, :] * model_dot(state, tl.trans(q), PARTS)
+        update = wide_dot(right, tl.load(tile), PARTS)
+        answers += wide_dot(update, tl.load(tile + _CHUNK * _CHUNK), PARTS)
+        out = out_ptr + out_rows[None, :] * (HV * V) + column[:, None]
+        tl.store(out, answers.to(out_ptr.dtype.element_ty), mask=written[None, :] & (column < V)[:, None])
+        left = tl.load(factor + 5 * _CHUNK - 1)
+        state = state * left + model_dot(of_updates[None, :] * update, k, PARTS)
+        tile += items * (2 * _CHUNK * _CHUNK)
+        factor += items * (5 * _CHUNK)
+        if slots_ptr is not None:
+            mixed_ptr += stride_mb
+    tl.store(state_ptr + offsets, state, mask=moved)
+
+
+@functools.cache
+def stages(device: torch.device) -> int:
+    """Chunks on their way at once: two take 77 KiB of shared memory at K = 128."""
+    roomy = device.type == "cuda" and torch.version.hip is None
+    return 2 if roomy and torch.cuda.get_device_capability(device)[0] in (9, 10) else 1
+
+
+def delta_chunk(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    pieces: PromptPieces | None = None,
+) -> Tensor:
+    """`delta_recurrent` by chunks of 64 tokens: within a chunk a chain is a tree, behind it the state moves on.
+
+    `pieces`: the B rows are pieces of prompts of some slots, all of whose states are given [slots, HV, K, V]. Each is
+    a chunk, of 64 tokens at most.
+
+    Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
+    """
+    check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces)
+    check_rows_contiguous("delta_chunk", mixed=mixed, A_log=A_log, dt_bias=dt_bias)
+    check_heads_contiguous("delta_chunk", "state", state)
+    batch, count, _ = mixed.shape
+    _, value_heads, key_dim, value_dim = state.shape
+    # rows of nobody's pieces are not written
+    out = (mixed.new_empty if pieces is None else mixed.new_zeros)(batch, count, value_heads, value_dim)
+    if not out.numel():
+        return out
+    chunks = triton.cdiv(count, CHUNK)
+    matrices = state.new_empty(batch, value_heads, chunks, 2, CHUNK, CHUNK)
+    factors = state.new_empty(batch, value_heads, chunks, 5, CHUNK)
+    shared = {
+        "H": a.shape[2],
+        "HV": value_heads,
+        "K": key_dim,
+        "PARTS": bf16_parts(mixed),
+        "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
+    }
+    overlapped(_chunk_matrices_kernel, (chunks, value_heads, batch), mixed.device)(
+        mixed,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        None if pieces is None else pieces.counts,
+        matrices,
+        factors,
+        *mixed.stride()[:2],
+        *a.stride(),
+        *b.stride(),
+        count,
+        key_dim**-0.5,
+        num_warps=MATRICES_WARPS,
+        num_stages=1,
+        **shared,
+    )
+    block_v = min(BLOCK_V, max(16, triton.next_power_of_2(value_dim)))
+    overlapped(_delta_chunk_kernel, (triton.cdiv(value_dim, block_v), value_heads, batch), mixed.device)(
+        mixed,
+        matrices,
+        factors,
+        state,
+        out,
+        *((None,) * 3 if pieces is None else pieces),
+        *mixed.stride()[:2],
+        state.stride(0),
+        count,
+        batch,
+        V=value_dim,
+        BLOCK_V=block_v,
+        num_warps=WARPS,
+        num_stages=stages(mixed.device),
+        **shared,
+    )
+    return out

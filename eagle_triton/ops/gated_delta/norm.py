@@ -1,0 +1,88 @@
+"""The norm of each head's output, gated by z."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.ops.layers.norms import normalise
+from eagle_triton.ops.layers.values import rounded
+from eagle_triton.reference.gated_delta import check_gated_norm
+from eagle_triton.runtime.checks import check_rows_contiguous
+from eagle_triton.runtime.overlap import await_inputs, overlapped
+
+TILE = 1024  # values of a program: as many heads of a row as fit
+WARPS = 2
+
+
+@triton.jit(do_not_specialize_on_alignment=["count"])
+def _gated_norm_kernel(
+    x_ptr,
+    z_ptr,
+    weight_ptr,
+    out_ptr,
+    stride_xb,
+    stride_xn,
+    stride_xh,
+    stride_zb,
+    stride_zn,
+    stride_zh,
+    count,
+    eps,
+    R: tl.constexpr,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (blocks of heads, B * n): a program norms HEADS heads of one row."""
+    await_inputs(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    batch, node = row // count, row % count
+    head, column = tl.program_id(0) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK_V)
+    ok = (head < HV)[:, None] & (column < V)[None, :]
+    x_ptr += batch * stride_xb + node * stride_xn
+    z_ptr += batch * stride_zb + node * stride_zn
+    x = tl.load(x_ptr + head[:, None] * stride_xh + column[None, :], mask=ok, other=0.0).to(tl.float32)
+    z_offset = head // R * stride_zh + head % R * V
+    z = tl.load(z_ptr + z_offset[:, None] + column[None, :], mask=ok, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=column < V, other=0.0).to(tl.float32)[None, :]
+    kind = out_ptr.dtype.element_ty
+    x = rounded(rounded(normalise(x, eps, V), kind) * weight, kind) * (z / (1.0 + tl.exp(-z)))
+    out = out_ptr + row * (HV * V) + head[:, None] * V + column[None, :]
+    tl.store(out, x.to(kind), mask=ok)
+
+
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) * silu(z) over each head of V: [B, n, HV * V].
+
+    x [B, n, HV, V]; weight [V]. The normalised value is rounded before the weight, the product before the gate, as
+    Hugging Face's models do. Raises ValueError before the launch if shapes, dtypes, devices or strides do not fit.
+    """
+    check_gated_norm(x, z, weight)
+    check_rows_contiguous("gated_norm", x=x, z=z, weight=weight)
+    batch, count, value_heads, value_dim = x.shape
+    out = x.new_empty(batch, count, value_heads * value_dim)
+    if not out.numel():
+        return out
+    block_v = triton.next_power_of_2(value_dim)
+    heads = min(max(TILE // block_v, 1), triton.next_power_of_2(value_heads))
+    overlapped(_gated_norm_kernel, (triton.cdiv(value_heads, heads), batch * count), x.device)(
+        x,
+        z,
+        weight,
+        out,
+        *x.stride()[:3],
+        *z.stride()[:3],
+        count,
+        eps,
+        R=value_heads // z.shape[2],
+        HV=value_heads,
+        V=value_dim,
+        HEADS=heads,
+        BLOCK_V=block_v,
+        num_warps=WARPS,
+    )
+    return out

@@ -1,0 +1,494 @@
+"""RMSNorm, alone or behind a sum."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.ops.layers.fp8_pair_rows import empty_pair, store_pair
+from eagle_triton.ops.layers.values import contiguous_rows, load_sum, rounded
+from eagle_triton.reference.layers import check_add, check_embed_rms_norm, check_rms_norm
+from eagle_triton.runtime.float8_pair import Float8Pair, takes_pairs
+from eagle_triton.runtime.launch import DRAFT_WARPS
+from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped
+from eagle_triton.runtime.peer_exchange import LEAST_SENT, receive, row_at, send, signal_and_wait
+from eagle_triton.runtime.peer_memory import PeerMemory
+from eagle_triton.runtime.split_sums import Product, SharedRows, SharedSums, SplitSums
+
+
+@triton.jit
+def normalise(x, eps, size: tl.constexpr):
+    """x / sqrt(mean(x^2) + eps) over the last of two axes, whose padding beyond `size` is 0."""
+    return x * tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)[:, None]
+
+
+@triton.jit
+def before_weight(normed, KIND: tl.constexpr, ZERO_CENTRED: tl.constexpr):
+    """Normalised fp32 values as a norm's weight finds them: rounded to KIND, unless it is zero-centred."""
+    if not ZERO_CENTRED:
+        normed = rounded(normed, KIND)
+    return normed
+
+
+@triton.jit
+def load_weight(ptrs, mask, ZERO_CENTRED: tl.constexpr):
+    """A norm's weight in fp32, or 1 + weight."""
+    return weight_of(tl.load(ptrs, mask=mask, other=0.0), ZERO_CENTRED)
+
+
+@triton.jit
+def weight_of(parameter, ZERO_CENTRED: tl.constexpr):
+    """`load_weight` of what is loaded."""
+    weight = parameter.to(tl.float32)
+    if ZERO_CENTRED:
+        weight = 1.0 + weight
+    return weight
+
+
+@triton.jit
+def load_row_weight(weight_ptr, size: tl.constexpr, BLOCK: tl.constexpr, ZERO_CENTRED: tl.constexpr):
+    """`load_weight` of a whole row, [1, BLOCK]. It may be read early: see runtime/overlap.py."""
+    offs = tl.arange(0, BLOCK)[None, :]
+    return weight_of(tl.load(weight_ptr + offs, mask=offs < size, other=0.0, cache_modifier=".cg"), ZERO_CENTRED)
+
+
+@triton.jit
+def norm_row(
+    x_ptr,
+    weight_ptr,
+    residual_ptr,
+    out_ptr,
+    total_ptr,
+    stride_split,
+    eps,
+    size: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+):
+    """RMSNorm of one row, whose pointers are given. Without `weight_ptr` the row is only summed and rounded.
+
+    Returns what it stores, [1, BLOCK]."""
+    weight = None
+    if weight_ptr is not None:
+        weight = load_row_weight(weight_ptr, size, BLOCK, ZERO_CENTRED)
+    return norm_row_by(
+        x_ptr, weight, residual_ptr, out_ptr, total_ptr, stride_split, eps, size, BLOCK, SPLITS, ZERO_CENTRED
+    )
+
+
+@triton.jit
+def norm_row_by(
+    x_ptr,
+    weight,
+    residual_ptr,
+    out_ptr,
+    total_ptr,
+    stride_split,
+    eps,
+    size: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+):
+    """`norm_row` by a weight that is there already, [1, BLOCK] fp32 or None."""
+    offs = tl.arange(0, BLOCK)[None, :]
+    mask = offs < size
+    kind = out_ptr.dtype.element_ty
+    x = rounded(load_sum(x_ptr + offs, stride_split, mask, SPLITS), kind)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if total_ptr is not None:
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + offs, total, mask=mask)
+        x = total.to(tl.float32)
+    if weight is not None:
+        x = before_weight(normalise(x, eps, size), kind, ZERO_CENTRED) * weight
+    x = x.to(kind)
+    tl.store(out_ptr + offs, x, mask=mask)
+    return x
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["tokens_ptr"])
+def _rms_norm_kernel(
+    x_ptr,
+    tokens_ptr,
+    weight_ptr,
+    residual_ptr,
+    out_ptr,
+    total_ptr,
+    parts_ptr,
+    scale_ptr,
+    rows,
+    stride_xs,
+    stride_xm,
+    stride_rm,
+    stride_tm,
+    eps,
+    size: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (rows,): one program per row, of x's row `row`, or that of its token. Its pair, too, if there is room."""
+    let_next_start(PDL)
+    weight = None
+    if weight_ptr is not None:
+        weight = load_row_weight(weight_ptr, size, BLOCK, ZERO_CENTRED)
+    await_others(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    source = row
+    if tokens_ptr is not None:
+        source = tl.maximum(tl.load(tokens_ptr + row), 0)
+    if residual_ptr is not None:
+        residual_ptr += row * stride_rm
+    if total_ptr is not None:
+        total_ptr += row * stride_tm
+    out = norm_row_by(
+        x_ptr + source * stride_xm,
+        weight,
+        residual_ptr,
+        out_ptr + row * size,
+        total_ptr,
+        stride_xs,
+        eps,
+        size,
+        BLOCK,
+        SPLITS,
+        ZERO_CENTRED,
+    )
+    if parts_ptr is not None:
+        WIDTH: tl.constexpr = min(BLOCK, 128)
+        wide = tl.where(tl.arange(0, BLOCK)[None, :] < size, out.to(tl.float32), 0.0)
+        store_pair(tl.reshape(wide, (BLOCK // WIDTH, WIDTH)), 0, parts_ptr, scale_ptr, row, rows, size)
+
+
+@triton.jit(do_not_specialize=["table_rows", "looks"], do_not_specialize_on_alignment=["tokens_ptr"])
+def _shared_rms_norm_kernel(
+    x_ptr,
+    tokens_ptr,
+    table_rows,
+    weight_ptr,
+    residual_ptr,
+    out_ptr,
+    total_ptr,
+    place_addresses_ptr,
+    signal_addresses_ptr,
+    word_addresses_ptr,
+    uses_ptr,
+    failed_ptr,
+    told_ptr,
+    rank,
+    looks,
+    place_rows,
+    place_width,
+    sent_rows,
+    word_width,
+    stride_xs,
+    stride_xm,
+    stride_rm,
+    stride_tm,
+    eps,
+    size: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    RANKS: tl.constexpr,
+    SENT: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (rows,): one program per row, of which x is this rank's part. It adds up the part's splits, leaves the sum
+    where the other ranks read it, or with SENT sends it to them, waits for theirs, and goes on as `norm_row` does with
+    splits: in their order. With tokens, x is this rank's part of a table, of `table_rows` rows.
+
+    place_rows, place_width: rows, and elements of x's dtype in one, of a place in PeerMemory; sent_rows, word_width: of
+    what is sent.
+    """
+    let_next_start(PDL)
+    if weight_ptr is not None:
+        weight = load_row_weight(weight_ptr, size, BLOCK, ZERO_CENTRED)
+    await_others(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK)[None, :]
+    mask = offs < size
+    kind = out_ptr.dtype.element_ty
+    part_kind: tl.constexpr = x_ptr.dtype.element_ty
+    use = tl.load(uses_ptr + row) + 1
+    source, mine = row, mask
+    if tokens_ptr is not None:
+        source = tl.maximum(tl.load(tokens_ptr + row), 0) - rank * table_rows
+        mine = mask & (source >= 0) & (source < table_rows)
+    part = load_sum(x_ptr + source * stride_xm + offs, stride_xs, mine, SPLITS)
+    if SENT:
+        part = rounded(part, part_kind)
+        place = (use & 1) * RANKS * sent_rows + row
+        send(word_addresses_ptr, part, (place + rank * sent_rows) * word_width, offs, mask, use, rank, RANKS)
+    else:
+        place = ((use & 1) * place_rows + row) * place_width
+        tl.store(row_at(place_addresses_ptr, rank, place, offs, part_kind), part.to(part_kind), mask=mask)
+    if residual_ptr is not None:  # on its way while this program waits
+        residual = tl.load(residual_ptr + row * stride_rm + offs, mask=mask, other=0.0).to(tl.float32)
+    if SENT:
+        x = part
+        for other in range(RANKS):
+            theirs = part
+            if other != rank:
+                start = (place + other * sent_rows) * word_width
+                theirs = receive(
+                    word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, told_ptr, looks, tl.float32
+                )
+            x = tl.where(other == 0, theirs, x + theirs)
+        tl.debug_barrier()
+    else:
+        signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, looks, RANKS)
+        x = tl.load(row_at(place_addresses_ptr, 0, place, offs, part_kind), mask=mask, other=0.0).to(tl.float32)
+        for other in tl.static_range(1, RANKS):
+            theirs = tl.load(row_at(place_addresses_ptr, other, place, offs, part_kind), mask=mask, other=0.0)
+            x += theirs.to(tl.float32)
+    tl.store(uses_ptr + row, use)  # behind a barrier: every thread has read it
+    x = rounded(x, kind)
+    if residual_ptr is not None:
+        x += residual
+    if total_ptr is not None:
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * stride_tm + offs, total, mask=mask)
+        x = total.to(tl.float32)
+    if weight_ptr is not None:
+        x = before_weight(normalise(x, eps, size), kind, ZERO_CENTRED) * weight
+    tl.store(out_ptr + row * size + offs, x.to(kind), mask=mask)
+
+
+def check_contiguous(name: str, weight: Tensor | None) -> None:
+    """Raise ValueError for a norm's weight that would have to be copied: kernels read it before a copy is there."""
+    if weight is not None and not weight.is_contiguous():
+        raise ValueError(f"{name}: a norm's weight must be contiguous, got stride {weight.stride()}")
+
+
+def norm_warps(block: int, in_draft_pass: bool = False) -> int:
+    """Warps for a row of `block` elements; in a draft pass the megakernel's, whose sums have the same order then."""
+    return DRAFT_WARPS if in_draft_pass else min(max(block // 512, 1), 16)
+
+
+@overload
+def rms_norm(
+    x: Product,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centred: bool = False,
+    in_draft_pass: bool = False,
+    for_float8: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: Product,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centred: bool = False,
+    in_draft_pass: bool = False,
+    for_float8: bool,
+) -> Tensor | Float8Pair: ...
+
+
+def rms_norm(
+    x: Product,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centred: bool = False,
+    in_draft_pass: bool = False,
+    for_float8: bool = False,
+) -> Tensor | Float8Pair:
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension. x [..., H], weight [H].
+
+    `zero_centred`: 1 + weight stands for the weight. With `in_draft_pass` the bits are the megakernel's. `for_float8`:
+    its readers are products with weights of eight bits, which take a Float8Pair where that is of use to them. Raises
+    ValueError for shapes, dtypes or devices that do not fit, and for a weight that is not contiguous.
+    """
+    check_rms_norm("rms_norm", x, weight)
+    check_contiguous("rms_norm", weight)
+    out = weight.new_empty(x.shape)
+    pair = _pair_for(x, out, for_float8)
+    _launch_norm(x, weight, eps, None, out, None, zero_centred, in_draft_pass, pair=pair)
+    return out if pair is None else pair
+
+
+def _pair_for(x: Product | SharedRows, out: Tensor, for_float8: bool) -> Float8Pair | None:
+    """Room for the pair of `out`, if somebody reads it and the kernel that adds x up makes it."""
+    wanted = for_float8 and takes_pairs(out) and not isinstance(x, SharedSums | SharedRows)
+    return empty_pair(out.shape, out) if wanted else None
+
+
+def embed_rms_norm(
+    tokens: Tensor,
+    embedding: Tensor | SharedRows,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centred: bool = False,
+    in_draft_pass: bool = False,
+    total: Tensor | None = None,
+    for_float8: bool = False,
+) -> tuple[Tensor | Float8Pair, Tensor]:
+    """(rms_norm(x), x) of x = embedding[max(tokens, 0)], [..., H] each, in one pass.
+
+    tokens [...] int64 below V, which is not noticed; embedding [V, H], weight [H]. `total` [..., H], whose rows may be
+    strided: where x is written. `zero_centred`, `in_draft_pass`, `for_float8`: see rms_norm.
+    """
+    check_embed_rms_norm(tokens, embedding, weight, total)
+    check_contiguous("embed_rms_norm", weight)
+    table = embedding.rows if isinstance(embedding, SharedRows) else embedding
+    if table.stride(1) != 1:
+        raise ValueError(f"embed_rms_norm: the embedding's rows must be contiguous, got strides {table.stride()}")
+    shape = (*tokens.shape, embedding.shape[1])
+    out, total = weight.new_empty(shape), weight.new_empty(shape) if total is None else total
+    pair = _pair_for(embedding, out, for_float8)
+    _launch_norm(embedding, weight, eps, None, out, total, zero_centred, in_draft_pass, tokens, pair)
+    return (out if pair is None else pair), total
+
+
+def add_rms_norm(
+    x: Product,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centred: bool = False,
+    in_draft_pass: bool = False,
+    total: Tensor | None = None,
+    for_float8: bool = False,
+) -> tuple[Tensor | Float8Pair, Tensor]:
+    """(rms_norm(x + residual), x + residual), [..., H] each, in one pass. x, residual [..., H], weight [H].
+
+    `total` [..., H], whose rows may be strided: where the sum is written. `zero_centred`: 1 + weight stands for the
+    weight. With `in_draft_pass` the bits are the megakernel's. `for_float8`: see rms_norm.
+    """
+    check_rms_norm("add_rms_norm", x, weight, residual, total)
+    check_contiguous("add_rms_norm", weight)
+    out, total = weight.new_empty(x.shape), weight.new_empty(x.shape) if total is None else total
+    pair = _pair_for(x, out, for_float8)
+    _launch_norm(x, weight, eps, residual, out, total, zero_centred, in_draft_pass, pair=pair)
+    return (out if pair is None else pair), total
+
+
+def add(x: Product, residual: Tensor | None = None) -> Tensor:
+    """x + residual, or the sum of SplitSums alone, rounded once: [..., H]."""
+    check_add(x, residual)
+    if residual is None and isinstance(x, Tensor):
+        return x
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, None, 0.0, residual, out, None)
+    return out
+
+
+def _launch_norm(
+    x: Product | SharedRows,
+    weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    out: Tensor,
+    total: Tensor | None,
+    zero_centred: bool = False,
+    in_draft_pass: bool = False,
+    tokens: Tensor | None = None,
+    pair: Float8Pair | None = None,
+) -> None:
+    """One program for each row of `out`, which is contiguous, or of x that a token names. `pair`: of `out`, too."""
+    if not out.numel():
+        return
+    size, count = out.shape[-1], out.shape[:-1].numel()
+    residual = None if residual is None else contiguous_rows(residual)
+    part = x.part if isinstance(x, SharedSums) else x.rows if isinstance(x, SharedRows) else x
+    if isinstance(part, SplitSums):
+        rows = part.sums.reshape(-1, count, size)
+        rows = rows if rows.stride(2) == 1 else rows.contiguous()
+        splits, stride_split = rows.shape[0], rows.stride(0)
+    else:
+        rows, splits, stride_split = contiguous_rows(part), 1, 0
+    block = triton.next_power_of_2(size)
+    tokens = None if tokens is None else tokens.contiguous().view(-1)
+    total = None if total is None else total.view(count, size)
+    if isinstance(x, SharedSums | SharedRows):
+        _launch_shared_norm(
+            x.peers, rows, tokens, weight, residual, out.view(count, size), total, stride_split, splits, eps,
+            zero_centred, norm_warps(block, in_draft_pass),
+        )  # fmt: skip
+        return
+    overlapped(_rms_norm_kernel, (count,), out.device)(
+        rows,
+        tokens,
+        weight,
+        residual,
+        out,
+        total,
+        None if pair is None else pair.parts,
+        None if pair is None else pair.scale,
+        count,
+        stride_split,
+        rows.stride(-2),
+        0 if residual is None else residual.stride(0),
+        0 if total is None else total.stride(0),
+        eps,
+        size,
+        block,
+        splits,
+        zero_centred,
+        num_warps=norm_warps(block, in_draft_pass),
+    )
+
+
+def _launch_shared_norm(
+    peers: PeerMemory,
+    rows: Tensor,
+    tokens: Tensor | None,
+    weight: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    total: Tensor | None,
+    stride_split: int,
+    splits: int,
+    eps: float,
+    zero_centred: bool,
+    warps: int,
+) -> None:
+    """`_launch_norm` where ranks exchange parts, in as many launches as their memory asks for. rows [..., n, H]: parts
+    of the rows of `out` [n, H], or with tokens [n] of a table."""
+    count, size = out.shape
+    block = triton.next_power_of_2(size)
+    if not peers.fits(rows):
+        raise ValueError(f"rows of {size} do not fit into the ranks' memory for {peers.row_bytes} bytes of each")
+    for first, last in peers.pieces(count):
+
+        def piece(tensor: Tensor | None, first: int = first, last: int = last) -> Tensor | None:
+            return None if tensor is None else tensor[first:last]
+
+        overlapped(_shared_rms_norm_kernel, (last - first,), out.device)(
+            rows[..., first:last, :] if tokens is None else rows,
+            piece(tokens),
+            rows.shape[-2],
+            weight,
+            piece(residual),
+            piece(out),
+            piece(total),
+            *peers.arguments(rows.element_size()),
+            stride_split,
+            rows.stride(-2),
+            0 if residual is None else residual.stride(0),
+            0 if total is None else total.stride(0),
+            eps,
+            size,
+            block,
+            splits,
+            peers.size,
+            peers.sends(last - first, size) and block >= LEAST_SENT * warps,
+            zero_centred,
+            num_warps=warps,
+        )

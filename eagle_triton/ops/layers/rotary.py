@@ -1,0 +1,390 @@
+"""Rotary embedding, with the append to the cache."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.kv_cache import page_rows, row_offset
+from eagle_triton.ops.layers.norms import before_weight, load_weight
+from eagle_triton.ops.layers.values import load_sum, rounded
+from eagle_triton.reference.attention import capacity_of
+from eagle_triton.reference.layers import check_rotary_append
+from eagle_triton.runtime.overlap import await_inputs, overlapped
+from eagle_triton.runtime.split_sums import SplitSums, total_of
+
+
+@triton.jit
+def cos_sin(angle):
+    """Cosine and sine of fp32 angles of any size: fp64 reduction to [-pi/4, pi/4], then Taylor series to fp32."""
+    turns = angle.to(tl.float64) * 0.15915494309189535
+    quarters = (turns - tl.floor(turns)) * 4.0
+    quarter = tl.floor(quarters + 0.5)
+    x = ((quarters - quarter) * 1.5707963267948966).to(tl.float32)
+    quarter = quarter.to(tl.int32)
+    y = x * x
+    sin = x * (1.0 + y * (-1.0 / 6 + y * (1.0 / 120 + y * (-1.0 / 5040 + y * (1.0 / 362880)))))
+    cos = 1.0 + y * (-0.5 + y * (1.0 / 24 + y * (-1.0 / 720 + y * (1.0 / 40320 + y * (-1.0 / 3628800)))))
+    odd = quarter % 2 == 1
+    sin, cos = tl.where(odd, cos, sin), tl.where(odd, sin, cos)
+    return tl.where((quarter == 1) | (quarter == 2), -cos, cos), tl.where((quarter == 2) | (quarter == 3), -sin, sin)
+
+
+@triton.jit
+def rotate_heads(
+    x_ptr,
+    norm_ptr,
+    heads,
+    head_limit,
+    stride_s,
+    stride_h,
+    cos,
+    sin,
+    eps,
+    half: tl.constexpr,
+    HALF: tl.constexpr,
+    rest: tl.constexpr,
+    REST: tl.constexpr,
+    HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Heads heads .. heads + HEADS of one row, normed where `norm_ptr` is given, their first 2 half elements rotated.
+
+    Returns both halves, [HEADS, HALF] each, and the rest [HEADS, REST], for which the first half stands if rest is 0.
+    """
+    offs_h = heads + tl.arange(0, HEADS)
+    offs_d = tl.arange(0, HALF)
+    mask = (offs_h < head_limit)[:, None] & (offs_d < half)[None, :]
+    ptrs = x_ptr + offs_h[:, None] * stride_h + offs_d[None, :]
+    first = rounded(load_sum(ptrs, stride_s, mask, SPLITS), KIND)
+    second = rounded(load_sum(ptrs + half, stride_s, mask, SPLITS), KIND)
+    third = first
+    if rest > 0:
+        offs_r = tl.arange(0, REST)
+        mask = (offs_h < head_limit)[:, None] & (offs_r < rest)[None, :]
+        ptrs = x_ptr + offs_h[:, None] * stride_h + 2 * half + offs_r[None, :]
+        third = rounded(load_sum(ptrs, stride_s, mask, SPLITS), KIND)
+    if norm_ptr is not None:
+        square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        if rest > 0:
+            square += tl.sum(third * third, axis=1)
+        scale = tl.rsqrt(square / (2 * half + rest) + eps)[:, None]
+        weight = load_weight(norm_ptr + offs_d, offs_d < half, ZERO_CENTRED)[None, :]
+        first = rounded(before_weight(first * scale, KIND, ZERO_CENTRED) * weight, KIND)
+        weight = load_weight(norm_ptr + half + offs_d, offs_d < half, ZERO_CENTRED)[None, :]
+        second = rounded(before_weight(second * scale, KIND, ZERO_CENTRED) * weight, KIND)
+        if rest > 0:
+            weight = load_weight(norm_ptr + 2 * half + offs_r, offs_r < rest, ZERO_CENTRED)[None, :]
+            third = rounded(before_weight(third * scale, KIND, ZERO_CENTRED) * weight, KIND)
+    left = rounded(first * cos, KIND) - rounded(second * sin, KIND)
+    return left, rounded(second * cos, KIND) + rounded(first * sin, KIND), third
+
+
+@triton.jit
+def rotary_append_head(
+    node,
+    head,
+    batch,
+    position,
+    row,
+    row_offset,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cache_ptr,
+    inv_freq_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    out_ptr,
+    stride_s,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_cs,
+    stride_ch,
+    num_nodes,
+    capacity,
+    scaling,
+    eps,
+    num_kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    half: tl.constexpr,
+    HALF: tl.constexpr,
+    rest: tl.constexpr,
+    REST: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+):
+    """Rotate the query heads of one group and its key, and append key and value at `row` of the cache.
+
+    `head` and `batch` are int64; q, k and v are those of node `node` of sequence `batch`. In the cache, whose rows are
+    contiguous, `row_offset` is where the row of its first key head lies. Of a head's 2 half + rest elements the last
+    `rest` do not turn.
+    """
+    dim: tl.constexpr = 2 * half + rest
+    offs_d = tl.arange(0, HALF)
+    in_half = offs_d < half
+    inv_freq = tl.load(inv_freq_ptr + offs_d, mask=in_half, other=0.0).to(tl.float32)
+    cos, sin = cos_sin(position.to(tl.float32) * inv_freq)
+    kind: tl.constexpr = out_ptr.dtype.element_ty
+    cos, sin = rounded(cos * scaling, kind)[None, :], rounded(sin * scaling, kind)[None, :]
+
+    first, second, third = rotate_heads(
+        q_ptr + batch * stride_qb + node * stride_qn + head * group * stride_qh,
+        q_norm_ptr,
+        0,
+        group,
+        stride_s,
+        stride_qh,
+        cos,
+        sin,
+        eps,
+        half,
+        HALF,
+        rest,
+        REST,
+        GROUP,
+        SPLITS,
+        ZERO_CENTRED,
+        kind,
+    )
+    offs_g = tl.arange(0, GROUP)
+    mask = (offs_g < group)[:, None] & in_half[None, :]
+    out = out_ptr + ((batch * num_nodes + node) * num_kv_heads + head) * (group * dim)
+    if rest > 0:
+        offs_r = tl.arange(0, REST)
+        in_rest = offs_r < rest
+        out_rest = out + offs_g[:, None] * dim + 2 * half + offs_r[None, :]
+        tl.store(out_rest, third.to(out_ptr.dtype.element_ty), mask=(offs_g < group)[:, None] & in_rest[None, :])
+    out += offs_g[:, None] * dim + offs_d[None, :]
+    tl.store(out, first.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + half, second.to(out_ptr.dtype.element_ty), mask=mask)
+
+    fits = (row >= 0) & (row < capacity)
+    key_first, key_second, key_third = rotate_heads(
+        k_ptr + batch * stride_kb + node * stride_kn,
+        k_norm_ptr,
+        head,
+        num_kv_heads,
+        stride_s,
+        stride_kh,
+        cos,
+        sin,
+        eps,
+        half,
+        HALF,
+        rest,
+        REST,
+        1,
+        SPLITS,
+        ZERO_CENTRED,
+        kind,
+    )
+    mask = in_half[None, :] & fits
+    stored = cache_ptr.dtype.element_ty
+    key = cache_ptr + row_offset + head * stride_ch + offs_d[None, :]
+    tl.store(key, key_first.to(stored), mask=mask)
+    tl.store(key + half, key_second.to(stored), mask=mask)
+    value = v_ptr + batch * stride_vb + node * stride_vn + head * stride_vh + offs_d[None, :]
+    tl.store(key + stride_cs, load_sum(value, stride_s, mask, SPLITS).to(stored), mask=mask)
+    tl.store(key + stride_cs + half, load_sum(value + half, stride_s, mask, SPLITS).to(stored), mask=mask)
+    if rest > 0:
+        mask = in_rest[None, :] & fits
+        key = cache_ptr + row_offset + head * stride_ch + 2 * half + offs_r[None, :]
+        tl.store(key, key_third.to(stored), mask=mask)
+        value = v_ptr + batch * stride_vb + node * stride_vn + head * stride_vh + 2 * half + offs_r[None, :]
+        tl.store(key + stride_cs, load_sum(value, stride_s, mask, SPLITS).to(stored), mask=mask)
+
+
+_UNALIGNED = ["table_ptr", "first_row_ptr", "depths_ptr", "stride_tb", "stride_fb", "stride_db", "num_nodes"]
+
+
+@triton.jit(do_not_specialize=["skip"], do_not_specialize_on_alignment=_UNALIGNED)
+def _rotary_append_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cache_ptr,
+    table_ptr,
+    first_row_ptr,
+    depths_ptr,
+    inv_freq_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    out_ptr,
+    stride_s,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_cs,
+    stride_cb,
+    stride_ch,
+    stride_ct,
+    stride_tb,
+    stride_fb,
+    stride_db,
+    stride_dn,
+    skip,
+    num_nodes,
+    capacity,
+    scaling,
+    eps,
+    PAGE: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    half: tl.constexpr,
+    HALF: tl.constexpr,
+    rest: tl.constexpr,
+    REST: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (N, Hkv, B): one program makes one head of one node."""
+    await_inputs(PDL)
+    node, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    first_row = tl.load(first_row_ptr + batch * stride_fb)
+    position = first_row + skip + node
+    row = position.to(tl.int64)
+    if depths_ptr is not None:
+        position = first_row + tl.load(depths_ptr + batch * stride_db + node * stride_dn)
+    fits = (row >= 0) & (row < capacity)
+    rotary_append_head(
+        node,
+        head,
+        batch,
+        position,
+        row,
+        row_offset(table_ptr, batch, row, fits, stride_tb, stride_cb, stride_ct, PAGE),
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        cache_ptr,
+        inv_freq_ptr,
+        q_norm_ptr,
+        k_norm_ptr,
+        out_ptr,
+        stride_s,
+        stride_qb,
+        stride_qn,
+        stride_qh,
+        stride_kb,
+        stride_kn,
+        stride_kh,
+        stride_vb,
+        stride_vn,
+        stride_vh,
+        stride_cs,
+        stride_ch,
+        num_nodes,
+        capacity,
+        scaling,
+        eps,
+        num_kv_heads,
+        group,
+        half,
+        HALF,
+        rest,
+        REST,
+        GROUP,
+        SPLITS,
+        ZERO_CENTRED,
+    )
+
+
+def rotary_append(
+    q: Tensor | SplitSums,
+    k: Tensor | SplitSums,
+    v: Tensor | SplitSums,
+    cache: Tensor,
+    first_row: Tensor,
+    depths: Tensor | None,
+    inv_freq: Tensor,
+    *,
+    skip: int = 0,
+    attention_scaling: float = 1.0,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    zero_centred: bool = False,
+    table: Tensor | None = None,
+) -> Tensor:
+    """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
+
+    q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d], of which N rows are written in place, `skip` behind
+    first_row [B] int32; positions are first_row + depths [B, N] int32, without depths those of the rows; inv_freq
+    [r / 2] fp32 turns a head's first r elements; cos and sin times attention_scaling; q_norm, k_norm [d], see rms_norm
+    for `zero_centred`; table: of a cache in pages, see tree_attention. Rows beyond the capacity T are not written.
+    """
+    check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table)
+    batch, count, heads, dim = q.shape
+    num_kv_heads = k.shape[2]
+    group = heads // num_kv_heads
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    sums = [x.sums for x in (q, k, v) if isinstance(x, SplitSums)]
+    splits, stride_split = 1, 0
+    if len(sums) == 3 and len({(len(x), x.stride(0)) for x in sums}) == 1:
+        splits, stride_split = len(sums[0]), sums[0].stride(0)
+        heads_of = [x[0] for x in sums]
+    else:
+        heads_of = [total_of(x) for x in (q, k, v)]
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in heads_of)
+    half = len(inv_freq)
+    rest = dim - 2 * half
+    if out.numel():
+        overlapped(_rotary_append_kernel, (count, num_kv_heads, batch), out.device)(
+            q,
+            k,
+            v,
+            cache,
+            table,
+            first_row,
+            depths,
+            inv_freq.contiguous(),
+            None if q_norm is None else q_norm.contiguous(),
+            None if k_norm is None else k_norm.contiguous(),
+            out,
+            stride_split,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *cache.stride()[:4],
+            0 if table is None else table.stride(0),
+            first_row.stride(0),
+            *((0, 0) if depths is None else depths.stride()),
+            skip,
+            count,
+            capacity_of(cache, table),
+            attention_scaling,
+            eps,
+            page_rows(cache, table),
+            num_kv_heads,
+            group,
+            half,
+            triton.next_power_of_2(half),
+            rest,
+            triton.next_power_of_2(rest),
+            triton.next_power_of_2(group),
+            splits,
+            zero_centred,
+            num_warps=1,
+        )
+    return out

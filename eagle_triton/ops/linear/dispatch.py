@@ -1,0 +1,285 @@
+"""The products' launchers: they check, choose how a product is made, and have it made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle_triton.ops.layers import swiglu
+from eagle_triton.ops.layers.values import contiguous_rows
+from eagle_triton.ops.linear import few_rows as small
+from eagle_triton.ops.linear import fp8 as float8
+from eagle_triton.ops.linear.settings import (
+    MAX_ROWS,
+    MOST_STREAMED,
+    MOST_WIDE,
+    STACKED,
+    WIDE_TILE,
+    Settings,
+    Streaming,
+    Wide,
+    can_stream,
+    has_descriptors,
+    launch_settings,
+    multiprocessors_of,
+)
+from eagle_triton.reference.linear import check_product
+from eagle_triton.runtime.fallback import gluon_module
+from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
+from eagle_triton.runtime.float8_weight import Float8Weight
+from eagle_triton.runtime.split_sums import SplitSums, total_of
+
+
+def linear(
+    x: Tensor | Float8Pair,
+    weight: Tensor | Float8Weight,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    keep_splits: bool = False,
+    launch_rows: int | None = None,
+    settings: Settings | Streaming | Wide | None = None,
+) -> Tensor | SplitSums:
+    """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
+
+    `keep_splits`: the caller takes SplitSums too, and there is no residual. `launch_rows`: choose the launch settings
+    for that many rows, up to 64, so that passes of different widths share them; those of weights of eight bits do by
+    themselves.
+    `settings` overrides that choice. Raises ValueError on shapes, dtypes, strides or devices that do not fit, and on
+    Streaming or Wide settings that cannot be.
+    """
+    check_product("linear", x, (weight,), (bias,), residual, keep_splits=keep_splits)
+    if isinstance(weight, Float8Weight):
+        return float8.linear(x, weight, bias, residual, keep_splits=keep_splits, settings=_of_float8(settings))
+    x = whole_of(x)
+    settings = settings or _choose(x, (weight,), launch_rows, keep_splits, residual)
+    if settings is None:
+        out = F.linear(x, weight, bias)
+        return out if residual is None else residual + out
+    return _multiply("linear", x, [weight], [bias], residual, keep_splits, launch_rows is not None, settings)
+
+
+def linear_stack(
+    x: Tensor | Float8Pair,
+    weights: Sequence[Tensor | Float8Weight],
+    biases: Sequence[Tensor | None],
+    *,
+    keep_splits: bool = False,
+    launch_rows: int | None = None,
+    settings: Settings | Streaming | Wide | None = None,
+) -> tuple[Tensor | SplitSums, ...]:
+    """Several products of the same rows, e.g. q, k and v, four to a launch. x [..., K], weights [Ni, K].
+
+    Returns one [..., Ni] each: views of one tensor, side by side in its last dimension. Options as for `linear`.
+    """
+    check_product("linear_stack", x, weights, biases, None)
+    narrow = [weight for weight in weights if isinstance(weight, Float8Weight)]
+    if len(narrow) == len(weights):
+        return float8.linear_stack(x, narrow, biases, keep_splits=keep_splits, settings=_of_float8(settings))
+    if narrow:
+        _refuse_mixed(settings)
+        options: dict[str, Any] = {"keep_splits": keep_splits, "launch_rows": launch_rows}
+        return tuple(linear(x, weight, bias, **options) for weight, bias in zip(weights, biases, strict=True))
+    x, plain = whole_of(x), [weight for weight in weights if isinstance(weight, Tensor)]
+    settings = settings or _choose(x, plain, launch_rows, keep_splits)
+    if settings is None:
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(plain, biases, strict=True))
+    outs: list[Tensor | SplitSums] = []
+    for i in range(0, len(plain), STACKED):
+        some = plain[i : i + STACKED]
+        out = _multiply(
+            "linear_stack",
+            x,
+            some,
+            list(biases[i : i + STACKED]),
+            None,
+            keep_splits,
+            launch_rows is not None,
+            settings,
+        )
+        cols = [weight.shape[0] for weight in some]
+        if isinstance(out, SplitSums):
+            outs += [SplitSums(sums, out.dtype) for sums in out.sums.split(cols, dim=-1)]
+        else:
+            outs += out.split(cols, dim=-1)
+    return tuple(outs)
+
+
+def linear_swiglu(
+    x: Tensor | Float8Pair,
+    gate: Tensor | Float8Weight,
+    up: Tensor | Float8Weight,
+    *,
+    launch_rows: int | None = None,
+    for_float8: bool = False,
+    settings: Settings | Streaming | Wide | None = None,
+) -> Tensor | Float8Pair:
+    """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I].
+
+    `for_float8`: its reader is a product with weights of eight bits: see layers.rms_norm.
+    """
+    check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
+    if isinstance(gate, Float8Weight) and isinstance(up, Float8Weight):
+        return float8.linear_swiglu(x, gate, up, for_float8=for_float8, settings=_of_float8(settings))
+    if isinstance(gate, Float8Weight) or isinstance(up, Float8Weight):
+        _refuse_mixed(settings)
+        return swiglu(total_of(linear(x, gate)), total_of(linear(x, up)))
+    x = whole_of(x)
+    settings = settings or _choose(x, (gate, up), launch_rows, fused=True)
+    if settings is None:
+        return swiglu(F.linear(x, gate), F.linear(x, up))
+    matrix = _matrix("linear_swiglu", x, (gate, up))
+    out = x.new_empty(len(matrix), len(gate))
+    if not out.numel():
+        pass
+    elif isinstance(settings, Settings):
+        small.linear_swiglu(matrix, gate, up, out, settings)
+    elif isinstance(settings, Wide):
+        raise ValueError(f"linear_swiglu: there are no wide products of gate and up, got {settings}")
+    else:
+        _check_streaming("linear_swiglu", matrix, (gate, up), settings, None, False)
+        _streamed().linear_swiglu(matrix, gate, up, out, settings)
+    return out.view(*x.shape[:-1], len(gate))
+
+
+def _of_float8(settings: Settings | Streaming | Wide | None) -> Streaming | None:
+    if isinstance(settings, (Settings, Wide)):
+        raise ValueError(f"weights of eight bits take Streaming settings, or none, got {settings}")
+    return settings
+
+
+def _refuse_mixed(settings: Settings | Streaming | Wide | None) -> None:
+    if settings is not None:
+        raise ValueError(f"settings are for weights of one kind, not of eight bits beside others, got {settings}")
+
+
+def _multiply(
+    name: str,
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    residual: Tensor | None,
+    keep_splits: bool,
+    in_draft_pass: bool,
+    settings: Settings | Streaming | Wide,
+) -> Tensor | SplitSums:
+    """One launch for up to STACKED weights: [..., N of all weights]."""
+    matrix = _matrix(name, x, weights)
+    rows = len(matrix)
+    cols = [weight.shape[0] for weight in weights]
+    splits = 1 if isinstance(settings, Wide) else settings.splits
+    keep_splits = keep_splits and not isinstance(settings, Wide) and (splits > 1 or in_draft_pass)
+    shape = (*x.shape[:-1], sum(cols))
+    if keep_splits:
+        out = x.new_empty(splits, rows, shape[-1], dtype=torch.float32)
+    else:
+        out = x.new_empty(rows, shape[-1])
+    if residual is not None:
+        residual = residual.reshape(out.shape)
+        residual = residual if residual.stride(1) == 1 else residual.contiguous()
+    if len(weights) == 2:  # the kernels know one, three or four
+        weights, biases, cols = [*weights, weights[1]], [*biases, biases[1]], [*cols, 0]
+    if any(bias is not None for bias in biases):
+        biases = [x.new_zeros(n) if b is None else b.contiguous() for n, b in zip(cols, biases, strict=True)]
+    if not out.numel():
+        pass
+    elif isinstance(settings, Settings):
+        small.linear(matrix, weights, cols, biases, residual, out, settings, keep_splits)
+    elif isinstance(settings, Wide):
+        _check_wide(name, matrix, weights, residual)
+        _wide().linear(matrix, weights, cols, biases, out, settings)
+    else:
+        _check_streaming(name, matrix, weights, settings, residual, keep_splits)
+        _streamed().linear(matrix, weights, cols, biases, out, settings)
+    return SplitSums(out.view(-1, *shape), x.dtype) if keep_splits else out.view(shape)
+
+
+def _choose(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    launch_rows: int | None,
+    keep_splits: bool = False,
+    residual: Tensor | None = None,
+    fused: bool = False,
+) -> Settings | Streaming | Wide | None:
+    """How a product is launched, None: by cuBLAS. Streaming up to 64 rows does not change a bit.
+
+    Splits of K follow from `launch_rows`, if they are more than there are, tiles from the rows that there are, and so
+    does whether these are many enough for wide.py. More than MAX_ROWS `launch_rows` of 16 bits are as none: of so many
+    no pass has another's bits.
+    """
+    matrix = contiguous_rows(x)
+    if launch_rows is not None and launch_rows > MAX_ROWS and x.dtype.itemsize == 2:
+        launch_rows = None
+    rows, depth = max(launch_rows or 0, len(matrix)), x.shape[-1]
+    cols = tuple(weight.shape[0] for weight in weights)
+    settings = launch_settings(x.device, x.dtype, rows, cols, depth, fused, launch_rows is not None)
+    streaming = _streamed() if residual is None and can_stream([matrix, *weights]) else None
+    if settings is None:
+        if streaming is None:
+            return None
+        wide = _wide().settings_for(len(matrix), cols, depth, multiprocessors_of(x.device))
+        if wide is not None:
+            return wide
+        many = streaming.many_rows_settings(rows, cols, depth, fused)
+        if many is None or (many.splits > 1 and not keep_splits):
+            return None
+        tile = (many.block_n, many.block_k, many.splits)
+        return streaming.settings_for(len(matrix), cols, depth, *tile, fused) or many
+    if launch_rows and not keep_splits:
+        settings = settings._replace(splits=1)  # the megakernel has no last program of a tile
+    if streaming is None or (settings.splits > 1 and not keep_splits):
+        return settings
+    tile = (settings.block_n, settings.block_k, settings.splits)
+    return streaming.settings_for(len(matrix), cols, depth, *tile, fused) or settings
+
+
+def _streamed() -> Any:
+    return gluon_module("eagle_triton.ops.linear.hopper")
+
+
+def _wide() -> Any:
+    return gluon_module("eagle_triton.ops.linear.hopper_many_rows")
+
+
+def _matrix(name: str, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """x as [rows, K] with contiguous rows. Weights whose rows are not contiguous are refused: they are not copied."""
+    for weight in weights:
+        if weight.stride(1) != 1 and weight.shape[1] > 1:
+            raise ValueError(f"{name}: the rows of a weight must be contiguous, got strides {weight.stride()}")
+    return contiguous_rows(x)
+
+
+def _check_streaming(
+    name: str,
+    matrix: Tensor,
+    weights: Sequence[Tensor],
+    settings: Streaming,
+    residual: Tensor | None,
+    keep_splits: bool,
+) -> None:
+    if residual is not None or (settings.splits > 1 and not keep_splits):
+        raise ValueError(f"{name}: streamed products take no residual and leave split sums to the reader (keep_splits)")
+    if not has_descriptors([matrix, *weights]) or len(matrix) > MOST_STREAMED:
+        raise ValueError(
+            f"{name}: streamed products need a Hopper GPU, 16 bits, rows aligned to 16 bytes, and at most "
+            f"{MOST_STREAMED} of them, got {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
+        )
+
+
+def _check_wide(name: str, matrix: Tensor, weights: Sequence[Tensor], residual: Tensor | None) -> None:
+    cols = [len(weight) for weight in weights]
+    if residual is not None or len(weights) != 3 or any(n % WIDE_TILE for n in cols):
+        raise ValueError(
+            f"{name}: wide products are a stack of two or three, without a residual, with columns that are multiples "
+            f"of {WIDE_TILE}, got {cols}"
+        )
+    if not can_stream([matrix, *weights]) or not WIDE_TILE < len(matrix) <= MOST_WIDE:
+        raise ValueError(
+            f"{name}: wide products need a Hopper GPU, 16 bits, rows aligned to 16 bytes, and {WIDE_TILE + 1} to "
+            f"{MOST_WIDE} of them, got {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
+        )

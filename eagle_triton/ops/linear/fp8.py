@@ -1,0 +1,409 @@
+"""Products with weights of eight bits and their scales (Float8Weight), of which no copy is kept.
+
+On Hopper, up to 64 rows of bf16 become pairs of e4m3 numbers (Float8Pair says what they keep of x), which the tensor
+cores multiply with the weights as they lie (`paired_float8.py`); more rows, and those of fp16, are multiplied with
+weights that have become numbers of 16 bits, exactly, but for scales of blocks, which are multiplied into them
+(`streamed_float8.py`). Else scales are fp32 and stay out of the products. Elsewhere the kernel of this file makes them,
+which converts by shifts and so needs no device that knows e4m3. More than MOST_CONVERTED rows of 16 bits are cuBLAS's,
+with a copy of the weight in 16 bits that lives as long as the product: rounded once more. `products.py` takes the
+calls.
+
+| name   | shape                           | dtype, layout                                                 |
+|--------|---------------------------------|---------------------------------------------------------------|
+| x      | [rows, K]                       | fp16, bf16 or fp32; a row is contiguous                       |
+| values | [N, K]                          | e4m3 as uint8; a row is contiguous                            |
+| scale  | [N or 1, 1], [N / 128, K / 128] | fp32 or bf16                                                  |
+| bias   | [N]                             | as x                                                          |
+| out    | [rows, N], [splits, rows, N]    | as x; fp32 if the splits' sums stay apart                     |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.ops.layers import float8_pair, swiglu
+from eagle_triton.ops.layers.fp8_pair_rows import empty_pair
+from eagle_triton.ops.layers.values import contiguous_rows
+from eagle_triton.ops.linear.settings import MOST_STREAMED, STACKED, Streaming, compute_capability, has_descriptors
+from eagle_triton.runtime.fallback import gluon_module
+from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs, whole_of
+from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
+from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.split_sums import SplitSums, total_of
+
+MOST_CONVERTED = 2048  # rows of a product that Hopper's kernels make
+_PROGRAMS = 112  # enough of them to load every multiprocessor
+_BIASES = tl.constexpr(2.0**120)  # what lies between the exponents' biases of e4m3 and fp32
+
+
+class Portable(NamedTuple):
+    """How a product is launched without Gluon: tiles of [block_n, block_k] of the weights, and `splits` of K."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _converted(values):
+    """e4m3 numbers, seeeemmm to a byte, as fp32, exactly: their bits where fp32 has them, times 2 ** 120."""
+    bits = values.to(tl.int32)
+    wide = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+    return wide.to(tl.float32, bitcast=True) * _BIASES
+
+
+@triton.jit
+def _linear_kernel(
+    x_ptr,
+    values_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    rows,
+    cols,
+    depth,
+    stride_xm,
+    stride_wn,
+    stride_sn,
+    stride_sk,
+    stride_om,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """Grid (column tiles, splits, row tiles): a program makes one split of one tile of the product.
+
+    stride_sn: of the scales from row to row, or block to block, 0 if one is for all. The bias goes with the first
+    split.
+    """
+    col, split, row = tl.program_id(0) * BLOCK_N, tl.program_id(1), tl.program_id(2) * BLOCK_M
+    offs_n = col + tl.arange(0, BLOCK_N)
+    offs_m = row + tl.arange(0, BLOCK_M)
+    of_weights = tl.minimum(offs_n, cols - 1).to(tl.int64)
+    of_x = tl.minimum(offs_m, rows - 1).to(tl.int64)
+    steps = tl.cdiv(depth, BLOCK_K)
+    per_split = tl.cdiv(steps, SPLITS)
+    first = split * per_split
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for step in range(first, tl.minimum(first + per_split, steps)):
+        k = step * BLOCK_K
+        offs_k = k + tl.arange(0, BLOCK_K)
+        within = None if EVEN_K else (offs_k < depth)[None, :]
+        values = tl.load(
+            values_ptr + of_weights[:, None] * stride_wn + offs_k[None, :],
+            mask=within,
+            other=None if EVEN_K else 0,
+        )
+        x = tl.load(x_ptr + of_x[:, None] * stride_xm + offs_k[None, :], mask=within, other=None if EVEN_K else 0.0)
+        w = _converted(values).to(x.dtype)
+        if IN_BLOCKS:
+            scale = tl.load(scale_ptr + of_weights // 128 * stride_sn + k // 128 * stride_sk).to(tl.float32)
+            acc += tl.dot(w, x.T, input_precision="ieee") * scale[:, None]
+        else:
+            acc = tl.dot(w, x.T, acc, input_precision="ieee")
+    if not IN_BLOCKS:
+        acc *= tl.load(scale_ptr + of_weights * stride_sn).to(tl.float32)[:, None]
+    if bias_ptr is not None:
+        of_bias = tl.where(split == 0, cols, 0)
+        acc += tl.load(bias_ptr + offs_n, mask=offs_n < of_bias, other=0.0).to(tl.float32)[:, None]
+    out_ptr += split.to(tl.int64) * rows * stride_om
+    mask = (offs_m < rows)[:, None] & (offs_n < cols)[None, :]
+    out = out_ptr + offs_m.to(tl.int64)[:, None] * stride_om + offs_n[None, :]
+    tl.store(out, acc.T.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _dequantise_kernel(
+    values_ptr,
+    scale_ptr,
+    out_ptr,
+    cols,
+    depth,
+    stride_wn,
+    stride_sn,
+    stride_sk,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
+):
+    """Grid (row tiles, column tiles) of a weight: a program makes one."""
+    row, k = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_K
+    offs_n, offs_k = (row + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None], k + tl.arange(0, BLOCK_K)[None, :]
+    mask = (offs_n < cols) & (offs_k < depth)
+    values = tl.load(values_ptr + offs_n * stride_wn + offs_k, mask=mask, other=0)
+    if IN_BLOCKS:
+        scale_ptr += offs_n // 128 * stride_sn + offs_k // 128 * stride_sk
+    else:
+        scale_ptr += offs_n * stride_sn
+    scale = tl.load(scale_ptr, mask=mask if IN_BLOCKS else offs_n < cols, other=0.0).to(tl.float32)
+    out = _converted(values) * scale
+    tl.store(out_ptr + offs_n * depth + offs_k, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def dequantise(weight: Float8Weight, dtype: torch.dtype) -> Tensor:
+    """The weight itself, [N, K] of this dtype, rounded once."""
+    cols, depth = weight.shape
+    values, scale = weight.values.view(torch.uint8), weight.scale
+    out = torch.empty(cols, depth, dtype=dtype, device=weight.device)
+    launch(_dequantise_kernel, (triton.cdiv(cols, 16), triton.cdiv(depth, 512)))(
+        values,
+        scale,
+        out,
+        cols,
+        depth,
+        values.stride(0),
+        scale.stride(0) if len(scale) > 1 else 0,
+        scale.stride(1) if weight.in_blocks else 0,
+        16,
+        512,
+        weight.in_blocks,
+        num_warps=8,
+        **EXACT,
+    )
+    return out
+
+
+def linear(
+    x: Tensor | Float8Pair,
+    weight: Float8Weight,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    keep_splits: bool = False,
+    settings: Streaming | None = None,
+) -> Tensor | SplitSums:
+    """x @ weight.T (+ bias) (+ residual), as products.linear, which has checked all."""
+    (out,) = linear_stack(x, [weight], [bias], keep_splits=keep_splits and residual is None, settings=settings)
+    return out if residual is None else residual + total_of(out)
+
+
+def linear_stack(
+    x: Tensor | Float8Pair,
+    weights: Sequence[Float8Weight],
+    biases: Sequence[Tensor | None],
+    *,
+    keep_splits: bool = False,
+    settings: Streaming | None = None,
+) -> tuple[Tensor | SplitSums, ...]:
+    """Products of the same rows, as products.linear_stack, which has checked all; on Hopper four to a launch."""
+    lead = x.shape[:-1]
+    rows = _rows(x, weights)
+    _check_settings(rows, weights, settings, keep_splits)
+    outs: list[Tensor | SplitSums] = []
+    for some, some_biases in _launches(rows, weights, biases):
+        cols = [len(weight) for weight in some]
+        out = _multiply(rows, some, some_biases, cols, keep_splits, settings)
+        parts = zip(out.split(cols, dim=-1), cols, strict=True)
+        if out.dim() == 3:
+            outs += [SplitSums(sums.view(len(sums), *lead, n), x.dtype) for sums, n in parts]
+        else:
+            outs += [part.view(*lead, n) for part, n in parts]
+    return tuple(outs)
+
+
+def linear_swiglu(
+    x: Tensor | Float8Pair,
+    gate: Float8Weight,
+    up: Float8Weight,
+    *,
+    for_float8: bool = False,
+    settings: Streaming | None = None,
+) -> Tensor | Float8Pair:
+    """silu(x @ gate.T) * (x @ up.T), as products.linear_swiglu, which has checked all."""
+    rows, cols = _rows(x, (gate, up)), len(gate)
+    _check_settings(rows, (gate, up), settings, True)
+    if isinstance(rows, Tensor) or not _are_alike((gate, up)):
+        gated, raised = linear_stack(x, (gate, up), (None, None), settings=settings)
+        return swiglu(total_of(gated), total_of(raised))
+    paired = _paired()
+    settings = settings or paired.settings_for(rows.rows, (cols, cols), x.shape[-1], True)
+    out = torch.empty(*x.shape[:-1], cols, dtype=x.dtype, device=x.device)
+    pair = empty_pair(out.shape, out) if for_float8 and takes_pairs(out) and settings.block_n == GROUP else None
+    if out.numel():
+        paired.linear_swiglu(rows, gate, up, out if pair is None else pair, settings)
+    return out if pair is None else pair
+
+
+def _rows(x: Tensor | Float8Pair, weights: Sequence[Float8Weight]) -> Tensor | Float8Pair:
+    """What the kernel for these weights reads of x: [rows, K], or a pair."""
+    paired = _have_descriptors(weights) and (isinstance(x, Float8Pair) or takes_pairs(x)) and _paired() is not None
+    if not paired:
+        return contiguous_rows(whole_of(x))
+    return x if isinstance(x, Float8Pair) else float8_pair(x)
+
+
+def _launches(
+    rows: Tensor | Float8Pair, weights: Sequence[Float8Weight], biases: Sequence[Tensor | None]
+) -> list[tuple[list[Float8Weight], list[Tensor | None]]]:
+    """Weights and biases of each launch: four on Hopper, if all have the same kind of scale, else one."""
+    if isinstance(rows, Float8Pair):
+        several = _are_alike(weights)
+    else:
+        several = not _is_wide(rows, weights) and _streamed_for(rows, weights) is not None
+    some = STACKED if several else 1
+    return [(list(weights[i : i + some]), list(biases[i : i + some])) for i in range(0, len(weights), some)]
+
+
+def _multiply(
+    rows: Tensor | Float8Pair,
+    weights: list[Float8Weight],
+    biases: list[Tensor | None],
+    cols: list[int],
+    keep_splits: bool,
+    settings: Streaming | None,
+) -> Tensor:
+    """One launch: [rows, N of all weights], or fp32 [splits, rows, N of all weights]."""
+    count, depth = rows.shape[:-1].numel(), rows.shape[-1]
+    if isinstance(rows, Float8Pair):
+        module = _paired()
+        settings = settings or module.settings_for(count, tuple(cols), depth, False)
+    elif _is_wide(rows, weights):
+        return F.linear(rows, dequantise(weights[0], rows.dtype), biases[0])
+    else:
+        module = _streamed_for(rows, weights)
+        if module is None:
+            portable = portable_settings(count, len(weights[0]), depth, keep_splits)
+            out = _room(rows, cols, portable.splits)
+            if out.numel():
+                _launch_portable(rows, weights[0], biases[0], out, portable)
+            return out
+        settings = settings or module.settings_for(count, tuple(cols), depth, weights[0].in_blocks)
+    if not keep_splits:
+        settings = settings._replace(splits=1)
+    out = _room(rows, cols, settings.splits)
+    if len(weights) == 2:  # the kernels know one, three or four
+        weights, biases, cols = [*weights, weights[1]], [*biases, biases[1]], [*cols, 0]
+    if any(bias is not None for bias in biases):
+        biases = [
+            out.new_zeros(n, dtype=rows.dtype) if b is None else b.contiguous()
+            for n, b in zip(cols, biases, strict=True)
+        ]
+    if out.numel():
+        module.linear(rows, weights, cols, biases, out, settings)
+    return out
+
+
+def _room(rows: Tensor | Float8Pair, cols: list[int], splits: int) -> Tensor:
+    count = rows.shape[:-1].numel()
+    if splits > 1:
+        return torch.empty(splits, count, sum(cols), dtype=torch.float32, device=rows.device)
+    return torch.empty(count, sum(cols), dtype=rows.dtype, device=rows.device)
+
+
+def portable_settings(rows: int, cols: int, depth: int, keep_splits: bool) -> Portable:
+    """Settings where Gluon's kernels do not run; unmeasured, and small enough for any device."""
+    block_m = min(max(16, triton.next_power_of_2(rows)), 64)
+    tiles, splits = triton.cdiv(cols, 64), 1
+    while keep_splits and splits < 8 and tiles * splits < _PROGRAMS and depth >= 8 * splits * BLOCK:
+        splits *= 2
+    return Portable(block_m, 64, 64, splits, 4, 3)
+
+
+def _launch_portable(
+    matrix: Tensor, weight: Float8Weight, bias: Tensor | None, out: Tensor, settings: Portable
+) -> None:
+    values, scale = weight.values.view(torch.uint8), weight.scale
+    rows, depth = matrix.shape
+    block_k = settings.block_k if matrix.element_size() == 2 else 32
+    launch(
+        _linear_kernel,
+        (triton.cdiv(len(weight), settings.block_n), settings.splits, triton.cdiv(rows, settings.block_m)),
+    )(
+        matrix,
+        values,
+        scale,
+        None if bias is None else bias.contiguous(),
+        out,
+        rows,
+        len(weight),
+        depth,
+        matrix.stride(0),
+        values.stride(0),
+        scale.stride(0) if len(scale) > 1 else 0,
+        scale.stride(1) if weight.in_blocks else 0,
+        out.stride(-2),
+        settings.block_m,
+        settings.block_n,
+        block_k,
+        settings.splits,
+        weight.in_blocks,
+        depth % block_k == 0,
+        num_warps=settings.warps,
+        num_stages=settings.stages,
+        **EXACT,
+    )
+
+
+def _is_wide(matrix: Tensor, weights: Sequence[Float8Weight]) -> bool:
+    """Whether cuBLAS is faster, a copy of the weight and all."""
+    most = MOST_CONVERTED if _streamed_for(matrix, weights) is not None else MOST_STREAMED
+    return len(matrix) > most and matrix.element_size() == 2
+
+
+def _check_settings(
+    rows: Tensor | Float8Pair, weights: Sequence[Float8Weight], settings: Streaming | None, keep_splits: bool
+) -> None:
+    """Raise ValueError for settings that are asked for and could not be kept to."""
+    if settings is None:
+        return
+    if settings.splits > 1 and not keep_splits:
+        raise ValueError("streamed products leave split sums to the reader (keep_splits)")
+    steps = triton.cdiv(rows.shape[-1], settings.block_k)
+    if (settings.splits - 1) * triton.cdiv(steps, settings.splits) >= steps:
+        raise ValueError(f"{settings.splits} splits of {steps} steps would leave some without any")
+    if isinstance(rows, Float8Pair):
+        known = settings.block_k == BLOCK
+    else:
+        known = settings.block_k in (BLOCK // 2, BLOCK)
+        known &= not _is_wide(rows, weights) and _streamed_for(rows, weights) is not None
+    if not known:
+        raise ValueError(
+            f"products with weights of eight bits are streamed in steps of {BLOCK // 2} or {BLOCK} on a Hopper GPU, "
+            f"with x of 16 bits, rows aligned to 16 bytes, at most {MOST_CONVERTED} of them, and scales of one kind, "
+            f"got {settings} for {rows.dtype} {tuple(rows.shape)}"
+        )
+
+
+def _streamed_for(matrix: Tensor, weights: Sequence[Float8Weight]) -> Any:
+    """The module streamed_float8.py if its kernels can take these, else None."""
+    hopper = compute_capability(matrix.device) == (9, 0) and has_descriptors([matrix])
+    if not (hopper and matrix.shape[1] % 2 == 0 and _have_descriptors(weights) and _are_alike(weights)):
+        return None
+    return _streamed()
+
+
+def _have_descriptors(weights: Sequence[Float8Weight]) -> bool:
+    """Whether descriptors can stand for these weights."""
+    return all(weight.values.data_ptr() % 16 == 0 and weight.values.stride(0) % 16 == 0 for weight in weights)
+
+
+def _are_alike(weights: Sequence[Float8Weight]) -> bool:
+    """Whether one launch can have all."""
+    return len({_kind_of_scale(weight) for weight in weights}) == 1
+
+
+def _kind_of_scale(weight: Float8Weight) -> tuple[bool, torch.dtype, int]:
+    """What the scales of all weights of a launch have in common."""
+    scale = weight.scale
+    return weight.in_blocks, scale.dtype, scale.stride(1) if scale.shape[1] > 1 else 0
+
+
+def _streamed() -> Any:
+    return gluon_module("eagle_triton.ops.linear.hopper_fp8")
+
+
+def _paired() -> Any:
+    return gluon_module("eagle_triton.ops.linear.hopper_fp8_few_rows")

@@ -1,0 +1,429 @@
+"""Products of few rows on Hopper whose weights are under way before their input is.
+
+    linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; split sums of K, or the product
+    swiglu_kernel:  out = silu(x @ gate.T) * (x @ up.T)
+
+The kernels of small.py with their memory in their own hands (Gluon): tiles of the weights and of x come through TMA
+into two rings of shared memory, one barrier for each slot. Started early (runtime/overlap.py), a program asks for its
+first weights, waits for the kernels before it, and only then asks for x. Behind a small kernel that takes 1.5 to 2.3 us
+off a product. Weights must therefore not be in the making: a kernel that writes them must have completed when the
+kernel before the product starts. Inside a decode step nothing writes them. Needs Triton 3.6.
+
+| name         | shape                        | dtype, layout                                           |
+|--------------|------------------------------|---------------------------------------------------------|
+| x            | [rows, K]                    | bf16 or fp16, rows 16-byte aligned                      |
+| weights      | [N, K]                       | as x                                                    |
+| bias         | [N]                          | as x                                                    |
+| out          | [rows, N], [splits, rows, N] | as x; fp32 if the splits' sums stay apart               |
+
+Numerics: those of small.py with the same splits of K, to the bit: K is summed in the same order, sixteen at a time.
+(small.py's tiles of 16 and 32 rows of x go through `mma`, these through `wgmma`; they have given the same bits.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+from torch import Tensor
+
+from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT, ready, rounded, store, zeros
+from eagle_triton.ops.linear.settings import MOST_STREAMED, MULTIPROCESSORS, Streaming, multiprocessors_of, tiles_of
+from eagle_triton.runtime.gluon import (
+    TensorDescriptor,
+    async_load,
+    debug_barrier,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.overlap import prefer_shared_memory
+
+# One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K) -> block_n, block_k, w_stages, x_stages. Behind each
+# row, us in a CUDA graph behind a small kernel of 2.8 us, that one included; then the same by small.py's kernels, or by
+# cuBLAS for as many rows as are named (tools/tune_linear.py --streamed). SwiGLU's were chosen by the time of the step,
+# and so were those without figures, which are not the fastest alone: see "Between the kernels" in docs/speed-notes.md.
+_HOPPER = {
+    (16, (4096,), 4096): (64, 256, 4, 3),  # o
+    (16, (14336, 14336), 4096): (64, 128, 3, 3),  # gate and up
+    (16, (4096,), 14336): (64, 256, 5, 3),  # down
+    (16, (128256,), 4096): (128, 128, 6, 4),  # head
+    (16, (32000,), 4096): (128, 128, 6, 4),  # draft head
+    (32, (4096, 1024, 1024), 4096): (64, 128, 4, 4),  # qkv, 32 rows 16.5; 19.4
+    (32, (4096,), 4096): (64, 128, 6, 4),  # o 11.5; 13.5; 32 rows 12.1; cuBLAS 15.8
+    (32, (14336, 14336), 4096): (64, 128, 2, 3),  # gate and up 59.0; 32 rows 59.4; cuBLAS 70.2
+    (32, (4096,), 14336): (64, 128, 6, 4),  # down; 32 rows 32.6; cuBLAS 36.5
+    (32, (4096, 1024, 1024), 8192): (64, 128, 3, 3),  # draft qkv 26.9; 29.2
+    (32, (32000,), 4096): (128, 128, 4, 4),  # draft head 63.1; 65.1; 32 rows 66.3; cuBLAS 71.9
+    (32, (17408, 17408), 5120): (128, 64, 3, 4),  # gate and up of Qwen3.5-27B 88.9; 105.2
+    (32, (10240, 6144, 48, 48), 5120): (64, 128, 6, 4),  # its stack in front of a delta rule 43.1; 46.5
+    (64, (4096, 1024, 1024), 4096): (64, 128, 4, 3),  # qkv 17.5; 19.0
+    (64, (4096,), 4096): (64, 128, 6, 4),  # o
+    (64, (14336, 14336), 4096): (64, 128, 2, 2),  # gate and up 61.6
+    (64, (4096,), 14336): (64, 128, 6, 4),  # down
+    (64, (128256,), 4096): (128, 128, 4, 4),  # head
+    (64, (17408, 17408), 5120): (64, 128, 4, 4),  # gate and up of Qwen3.5-27B 98.1; 112.4
+    (64, (10240, 6144, 48, 48), 5120): (128, 128, 4, 4),  # its stack in front of a delta rule 44.7; 48.3
+}
+# The same for more rows; then cuBLAS's, in a launch for each weight. Of more than 128, wide.py has the first choice.
+_MANY_ROWS = {
+    (128, (4096, 1024, 1024), 4096): Streaming(64, 64, 2, False, 5, 4),  # qkv, 128 rows 21.2; 33.1
+    (128, (14336, 14336), 4096): Streaming(128, 64, 1, False, 4, 4, 8),  # gate and up, 128 rows 66.5; 74.9
+    (128, (4096, 1024, 1024), 8192): Streaming(128, 64, 4, False, 4, 3, 8),  # draft qkv, 80 rows 33.9; 48.2
+    (128, (4096,), 14336): Streaming(128, 64, 4, False, 4, 4, 8),  # down, 80 rows 37.8; 40.4
+}
+# Aims of unmeasured shapes: what a program takes that has a multiprocessor to itself, and one of two.
+_ALONE, _SHARED = 176 * 1024, 113 * 1024
+_LONG = 2048  # columns of a split from which on tiles are 256 wide where x has up to 16 rows
+_FEW = 32  # rows, for which the weights are the left operand
+_PREFETCH_BYTES = 32 * 1024  # in flight before the input is there: more would slow the kernel that makes the input
+_MULTIPROCESSOR = 228 * 1024  # bytes of shared memory, of which each program takes 1024 more than it asks for
+_MANY_ROWS_PROGRAMS = 90  # of many rows: enough of them to split K no further
+
+
+@gluon.jit
+def _ring(desc, STAGES: gl.constexpr):
+    """Room for STAGES tiles, and for each the barrier that says it is full, which _ready must make ready."""
+    gl.static_assert(STAGES >= 2, "the slot of the step before is refilled")
+    shape: gl.constexpr = [STAGES, desc.block_type.shape[0], desc.block_type.shape[1]]
+    tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    return tiles, full
+
+
+@gluon.jit
+def _issue_load(desc, row, column, tiles, full, slot, wanted):
+    """Let TMA load the tile at (row, column) into a slot of a ring, if it is wanted."""
+    mbarrier.expect(full.index(slot), desc.block_type.nbytes, pred=wanted)
+    async_load(desc, [row, column], full.index(slot), tiles.index(slot), pred=wanted)
+
+
+@gluon.jit
+def _wait_full(full, step, STAGES: gl.constexpr):
+    """Wait for the tile of a step."""
+    mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
+
+
+@gluon.jit
+def _multiply_add(x, w, acc, SWAP: gl.constexpr):
+    """acc + x @ w.T, or its transpose with SWAP; not complete before it is waited for."""
+    if SWAP:
+        acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
+    else:
+        acc = warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
+    return acc
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def linear_kernel(
+    x_desc,
+    w0_desc,
+    w1_desc,
+    w2_desc,
+    w3_desc,
+    bias0_ptr,
+    bias1_ptr,
+    bias2_ptr,
+    bias3_ptr,
+    out_ptr,
+    rows,
+    cols0,
+    cols1,
+    cols2,
+    cols3,
+    depth,
+    stride_om,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SPLITS: gl.constexpr,
+    SWAP: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+    PREFETCH: gl.constexpr,
+):
+    """Grid (column tiles of all weights, splits): a program makes one split of one tile of one product.
+
+    The products' columns stand side by side in `out`, the splits' sums one behind the other. The bias goes with the
+    first split. PREFETCH: tiles of weights in flight at a time while x is not there yet.
+    """
+    tile, split = gl.program_id(0), gl.program_id(1)
+    w_desc, bias_ptr, cols = w0_desc, bias0_ptr, cols0
+    if w1_desc is not None:
+        tiles0, tiles1, tiles2 = gl.cdiv(cols0, BLOCK_N), gl.cdiv(cols1, BLOCK_N), gl.cdiv(cols2, BLOCK_N)
+        if tile >= tiles0 + tiles1:
+            tile -= tiles0 + tiles1
+            out_ptr += cols0 + cols1
+            w_desc, cols = w2_desc, cols2
+            if bias_ptr is not None:
+                bias_ptr = bias2_ptr
+            if w3_desc is not None:  # noqa: SIM102 (known before tile is)
+                if tile >= tiles2:
+                    tile -= tiles2
+                    out_ptr += cols2
+                    w_desc, cols = w3_desc, cols3
+                    if bias_ptr is not None:
+                        bias_ptr = bias3_ptr
+        elif tile >= tiles0:
+            tile -= tiles0
+            out_ptr += cols0
+            w_desc, cols = w1_desc, cols1
+            if bias_ptr is not None:
+                bias_ptr = bias1_ptr
+    col = tile * BLOCK_N
+    steps = gl.cdiv(depth, BLOCK_K)
+    per_split = gl.cdiv(steps, SPLITS)
+    first = split * per_split
+    count = gl.minimum(per_split, steps - first)
+
+    w_tiles, w_full = _ring(w_desc, W_STAGES)
+    x_tiles, x_full = _ring(x_desc, X_STAGES)
+    ready((w_full, x_full), max(W_STAGES, X_STAGES))
+    for i in gl.static_range(W_STAGES):
+        if i >= PREFETCH:
+            mbarrier.wait(w_full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
+        _issue_load(w_desc, col, (first + i) * BLOCK_K, w_tiles, w_full, i, i < count)
+    gdc_wait()
+    for i in gl.static_range(X_STAGES):
+        _issue_load(x_desc, 0, (first + i) * BLOCK_K, x_tiles, x_full, i, i < count)
+
+    acc = zeros(BLOCK_M, BLOCK_N, SWAP)
+    for step in range(count):
+        _wait_full(w_full, step, W_STAGES)
+        _wait_full(x_full, step, X_STAGES)
+        acc = _multiply_add(x_tiles.index(step % X_STAGES), w_tiles.index(step % W_STAGES), acc, SWAP)
+        acc = warpgroup_mma_wait(1, deps=[acc])  # the step before is complete, its slots are free
+        next_w, next_x = step - 1 + W_STAGES, step - 1 + X_STAGES
+        wanted = (step > 0) & (next_w < count)
+        _issue_load(w_desc, col, (first + next_w) * BLOCK_K, w_tiles, w_full, next_w % W_STAGES, wanted)
+        wanted = (step > 0) & (next_x < count)
+        _issue_load(x_desc, 0, (first + next_x) * BLOCK_K, x_tiles, x_full, next_x % X_STAGES, wanted)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    debug_barrier()  # no warpgroup still reads the rings, whose memory the store may reuse
+    gdc_launch_dependents()  # behind the wait: attention relies on that (runtime/overlap.py)
+
+    out_ptr += split.to(gl.int64) * rows * stride_om
+    store(acc, out_ptr, bias_ptr, col, rows, gl.where(split == 0, cols, 0), cols, stride_om, BLOCK_M, BLOCK_N, SWAP)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def swiglu_kernel(
+    x_desc,
+    gate_desc,
+    up_desc,
+    out_ptr,
+    rows,
+    cols,
+    depth,
+    stride_om,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SWAP: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+    PREFETCH: gl.constexpr,
+):
+    """Grid (column tiles,): a program makes one tile of both products and multiplies them.
+
+    What comes next is a product, which may start at once: its weights follow these.
+    """
+    col = gl.program_id(0) * BLOCK_N
+    count = gl.cdiv(depth, BLOCK_K)
+    gate_tiles, gate_full = _ring(gate_desc, W_STAGES)
+    up_tiles, up_full = _ring(up_desc, W_STAGES)
+    x_tiles, x_full = _ring(x_desc, X_STAGES)
+    ready((gate_full, up_full, x_full), max(W_STAGES, X_STAGES))
+    gdc_launch_dependents()
+    for i in gl.static_range(W_STAGES):
+        if i >= PREFETCH:
+            mbarrier.wait(gate_full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
+            mbarrier.wait(up_full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
+        _issue_load(gate_desc, col, i * BLOCK_K, gate_tiles, gate_full, i, i < count)
+        _issue_load(up_desc, col, i * BLOCK_K, up_tiles, up_full, i, i < count)
+    gdc_wait()
+    for i in gl.static_range(X_STAGES):
+        _issue_load(x_desc, 0, i * BLOCK_K, x_tiles, x_full, i, i < count)
+
+    gate = zeros(BLOCK_M, BLOCK_N, SWAP)
+    up = zeros(BLOCK_M, BLOCK_N, SWAP)
+    for step in range(count):
+        x = x_tiles.index(step % X_STAGES)
+        _wait_full(gate_full, step, W_STAGES)
+        _wait_full(x_full, step, X_STAGES)
+        gate = _multiply_add(x, gate_tiles.index(step % W_STAGES), gate, SWAP)
+        _wait_full(up_full, step, W_STAGES)
+        up = _multiply_add(x, up_tiles.index(step % W_STAGES), up, SWAP)
+        gate, up = warpgroup_mma_wait(2, deps=[gate, up])  # the step before is complete, its slots are free
+        next_w, next_x = step - 1 + W_STAGES, step - 1 + X_STAGES
+        wanted = (step > 0) & (next_w < count)
+        _issue_load(gate_desc, col, next_w * BLOCK_K, gate_tiles, gate_full, next_w % W_STAGES, wanted)
+        _issue_load(up_desc, col, next_w * BLOCK_K, up_tiles, up_full, next_w % W_STAGES, wanted)
+        wanted = (step > 0) & (next_x < count)
+        _issue_load(x_desc, 0, next_x * BLOCK_K, x_tiles, x_full, next_x % X_STAGES, wanted)
+    gate, up = warpgroup_mma_wait(0, deps=[gate, up])
+    debug_barrier()  # as above
+
+    kind: gl.constexpr = out_ptr.dtype.element_ty
+    gate, up = rounded(gate, kind), rounded(up, kind)
+    out = rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), kind) * up
+    store(out.to(kind), out_ptr, None, col, rows, cols, cols, stride_om, BLOCK_M, BLOCK_N, SWAP)
+
+
+def settings_for(
+    rows: int,
+    cols: tuple[int, ...],
+    depth: int,
+    block_n: int,
+    block_k: int,
+    splits: int,
+    fused: bool = False,
+) -> Streaming | None:
+    """Settings for the product of up to 64 rows with weights [n, depth] for n in `cols`, or None: not by these kernels.
+
+    block_n, block_k and splits are those of small.py; tiles of unmeasured shapes have their size. `fused`:
+    swiglu_kernel. The tensor cores' tiles are 64 rows high, of x or of the weights. A tile of x that is half empty
+    takes a fifth longer: what lies outside of a tensor is no faster to load.
+    """
+    if rows > 64:
+        return None
+    swap = rows <= _FEW
+    measured = _HOPPER.get((16, cols, depth)) if rows <= 16 else None
+    measured = measured or _HOPPER.get((_FEW if swap else 64, cols, depth))
+    if measured is not None:
+        block_n, block_k, w_stages, x_stages = measured
+    else:
+        alone = tiles_of(cols, block_n, fused) * splits <= MULTIPROCESSORS
+        if fused and 2 * (2 * block_n + _block_m(swap, rows)) * block_k * 2 > _SHARED:
+            block_k = 64  # two stages of the larger tiles would leave no room for a second program
+        long = len(cols) == 1 and depth >= _LONG * splits and depth % (256 * splits) == 0
+        if alone and long and rows <= 16 and (block_n, block_k) == (64, 128):
+            block_k = 256  # more of a row at a time
+        w_stage, x_stage = block_n * (2 if fused else 1) * block_k * 2, _block_m(swap, rows) * block_k * 2
+        room = _ALONE if alone else _SHARED
+        most = min(4 if fused else 6, triton.cdiv(depth, block_k * splits))
+        w_stages = 2
+        while w_stages < most and (w_stages + 1) * w_stage + min(w_stages + 1, 4) * x_stage <= room:
+            w_stages += 1
+        x_stages = min(w_stages, 4)
+    if block_k < 64 or (swap and block_n < 64):
+        return None
+    return Streaming(block_n, block_k, splits, swap, w_stages, x_stages)
+
+
+def many_rows_settings(rows: int, cols: tuple[int, ...], depth: int, fused: bool = False) -> Streaming | None:
+    """Settings for a product of 65 to 256 rows, or None: cuBLAS's.
+
+    Beside what was measured, stacks, of which cuBLAS makes each weight by itself, and SwiGLU up to 128 rows. On an
+    H200, us of 128 and 256 rows, behind a small kernel of 2.8 us (tools/tune_linear.py --streamed); cuBLAS's: q, k and
+    v of Llama-3.2-1B 8.5, 11.1; 21.9, 22.0; of 3B 14.7, 24.8; 27.3, 30.3; of Llama-3.1-8B 21.2, 31.1; 33.1, 40.8; of
+    Qwen3-32B 38.0, 65.4; 45.3, 55.2. Gate and up of Llama-3.2-1B 24.3, 30.2; 30.1, 36.8; of 3B 33.1, 40.7; 39.1, 47.5;
+    of Llama-3.1-8B 66.5, 97.4; 74.9, 98.1; but of 192 rows, padded to 256, 104.7; 82.2. What more rows need is that
+    programs share their loads.
+    """
+    if not 64 < rows <= MOST_STREAMED:
+        return None
+    few = rows <= 128
+    if few and (128, cols, depth) in _MANY_ROWS:
+        return _MANY_ROWS[128, cols, depth]
+    if fused:
+        return Streaming(64, 64, 1, False, 4, 4, 8) if few else None
+    if len(cols) < 3 or (not few and sum(cols) > 8192):
+        return None
+    splits, tiles = 1, tiles_of(cols, 64)
+    while splits < 4 and tiles * splits < _MANY_ROWS_PROGRAMS and depth >= 8 * splits * 64:
+        splits *= 2
+    return Streaming(64, 64, splits, not few, 5 if few else 4, 4)
+
+
+def linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    cols: Sequence[int],
+    biases: Sequence[Tensor | None],
+    out: Tensor,
+    settings: Streaming,
+) -> None:
+    """x @ weight.T + bias for one, three or four weights, side by side in `out`; see linear_kernel. products.py has
+    checked all.
+
+    x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; out [rows, sum of cols], or fp32
+    [splits, rows, sum of cols].
+    """
+    tiles = tiles_of(cols, settings.block_n)
+    absent = [None] * (4 - len(weights))
+    compiled = launch(linear_kernel, (tiles, settings.splits))(
+        _descriptor(x, _block_m(settings.swap, len(x)), settings),
+        *(_descriptor(weight, settings.block_n, settings) for weight in weights),
+        *absent,
+        *biases,
+        *absent,
+        out,
+        len(x),
+        *cols,
+        *(0 for _ in absent),
+        x.shape[1],
+        out.stride(-2),
+        _block_m(settings.swap, len(x)),
+        settings.block_n,
+        settings.block_k,
+        settings.splits,
+        settings.swap,
+        settings.w_stages,
+        settings.x_stages,
+        _prefetch_stages(settings, 1, len(x), tiles * settings.splits, multiprocessors_of(x.device)),
+        num_warps=settings.warps,
+        launch_pdl=True,
+        **EXACT,
+    )
+    prefer_shared_memory(compiled)
+
+
+def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: Streaming) -> None:
+    """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I]; products.py has checked all."""
+    cols = len(gate)
+    tiles = triton.cdiv(cols, settings.block_n)
+    compiled = launch(swiglu_kernel, (tiles,))(
+        _descriptor(x, _block_m(settings.swap, len(x)), settings),
+        _descriptor(gate, settings.block_n, settings),
+        _descriptor(up, settings.block_n, settings),
+        out,
+        len(x),
+        cols,
+        x.shape[1],
+        out.stride(0),
+        _block_m(settings.swap, len(x)),
+        settings.block_n,
+        settings.block_k,
+        settings.swap,
+        settings.w_stages,
+        settings.x_stages,
+        _prefetch_stages(settings, 2, len(x), tiles, multiprocessors_of(x.device)),
+        num_warps=settings.warps,
+        launch_pdl=True,
+        **EXACT,
+    )
+    prefer_shared_memory(compiled)
+
+
+def _block_m(swap: bool, rows: int) -> int:
+    return max(16 if swap else 64, triton.next_power_of_2(rows))
+
+
+def _prefetch_stages(settings: Streaming, weights: int, rows: int, programs: int, multiprocessors: int) -> int:
+    """How many tiles of weights are in flight at a time before the input is there: all, if programs come in waves."""
+    w_stage = weights * settings.block_n * settings.block_k * 2
+    x_stage = _block_m(settings.swap, rows) * settings.block_k * 2
+    shared = settings.w_stages * w_stage + settings.x_stages * x_stage
+    if programs > multiprocessors * (_MULTIPROCESSOR // (shared + 1024)):
+        return settings.w_stages
+    return min(settings.w_stages, max(1, _PREFETCH_BYTES // w_stage))
+
+
+def _descriptor(tensor: Tensor, height: int, settings: Streaming) -> TensorDescriptor:
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [height, settings.block_k], TILE_LAYOUT)

@@ -1,0 +1,475 @@
+"""Products with weights of eight bits on Hopper that become numbers of 16 bits on their way to the tensor cores.
+
+    linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; split sums of K, or the product
+
+For more rows than those of paired_float8.py, and for fp16. One warp of a program does nothing but load, and two
+warpgroups nothing but convert and multiply: each slot of a ring has a barrier that says it is full, and one that says
+it has been read. The weights are the left operand: tiles of e4m3 come through TMA, and are converted on their way from
+shared memory to the registers that the tensor cores read, exactly. While they multiply one tile, the next is converted.
+Scales of rows are applied to the sums; those of blocks, which are fp32, are multiplied into the weights, which rounds
+these. Needs Triton 3.6.
+
+| name         | shape                           | dtype, layout                                           |
+|--------------|---------------------------------|---------------------------------------------------------|
+| x            | [rows, K]                       | bf16 or fp16, rows 16-byte aligned                      |
+| weights      | [N, K / 2]                      | pairs of e4m3 as int16, rows 16-byte aligned            |
+| scales       | [N or 1, 1], [N / 128, K / 128] | fp32 or bf16                                            |
+| bias         | [N]                             | as x                                                    |
+| out          | [rows, N], [splits, rows, N]    | as x; fp32 if the splits' sums stay apart               |
+
+Of Llama-3.1-8B with scales for blocks, us of 256 and 480 rows behind a small kernel of 2.8 on an H200: q, k and v 30.7,
+49.4; o 20.8, 31.4; down 50.7, 90.6; gate alone 53.7, 100.6. From pairs of e4m3 they would take 35.3, 59.3; 21.2, 35.4;
+58.9, 109.5; 68.9, 134.2, since those are two products. (An experiment that was not kept.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT, ready, store, zeros
+from eagle_triton.ops.linear.settings import MOST_STREAMED, MULTIPROCESSORS, Streaming, tiles_of
+from eagle_triton.runtime.float8_weight import Float8Weight
+from eagle_triton.runtime.gluon import (
+    TensorDescriptor,
+    async_load,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.overlap import prefer_shared_memory
+
+_BLOCK_K = 128  # that of a block of scales
+_PROGRAMS = 256  # enough of them: two to a multiprocessor
+_REGISTERS = 168  # of a thread: a program has a multiprocessor, and before the warp that loads gives its own away
+_NARROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)  # of tiles of 32 columns
+_ROWS_OF_A_LOAD = 32  # of x, where a tile of it has more, which may end behind the last of them
+_LOADER = gl.constexpr(24)  # registers of a thread of the warp that loads
+_PREFETCH = 3  # tiles of weights in flight before the input is there: more would slow what makes the input
+
+
+def _conversion(pack: str, scaled: bool) -> gl.constexpr:
+    """PTX that makes two pairs of e4m3 numbers ($2), one pair to a row, two pairs ($0, $1) of fp16 or bf16.
+
+    Exactly, for fp16 and fp32 on the way hold every e4m3 number; but with a scale ($3) each is rounded once. `pack`
+    makes a pair of two fp32 numbers, and is "" for fp16 without a scale.
+    """
+    lines = [
+        ".reg .b16 upper, lower, first, second;",
+        ".reg .b32 pair;",
+        ".reg .f32 x, y;",
+        "mov.b32 {upper, lower}, $2;",
+    ]
+    for out, half in (("$0", "upper"), ("$1", "lower")):
+        if not pack:
+            lines.append(f"cvt.rn.f16x2.e4m3x2 {out}, {half};")
+            continue
+        lines += [f"cvt.rn.f16x2.e4m3x2 pair, {half};", "mov.b32 {first, second}, pair;"]
+        lines += ["cvt.f32.f16 x, first;", "cvt.f32.f16 y, second;"]
+        if scaled:
+            lines += ["mul.f32 x, x, $3;", "mul.f32 y, y, $3;"]
+        lines.append(f"{pack} {out}, y, x;")
+    return gl.constexpr("{" + "\n".join(lines) + "}")
+
+
+_TO_BF16 = _conversion("cvt.rn.bf16x2.f32", False)
+_TO_FP16 = _conversion("", False)
+_TO_SCALED_BF16 = _conversion("cvt.rn.bf16x2.f32", True)
+_TO_SCALED_FP16 = _conversion("cvt.rn.f16x2.f32", True)
+
+
+@gluon.jit
+def _load_weights(tile, scale, acc, KIND: gl.constexpr):
+    """A tile of weights, two to an element, as the left operand of products that are added to `acc`; times `scale`, a
+    number, if it is not None.
+
+    A thread holds a pair of a row, and that eight rows below. Converted, a pair is a register; so what comes out as two
+    rows is a pair, and what comes out as two tensors is two rows.
+    """
+    pairs = tile.load(gl.DotOperandLayout(0, acc.type.layout, 1))
+    SCALED: gl.constexpr = scale is not None
+    operands = [pairs]
+    if SCALED:
+        operands = [pairs, gl.full(pairs.shape, scale, gl.float32, pairs.type.layout)]
+    registers: gl.constexpr = "=r,=r,r,r,r" if SCALED else "=r,=r,r"
+    if KIND.is_bf16():
+        to_bf16: gl.constexpr = _TO_SCALED_BF16 if SCALED else _TO_BF16
+        upper, lower = gl.inline_asm_elementwise(
+            to_bf16, registers, operands, dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        to_fp16: gl.constexpr = _TO_SCALED_FP16 if SCALED else _TO_FP16
+        upper, lower = gl.inline_asm_elementwise(
+            to_fp16, registers, operands, dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+        )
+    HEIGHT: gl.constexpr = pairs.shape[0]
+    WIDTH: gl.constexpr = pairs.shape[1]
+    w = gl.join(upper, lower).reshape((HEIGHT // 16, 2, 8, WIDTH, 2)).permute((0, 4, 2, 3, 1))
+    return gl.convert_layout(w.reshape((HEIGHT, 2 * WIDTH)), gl.DotOperandLayout(0, acc.type.layout, 2))
+
+
+@gluon.jit
+def _row_scales(scale_ptr, col, cols, stride_sn, acc):
+    """The scales [BLOCK_N, 1] of rows of weights from `col` on."""
+    row = gl.minimum(col + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout)), cols - 1)
+    return gl.load(scale_ptr + row * stride_sn).to(gl.float32)[:, None]
+
+
+@gluon.jit
+def _ring(desc, HEIGHT: gl.constexpr, STAGES: gl.constexpr):
+    """Room for STAGES tiles of HEIGHT rows, and for each two barriers: it is full, it has been read."""
+    gl.static_assert(STAGES >= 2, "a tile is loaded while the one before it is read")
+    shape: gl.constexpr = [STAGES, HEIGHT, desc.block_type.shape[1]]
+    tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    return tiles, full, read
+
+
+@gluon.jit
+def _put(desc, row, column, ring, step, STAGES: gl.constexpr):
+    """Let TMA load the tile at (row, column) for a step, once the one in its slot has been read."""
+    tiles, full, read = ring
+    slot = step % STAGES
+    mbarrier.wait(read.index(slot), (step // STAGES & 1) ^ 1)
+    mbarrier.expect(full.index(slot), desc.block_type.nbytes)
+    async_load(desc, [row, column], full.index(slot), tiles.index(slot))
+
+
+@gluon.jit
+def _put_rows(desc, row, rows, column, ring, step, STAGES: gl.constexpr):
+    """The same for a tile of x, which may have several of the descriptor's height.
+
+    TMA takes longer for what lies outside of the tensor; so instead of those that do, the first rows are loaded again.
+    """
+    tiles, full, read = ring
+    HEIGHT: gl.constexpr = desc.block_type.shape[0]
+    WIDTH: gl.constexpr = desc.block_type.shape[1]
+    PARTS: gl.constexpr = tiles.shape[1] // HEIGHT
+    if PARTS == 1:
+        _put(desc, row, column, ring, step, STAGES)
+    else:
+        gl.static_assert(WIDTH * 2 <= 128, "rows of a tile lie one behind the other")
+        parts = reinterpret(tiles, desc.dtype, [STAGES * PARTS, HEIGHT, WIDTH], desc.layout)
+        slot = step % STAGES
+        mbarrier.wait(read.index(slot), (step // STAGES & 1) ^ 1)
+        mbarrier.expect(full.index(slot), PARTS * desc.block_type.nbytes)
+        for part in gl.static_range(PARTS):
+            of_part = row + part * HEIGHT
+            of_part = gl.where(of_part < rows, of_part, 0)
+            async_load(desc, [of_part, column], full.index(slot), parts.index(slot * PARTS + part))
+
+
+@gluon.jit
+def _take_weights(ring, step, scale, acc, KIND: gl.constexpr, STAGES: gl.constexpr):
+    """The tile of weights of a step, converted, in registers; times `scale` if it is not None."""
+    tiles, full, _read = ring
+    slot = step % STAGES
+    mbarrier.wait(full.index(slot), step // STAGES & 1)
+    w = _load_weights(tiles.index(slot), scale, acc, KIND)
+    _give_back(ring, step, STAGES)
+    return w
+
+
+@gluon.jit
+def _take_rows(ring, step, STAGES: gl.constexpr):
+    """The tile of x of a step, as the right operand, which stays in its slot until it is given back."""
+    tiles, full, _read = ring
+    slot = step % STAGES
+    mbarrier.wait(full.index(slot), step // STAGES & 1)
+    return tiles.index(slot).permute((1, 0))
+
+
+@gluon.jit
+def _give_back(ring, step, STAGES: gl.constexpr):
+    """The tile of a step has been read."""
+    mbarrier.arrive(ring[2].index(step % STAGES))
+
+
+@gluon.jit
+def _load_split(
+    x_desc,
+    w_desc,
+    row,
+    rows,
+    col,
+    first,
+    count,
+    x_ring,
+    w_ring,
+    BLOCK_K: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+    PREFETCH: gl.constexpr,
+):
+    """Load what linear_kernel multiplies, as far ahead as the rings go: PREFETCH tiles of weights before x is there."""
+    for step in range(gl.minimum(count, PREFETCH)):
+        _put(w_desc, col, (first + step) * (BLOCK_K // 2), w_ring, step, W_STAGES)
+    gdc_wait()
+    for step in range(count):
+        _put_rows(x_desc, row, rows, (first + step) * BLOCK_K, x_ring, step, X_STAGES)
+        if step + PREFETCH < count:
+            _put(w_desc, col, (first + step + PREFETCH) * (BLOCK_K // 2), w_ring, step + PREFETCH, W_STAGES)
+
+
+@gluon.jit
+def _scale_of_step(scale_ptr, k, stride_sk, IN_BLOCKS: gl.constexpr):
+    """The scale of the block of weights at column k, to be multiplied into these; None where scales are for rows."""
+    scale = None
+    if IN_BLOCKS:
+        scale = gl.load(scale_ptr + k // 128 * stride_sk).to(gl.float32)
+    return scale
+
+
+@gluon.jit
+def _multiply_split(
+    x_ring,
+    w_ring,
+    scale_ptr,
+    col,
+    cols,
+    k,
+    count,
+    stride_sn,
+    stride_sk,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    IN_BLOCKS: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+):
+    """The sum [BLOCK_N, BLOCK_M] over `count` steps from column k of the weights.
+
+    A product is waited for when the next is under way: what lies between is hidden, and two tiles of weights stay in
+    registers, each of which keeps its own. Sums are of all steps, so scales of blocks are multiplied into the weights.
+    """
+    kind: gl.constexpr = x_ring[0].dtype
+    acc = zeros(BLOCK_M, BLOCK_N, True)
+    block_ptr = scale_ptr + col // 128 * stride_sn
+    even = _take_weights(w_ring, 0, _scale_of_step(block_ptr, k, stride_sk, IN_BLOCKS), acc, kind, W_STAGES)
+    odd = even
+    x = _take_rows(x_ring, 0, X_STAGES)
+    acc = warpgroup_mma(even, x, acc, is_async=True)
+    acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
+    for step in range(1, count - 1, 2):
+        odd = _take_weights(
+            w_ring, step, _scale_of_step(block_ptr, k + step * BLOCK_K, stride_sk, IN_BLOCKS), acc, kind, W_STAGES
+        )
+        x = _take_rows(x_ring, step, X_STAGES)
+        acc = warpgroup_mma(odd, x, acc, is_async=True)
+        acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
+        _give_back(x_ring, step - 1, X_STAGES)
+        even = _take_weights(
+            w_ring,
+            step + 1,
+            _scale_of_step(block_ptr, k + (step + 1) * BLOCK_K, stride_sk, IN_BLOCKS),
+            acc,
+            kind,
+            W_STAGES,
+        )
+        x = _take_rows(x_ring, step + 1, X_STAGES)
+        acc = warpgroup_mma(even, x, acc, is_async=True)
+        acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
+        _give_back(x_ring, step, X_STAGES)
+    for step in range((count - 1) // 2 * 2 + 1, count):  # the last one, if their number is even
+        odd = _take_weights(
+            w_ring, step, _scale_of_step(block_ptr, k + step * BLOCK_K, stride_sk, IN_BLOCKS), acc, kind, W_STAGES
+        )
+        x = _take_rows(x_ring, step, X_STAGES)
+        acc = warpgroup_mma(odd, x, acc, is_async=True)
+        acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
+    acc, even, odd = warpgroup_mma_wait(0, deps=[acc, even, odd])
+    if not IN_BLOCKS:
+        acc *= _row_scales(scale_ptr, col, cols, stride_sn, acc)
+    return (acc,)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def linear_kernel(
+    x_desc,
+    w0_desc,
+    w1_desc,
+    w2_desc,
+    w3_desc,
+    scale0_ptr,
+    scale1_ptr,
+    scale2_ptr,
+    scale3_ptr,
+    bias0_ptr,
+    bias1_ptr,
+    bias2_ptr,
+    bias3_ptr,
+    out_ptr,
+    rows,
+    cols0,
+    cols1,
+    cols2,
+    cols3,
+    depth,
+    stride_sn0,
+    stride_sn1,
+    stride_sn2,
+    stride_sn3,
+    stride_sk,
+    stride_om,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SPLITS: gl.constexpr,
+    IN_BLOCKS: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+    PREFETCH: gl.constexpr,
+):
+    """Grid (row tiles, column tiles of all weights, splits): a program makes one split of one tile of one product.
+
+    As streamed.linear_kernel. No split may be without a step. stride_sn: of a weight's scales from row to row, or block
+    to block, 0 if one is for all.
+    """
+    row, tile, split = gl.program_id(0) * BLOCK_M, gl.program_id(1), gl.program_id(2)
+    if rows > BLOCK_M:  # the last tile overlaps the one before it: both store the same
+        row = gl.minimum(row, rows - BLOCK_M)
+    w_desc, scale_ptr, bias_ptr, cols, stride_sn = w0_desc, scale0_ptr, bias0_ptr, cols0, stride_sn0
+    if w1_desc is not None:
+        tiles0, tiles1, tiles2 = gl.cdiv(cols0, BLOCK_N), gl.cdiv(cols1, BLOCK_N), gl.cdiv(cols2, BLOCK_N)
+        if tile >= tiles0 + tiles1:
+            tile -= tiles0 + tiles1
+            out_ptr += cols0 + cols1
+            w_desc, scale_ptr, cols, stride_sn = w2_desc, scale2_ptr, cols2, stride_sn2
+            if bias_ptr is not None:
+                bias_ptr = bias2_ptr
+            if w3_desc is not None:  # noqa: SIM102 (known before tile is)
+                if tile >= tiles2:
+                    tile -= tiles2
+                    out_ptr += cols2
+                    w_desc, scale_ptr, cols, stride_sn = w3_desc, scale3_ptr, cols3, stride_sn3
+                    if bias_ptr is not None:
+                        bias_ptr = bias3_ptr
+        elif tile >= tiles0:
+            tile -= tiles0
+            out_ptr += cols0
+            w_desc, scale_ptr, cols, stride_sn = w1_desc, scale1_ptr, cols1, stride_sn1
+            if bias_ptr is not None:
+                bias_ptr = bias1_ptr
+    col = tile * BLOCK_N
+    steps = gl.cdiv(depth, BLOCK_K)
+    per_split = gl.cdiv(steps, SPLITS)
+    first = split * per_split
+    count = gl.minimum(per_split, steps - first)
+
+    w_ring, x_ring = _ring(w_desc, BLOCK_N, W_STAGES), _ring(x_desc, BLOCK_M, X_STAGES)
+    ready((w_ring[1], w_ring[2], x_ring[1], x_ring[2]), max(W_STAGES, X_STAGES))
+    # fmt: off
+    (total,) = gl.warp_specialize([
+        (_multiply_split, (x_ring, w_ring, scale_ptr, col, cols, first * BLOCK_K, count, stride_sn, stride_sk, BLOCK_M,
+                           BLOCK_N, BLOCK_K, IN_BLOCKS, W_STAGES, X_STAGES)),
+        (_load_split, (x_desc, w_desc, row, rows, col, first, count, x_ring, w_ring, BLOCK_K, W_STAGES, X_STAGES,
+                       PREFETCH)),
+    ], [1], [_LOADER])
+    # fmt: on
+    gdc_launch_dependents()  # behind the wait: attention relies on that (runtime/overlap.py)
+
+    out_ptr += (split.to(gl.int64) * rows + row) * stride_om
+    rows -= row
+    store(total, out_ptr, bias_ptr, col, rows, gl.where(split == 0, cols, 0), cols, stride_om, BLOCK_M, BLOCK_N, True)
+
+
+def settings_for(rows: int, cols: tuple[int, ...], depth: int, in_blocks: bool) -> Streaming:
+    """Settings for the product of so many rows with weights [n, depth] for n in `cols`.
+
+    A program has a multiprocessor to itself, and its two warpgroups 128 rows of weights. Up to MOST_STREAMED rows
+    splits of K do not depend on their number, so that the bits of a row do not (but for scales of blocks, which round
+    the weights).
+    """
+    block_m, splits = block_m_of(rows), 1
+    if rows <= MOST_STREAMED and not in_blocks:
+        splits = _splits(cols, depth)
+    else:
+        programs = tiles_of(cols, 128) * triton.cdiv(rows, block_m)
+        while splits < 4 and 2 * programs * splits <= MULTIPROCESSORS and depth >= 8 * splits * _BLOCK_K:
+            splits *= 2
+    stages = 4 if block_m > 128 else 6
+    return Streaming(128, _BLOCK_K // 2, splits, True, stages, stages, 8)  # 128 columns would not fit the registers
+
+
+def _splits(cols: tuple[int, ...], depth: int) -> int:
+    """Splits of K that do not depend on the rows."""
+    splits = 1
+    while splits < 4 and tiles_of(cols, 64) * splits < _PROGRAMS and depth >= 8 * splits * _BLOCK_K:
+        splits *= 2
+    return splits
+
+
+def linear(
+    x: Tensor,
+    weights: Sequence[Float8Weight],
+    cols: Sequence[int],
+    biases: Sequence[Tensor | None],
+    out: Tensor,
+    settings: Streaming,
+) -> None:
+    """x @ weight.T + bias for one, three or four weights, side by side in `out`; see linear_kernel. float8.py has
+    checked all.
+
+    x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; out [rows, sum of cols], or fp32
+    [splits, rows, sum of cols].
+    """
+    tiles, block_m = tiles_of(cols, settings.block_n), block_m_of(len(x))
+    row_tiles = triton.cdiv(len(x), block_m)
+    absent = [None] * (4 - len(weights))
+    height = min(block_m, _ROWS_OF_A_LOAD) if settings.block_k < _BLOCK_K else block_m
+    compiled = launch(linear_kernel, (row_tiles, tiles, settings.splits))(
+        _descriptor(x, height, settings.block_k),
+        *(_pairs(weight, settings) for weight in weights),
+        *absent,
+        *(weight.scale for weight in weights),
+        *absent,
+        *biases,
+        *absent,
+        out,
+        len(x),
+        *cols,
+        *(0 for _ in absent),
+        x.shape[1],
+        *(weight.scale_stride for weight in weights),
+        *(0 for _ in absent),
+        weights[0].scale.stride(1) if weights[0].in_blocks else 0,
+        out.stride(-2),
+        block_m,
+        settings.block_n,
+        settings.block_k,
+        settings.splits,
+        weights[0].in_blocks,
+        settings.w_stages,
+        settings.x_stages,
+        min(settings.w_stages, _PREFETCH),
+        num_warps=settings.warps,
+        maxnreg=_REGISTERS,
+        launch_pdl=True,
+        **EXACT,
+    )
+    prefer_shared_memory(compiled)
+
+
+def block_m_of(rows: int) -> int:
+    """Rows of x to a program: the tensor cores' right operand, whose sums must fit the registers."""
+    return min(max(16, triton.next_power_of_2(rows)), 256)
+
+
+def _descriptor(tensor: Tensor, height: int, width: int) -> TensorDescriptor:
+    layout = TILE_LAYOUT if width >= 64 else _NARROW_LAYOUT
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [height, width], layout)
+
+
+def _pairs(weight: Float8Weight, settings: Streaming) -> TensorDescriptor:
+    return _descriptor(weight.values.view(torch.int16), settings.block_n, settings.block_k // 2)

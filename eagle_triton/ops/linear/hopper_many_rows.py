@@ -1,0 +1,248 @@
+"""Products of 129 to 512 rows on Hopper, by programs that stay and make one tile of the output after another.
+
+    linear_kernel:  out = x @ weight.T (+ bias), three weights side by side
+
+One warp of a program does nothing but load, through TMA into a ring of shared memory, and two warpgroups nothing but
+multiply: each slot of the ring has a barrier that says it is full, and one that says it has been read. So the next
+tile's operands come while one is stored. A group of programs, one for each 128 rows, makes the same columns at the same
+time, so that the weights come from memory once. Started early (runtime/overlap.py), a program asks for its first
+weights, waits for the kernels before it, and only then asks for x, as those of streamed.py do. Needs Triton 3.6.
+
+| name         | shape                        | dtype, layout                                           |
+|--------------|------------------------------|---------------------------------------------------------|
+| x            | [rows, K]                    | bf16 or fp16, rows 16-byte aligned                      |
+| weights      | [N, K], N a multiple of 128  | as x                                                    |
+| bias         | [N]                          | as x                                                    |
+| out          | [rows, N]                    | as x                                                    |
+
+Numerics: those of streamed.py without splits of K, to the bit. Groups take whole columns of tiles.
+
+Gate and up with SwiGLU in one such kernel, with equal shares of all steps of K for the groups, took 167 us instead of
+175 for 480 rows of Llama-3.1-8B and 167 instead of 185 for 512, but the step of eight trees 16.2 ms instead of 15.8
+(means of four runs each): programs that do not share their loads take more power, of which the card has no more there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+from torch import Tensor
+
+from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
+from eagle_triton.ops.linear.settings import MOST_WIDE, MULTIPROCESSORS, WIDE_TILE, Wide, multiprocessors_of
+from eagle_triton.runtime.gluon import (
+    TensorDescriptor,
+    async_load,
+    async_store,
+    fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.overlap import prefer_shared_memory
+
+# One H200, Triton 3.6, bf16, us without the small kernel before; then by cuBLAS, in a launch for each weight. q, k and
+# v of Llama-3.1-8B: 129 rows 24.0; 51.0 (streamed.py's, of 256 rows), 256 24.2; 29.1, 480 43.4; 47.6, 512 43.4; 45.8.
+# (tools/tune_linear.py --streamed times single products so.)
+STACK = Wide(6, 1)
+_TILE = gl.constexpr(WIDE_TILE)  # rows and columns of a tile of the output
+_DEPTH = gl.constexpr(64)  # columns of x and of the weights in a step
+_WARPS = 8
+_REGISTERS = 168  # of a thread, before the warp that loads gives its own away
+_LOADER = gl.constexpr(24)  # its registers
+_LEAST_DEPTH = 2048
+_LEAST_BUSY = 0.7  # share of the groups' time in which they have columns, where these are dealt out whole
+
+
+@gluon.jit
+def _ring(desc, STAGES: gl.constexpr):
+    """Room for the tiles of x and of weights of STAGES steps, and for each two barriers: it is full, which takes both,
+    and it has been read."""
+    x_tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, _TILE, _DEPTH], desc.layout)
+    w_tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, _TILE, _DEPTH], desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=2)
+        mbarrier.init(read.index(slot), count=1)
+    fence_async_shared()
+    return x_tiles, w_tiles, full, read
+
+
+@gluon.jit
+def _load_weights(descs, starts, column, k, ring, slot, wanted):
+    """Let TMA load the weights of a step, if they are wanted, of that matrix among whose columns this one is; these
+    begin at `starts`."""
+    w_tiles, full = ring[1], ring[2].index(slot)
+    mbarrier.expect(full, descs[0].block_type.nbytes, pred=wanted)
+    for i in gl.static_range(len(descs)):
+        mine = wanted & (column >= starts[i]) & (column < starts[i + 1])
+        async_load(descs[i], [(column - starts[i]) * _TILE, k], full, w_tiles.index(slot), pred=mine)
+
+
+@gluon.jit
+def _load(x_desc, w_descs, starts, row, begin, end, steps, ring, PREFETCH: gl.constexpr):
+    """Load what a program multiplies, as far ahead as the ring goes; weights of PREFETCH steps before x is there."""
+    x_tiles, _, full, read = ring
+    STAGES: gl.constexpr = full.shape[0]
+    ahead = gl.minimum(steps, PREFETCH)
+    for step in range(ahead):
+        _load_weights(w_descs, starts, begin, step * _DEPTH, ring, step, True)
+    gdc_wait()
+    step = 0
+    for column in range(begin, end):
+        for k in range(steps):
+            slot = step % STAGES
+            mbarrier.wait(read.index(slot), (step // STAGES & 1) ^ 1)
+            _load_weights(w_descs, starts, column, k * _DEPTH, ring, slot, step >= ahead)
+            mbarrier.expect(full.index(slot), x_desc.block_type.nbytes)
+            async_load(x_desc, [row, k * _DEPTH], full.index(slot), x_tiles.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _multiply(ring, step, count):
+    """The sum over `count` steps, from number `step` of the program's own on."""
+    x_tiles, w_tiles, full, read = ring
+    STAGES: gl.constexpr = full.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, _TILE, 16])
+    acc = gl.zeros((_TILE, _TILE), gl.float32, layout)
+    for i in range(step, step + count):
+        slot = i % STAGES
+        mbarrier.wait(full.index(slot), i // STAGES & 1)
+        acc = warpgroup_mma(x_tiles.index(slot), w_tiles.index(slot).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])  # the step before is complete
+        mbarrier.arrive(read.index((i + STAGES - 1) % STAGES), pred=i > step)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(read.index((step + count - 1) % STAGES))
+    return acc
+
+
+@gluon.jit
+def _store(value, out_desc, row, column, staging):
+    """Let TMA store a tile, once the one before it has left `staging`. What is behind the last row is not stored."""
+    store_wait(0)
+    staging.store(value)
+    fence_async_shared()
+    async_store(out_desc, [row, column * _TILE], staging)
+
+
+@gluon.jit
+def _multiply_columns(out_desc, bias_ptrs, starts, row, begin, end, steps, ring, staging):
+    """Make and store the columns begin .. end - 1 of a tile of rows."""
+    for column in range(begin, end):
+        acc = _multiply(ring, (column - begin) * steps, steps)
+        if column == end - 1:
+            gdc_launch_dependents()  # behind the wait: attention relies on that (runtime/overlap.py)
+        if bias_ptrs[0] is not None:
+            bias_ptr = bias_ptrs[0] + column * _TILE
+            for j in gl.static_range(1, len(bias_ptrs)):
+                if column >= starts[j]:
+                    bias_ptr = bias_ptrs[j] + (column - starts[j]) * _TILE
+            offs = gl.arange(0, _TILE, gl.SliceLayout(0, acc.type.layout))
+            acc += gl.load(bias_ptr + offs).to(gl.float32)[None, :]
+        _store(acc.to(out_desc.dtype), out_desc, row, column, staging)
+    store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["rows", "tiles0", "tiles1", "tiles2", "steps", "groups", "row_tiles"])
+def linear_kernel(
+    x_desc,
+    w0_desc,
+    w1_desc,
+    w2_desc,
+    bias0_ptr,
+    bias1_ptr,
+    bias2_ptr,
+    out_desc,
+    rows,
+    tiles0,
+    tiles1,
+    tiles2,
+    steps,
+    groups,
+    row_tiles,
+    STAGES: gl.constexpr,
+    PREFETCH: gl.constexpr,
+):
+    """Grid (groups * row tiles,): a program makes some columns of one tile of rows, which stand side by side in `out`.
+
+    tiles0 .. tiles2: columns of tiles of each weight. steps: tiles of K. The last tile of rows overlaps the one before:
+    both store the same there, because they add up the same numbers in the same order.
+    """
+    group = gl.program_id(0) // row_tiles
+    row = gl.minimum((gl.program_id(0) - group * row_tiles) * _TILE, rows - _TILE)
+    starts = (tiles0 * 0, tiles0, tiles0 + tiles1, tiles0 + tiles1 + tiles2)
+    each, more = starts[3] // groups, starts[3] % groups
+    begin = group * each + gl.minimum(group, more)
+    end = begin + each + gl.where(group < more, 1, 0)
+    ring = _ring(x_desc, STAGES)
+    staging = gl.allocate_shared_memory(out_desc.dtype, out_desc.block_type.shape, out_desc.layout)
+    # fmt: off
+    gl.warp_specialize([
+        (_multiply_columns, (out_desc, (bias0_ptr, bias1_ptr, bias2_ptr), starts, row, begin, end, steps, ring,
+                             staging)),
+        (_load, (x_desc, (w0_desc, w1_desc, w2_desc), starts, row, begin, end, steps, ring, PREFETCH)),
+    ], [1], [_LOADER])
+    # fmt: on
+
+
+def settings_for(rows: int, cols: tuple[int, ...], depth: int, multiprocessors: int = MULTIPROCESSORS) -> Wide | None:
+    """Settings for three products of `rows` rows with weights [n, depth] for n in `cols`, or None: not by this kernel.
+
+    A rule from what was measured of models with 1, 3, 8 and 32 billion parameters: if a group has one column at most,
+    but for few columns of few rows, or about two.
+    """
+    if not WIDE_TILE < rows <= MOST_WIDE or depth < _LEAST_DEPTH or len(cols) != 3 or any(n % WIDE_TILE for n in cols):
+        return None
+    row_tiles = triton.cdiv(rows, WIDE_TILE)
+    groups, columns = multiprocessors // row_tiles, sum(cols) // WIDE_TILE
+    most = triton.cdiv(columns, groups)
+    pays = row_tiles > 2 or 2 * columns > groups if most == 1 else most == 2 and columns >= _LEAST_BUSY * 2 * groups
+    return STACK if pays else None
+
+
+def linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    cols: Sequence[int],
+    biases: Sequence[Tensor | None],
+    out: Tensor,
+    settings: Wide,
+) -> None:
+    """x @ weight.T + bias for three weights, side by side in `out`; see linear_kernel. products.py has checked all.
+
+    x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; out [rows, sum of cols].
+    """
+    columns = [n // WIDE_TILE for n in cols]
+    row_tiles = triton.cdiv(len(x), WIDE_TILE)
+    groups = min(multiprocessors_of(x.device) // row_tiles, sum(columns))
+    compiled = launch(linear_kernel, (groups * row_tiles,))(
+        _descriptor(x),
+        *(_descriptor(weight) for weight in weights),
+        *biases,
+        _descriptor(out, WIDE_TILE),
+        len(x),
+        *columns,
+        triton.cdiv(x.shape[1], _DEPTH.value),
+        groups,
+        row_tiles,
+        settings.stages,
+        settings.prefetch,
+        num_warps=_WARPS,
+        maxnreg=_REGISTERS,
+        launch_pdl=True,
+        **EXACT,
+    )
+    prefer_shared_memory(compiled)
+
+
+def _descriptor(tensor: Tensor, width: int = _DEPTH.value) -> TensorDescriptor:
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [WIDE_TILE, width], TILE_LAYOUT)

@@ -1,0 +1,598 @@
+"""Drafts from all occurrences of a sequence's end: what follows the matches of `matches.py` most often."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.ops.suffix_match.matches import (
+    BY_SLOT,
+    CHUNK,
+    LISTED,
+    TIME_BITS,
+    continues,
+    head_of,
+    match_kernel,
+    stored,
+    walk_kernel,
+)
+from eagle_triton.reference.suffix_match import (
+    DEEPEST,
+    MOST_BANNED,
+    MOST_KEPT,
+    MOST_TIMES,
+    SLACK,
+    RepeatDrafts,
+    SuffixRules,
+    TokenRing,
+    check_suffix_drafts,
+)
+from eagle_triton.runtime.overlap import await_inputs, overlapped
+
+_SLACK = tl.constexpr(SLACK)
+_DEEPEST = tl.constexpr(DEEPEST)
+_RUNS = tl.constexpr(8)  # distinct lengths that are tried
+_TIME = tl.constexpr(MOST_TIMES - 1)
+_BLOCK = tl.constexpr(32)  # segments whose counts are loaded at once
+_UNROLL = tl.constexpr(2)
+_FEW = tl.constexpr(32)  # so many occurrences are followed in a smaller tile
+_MOST_PLACES = 64
+_GROUP = 8  # sequences that a program of `match` compares with a chunk of the ring
+
+
+@triton.jit
+def _gathered(best_ptr, reach_ptr, segments, match, keep, longer, whole, WIDTH: tl.constexpr, N: tl.constexpr):
+    """Times [N] of the matches of at least `match` tokens: all `longer` ones, of the `whole` that have just so many the
+    latest that there is room for. Pointers are the first segment's."""
+    place = tl.arange(0, N)
+    passed = tl.zeros((N,), tl.int32)  # segments before, and their matches: segment << 8 | matches
+    taken, seen = 0, 0
+    for first in tl.range(0, segments, _BLOCK, loop_unroll_factor=_UNROLL):
+        segment = first + tl.arange(0, _BLOCK)
+        inside = segment < segments
+        reach = reach_ptr + segment * _DEEPEST + match
+        upper = tl.load(reach, mask=inside & (match < _DEEPEST), other=0)
+        equal = tl.load(reach - 1, mask=inside, other=0) - upper
+        later = whole - seen - tl.cumsum(equal, 0)
+        take = upper + tl.minimum(tl.maximum(keep - longer - later, 0), equal)
+        upto = taken + tl.cumsum(take, 0)
+        before = inside[:, None] & (upto[:, None] <= place[None, :])
+        passed += tl.sum(tl.where(before, 256 + take[:, None], 0), 0)
+        taken += tl.sum(take, 0)
+        seen += tl.sum(equal, 0)
+    key = tl.load(best_ptr + (passed >> 8) * WIDTH + place - (passed & 255), mask=place < taken, other=0)
+    return key & _TIME
+
+
+@triton.jit
+def _ends(
+    row,
+    ring_ptr,
+    head,
+    ring,
+    from_ring,
+    end,
+    time,
+    real,
+    places,
+    J: tl.constexpr,
+    BANNED: tl.constexpr,
+):
+    """How many tokens behind each time [N] a continuation may hold, at most `places`; 0 where not `real`."""
+    step = tl.arange(0, J)
+    at = time[:, None] + step[None, :]
+    inside = real[:, None] & (at < end) & (step[None, :] < places)
+    token = stored(row, ring_ptr, head, ring, from_ring, at, inside)
+    return tl.min(tl.where(continues(token, BANNED), J, step[None, :]), 1)
+
+
+@triton.jit
+def _reciprocal(count):
+    """1 / count in fp64, by Newton's steps: a division is a call, and calls spill."""
+    exact = tl.maximum(count, 1).to(tl.float64)
+    value = (1.0 / tl.maximum(count, 1).to(tl.float32)).to(tl.float64)
+    value *= 2.0 - exact * value
+    return value * (2.0 - exact * value)
+
+
+@triton.jit
+def _path(row, ring_ptr, head, ring, from_ring, time, ends, most, LEAST: tl.constexpr, J: tl.constexpr):
+    """Follow matches [N] together, at most `most` tokens: tokens [J], probabilities [J] fp64, how many there are."""
+    step = tl.arange(0, J)
+    tokens, probs = tl.full((J,), -1, tl.int32), tl.zeros((J,), tl.float64)
+    alive = ends > 0
+    prob = tl.full((), 1.0, tl.float64)
+    count = 0
+    going = most > 0
+    while going:
+        goes_on = alive & (ends > count)
+        token = stored(row, ring_ptr, head, ring, from_ring, time + count, goes_on)
+        same = (token[:, None] == token[None, :]) & goes_on[:, None]
+        often = tl.sum(same.to(tl.int32), 0).to(tl.int64)
+        key = (often << 55) | (time.to(tl.int64) << 31) | token.to(tl.int64)
+        best = tl.max(tl.where(goes_on, key, 0), 0)
+        whole = tl.sum(goes_on.to(tl.int32), 0)
+        next_token = (best & 0x7FFFFFFF).to(tl.int32)
+        prob *= (best >> 55).to(tl.float64) * _reciprocal(whole)
+        likely = (whole > 0) & (prob - LEAST + _SLACK >= 0)
+        tokens = tl.where(likely & (step == count), next_token, tokens)
+        probs = tl.where(likely & (step == count), prob, probs)
+        alive = goes_on & (token == next_token)
+        count += likely.to(tl.int32)
+        going = likely & (count < most)
+    return tokens, probs, count
+
+
+@triton.jit
+def _grown(
+    row, ring_ptr, head, ring, from_ring, time, ends, levels, LEAST: tl.constexpr, N: tl.constexpr, J: tl.constexpr
+):
+    """The nodes of all continuations as keys [N, J], each at its latest match and its level; -1 elsewhere.
+
+    A key is probability, level and time: the likelier, the shallower, the later one is the larger.
+    """
+    step = tl.arange(0, J)
+    keys = tl.full((N, J), -1, tl.int64)
+    latest = tl.where(ends > 0, 0, -1)  # the latest match that has gone on alike so far, -1 for one that is left out
+    prob = tl.full((N,), 1.0, tl.float64)
+    level = 0
+    going = levels > 0
+    while going:
+        goes_on = (latest >= 0) & (ends > level)
+        token = stored(row, ring_ptr, head, ring, from_ring, time + level, goes_on)
+        whole = (latest[:, None] == latest[None, :]) & goes_on[:, None]
+        same = whole & (token[:, None] == token[None, :])
+        counts = tl.sum(whole.to(tl.int32) + (same.to(tl.int32) << 8), 0)
+        latest = tl.max(tl.where(same, time[:, None], -1), 0)
+        prob *= (counts >> 8).to(tl.float64) * _reciprocal(counts & 255)
+        latest = tl.where(goes_on & (prob - LEAST + _SLACK >= 0), latest, -1)
+        bits = prob.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
+        key = tl.where(latest == time, (bits << 30) | ((63 - level) << TIME_BITS) | time, -1)
+        keys = tl.where(step[None, :] == level, key[:, None], keys)
+        level += 1
+        going = (level < levels) & (tl.max(latest, 0) >= 0)
+    return keys
+
+
+@triton.jit
+def _best_nodes(keys, budget, levels, J: tl.constexpr):
+    """The `budget` largest of keys [N, J] in the first `levels` levels, as [J], and the sum of their probabilities."""
+    step = tl.arange(0, J)
+    keys = tl.where(_level_of(keys) < levels, keys, -1)
+    chosen = tl.full((J,), -1, tl.int64)
+    best = tl.full((), 2**62, tl.int64)
+    count = 0
+    going = budget > 0
+    while going:
+        best = tl.max(tl.max(tl.where(keys < best, keys, -1), 1), 0)
+        chosen = tl.where(step == count, best, chosen)
+        count += 1
+        going = (best >= 0) & (count < budget)
+    total = tl.sum(_node_probs(chosen).to(tl.float64), 0)
+    return chosen, (tl.floor(total * 262144.0 + 0.5) * (1.0 / 262144.0)).to(tl.float32)
+
+
+@triton.jit
+def _level_of(keys):
+    return 63 - ((keys >> TIME_BITS) & 63).to(tl.int32)
+
+
+@triton.jit
+def _node_probs(keys):
+    return tl.where(keys >= 0, (keys >> 30).to(tl.int32), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _linked(row, ring_ptr, head, ring, from_ring, keys, J: tl.constexpr):
+    """The tokens and parents [J] of the nodes whose keys are given."""
+    place = tl.arange(0, J)
+    real = keys >= 0
+    time = (keys & _TIME).to(tl.int32)
+    level = tl.where(real, _level_of(keys), -1)
+    above = real[:, None] & (level[:, None] + 1 == level[None, :])
+    tokens = tl.full((J,), -1, tl.int32)
+    for depth in range(tl.max(level, 0) + 1):
+        token = stored(row, ring_ptr, head, ring, from_ring, time + depth, level >= depth)
+        above &= (level[:, None] < depth) | (token[:, None] == token[None, :])
+        tokens = tl.where(level == depth, token, tokens)
+    return tokens, tl.max(tl.where(above, place[:, None], -1), 0)
+
+
+@triton.jit
+def _draft_run(
+    row,
+    ring_ptr,
+    head,
+    best_ptr,
+    reach_ptr,
+    nodes_ptr,
+    probs_ptr,
+    score_ptr,
+    found_ptr,
+    ring,
+    from_ring,
+    end,
+    segments,
+    longest,
+    shortest,
+    longer,
+    whole,
+    places,
+    keep,
+    most,
+    DEPTH: tl.constexpr,
+    FACTOR: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LEAST: tl.constexpr,
+    TREE: tl.constexpr,
+    BANNED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    J: tl.constexpr,
+    N: tl.constexpr,
+):
+    """The best draft from the matches of at least `longest` tokens, as a match of `shortest` to `longest` tokens."""
+    time = _gathered(best_ptr, reach_ptr, segments, longest, keep, longer, whole, WIDTH, N)
+    occurrences = tl.minimum(longer + whole, keep)
+    real = tl.arange(0, N) < occurrences
+    ends = _ends(row, ring_ptr, head, ring, from_ring, end, time, real, places, J, BANNED)
+
+    m = tl.arange(0, _DEEPEST) + 1
+    tried = (m <= longest) & (m >= shortest)
+    wanted = tl.floor(m.to(tl.float64) * FACTOR + OFFSET + _SLACK)
+    budget = tl.minimum(tl.maximum(wanted, 0.0), most).to(tl.int32)
+    levels = DEPTH - m
+    step = tl.arange(0, J)
+    if TREE:
+        within = tl.max(tl.where(tried & (budget <= levels), m, 0), 0)
+        match = tl.where(within > 0, within, shortest)  # a shorter one has no more tokens, and levels to spare
+        nodes = _grown(row, ring_ptr, head, ring, from_ring, time, ends, tl.minimum(DEPTH - match, most), LEAST, N, J)
+        keys = tl.full((J,), -1, tl.int64)
+        score, found = tl.full((), 0.0, tl.float32), 0
+        going = True
+        while going:
+            allowed = tl.sum(tl.where(m == match, budget, 0), 0)
+            chosen, total = _best_nodes(nodes, allowed, DEPTH - match, J)
+            better = total >= score
+            keys = tl.where(better, chosen, keys)
+            score, found = tl.where(better, total, score), tl.where(better, match, found)
+            match += 1
+            going = (match <= longest) & ((DEPTH - match).to(tl.float32) >= score)
+        tokens, parents = _linked(row, ring_ptr, head, ring, from_ring, keys, J)
+        probs = _node_probs(keys)
+    else:
+        allowed = tl.where(tried, tl.minimum(budget, levels), -1)
+        tokens, exact, count = _path(
+            row, ring_ptr, head, ring, from_ring, time, ends, tl.max(allowed, 0), LEAST, J
+        )  # fmt: skip
+        found = tl.max(tl.where(allowed >= count, m, 0), 0)  # the longest that allows as many
+        score, probs = tl.sum(exact, 0).to(tl.float32), exact.to(tl.float32)
+        parents = tl.where(step < count, step - 1, -1)
+    tl.store(nodes_ptr + step, tokens, mask=step < places)
+    tl.store(nodes_ptr + places + step, parents, mask=step < places)
+    tl.store(probs_ptr + step, probs, mask=step < places)
+    tl.store(score_ptr, score)
+    tl.store(found_ptr, found)
+    tl.store(found_ptr + 1, occurrences)
+
+
+@triton.jit(do_not_specialize_on_alignment=BY_SLOT)
+def _draft_kernel(
+    tokens_ptr,
+    lengths_ptr,
+    ring_ptr,
+    head_ptr,
+    best_ptr,
+    reach_ptr,
+    nodes_ptr,
+    probs_ptr,
+    scores_ptr,
+    found_ptr,
+    ring,
+    own_segments,
+    segments,
+    keep,
+    min_match,
+    places,
+    most,
+    stride_tb,
+    stride_l,
+    DEPTH: tl.constexpr,
+    FACTOR: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LEAST: tl.constexpr,
+    TREE: tl.constexpr,
+    BANNED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    J: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B, stores * RUNS): a program drafts from the run-th longest distinct length of matches in one store.
+
+    nodes: tokens, then parents. found: tokens of the match, and how many of it were counted.
+    """
+    await_inputs(PDL)
+    slot, run = tl.program_id(0), tl.program_id(1) % _RUNS
+    from_ring = tl.program_id(1) >= _RUNS
+    length = tl.load(lengths_ptr + slot * stride_l)
+    first = slot * segments + tl.where(from_ring, own_segments, 0)
+    count = tl.where(from_ring, segments - own_segments, length // CHUNK + 1)
+    m = tl.arange(0, _DEEPEST) + 1
+    reach, beyond = tl.zeros((_DEEPEST,), tl.int32), tl.zeros((_DEEPEST,), tl.int32)  # matches of m tokens, of more
+    for start in tl.range(0, count, _BLOCK, loop_unroll_factor=_UNROLL):
+        segment = start + tl.arange(0, _BLOCK)
+        at = reach_ptr + (first + segment[:, None]) * _DEEPEST + m[None, :]
+        inside = segment[:, None] < count
+        reach += tl.sum(tl.load(at - 1, mask=inside, other=0), 0)
+        beyond += tl.sum(tl.load(at, mask=inside & (m < _DEEPEST)[None, :], other=0), 0)
+    distinct = ((reach > beyond) & (beyond < keep)).to(tl.int32)
+    rank = tl.sum(distinct, 0) - tl.cumsum(distinct, 0)
+    longest = tl.sum(tl.where((distinct > 0) & (rank == run), m, 0), 0)
+    shortest = tl.maximum(tl.sum(tl.where((distinct > 0) & (rank == run + 1), m, 0), 0) + 1, min_match)
+
+    record = slot * tl.num_programs(1) + tl.program_id(1)
+    if longest == 0:
+        tl.store(scores_ptr + record, 0.0)
+    else:
+        longer = tl.sum(tl.where(m == longest, beyond, 0), 0)
+        whole = tl.sum(tl.where(m == longest, reach - beyond, 0), 0)
+        row = tokens_ptr + slot.to(tl.int64) * stride_tb
+        head = head_of(ring_ptr, head_ptr, ring)
+        end = tl.where(from_ring, ring, length + 1)
+        if longer + whole <= _FEW:
+            _draft_run(
+                row,
+                ring_ptr,
+                head,
+                best_ptr + first * WIDTH,
+                reach_ptr + first * _DEEPEST,
+                nodes_ptr + record * 2 * places,
+                probs_ptr + record * places,
+                scores_ptr + record,
+                found_ptr + record * 2,
+                ring,
+                from_ring,
+                end,
+                count,
+                longest,
+                shortest,
+                longer,
+                whole,
+                places,
+                keep,
+                most,
+                DEPTH,
+                FACTOR,
+                OFFSET,
+                LEAST,
+                TREE,
+                BANNED,
+                WIDTH,
+                J,
+                _FEW,
+            )
+        else:
+            _draft_run(
+                row,
+                ring_ptr,
+                head,
+                best_ptr + first * WIDTH,
+                reach_ptr + first * _DEEPEST,
+                nodes_ptr + record * 2 * places,
+                probs_ptr + record * places,
+                scores_ptr + record,
+                found_ptr + record * 2,
+                ring,
+                from_ring,
+                end,
+                count,
+                longest,
+                shortest,
+                longer,
+                whole,
+                places,
+                keep,
+                most,
+                DEPTH,
+                FACTOR,
+                OFFSET,
+                LEAST,
+                TREE,
+                BANNED,
+                WIDTH,
+                J,
+                WIDTH,
+            )
+
+
+@triton.jit
+def _choose_kernel(
+    nodes_ptr,
+    probs_ptr,
+    scores_ptr,
+    found_ptr,
+    tokens_ptr,
+    parents_ptr,
+    probs_out_ptr,
+    match_ptr,
+    occurrences_ptr,
+    from_ring_ptr,
+    places,
+    RECORDS: tl.constexpr,
+    J: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B,): take the draft of the highest score, of equal ones the first: own before former, longer before shorter
+    matches."""
+    await_inputs(PDL)
+    slot = tl.program_id(0)
+    record = tl.arange(0, RECORDS)
+    score = tl.load(scores_ptr + slot * RECORDS + record)
+    best = tl.max(score, 0)
+    chosen = tl.min(tl.where(score == best, record, RECORDS), 0)
+    at = slot * RECORDS + chosen
+    some = tl.sum((score > 0).to(tl.int32), 0) > 0
+    step = tl.arange(0, J)
+    real = some & (step < places)
+    nodes = nodes_ptr + at * 2 * places + step
+    out = slot * places + step
+    tl.store(tokens_ptr + out, tl.load(nodes, mask=real, other=-1).to(tl.int64), mask=step < places)
+    tl.store(parents_ptr + out, tl.load(nodes + places, mask=real, other=-1), mask=step < places)
+    tl.store(probs_out_ptr + out, tl.load(probs_ptr + at * places + step, mask=real, other=0.0), mask=step < places)
+    tl.store(match_ptr + slot, tl.load(found_ptr + at * 2, mask=some, other=0))
+    tl.store(occurrences_ptr + slot, tl.load(found_ptr + at * 2 + 1, mask=some, other=0))
+    tl.store(from_ring_ptr + slot, some & (chosen >= _RUNS))
+
+
+def suffix_drafts(
+    tokens: Tensor, lengths: Tensor, ring: TokenRing | None, places: int, rules: SuffixRules
+) -> RepeatDrafts:
+    """What followed the ends of B sequences in themselves or in the ring; see reference.suffix_match.suffix_drafts.
+
+    tokens [B, C] int64, of which the first lengths + 1 of each sequence are known; lengths [B] int32, below C. At most
+    `places` J tokens are drafted, at most 64. Raises ValueError if shapes or dtypes do not fit, and for rules that the
+    kernels do not have (see the module).
+    """
+    check_suffix_drafts("suffix_drafts", tokens, lengths, ring, places)
+    check_limits(tokens, ring, places, rules)
+    (batch, columns), device = tokens.shape, tokens.device
+    drafts = new_drafts(batch, places, device)
+    if not batch:
+        return drafts
+    keep = MOST_KEPT if rules.keep is None else int(rules.keep)
+    width = max(_FEW.value, triton.next_power_of_2(keep))
+    size = 0 if ring is None else len(ring.tokens)
+    stored = (None, None) if ring is None else (ring.tokens, ring.head)
+    own_segments, ring_chunks = triton.cdiv(columns, CHUNK.value), triton.cdiv(size, CHUNK.value)
+    segments = own_segments + triton.cdiv(ring_chunks, LISTED.value)
+    group = min(_GROUP, triton.next_power_of_2(batch))
+    records = _RUNS.value * (1 if ring is None else 2)
+    depth, banned = int(rules.max_tree_depth), tuple(int(token) for token in rules.banned)
+    most = places if rules.max_spec_tokens is None else min(places, int(rules.max_spec_tokens))
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    hits, counts = integers(batch, segments, CHUNK.value), integers(batch, segments, LISTED.value)
+    best, reach = integers(batch, segments, width), integers(batch, segments, DEEPEST)
+    nodes, found = integers(batch, records, 2, places), integers(batch, records, 2)
+    probs = torch.empty(batch, records, places, dtype=torch.float32, device=device)
+    scores = torch.empty(batch, records, dtype=torch.float32, device=device)
+    overlapped(match_kernel, (batch * own_segments + ring_chunks * triton.cdiv(batch, group),), device)(
+        tokens,
+        lengths,
+        *stored,
+        hits,
+        counts,
+        batch,
+        size,
+        own_segments,
+        segments,
+        tokens.stride(0),
+        lengths.stride(0),
+        DEPTH=depth,
+        BANNED=banned,
+        GROUP=group,
+        num_warps=4,
+    )
+    overlapped(walk_kernel, (batch, segments), device)(
+        tokens,
+        lengths,
+        *stored,
+        hits,
+        counts,
+        best,
+        reach,
+        size,
+        own_segments,
+        ring_chunks,
+        keep,
+        int(rules.min_match),
+        tokens.stride(0),
+        lengths.stride(0),
+        DEPTH=depth,
+        WIDTH=width,
+        TILE=32,
+        num_warps=4,
+    )
+    overlapped(_draft_kernel, (batch, records), device)(
+        tokens,
+        lengths,
+        *stored,
+        best,
+        reach,
+        nodes,
+        probs,
+        scores,
+        found,
+        size,
+        own_segments,
+        segments,
+        keep,
+        int(rules.min_match),
+        places,
+        most,
+        tokens.stride(0),
+        lengths.stride(0),
+        DEPTH=depth,
+        FACTOR=float(rules.max_spec_factor),
+        OFFSET=float(rules.max_spec_offset),
+        LEAST=float(rules.min_token_prob),
+        TREE=rules.use_tree_spec,
+        BANNED=banned,
+        WIDTH=width,
+        J=triton.next_power_of_2(places),
+        num_warps=draft_warps(rules.use_tree_spec, places),
+    )
+    overlapped(_choose_kernel, (batch,), device)(
+        nodes,
+        probs,
+        scores,
+        found,
+        *drafts,
+        places,
+        RECORDS=records,
+        J=triton.next_power_of_2(places),
+        num_warps=1,
+    )
+    return drafts
+
+
+def draft_warps(tree: bool, places: int) -> int:
+    """Warps of a drafting program: as few as hold its tiles in registers, since warps wait for each other at each
+    level."""
+    return (4 if places <= 16 else 8) if tree else 2
+
+
+def check_limits(tokens: Tensor, ring: TokenRing | None, places: int, rules: SuffixRules) -> None:
+    """Raises ValueError for what the reference does and the kernels do not; see the module."""
+    if rules.parity:
+        raise ValueError("suffix_drafts: rules.parity must be False: SuffixDecodingCache counts as Arctic does")
+    if rules.min_match < 2:
+        raise ValueError(
+            f"suffix_drafts: rules.min_match must be at least 2, got {rules.min_match}: too many positions match one "
+            "token; set min_match=2"
+        )
+    limits = [
+        ("rules.max_tree_depth", rules.max_tree_depth, DEEPEST),
+        ("rules.keep", rules.keep or 0, MOST_KEPT),
+        ("the number of banned tokens", len(rules.banned), MOST_BANNED),
+        ("places", places, _MOST_PLACES),
+        ("the capacity of tokens", tokens.shape[1], MOST_TIMES),
+        ("the size of the ring", 0 if ring is None else len(ring.tokens), MOST_TIMES),
+    ]
+    for name, value, most in limits:
+        if value > most:
+            raise ValueError(f"suffix_drafts: {name} must be at most {most}, got {value}")
+
+
+def new_drafts(batch: int, places: int, device: torch.device) -> RepeatDrafts:
+    return RepeatDrafts(
+        tokens=torch.empty(batch, places, dtype=torch.int64, device=device),
+        parents=torch.empty(batch, places, dtype=torch.int32, device=device),
+        probs=torch.empty(batch, places, dtype=torch.float32, device=device),
+        match=torch.empty(batch, dtype=torch.int32, device=device),
+        occurrences=torch.empty(batch, dtype=torch.int32, device=device),
+        from_ring=torch.empty(batch, dtype=torch.bool, device=device),
+    )

@@ -1,0 +1,268 @@
+"""The walk along the target's own samples: noise, the argmax of kept logits with it, and the walk."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.ops.sampling.draws import log_exponential, uniform_of
+from eagle_triton.ops.sampling.filter_thresholds import row_thresholds, scale_of, token_weight
+from eagle_triton.ops.verification.walks import BY_SLOT, NOWHERE, WALK_WARPS, follow, walk_results
+from eagle_triton.reference.sampling import SamplingTensors
+from eagle_triton.reference.verification import check_positioned
+from eagle_triton.runtime.overlap import await_inputs, overlapped
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_NOISE_PART = 2048  # tokens per program of the argmax with noise
+_NOISE_WARPS = 4
+_SHARED = 2  # nodes of a level from which on their noise is made once for all
+_REACH = tl.constexpr(1e-12)  # noise spans less than 26: a token of a smaller weight than e^-26 never wins
+
+
+@triton.jit
+def _noise_of(seed, position, first, COUNT: tl.constexpr):
+    """Gumbel noise, negated and in powers of two, of the tokens first .. first + COUNT at an absolute position."""
+    return log_exponential(uniform_of(seed, position, first, COUNT)) * _LOG2E
+
+
+@triton.jit(do_not_specialize_on_alignment=BY_SLOT)
+def _noise_kernel(
+    temperature_ptr, seed_ptr, lengths_ptr, noise_ptr, levels, vocabulary, PART: tl.constexpr, PDL: tl.constexpr
+):
+    """Grid (B * levels, parts): the noise of one part of the vocabulary at one level of a sequence's tree."""
+    await_inputs(PDL)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * PART
+    batch, level = row // levels, row % levels
+    if tl.load(temperature_ptr + batch) > 0:
+        position = tl.load(lengths_ptr + batch) + level.to(tl.int32) + 1
+        noise = _noise_of(tl.load(seed_ptr + batch), position, first, PART)
+        index = first + tl.arange(0, PART)
+        tl.store(noise_ptr + row * vocabulary + index, noise, mask=index < vocabulary)
+
+
+@triton.jit(do_not_specialize_on_alignment=BY_SLOT)
+def _perturb_kernel(
+    x_ptr,
+    thresholds_ptr,
+    temperature_ptr,
+    min_p_ptr,
+    seed_ptr,
+    lengths_ptr,
+    depths_ptr,
+    noise_ptr,
+    peaks_ptr,
+    scores_ptr,
+    places_ptr,
+    nodes,
+    levels,
+    vocabulary,
+    parts,
+    stride_xr,
+    stride_xv,
+    stride_db,
+    stride_dn,
+    PART: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (R, parts): of a part's kept tokens (without thresholds of all) the largest logit, NaN if one is, and the
+    largest (logit - that) * scale + noise with its first index. Without noise [B, levels, V] it is made here, where
+    something is kept."""
+    await_inputs(PDL)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, node = row // nodes, row % nodes
+    first = part * PART
+    index = first + tl.arange(0, PART)
+    x = tl.load(x_ptr + row * stride_xr + index * stride_xv, mask=index < vocabulary, other=float("-inf"))
+    x = x.to(tl.float32)
+    temperature = tl.load(temperature_ptr + batch)
+    scale = scale_of(temperature)
+    kept = x > float("-inf")
+    if thresholds_ptr is not None:
+        weight = token_weight(thresholds_ptr + row * 4, x, index, tl.load(min_p_ptr + batch), scale)
+        kept = kept & (weight > _REACH)
+    y = tl.where(kept, x, float("-inf"))
+    peak = tl.max(y, 0)
+    slot = row * parts + part
+    broken = tl.max((x != x).to(tl.int32), 0) > 0
+    tl.store(peaks_ptr + slot, tl.where(broken, float("nan"), peak))
+    if peak > float("-inf"):
+        score = tl.where(y == peak, 0.0, (y - peak) * scale)
+        if temperature > 0:
+            level = tl.load(depths_ptr + batch * stride_db + node * stride_dn)
+            if noise_ptr is None:
+                score -= _noise_of(tl.load(seed_ptr + batch), tl.load(lengths_ptr + batch) + level + 1, first, PART)
+            else:
+                noise = noise_ptr + (batch * levels + level) * vocabulary + index
+                score -= tl.load(noise, mask=kept, other=0.0)
+        score = tl.where(kept, score, float("-inf"))
+        best = tl.max(score, 0)
+        tl.store(scores_ptr + slot, best)
+        tl.store(places_ptr + slot, tl.min(tl.where(kept & (score == best), index, NOWHERE), 0))
+
+
+@triton.jit
+def merge_scores(
+    peaks_ptr, scores_ptr, places_ptr, temperature, nodes, parts, NODES: tl.constexpr, PARTS: tl.constexpr
+):
+    """The token of the best score of each of one sequence's nodes [NODES], 0 if there is none, and whether one of its
+    logits is NaN."""
+    node = tl.arange(0, NODES)[:, None]
+    part = tl.arange(0, PARTS)[None, :]
+    slot, inside = node * parts + part, (node < nodes) & (part < parts)
+    peaks = tl.load(peaks_ptr + slot, mask=inside, other=float("-inf"))
+    kept = peaks > float("-inf")
+    scores = tl.load(scores_ptr + slot, mask=kept, other=float("-inf"))
+    places = tl.load(places_ptr + slot, mask=kept, other=NOWHERE)
+    y = tl.where(kept, peaks, float("-inf"))
+    top = tl.max(y, 1)[:, None]
+    total = tl.where(y == top, scores, (y - top) * scale_of(temperature) + scores)
+    total = tl.where(kept, total, float("-inf"))
+    place = tl.min(tl.where(kept & (total == tl.max(total, 1)[:, None]), places, NOWHERE), 1)
+    nan = tl.max(tl.max((peaks != peaks).to(tl.int32), 1), 0) > 0
+    return tl.where(place < NOWHERE, place, 0), nan
+
+
+@triton.jit(do_not_specialize_on_alignment=BY_SLOT)
+def _target_walk_kernel(
+    temperature_ptr,
+    peaks_ptr,
+    scores_ptr,
+    places_ptr,
+    tokens_ptr,
+    parents_ptr,
+    path_ptr,
+    accepted_ptr,
+    next_ptr,
+    nan_ptr,
+    nodes,
+    parts,
+    depth,
+    stride_tb,
+    stride_tn,
+    stride_pb,
+    stride_pn,
+    NODES: tl.constexpr,
+    PARTS: tl.constexpr,
+    STEPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B,): merge the parts of one sequence's nodes, and follow their samples through its tree."""
+    await_inputs(PDL)
+    batch = tl.program_id(0).to(tl.int64)
+    node, slot = tl.arange(0, NODES), batch * nodes * parts
+    target, nan = merge_scores(
+        peaks_ptr + slot,
+        scores_ptr + slot,
+        places_ptr + slot,
+        tl.load(temperature_ptr + batch),
+        nodes,
+        parts,
+        NODES,
+        PARTS,
+    )
+    if nan_ptr is not None:
+        tl.store(nan_ptr + batch, nan)
+    token = tl.load(tokens_ptr + batch * stride_tb + node * stride_tn, mask=node < nodes, other=-1)
+    parent = tl.load(parents_ptr + batch * stride_pb + node * stride_pn, mask=node < nodes, other=-2)
+    path, accepted, current = follow(target, token, parent, depth, NODES, STEPS)
+    step = tl.arange(0, STEPS)
+    tl.store(path_ptr + batch * (depth + 1) + step, path, mask=step <= depth)
+    tl.store(accepted_ptr + batch, accepted)
+    tl.store(next_ptr + batch, tl.sum(tl.where(node == current, target, 0), 0).to(tl.int64))
+
+
+def verify_target_match(
+    logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    depth: int,
+    params: SamplingTensors,
+    lengths: Tensor,
+    depths: Tensor,
+    top_p_first: bool = False,
+    filtered: bool = True,
+    *,
+    nan: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk the tree along samples that do not see it; see reference.verification.verify_target_match.
+
+    Arguments and results as verify_sampling; lengths [B] and depths [B, N] int32 say where the noise stands. filtered:
+    False if all filters are off. Raises ValueError likewise.
+    """
+    name = "verify_target_match"
+    check_positioned(name, logits, tokens, parents, depth, params, lengths, depths, nan)
+    batch, nodes, _ = logits.shape
+    thresholds = row_thresholds(name, logits, params, top_p_first, argmax_at_0=True) if filtered else None
+    scores, parts = perturb(logits, thresholds, params, lengths, depths, depth + 1)
+    path, accepted, next_token = walk_results(batch, depth, logits.device)
+    overlapped(_target_walk_kernel, (batch,), logits.device)(
+        params.temperature,
+        *scores,
+        tokens,
+        parents,
+        path,
+        accepted,
+        next_token,
+        nan,
+        nodes,
+        parts,
+        depth,
+        *tokens.stride(),
+        *parents.stride(),
+        NODES=triton.next_power_of_2(nodes),
+        PARTS=triton.next_power_of_2(parts),
+        STEPS=triton.next_power_of_2(depth + 1),
+        num_warps=WALK_WARPS,
+    )
+    return path, accepted, next_token
+
+
+def perturb(
+    logits: Tensor, thresholds: Tensor | None, params: SamplingTensors, lengths: Tensor, depths: Tensor, levels: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+    """Per row and part of logits [B, N, V]: largest kept logit, best score and its token; and how many parts.
+
+    Nodes of one level share their noise: where there are many of them it is made once.
+    """
+    batch, nodes, vocabulary = logits.shape
+    x, part = logits.reshape(-1, vocabulary), min(_NOISE_PART, max(16, triton.next_power_of_2(vocabulary)))
+    parts = triton.cdiv(vocabulary, part)
+    peaks = torch.empty(len(x), parts, dtype=torch.float32, device=x.device)
+    scores, places = torch.empty_like(peaks), torch.empty_like(peaks, dtype=torch.int32)
+    noise = None
+    if nodes > _SHARED * levels:
+        noise = torch.empty(batch, levels, vocabulary, dtype=torch.float32, device=x.device)
+        overlapped(_noise_kernel, (batch * levels, parts), x.device)(
+            params.temperature,
+            params.seed,
+            lengths,
+            noise,
+            levels,
+            vocabulary,
+            PART=part,
+            num_warps=_NOISE_WARPS,
+        )
+    overlapped(_perturb_kernel, (len(x), parts), x.device)(
+        x,
+        thresholds,
+        params.temperature,
+        params.min_p,
+        params.seed,
+        lengths,
+        depths,
+        noise,
+        peaks,
+        scores,
+        places,
+        nodes,
+        levels,
+        vocabulary,
+        parts,
+        *x.stride(),
+        *depths.stride(),
+        PART=part,
+        num_warps=_NOISE_WARPS,
+    )
+    return (peaks, scores, places), parts

@@ -1,9 +1,0 @@
-"""Drawing tokens from logits: temperature, top-k, top-p, min-p.
-
-`filter_thresholds.py` finds what the filters leave of each row, without sorting; `draws.py` writes the distribution out
-or draws from it, with counter-based random numbers.
-"""
-
-from eagle_triton.sampling.draws import probabilities, sample, uniform, uniform_at
-
-__all__ = ["probabilities", "sample", "uniform", "uniform_at"]
