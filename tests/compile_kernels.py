@@ -1,6 +1,6 @@
 """Compile every kernel, in the settings used in production, for four targets; needs no GPU.
 
-    python tests/compile_kernels.py [--every | --first] [stem ...]
+    python tests/compile_kernels.py [--every | --first] [--listing FILE.json] [stem ...]
 
 Reads CASES from tests/compile_cases/<stem>.py: tuples (name, kernel, signature, constexprs, options) as
 triton.compiler.ASTSource takes them; `options` may hold "targets", the architectures to which a case is limited,
@@ -9,7 +9,8 @@ not stand in its PTX, "without_behind", a word and another that must not stand b
 of local memory it may use on sm_90. All cases are compiled for sm_90, for
 the other targets the first of each kernel; with --every all, with --first the first of each kernel for all. Prints one
 line per case and target; the exit status is 1 if a case fails to compile or uses more local memory on sm_90, which is
-none unless a case says so.
+none unless a case says so. With --listing, how often each instruction stands in the PTX of each case is kept in a file;
+where there is such a file already, cases that differ from it fail: a change of names and arguments changes none.
 Runs in a process of its own because the interpreter, once chosen, stays.
 """
 
@@ -17,11 +18,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -57,6 +60,7 @@ class Usage(NamedTuple):
     registers: int
     local: int
     shared: int
+    instructions: dict[str, int]  # of its PTX; none on AMD
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,8 +69,10 @@ def main(argv: list[str] | None = None) -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--every", action="store_true", help="all cases for all targets")
     which.add_argument("--first", action="store_true", help="the first case of each kernel for all targets")
+    parser.add_argument("--listing", type=Path, metavar="FILE.json", help="where instructions are kept, or compared")
     options = parser.parse_args(argv)
-    jobs = []
+    before = json.loads(options.listing.read_text()) if options.listing and options.listing.exists() else None
+    jobs, listing = [], {}
     for stem in options.stems or sorted(path.stem for path in CASES.glob("[!_]*.py")):
         compiled = set()
         for index, (_, kernel, *_, case_options) in enumerate(_cases(stem)):
@@ -83,6 +89,11 @@ def main(argv: list[str] | None = None) -> int:
                 failed += 1
                 print(f"FAILED  {name} {result}", flush=True)
                 continue
+            listing[name] = result.instructions
+            if before is not None and name in before and before[name] != result.instructions:
+                failed += 1
+                print(f"DIFFERS {name} {_difference(before[name], result.instructions)}", flush=True)
+                continue
             spilled = arch == "sm_90" and result.local > _cases(stem)[index][4].get("local", 0) + NEWER_PTXAS
             failed += spilled
             print(
@@ -90,8 +101,16 @@ def main(argv: list[str] | None = None) -> int:
                 f"{result.shared:7} B shared",
                 flush=True,
             )
+    if options.listing and before is None:
+        options.listing.write_text(json.dumps(listing, indent=1))
     print(f"{len(jobs)} compiled, {failed} failed")
     return int(failed > 0)
+
+
+def _difference(before: dict[str, int], now: dict[str, int]) -> str:
+    """The instructions whose number has changed."""
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    return ", ".join(f"{name} {before.get(name, 0)} -> {now.get(name, 0)}" for name in names)
 
 
 _loaded: dict[str, list[tuple]] = {}
@@ -160,14 +179,19 @@ def _cuda_usage(compiled) -> Usage:
     if found is None:
         raise RuntimeError(f"cuobjdump printed no resource usage:\n{listing}")
     registers, stack, local = map(int, found.groups())
-    return Usage(registers, stack + local, compiled.metadata.shared)
+    words = (line.split() for line in compiled.asm["ptx"].splitlines())
+    kinds = Counter(
+        line[1] if line[0].startswith("@") else line[0] for line in words if line and line[-1].endswith(";")
+    )
+    instructions = {name: count for name, count in sorted(kinds.items()) if not name.startswith(".")}
+    return Usage(registers, stack + local, compiled.metadata.shared, instructions)
 
 
 def _amd_usage(compiled) -> Usage:
     def read(field: str) -> int:
         return int(re.search(rf"\.{field}:\s*(\d+)", compiled.asm["amdgcn"]).group(1))
 
-    return Usage(read("vgpr_count"), read("private_segment_fixed_size"), compiled.metadata.shared)
+    return Usage(read("vgpr_count"), read("private_segment_fixed_size"), compiled.metadata.shared, {})
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ from eagle_triton.ops.tree import (
     _topk_chunk_kernel,
     _topk_merge_kernel,
     topk_chunk_of,
-    topk_warps,
 )
 from eagle_triton.runtime.launch import EXACT
+from eagle_triton.tree_decoding import topk_warps
 
 _TYPES = {"tokens_ptr": "*i64", "parents_ptr": "*i32", "peaks_ptr": "*fp32"}
 
