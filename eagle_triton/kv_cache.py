@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.ops.views import CacheStack, Matrix, NewRows, Pages
 from eagle_triton.reference.attention import capacity_of
 from eagle_triton.reference.kv_cache import check_append, check_commit, check_gather
 from eagle_triton.runtime.checks import check_rows_contiguous
@@ -40,39 +41,34 @@ def plane_of(index, sequences, heads):
 
 
 @triton.jit
-def row_offset(table_ptr, sequence, row, ok, stride_tb, stride_page, stride_row, PAGE: tl.constexpr):
-    """Where a row of a sequence (both int64) lies behind the first row of a cache, by the sequence's table of pages.
+def first_row(cache, stack, head):
+    """Where a plane's first row in page 0 lies."""
+    return cache.ptr + stack // 2 * cache.layer + stack % 2 * cache.side + head * cache.head
 
-    PAGE: rows of a page, 0: a sequence's lie in one. Without a table that is its own. Read only where `ok`.
+
+@triton.jit
+def row_offset(cache, pages, sequence, row, ok, PAGE: tl.constexpr):
+    """How far a row of a sequence (both int64) lies from its plane's first row in page 0. Pages are read where `ok`.
+
+    pages: None: each sequence has one page, its own. PAGE: rows of a page, 0: a sequence's lie in one.
     """
     page, page_row = sequence, row
-    if table_ptr is not None:
-        pages_ptr = table_ptr + sequence * stride_tb
+    if pages is not None:
+        pages_ptr = pages.ptr + sequence * pages.row
         if PAGE:
             page = tl.load(pages_ptr + row // PAGE, mask=ok, other=0).to(tl.int64)
             page_row = row % PAGE
         else:
             page = tl.load(pages_ptr).to(tl.int64)
-    return page * stride_page + page_row * stride_row
+    return page * cache.page + page_row * cache.row
 
 
 @triton.jit
 def _append_kernel(
-    cache_ptr,
-    table_ptr,
-    new_ptr,
+    cache,
+    pages,
+    new,
     lengths_ptr,
-    stride_tb,
-    stride_cl,
-    stride_cs,
-    stride_cb,
-    stride_ch,
-    stride_ct,
-    stride_nl,
-    stride_ns,
-    stride_nb,
-    stride_nt,
-    stride_nh,
     sequences,
     heads,
     count,
@@ -84,32 +80,24 @@ def _append_kernel(
 ):
     """Grid (planes, row blocks): a program writes BLOCK_R new rows of one plane."""
     stack, sequence, head = plane_of(tl.program_id(0), sequences, heads)
-    layer, side = stack // 2, stack % 2
     index = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     row = tl.load(lengths_ptr + sequence) + index
     column = tl.arange(0, BLOCK_D)
     fits = (index < count) & (row >= 0) & (row < capacity)
     ok = fits[:, None] & (column < D)[None, :]
-    new_ptr += layer * stride_nl + side * stride_ns + sequence * stride_nb + head * stride_nh
-    cache_ptr += layer * stride_cl + side * stride_cs + head * stride_ch
-    place = row_offset(table_ptr, sequence, row.to(tl.int64), fits, stride_tb, stride_cb, stride_ct, PAGE)
-    new = tl.load(new_ptr + index.to(tl.int64)[:, None] * stride_nt + column[None, :], mask=ok)
-    tl.store(cache_ptr + place[:, None] + column[None, :], new.to(cache_ptr.dtype.element_ty), mask=ok)
+    new_ptr = new.ptr + stack // 2 * new.layer + stack % 2 * new.side + sequence * new.batch + head * new.head
+    plane_ptr = first_row(cache, stack, head)
+    place = row_offset(cache, pages, sequence, row.to(tl.int64), fits, PAGE)
+    values = tl.load(new_ptr + index.to(tl.int64)[:, None] * new.row + column[None, :], mask=ok)
+    tl.store(plane_ptr + place[:, None] + column[None, :], values.to(plane_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def _gather_kernel(
-    cache_ptr,
-    table_ptr,
-    rows_ptr,
+    cache,
+    pages,
+    rows,
     out_ptr,
-    stride_tb,
-    stride_cl,
-    stride_cs,
-    stride_cb,
-    stride_ch,
-    stride_ct,
-    stride_rb,
     sequences,
     heads,
     count,
@@ -123,12 +111,12 @@ def _gather_kernel(
     stack, sequence, head = plane_of(tl.program_id(0), sequences, heads)
     index = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_D)
-    row = tl.load(rows_ptr + sequence * stride_rb + index, mask=index < count, other=-1)
-    cache_ptr += stack // 2 * stride_cl + stack % 2 * stride_cs + head * stride_ch
+    row = tl.load(rows.ptr + sequence * rows.row + index, mask=index < count, other=-1)
+    plane_ptr = first_row(cache, stack, head)
     fits = (row >= 0) & (row < capacity)
-    place = row_offset(table_ptr, sequence, row.to(tl.int64), fits, stride_tb, stride_cb, stride_ct, PAGE)
+    place = row_offset(cache, pages, sequence, row.to(tl.int64), fits, PAGE)
     wanted = fits[:, None] & (column < D)[None, :]
-    values = tl.load(cache_ptr + place[:, None] + column[None, :], mask=wanted, other=0)
+    values = tl.load(plane_ptr + place[:, None] + column[None, :], mask=wanted, other=0)
     out_row = (tl.full((), 0, tl.int64) + tl.program_id(0)) * count + index
     ok = (index < count)[:, None] & (column < D)[None, :]
     tl.store(out_ptr + out_row[:, None] * D + column[None, :], values, mask=ok)
@@ -136,12 +124,10 @@ def _gather_kernel(
 
 @triton.jit
 def commit_plane(
+    cache,
     plane_ptr,
-    table_ptr,
+    pages,
     sequence,
-    stride_tb,
-    stride_cb,
-    stride_ct,
     length,
     path_ptr,
     accepted,
@@ -163,8 +149,8 @@ def commit_plane(
     source, target = length + node, length + step
     moved = moved & (node != step) & (source >= 0) & (source < capacity) & (target >= 0) & (target < capacity)
     ok = moved[:, None] & (column < D)[None, :]
-    origin = row_offset(table_ptr, sequence, source.to(tl.int64), moved, stride_tb, stride_cb, stride_ct, PAGE)
-    place = row_offset(table_ptr, sequence, target.to(tl.int64), moved, stride_tb, stride_cb, stride_ct, PAGE)
+    origin = row_offset(cache, pages, sequence, source.to(tl.int64), moved, PAGE)
+    place = row_offset(cache, pages, sequence, target.to(tl.int64), moved, PAGE)
     values = tl.load(plane_ptr + origin[:, None] + column[None, :], mask=ok)
     tl.debug_barrier()
     tl.store(plane_ptr + place[:, None] + column[None, :], values, mask=ok)
@@ -172,18 +158,11 @@ def commit_plane(
 
 @triton.jit
 def _commit_kernel(
-    cache_ptr,
-    table_ptr,
+    cache,
+    pages,
     lengths_ptr,
-    path_ptr,
+    path,
     accepted_ptr,
-    stride_tb,
-    stride_cl,
-    stride_cs,
-    stride_cb,
-    stride_ch,
-    stride_ct,
-    stride_pb,
     sequences,
     heads,
     steps,
@@ -197,24 +176,10 @@ def _commit_kernel(
     """Grid (planes,): a program moves the accepted rows of one plane."""
     await_inputs(PDL)
     stack, sequence, head = plane_of(tl.program_id(0), sequences, heads)
-    cache_ptr += stack // 2 * stride_cl + stack % 2 * stride_cs + head * stride_ch
+    plane_ptr, path_ptr = first_row(cache, stack, head), path.ptr + sequence * path.row
     length, accepted = tl.load(lengths_ptr + sequence), tl.load(accepted_ptr + sequence)
     commit_plane(
-        cache_ptr,
-        table_ptr,
-        sequence,
-        stride_tb,
-        stride_cb,
-        stride_ct,
-        length,
-        path_ptr + sequence * stride_pb,
-        accepted,
-        steps,
-        capacity,
-        D,
-        PAGE,
-        BLOCK_P,
-        BLOCK_D,
+        cache, plane_ptr, pages, sequence, length, path_ptr, accepted, steps, capacity, D, PAGE, BLOCK_P, BLOCK_D
     )
 
 
@@ -233,13 +198,10 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = N
         return
     block_r = min(16, triton.next_power_of_2(count))
     launch(_append_kernel, (planes, triton.cdiv(count, block_r)))(
-        cache,
-        table,
-        new,
+        CacheStack.of(cache),
+        Pages.of(table),
+        NewRows.of(new),
         lengths,
-        0 if table is None else table.stride(0),
-        *cache.stride()[:5],
-        *new.stride()[:5],
         len(lengths),
         cache.shape[3],
         count,
@@ -267,13 +229,10 @@ def gather(cache: Tensor, rows: Tensor, table: Tensor | None = None) -> Tensor:
     if out.numel():
         block_r = min(16, triton.next_power_of_2(count))
         launch(_gather_kernel, (planes, triton.cdiv(count, block_r)))(
-            cache,
-            table,
-            rows,
+            CacheStack.of(cache),
+            Pages.of(table),
+            Matrix.of(rows),
             out,
-            0 if table is None else table.stride(0),
-            *cache.stride()[:5],
-            rows.stride(0),
             len(rows),
             heads,
             count,
@@ -300,14 +259,11 @@ def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor, table
     if not planes * steps:
         return
     overlapped(_commit_kernel, (planes,), cache.device)(
-        cache,
-        table,
+        CacheStack.of(cache),
+        Pages.of(table),
         lengths,
-        path,
+        Matrix.of(path),
         accepted,
-        0 if table is None else table.stride(0),
-        *cache.stride()[:5],
-        path.stride(0),
         len(lengths),
         cache.shape[3],
         steps,

@@ -4,7 +4,7 @@
 
 Reads CASES from tests/compile_cases/<stem>.py: tuples (name, kernel, signature, constexprs, options) as
 triton.compiler.ASTSource takes them; `options` may hold "targets", the architectures to which a case is limited,
-"aligned", the names of integer arguments that are multiples of 16 (pointers always are), "without", words that must
+"aligned", the integer arguments that are multiples of 16 (pointers always are; "cache.row" is a view's field), "without", words that must
 not stand in its PTX, "without_behind", a word and another that must not stand behind it there, and "local", the bytes
 of local memory it may use on sm_90. All cases are compiled for sm_90, for
 the other targets the first of each kernel; with --every all, with --first the first of each kernel for all. Prints one
@@ -141,9 +141,10 @@ def _compile(job: tuple[str, int, str]) -> Usage | str:
         return f"signature and kernel differ in {sorted(missing)}"
     signature = {name: signature[name] for name in kernel.arg_names}
     attributes = {
-        (place,): [["tt.divisibility", 16]]
+        path: [["tt.divisibility", 16]]
         for place, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name in aligned
+        for path, field, part in _parts((place,), name, kind)
+        if part.startswith("*") or field in aligned
     }
     target = TARGETS[arch]
     if target.backend != "cuda":
@@ -159,6 +160,15 @@ def _compile(job: tuple[str, int, str]) -> Usage | str:
             found.append(f"{late} behind {before}")
         return f"its PTX has {', '.join(found)}" if found else _cuda_usage(compiled)
     return _amd_usage(compiled)
+
+
+def _parts(path: tuple[int, ...], name: str, kind):
+    """The paths, names and types of what an argument consists of: itself, or the fields of a view."""
+    if isinstance(kind, str):
+        yield path, name, kind
+        return
+    for place, (field, part) in enumerate(zip(kind._fields, kind, strict=True)):
+        yield from _parts((*path, place), f"{name}.{field}", part)
 
 
 def _source(kernel) -> type[ASTSource]:

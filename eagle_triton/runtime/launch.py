@@ -102,6 +102,8 @@ def _kind(value: Any) -> Any:
     """An argument as a key has it: a tensor by dtype and alignment, all else by value, more finely than Triton asks."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, tuple):  # a view
+        return type(value), *map(_kind, value)
     if hasattr(value, "block_shape"):  # a tensor descriptor
         return type(value), value.base.dtype, tuple(value.block_shape)
     return type(value), value

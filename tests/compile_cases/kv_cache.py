@@ -1,20 +1,21 @@
 """Production settings of the cache kernels: d 64 and 128, a path of 9 rows."""
 
 from eagle_triton import kv_cache
-
-INDEX = ("table_ptr", "lengths_ptr", "rows_ptr", "path_ptr", "accepted_ptr")
+from eagle_triton.ops.views import CacheStack, Matrix, NewRows, Pages
+from tests.compile_cases._views import typed
 
 
 def _case(name: str, kernel, dtype: str, constexprs: dict) -> tuple:
-    def kind(argument: str) -> str:
-        if argument in constexprs:
-            return "constexpr"
-        if argument.endswith("_ptr"):
-            return "*i32" if argument in INDEX else f"*{dtype}"
-        return "i32"
-
-    aligned = [argument for argument in kernel.arg_names if argument.startswith(("stride_c", "stride_n"))]
-    signature = {argument: kind(argument) for argument in kernel.arg_names}
+    kinds = {
+        "cache": typed(CacheStack, f"*{dtype}"),
+        "new": typed(NewRows, f"*{dtype}"),
+        "out_ptr": f"*{dtype}",
+        "pages": typed(Pages, "*i32"),
+        **dict.fromkeys(("rows", "path"), typed(Matrix, "*i32")),
+        **dict.fromkeys(("lengths_ptr", "accepted_ptr"), "*i32"),
+    }
+    signature = {name: "constexpr" if name in constexprs else kinds.get(name, "i32") for name in kernel.arg_names}
+    aligned = [f"{view}.{field}" for view in ("cache", "new") for field in kinds[view]._fields]
     return name, kernel, signature, constexprs, {"num_warps": kv_cache._WARPS, "aligned": aligned}
 
 
@@ -25,7 +26,7 @@ KERNELS = (
 )
 CASES = [
     _case(f"{name} d {width} {dtype} {where}", kernel, dtype, {"D": width, rows: 16, "BLOCK_D": width, **table})
-    for where, table in (("in pages", {"PAGE": 64}), ("", {"PAGE": 0, "table_ptr": None}))
+    for where, table in (("in pages", {"PAGE": 64}), ("", {"PAGE": 0, "pages": None}))
     for dtype, width in (("bf16", 64), ("bf16", 128), ("fp16", 128))
     for name, kernel, rows in KERNELS
 ]
