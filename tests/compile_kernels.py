@@ -3,14 +3,20 @@
     python tests/compile_kernels.py [--every | --first] [--listing FILE.json] [stem ...]
 
 Reads CASES from tests/compile_cases/<stem>.py: tuples (name, kernel, signature, constexprs, options) as
-triton.compiler.ASTSource takes them; `options` may hold "targets", the architectures to which a case is limited,
-"aligned", the integer arguments that are multiples of 16 (pointers always are; "cache.row" is a view's field), "without", words that must
-not stand in its PTX, "without_behind", a word and another that must not stand behind it there, and "local", the bytes
-of local memory it may use on sm_90. All cases are compiled for sm_90, for
-the other targets the first of each kernel; with --every all, with --first the first of each kernel for all. Prints one
-line per case and target; the exit status is 1 if a case fails to compile or uses more local memory on sm_90, which is
-none unless a case says so. With --listing, how often each instruction stands in the PTX of each case is kept in a file;
-where there is such a file already, cases that differ from it fail: a change of names and arguments changes none.
+triton.compiler.ASTSource takes them. `options` may hold:
+
+    targets         the architectures to which a case is limited
+    aligned         integer arguments that are multiples of 16, as pointers always are; "cache.row" is a field of a view
+    without         words that must not stand in its PTX
+    without_behind  a word, and another that must not stand behind it there
+    local           the bytes of local memory that it may use on sm_90
+
+All cases are compiled for sm_90, for the other targets the first of each kernel; with --every all, with --first the
+first of each kernel for all. Prints one line per case and target; the exit status is 1 if a case fails to compile or
+uses more local memory on sm_90, which is none unless a case says so. With --listing, how often each instruction stands
+in the PTX of each case is kept in a file; where there is such a file already, cases that differ from it fail: other
+names and arguments change none.
+
 Runs in a process of its own because the interpreter, once chosen, stays.
 """
 
