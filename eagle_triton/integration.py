@@ -2,182 +2,83 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 from torch import nn
 from typing_extensions import NamedTuple, Unpack  # which may be generic, and be there, in Python 3.10
 
 from eagle_triton import patching
+from eagle_triton.assembly import NGRAM, SUFFIX, Assembled, assemble, draft_by_name, family_of
 from eagle_triton.demo import path_of
-from eagle_triton.engine.drafts.beams import checked_vocabulary, vocabulary_note, with_vocabulary
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.drafts.float8 import check_draft_dtype, float8_draft
-from eagle_triton.engine.drafts.hybrid import beams_of, scoring, with_suffix_drafts
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.memory.pages import check_cache_tokens
-from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.model_watch import ModelWatch
-from eagle_triton.engine.operations import choose_operations
-from eagle_triton.engine.tree_spec import MOST_NODES, PLAIN, TreeSpec
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.errors import UnsupportedModelError
-from eagle_triton.families import eagle_llm, hf_generate, own_ea_model, safeailab
+from eagle_triton.families import hf_generate
 from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.families.generate import generate_seam
 from eagle_triton.families.hf_generate import Assistance, Drafting
 from eagle_triton.families.methods import check_tree
-from eagle_triton.families.reading.float8 import EXACT, Float8Reading, check_activations, note_on_called, with_float8
-from eagle_triton.families.reading.module_reader import check_readable
-from eagle_triton.families.reading.mtp import read_mtp
 from eagle_triton.models.head_loading import fit_head, load_head
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.loading import HEAD_FOLDERS, directory_or_hub_id
-from eagle_triton.models.mtp import MTP, MTPHead, load_mtp
+from eagle_triton.models.mtp import MTP, load_mtp
 from eagle_triton.models.target import text_config
-from eagle_triton.options import with_options
+from eagle_triton.options import PatchOptionNames, PatchOptions, check_switches, check_whole
 from eagle_triton.patching import Originals, PatchError
-from eagle_triton.reference.verification import Verification
 
 log = logging.getLogger(__name__)
-
-FAMILIES: tuple[ModuleType, ...] = (own_ea_model, safeailab, eagle_llm)
-
-SUFFIX, NGRAM = "suffix", "ngram"  # drafts by their names
-SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5  # of drafts that are asked for by name; 16 rows are one tile of a product
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _RESTORED: WeakSet[nn.Module] = WeakSet()
 """Models that were optimised and are not any more: to restore one again is harmless."""
 
 
-class _Options:
-    """What configurations share: dataclasses some of whose fields are switches."""
+@dataclass(frozen=True, kw_only=True)
+class EagleTritonConfig(PatchOptions):
+    """Options of `optimize_eagle_with_triton`: those of `PatchOptions` and `EngineOptions`, and one more.
 
-    verify_strategy: str
-    suffix_drafts: int
+    With suffix_drafts, methods that keep the step which reaches a limit end elsewhere after it.
 
-    def changed(self, **options: Any) -> Any:
-        """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""
-        return with_options(self, options)
-
-    def _check_switches(self, *others: str) -> None:
-        """TypeError for a field, but for `others`, that is neither a truth value nor what else it may be."""
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if field.name in others or (field.name == "megakernel" and value == "auto"):
-                continue
-            if not isinstance(value, bool) and not (value is None and field.default is None):
-                other = {"megakernel": ' or "auto"'}.get(field.name, " or None" if field.default is None else "")
-                raise TypeError(f"{field.name} must be True or False{other}, got {value!r}")
-
-    def _check_drafts(self) -> None:
-        """Of the options by which drafts are judged, and come from repetition."""
-        Verification(self.verify_strategy)  # checks it
-        drafts = self.suffix_drafts
-        if isinstance(drafts, bool) or not isinstance(drafts, int):
-            raise TypeError(f"suffix_drafts must be an integer, got {drafts!r}")
-        if not 0 <= drafts < MOST_NODES:
-            raise ValueError(f"suffix_drafts must lie in 0..{MOST_NODES - 1}, got {drafts}")
-
-
-@dataclass(frozen=True)
-class EagleTritonConfig(_Options):
-    """Options of `optimize_eagle_with_triton`.
-
-    strict: raise instead of leaving a part alone and listing it in the report.
-    patch_modules: also replace `ea_layer.topK_genrate` and every `self_attn.forward`, for code that drives the model
-    itself; the generating methods do not need them.
-    kernels: the Triton kernels, or the torch references; None takes the kernels on a GPU.
-    cuda_graph: launch each decode step as one CUDA graph; None does on a GPU with the kernels.
-    megakernel: whether everything between the target's logits and the next draft tree is one launch; "auto" takes
-    what was measured faster on this GPU. The report says what became of it: batches and trees that are too wide for it
-    are decoded without it, also with `strict`.
-    verify_strategy: how sampled drafts are judged: target_match, rejection, greedy, or topp, which is lossy; see
-    `Verification`.
-    suffix_drafts: tokens that may be drafted from text that occurred before, in the prompt, in this output or in former
-    ones, in one tree with the head's; 0: none. Methods that keep the step which reaches a limit then end elsewhere
-    behind it.
-    cache_tokens: room for the keys and values of so many tokens, of all sequences together, taken at the first call;
-    None: it grows with what calls ask for. A request takes its prompt, its new tokens and some 130 behind them.
-    prefixes: keep the keys and values of prompts and answers, while there is room, for requests that begin alike.
-    activations: of projections that were published with FP8 weights. "exact" reads the weights, and what they are
-    multiplied with stays as it is; "as published" calls the modules, which round that to eight bits too.
-    draft_dtype: "fp8" drafts by copies of the draft's projections in eight bits, with a scale for each row, until it
-    is restored. The target decides as before, so the output is the same. `ea_layer.topK_genrate` drafts by the head's
-    own. None: as they are.
+    patch_modules: also replace `ea_layer.topK_genrate`, which drafts by the head's own weights, and every
+    `self_attn.forward`, for code that drives the model itself; the generating methods do not need them.
     """
 
-    strict: bool = False
     patch_modules: bool = True
-    kernels: bool | None = None
-    cuda_graph: bool | None = None
-    megakernel: bool | str = "auto"
-    verify_strategy: str = "target_match"
-    suffix_drafts: int = 0
-    cache_tokens: int | None = None
-    prefixes: bool = True
-    activations: str = EXACT
-    draft_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        self._check_switches("verify_strategy", "suffix_drafts", "cache_tokens", "activations", "draft_dtype")
-        self._check_drafts()
-        check_activations(self.activations)
-        check_draft_dtype(self.draft_dtype)
-        check_cache_tokens(self.cache_tokens)
+        super().__post_init__()
+        check_switches(patch_modules=self.patch_modules)
 
 
-@dataclass(frozen=True)
-class TritonConfig(_Options):
-    """Options of `optimize_with_triton`.
+@dataclass(frozen=True, kw_only=True)
+class TritonConfig(PatchOptions):
+    """Options of `optimize_with_triton`: those of `PatchOptions` and `EngineOptions`, and the shape of draft trees.
 
-    strict: raise where a call of `generate` would run the original, instead of counting it in the report.
-    kernels, cuda_graph, megakernel, verify_strategy, cache_tokens, prefixes, activations, draft_dtype: as in
-    `EagleTritonConfig`; so is suffix_drafts, and draft="suffix" makes it 15. More than 15 make a head slower: with the
-    root they are 16 rows, one tile of a product.
+    draft="suffix" makes suffix_drafts 15. More than 15 make a head slower: with the root they are 16 rows, one tile of
+    a product.
+
     topk: children of each expanded node of a draft tree. num_steps: drafted levels. num_draft_tokens: nodes of a tree,
     root included. With all three None a head or a `Draft` drafts its own tree; else what is None is 4, 3 and 8 (or as
     many as there are).
-    draft_vocabulary: the only tokens that a draft with layers scores, by ids or the first so many; see `EAGLEConfig`.
     """
 
-    strict: bool = False
-    kernels: bool | None = None
-    cuda_graph: bool | None = None
-    megakernel: bool | str = "auto"
     topk: int | None = None
     num_steps: int | None = None
     num_draft_tokens: int | None = None
-    verify_strategy: str = "target_match"
-    suffix_drafts: int = 0
-    draft_vocabulary: int | Collection[int] | None = None
-    cache_tokens: int | None = None
-    prefixes: bool = True
-    activations: str = EXACT
-    draft_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if self.draft_vocabulary is not None:
-            object.__setattr__(self, "draft_vocabulary", checked_vocabulary(self.draft_vocabulary))
-        tree = {"topk": self.topk, "num_steps": self.num_steps, "num_draft_tokens": self.num_draft_tokens}
-        others = ("verify_strategy", "suffix_drafts", "draft_vocabulary", "cache_tokens", "activations", "draft_dtype")
-        self._check_switches(*tree, *others)
-        self._check_drafts()
-        check_activations(self.activations)
-        check_draft_dtype(self.draft_dtype)
-        check_cache_tokens(self.cache_tokens)
-        for name, value in tree.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"{name} must be an integer or None, got {value!r}")
-            if value is not None and value < (least := 2 if name == "num_draft_tokens" else 1):
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        super().__post_init__()
+        for name, least in (("topk", 1), ("num_steps", 1), ("num_draft_tokens", 2)):
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value, least)
         if (self.num_draft_tokens or 2) > 1 + self._candidates:
             raise ValueError(
                 f"num_draft_tokens counts the root and must be in 2..{1 + self._candidates} for topk {self.topk or 4} "
@@ -201,39 +102,18 @@ class TritonConfig(_Options):
         return topk + ((self.num_steps or 3) - 1) * topk**2
 
 
-class EagleTritonOptions(TypedDict, total=False):
+class EagleTritonOptions(PatchOptionNames, total=False):
     """The fields of `EagleTritonConfig`, as keyword arguments."""
 
-    strict: bool
     patch_modules: bool
-    kernels: bool | None
-    cuda_graph: bool | None
-    megakernel: bool | str
-    verify_strategy: str
-    suffix_drafts: int
-    cache_tokens: int | None
-    prefixes: bool
-    activations: str
-    draft_dtype: str | None
 
 
-class TritonOptions(TypedDict, total=False):
+class TritonOptions(PatchOptionNames, total=False):
     """The fields of `TritonConfig`, as keyword arguments."""
 
-    strict: bool
-    kernels: bool | None
-    cuda_graph: bool | None
-    megakernel: bool | str
     topk: int | None
     num_steps: int | None
     num_draft_tokens: int | None
-    verify_strategy: str
-    suffix_drafts: int
-    draft_vocabulary: int | Collection[int] | None
-    cache_tokens: int | None
-    prefixes: bool
-    activations: str
-    draft_dtype: str | None
 
 
 class Optimized(NamedTuple, Generic[ModelT]):
@@ -265,24 +145,22 @@ def optimize_eagle_with_triton(
     """
     config = _configuration(EagleTritonConfig, config, options)
     _check_original(model)
-    family = _family(model)
-    check_readable(model)
-    roots: dict[str, nn.Module] = {"model": model}
-    view, draft = family.read(model)
-    read = with_float8(view, draft, roots, config.activations)
-    if config.suffix_drafts:
-        draft = with_suffix_drafts(read.draft, config.suffix_drafts, view.device)
-        draft.read_tree()  # refuses one that has no place for them
-        read = read._replace(draft=draft)
-    engine = _engine(read, config, roots)
+    if (family := family_of(model)) is None:
+        raise UnsupportedModelError(
+            f"expected an EaModel (eagle_triton, SafeAILab/EAGLE or eagle-llm 1.x) with base_model and ea_layer, got "
+            f"{type(model).__module__}.{type(model).__qualname__}"
+        )
+    assembled = assemble(model, model, config, {"model": model}, lambda: PLAIN)
+    engine = assembled.engine
+    if config.suffix_drafts and assembled.draft is not None:
+        assembled.draft.read_tree()  # refuses one that has no place for them
     seams, skipped = (*family.seams(model, engine), generate_seam(model, engine)), {}
-    if config.patch_modules and view.ranks is not None:
+    if config.patch_modules and engine.view.ranks is not None:
         skipped = {"ea_layer.topK_genrate, self_attn.forward": "the originals run: ranks share the target (tp_plan)"}
     elif config.patch_modules:
         more, skipped = family.module_seams(model, engine)
         seams += more
-    draft_in_use = _draft_in_use(config, engine)
-    skipped |= _no_megakernel(config, draft_in_use)
+    skipped |= _no_megakernel(config, engine.draft)
     if skipped and config.strict:
         raise UnsupportedModelError("; ".join(f"{path}: {reason}" for path, reason in skipped.items()))
 
@@ -291,7 +169,7 @@ def optimize_eagle_with_triton(
         engine.clear()
 
     engine.notes.update(skipped)
-    return _patched(model, seams, drop_caches, engine, draft_in_use)
+    return _patched(model, seams, drop_caches, assembled)
 
 
 def optimize_with_triton(
@@ -319,76 +197,53 @@ def optimize_with_triton(
     """
     config = _configuration(TritonConfig, config, options)
     _check_original(model)
-    if _recognised(model):
+    if family_of(model) is not None:
         raise UnsupportedModelError(f"{type(model).__name__} is optimised by optimize_eagle_with_triton")
-    drafts: Any = draft
-    if _recognised(draft):
-        drafts = drafts.ea_layer
-    elif draft == MTP:
-        drafts = load_mtp(model)
-    elif isinstance(draft, (str, Path)) and draft not in (SUFFIX, NGRAM):
-        drafts = _head_at(draft, model)
+    if config.has_tree and (draft is None or (isinstance(draft, str) and draft != MTP)):
+        raise ValueError(f"topk, num_steps and num_draft_tokens shape a model's trees, and draft is {draft!r}")
+    drafts, config = _loaded_draft(draft, model, config)
+    if config.has_tree and isinstance(drafts, Draft) and not drafts.any_tree:
+        raise ValueError(f"topk, num_steps and num_draft_tokens: {type(drafts).__name__} drafts its own tree only")
     roots: dict[str, nn.Module] = {"model": model}
     if isinstance(drafts, nn.Module) and drafts is not model:
         roots["draft"] = drafts
-    read = _read(model, drafts, config, roots)
-    view, drafted = read.view, read.draft
-    engine = _engine(read, config, roots)
-    if config.draft_vocabulary is not None and drafted is not None:
-        engine.notes["draft_vocabulary"] = vocabulary_note(beams_of(drafted))
-    draft_in_use = _draft_in_use(config, engine)
-    if config.strict and (skipped := _no_megakernel(config, draft_in_use)):
+    assembled = assemble(model, drafts, config, roots, lambda: config.tree)
+    engine, drafted = assembled.engine, assembled.draft
+    if config.strict and (skipped := _no_megakernel(config, engine.draft)):
         raise UnsupportedModelError(f"megakernel: {skipped['megakernel']}")
 
     def read_tree() -> TreeSpec:
         if drafted is None:
             return PLAIN
         tree = config.tree.with_grafts(config.suffix_drafts) if config.has_tree else drafted.read_tree()
-        view.check_tree(tree, "num_draft_tokens")
+        engine.view.check_tree(tree, "num_draft_tokens")
         return check_tree(tree, drafted)
 
     read_tree()
-    assistants = _Assistants(engine, read, roots)
+    assistants = _Assistants(assembled, roots)
 
     def clear() -> None:
         engine.clear()
         assistants.clear()
 
     seams = hf_generate.seams(model, Drafting(engine, read_tree), assistants, config.strict)
-    return _patched(model, seams, clear, engine, draft_in_use)
+    return _patched(model, seams, clear, assembled)
 
 
-def make_draft(draft: Any, view: ModelView, config: TritonConfig) -> Draft | None:
-    """The draft for a target that has been read as `view`; heads are read with their target instead.
-
-    Raises TypeError or ValueError for what is none, and UnsupportedModelError for a model that does not fit.
-    """
-    if isinstance(draft, MTPHead):
-        return read_mtp(draft, view, lambda: config.tree, root="draft")
-    if config.has_tree and (draft is None or isinstance(draft, str)):
-        raise ValueError(f"topk, num_steps and num_draft_tokens shape a model's trees, and draft is {draft!r}")
-    if draft is None:
-        return None
-    if draft == SUFFIX:
-        return with_suffix_drafts(None, config.suffix_drafts or SUFFIX_DRAFTS, view.device)
-    if draft == NGRAM:
-        if config.suffix_drafts:
-            raise ValueError(f'suffix_drafts={config.suffix_drafts}: draft="ngram" drafts by n-grams alone')
-        return RepeatDraft(NgramSource(NGRAM_DRAFTS))
-    if isinstance(draft, Draft):
-        if config.has_tree and not draft.any_tree:
-            raise ValueError(f"topk, num_steps and num_draft_tokens: {type(draft).__name__} drafts its own tree only")
-        return draft
-    if not isinstance(draft, nn.Module):
-        raise TypeError(f"draft must be None, a head, a model, a Draft or a name, got {type(draft).__name__}")
-    return draft_from_causal_lm(draft, view, lambda: config.tree, root="draft")
+def _loaded_draft(draft: Any, model: Any, config: TritonConfig) -> tuple[Any, TritonConfig]:
+    """A draft in memory, and the options with what its name says of them."""
+    if draft in (SUFFIX, NGRAM):
+        return draft_by_name(draft, config)
+    if draft == MTP:
+        return load_mtp(model), config
+    return _head_at(draft, model) if isinstance(draft, (str, Path)) else draft, config
 
 
 class _Assistants:
     """What decodes calls of an optimised model that bring a draft of their own; keeps the last one."""
 
-    def __init__(self, engine: Engine, read: Float8Reading, roots: Mapping[str, nn.Module]):
-        self._engine, self._read, self._roots = engine, read, roots
+    def __init__(self, assembled: Assembled, roots: Mapping[str, nn.Module]):
+        self._engine, self._float8_modules, self._roots = assembled.engine, assembled.float8_modules, roots
         self._last: tuple[Assistance, ModelWatch, Drafting] | None = None
 
     def __call__(self, wanted: Assistance) -> Drafting:
@@ -416,7 +271,7 @@ class _Assistants:
             view.check_tree(check_tree(draft.read_tree(), draft))
         except ValueError as error:
             raise UnsupportedModelError(str(error)) from error
-        return Drafting(self._engine.beside(draft, ModelWatch(roots, self._read.modules)), draft.read_tree)
+        return Drafting(self._engine.beside(draft, ModelWatch(roots, self._float8_modules)), draft.read_tree)
 
     def clear(self) -> None:
         """Forget it."""
@@ -466,23 +321,6 @@ def _head_at(draft: str | Path, model: Any) -> DraftHead:
         raise ValueError(f"{error}. A draft that is a language model is handed in loaded: draft={load}") from error
 
 
-def _read(model: Any, draft: Any, config: TritonConfig, roots: dict[str, nn.Module]) -> Float8Reading:
-    """A plain model and its draft. A head decides which of the target's layers it sees, so both are read at once."""
-    drafted: Draft | None
-    if isinstance(draft, DraftHead):
-        view, drafted = own_ea_model.read_pair(model, draft)
-    else:
-        view = read_causal_lm(model)
-        drafted = make_draft(draft, view, config)
-    read = with_float8(view, drafted, roots, config.activations)
-    drafted = read.draft
-    if config.draft_vocabulary is not None:
-        drafted = with_vocabulary(scoring(drafted, "draft_vocabulary"), config.draft_vocabulary)
-    if config.suffix_drafts and draft != SUFFIX:
-        drafted = with_suffix_drafts(drafted, config.suffix_drafts, view.device)
-    return read._replace(draft=drafted)
-
-
 def _configuration(kind: type[Any], config: Any, options: Mapping[str, Any]) -> Any:
     if not isinstance(config, (kind, type(None))):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
@@ -497,42 +335,6 @@ def _check_original(model: Any) -> None:
         raise PatchError(f"this {type(model).__name__} is optimised already; restore it first")
 
 
-def _engine(read: Float8Reading, config: EagleTritonConfig | TritonConfig, roots: dict[str, nn.Module]) -> Engine:
-    """roots: the models that were read, by the names that messages call them."""
-    operations, cuda_graph = choose_operations(read.view.device, config.kernels, config.cuda_graph)
-    if config.megakernel is True and read.view.ranks is not None:
-        raise UnsupportedModelError(
-            "megakernel=True: not supported yet where ranks share the target (tp_plan); leave it out", "devices"
-        )
-    if config.megakernel is True and not operations.kernels:
-        raise ValueError("megakernel=True needs the kernels")
-    megakernel = None if config.megakernel == "auto" else bool(config.megakernel)
-    verification = Verification(config.verify_strategy)
-    watch = ModelWatch(roots, read.modules)
-    called = note_on_called(watch.called_projections())
-    if called is not None and config.strict:
-        raise UnsupportedModelError(f"projections: {called}", "projections")
-    engine = Engine(
-        read.view,
-        read.draft,
-        operations,
-        cuda_graph,
-        megakernel,
-        config.strict,
-        watch,
-        verification,
-        cache_tokens=config.cache_tokens,
-        prefixes=config.prefixes,
-    )
-    if not verification.lossless:
-        engine.notes["verification"] = verification.summary
-    if read.note is not None:
-        engine.notes["activations"] = read.note
-    if called is not None:
-        engine.notes["projections"] = called
-    return engine
-
-
 def _no_megakernel(config: EagleTritonConfig | TritonConfig, draft: Draft | None) -> dict[str, str]:
     """Why the megakernel that was asked for strictly cannot be, as an entry of the report."""
     if not (config.megakernel is True and config.strict):
@@ -543,14 +345,6 @@ def _no_megakernel(config: EagleTritonConfig | TritonConfig, draft: Draft | None
 
     reason = unsupported_draft(draft)
     return {} if reason is None else {"megakernel": reason}
-
-
-def _draft_in_use(config: EagleTritonConfig | TritonConfig, engine: Engine) -> Draft | None:
-    """The engine's draft as it is to draft, while the model is optimised."""
-    if config.draft_dtype is None:
-        return engine.draft
-    draft, engine.notes["draft_dtype"] = float8_draft(engine.draft)
-    return draft
 
 
 class _Notes(Mapping[str, str]):
@@ -579,19 +373,15 @@ def _tau(calls: Mapping[str, int]) -> str:
 
 
 def _patched(
-    model: ModelT,
-    seams: tuple[patching.Seam, ...],
-    on_change: Callable[[], None],
-    engine: Engine,
-    draft_in_use: Draft | None,
+    model: ModelT, seams: tuple[patching.Seam, ...], on_change: Callable[[], None], assembled: Assembled
 ) -> Optimized[ModelT]:
-    """draft_in_use: what the engine drafts with until the model is restored, then again with what it has now."""
-    loaded, engine.draft = engine.draft, draft_in_use
+    """The model, patched. Once it is restored the engine drafts with what it was given, and copies of that are free."""
+    engine = assembled.engine
 
     def change() -> None:
         on_change()
         if patching.MARKER not in vars(model):
-            engine.draft = loaded
+            engine.draft = assembled.draft
             _RESTORED.add(model)
         if engine.draft is not None:
             engine.draft.forget()
@@ -600,18 +390,3 @@ def _patched(
     originals = patching.apply(seams, model, change, _Notes(engine), calls, lambda: _tau(calls))
     log.info("optimised %s: %d attributes replaced", type(model).__name__, len(originals))
     return Optimized(model, originals)
-
-
-def _recognised(model: Any) -> bool:
-    """Whether it is an EaModel of any family."""
-    return any(family.recognise(model) for family in FAMILIES)
-
-
-def _family(model: Any) -> ModuleType:
-    for family in FAMILIES:
-        if family.recognise(model):
-            return family
-    raise UnsupportedModelError(
-        f"expected an EaModel (eagle_triton, SafeAILab/EAGLE or eagle-llm 1.x) with base_model and ea_layer, got "
-        f"{type(model).__module__}.{type(model).__qualname__}"
-    )

@@ -19,9 +19,10 @@ _FORMER = {
     "speculative.inference": "inference.eagle_inference",
     "speculative.suffix": "inference.arctic_suffix_cache",
     "speculative.tree": "inference.sglang_trees",
+    "speculative.proposers": "inference.load",
     **{
         f"speculative.{name}": f"inference.{name}"
-        for name in ("config", "costs", "policy", "proposers", "session", "shared_session", "speculative_config")
+        for name in ("config", "costs", "policy", "session", "shared_session", "speculative_config")
     },
     **{f"speculative.{name}": f"inference.{name}" for name in ("stages", "statistics", "text", "tokens")},
     "drop_in": "families",

@@ -1,15 +1,131 @@
-"""Frozen dataclasses of options."""
+"""Options that several doors share: each is declared, checked and documented here, once."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, TypedDict, TypeVar
+
+from eagle_triton.engine.drafts.beams import checked_vocabulary
+from eagle_triton.engine.drafts.float8 import check_draft_dtype
+from eagle_triton.engine.memory.pages import check_cache_tokens
+from eagle_triton.engine.tree_spec import MOST_NODES
+from eagle_triton.families.reading.float8 import EXACT, check_activations
+from eagle_triton.reference.verification import Verification
+
+Config = TypeVar("Config", bound="EngineOptions")
 
 
-def with_options(config: Any, options: dict[str, Any]) -> Any:
-    """A copy with some options changed. Raises ValueError for unknown ones, naming those that exist."""
-    known = [field.name for field in dataclasses.fields(config)]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
-    return dataclasses.replace(config, **options)
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options of every engine.
+
+    verify_strategy: how sampled drafts are judged: target_match, rejection, greedy, or topp, which is lossy; see
+    `Verification`.
+    suffix_drafts: tokens that may be drafted from text that occurred before, in the prompt, in the output or in former
+    outputs, in one tree with the draft's, or alone where there is no draft; 0: none.
+    draft_vocabulary: the only tokens that a draft's vocabulary projection scores, by their ids, or the first so many,
+    which in byte-pair vocabularies are the most frequent; the rows are copied. A draft that reads a large projection
+    for each pass becomes faster for a few guesses less. None: all.
+    cache_tokens: room for the keys and values of so many tokens, of all sequences together, taken at the first call; a
+    request takes its prompt, its new tokens and some 130 more, and one for which there is no room waits. None: it grows
+    with what calls ask for.
+    prefixes: keep the keys and values of prompts and answers, while there is room, for requests that begin alike.
+    activations: of projections that were published with FP8 weights. "exact" reads the weights, and what they are
+    multiplied with stays as it is; "as published" calls the modules, which round that to eight bits too.
+    draft_dtype: "fp8" drafts by copies of the draft's projections in eight bits, with a scale for each row. The target
+    decides as before, so the output is the same. None: as they are.
+    """
+
+    verify_strategy: str = "target_match"
+    suffix_drafts: int = 0
+    draft_vocabulary: int | Collection[int] | None = None
+    cache_tokens: int | None = None
+    prefixes: bool = True
+    activations: str = EXACT
+    draft_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        Verification(self.verify_strategy)  # checks it
+        check_whole("suffix_drafts", self.suffix_drafts)
+        if not 0 <= self.suffix_drafts < MOST_NODES:
+            raise ValueError(f"suffix_drafts must lie in 0..{MOST_NODES - 1}, got {self.suffix_drafts}")
+        if self.draft_vocabulary is not None:
+            object.__setattr__(self, "draft_vocabulary", checked_vocabulary(self.draft_vocabulary))
+        check_cache_tokens(self.cache_tokens)
+        check_switches(prefixes=self.prefixes)
+        check_activations(self.activations)
+        check_draft_dtype(self.draft_dtype)
+
+    @property
+    def verification(self) -> Verification:
+        """How drafts are judged."""
+        return Verification(self.verify_strategy)
+
+    def changed(self: Config, **options: Any) -> Config:
+        """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""
+        known = [field.name for field in dataclasses.fields(self)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
+        return dataclasses.replace(self, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchOptions(EngineOptions):
+    """Options of the calls that optimise a model in place, beside those of `EngineOptions`.
+
+    strict: raise where a part of the model would be left alone, or a call would run the original, instead of listing
+    and counting it in the report.
+    kernels: the Triton kernels, or the torch references; None takes the kernels on a GPU.
+    cuda_graph: launch each decode step as one CUDA graph; None does on a GPU with the kernels.
+    megakernel: whether everything between the target's logits and the next draft tree is one launch; "auto" takes
+    what was measured faster on this GPU. The report says what became of it: batches and trees that are too wide for it
+    are decoded without it, also with `strict`.
+    """
+
+    strict: bool = False
+    kernels: bool | None = None
+    cuda_graph: bool | None = None
+    megakernel: bool | str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_switches(strict=self.strict)
+        for name in ("kernels", "cuda_graph"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False or None, got {getattr(self, name)!r}")
+        if self.megakernel != "auto" and not isinstance(self.megakernel, bool):
+            raise TypeError(f'megakernel must be True or False or "auto", got {self.megakernel!r}')
+
+
+class PatchOptionNames(TypedDict, total=False):
+    """The fields of `PatchOptions`, as keyword arguments."""
+
+    verify_strategy: str
+    suffix_drafts: int
+    draft_vocabulary: int | Collection[int] | None
+    cache_tokens: int | None
+    prefixes: bool
+    activations: str
+    draft_dtype: str | None
+    strict: bool
+    kernels: bool | None
+    cuda_graph: bool | None
+    megakernel: bool | str
+
+
+def check_switches(**switches: Any) -> None:
+    """TypeError for what is neither True nor False."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_whole(name: str, value: Any, least: int | None = None) -> None:
+    """TypeError for what is no integer, ValueError for one that is less than `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")

@@ -9,8 +9,9 @@ from torch import nn
 from eagle_triton import EAGLEConfig
 from eagle_triton.demo import path_of
 from eagle_triton.engine.drafts.repeats import RepeatDraft
-from eagle_triton.inference import SpeculativeConfig, given_models
-from eagle_triton.inference.draft_choice import HeadAt, InMemory, LayersAt, ModelAt, Nothing, OwnHead, choose_draft
+from eagle_triton.inference import SpeculativeConfig
+from eagle_triton.inference import load as loading
+from eagle_triton.inference.load import HeadAt, InMemory, LayersAt, ModelAt, Nothing, OwnHead, choose_draft
 
 PLAIN, WITH_HEAD = nn.Linear(1, 1), nn.Linear(1, 1)
 WITH_HEAD.ea_layer = nn.Linear(1, 1)
@@ -87,10 +88,10 @@ def test_a_target_by_its_hub_id_alone_comes_in_the_dtype_that_it_names(monkeypat
         return nn.Linear(1, 1, device="meta")
 
     config = SimpleNamespace(dtype=torch.bfloat16)
-    monkeypatch.setattr(given_models, "read_target_config", lambda path, **options: config)
-    monkeypatch.setattr(given_models, "load_tokenizer", lambda path: "tokenizer")
-    monkeypatch.setattr(given_models, "load_target", load)
+    monkeypatch.setattr(loading, "read_target_config", lambda path, **options: config)
+    monkeypatch.setattr(loading, "load_tokenizer", lambda path: "tokenizer")
+    monkeypatch.setattr(loading, "load_target", load)
     for options in (EAGLEConfig(suffix_drafts=4), EAGLEConfig(speculative=SpeculativeConfig("ngram"))):
-        found = given_models.target_in_memory("some/model", Nothing(), options, torch.device("meta"), None)
+        found = loading.target_in_memory("some/model", Nothing(), options, torch.device("meta"), None)
         placed = dict(dtype=torch.bfloat16, device_map={"": torch.device("meta")})
         assert found[1] == "tokenizer" and asked == dict(hybrids=True, path="some/model", **placed)

@@ -260,9 +260,11 @@ def test_the_callers_default_device_and_dtype_do_not_matter(device, dtype):
 
 def test_another_thread_and_another_stream_give_the_same():
     model, prompt = tiny_model(layers=5, **TREES["8-3-2"]).to(DEVICE), random_prompt(9).to(DEVICE)
-    with optimize_eagle_with_triton(model), ThreadPoolExecutor(1) as other_thread:
+    with optimize_eagle_with_triton(model)[1] as originals, ThreadPoolExecutor(1) as other_thread:
         expected = model.generate(prompt, max_new_tokens=30)
         assert torch.equal(other_thread.submit(model.generate, prompt, max_new_tokens=30).result(), expected)
+        captures = {row.path: row.reason for row in originals.report() if row.path in ("cuda_graph", "prompt_graph")}
+        assert not captures
         if DEVICE == "cuda":
             for _ in range(5):  # tensors of one generation are those of the next, on a stream that knows nothing of it
                 with torch.cuda.stream(torch.cuda.Stream()):

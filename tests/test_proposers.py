@@ -144,12 +144,17 @@ def test_verification_is_that_of_the_configuration(model, strategy):
             ValueError,
             "slots must lie in 1..256",
         ),
-        (None, {"speculative": SpeculativeConfig(method="suffix"), "topk": 7}, ValueError, "topk=7 is the matter of"),
+        (
+            None,
+            {"speculative": SpeculativeConfig(method="suffix"), "topk": 7},
+            ValueError,
+            "topk=7 goes with speculative",
+        ),
         (
             None,
             {"speculative": SpeculativeConfig(), "suffix_drafts": 7},
             ValueError,
-            "suffix_drafts=7 is the matter of",
+            "suffix_drafts=7 goes with speculative",
         ),
         (None, {"speculative": "suffix"}, TypeError, "speculative must be a SpeculativeConfig"),
         (None, {"suffix_drafts": -1}, ValueError, "suffix_drafts must lie in 0..63"),
@@ -279,7 +284,7 @@ def test_named_drafts_take_the_options_that_they_read(model):
     for name, config, message in (
         ("suffix", SpeculativeConfig("eagle"), '"suffix" says how to draft, and so does speculative, by method eagle'),
         ("ngram", SpeculativeConfig("suffix"), '"ngram" says how to draft, and so does speculative, by method suffix'),
-        ("ngram", EAGLEConfig(suffix_drafts=4), "suffix_drafts needs a draft that scores candidates"),
+        ("ngram", EAGLEConfig(suffix_drafts=4), 'suffix_drafts=4: draft "ngram" drafts by n-grams alone'),
         ("ngram", EAGLEConfig(topk=2), "topk: RepeatDraft drafts its own tree only"),
         ("suffix", EAGLEConfig(num_draft_tokens="auto"), "num_draft_tokens: there is no draft model whose trees"),
     ):

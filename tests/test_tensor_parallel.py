@@ -48,6 +48,10 @@ two_processes = pytest.mark.skipif(
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
+HIDDEN = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""Of ranks on the CPU: transformers puts them on GPUs where there are any."""
+
+
 def torchrun(*command, ranks=2):
     """What some processes print, which must end well."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -202,7 +206,11 @@ def test_rank_0_serves_what_all_share():
         body["prompt"], body["max_tokens"], temperature=0.0
     )[1]
     with subprocess.Popen(
-        [*launcher, *serve], cwd=ROOT, env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
+        [*launcher, *serve],
+        cwd=ROOT,
+        env=HIDDEN,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as servers:
         log = []
         try:
@@ -228,7 +236,11 @@ def test_a_server_that_cannot_listen_ends_all_ranks():
         serve = [sys.executable, "-c", script, "--device", "cpu", "--port", str(other.getsockname()[1])]
         start = time.monotonic()
         done = subprocess.run(
-            [*launcher, *serve], cwd=ROOT, env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+            [*launcher, *serve],
+            cwd=ROOT,
+            env=HIDDEN,
+            capture_output=True,
+            text=True,
         )
     assert done.returncode and "cannot be listened at" in done.stderr
     assert not re.search(r"exitcode +: -9", done.stderr), done.stderr

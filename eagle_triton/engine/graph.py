@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import statistics
 import time
@@ -34,11 +35,17 @@ class LaunchGraph:
         self.graph, self.launches = _Graph(), launches
         if ranks is not None:  # a capture waits for the device, without a bound
             wait_for_all(torch.device("cuda"), ranks)
-        with (
-            _cublas_workspaces_of_its_own(),
-            torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),  # others may allocate meanwhile
-        ):
-            launches()
+        torch.cuda.current_blas_handle()  # a thread makes its own when it first multiplies, and cannot in a capture
+        stream = torch.cuda.current_stream()
+        try:
+            with (
+                _cublas_workspaces_of_its_own(),
+                _nothing_collected(),
+                torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),  # others may allocate
+            ):
+                launches()
+        finally:
+            torch.cuda.set_stream(stream)  # torch 2.11 stays on the capture's if that has failed
         self.calls = ops.calls - before  # what one replay runs
         self.ops = ops
 
@@ -50,7 +57,11 @@ class LaunchGraph:
 
 class _Graph(torch.cuda.CUDAGraph):
     """A graph whose capture leaves torch's generator to other threads, which draw random numbers meanwhile; what is
-    captured here draws none."""
+    captured here draws none.
+
+    torch may release Python's lock while the capture begins. A thread that draws on the GPU in these microseconds gets
+    a RuntimeError ("Offset increment outside graph capture").
+    """
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -60,6 +71,18 @@ class _Graph(torch.cuda.CUDAGraph):
             super().capture_begin(*args, **kwargs)
         finally:
             generator.graphsafe_set_state(others)
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Collect no garbage inside the block: what frees device memory waits for the device, and fails a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

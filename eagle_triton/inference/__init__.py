@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from eagle_triton.inference.config import EAGLEConfig as EAGLEConfig
     from eagle_triton.inference.costs import CostTable as CostTable
     from eagle_triton.inference.eagle_inference import EAGLEInference as EAGLEInference
-    from eagle_triton.inference.proposers import create_proposer as create_proposer
+    from eagle_triton.inference.load import create_proposer as create_proposer
     from eagle_triton.inference.session import Completion as Completion
     from eagle_triton.inference.session import Piece as Piece
     from eagle_triton.inference.session import Results as Results
@@ -72,7 +72,7 @@ _HOMES = {
     "VerifyStrategy": "eagle_triton.inference.speculative_config",
     "build_tree_structure": "eagle_triton.inference.sglang_trees",
     "calculate_acceptance_rate": "eagle_triton.inference.statistics",
-    "create_proposer": "eagle_triton.inference.proposers",
+    "create_proposer": "eagle_triton.inference.load",
     "compute_tree_statistics": "eagle_triton.inference.statistics",
     "estimated_speedup": "eagle_triton.inference.statistics",
     "expand_beam": "eagle_triton.inference.tokens",

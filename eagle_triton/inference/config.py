@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from eagle_triton.engine.drafts.beams import checked_vocabulary
-from eagle_triton.engine.drafts.float8 import check_draft_dtype
-from eagle_triton.engine.memory.pages import check_cache_tokens
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import PROMPT_TOKENS
 from eagle_triton.engine.tree_spec import MOST_NODES, TreeSpec
-from eagle_triton.families.reading.float8 import EXACT, check_activations
-from eagle_triton.options import with_options
+from eagle_triton.options import EngineOptions, check_switches, check_whole
 from eagle_triton.reference.adaptive_length import EGAGConfig
 from eagle_triton.reference.integrators import TreeMaskMode
 from eagle_triton.reference.suffix_match import MOST_TIMES
@@ -33,8 +29,9 @@ VERIFICATION = ("verify_strategy", "accept_policy", "verify_window", "max_candid
 
 
 @dataclass(frozen=True)
-class EAGLEConfig:
-    """Options of `EAGLEInference`; sampling options are defaults that every call and request may override.
+class EAGLEConfig(EngineOptions):
+    """Options of `EAGLEInference`, those of `EngineOptions` among them. Sampling options are defaults that every call
+    and request may override.
 
     topk: children of each expanded node (k). num_steps: drafted levels (D), that is passes of the draft per step.
     num_draft_tokens: nodes of a tree, root included (N): 2 <= N <= 1 + k + (D - 1) k^2; None: all candidates, at most
@@ -47,24 +44,12 @@ class EAGLEConfig:
     slots: sequences decoded at a time; further ones wait. max_length: the most tokens of a sequence, prompt included;
     None: as many as a call needs. prompt_tokens: about how many tokens of prompts that enter are read before each step
     while others decode: fewer, and the others wait less for their next tokens, more, and the first ones come sooner.
-    cache_tokens: room for the keys and values of so many tokens, of all requests together; a request for which there is
-    none waits. None: it grows with what requests ask for. prefixes: keep the keys and values of prompts and answers,
-    while there is room, for requests that begin alike.
     tree_mask_mode: of `verify_drafts` and of the trees that it shows.
     device: where the models must lie; a model given by its path is put there, None: on a GPU if there is one.
     dtype: of a model given by its path, None: float32 on a CPU, else what its checkpoint says; a loaded target must
     have it. verbose: log each step.
-    verify_strategy, accept_policy, verify_window, max_candidate_len: how drafts are judged, see `Verification`.
-    suffix_drafts: tokens that may be drafted from text that occurred before, in the request or in former outputs, in
-    one tree with the draft's, or alone where there is no draft; 0: none. suffix_ring: tokens of former outputs that
-    are kept for that, 4 bytes each; 0: none.
-    draft_vocabulary: the only tokens that a draft's vocabulary projection scores, by their ids, or the first so many,
-    which in byte-pair vocabularies are the most frequent; the rows are copied. A draft that reads a large projection
-    for each pass becomes faster for a few guesses less. None: all.
-    activations: of projections that were published with FP8 weights: "exact" reads the weights, and what they are
-    multiplied with stays as it is; "as published" calls the modules, which round that to eight bits too.
-    draft_dtype: "fp8" drafts by copies of the draft's projections in eight bits, with a scale for each row; the target
-    decides as before. None: as they are.
+    accept_policy, verify_window, max_candidate_len: how drafts are judged, beside verify_strategy; see `Verification`.
+    suffix_ring: tokens of former outputs that are kept for suffix_drafts, 4 bytes each; 0: none.
     egag: end drafts early, by their entropy, see `EGAGConfig`; None: they are as deep as the tree.
     speculative: a method with options of its own, in place of the shape of the tree, suffix_drafts and how drafts are
     judged.
@@ -83,45 +68,36 @@ class EAGLEConfig:
     slots: int = 16
     max_length: int | None = None
     prompt_tokens: int = PROMPT_TOKENS
-    cache_tokens: int | None = None
-    prefixes: bool = True
     tree_mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK
     device: str | torch.device | None = None
     dtype: torch.dtype | None = None
     verbose: bool = False
-    verify_strategy: str = "target_match"
     accept_policy: str = "normal"
     verify_window: int = 0
     max_candidate_len: int = MAX_CANDIDATE_LEN
-    suffix_drafts: int = 0
     suffix_ring: int = 1 << 20
-    draft_vocabulary: int | Collection[int] | None = None
-    activations: str = EXACT
-    draft_dtype: str | None = None
     egag: EGAGConfig | None = None
     speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("topk", "num_steps", "slots", "prompt_tokens"):
-            _positive(name, getattr(self, name))
+            check_whole(name, getattr(self, name), 1)
         if self.slots > MAX_SLOTS:
             raise ValueError(f"slots must lie in 1..{MAX_SLOTS}, got {self.slots}")
         if self.max_length is not None:
-            _positive("max_length", self.max_length)
+            check_whole("max_length", self.max_length, 1)
         nodes = self.num_draft_tokens
         if isinstance(nodes, str) and nodes != "auto":
             raise ValueError(f'num_draft_tokens must be an integer, None or "auto", got {nodes!r}')
         if not (nodes is None or isinstance(nodes, str)):
-            _positive("num_draft_tokens", nodes)
+            check_whole("num_draft_tokens", nodes, 1)
             if not 2 <= nodes <= 1 + self.candidates:
                 raise ValueError(
                     f"num_draft_tokens counts the root and must be in 2..{1 + self.candidates} for topk {self.topk} "
                     f"and num_steps {self.num_steps}, which give {self.candidates} candidates; got {nodes}"
                 )
-        check_cache_tokens(self.cache_tokens)
-        for name in ("fallback", "prefixes", "verbose"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        check_switches(fallback=self.fallback, verbose=self.verbose)
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {self.dtype!r}")
         object.__setattr__(self, "tree_mask_mode", TreeMaskMode(self.tree_mask_mode))
@@ -130,18 +106,9 @@ class EAGLEConfig:
         self.sampling()  # checks its options
         self._check_speculative()
         _ = self.verification  # checks its options
-        for name in ("suffix_drafts", "suffix_ring"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-        if not 0 <= self.suffix_drafts < MOST_NODES:
-            raise ValueError(f"suffix_drafts must lie in 0..{MOST_NODES - 1}, got {self.suffix_drafts}")
+        check_whole("suffix_ring", self.suffix_ring)
         if self.suffix_ring and not 2 <= self.suffix_ring <= MOST_TIMES:
             raise ValueError(f"suffix_ring must be 0, or 2 to {MOST_TIMES} tokens, got {self.suffix_ring}")
-        if self.draft_vocabulary is not None:
-            object.__setattr__(self, "draft_vocabulary", checked_vocabulary(self.draft_vocabulary))
-        check_activations(self.activations)
-        check_draft_dtype(self.draft_dtype)
         self._check_egag()
         reads_ring = self.suffix_drafts or (self.speculative is not None and self.speculative.method == "suffix")
         if self.suffix_ring != type(self).suffix_ring and not reads_ring:
@@ -195,7 +162,9 @@ class EAGLEConfig:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in (*TREE, *VERIFICATION, "suffix_drafts"):
             if getattr(self, name) != defaults[name]:
-                raise ValueError(f"{name}={getattr(self, name)!r} is the matter of speculative, which was given too")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} goes with speculative, which you also gave: set it there"
+                )
 
     def _check_egag(self) -> None:
         if self.egag is None:
@@ -221,14 +190,3 @@ class EAGLEConfig:
         options = {name: getattr(self, name, None) for name in SAMPLING}
         options |= {name: value for name, value in changes.items() if value is not None}
         return SamplingParams(**{name: value for name, value in options.items() if value is not None})
-
-    def changed(self, **options: Any) -> EAGLEConfig:
-        """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""
-        return with_options(self, options)
-
-
-def _positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")

@@ -13,14 +13,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from typing_extensions import Unpack
 
-from eagle_triton.engine.drafts.beams import vocabulary_note
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.drafts.hybrid import HybridDraft, beams_of
-from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.model.model_watch import ModelWatch
-from eagle_triton.engine.operations import choose_operations
+from eagle_triton.engine.drafts.hybrid import HybridDraft
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
-from eagle_triton.families.reading.float8 import note_on_called
 from eagle_triton.inference import stages
 from eagle_triton.inference.arguments import (
     TOKENIZER,
@@ -40,7 +35,7 @@ from eagle_triton.inference.arguments import (
 )
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.costs import CostTable, StepCosts, pass_cost
-from eagle_triton.inference.pair import read_pair
+from eagle_triton.inference.load import load_pair
 from eagle_triton.inference.policy import TreePolicy, tree_sizes
 from eagle_triton.inference.session import Piece, Results, Session, StepInfo
 from eagle_triton.inference.shared_session import SharedSession
@@ -123,29 +118,13 @@ class EAGLEInference:
         wanted = None if wanted is None else torch.device(wanted)
         if wanted is not None and wanted.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device={str(wanted)!r}: there is no GPU here")
-        self.pair = read_pair(draft_model, target_model, self.config, wanted, tp_plan)
+        self.pair = load_pair(draft_model, target_model, self.config, wanted, tp_plan, kernels, cuda_graph)
+        self.engine = self.pair.engine
         self.tokenizer = tokenizer or self.pair.tokenizer
-        view, draft = self.pair.view, self.pair.draft
+        view = self.pair.view
         self._reader = ArgumentReader(self.config, view.vocab_size, view.device, self.tokenizer)
-        operations, graph = choose_operations(view.device, kernels, cuda_graph)
-        watch = ModelWatch(self.pair.models, self.pair.float8_modules)
-        self.engine = Engine(
-            view,
-            draft,
-            operations,
-            graph,
-            watch=watch,
-            verification=self.config.verification,
-            cache_tokens=self.config.cache_tokens,
-            prefixes=self.config.prefixes,
-        )
-        self.engine.notes.update(self.pair.notes)
-        if (called := note_on_called(watch.called_projections())) is not None:
-            self.engine.notes["projections"] = called
-        if self.config.draft_vocabulary is not None and draft is not None:
-            self.engine.notes["draft_vocabulary"] = vocabulary_note(beams_of(draft))
-        elsewhere = self.pair.notes or view.ranks is not None  # ours are of one GPU, in 16 and 32 bits
-        measured = [] if elsewhere else CostTable.read()
+        in_8_bits = "activations" in self.engine.notes or "draft_dtype" in self.engine.notes
+        measured = [] if in_8_bits or view.ranks is not None else CostTable.read()  # of one GPU, in 16 and 32 bits
         self._table = CostTable.find(measured if costs is None else costs, view)
         self._policies: dict[int, TreePolicy] = {}
         self.reset_statistics()

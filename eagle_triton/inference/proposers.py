@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,26 +22,6 @@ if TYPE_CHECKING:
     from eagle_triton.engine.model.model_view import ModelView
 
 WITHOUT_MODEL = (None, SpecMethod.NAIVE, SpecMethod.NGRAM, SpecMethod.SUFFIX, SpecMethod.NASD)
-
-
-def create_proposer(
-    config: SpeculativeConfig,
-    target_model: Any,
-    draft_model: Any = None,
-    *,
-    device: str | torch.device | None = None,
-) -> Draft | None:
-    """The draft that a configuration describes; None for naive. `EAGLEInference(draft, target_model, config)` decodes
-    with it, `config` saying how long its chains are and how they are judged.
-
-    target_model and draft_model as `EAGLEInference` takes them; device: where they must lie. Raises as it does.
-    """
-    from eagle_triton.inference.pair import read_pair
-
-    if not isinstance(config, SpeculativeConfig):
-        raise TypeError(f"config must be a SpeculativeConfig, got {type(config).__name__}")
-    where = None if device is None else torch.device(device)
-    return read_pair(draft_model, target_model, EAGLEConfig(speculative=config), where).draft
 
 
 def needs_model(config: EAGLEConfig) -> bool:

@@ -1,0 +1,161 @@
+"""Model, draft and options become an engine: for every door, here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+
+from eagle_triton.engine.drafts.beams import vocabulary_note, with_vocabulary
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.drafts.float8 import float8_draft
+from eagle_triton.engine.drafts.hybrid import beams_of, scoring, with_suffix_drafts
+from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.model.model_view import ModelView
+from eagle_triton.engine.model.model_watch import ModelWatch
+from eagle_triton.engine.operations import choose_operations
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families import eagle_llm, own_ea_model, safeailab
+from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
+from eagle_triton.families.reading.float8 import note_on_called, with_float8
+from eagle_triton.families.reading.module_reader import check_readable
+from eagle_triton.families.reading.mtp import read_mtp
+from eagle_triton.models.heads import DraftHead
+from eagle_triton.models.mtp import MTPHead
+from eagle_triton.options import EngineOptions, PatchOptions
+
+FAMILIES: tuple[ModuleType, ...] = (own_ea_model, safeailab, eagle_llm)
+"""Of EaModels. Each module has recognise, read, seams, module_seams and drop_caches."""
+
+SUFFIX, NGRAM = "suffix", "ngram"  # drafts by their names
+SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5  # of drafts that are asked for by name; 16 rows are one tile of a product
+
+
+Options = TypeVar("Options", bound=EngineOptions)
+
+
+class Assembled(NamedTuple):
+    """An engine, and the draft that it was given: the engine's own may be a copy in eight bits."""
+
+    engine: Engine
+    draft: Draft | None
+    float8_modules: frozenset[nn.Module]  # whose weights are read
+
+
+def family_of(model: Any) -> ModuleType | None:
+    """The family of an EaModel, None for anything else."""
+    return next((family for family in FAMILIES if family.recognise(model)), None)
+
+
+def draft_by_name(name: str, options: Options) -> tuple[Draft | None, Options]:
+    """The draft called SUFFIX or NGRAM, and the options with what that says of them. A suffix draft is an option."""
+    if name == SUFFIX:
+        return None, options.changed(suffix_drafts=options.suffix_drafts or SUFFIX_DRAFTS)
+    if options.suffix_drafts:
+        raise ValueError(f'suffix_drafts={options.suffix_drafts}: draft "{NGRAM}" drafts by n-grams alone')
+    return RepeatDraft(NgramSource(NGRAM_DRAFTS)), options
+
+
+def read(
+    target: Any, draft: Any, tree: Callable[[], TreeSpec], names: tuple[str, str] = ("model", "draft")
+) -> tuple[ModelView, Draft | None]:
+    """Target and draft as the engine reads them. A head decides which of the target's layers it sees.
+
+    target: an EaModel of any family, or a causal language model. draft: the target's own head, another head, or an
+    EaModel for its head; multi-token-prediction layers; a causal language model; a `Draft`; or None. tree: what models
+    that have none of their own draft. names: what messages call the two. Raises UnsupportedModelError for a model that
+    is not known, TypeError for a draft that is none.
+    """
+    family = family_of(target)
+    if family is not None and draft in (target, target.ea_layer):
+        return family.read(target)
+    if isinstance(draft, DraftHead) or family_of(draft) is not None:
+        base = target if family is None else target.base_model
+        return own_ea_model.read_pair(base, draft if isinstance(draft, DraftHead) else draft.ea_layer)
+    view = read_causal_lm(target, root=names[0]) if family is None else family.read(target)[0]
+    if draft is None or isinstance(draft, Draft):
+        return view, draft
+    if isinstance(draft, MTPHead):
+        return view, read_mtp(draft, view, tree, root=names[1])
+    if not isinstance(draft, nn.Module):
+        raise TypeError(f"{names[1]} must be None, a head, a model, a Draft or a name, got {type(draft).__name__}")
+    return view, draft_from_causal_lm(draft, view, tree, root=names[1])
+
+
+def assemble(
+    target: Any,
+    draft: Any,
+    options: EngineOptions,
+    roots: Mapping[str, nn.Module],
+    tree: Callable[[], TreeSpec],
+    *,
+    propose: Callable[[ModelView, Draft | None], Draft | None] | None = None,
+    kernels: bool | None = None,
+    cuda_graph: bool | None = None,
+) -> Assembled:
+    """An engine for a target and a draft, in the forms that `read` takes.
+
+    roots: the models that are read, by the names that messages call them, the target first. propose: makes the draft of
+    the one that was read, or of none; None: only `suffix_drafts` are added. kernels, cuda_graph: as in `PatchOptions`,
+    where they are none of the options. Raises UnsupportedModelError and ValueError for what cannot be decoded.
+    """
+    patch = options if isinstance(options, PatchOptions) else None
+    first, *others = roots
+    check_readable(target, first)
+    view, drafted = read(target, draft, tree, (first, others[0] if others else "draft"))
+    reading = with_float8(view, drafted, roots, options.activations)
+    view, drafted = reading.view, reading.draft
+    notes: dict[str, str] = {}
+    if reading.note is not None:
+        notes["activations"] = reading.note
+    if options.draft_vocabulary is not None:
+        drafted = with_vocabulary(scoring(drafted, "draft_vocabulary"), options.draft_vocabulary)
+        notes["draft_vocabulary"] = vocabulary_note(beams_of(drafted))
+    if propose is not None:
+        drafted = propose(view, drafted)
+    elif options.suffix_drafts:
+        drafted = with_suffix_drafts(drafted, options.suffix_drafts, view.device)
+    watch = ModelWatch(roots, reading.modules)
+    if (called := note_on_called(watch.called_projections())) is not None:
+        notes["projections"] = called
+        if patch is not None and patch.strict:
+            raise UnsupportedModelError(f"projections: {called}", "projections")
+    verification = options.verification
+    if not verification.lossless:
+        notes["verification"] = verification.summary
+    operations, graph = choose_operations(
+        view.device, patch.kernels if patch else kernels, patch.cuda_graph if patch else cuda_graph
+    )
+    engine = Engine(
+        view,
+        drafted,
+        operations,
+        graph,
+        _megakernel(patch, view, drafted, operations.kernels) if patch is not None else False,
+        patch is not None and patch.strict,
+        watch,
+        verification,
+        cache_tokens=options.cache_tokens,
+        prefixes=options.prefixes,
+    )
+    engine.notes.update(notes)
+    if options.draft_dtype is not None:
+        engine.draft, engine.notes["draft_dtype"] = float8_draft(drafted)
+    return Assembled(engine, drafted, reading.modules)
+
+
+def _megakernel(options: PatchOptions, view: ModelView, draft: Draft | None, kernels: bool) -> bool | None:
+    """Whether the engine is to use it, None: where it is faster. Raises where it was asked for and cannot be."""
+    if options.megakernel is not True:
+        return None if options.megakernel == "auto" else False
+    if view.ranks is not None:
+        raise UnsupportedModelError(
+            "megakernel=True: not supported yet where ranks share the target (tp_plan); leave it out", "devices"
+        )
+    if not kernels:
+        raise ValueError("megakernel=True needs the kernels")
+    return True

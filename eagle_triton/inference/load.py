@@ -1,0 +1,364 @@
+"""A draft and a target, in whatever form they come, become an engine: which draft is meant, loading, assembling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle_triton.assembly import NGRAM, SUFFIX, assemble, draft_by_name, family_of
+from eagle_triton.demo import DRAFT, path_of
+from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.drafts.hybrid import scoring
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.model.model_view import ModelView
+from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families.causal_lm import read_causal_lm
+from eagle_triton.inference.config import EAGLEConfig
+from eagle_triton.inference.proposers import needs_model, propose_with
+from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
+from eagle_triton.models.ea_model import EaModel
+from eagle_triton.models.generate_arguments import max_positions
+from eagle_triton.models.loading import load_target, load_tokenizer, locate, read_target_config, saved_target
+from eagle_triton.models.mtp import MTP, has_mtp, load_mtp
+from eagle_triton.models.target import text_config
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What EAGLEInference decodes with: the models given, kept alive here, and as the engine reads them.
+
+    `tokenizer` may be None.
+    """
+
+    target_model: Any
+    draft_model: Any
+    engine: Engine
+    tokenizer: Any | None
+    stop_ids: frozenset[int]
+    max_positions: int | None  # the most tokens of a sequence that the target was made for
+
+    @property
+    def view(self) -> ModelView:
+        return self.engine.view
+
+    @property
+    def draft(self) -> Draft | None:
+        """None: nothing is drafted."""
+        return self.engine.draft
+
+
+def load_pair(
+    draft_model: Any,
+    target_model: Any,
+    config: EAGLEConfig,
+    device: torch.device | None,
+    tp_plan: str | None = None,
+    kernels: bool | None = None,
+    cuda_graph: bool | None = None,
+) -> Pair:
+    """An engine for a draft and a target.
+
+    target_model: an EaModel of any family, a Hugging Face causal language model, or the path or hub id of one ("demo":
+    the checkpoint of this package). draft_model: None for the head of a target that is an EaModel, an EaModel whose
+    head is meant, a draft head, "mtp" for the multi-token-prediction layers beside the target's weights, or what
+    `load_mtp` makes of them, a causal language model with the target's vocabulary, "suffix" or "ngram" for drafts from
+    text that occurred before, a `Draft` of one's own, or, beside a target's path, that of a head. What is configured to
+    draft without a model needs none. device: where the models must lie, None: wherever they do. tp_plan: how a target
+    that is given by its path is spread over ranks, None: not at all. kernels, cuda_graph: see `PatchOptions`. Raises
+    UnsupportedModelError for what is not known, ValueError for a draft that does not fit, models that lie elsewhere or
+    are of another dtype than the configuration says, and options that would not be read.
+    """
+    choice, config = choose_draft(draft_model, target_model, config)
+    target, tokenizer = target_in_memory(target_model, choice, config, device, tp_plan)
+    base = target if family_of(target) is None else target.base_model
+    draft = draft_in_memory(choice, target, base)
+    if draft is None and needs_model(config):
+        raise _without_draft(base, config)
+    roots = {"target_model": target}
+    if isinstance(draft, nn.Module) and draft not in (target, getattr(target, "ea_layer", None)):
+        roots["draft_model"] = draft
+
+    def propose(view: ModelView, read: Draft | None) -> Draft | None:
+        _check_tree(view, read, config)
+        _check_places(view, read, device)
+        _check_dtype(view, target_model, config)
+        return _with_options(read, view, config)
+
+    engine = assemble(
+        target, draft, config, roots, config.tree, propose=propose, kernels=kernels, cuda_graph=cuda_graph
+    ).engine
+    return Pair(target, draft, engine, tokenizer, _stop_ids(tokenizer, engine.view), max_positions(base))
+
+
+def create_proposer(
+    config: SpeculativeConfig,
+    target_model: Any,
+    draft_model: Any = None,
+    *,
+    device: str | torch.device | None = None,
+) -> Draft | None:
+    """The draft that a configuration describes; None for naive. `EAGLEInference(draft, target_model, config)` decodes
+    with it, `config` saying how long its chains are and how they are judged.
+
+    target_model and draft_model as `EAGLEInference` takes them; device: where they must lie. Raises as it does.
+    """
+    if not isinstance(config, SpeculativeConfig):
+        raise TypeError(f"config must be a SpeculativeConfig, got {type(config).__name__}")
+    where = None if device is None else torch.device(device)
+    return load_pair(draft_model, target_model, EAGLEConfig(speculative=config), where).draft
+
+
+def _without_draft(base: Any, config: EAGLEConfig) -> Exception:
+    """What to raise where a model is to draft, and there is none."""
+    read_causal_lm(base, root="target_model")  # a target that no draft could help is called that
+    if config.speculative is not None and config.speculative.method is SpecMethod.DRAFT_MODEL:
+        return UnsupportedModelError(
+            "draft_model: method draft_model needs a causal language model with the target's vocabulary, here or as "
+            "the configuration's model"
+        )
+    return UnsupportedModelError(
+        "draft_model: a target without a head needs one: an EAGLE head, or a causal language model with its vocabulary"
+    )
+
+
+def _check_tree(view: ModelView, draft: Draft | None, config: EAGLEConfig) -> None:
+    """ValueError for a tree that the target cannot verify, the configured one or the draft's own."""
+    if draft is not None and config.speculative is None:
+        view.check_tree(config.tree() if draft.any_tree else draft.read_tree(), "num_draft_tokens")
+
+
+def _with_options(draft: Draft | None, view: ModelView, config: EAGLEConfig) -> Draft | None:
+    """The draft that the configuration makes of the one that was read, or of none."""
+    if config.egag is not None:
+        draft = replace(scoring(draft, "egag"), egag=config.egag)
+    vocabulary = None if draft is None else draft.vocabulary
+    if config.speculative is None and vocabulary is not None and config.topk > vocabulary:
+        raise ValueError(f"topk must not pass the draft's vocabulary ({vocabulary}), got {config.topk}")
+    return propose_with(config, view, draft)
+
+
+def _check_places(view: ModelView, draft: Draft | None, device: torch.device | None) -> None:
+    if isinstance(draft, BeamDraft) and draft.embedding.device != view.device:
+        raise ValueError(f"draft_model lies on {draft.embedding.device}, target_model on {view.device}")
+    if device is not None and (device.type != view.device.type or device.index not in (None, view.device.index)):
+        raise ValueError(f"device={str(device)!r}, but the models lie on {view.device}: move them with .to({device})")
+    padding = draft.padding if isinstance(draft, CausalLMDraft) else 0
+    if isinstance(draft, BeamDraft) and draft.embedding.shape[0] + padding != view.vocab_size:
+        raise ValueError(
+            f"draft and target do not fit: the draft's vocabulary has {draft.embedding.shape[0]} tokens, the target's "
+            f"{view.vocab_size}"
+        )
+
+
+def _check_dtype(view: ModelView, target_model: Any, config: EAGLEConfig) -> None:
+    """ValueError for a dtype that a loaded target does not have; one that is given by its path has been cast to it."""
+    if isinstance(target_model, nn.Module) and config.dtype not in (None, view.dtype):
+        raise ValueError(
+            f"dtype={config.dtype}, but target_model is in {view.dtype}: load it in that dtype, or give its path: "
+            "dtype is read for paths alone"
+        )
+
+
+def _stop_ids(tokenizer: Any | None, view: ModelView) -> frozenset[int]:
+    """The target's end tokens, else the tokenizer's."""
+    end = getattr(tokenizer, "eos_token_id", None)
+    return frozenset(view.eos_token_ids or (() if end is None else (end,)))
+
+
+# --- which draft is meant, before anything is loaded ---
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """No model drafts: what the configuration makes of repetition does, or nothing."""
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A head, an EaModel whose head is meant, MTP layers, a language model, or a `Draft`."""
+
+    model: Any
+
+
+@dataclass(frozen=True)
+class OwnHead:
+    """The head of an EaModel, which the target is, or of a directory with a target and heads."""
+
+
+@dataclass(frozen=True)
+class HeadAt:
+    """A head by its path."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class LayersAt:
+    """Multi-token-prediction layers; path None: those beside the target's weights."""
+
+    path: str | None
+
+
+@dataclass(frozen=True)
+class ModelAt:
+    """A causal language model by its path."""
+
+    path: str
+
+
+DraftChoice = Nothing | InMemory | OwnHead | HeadAt | LayersAt | ModelAt
+
+
+def choose_draft(draft_model: Any, target_model: Any, config: EAGLEConfig) -> tuple[DraftChoice, EAGLEConfig]:
+    """The draft that is meant, and the configuration with what a draft's name says of it; arguments as of `load_pair`.
+
+    Raises ValueError where draft and configuration contradict each other.
+    """
+    if isinstance(draft_model, str) and draft_model in (SUFFIX, NGRAM):
+        return _repeating(draft_model, config)
+    if draft_model is None:
+        return _by_configuration(target_model, config), config
+    _check_may_be_given(draft_model, config)
+    if draft_model == MTP:
+        return LayersAt(None), config
+    if isinstance(draft_model, (str, Path)):
+        return _head_at(str(draft_model)), config
+    return InMemory(draft_model), config
+
+
+def _repeating(name: str, config: EAGLEConfig) -> tuple[DraftChoice, EAGLEConfig]:
+    """Drafts from repetition that were asked for by their names. A head that the target has is left out."""
+    if config.speculative is not None:
+        method = config.speculative.method
+        raise ValueError(f'draft_model: "{name}" says how to draft, and so does speculative, by method {method}')
+    draft, config = draft_by_name(name, config)
+    return Nothing() if draft is None else InMemory(draft), config
+
+
+def _check_may_be_given(draft_model: Any, config: EAGLEConfig) -> None:
+    """ValueError for a draft beside a method that needs none, or that names another."""
+    options = config.speculative
+    if options is None:
+        return
+    if not needs_model(config) and not isinstance(draft_model, Draft):
+        raise ValueError(
+            f"draft_model: method {options.method} drafts without a model; for one tree of both leave speculative out "
+            "and set suffix_drafts"
+        )
+    if options.model is not None:
+        raise ValueError(f"draft_model was given, and model={options.model!r} in the configuration too")
+
+
+def _by_configuration(target_model: Any, config: EAGLEConfig) -> DraftChoice:
+    """The draft that the configuration names, else the one that comes with the target."""
+    options = config.speculative
+    if options is None:
+        return _with_the_target(target_model, config)
+    if not needs_model(config):
+        return Nothing()
+    if options.model is None:
+        return LayersAt(None) if options.method is SpecMethod.MTP else _with_the_target(target_model, config)
+    if options.method in (SpecMethod.MTP, SpecMethod.HYBRID):
+        return LayersAt(path_of(options.model))
+    if options.method is SpecMethod.DRAFT_MODEL:
+        return ModelAt(path_of(options.model, "target"))
+    return _head_at(options.model)
+
+
+def _with_the_target(target_model: Any, config: EAGLEConfig) -> DraftChoice:
+    """What the target brings: of a path MTP layers, else a head, of a model its head."""
+    method = None if config.speculative is None else config.speculative.method
+    if isinstance(target_model, (str, Path)):
+        if method in (None, SpecMethod.HYBRID) and has_mtp(path_of(target_model)):
+            return LayersAt(None)
+        return OwnHead() if needs_model(config) and method is not SpecMethod.DRAFT_MODEL else Nothing()
+    if hasattr(target_model, "ea_layer"):
+        return OwnHead()
+    return LayersAt(None) if method is SpecMethod.HYBRID else Nothing()
+
+
+def _head_at(path: str) -> HeadAt:
+    if path == DRAFT:
+        options = f'SpeculativeConfig(method="draft_model", model="{DRAFT}")'
+        raise ValueError(f'draft_model: "{DRAFT}" is a causal language model, no head: it drafts with {options}')
+    return HeadAt(path)
+
+
+# --- loading ---
+
+NAMES = "target", "draft"  # of paths, in what is said of them
+
+
+def target_in_memory(
+    target_model: Any, choice: DraftChoice, config: EAGLEConfig, device: torch.device | None, tp_plan: str | None
+) -> tuple[Any, Any | None]:
+    """The target, an EaModel where its path or a draft's has a head, and its tokenizer if one is known.
+
+    Arguments as of `load_pair`. Raises TypeError for what is no target, ValueError and FileNotFoundError for a path.
+    """
+    if isinstance(target_model, (str, Path)):
+        return _load(str(target_model), choice, config, device, tp_plan)
+    if tp_plan is not None:
+        raise ValueError("tp_plan goes with a target_model that is given by its path; another is spread as it is")
+    if isinstance(choice, HeadAt):
+        raise TypeError("draft_model: a path goes with a target_model that is given by its path too")
+    if not isinstance(target_model, nn.Module):
+        raise TypeError(
+            f"target_model must be an EaModel, a causal language model or a path, got {type(target_model).__name__}"
+        )
+    return target_model, getattr(target_model, "tokenizer", None)
+
+
+def _load(
+    path: str, choice: DraftChoice, config: EAGLEConfig, device: torch.device | None, tp_plan: str | None
+) -> tuple[Any, Any | None]:
+    """Weights are read to where they stay: the device, or where ranks that share the target settle."""
+    where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if tp_plan is not None and where.type == "cpu" and torch.cuda.is_available():
+        raise ValueError(
+            "device='cpu' with tp_plan: transformers puts ranks on the GPUs that it sees; hide them "
+            '(CUDA_VISIBLE_DEVICES="")'
+        )
+    with_head, head = isinstance(choice, (HeadAt, OwnHead)), choice.path if isinstance(choice, HeadAt) else None
+    if with_head:
+        locate(path, head, None, NAMES)  # which says what is wrong by these names
+    place = saved_target(path)
+    dtype = config.dtype or (torch.float32 if where.type == "cpu" else _stored_dtype(place))
+    placed: dict[str, Any] = {"device_map": {"": where}} if tp_plan is None else {"tp_plan": tp_plan}
+    if with_head:
+        model = EaModel.from_pretrained(path, head, None, dtype=dtype, **placed)
+        return model, model.tokenizer
+    read_target_config(place, hybrids=True)
+    return load_target(place, hybrids=True, dtype=dtype, **placed), load_tokenizer(place)
+
+
+def _stored_dtype(path: str) -> torch.dtype:
+    """The dtype that a checkpoint's configuration names, float32 if it names none."""
+    config = read_target_config(path, hybrids=True)
+    parts = (config, text_config(config))
+    named = [getattr(part, name, None) for part in parts for name in ("dtype", "torch_dtype")]
+    return next((dtype for dtype in named if isinstance(dtype, torch.dtype)), torch.float32)
+
+
+def draft_in_memory(choice: DraftChoice, target: Any, causal_lm: nn.Module) -> Any | None:
+    """What drafts, where its target lies and of its dtype if it is loaded; None: no model does.
+
+    causal_lm: the target itself, without a head. Raises ValueError and FileNotFoundError for a path.
+    """
+    if isinstance(choice, InMemory):
+        return choice.model
+    if isinstance(choice, (HeadAt, OwnHead)):
+        return target.ea_layer
+    if isinstance(choice, LayersAt):
+        return load_mtp(causal_lm, choice.path)
+    if isinstance(choice, ModelAt):
+        beside = next(causal_lm.parameters())
+        read_target_config(choice.path, whose=NAMES[1])
+        return load_target(choice.path, whose=NAMES[1], dtype=beside.dtype, device_map={"": beside.device})
+    return None
