@@ -366,19 +366,19 @@ def test_models(client):
 def test_a_chat_template(inference):
     reader = PromptReader(Served.read(inference), 512, TEMPLATE)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "import os"}]
-    got = reader.call(read_chat({"messages": messages})).prompt.tolist()
+    got = reader.request(read_chat({"messages": messages})).prompt.tolist()
     text = "system: Be brief.\nuser: import os\nassistant: "
     assert got == inference.tokenizer(text, add_special_tokens=False).input_ids
     refusing = PromptReader(Served.read(inference), 512, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(RequestError, match="messages: the chat template refuses them: roles must alternate"):
-        refusing.call(read_chat({"messages": messages}))
+        refusing.request(read_chat({"messages": messages}))
 
 
 def test_a_base_model_reads_a_conversation_as_text(inference):
     reader = PromptReader(Served.read(inference), 512)
     said = [("user", "import os"), ("assistant", "\nimport sys"), ("user", [{"type": "text", "text": "x = "}])]
     body = read_chat({"messages": [{"role": role, "content": content} for role, content in said]})
-    assert reader.call(body).prompt.tolist() == inference.tokenizer("import os\nimport sys\nx = ").input_ids
+    assert reader.request(body).prompt.tolist() == inference.tokenizer("import os\nimport sys\nx = ").input_ids
 
 
 # --- what makes no sense ---
@@ -1165,7 +1165,7 @@ def test_an_engine_elsewhere_is_asked_as_one_here():
     process = EngineProcess(load_tiny, SimpleNamespace(error=None))
     try:
         reader, asked = PromptReader(process.served, 128), (("import os", 20), ("def f(", 9), ("x", 5))
-        calls = [reader.call(read_completion({"prompt": text, "max_tokens": count})) for text, count in asked]
+        calls = [reader.request(read_completion({"prompt": text, "max_tokens": count})) for text, count in asked]
         inference = load_tiny(SimpleNamespace(error=None))
         expected = [inference.generate(call.prompt, call.max_new_tokens)[1].completions[0] for call in calls]
         session = process.open_session(open_failing, 1000)

@@ -31,7 +31,7 @@ def reader(config=FIXED, tokenizer=None):
 
 def calls(count=2, config=FIXED, max_new_tokens=5, stop_token_ids=None, stop_strings=(), seed=None, **sampling):
     prompts = [torch.ones(3, dtype=torch.long)] * count
-    return reader(config).calls(prompts, max_new_tokens, stop_token_ids, stop_strings, seed, **sampling)
+    return reader(config).requests(prompts, max_new_tokens, stop_token_ids, stop_strings, seed, **sampling)
 
 
 # --- options ---
@@ -51,7 +51,7 @@ def test_stop_tokens_one_by_one():
     for one in (5, np.int64(5), torch.tensor(5), [np.int64(5)], [torch.tensor(5)]):
         assert [call.stop_ids for call in calls(stop_token_ids=one)] == [frozenset([5])] * 2
     own = calls(3, stop_token_ids=[[5], None, torch.tensor([6, 7])])
-    assert [call.stop_ids for call in own] == [frozenset([5]), None, frozenset([6, 7])]
+    assert [call.stop_ids for call in own] == [frozenset([5]), frozenset(), frozenset([6, 7])]
     assert [call.stop_ids for call in calls(stop_token_ids=[])] == [frozenset()] * 2
 
 

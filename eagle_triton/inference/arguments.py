@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.inference.config import SAMPLING, EAGLEConfig
 from eagle_triton.inference.text import check_stop_strings
 from eagle_triton.models.checks import check_attention_mask, check_prompt
@@ -82,27 +83,17 @@ HINTS = {
 
 
 @dataclass(frozen=True)
-class Call:
-    """What one prompt asks for, checked. stop_ids: None takes the target's. logprobs: also where the session reports
-    none. min_new_tokens: no stop before."""
-
-    prompt: Tensor
-    max_new_tokens: int
-    sampling: SamplingParams
-    stop_ids: frozenset[int] | None
-    stop_strings: tuple[str, ...]
-    logprobs: bool = False
-    min_new_tokens: int = 0
-
-
-@dataclass(frozen=True)
 class ArgumentReader:
-    """Reads arguments for one target. Raises ValueError or TypeError naming the argument."""
+    """Reads arguments for one target. Raises ValueError or TypeError naming the argument.
+
+    stop_ids: where requests end that name no stop tokens.
+    """
 
     config: EAGLEConfig
     vocabulary: int
     device: torch.device
     tokenizer: Any | None
+    stop_ids: frozenset[int] = frozenset()
 
     def prompt(self, given: Prompt) -> Tensor:
         """One prompt, int64 [L] on the device, from text, a list of ids, or a tensor [L] or [1, L]."""
@@ -143,7 +134,7 @@ class ArgumentReader:
             return [self.prompt(found)]
         return [self._numbered(index, prompt) for index, prompt in enumerate(found)]
 
-    def call(
+    def request(
         self,
         prompt: Tensor,
         max_new_tokens: Any,
@@ -153,7 +144,7 @@ class ArgumentReader:
         *,
         min_new_tokens: Any = 0,
         logprobs: bool = False,
-    ) -> Call:
+    ) -> Request:
         """What one prompt asks for."""
         limit = integer("max_new_tokens", max_new_tokens)
         if limit < 0:
@@ -167,9 +158,17 @@ class ArgumentReader:
             raise ValueError(f"stop_strings need a tokenizer, and the target has none: {TOKENIZER}")
         if unknown := [token for token, _ in sampling.biases if token >= self.vocabulary]:
             raise ValueError(f"logit_bias: tokens must lie in 0..{self.vocabulary - 1}, got {unknown!s:.60}")
-        return Call(prompt, limit, sampling, self._stop_ids(stop_token_ids), strings, logprobs, least)
+        return Request(
+            prompt,
+            limit,
+            sampling,
+            self._stop_ids(stop_token_ids),
+            logprobs=logprobs,
+            min_new_tokens=least,
+            stop_strings=strings,
+        )
 
-    def calls(
+    def requests(
         self,
         prompts: list[Tensor],
         max_new_tokens: Any,
@@ -178,7 +177,7 @@ class ArgumentReader:
         seed: Any,
         min_new_tokens: Any = 0,
         **sampling: Any,
-    ) -> list[Call]:
+    ) -> list[Request]:
         """One for each prompt, from options that are one value or a list with one for each prompt."""
         count = len(prompts)
         if _is_integer(plain := _plain(seed)):
@@ -191,7 +190,7 @@ class ArgumentReader:
         least = _each("min_new_tokens", min_new_tokens, count)
         stops, strings = _each_stop_ids(stop_token_ids, count), _each_strings(stop_strings, count)
         return [
-            self.call(
+            self.request(
                 prompts[index],
                 limits[index],
                 self.config.sampling(**{name: values[index] for name, values in options.items()}),
@@ -208,9 +207,9 @@ class ArgumentReader:
         except (TypeError, ValueError) as error:
             raise type(error)(f"prompt {index}: {error}") from error
 
-    def _stop_ids(self, given: Any) -> frozenset[int] | None:
+    def _stop_ids(self, given: Any) -> frozenset[int]:
         if given is None:
-            return None
+            return self.stop_ids
         given = _plain(given)
         if _is_integer(given):
             given = [given]

@@ -15,12 +15,12 @@ from typing_extensions import Unpack
 
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import HybridDraft
+from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.inference import stages
 from eagle_triton.inference.arguments import (
     TOKENIZER,
     ArgumentReader,
-    Call,
     FurtherSampling,
     ListedPrompts,
     Prompt,
@@ -122,7 +122,7 @@ class EAGLEInference:
         self.engine = self.pair.engine
         self.tokenizer = tokenizer or self.pair.tokenizer
         view = self.pair.view
-        self._reader = ArgumentReader(self.config, view.vocab_size, view.device, self.tokenizer)
+        self._reader = ArgumentReader(self.config, view.vocab_size, view.device, self.tokenizer, self.pair.stop_ids)
         in_8_bits = "activations" in self.engine.notes or "draft_dtype" in self.engine.notes
         measured = [] if in_8_bits or view.ranks is not None else CostTable.read()  # of one GPU, in 16 and 32 bits
         self._table = CostTable.find(measured if costs is None else costs, view)
@@ -282,14 +282,14 @@ class EAGLEInference:
         prompts = self._reader.prompts(input_ids, attention_mask)
         if len(prompts) == 1:
             check_positions(len(prompts[0]), self.pair.max_positions)
-        calls = self._reader.calls(
+        requests = self._reader.requests(
             prompts, max_new_tokens, stop_token_ids, stop_strings, seed, min_new_tokens,
             temperature=temperature, top_p=top_p, top_k=top_k, **sampling,
         )  # fmt: skip
         policy = self.policy(min(self.config.slots, len(prompts)))
-        results = self._run(calls, policy, logprobs, on_step, progress)
+        results = self._run(requests, policy, logprobs, on_step, progress)
         if baseline:
-            results.plain_seconds = self._run(calls, None, logprobs, None, progress).seconds
+            results.plain_seconds = self._run(requests, None, logprobs, None, progress).seconds
         self.statistics += results
         failed = [completion for completion in results.completions if completion.error is not None]
         if len(failed) == len(prompts):
@@ -324,10 +324,10 @@ class EAGLEInference:
         check_options("stream", sampling, self.stream)
         check_switches(logprobs=logprobs, report_drafts=report_drafts)
         prompts = self._reader.prompts(input_ids)
-        calls = self._reader.calls(
+        requests = self._reader.requests(
             prompts, max_new_tokens, stop_token_ids, stop_strings, seed, min_new_tokens, **sampling
         )
-        return self._stream(calls, self.policy(min(self.config.slots, len(calls))), logprobs, report_drafts)
+        return self._stream(requests, self.policy(min(self.config.slots, len(requests))), logprobs, report_drafts)
 
     def stream_text(self, prompt: Prompt, max_new_tokens: int = 100, **options: Unpack[StreamOptions]) -> Iterator[str]:
         """The text of one prompt's new tokens, in pieces as they come; options as for `stream`.
@@ -390,15 +390,15 @@ class EAGLEInference:
         check_options("benchmark", sampling, self.benchmark)
         check_switches(warm_up=warm_up, progress=progress)
         prompts = self._reader.prompts(test_data)
-        calls = self._reader.calls(prompts, max_new_tokens, stop_token_ids, stop_strings, seed, **sampling)
-        policy = self.policy(min(self.config.slots, len(calls)))
+        requests = self._reader.requests(prompts, max_new_tokens, stop_token_ids, stop_strings, seed, **sampling)
+        policy = self.policy(min(self.config.slots, len(requests)))
         if warm_up:
-            short = [replace(call, max_new_tokens=min(call.max_new_tokens, WARM_UP)) for call in calls]
+            short = [replace(request, max_new_tokens=min(request.max_new_tokens, WARM_UP)) for request in requests]
             for mode in (policy, None):
-                self._run(short, mode, False, rows=self._rows(calls))  # the room, and so the graphs, of the real run
+                self._run(short, mode, False, rows=self._rows(requests))  # the room, and so the graphs, of the real run
         self.forget_outputs()
-        results = self._run(calls, policy, False, progress=progress)
-        results.plain_seconds = self._run(calls, None, False, progress=progress).seconds
+        results = self._run(requests, policy, False, progress=progress)
+        results.plain_seconds = self._run(requests, None, False, progress=progress).seconds
         self.statistics += results
         return results
 
@@ -530,23 +530,23 @@ class EAGLEInference:
 
     def _run(
         self,
-        calls: Sequence[Call],
+        requests: Sequence[Request],
         policy: TreePolicy | None,
         logprobs: bool,
         on_step: Callable[[StepInfo], None] | None = None,
         progress: bool = False,
         rows: int | None = None,
     ) -> Results:
-        """Decode all calls to their ends; the completions in their order."""
+        """Decode all requests to their ends; the completions in their order."""
         results, completions = Results(), {}
         name = "target alone" if policy is None else "speculative"
         with (
-            self._open(calls, policy, logprobs, on_step is not None, rows) as session,
-            tqdm(total=len(calls), desc=name, disable=not progress or self._follows) as bar,
+            self._open(requests, policy, logprobs, on_step is not None, rows) as session,
+            tqdm(total=len(requests), desc=name, disable=not progress or self._follows) as bar,
         ):
             watch = Stopwatch(self.pair.view.device, self.pair.view.ranks)
-            for call in calls:
-                session.enqueue(call)
+            for request in requests:
+                session.enqueue(request)
             while not session.idle:
                 info = session.advance()
                 for piece in info.pieces:
@@ -561,15 +561,15 @@ class EAGLEInference:
                     on_step(info)
             results.seconds = watch.seconds()
             results += session.statistics
-        results.completions = [completions[index] for index in range(len(calls))]
+        results.completions = [completions[index] for index in range(len(requests))]
         return results
 
     def _stream(
-        self, calls: Sequence[Call], policy: TreePolicy | None, logprobs: bool, report_drafts: bool = False
+        self, requests: Sequence[Request], policy: TreePolicy | None, logprobs: bool, report_drafts: bool = False
     ) -> Generator[Piece, None, None]:
-        with self._open(calls, policy, logprobs, report_drafts=report_drafts) as session:
-            for call in calls:
-                session.enqueue(call)
+        with self._open(requests, policy, logprobs, report_drafts=report_drafts) as session:
+            for request in requests:
+                session.enqueue(request)
             try:
                 while not session.idle:
                     yield from session.step()
@@ -578,20 +578,20 @@ class EAGLEInference:
 
     def _open(
         self,
-        calls: Sequence[Call],
+        requests: Sequence[Request],
         policy: TreePolicy | None,
         logprobs: bool,
         text: bool = True,
         rows: int | None = None,
         report_drafts: bool = False,
     ) -> Session:
-        slots = min(self.config.slots, len(calls))
+        slots = min(self.config.slots, len(requests))
         # the batch compares all else, but does not know of text
-        texts = [call.stop_strings for call in calls]
+        texts = [request.stop_strings for request in requests]
         self._check_same_on_all_ranks(
             "the configuration, the number of prompts and stop_strings", (texts, self._configured())
         )
-        return self._session(policy, slots, rows or self._rows(calls), logprobs, text, report_drafts)
+        return self._session(policy, slots, rows or self._rows(requests), logprobs, text, report_drafts)
 
     def _configured(self) -> dict[str, str]:
         """The configuration as ranks compare it: but for what each has its own of."""
@@ -610,9 +610,9 @@ class EAGLEInference:
             self.engine.check_free()
             self.pair.view.ranks.check_same_on_all_ranks(what, value)
 
-    def _rows(self, calls: Sequence[Call]) -> int:
+    def _rows(self, requests: Sequence[Request]) -> int:
         """The most tokens of a sequence."""
-        rows = max(len(call.prompt) + call.max_new_tokens for call in calls)
+        rows = max(len(request.prompt) + request.max_new_tokens for request in requests)
         limits = (self.config.max_length, self.pair.max_positions)
         return min([rows, *(limit for limit in limits if limit is not None)])
 

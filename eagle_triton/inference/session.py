@@ -26,7 +26,7 @@ from eagle_triton.engine.scheduler.step_planner import SIZES
 from eagle_triton.engine.state import scratch_rows
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.engine.upload import to_device
-from eagle_triton.inference.arguments import ArgumentReader, Call, Prompt, SubmitOptions, check_options, check_switches
+from eagle_triton.inference.arguments import ArgumentReader, Prompt, SubmitOptions, check_options, check_switches
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.policy import TreePolicy
 from eagle_triton.inference.statistics import Statistics
@@ -171,11 +171,12 @@ class Session:
         self.steps = self.tokens = 0  # so far, of all requests
         self._config, self._positions = config or EAGLEConfig(), max_positions
         self._device, self._ranks = engine.view.device, engine.view.ranks
-        self._reader = ArgumentReader(self._config, engine.view.vocab_size, torch.device("cpu"), tokenizer)
+        self._reader = ArgumentReader(
+            self._config, engine.view.vocab_size, torch.device("cpu"), tokenizer, frozenset(stop_ids)
+        )
         self._text = text
         self._closed = False
         self._prepares: TreeSpec | None = None  # the tree of the next step, whatever the policy says
-        self._stop_ids = frozenset(stop_ids)
         self._waiting: list[_Job] = []
         self._undelivered: list[Piece] = []  # made, and not handed out yet
         self._running: dict[int, _Job] = {}
@@ -235,24 +236,27 @@ class Session:
         check_options("submit", options, self.submit)
         check_switches(logprobs=logprobs)
         chosen = self._sampling(sampling, options)
-        call = self._reader.call(
+        request = self._reader.request(
             self._reader.prompt(prompt), max_new_tokens, chosen, stop_token_ids, stop_strings,
             min_new_tokens=min_new_tokens, logprobs=logprobs,
         )  # fmt: skip
-        return self.enqueue(call)
+        return self.enqueue(request)
 
-    def enqueue(self, call: Call) -> int:
+    def enqueue(self, request: Request) -> int:
         """`submit` for what has been read and checked."""
         self._check_open()
-        length, room = len(call.prompt), min(self.rows, self._positions or self.rows) - len(call.prompt)
-        stops = self._stop_ids if call.stop_ids is None else call.stop_ids
-        prompt = call.prompt.to("cpu", copy=True)  # the caller may write another one there
-        limit = max(min(call.max_new_tokens, room), 0)
-        least = min(call.min_new_tokens, limit)
-        request = Request(prompt, limit, call.sampling, stops, logprobs=call.logprobs, min_new_tokens=least)
+        length, room = len(request.prompt), min(self.rows, self._positions or self.rows) - len(request.prompt)
+        limit = max(min(request.max_new_tokens, room), 0)
+        request = replace(
+            request,
+            prompt=request.prompt.to("cpu", copy=True),  # the caller may write another one there
+            max_new_tokens=limit,
+            min_new_tokens=min(request.min_new_tokens, limit),
+        )
         stream = None
         if self.tokenizer is not None:
-            stream = TextStream(self.tokenizer, call.prompt[-16:].tolist(), call.stop_strings, least)
+            before = request.prompt[-16:].tolist()
+            stream = TextStream(self.tokenizer, before, request.stop_strings, request.min_new_tokens)
         error = self._too_long(length) or self._batch.never_fits(request)
         self._waiting.append(_Job(self._submitted, request, stream, error))
         self._submitted += 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from eagle_triton.engine.ranks import RanksError
-from eagle_triton.inference.arguments import Call
+from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.inference.session import Session, StepInfo
 
 log = logging.getLogger(__name__)
@@ -36,11 +36,11 @@ class SharedSession(Session):
 
     # --- rank 0 ---
 
-    def enqueue(self, call: Call) -> int:
+    def enqueue(self, request: Request) -> int:
         """As Session.enqueue, on rank 0. RuntimeError on the others."""
         self._check_leads("submit")
-        told = pickle.dumps(replace(call, prompt=call.prompt.to("cpu", copy=True)))  # as it is now
-        index = super().enqueue(call)
+        told = pickle.dumps(replace(request, prompt=request.prompt.to("cpu", copy=True)))  # as it is now
+        index = super().enqueue(request)
         self._orders.append((_ENQUEUE, told))
         return index
 

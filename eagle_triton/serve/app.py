@@ -103,9 +103,9 @@ def _routes(service: Service) -> APIRouter:
             _check_model(service, body.model)
         service.engine.check_room()  # before work is done for it
         reader = short if len(raw) <= LONG else long
-        call = await asyncio.get_running_loop().run_in_executor(reader, service.prompts.call, body)
-        ticket = service.engine.submit(call)
-        answer = Answer(body, call.prompt.tolist(), service.model, service.prompts.tokenizer, service.drafters)
+        asked = await asyncio.get_running_loop().run_in_executor(reader, service.prompts.request, body)
+        ticket = service.engine.submit(asked)
+        answer = Answer(body, asked.prompt.tolist(), service.model, service.prompts.tokenizer, service.drafters)
         if not body.stream:
             async with _attended(service, body, ticket, request):
                 return JSONResponse(answer.whole(await _completion(ticket)))
@@ -210,8 +210,8 @@ def _facts(service: Service, body: Body, ticket: Ticket) -> str:
     seconds, whose = time.perf_counter() - ticket.came, "" if body.user is None else f", user {body.user!r:.100}"
     completion = ticket.completion
     if completion is None:
-        return f"{len(ticket.call.prompt)} prompt tokens, gave up after {seconds:.2f} s{whose}"
-    counts = f"{len(ticket.call.prompt)} prompt tokens, {len(completion.tokens)} new, {completion.finished}"
+        return f"{len(ticket.request.prompt)} prompt tokens, gave up after {seconds:.2f} s{whose}"
+    counts = f"{len(ticket.request.prompt)} prompt tokens, {len(completion.tokens)} new, {completion.finished}"
     said = f", answer {completion.text!r}" if service.log_prompts else ""
     return f"{counts}, tau {completion.statistics.tau:.2f}, {seconds:.2f} s{whose}{said}"
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from eagle_triton.engine.ranks import BETWEEN_SECONDS
-from eagle_triton.inference.arguments import Call
+from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.eagle_inference import EAGLEInference
 from eagle_triton.inference.session import Completion, Piece, Session, StepInfo
@@ -152,9 +152,9 @@ class RemoteSession:
         """Requests in line there, by their numbers, as far as is known."""
         return [*self._queued, *range(self._known, self._submitted)]
 
-    def enqueue(self, call: Call) -> int:
-        """As `Session.enqueue`; what is wrong with a call is told by its completion."""
-        self._process.send(self.number, _ENQUEUE, (self._submitted, call))
+    def enqueue(self, request: Request) -> int:
+        """As `Session.enqueue`; what is wrong with a request is told by its completion."""
+        self._process.send(self.number, _ENQUEUE, (self._submitted, request))
         self._submitted += 1
         return self._submitted - 1
 
@@ -274,10 +274,10 @@ class _Leader:
 
     def _follow(self, what: str, value: Any) -> None:
         if what == _ENQUEUE:
-            number, call = value
+            number, request = value
             self._known = number + 1
             try:
-                self._numbers[self._session.enqueue(call)] = number
+                self._numbers[self._session.enqueue(request)] = number
             except Exception as error:  # of this request alone, whatever it is
                 log.exception("a request cannot be decoded")
                 failed = Completion(number, _NO_TOKENS, [], None, "error", str(error))

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from eagle_triton.engine.ranks import BETWEEN_SECONDS
-from eagle_triton.inference.arguments import Call
+from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.inference.session import Completion, Piece, Session
 from eagle_triton.inference.shared_session import SharedSession
 from eagle_triton.serve.bodies import RequestError
@@ -35,7 +35,7 @@ _numbers = itertools.count(1)
 class Ticket:
     """A request on its way through the engine. pieces: what it gave so far, or why it gives no more."""
 
-    call: Call
+    request: Request
     number: int = field(default_factory=lambda: next(_numbers))
     pieces: asyncio.Queue[Piece | RequestError] = field(default_factory=asyncio.Queue)
     came: float = field(default_factory=time.perf_counter)
@@ -112,11 +112,11 @@ class EngineThread:
             raise RequestError(429, f"{self.max_queue} requests wait already, try again later", code="queue_full",
                                headers={"Retry-After": str(self._retry_after())})  # fmt: skip
 
-    def submit(self, call: Call) -> Ticket:
+    def submit(self, request: Request) -> Ticket:
         """Put a request in line. Raises as `check_room`."""
         self.check_room()
         self._loop = asyncio.get_running_loop()
-        ticket = Ticket(call)
+        ticket = Ticket(request)
         self._tickets.add(ticket)
         self._orders.put(ticket)
         return ticket
@@ -265,7 +265,7 @@ class EngineThread:
 
     def _enter(self, session: Session | RemoteSession, ticket: Ticket) -> None:
         try:
-            self._live[session.enqueue(ticket.call)] = ticket
+            self._live[session.enqueue(ticket.request)] = ticket
         except Exception as error:  # of this request alone, whatever it is
             log.exception("request %d cannot be decoded", ticket.number)
             self._give([(ticket, RequestError(500, f"the request cannot be decoded: {error}"))])

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import torch
 from jinja2 import TemplateError
 
-from eagle_triton.inference.arguments import ArgumentReader, Call
+from eagle_triton.engine.scheduler.requests import Request
+from eagle_triton.inference.arguments import ArgumentReader
 from eagle_triton.serve.bodies import Body, RequestError
 from eagle_triton.serve.engine_process import Served
 
@@ -31,7 +32,7 @@ class PromptReader:
         self._config, self._stop_ids = served.config, served.stop_ids
         self._reader = ArgumentReader(served.config, served.vocab_size, torch.device("cpu"), self.tokenizer)
 
-    def call(self, body: Body) -> Call:
+    def request(self, body: Body) -> Request:
         """What a body asks of the engine. Raises RequestError naming the field."""
         said = "messages" if body.chat else "prompt"
         with _blames(said):
@@ -41,7 +42,7 @@ class PromptReader:
         stops = frozenset(body.stop_ids) if body.ignore_eos else self._stop_ids | frozenset(body.stop_ids)
         limit = self._limit(len(prompt), body)
         with _blames(None):
-            return self._reader.call(
+            return self._reader.request(
                 prompt, limit, self._config.sampling(**body.sampling), stops, body.stop,
                 min_new_tokens=body.min_tokens, logprobs=body.logprobs,
             )  # fmt: skip

@@ -23,7 +23,8 @@ class Request:
     is chosen. With `exact` False it ends as the original EaModel ends: only after a step, whose other tokens are kept.
     logprobs: report the log-probability of each token, as `Batch(logprobs=True)` does for all requests. logits: report
     the target's own logits that each token was chosen by. embeddings: what the target reads in place of the first
-    tokens of the prompt, [n, H] of its dtype on its device; drafts and penalties take the tokens.
+    tokens of the prompt, [n, H] of its dtype on its device; drafts and penalties take the tokens. stop_strings: a batch
+    knows no text; sessions end a request there.
     """
 
     prompt: Tensor
@@ -35,6 +36,7 @@ class Request:
     min_new_tokens: int = 0
     logits: bool = False
     embeddings: Tensor | None = None
+    stop_strings: tuple[str, ...] = ()
 
     @property
     def processed(self) -> bool:
