@@ -330,3 +330,15 @@ def test_a_long_prompt_ends_as_close_to_fp32_as_any(length, monkeypatch):
     ours, others, exact = ends[::2]
     assert not torch.equal(ours, others)
     assert (ours - exact).abs().max() <= 2 * (others - exact).abs().max() + 1e-5
+
+
+def test_a_capture_that_fails_leaves_the_stream_and_the_pool_as_they_were():
+    ops, pool, stream = make_operations(kernels=True), torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
+    numbers = torch.zeros(4, device="cuda")
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            LaunchGraph(lambda: numbers.sum().item(), ops, pool)  # waits for the device
+        assert torch.cuda.current_stream() == stream
+    graph = LaunchGraph(lambda: numbers.add_(1), ops, pool)
+    graph()
+    assert numbers.tolist() == [1] * 4

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -44,8 +44,11 @@ class LaunchGraph:
                 torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),  # others may allocate
             ):
                 launches()
-        finally:
-            torch.cuda.set_stream(stream)  # torch 2.11 stays on the capture's if that has failed
+        except BaseException:  # after which torch 2.11 still records to the pool, and stays on the capture's stream
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            torch.cuda.set_stream(stream)
+            raise
         self.calls = ops.calls - before  # what one replay runs
         self.ops = ops
 
