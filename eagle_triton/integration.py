@@ -21,10 +21,10 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.model_watch import ModelWatch
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.errors import UnsupportedModelError
-from eagle_triton.families import hf_generate
 from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.families.generate import generate_seam
-from eagle_triton.families.hf_generate import Assistance, Drafting
+from eagle_triton.families.hf_generate import preparation as hf_generate
+from eagle_triton.families.hf_generate.preparation import Assistance, Drafting
 from eagle_triton.families.methods import check_tree
 from eagle_triton.models.head_loading import fit_head, load_head
 from eagle_triton.models.heads import DraftHead

@@ -27,7 +27,7 @@ from eagle_triton import (
     restore_eagle,
 )
 from eagle_triton.engine.engine import Engine
-from eagle_triton.families import hf_generate as drop_in
+from eagle_triton.families.hf_generate import options as honoured
 from eagle_triton.models.target import cache_argument
 from tests.test_causal_lm import DEVICE, causal_lm
 from tests.test_drafts import RepeatDraft
@@ -171,7 +171,7 @@ def test_the_same_tokens_for_all_combinations_of_options(models, family):
             assert torch.equal(got, want[name]), name
             assert got.dtype == want[name].dtype and got.device == want[name].device, name
             assert generate_row(originals).fallbacks == 0, (name, generate_row(originals).reason)
-        if drop_in.CARRIES_POSITIONS:
+        if honoured.CARRIES_POSITIONS:
             for arguments in POSITIONS:
                 assert torch.equal(model.generate(**arguments), GenerationMixin.generate(model, **arguments))
                 assert generate_row(originals).fallbacks == 0
@@ -831,7 +831,7 @@ FALLBACKS = {
         attention_mask=torch.zeros(1, 11, dtype=torch.int64, device=DEVICE)
     ),
 }  # fmt: skip
-if not drop_in.CARRIES_POSITIONS:  # then no prompt is read in chunks
+if not honoured.CARRIES_POSITIONS:  # then no prompt is read in chunks
     FALLBACKS["prefill_chunk_size=11"] = FALLBACKS.pop("prefill_chunk_size of inputs_embeds")
 
 
@@ -875,7 +875,7 @@ def test_every_reason_is_named(model):
         assert named.count(reason) == 1, named
 
 
-@pytest.mark.skipif(not drop_in.CARRIES_POSITIONS, reason="older versions of transformers know no paged cache")
+@pytest.mark.skipif(not honoured.CARRIES_POSITIONS, reason="older versions of transformers know no paged cache")
 def test_continuous_batching_is_the_originals(model):
     with (
         optimize_with_triton(model, strict=True)[1],
@@ -947,7 +947,7 @@ def test_dropout_of_a_model_in_training_runs_the_original():
 @pytest.mark.parametrize("config", [GenerationConfig(), GenerationConfig(max_new_tokens=3, do_sample=True)])
 def test_every_field_of_a_generation_config_is_classified(config):
     """Fails when transformers adds a field: it belongs into one table of families/hf_generate.py."""
-    tables = [set(drop_in.HONOURED), set(drop_in.NO_EFFECT), set(drop_in.NEUTRAL)]
+    tables = [set(honoured.HONOURED), set(honoured.NO_EFFECT), set(honoured.NEUTRAL)]
     fields = {name for name in vars(config) if not name.startswith("_")}
     assert fields <= set.union(*tables), fields - set.union(*tables)
     assert not any(one & other for one, other in itertools.combinations(tables, 2))
@@ -958,9 +958,9 @@ def test_a_field_of_a_newer_transformers_is_not_ignored(monkeypatch):
     config = GenerationConfig(token_healing=True)
     config.use_cache = None
     config.entry_of_ones_own = 3
-    assert drop_in.config_reasons(config) == ["token_healing=True", "use_cache=None"]
+    assert honoured.config_reasons(config) == ["token_healing=True", "use_cache=None"]
     config.token_healing = GenerationConfig().token_healing
-    assert drop_in.config_reasons(config) == ["use_cache=None"]
+    assert honoured.config_reasons(config) == ["use_cache=None"]
 
 
 # --- results, restore, refusals ---
@@ -986,7 +986,9 @@ def test_a_returned_cache_is_that_of_the_original(models, family):
             dict(inputs=PROMPT),
             dict(inputs=BATCH, attention_mask=LEFT.bool()),
             dict(**PADDED, cache_implementation="static"),
-            dict(inputs=BATCH, attention_mask=HOLES, **({"position_ids": places} if drop_in.CARRIES_POSITIONS else {})),
+            dict(
+                inputs=BATCH, attention_mask=HOLES, **({"position_ids": places} if honoured.CARRIES_POSITIONS else {})
+            ),
             dict(inputs_embeds=EMBEDDINGS, attention_mask=LEFT),
             dict(inputs=PROMPT, use_cache=False),
         ):

@@ -1,0 +1,248 @@
+"""The loop over tokens of a prepared `generate` call, on the engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    StoppingCriteriaList,
+)
+
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.memory.pages import CacheFullError
+from eagle_triton.engine.prefill import NaNLogitsError
+from eagle_triton.engine.ranks import Ranks
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.requests import NAN, Request
+from eagle_triton.engine.step import Judge
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.families.hf_generate.host_decoding import HostChooser
+from eagle_triton.families.hf_generate.plan import OF_TOKENS, Plan, Prompt, read_plan
+from eagle_triton.patching import Fallback
+
+_SURELY = 1e30  # what is added to the logit of a token that must come
+
+
+Steps = Generator[list[tuple[int, list[int]]], None, None]  # of a batch: rows and the tokens that they got
+
+
+def decode(
+    engine: Engine,
+    read_tree: Callable[[], TreeSpec],
+    streamer: Any | None,
+    reasons: Sequence[str],
+    prompt: Prompt,
+    logits_processor: Sequence[Any],
+    stopping_criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    brings_processors: bool = False,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """The loop over tokens, of all that `generate` has prepared: the ids of the prompt with their continuations.
+    brings_processors: see _Preparation.
+
+    Raises Fallback with `reasons` and those that are found here.
+    """
+    known = StoppingCriteriaList(rule for rule in stopping_criteria if type(rule) in OF_TOKENS)
+    asks, ranks = len(known) < len(stopping_criteria), engine.view.ranks
+    by_token = streamer is not None or asks
+    plan = read_plan(
+        engine.view, reasons, prompt, logits_processor, stopping_criteria, config, by_token, brings_processors
+    )
+    if plan.on_host:
+        return _decode_on_host(
+            engine, read_tree(), plan, prompt.input_ids, streamer, logits_processor, stopping_criteria, config
+        )
+    if ranks is not None:  # of which one may stream alone, or have criteria that others have not
+        ranks.meet()
+        asks = ranks.agreed(asks)
+    criteria, deciding = (stopping_criteria, ranks) if asks else (known, None)
+    try:
+        with closing(_steps(engine, read_tree(), plan)) as steps:
+            if streamer is None and not asks:
+                sequences, counts = _all_tokens(steps, prompt.input_ids, plan.pad)
+            else:
+                sequences, counts = _token_by_token(steps, prompt.input_ids, plan.pad, criteria, streamer, deciding)
+    except NaNLogitsError as error:
+        if config.remove_invalid_values:
+            raise Fallback("remove_invalid_values of NaN logits") from error
+        raise
+    if config.remove_invalid_values and not all(part.isfinite().all() for parts in plan.logits or () for part in parts):
+        raise Fallback("remove_invalid_values of infinite logits")
+    if not config.return_dict_in_generate:
+        return sequences
+    if not (config.output_scores or config.output_logits):
+        return GenerateDecoderOnlyOutput(sequences=sequences)
+    length = prompt.input_ids.shape[1]
+    logits, scores = _emitted_logits(engine, plan, sequences[:, length:], counts), None
+    if config.output_scores:
+        process: Callable[..., Tensor] = logits_processor  # type: ignore[assignment]
+        scores = tuple(process(sequences[:, : length + place], row) for place, row in enumerate(logits))
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences, scores=scores, logits=logits if config.output_logits else None
+    )
+
+
+def _decode_on_host(
+    engine: Engine,
+    tree: TreeSpec,
+    plan: Plan,
+    input_ids: Tensor,
+    streamer: Any | None,
+    logits_processor: Any,
+    stopping_criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """`decode` of tokens that are chosen on the host. Random numbers are torch's own, drawn as the original does."""
+    wanted = bool(config.return_dict_in_generate)
+    chooser = HostChooser(
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        do_sample=config.do_sample,
+        pad=plan.pad,
+        keep_scores=wanted and bool(config.output_scores),
+        keep_logits=wanted and bool(config.output_logits),
+        streamer=streamer,
+    )
+    with closing(_steps(engine, tree if len(plan.prompts) == 1 else PLAIN, plan, chooser)) as steps:
+        for _ in steps:
+            if chooser.done:
+                break
+    engine.ops.calls["chosen_on_host"] += (chooser.sequences.shape[1] - input_ids.shape[1]) * len(input_ids)
+    if not wanted:
+        return chooser.sequences
+    return GenerateDecoderOnlyOutput(sequences=chooser.sequences, scores=chooser.scores, logits=chooser.logits)
+
+
+def _steps(engine: Engine, tree: TreeSpec, plan: Plan, judge: Judge | None = None) -> Steps:
+    """One step of the batch after another, until no row goes on. Logits are added to the plan's. judge: who chooses.
+
+    Raises RuntimeError for NaN logits, or if another generation is running.
+    """
+    count = len(plan.prompts)
+    embeddings: Sequence[Tensor | None] = plan.embeddings or [None] * count
+    most = max(map(len, plan.prompts)) + plan.new_tokens
+    with Batch(engine, count, tree, most, drafts=tree.drafts > 0, judge=judge) as batch:
+        engine.accept_lengths = []
+        slots = batch.enter_all(
+            Request(
+                prompt,
+                plan.new_tokens,
+                replace(plan.sampling, seed=seed),
+                plan.stop_ids,
+                min_new_tokens=plan.held_back,
+                logits=plan.logits is not None,
+                embeddings=read,
+            )
+            for prompt, read, seed in zip(plan.prompts, embeddings, plan.sampling.seeds(count), strict=True)
+        )
+        row_of = {id(batch.request(slot)): row for row, slot in enumerate(slots)}
+        while batch.running:
+            if judge is None:  # who has the rows in their slots
+                batch.compact()
+            progress = batch.step()
+            for done in progress:
+                if done.error not in (None, NAN):
+                    raise CacheFullError(done.error)
+            if broken := [row_of[id(done.request)] for done in progress if done.error]:
+                raise NaNLogitsError(f"{NAN} for sequences {broken}")
+            for done in progress:
+                row = row_of[id(done.request)]
+                if row == count - 1 and done.tree is not None:
+                    engine.accept_lengths.append(done.accepted)
+                if plan.logits is not None and done.logits is not None:
+                    plan.logits[row].append(done.logits.clone())  # the step's others go
+            yield [(row_of[id(done.request)], done.tokens) for done in progress]
+
+
+def _emitted_logits(engine: Engine, plan: Plan, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
+    """The logits that each column of tokens [B, n] was chosen by, float32 [B, V] each.
+
+    counts: how many tokens of each row are its own. Behind these the original goes on with the plan's padding, and so
+    must the target here, to say what its logits are.
+    """
+    assert plan.logits is not None
+    total = tokens.shape[1]
+    rows = [torch.cat(parts)[:count] for parts, count in zip(plan.logits, counts, strict=True)]
+    ended = [row for row, count in enumerate(counts) if count < total]
+    if ended:
+        assert plan.pad is not None, "only padding follows a row's end"
+        own = [tokens[row, : counts[row]].to(engine.view.device) for row in ended]
+        least = min(counts)
+        padded = Plan(
+            [torch.cat((plan.prompts[row], new)) for row, new in zip(ended, own, strict=True)],
+            total - least,
+            SamplingParams(logit_bias={plan.pad: _SURELY}),
+            embeddings=None if plan.embeddings is None else [plan.embeddings[row] for row in ended],
+            logits=[[] for _ in ended],
+        )
+        for _ in _steps(engine, PLAIN, padded):
+            pass
+        assert padded.logits is not None
+        for row, parts in zip(ended, padded.logits, strict=True):
+            rows[row] = torch.cat((rows[row], *parts))[:total]
+    device = tokens.device
+    if len(rows) == 1:
+        return tuple(rows[0].to(device).split(1))
+    return torch.stack(rows, dim=1).to(device).unbind(0)
+
+
+def _all_tokens(steps: Steps, input_ids: Tensor, pad: int | None) -> tuple[Tensor, list[int]]:
+    """All rows to their ends: [B, L + longest], shorter ones filled up with `pad`, and how many tokens each got."""
+    rows: list[list[int]] = [[] for _ in input_ids]
+    for step in steps:
+        for row, tokens in step:
+            rows[row] += tokens
+    counts = [len(tokens) for tokens in rows]
+    new = [tokens + [pad or 0] * (max(counts) - len(tokens)) for tokens in rows]
+    sequences = torch.cat((input_ids, torch.tensor(new, dtype=torch.int64, device=input_ids.device)), dim=1)
+    return sequences, counts
+
+
+def _token_by_token(
+    steps: Steps,
+    input_ids: Tensor,
+    pad: int | None,
+    stopping_criteria: StoppingCriteriaList,
+    streamer: Any | None,
+    ranks: Ranks | None,
+) -> tuple[Tensor, list[int]]:
+    """All rows token by token, in step with each other, until `stopping_criteria` have said of each that it is done,
+    and how many tokens each got.
+
+    pad: what a row that is done gets from then on; None: the target's tokens, as long as others go on. ranks: those
+    of which rank 0's criteria count, which may look at a clock; None: what these say is the same on all.
+    """
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    waiting: list[deque[int]] = [deque() for _ in input_ids]
+    counts = [0] * len(input_ids)
+    sequences, goes_on = input_ids, torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    while goes_on.any():
+        new = []
+        for row, more in enumerate(goes_on.tolist()):
+            while not waiting[row] and (more or pad is None):
+                for other, tokens in next(steps):
+                    waiting[other] += tokens
+            counts[row] += more or pad is None
+            new.append(waiting[row].popleft() if more or pad is None else pad)
+        column = torch.tensor(new, dtype=torch.int64, device=input_ids.device)
+        sequences = torch.cat((sequences, column[:, None]), dim=1)
+        if streamer is not None:
+            streamer.put(column.cpu())
+        done = stopping_criteria(sequences, None)
+        if ranks is not None:
+            done = torch.tensor(ranks.agreed(done.tolist()), dtype=torch.bool, device=done.device)
+        goes_on = goes_on & ~done
+    if streamer is not None:
+        streamer.end()
+    return sequences, counts

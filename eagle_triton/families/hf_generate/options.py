@@ -1,0 +1,171 @@
+"""Which arguments, config fields and inputs of `generate` the engine decodes by, and why not by others."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin
+
+from eagle_triton.families.causal_lm import body_path
+from eagle_triton.families.reading.module_reader import attribute_at
+
+CARRIES_POSITIONS = hasattr(GenerationMixin, "_prepare_position_ids_for_generation")
+"""Whether transformers carries positions on behind a prompt. Older versions repeat the last one that is given, and
+count those of padded prompts in chunks otherwise."""
+
+
+OWN_METHODS = (
+    "generate",
+    "_sample",
+    "_prepare_generation_config",
+    "_validate_model_kwargs",
+    "_update_model_kwargs_for_generation",
+    "prepare_inputs_for_generation",
+)
+"""Methods of transformers that a model must not have of its own: the engine calls them, or stands in their place."""
+
+
+ARGUMENTS = frozenset(
+    {
+        "self", "inputs", "generation_config", "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria",
+        "streamer", "synced_gpus", "use_model_defaults",
+    }
+)  # fmt: skip
+"""Arguments of `generate` that the engine's way takes; any other one that is set goes to the original."""
+
+
+HONOURED = frozenset(
+    {
+        "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "do_sample", "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty", "eos_token_id", "epsilon_cutoff", "eta_cutoff",
+        "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "max_length",
+        "max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size",
+        "num_return_sequences", "output_logits", "output_scores", "pad_token_id", "prefill_chunk_size",
+        "prompt_lookup_num_tokens",
+        "remove_invalid_values", "renormalize_logits", "repetition_penalty", "return_dict_in_generate",
+        "sequence_bias", "stop_strings", "suppress_tokens", "temperature", "top_h", "top_k", "top_p", "typical_p",
+        "watermarking_config",
+    }
+)  # fmt: skip
+"""Fields of a GenerationConfig that decide what is decoded, and how."""
+
+
+NO_EFFECT = frozenset(
+    {
+        "assistant_confidence_threshold", "assistant_ensemble_weight", "assistant_lookbehind", "cache_config",
+        "compile_config", "continuous_batching_config", "decoder_start_token_id", "disable_compile", "early_stopping",
+        "length_penalty", "low_memory", "max_cache_len", "max_matching_ngram_size", "num_assistant_tokens",
+        "num_assistant_tokens_schedule", "speculation_type", "target_lookbehind", "transformers_version",
+    }
+)  # fmt: skip
+"""Fields that only ways of decoding look at which another argument asks for: beams, assistants, static caches."""
+
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "assistant_early_exit": (),
+    "cache_implementation": (  # what keeps keys and values as they are; "quantized" rounds them
+        "dynamic",
+        "hybrid",
+        "hybrid_chunked",
+        "offloaded",
+        "offloaded_hybrid",
+        "offloaded_hybrid_chunked",
+        "offloaded_static",
+        "sliding_window",
+        "static",
+    ),
+    "constraints": (),
+    "diversity_penalty": (0,),
+    "dola_layers": (),
+    "force_words_ids": (),
+    "guidance_scale": (1,),
+    "is_assistant": (False,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "penalty_alpha": (0,),
+    "return_legacy_cache": (False,),
+    "token_healing": (False,),
+    "use_cache": (True, False),
+    "use_mtp": (False,),
+}
+"""Fields that send a call to the original unless they have one of these values, or None; see `config_reasons`."""
+
+
+INPUTS = frozenset({"attention_mask", "input_ids", "inputs_embeds", "logits_to_keep", "position_ids"})
+"""Inputs of the model's forward that the engine's way takes, or checks."""
+
+
+def config_reasons(config: GenerationConfig) -> list[str]:
+    """The fields of a config that the engine does not decode by, with their values.
+
+    A field that is in none of the tables above, of a newer transformers, must be at its default.
+    """
+    default, reasons = vars(GenerationConfig()), []
+    for name, value in vars(config).items():
+        if name.startswith("_") or name in HONOURED or name in NO_EFFECT or value is None:
+            continue
+        if name in NEUTRAL:
+            neutral = value in NEUTRAL[name]
+        else:
+            neutral = name not in default or value in (False, default[name])  # entries of one's own mean nothing
+        if not neutral:
+            reasons.append(f"{name}={value!r}")
+    if config.use_cache is None:  # then transformers has a cache, and feeds it the whole sequence at every step
+        reasons.append("use_cache=None")
+    compiled = getattr(config, "compile_config", None) is not None
+    if compiled and config.cache_implementation not in (None, "dynamic", "offloaded"):  # else nothing is compiled
+        reasons.append(f"compile_config beside cache_implementation={config.cache_implementation!r}")
+    chunk = getattr(config, "prefill_chunk_size", None)
+    right = CARRIES_POSITIONS and config.use_cache is not False and isinstance(chunk, int) and chunk > 0
+    if chunk is not None and not right:
+        reasons.append(f"prefill_chunk_size={chunk!r}")
+    return reasons
+
+
+def take_reasons(bound: inspect.BoundArguments, model: Any) -> list[str]:
+    """The arguments that only the original takes, which are taken out of `bound`, and what speaks against the engine
+    whatever the arguments."""
+    reasons = []
+    for name, value in list(bound.arguments.items()):
+        nothing = value is None or (isinstance(value, list) and not value)
+        if name not in ARGUMENTS and name != "kwargs" and not nothing:
+            reasons.append(name)
+            del bound.arguments[name]
+    layers = attribute_at(model, body_path(model)).layers
+    attentions = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
+    if any(attention.training and getattr(attention, "attention_dropout", 0) for attention in attentions):
+        reasons.append("attention_dropout of a model in training mode")
+    return reasons
+
+
+def refused_inputs(inputs: dict[str, Any]) -> list[str]:
+    """The inputs of the model's forward that only the original takes."""
+    names = [name for name, value in inputs.items() if value is not None and name not in INPUTS]
+    keep = inputs.get("logits_to_keep")
+    if keep is not None and (type(keep) is not int or keep < 0):  # the last row is among those it keeps
+        names.append("logits_to_keep")
+    if inputs.get("position_ids") is not None and not CARRIES_POSITIONS:
+        names.append("position_ids")
+    return names
+
+
+def are_assumed(position_ids: Tensor | None, attention_mask: Tensor | None) -> bool:
+    """Whether positions [B | 1, L] are those of tokens that stand one behind the other, but for masked ones."""
+    if position_ids is None or position_ids.ndim != 2:
+        return False
+    if attention_mask is None:
+        places = torch.arange(position_ids.shape[1], device=position_ids.device)
+        return torch.equal(position_ids.long(), places.expand_as(position_ids))
+    if attention_mask.shape[1:] != position_ids.shape[1:]:
+        return False
+    places = attention_mask.long().cumsum(1) - 1
+    return bool(((position_ids == places) | (attention_mask == 0)).all())
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,254 @@
+"""What a prepared call of `generate` comes to: a plan for the engine, or the reasons for the original."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation import logits_process as processors
+
+from eagle_triton.engine.model.model_view import ModelView
+from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.patching import Fallback
+
+OF_TOKENS = (EosTokenCriteria, MaxLengthCriteria)  # stopping criteria that the engine follows itself
+
+
+@contextmanager
+def _added_to(reasons: list[str]) -> Iterator[None]:
+    """A `Fallback` inside the block ends it, and its reasons are added."""
+    try:
+        yield
+    except Fallback as fallback:
+        reasons += fallback.args
+
+
+class Prompt(NamedTuple):
+    """What `generate` has prepared: input_ids int [B, L], L perhaps 0 beside embeddings [B, n, H] that the target reads
+    in their place, and which of these the mask lets it see (None: all)."""
+
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    embeddings: Tensor | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to decode: prompts int64 [L] without masked tokens, each with `new_tokens` more or less by `stop_ids`.
+
+    The first `held_back` new tokens are no stop tokens. pad: what a row gets that has ended before others; None: the
+    target's tokens. embeddings: what the target reads in place of the prompts' first tokens, [n, H] each. logits: of
+    each new token, by row of the batch, as steps report them; None: nobody asks for them. on_host: tokens are chosen
+    by a HostChooser, which alone knows how.
+    """
+
+    prompts: list[Tensor]
+    new_tokens: int
+    sampling: SamplingParams
+    stop_ids: frozenset[int] = frozenset()
+    held_back: int = 0
+    pad: int | None = None
+    embeddings: list[Tensor] | None = None
+    logits: list[list[Tensor]] | None = None
+    on_host: bool = False
+
+
+def read_plan(
+    view: ModelView,
+    known_reasons: Sequence[str],
+    prompt: Prompt,
+    logits_processor: Sequence[Any],
+    stopping_criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    by_token: bool,
+    brings_processors: bool,
+) -> Plan:
+    """What all that `generate` has prepared comes to. by_token: somebody is told of each token before the last one.
+
+    Raises `Fallback` with all reasons why the engine cannot, those that are known among them.
+    """
+    reasons: list[str] = []
+    input_ids, embeddings = prompt.input_ids, prompt.embeddings
+    length, vocabulary = input_ids.shape[1], view.vocab_size
+    if embeddings is not None:
+        reasons += _embeddings_reasons(view, prompt)
+        if not length:  # drafts need some ids
+            input_ids = input_ids.new_zeros(embeddings.shape[:2])
+    kept: list[Tensor] | None = None
+    padding, holes = [0] * len(input_ids), False
+    sampling, held_back, held_ids = SamplingParams(), 0, frozenset[int]()
+    for_host = ["logits_processor"] if brings_processors else []  # what only a HostChooser does
+
+    limits = [rule.max_length for rule in stopping_criteria if type(rule) is MaxLengthCriteria]
+    if not limits:
+        reasons.append("stopping_criteria without a length")
+    new_tokens = max(min(limits, default=0) - length, 1)  # stopping criteria are asked after a token
+    with _added_to(reasons):
+        kept, padding, holes = _read_mask(view, input_ids, prompt.attention_mask, new_tokens)
+
+    active = [  # what removes invalid values changes no finite logits, and `decode` sees to it that they are
+        processor for processor in logits_processor if type(processor) is not processors.InfNanRemoveLogitsProcessor
+    ]
+    try:
+        sampling, held_back, held_ids = _read_processors(active, config.do_sample, padding, vocabulary)
+    except Fallback as fallback:
+        for_host += fallback.args
+        for processor in active:  # the first one has hidden the others' reasons
+            with _added_to(for_host):
+                _read_processors([processor], config.do_sample, padding, vocabulary)
+        for_host = list(dict.fromkeys(for_host))
+    if holes and sampling.repetition_penalty != 1:
+        for_host.append("repetition_penalty that counts masked tokens")
+    if not length and sampling.repetition_penalty != 1:
+        for_host.append("repetition_penalty of inputs_embeds without input_ids")
+
+    pads = any(hasattr(rule, "eos_token_id") for rule in stopping_criteria)
+    pad = getattr(config, "_pad_token_tensor", None)
+    if pads and pad is None:
+        reasons.append("eos_token_id without pad_token_id")
+    ends = [rule.eos_token_id.tolist() for rule in stopping_criteria if type(rule) is EosTokenCriteria]
+    stop_ids = frozenset(token for ids in ends for token in ids if 0 <= token < vocabulary)  # others never come
+    held_back = min(max(held_back - length, 0), new_tokens)
+    if held_back and {token for token in held_ids if token >= 0} != stop_ids:
+        for_host.append("a minimal length of other tokens than stopping_criteria look at")
+
+    wanted = bool(config.return_dict_in_generate) and (config.output_scores or config.output_logits)
+    if wanted and config.output_scores and not all(_ignores_scores(rule) for rule in stopping_criteria):
+        for_host.append("output_scores that stopping_criteria may look at")
+    if config.remove_invalid_values and by_token:  # an invalid one may come too late to begin again
+        for_host.append("remove_invalid_values beside a streamer or stopping_criteria")
+    if getattr(config, "prefill_chunk_size", None) and not any("prefill_chunk_size" in name for name in known_reasons):
+        reasons += [] if view.by_token else ["prefill_chunk_size over recurrent layers"]
+        reasons += [] if embeddings is None else ["prefill_chunk_size of inputs_embeds"]  # all of them at every chunk
+    if for_host and view.ranks is not None:
+        reasons += [f"{reason}, of a model that several ranks share" for reason in for_host]
+    if known_reasons or reasons:
+        raise Fallback(*known_reasons, *reasons)
+    plan = Plan(
+        [row.to(view.device, torch.int64) for row in _kept_of(input_ids, kept)],
+        new_tokens,
+        sampling,
+        stop_ids,
+        held_back,
+        int(pad) if pads and pad is not None else None,
+        None if embeddings is None else _kept_of(embeddings, kept),
+        [[] for _ in input_ids] if wanted or config.remove_invalid_values else None,
+    )
+    if not for_host:
+        return plan
+    stops = stop_ids if len(plan.prompts) == 1 else frozenset[int]()  # of several rows all go on to the last one's end
+    return replace(plan, sampling=SamplingParams(), stop_ids=stops, held_back=0, logits=None, on_host=True)
+
+
+def _kept_of(rows: Tensor, kept: list[Tensor] | None) -> list[Tensor]:
+    """Of each row what is at the places that are kept; None: all."""
+    return list(rows) if kept is None else [row[places] for row, places in zip(rows, kept, strict=True)]
+
+
+def _embeddings_reasons(view: ModelView, prompt: Prompt) -> list[str]:
+    """Why only the original takes the embeddings of a prompt."""
+    given, ids, reasons = prompt.embeddings, prompt.input_ids, []
+    assert given is not None
+    if given.ndim != 3 or (given.shape[2], given.dtype, given.device) != (view.hidden_size, view.dtype, view.device):
+        reasons.append(f"inputs_embeds of {given.dtype} {list(given.shape)} on {given.device}")
+    if ids.shape[1] and ids.shape != given.shape[:2]:  # by whose number it counts positions
+        reasons.append(f"inputs_embeds beside input_ids of shape {list(ids.shape)}")
+    if view.ranks is not None:
+        reasons.append("inputs_embeds of a model that several ranks share")
+    return reasons
+
+
+def _read_mask(
+    view: ModelView, input_ids: Tensor, attention_mask: Tensor | None, new_tokens: int
+) -> tuple[list[Tensor] | None, list[int], bool]:
+    """The places in each row that are not masked, None: all of them; how many masked tokens each row begins with; and
+    whether there are others.
+
+    The original counts positions without masked tokens, and nothing sees these: where all layers see all tokens, they
+    may as well be absent. Raises `Fallback` for a mask of which that is not so.
+    """
+    nothing = None, [0] * len(input_ids), False
+    if attention_mask is None:
+        return nothing
+    if attention_mask.shape != input_ids.shape:
+        raise Fallback(f"attention_mask of shape {list(attention_mask.shape)}")
+    kept = attention_mask.bool()
+    if (attention_mask == 1).all():
+        return nothing
+    if ((attention_mask != 0) & (attention_mask != 1)).any():
+        raise Fallback("attention_mask with other values than 0 and 1")
+    if not kept.any(1).all():
+        raise Fallback("attention_mask of a row that is nothing but padding")
+    if not kept[:, -1].all():
+        raise Fallback("attention_mask with padding on the right")
+    holes = bool((kept[:, :-1] & ~kept[:, 1:]).any())
+    if holes and not view.sees_all(kept.shape[1] + new_tokens):
+        raise Fallback("attention_mask with holes over layers that do not see all tokens")
+    return [row.nonzero()[:, 0] for row in kept], kept.int().argmax(1).tolist(), holes
+
+
+def _ignores_scores(rule: Any) -> bool:
+    """Whether a stopping criterion is one of transformers', none of which looks at scores but that of assistants."""
+    return type(rule) in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+
+
+def _read_processors(
+    prepared: Sequence[Any], do_sample: bool, padding: Sequence[int], vocabulary: int
+) -> tuple[SamplingParams, int, frozenset[int]]:
+    """What processors of logits come to: how to choose a token, and up to which length which tokens are held back.
+
+    Raises `Fallback` for one that the engine has nothing for.
+    """
+    options: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}
+    bias: dict[int, float] = {}
+    held_back, held_ids = 0, frozenset[int]()
+    for processor in prepared:
+        kind = type(processor)
+        if kind is processors.TemperatureLogitsWarper:
+            options["temperature"] = float(processor.temperature)
+        elif kind is processors.TopKLogitsWarper:
+            options["top_k"] = processor.top_k
+        elif kind is processors.TopPLogitsWarper:
+            if processor.top_p <= 0:
+                raise Fallback(f"top_p={processor.top_p}")
+            options["top_p"] = float(processor.top_p)
+        elif kind is processors.MinPLogitsWarper:
+            options["min_p"] = float(processor.min_p)
+        elif kind is processors.RepetitionPenaltyLogitsProcessor:
+            if any(padding) and processor.prompt_ignore_length is None:
+                raise Fallback("repetition_penalty that counts padding")
+            if any(map(math.isfinite, bias.values())):
+                raise Fallback("repetition_penalty after sequence_bias")
+            options["repetition_penalty"] = processor.penalty
+        elif kind in (processors.SequenceBiasLogitsProcessor, processors.NoBadWordsLogitsProcessor):
+            for sequence, value in processor.sequence_bias.items():
+                name = "sequence_bias" if kind is processors.SequenceBiasLogitsProcessor else "bad_words_ids"
+                if len(sequence) > 1 or sequence[0] >= vocabulary or not value < math.inf:
+                    raise Fallback(f"{name} of {list(sequence)}")
+                bias[sequence[0]] = bias.get(sequence[0], 0.0) + value
+        elif kind is processors.SuppressTokensLogitsProcessor:
+            suppressed = processor.suppress_tokens.flatten().tolist()
+            bias |= {token: -math.inf for token in suppressed if 0 <= token < vocabulary}
+        elif kind in (processors.MinLengthLogitsProcessor, processors.MinNewTokensLengthLogitsProcessor):
+            if kind is processors.MinLengthLogitsProcessor:
+                least = processor.min_length
+            else:
+                least = processor.prompt_length_to_skip + processor.min_new_tokens
+            ends = processor.eos_token_id.tolist()
+            held_back, held_ids = max(held_back, least), held_ids.union(end for end in ends if end < vocabulary)
+        elif kind is not processors.LogitNormalization:  # which changes no distribution
+            raise Fallback(kind.__name__)
+    return SamplingParams(logit_bias=bias, **options), held_back, held_ids

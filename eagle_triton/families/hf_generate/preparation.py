@@ -1,0 +1,258 @@
+"""`generate` of a plain Hugging Face model on the engine: same arguments, same tokens.
+
+The model's own `generate` reads, checks and prepares a call, so that defaults, warnings and errors are its own. Only
+the loop over tokens is the engine's. What the engine does not do sends the whole call to the original, by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    StoppingCriteriaList,
+)
+from transformers.generation.configuration_utils import GenerationMode
+
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families.hf_generate.decoding import decode
+from eagle_triton.families.hf_generate.host_decoding import CHOOSING
+from eagle_triton.families.hf_generate.options import (
+    CARRIES_POSITIONS,
+    OWN_METHODS,
+    are_assumed,
+    config_reasons,
+    is_count,
+    refused_inputs,
+    take_reasons,
+)
+from eagle_triton.families.hf_generate.plan import OF_TOKENS, Prompt
+from eagle_triton.patching import Fallback, Seam
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""What models' forwards call their cache, the newest first."""
+
+
+ASSISTANT_TOKENS, MOST_ASSISTED = 20, 64
+"""What transformers drafts with an assistant that does not say, and the most that the engine drafts in a chain."""
+
+
+class Assistance(NamedTuple):
+    """What a call asks to draft by, instead of what the model was optimised with: a language model, or n-grams of up to
+    `ngram` tokens of the prompt. `tokens`: drafted in a step, at first."""
+
+    model: Any | None
+    tokens: int
+    ngram: int
+
+
+class Drafting(NamedTuple):
+    """An engine and the tree of its next call."""
+
+    engine: Engine
+    read_tree: Callable[[], TreeSpec]
+
+
+def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Drafting], strict: bool) -> tuple[Seam, ...]:
+    """`model.generate`. assisted: what decodes with other drafts; it raises UnsupportedModelError for an assistant that
+    the engine does not know. strict: raise where the original would have to run.
+
+    Raises UnsupportedModelError for a model whose class, or instance, generates in a way of its own.
+    """
+    for name in OWN_METHODS:
+        original = getattr(GenerationMixin, name, None)
+        if original is None:
+            raise UnsupportedModelError(f"transformers' GenerationMixin.{name} is missing: a version that is not known")
+        if name in vars(model) or getattr(type(model), name, None) is not original:
+            raise UnsupportedModelError(f"model.{name} must be that of transformers, which the engine stands for")
+    signature = inspect.signature(GenerationMixin.generate)
+
+    @functools.wraps(model.generate)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        if CHOOSING.get():
+            raise Fallback("a call by a processor or criterion of another call")
+        bound = signature.bind(model, *args, **kwargs)
+        brings_processors = bool(bound.arguments.get("logits_processor"))
+        assistant = None
+        if bound.arguments.get("kwargs", {}).get("assistant_tokenizer") is None:  # else it needs translation
+            assistant = bound.arguments.pop("assistant_model", None)
+        reasons = take_reasons(bound, model)
+        streamer = bound.arguments.pop("streamer", None)  # nothing is put before it is certain who decodes
+        bound.arguments["self"] = _Preparation(
+            model, drafting, assisted, assistant, streamer, reasons, brings_processors
+        )
+        try:
+            if "custom_generate" in reasons:  # whose arguments are its own
+                raise Fallback(*reasons)
+            try:
+                return GenerationMixin.generate(*bound.args, **bound.kwargs)
+            except (TypeError, ValueError, RuntimeError) as error:
+                if not reasons:
+                    raise
+                raise Fallback(*reasons) from error  # the original may not mind, or says it itself
+        except Fallback as fallback:
+            if strict:
+                raise ValueError(
+                    f"generate: {'; '.join(fallback.args)} is for the original, which strict=True excludes "
+                    "(docs/limits.md#generate-of-a-plain-model)"
+                ) from None
+            raise
+
+    remedy = "docs/limits.md#generate-of-a-plain-model"
+    return (Seam(model, "generate", generate, "generate", "engine, batched, exact stops", remedy=remedy),)
+
+
+class _Preparation:
+    """The model as its own `generate` sees it, but for the fields that are looked at, the cache, and the loop over
+    tokens.
+
+    assistant: the model that is to draft, None: what the model was optimised with. reasons: why the original must run,
+    as far as is known. The preparation goes on as far as it can, to find them all. brings_processors: among those of
+    logits are some of the caller's, which may stand in another order than those of transformers' own making.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        drafting: Drafting,
+        assisted: Callable[[Assistance], Drafting],
+        assistant: Any | None,
+        streamer: Any | None,
+        reasons: list[str],
+        brings_processors: bool,
+    ):
+        self._model, self._drafting, self._assisted, self._streamer = model, drafting, assisted, streamer
+        self._brings_processors = brings_processors
+        self._assistant, self._reasons = assistant, reasons
+        self._assistance: Assistance | None = None
+        self._check_positions = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> tuple[GenerationConfig, dict[str, Any]]:
+        config, inputs = self._model._prepare_generation_config(*args, **kwargs)
+        self._model._validate_model_kwargs(dict(inputs))
+        self._assistance = self._take_assistance(config)
+        self._reasons += config_reasons(config)
+        known = [reason.partition("=")[0] for reason in self._reasons]
+        self._reasons += [name for name in refused_inputs(inputs) if name not in known]
+        self._check_positions = inputs.get("position_ids") is not None and "position_ids" not in self._reasons
+        mode = config.get_generation_mode()
+        loops = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        if not loops or config.cache_implementation == "paged":  # then others than `_sample` would go on from here
+            raise Fallback(*(self._reasons or [f"generation mode {mode.value}"]))
+        return config, inputs
+
+    def _take_assistance(self, config: GenerationConfig) -> Assistance | None:
+        """Who drafts instead, which is taken out of `config`. What the original cannot do with it is left to it."""
+        lookup, assistant = getattr(config, "prompt_lookup_num_tokens", None), self._assistant
+        if lookup is None and assistant is None:
+            return None
+        name = "assistant_model" if lookup is None else "prompt_lookup_num_tokens"
+        if lookup is not None and assistant is not None:
+            self._reasons.append("assistant_model beside prompt_lookup_num_tokens")
+        for option in ("assistant_ensemble_weight", "speculation_type"):
+            if getattr(config, option, None) is not None:
+                self._reasons.append(option)
+        own = getattr(assistant, "generation_config", None)
+        schedule = getattr(own, "num_assistant_tokens_schedule", None)
+        if schedule == "heuristic":  # which writes to the assistant's configuration
+            self._reasons.append(f"num_assistant_tokens_schedule={schedule!r}")
+        tokens = (getattr(own, "num_assistant_tokens", None) or ASSISTANT_TOKENS) if lookup is None else lookup
+        ngram = getattr(config, "max_matching_ngram_size", None) or 2
+        refused = {
+            "several rows": (config.num_return_sequences or 1) > 1,
+            "a model with recurrent layers": getattr(self._model, "_is_stateful", False),
+            "use_cache=False": config.use_cache is False,
+            "no number of tokens": not is_count(tokens) or not is_count(ngram),
+        }
+        self._reasons += [f"{name} with {what}" for what, found in refused.items() if found]
+        if lookup is not None:
+            config.prompt_lookup_num_tokens = None
+        if not (is_count(tokens) and is_count(ngram)):
+            return None
+        return Assistance(assistant, min(tokens, MOST_ASSISTED), 0 if lookup is None else ngram)
+
+    def _prepare_cache_for_generation(self, config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
+        """The engine has a cache of its own; this one is for those who are given it back."""
+        if config.return_dict_in_generate and not self._reasons:
+            self._model._prepare_cache_for_generation(config, *args, **kwargs)
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: Sequence[Any],
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **inputs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        if synced_gpus:
+            self._reasons.append("synced_gpus")
+        if self._check_positions and not are_assumed(position_ids, attention_mask):
+            self._reasons.append("position_ids")
+        prompt, drafting = Prompt(input_ids, attention_mask, inputs_embeds), self._drafting
+        if self._assistance is not None:
+            asks_less = {  # of which the original asks, or reads, once for several tokens
+                "several rows": len(input_ids) > 1,
+                "inputs_embeds": inputs_embeds is not None,
+                "a streamer": self._streamer is not None,
+                "stopping_criteria": not all(type(rule) in OF_TOKENS for rule in stopping_criteria),
+            }
+            self._reasons += [f"drafts that a call asks for, with {what}" for what, found in asks_less.items() if found]
+            try:
+                drafting = self._assisted(self._assistance) if not self._reasons else drafting
+            except UnsupportedModelError as error:
+                self._reasons.append(f"assistant_model: {error}")
+        result: Any = decode(
+            *drafting,
+            self._streamer,
+            self._reasons,
+            prompt,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            self._brings_processors,
+        )
+        for name in CACHE_NAMES:
+            if generation_config.return_dict_in_generate and inputs.get(name) is not None:
+                self._fill(name, inputs[name], result.sequences, prompt, position_ids)
+                result[name] = inputs[name]
+        return result
+
+    def _fill(self, name: str, cache: Any, sequences: Tensor, prompt: Prompt, position_ids: Tensor | None) -> None:
+        """Have the model read into its cache, which its forward knows by `name`, all that the original has there at the
+        end: sequences [B, n] without their last tokens."""
+        mask, embeddings, tokens = prompt.attention_mask, prompt.embeddings, sequences[:, :-1]
+        options: dict[str, Any] = {name: cache, "use_cache": True}
+        if embeddings is None:
+            options["input_ids"], length = tokens, tokens.shape[1]
+        else:
+            new = self._model.get_input_embeddings()(tokens[:, prompt.input_ids.shape[1] :])
+            options["inputs_embeds"] = torch.cat((embeddings, new), dim=1)
+            length = options["inputs_embeds"].shape[1]
+        if mask is not None:
+            mask = torch.cat((mask, mask.new_ones(len(mask), length - mask.shape[1])), dim=1)
+            options["attention_mask"] = mask
+            places = mask.long().cumsum(1) - 1
+            if position_ids is None:
+                places = places.masked_fill(mask == 0, 0 if CARRIES_POSITIONS else 1)
+            else:  # masked tokens too have the places that they were given
+                places[:, : position_ids.shape[1]] = position_ids
+            options["position_ids"] = places
+        if self._model._supports_logits_to_keep():
+            options["logits_to_keep"] = 1
+        self._model(**options)
