@@ -1,6 +1,7 @@
 """The scripts' command lines: a wrong argument is one sentence, said before anything is imported, loaded or written."""
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -14,15 +15,15 @@ import pytest
 import torch
 
 import benchmark
+import eagle_triton
 import integration_test
 import run_tests
 import setup_env
 import usage_example
 from eagle_triton import EaModel
-from eagle_triton.benchmarks import arguments, comparison, models
+from eagle_triton.benchmarks import arguments, models
 from eagle_triton.benchmarks import main as modes
 from eagle_triton.benchmarks.arguments import SHAPES, Parser
-from eagle_triton.benchmarks.comparison import Run
 from eagle_triton.demo import demo_directory
 from tools import first_call, mutate, remeasure, train_demo, tune_attention, tune_linear
 from tools.tuning import attention as tuned_attention
@@ -30,7 +31,6 @@ from tools.tuning import products
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = (
-    "usage_example.py",
     "infer.py",
     "integration_test.py",
     "benchmark.py",
@@ -42,31 +42,6 @@ NUMBER = "must be a whole number from 1 to"
 NEW = f"--max-new-tokens {NUMBER} 10000000, got"
 UNKNOWN = "is no argument of this command; its options are --help"
 MISSPELT = "is no argument of this command; did you mean"
-USAGE_EXAMPLE = [
-    ("--max-new-tokens -3", f"{NEW} '-3'"),
-    ("--max-new-tokens 0", f"{NEW} '0'"),
-    ("--max-new-tokens 2048", "--max-new-tokens must be below the model's 2048 positions, got 2048"),
-    ("--max-new-tokens 99999999999999999999", f"{NEW} '99999999999999999999'"),
-    ("--max-new-tokens many", f"{NEW} 'many'"),
-    ("--max-new-tokens 1.5", f"{NEW} '1.5'"),
-    ("--max-new-tokens 1e2", f"{NEW} '1e2'"),
-    ("--max-new-tokens 1_0", f"{NEW} '1_0'"),
-    ("--max-new-tokens nan", f"{NEW} 'nan'"),
-    ("--max-new-tokens 10,20", f"{NEW} '10,20'"),
-    ("--max-new-tokens ''", f"{NEW} ''"),
-    ("--max-new-tokens", "--max-new-tokens: expected one argument"),
-    ("--max-new-tokens 5 6", f"'6' {UNKNOWN}"),
-    ("--max-new 5", f"'--max-new' {MISSPELT} --max-new-tokens? (see --help)"),
-    ("--max_new_tokens 5", f"'--max_new_tokens' {MISSPELT} --max-new-tokens?"),
-    ("--prompt ''", "--prompt must be a text that is not empty, got ''"),
-    ("--prompt", "--prompt: expected one argument"),
-    ("--prompt --max-new-tokens", "--prompt: expected one argument"),
-    ("'def f():'", f"'def f():' {UNKNOWN}, --model, --draft, --eagle1, --prompt, --max-new-tokens"),
-    ("--model ./nowhere", "--model must be a directory or a hub id, and ./nowhere does not exist"),
-    ("--model some/target", "--draft must name the head (a directory or a hub id) for --model some/target"),
-    ("--draft some/head", "--draft must come with the --model that it drafts for"),
-    ("--temperature=0.7", f"'--temperature=0.7' {UNKNOWN}, --model, --draft, --eagle1, --prompt, --max-new-tokens"),
-]
 PATHS = [  # of scripts that load a model and write files
     ("--model nowhere/", "--model must be a directory or a hub id, and nowhere/ does not exist"),
     ("--model ./nowhere", "--model must be a directory or a hub id, and ./nowhere does not exist"),
@@ -191,7 +166,7 @@ def cases(*lists):
     )
 
 
-@cases((usage_example, USAGE_EXAMPLE), (integration_test, INTEGRATION_TEST), (benchmark, BENCHMARK))
+@cases((integration_test, INTEGRATION_TEST), (benchmark, BENCHMARK))
 def test_a_wrong_argument_is_one_sentence_before_anything_is_loaded(
     script, command, sentence, folder, capsys, monkeypatch
 ):
@@ -208,7 +183,7 @@ def test_setup_env_refuses_before_anything_is_made(script, command, sentence, fo
     assert sentence in line and line.startswith("setup_env.py: ")
 
 
-@pytest.mark.parametrize("its", [USAGE_EXAMPLE, INTEGRATION_TEST, BENCHMARK, SETUP_ENV])
+@pytest.mark.parametrize("its", [INTEGRATION_TEST, BENCHMARK, SETUP_ENV])
 def test_there_are_twenty_of_each(its):
     assert len({command for command, _ in its}) >= 20
 
@@ -239,7 +214,7 @@ def test_models_that_may_be_there(text, folder):
     assert Path(arguments.model(text)) == Path(text)
 
 
-@pytest.mark.parametrize("script", [usage_example, integration_test, benchmark], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [integration_test, benchmark], ids=lambda script: script.__name__)
 @pytest.mark.parametrize("error", [OSError("first.\nsecond"), ValueError("first"), TypeError("first")], ids=repr)
 def test_a_model_that_does_not_load_is_one_sentence(script, error, monkeypatch, capsys):
     def fail(*args, **kwargs):
@@ -249,7 +224,7 @@ def test_a_model_that_does_not_load_is_one_sentence(script, error, monkeypatch, 
     assert refuse(script, "", capsys) == f"{script.__name__}.py: --model demo cannot be loaded: first"
 
 
-@pytest.mark.parametrize("script", [usage_example, integration_test, benchmark], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [integration_test, benchmark], ids=lambda script: script.__name__)
 def test_a_prompt_that_does_not_fit_is_refused(script, capsys):
     line = refuse(script, f"--prompt '{'a b ' * 2000}'", capsys)
     assert "--prompt must fit the model's 2048 positions with 100 new after it, got " in line
@@ -301,7 +276,7 @@ def test_help_and_wrong_arguments_import_nothing_heavy(script, stubs):
 
 
 def test_the_stubs_do_end_a_process(stubs):
-    done = subprocess.run([sys.executable, str(ROOT / "usage_example.py")], env=environment(stubs))
+    done = subprocess.run([sys.executable, str(ROOT / "integration_test.py")], env=environment(stubs))
     assert done.returncode == 99
 
 
@@ -315,10 +290,10 @@ def test_these_need_the_standard_library_alone(script, tmp_path):
 
 def test_without_torch_the_sentence_says_what_installs_it(tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
-    command = [sys.executable, str(ROOT / "usage_example.py")]
+    command = [sys.executable, str(ROOT / "integration_test.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path))
     assert done.returncode == 2 and done.stderr == (
-        "usage_example.py: torch is not installed: python3 setup_env.py --install makes an environment that has it\n"
+        "integration_test.py: torch is not installed: python3 setup_env.py --install makes an environment that has it\n"
     )
 
 
@@ -428,44 +403,37 @@ def test_attention_is_tuned_from_what_it_is():
 # --- usage_example.py
 
 
-def run_of(seconds, tokens=(1, 2, 3, 4, 5, 6)):
-    """Two tokens of prompt and four new ones in two steps."""
-    return Run(2, list(tokens), [4, 6], [seconds / 2, seconds])
-
-
-def test_usage_example_shows_the_first_call_apart(monkeypatch, capsys):
-    seconds = iter((8.0, 2.0, 16.0, 1.0, 1.0))
-    monkeypatch.setattr(comparison, "decode", lambda *_: run_of(next(seconds)))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert usage_example.main(["--max-new-tokens", "4"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "original 2.0 tokens/s 2.00 tokens per step (first call: 8.0 s)" in printed
-    assert "optimised 4.0 tokens/s 2.00 tokens per step (first call: 16.0 s)" in printed
-    assert "same tokens yes" in printed and "NOISE: figures of 4 tokens" in printed
-    assert printed.count(usage_example.ON_A_CPU) == 1
-
-
-@pytest.mark.parametrize("wrong", range(5))
-def test_usage_example_compares_all_its_generations(wrong, monkeypatch, capsys):
-    runs = iter([run_of(1.0, (1, 2, 3, 4, 5, 6 + (number == wrong))) for number in range(5)])
-    monkeypatch.setattr(comparison, "decode", lambda *_: next(runs))
-    assert usage_example.main([]) == 1
-    assert "same tokens NO" in capsys.readouterr().out
-
-
-def test_usage_example_generates(capsys):
-    assert usage_example.main(["--max-new-tokens", "6", "--prompt", "def f():"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("def f():") and "same tokens yes" in printed
-
-
-def test_usage_example_takes_another_target_and_head(monkeypatch, capsys):
+def test_usage_example_gives_the_same_tokens_three_times(monkeypatch, capsys):
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     target, head = str(demo_directory("target")), str(demo_directory("eagle3"))
-    monkeypatch.setattr(comparison, "decode", lambda *_: run_of(1.0))
-    monkeypatch.setattr(models, "choose_threads", lambda *given: print(given))
     assert usage_example.main(["--model", target, "--draft", head]) == 0
     printed = capsys.readouterr().out
-    assert "same tokens yes" in printed and f"('cpu', '{target}', '{head}')" in printed.replace("cuda", "cpu")
+    assert re.findall(r"^(\w+) +[\d.]+ tokens/s$", printed, re.M) == ["original", "optimised", "restored"]
+    assert "def read_lines(path):" in printed and "EaModel, patched: tau " in printed and printed.endswith(": yes\n")
+
+
+@pytest.mark.parametrize("wrong", range(1, 7))
+def test_usage_example_compares_what_it_times(wrong, monkeypatch, capsys):
+    """Two calls each, of which the second counts."""
+    calls, decode = itertools.count(1), EaModel.generate
+    changed = lambda *args, **options: decode(*args, max_new_tokens=2) + (next(calls) == wrong)  # noqa: E731
+    monkeypatch.setattr(EaModel, "generate", changed)
+    monkeypatch.setattr(eagle_triton, "optimize_eagle_with_triton", lambda model: SimpleNamespace(originals=None))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    assert usage_example.main([]) == (wrong % 2 == 0)
+    assert ("cpu: NO" in capsys.readouterr().out.replace("cuda", "cpu")) == (wrong % 2 == 0)
+
+
+def test_usage_example_refuses_what_is_no_model(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        usage_example.main(["--model", "./nowhere"])
+    assert stopped.value.code == 2 and "'./nowhere' does not exist" in capsys.readouterr().err
+
+
+def test_usage_example_is_a_page_that_uses_the_public_interface():
+    source = (ROOT / "usage_example.py").read_text("utf-8")
+    imported = re.findall(r"^ *(?:import|from) (\w[\w.]*)", source, re.M)
+    assert len(source.splitlines()) <= 40 and set(imported) == {"argparse", "time", "torch", "eagle_triton"}
 
 
 @pytest.mark.parametrize(
@@ -491,11 +459,6 @@ def test_small_models_take_one_thread_unless_the_user_has_chosen(device, names, 
     models.choose_threads(device, *names)
     assert chosen[-1] == threads and len(chosen) <= 2
     assert capsys.readouterr().err.count("OMP_NUM_THREADS sets another number") == (threads == 1)
-
-
-def test_on_a_gpu_the_first_call_says_what_it_does():
-    line = usage_example._line("optimised", run_of(7.5), run_of(1.0), usage_example.COMPILED)
-    assert line.endswith("(first call: 7.5 s, in it the kernels are compiled and the graph is captured)")
 
 
 # --- run_tests.py

@@ -1,4 +1,4 @@
-"""Sweep launch settings of eagle_triton/attention/ on this GPU, over batches and numbers of keys.
+"""Sweep launch settings of eagle_triton/attention.py on this GPU, over batches and numbers of keys.
 
     python tools/tune_attention.py --shape llama-3.1-8b --nodes 1 8 60 --batch 1 8 64 --keys 512 2048 8192
 
