@@ -946,7 +946,7 @@ def test_dropout_of_a_model_in_training_runs_the_original():
 
 @pytest.mark.parametrize("config", [GenerationConfig(), GenerationConfig(max_new_tokens=3, do_sample=True)])
 def test_every_field_of_a_generation_config_is_classified(config):
-    """Fails when transformers adds a field: it belongs into one table of families/hf_generate.py."""
+    """Fails when transformers adds a field: it belongs into one table of families/hf_generate/options.py."""
     tables = [set(honoured.HONOURED), set(honoured.NO_EFFECT), set(honoured.NEUTRAL)]
     fields = {name for name in vars(config) if not name.startswith("_")}
     assert fields <= set.union(*tables), fields - set.union(*tables)
@@ -954,7 +954,7 @@ def test_every_field_of_a_generation_config_is_classified(config):
 
 
 def test_a_field_of_a_newer_transformers_is_not_ignored(monkeypatch):
-    monkeypatch.setattr(drop_in, "NEUTRAL", {})
+    monkeypatch.setattr(honoured, "NEUTRAL", {})
     config = GenerationConfig(token_healing=True)
     config.use_cache = None
     config.entry_of_ones_own = 3
