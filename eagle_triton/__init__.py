@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from eagle_triton.models.mtp import load_mtp as load_mtp
     from eagle_triton.patching import PatchError as PatchError
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOMES = {
     "EAGLEConfig": "eagle_triton.inference.config",
