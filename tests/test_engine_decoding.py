@@ -478,7 +478,7 @@ class TestTheKeptEngine:
         with torch.no_grad():
             drafter.lm_head.weight[3] = float("nan")
         for engine in (True, False):
-            with pytest.raises(ValueError, match="drafter's logits are NaN behind 4 tokens"):
+            with pytest.raises(ValueError, match="drafter's logits are NaN after 4 tokens"):
                 call("speculative_generate", (drafter, pair[1]), use_egag=True, engine=engine)
 
     def test_models_are_left_as_they_are(self, pair):

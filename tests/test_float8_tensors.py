@@ -273,7 +273,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
         _inside("qdata", lambda w: as_weight(w.float(), None)[0].weight),
         r"weight\.qdata must be a plain tensor",
     ),
-    "attribute": (_attribute, r"weight must be a parameter, whose changes are seen"),
+    "attribute": (_attribute, r"weight must be a parameter, so that changes"),
     "bias": (_bf16_bias, r"bias must be torch.float32 \[96\], got torch.bfloat16"),
 }
 

@@ -286,7 +286,7 @@ def test_named_drafts_take_the_options_that_they_read(model):
         ("ngram", SpeculativeConfig("suffix"), '"ngram" says how to draft, and so does speculative, by method suffix'),
         ("ngram", EAGLEConfig(suffix_drafts=4), 'suffix_drafts=4: draft "ngram" drafts by n-grams alone'),
         ("ngram", EAGLEConfig(topk=2), "topk: RepeatDraft drafts its own tree only"),
-        ("suffix", EAGLEConfig(num_draft_tokens="auto"), "num_draft_tokens: there is no draft model whose trees"),
+        ("suffix", EAGLEConfig(num_draft_tokens="auto"), "num_draft_tokens: no draft model is given"),
     ):
         with pytest.raises(ValueError, match=message):
             EAGLEInference(name, plain, config)

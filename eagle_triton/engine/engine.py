@@ -369,9 +369,7 @@ class Engine:
             rows = skipped_features.ROWS  # always as many, of which some may be nobody's
             launches = functools.partial(skipped_features.catch_up, self.ops, self.draft, state.sequences, rows)
             self._compile_ahead(state, None, launches)
-            self._steps[key] = self._as_graph(
-                key, launches, state, "catch_up_graph", "what catches up behind plain steps"
-            )
+            self._steps[key] = self._as_graph(key, launches, state, "catch_up_graph", "catching up after plain steps")
         return self._steps[key]
 
     def _compile_ahead(self, state: DecodeState, mode: Mode | None, launch_all: Callable[[], None]) -> None:

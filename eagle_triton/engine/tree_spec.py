@@ -38,9 +38,7 @@ class TreeSpec:
         if self.nodes > 1 and self.top_k < 1 and not self.grafts:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         if self.grafts and self.selected is not None:
-            raise ValueError(
-                "a tree whose nodes are fixed beforehand has no place for drafts from text that occurred before"
-            )
+            raise ValueError("a tree with fixed nodes has no place for suffix drafts")
         if self.drafts > self.candidates + self.grafts:
             raise ValueError(
                 f"a tree of {self.nodes} nodes needs {self.drafts} candidates, but top_k {self.top_k} and beam widths "

@@ -67,7 +67,7 @@ def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> D
 def _check_tree_is_read(given: str, config: EAGLEConfig, model: Draft | None) -> None:
     """ValueError for options of a tree where the draft grows its own."""
     if model is None and config.suffix_drafts:
-        raise ValueError(f"{given}: there is no draft model whose trees that could shape")
+        raise ValueError(f"{given}: no draft model is given, so there is no tree to shape")
     if model is not None and not model.any_tree:
         raise ValueError(f"{given}: {type(model).__name__} drafts its own tree only")
 

@@ -417,11 +417,11 @@ class SpeculativeConfig:
                 steps,
             )
         if self.method is SpecMethod.HYBRID and drafts <= steps:
-            log.warning("num_speculative_tokens=%d leaves n-grams no room behind num_model_steps=%d", drafts, steps)
+            log.warning("num_speculative_tokens=%d leaves no room for n-grams after num_model_steps=%d", drafts, steps)
 
     def _check_pairs(self) -> None:
         if self.filler_top_k == 1 and self.filler_weight != 1:
-            raise ValueError(f"filler_weight={self.filler_weight} weighs fillers, of which filler_top_k=1 has none")
+            raise ValueError(f"filler_weight={self.filler_weight} weighs fillers, and filler_top_k=1 gives none")
         if self.method is SpecMethod.HYBRID and self.min_ngram_size > self.max_ngram_size:
             self._contradict("min_ngram_size", "max_ngram_size", "be at most")
         if self.verify_window and self.max_candidate_len < 2:

@@ -39,7 +39,7 @@ class Metrics:
         self.first_token = histogram("time_to_first_token_seconds", "From a request to its first token.", SECONDS)
         self.latency = histogram("e2e_request_latency_seconds", "From a request to its end.", SECONDS)
         self.token = histogram(
-            "request_time_per_output_token_seconds", "Of a request, behind its first token.", TOKEN_SECONDS
+            "request_time_per_output_token_seconds", "Of a request, after its first token.", TOKEN_SECONDS
         )
         self._ended = counter("request_success", "Requests that have ended, by the reason.", "finished_reason")
         self._drafts = counter("spec_decode_num_drafts", "Verifications of drafts.").labels(model)

@@ -233,7 +233,7 @@ class _Verified(NamedTuple):
         if not text.room:
             return cls(drafts, accepted, None, None)
         if math.isnan(piece.egag.h_norm):
-            raise ValueError(f"the drafter's logits are NaN behind {len(text.tokens)} tokens or more")
+            raise ValueError(f"the drafter's logits are NaN after {len(text.tokens)} tokens or more")
         at_end = bool(drafts) and (drafts[-1] in text.end_tokens or len(drafts) == text.room)
         unstopped = egag.mode == "stop" and at_end  # a function does not look further
         return cls(drafts, accepted, piece.egag, egag.gamma_max if unstopped else piece.egag.gamma)

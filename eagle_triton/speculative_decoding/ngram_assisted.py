@@ -184,7 +184,7 @@ def why_not_counted(
     if storage.n > MOST_N:
         return f"the engine counts n-grams of at most {MOST_N} tokens, got n={storage.n}"
     if not stop_if_unknown:
-        return "stop_if_unknown=False drafts random tokens behind an unknown context"
+        return "stop_if_unknown=False drafts random tokens after an unknown context"
     if filler_top_k > 1 and filler_weight > 0:
         return f"filler_top_k={filler_top_k} counts logits in the storage, and the engine keeps them on the device"
     if not storage.empty:

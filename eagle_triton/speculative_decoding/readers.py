@@ -64,7 +64,7 @@ class CausalReader:
             output = self.forward(torch.tensor([ids], device=self.device), rows, None)
         logits = output.logits[0, -rows:].float()
         if bool(logits.isnan().any()):
-            raise ValueError(f"the {self.role}'s logits are NaN behind {len(ids) - rows + 1} tokens or more")
+            raise ValueError(f"the {self.role}'s logits are NaN after {len(ids) - rows + 1} tokens or more")
         return logits
 
     def new_cache(self) -> Any:

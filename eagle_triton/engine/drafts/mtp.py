@@ -53,7 +53,7 @@ class MTPDraft(BeamDraft):
 
     def __post_init__(self) -> None:
         if not self.units or self.layers != tuple(unit.layer for unit in self.units):
-            raise ValueError(f"the layers must be those of the units, of which there must be one, got {self.units}")
+            raise ValueError(f"expected one unit of layers, got {self.units}")
 
     def weight_bytes(self, spec: TreeSpec) -> int:
         read = [*self.head.tensors, *(tensor for unit in self.units for tensor in unit.tensors)]

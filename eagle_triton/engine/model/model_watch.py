@@ -121,7 +121,7 @@ def interference(root: nn.Module, path: str) -> str | None:
         if hook := _hook(module):
             return f"{where} has {hook}, which would not run"
         if hasattr(module, "_orig_mod"):
-            return f"{where} is what torch.compile made of a model, whose forward would not run: give its _orig_mod"
+            return f"{where} was made by torch.compile, and its compiled forward would not run: give its _orig_mod"
         if called:
             continue
         if not _is_forward_of(module, vars(module).get("forward")):

@@ -249,7 +249,7 @@ def _parts(module: nn.Module, path: str) -> _Parts:
         return _Parts("weight", _tensor(module, "weight", path), name, _tensor(module, name, path), blocks)
     weight = module._parameters.get("weight")
     if weight is None:
-        raise _unreadable(f"{path}.weight must be a parameter, whose changes are seen")
+        raise _unreadable(f"{path}.weight must be a parameter, so that changes are seen")
     names = [f"weight.{name}" for name in WRAPPED]
     values, scale = (
         None if getattr(weight, part) is None else _plain(getattr(weight, part), f"{path}.{name}")
@@ -295,7 +295,7 @@ def _tensor(module: nn.Module, name: str, path: str) -> Tensor | None:
     if tensor is None:
         return None
     if all(tensor is not own for own in (*module._parameters.values(), *module._buffers.values())):
-        raise _unreadable(f"{path}.{name} must be a parameter or a buffer, whose changes are seen")
+        raise _unreadable(f"{path}.{name} must be a parameter or a buffer, so that changes are seen")
     return _plain(local_part(tensor) if is_sharded_tensor(tensor) else tensor, f"{path}.{name}")
 
 
