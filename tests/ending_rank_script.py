@@ -41,7 +41,7 @@ def main() -> Ranks:
     """Exchange something. The ranks are held until the end, as by a model."""
     dist.init_process_group("gloo")
     ranks = Ranks.of(init_device_mesh("cpu", (dist.get_world_size(),)))
-    assert ranks.agreed(7) == 7
+    assert ranks.broadcast_from_rank0(7) == 7
     counts.append(count_threads())
     child = os.fork()
     if not child:

@@ -200,14 +200,14 @@ def test_a_token_that_was_drawn_is_not_drawn_again_after_a_pause(monkeypatch, in
     drawn: dict[int, tuple[int, int]] = {}
     told = [request.prompt.tolist() for request in REQUESTS]
     with Batch(engine, 4, engine.draft.read_tree(), 340) as batch:
-        batch.in_flight.most, pause, seen = in_flight, batch._pause, 0
+        batch.in_flight.most, pause, seen = in_flight, batch._preempt, 0
 
         def keeping(slot):
             place = batch.lengths[slot]
             drawn[slot] = place, int(batch.sequences.tokens[slot, place])
             pause(slot)
 
-        monkeypatch.setattr(batch, "_pause", keeping)
+        monkeypatch.setattr(batch, "_preempt", keeping)
         batch.enter_all([replace(one, sampling=SamplingParams(temperature=2.0, seed=3)) for one in REQUESTS])
         while batch.running:
             before = dict(drawn)

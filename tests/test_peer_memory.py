@@ -316,7 +316,7 @@ class Gathering(Ranks):
     def meet(self):
         self.met += 1
 
-    def of_all(self, value):
+    def all_gather_object(self, value):
         return [value, self.said]
 
 
@@ -419,7 +419,12 @@ def test_behind_a_failure_nothing_is_exchanged(monkeypatch):
 
     monkeypatch.setattr(ranks_module.dist, "monitored_barrier", breaks)
     monkeypatch.setattr(ranks_module.dist, "all_gather_object", breaks)
-    for exchange in (ranks.meet, lambda: ranks.of_all(1), ranks.meet, lambda: ranks.check_same_on_all_ranks("what", 1)):
+    for exchange in (
+        ranks.meet,
+        lambda: ranks.all_gather_object(1),
+        ranks.meet,
+        lambda: ranks.check_same_on_all_ranks("what", 1),
+    ):
         with pytest.raises(RanksError, match="gone or hangs; end all ranks and start again .Connection closed by peer"):
             exchange()
     with pytest.raises(RanksError, match="Connection closed"):
@@ -469,14 +474,14 @@ def test_engines_of_the_same_ranks_take_turns():
 def test_only_processes_beside_this_one_are_watched():
     for other, watched in ((0, {1: os.getpid()}), (1, {}), (2, {}), (3, {})):
 
-        def of_all(value, other=other):
+        def all_gather_object(value, other=other):
             place, process = value
             theirs = list(place)
             if other:
                 theirs[other - 1] = "another host, boot or container"
             return [value, (tuple(theirs), process)]
 
-        found = processes_beside(0, of_all)
+        found = processes_beside(0, all_gather_object)
         assert {rank: process.pid for rank, process in found.items()} == watched
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

@@ -362,11 +362,11 @@ def test_what_fails_in_a_compilation_ahead_ends_a_rank(monkeypatch):
 def test_a_pool_grows_where_all_have_memory():
     said = []
 
-    def of_all(value):
+    def all_gather_object(value):
         said.append(value)
         return [value, "the other has none" if len(said) > 1 else None]
 
-    pool = PagePool(of_all=of_all)
+    pool = PagePool(all_gather_object=all_gather_object)
     pool.memory(pool, 1, 1, 8, torch.float32, torch.device("cpu"))
     pages = pool.take(1)
     count = pool.pages

@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     check.lost_rank()
     if own_gpu:
         rows = [check.times(count, args.num_runs) for count in args.rows]
-    wrong = [sentence for sentences in check.ranks.of_all(check.wrong) for sentence in sentences]
+    wrong = [sentence for sentences in check.ranks.all_gather_object(check.wrong) for sentence in sentences]
     notes = [
         f"{dist.get_world_size()} ranks, {'each on a GPU of its own' if own_gpu else f'all on one {device.type}'}",
         *(f"FAIL: {sentence}" for sentence in wrong),
@@ -121,7 +121,7 @@ class Check:
         row_bytes = -(-4 * self.width // 16) * 16
         count = PeerMemory.bytes_for(ranks.size, 512, row_bytes)
         with tempfile.TemporaryDirectory() as folder:  # rank 0's is used
-            path = ranks.agreed(str(Path(folder) / "memory"))
+            path = ranks.broadcast_from_rank0(str(Path(folder) / "memory"))
             if ranks.rank == 0:
                 Path(path).write_bytes(bytes(ranks.size * count))
             ranks.meet()
@@ -162,7 +162,7 @@ class Check:
                     if not all(torch.equal(*pair) for pair in zip(*results, strict=True)):
                         self.wrong.append(f"rank {ranks.rank}, {what}: other bits than behind a gather")
                     found = b"".join(out.float().cpu().numpy().tobytes() for out in results[1])
-                    if len(set(ranks.of_all(hashlib.sha256(found).hexdigest()))) > 1:
+                    if len(set(ranks.all_gather_object(hashlib.sha256(found).hexdigest()))) > 1:
                         self.wrong.append(f"rank {ranks.rank}, {what}: other bits than on other ranks")
         if self.peers.gave_up():
             self.wrong.append(f"rank {ranks.rank}: a wait has given up")

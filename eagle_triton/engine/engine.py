@@ -132,7 +132,7 @@ class Engine:
     def clear(self) -> None:
         """Drop all states and graphs, and all that is kept of sequences."""
         pages = None if self.cache_tokens is None else -(-self.cache_tokens // PAGE_ROWS)
-        ranks = {} if self.view.ranks is None else {"of_all": self.view.ranks.of_all}
+        ranks = {} if self.view.ranks is None else {"all_gather_object": self.view.ranks.all_gather_object}
         self.pool = PagePool(pages, self._cache_moved, **ranks)
         self._weights: Any = None  # how they were when pages were last kept
         self._sequences: list[Sequences] = []  # none is larger than another in both slots and capacity

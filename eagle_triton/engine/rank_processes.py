@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 
 
-def processes_beside(rank: int, of_all: Callable[[Any], list[Any]]) -> dict[int, psutil.Process]:
+def processes_beside(rank: int, all_gather_object: Callable[[Any], list[Any]]) -> dict[int, psutil.Process]:
     """The other ranks' processes that this one can look at: those of its host, and there of its container.
 
-    of_all: exchanges a value, which can be pickled, for those of all ranks.
+    all_gather_object: exchanges a value, which can be pickled, for those of all ranks.
     """
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     here = (
@@ -24,7 +24,7 @@ def processes_beside(rank: int, of_all: Callable[[Any], list[Any]]) -> dict[int,
         namespace.stat().st_ino if namespace.exists() else None,
     )
     found: dict[int, psutil.Process] = {}
-    for other, (where, process) in enumerate(of_all((here, os.getpid()))):
+    for other, (where, process) in enumerate(all_gather_object((here, os.getpid()))):
         if other != rank and where == here:
             with suppress(psutil.Error):  # it has ended meanwhile, which is noticed as that of one elsewhere is
                 found[other] = psutil.Process(process)

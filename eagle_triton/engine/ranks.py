@@ -2,7 +2,7 @@
 
 Every rank runs the same script, and in a step the same operations: products of its own shards, exchanged here, and
 everything behind them whole. All hold the same bits then, so that none has to be told what another chose. What could
-differ all the same, because it was measured or drawn or comes from outside, is rank 0's: `agreed`.
+differ all the same, because it was measured or drawn or comes from outside, is rank 0's: `broadcast_from_rank0`.
 
 A rank that has gone ends the others with RanksError: where its connections close or its process has ended at once, else
 after `STEP_SECONDS`.
@@ -122,7 +122,7 @@ class Ranks:
             device = new("nccl" if mesh.device_type == "cuda" else "gloo", STEP_SECONDS)
             ranks = Ranks(dist.get_rank(group), len(members), device, new("gloo", STEP_SECONDS), meeting)
             ranks.together(torch.zeros(1, device=mesh.device_type))  # connects, which a capture could not
-            ranks.processes = processes_beside(ranks.rank, ranks.of_all)
+            ranks.processes = processes_beside(ranks.rank, ranks.all_gather_object)
             _KNOWN[group] = ranks
         return _KNOWN[group]
 
@@ -195,7 +195,8 @@ class Ranks:
             what()
         except Exception as error:  # whatever it is, the group's backend exchanges sums then, and the report says so
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        reasons = [f"rank {rank}: {other}" for rank, other in enumerate(self.of_all(reason)) if other is not None]
+        said = enumerate(self.all_gather_object(reason))
+        reasons = [f"rank {rank}: {other}" for rank, other in said if other is not None]
         self.why_no_peers = "; ".join(reasons) or None
         return not reasons
 
@@ -299,7 +300,7 @@ class Ranks:
         dist.monitored_barrier(self.meeting_group, timedelta(seconds=BETWEEN_SECONDS))
 
     @_named
-    def agreed(self, value: Any) -> Any:
+    def broadcast_from_rank0(self, value: Any) -> Any:
         """Rank 0's value, which can be pickled. The others wait for it as long as in a step: see `meet`."""
         values = [value]
         dist.broadcast_object_list(values, dist.get_global_rank(self.host_group, 0), self.host_group)
@@ -310,12 +311,12 @@ class Ranks:
         """Raise RanksError, naming `what` and the ranks, on all of them unless all have equal values, which can be
         pickled. They may come to this at different times."""
         self.meet()
-        values = self.of_all(value)
+        values = self.all_gather_object(value)
         if others := [rank for rank, other in enumerate(values) if other != values[0]]:
             raise RanksError(f"{what} must be the same on all ranks: those of {others} are not rank 0's")
 
     @_named
-    def of_all(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, which can be pickled, in their order."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.host_group)

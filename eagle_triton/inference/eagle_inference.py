@@ -475,7 +475,7 @@ class EAGLEInference:
         """
         table = measure_costs(self.engine, self._trees(), batches, context, steps, rows or self.config.max_length or 0)
         ranks = self.pair.view.ranks
-        self._table = table if ranks is None else ranks.agreed(table)
+        self._table = table if ranks is None else ranks.broadcast_from_rank0(table)
         self._policies.clear()
         return self._table
 
@@ -487,11 +487,11 @@ class EAGLEInference:
         ranks, known = self.pair.view.ranks, slots in self._policies
         if ranks is not None:
             self._check_same_on_all_ranks("what is called, and the number of slots,", slots)
-            known = all(ranks.of_all(known))  # one that was called alone has learnt what others have not
+            known = all(ranks.all_gather_object(known))  # one that was called alone has learnt what others have not
         if not known:
             cost, trees = pass_cost(self.pair.view, self.pair.draft), self._trees()
             if ranks is not None:
-                cost = ranks.agreed(cost)  # by bytes, and not all have the same
+                cost = ranks.broadcast_from_rank0(cost)  # by bytes, and not all have the same
             usual = TreePolicy(trees, StepCosts(self.config.slots, cost, self._table))
             costs = StepCosts(slots, cost, self._table)
             self._policies[slots] = TreePolicy(trees, costs, self.config.fallback, fixed_tree=usual.spec)

@@ -430,7 +430,7 @@ class Session:
     def _enter(self, job: _Job, slot: int) -> None:
         self._running[slot] = job
         self._waiting.remove(job)
-        job.statistics.add_prefill(len(job.request.prompt), self._batch.found(slot))
+        job.statistics.add_prefill(len(job.request.prompt), self._batch.cached_tokens(slot))
         job.statistics.lossless = self._batch.verification.lossless
 
     def _set_tree(self, jobs: Iterable[_Job]) -> None:
@@ -447,7 +447,7 @@ class Session:
     def _observe(self, progress: Sequence[StepResult], ms: float | None) -> None:
         """Tell the policy, unless the step was launched with another tree than the one it has chosen."""
         if self._ranks is not None and self.policy is not None and self.policy.has_choice:
-            ms = self._ranks.agreed(ms)  # each has measured another time, and all must choose the same tree
+            ms = self._ranks.broadcast_from_rank0(ms)  # each has measured its own, and all must choose the same tree
         if self.policy is None or self._prepares is not None or any(row.tree != self.policy.spec for row in progress):
             return
         size = max((row.size for row in progress), default=1)

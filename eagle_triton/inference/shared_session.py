@@ -120,7 +120,7 @@ class SharedSession(Session):
                 self._ranks.check_same_on_all_ranks(
                     "what is called next, here a session that rank 0 has not closed,", _SESSION
                 )
-            return self._ranks.agreed(message)
+            return self._ranks.broadcast_from_rank0(message)
         except BaseException:
             self._broken = True
             raise

@@ -113,14 +113,14 @@ class PagePool:
         self,
         limit: int | None = None,
         on_move: Callable[[], None] = lambda: None,
-        of_all: Callable[[Any], list[Any]] = lambda value: [value],
+        all_gather_object: Callable[[Any], list[Any]] = lambda value: [value],
     ):
         """limit: the most pages, all of which have memory from the first on; None: it grows as memory allows, and
-        `on_move` is called when that has other addresses. of_all: what the pools of all ranks say, which must be taken
-        alike: where one has no memory, none grows."""
+        `on_move` is called when that has other addresses. all_gather_object: gives the values of all ranks, whose pools
+        grow together or not at all."""
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be at least 1 page, got {limit}")
-        self.limit, self._on_move, self._of_all = limit, on_move, of_all
+        self.limit, self._on_move, self._all_gather_object = limit, on_move, all_gather_object
         self._memories: dict[int, tuple[object, PageMemory]] = {}
         self._pages = 1  # that there is memory for, page 0 included
         self._free: list[int] = []  # the next to take last
@@ -261,7 +261,7 @@ class PagePool:
             larger = [memory.resized(pages, self._pages) for memory in memories]
         except torch.OutOfMemoryError as error:
             failure = error
-        if reason := next(filter(None, self._of_all(failure and str(failure))), None):
+        if reason := next(filter(None, self._all_gather_object(failure and str(failure))), None):
             self._short = True
             raise CacheFullError(f"no memory for {pages} pages of {PAGE_ROWS} rows: {reason}") from failure
         for memory, data in zip(memories, larger, strict=True):

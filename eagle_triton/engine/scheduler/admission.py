@@ -66,7 +66,7 @@ def agreed_requests(ranks: Ranks, requests: Sequence[Request], batch: tuple[Any,
     ]
     what = "the requests of a batch, its engine, options, trees and slots, what was forgotten, and the number of steps"
     ranks.check_same_on_all_ranks(f"{what} before", (batch, asked))
-    seeds = ranks.agreed([request.sampling.seeds(1)[0] for request in requests])
+    seeds = ranks.broadcast_from_rank0([request.sampling.seeds(1)[0] for request in requests])
     return [
         replace(request, sampling=replace(request.sampling, seed=seed))
         for request, seed in zip(requests, seeds, strict=True)

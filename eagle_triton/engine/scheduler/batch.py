@@ -195,7 +195,7 @@ class Batch:
     def _occupied(self, waiting: bool | None = None) -> list[tuple[int, RunningRequest]]:
         """Slots that are taken, with their requests: those that wait for room, or those that have it; None: all."""
         taken = [(slot, entry) for slot, entry in enumerate(self._entries) if entry is not None]
-        return taken if waiting is None else [pair for pair in taken if pair[1].waits == waiting]
+        return taken if waiting is None else [pair for pair in taken if pair[1].preempted == waiting]
 
     @property
     def free(self) -> list[int]:
@@ -278,10 +278,10 @@ class Batch:
         """Why the cache has no room for a request even if nobody else is there; None: it has."""
         return self._room.never_fits(request)
 
-    def found(self, slot: int) -> int:
+    def cached_tokens(self, slot: int) -> int:
         """How many tokens of the prompt in a slot were computed before, for another request."""
         entry = self._entries[slot]
-        return 0 if entry is None else entry.found
+        return 0 if entry is None else entry.cached_tokens
 
     def _reserve(self, requests: Iterable[Request]) -> list[int]:
         """Put requests into slots where their prompts wait to be read."""
@@ -303,8 +303,8 @@ class Batch:
         with self._in_use():
             self._put(entering)
         for entry in entering.values():
-            if entry.found:
-                self.engine.ops.calls["prompt_tokens_found"] += entry.found
+            if entry.cached_tokens:
+                self.engine.ops.calls["prompt_tokens_found"] += entry.cached_tokens
         return slots
 
     def _check(self, request: Request) -> None:
@@ -328,7 +328,7 @@ class Batch:
         pages, slots = self.sequences.pages, list(entering)
         try:
             rows = {slot: self._room.first_rows(entry.request, len(entry.prompt)) for slot, entry in entering.items()}
-            found = pages.take(rows, {slot: entry.beginning for slot, entry in entering.items()})
+            found = pages.take(rows, {slot: entry.prefix for slot, entry in entering.items()})
             if mode.processed:
                 self.sequences.add_rules()
             if mode.logits:
@@ -342,22 +342,22 @@ class Batch:
                 pages.give(slot)
             raise
         with self._must_finish():
-            shared = {slot: pages.of(slot)[: len(entry.beginning.keys)] for slot, entry in entering.items()}
+            shared = {slot: pages.of(slot)[: len(entry.prefix.keys)] for slot, entry in entering.items()}
             alone = [slot for slot, entry in entering.items() if entry.request.embeddings is not None]
             self._prompts.add({slot: entry.prompt for slot, entry in entering.items()}, shared, alone)
             for slot, entry in entering.items():
                 self.lengths[slot] = len(entry.prompt)
                 self._told[slot] = len(entry.prompt) + len(entry.tokens)
-                entry.found = found[slot] * PAGE_ROWS
+                entry.cached_tokens = found[slot] * PAGE_ROWS
                 self._entries[slot] = entry
             self._room.write(slots)
 
     def _entry_of(self, request: Request) -> RunningRequest:
         prompt = request.prompt.to("cpu", copy=True)  # the caller may write another one there
         self._came += 1
-        return RunningRequest(request, prompt, self._beginning_of(request, prompt), self._came)
+        return RunningRequest(request, prompt, self._prefix_of(request, prompt), self._came)
 
-    def _beginning_of(self, request: Request, tokens: Tensor, known: Sequence[bytes] = ()) -> PrefixKeys:
+    def _prefix_of(self, request: Request, tokens: Tensor, known: Sequence[bytes] = ()) -> PrefixKeys:
         """By which pages with these tokens of a request are found; by nothing where none are shared, or where the
         target has read something else."""
         if not self._prefill.share or request.embeddings is not None:
@@ -373,7 +373,7 @@ class Batch:
                     self.sequences.pages.extend(slot, rows)
                     break
                 except CacheFullError:
-                    self._pause(self._last_to_come())
+                    self._preempt(self._last_to_come())
         grown = [slot for slot in missing if self._room.grew(slot)]
         if grown:
             with self._must_finish():
@@ -381,14 +381,14 @@ class Batch:
 
     def _has_pages(self, slot: int) -> bool:
         entry = self._entries[slot]
-        return entry is not None and not entry.waits
+        return entry is not None and not entry.preempted
 
     def _last_to_come(self) -> int:
         """The slot that pauses next: of the request that came last, but for those whose prompts others take."""
         may = [pair for pair in self._occupied(waiting=False) if not self._prompts.reads_for_others(pair[0])]
-        return max(may, key=lambda pair: pair[1].turn)[0]
+        return max(may, key=lambda pair: pair[1].arrival)[0]
 
-    def _pause(self, slot: int) -> None:
+    def _preempt(self, slot: int) -> None:
         """Take a request's pages from it until there is room to go on. Waits for the device: the root that was chosen
         stays, because `rejection` would draw it by another law."""
         if self.chooser.options.judge is not None:  # who would be asked for the same root again
@@ -398,23 +398,23 @@ class Batch:
         entry = self._entries[slot]
         assert entry is not None
         tokens = entry.first(self.lengths[slot])
-        beginning = self._beginning_of(entry.request, tokens, entry.beginning.keys)
+        prefix = self._prefix_of(entry.request, tokens, entry.prefix.keys)
         wait_for_all(self.sequences.device, self.engine.view.ranks)
         root = int(self.sequences.tokens[slot, self.lengths[slot]]) if entry.decodes else entry.root
-        waiting = entry.paused(tokens, beginning, root)
+        waiting = entry.to_resume(tokens, prefix, root)
         with self._must_finish():
             self._empty(slot)
             self._entries[slot] = waiting
             self.engine.ops.calls["requests_paused"] += 1
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         """Let requests that wait for room read their tokens again, the first to come first, as far as there is any."""
         while waiting := self._occupied(waiting=True):
-            slot, entry = min(waiting, key=lambda pair: pair[1].turn)
-            if not self._room.may_go_on(entry):
+            slot, entry = min(waiting, key=lambda pair: pair[1].arrival)
+            if not self._room.may_resume(entry):
                 return
             going = copy.copy(entry)
-            going.waits = False
+            going.preempted = False
             try:
                 self._put({slot: going})
             except CacheFullError as error:
@@ -425,7 +425,7 @@ class Batch:
                     self._failed.append(failed)
                     self._empty(slot)
                 return
-            going.found = entry.found
+            going.cached_tokens = entry.cached_tokens
 
     def _read_prompts(self, most: int | None) -> int:
         """Launch the next forward over prompts, of about `most` tokens, and return how many are read by it.
@@ -525,7 +525,7 @@ class Batch:
         while self.running or self._failed:
             while not (self.in_flight.full or self._failed):
                 self._make_room()
-                self._go_on()
+                self._resume()
                 reads = self._take_prompts()
                 if self.in_flight.full:
                     break
@@ -634,7 +634,7 @@ class Batch:
             self._draft.end(self.sequences, slot, len(entry.prompt), self._told[slot])
         if entry is not None and entry.decodes and self.chooser.plain_steps is None and not wipe:
             tokens = entry.first(self.lengths[slot])
-            self.sequences.pages.keep(slot, self._beginning_of(entry.request, tokens, entry.beginning.keys))
+            self.sequences.pages.keep(slot, self._prefix_of(entry.request, tokens, entry.prefix.keys))
         self._entries[slot] = None
         self.sequences.active[slot] = False
         for free in self._prompts.drop(slot):

@@ -52,7 +52,7 @@ class PageBudget:
         pool, others = self._pages.pool, self._pages_of_others()
         return sum(1 for _ in itertools.takewhile(lambda some: pool.has_room(some + others), pages))
 
-    def may_go_on(self, entry: RunningRequest) -> bool:
+    def may_resume(self, entry: RunningRequest) -> bool:
         """Whether a request that waits has room again, as far as is known without trying; it has if nobody is there."""
         others = self._pages_of_others()
         pages = self._first_pages(entry.request, len(entry.prompt))
@@ -63,9 +63,9 @@ class PageBudget:
         need. lengths: the committed tokens of all slots."""
         ahead = self._rows_ahead(1 + len(self._reports.steps))
         short = [
-            (entry.turn, slot, min(lengths[slot] + ahead, self.most_rows(entry.request)))
+            (entry.arrival, slot, min(lengths[slot] + ahead, self.most_rows(entry.request)))
             for slot, entry in enumerate(self._entries)
-            if entry is not None and not entry.waits and lengths[slot] + ahead > entry.room
+            if entry is not None and not entry.preempted and lengths[slot] + ahead > entry.page_rows
         ]
         return {slot: rows for _, slot, rows in sorted(short)}
 
@@ -77,12 +77,12 @@ class PageBudget:
         for slot in slots:
             entry = self._entries[slot]
             assert entry is not None
-            entry.room = self._rows_held(slot)
+            entry.page_rows = self._rows_held(slot)
 
     def grew(self, slot: int) -> bool:
         """Whether the request in a slot has pages that its table does not name yet."""
         entry = self._entries[slot]
-        return entry is not None and not entry.waits and entry.room < self._rows_held(slot)
+        return entry is not None and not entry.preempted and entry.page_rows < self._rows_held(slot)
 
     def _rows_held(self, slot: int) -> int:
         return len(self._pages.of(slot)) * PAGE_ROWS
@@ -100,4 +100,4 @@ class PageBudget:
 
     def _pages_of_others(self) -> int:
         """That are left to those who are there when somebody comes: one for each to go on with."""
-        return sum(1 for entry in self._entries if entry is not None and not entry.waits)
+        return sum(1 for entry in self._entries if entry is not None and not entry.preempted)

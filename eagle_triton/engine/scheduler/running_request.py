@@ -12,23 +12,28 @@ from eagle_triton.engine.scheduler.requests import Request
 
 
 class RunningRequest:
-    """A request in its slot; only its identity tells it from one that comes later.
+    """A request in its slot. Only its identity tells it from one that comes later.
 
-    prompt: what is read before it decodes, on the host: behind a pause, all that was committed before. beginning: by
-    which its pages are found. turn: the smaller, the earlier it came. tokens: behind what was read, as far as reports
-    tell: with the root if the request is `exact`. decodes: its prompt is read. waits: for room, and holds none. root:
-    behind the prompt, -1 if it is still to be chosen. steps: whose random numbers it has used.
-    gamma: how deep its next trees may be, as far as reports tell: it rises at once, and falls by one a step. found:
-    tokens of its prompt that pages held already. room: rows that its pages have.
+    prompt: what is read before it decodes, on the host; after a preemption all that was committed before.
+    prefix: the keys by which pages with this prompt are found.
+    arrival: order of arrival.
+    tokens: new tokens, as far as reports tell; with the root if the request is `exact`.
+    decodes: its prompt is read.
+    preempted: it waits for room, and holds none.
+    root: the token after the prompt, -1 if it is still to be chosen.
+    steps: how many steps have used its random numbers.
+    gamma: how deep its next trees may be, as far as reports tell. It rises at once, and falls by one a step.
+    cached_tokens: tokens of its prompt that pages held already.
+    page_rows: rows of its pages.
     """
 
-    def __init__(self, request: Request, prompt: Tensor, beginning: PrefixKeys, turn: int):
-        self.request, self.prompt, self.beginning, self.turn = request, prompt, beginning, turn
+    def __init__(self, request: Request, prompt: Tensor, prefix: PrefixKeys, arrival: int):
+        self.request, self.prompt, self.prefix, self.arrival = request, prompt, prefix, arrival
         self.tokens: list[int] = []
-        self.decodes = self.waits = False
+        self.decodes = self.preempted = False
         self.root, self.steps = -1, 0
         self.gamma = math.inf
-        self.found = self.room = 0
+        self.cached_tokens = self.page_rows = 0
 
     @property
     def new_tokens(self) -> int:
@@ -39,10 +44,11 @@ class RunningRequest:
         """The first `length` of its tokens, as far as reports tell: int64 [length], on the host."""
         return torch.cat((self.prompt, torch.tensor(self.tokens, dtype=torch.int64, device="cpu")))[:length]
 
-    def paused(self, tokens: Tensor, beginning: PrefixKeys, root: int) -> RunningRequest:
-        """The same request, waiting for room to read again what was committed, `tokens`, which pages with `beginning`
-        hold perhaps, and to go on with the root that was chosen behind it (-1: none was)."""
-        waiting = RunningRequest(self.request, tokens, beginning, self.turn)
-        waiting.found, waiting.waits, waiting.steps, waiting.root = self.found, True, self.steps, root
+    def to_resume(self, tokens: Tensor, prefix: PrefixKeys, root: int) -> RunningRequest:
+        """The same request, preempted: once there is room it reads `tokens` again, which pages may still hold by
+        `prefix`, and goes on with `root` (-1: none was chosen)."""
+        waiting = RunningRequest(self.request, tokens, prefix, self.arrival)
+        waiting.cached_tokens, waiting.steps = self.cached_tokens, self.steps
+        waiting.preempted, waiting.root = True, root
         waiting.tokens = self.tokens[-1:] if self.request.exact else []  # the root, if it was told
         return waiting

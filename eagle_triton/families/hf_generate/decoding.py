@@ -63,7 +63,7 @@ def decode(
         )
     if ranks is not None:  # of which one may stream alone, or have criteria that others have not
         ranks.meet()
-        asks = ranks.agreed(asks)
+        asks = ranks.broadcast_from_rank0(asks)
     criteria, deciding = (stopping_criteria, ranks) if asks else (known, None)
     try:
         with closing(_steps(engine, read_tree(), plan)) as steps:
@@ -241,7 +241,7 @@ def _token_by_token(
             streamer.put(column.cpu())
         done = stopping_criteria(sequences, None)
         if ranks is not None:
-            done = torch.tensor(ranks.agreed(done.tolist()), dtype=torch.bool, device=done.device)
+            done = torch.tensor(ranks.broadcast_from_rank0(done.tolist()), dtype=torch.bool, device=done.device)
         goes_on = goes_on & ~done
     if streamer is not None:
         streamer.end()
