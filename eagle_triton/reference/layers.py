@@ -7,7 +7,15 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from eagle_triton.reference.attention import check_table
+from eagle_triton.operands.layers import (
+    check_add,
+    check_embed_rms_norm,
+    check_float8_pair,
+    check_gate_heads,
+    check_rms_norm,
+    check_rotary_append,
+    check_swiglu,
+)
 from eagle_triton.reference.kv_cache import write_rows
 from eagle_triton.runtime.float8_pair import GROUP, LOW, Float8Pair
 from eagle_triton.runtime.split_sums import Product, SharedRows, SplitSums, total_of
@@ -121,12 +129,6 @@ def float8_pair(x: Tensor) -> Float8Pair:
     return Float8Pair(parts.view(torch.float8_e4m3fn), scale[..., 0].T.contiguous(), x.shape, x.dtype)
 
 
-def check_float8_pair(x: Tensor) -> None:
-    """Raise ValueError unless x can be a pair."""
-    if x.dtype != torch.bfloat16 or x.dim() < 1:
-        raise ValueError(f"float8_pair: x must be bfloat16 [..., K], got {x.dtype} {tuple(x.shape)}")
-
-
 def rotary_append(
     q: Tensor | SplitSums,
     k: Tensor | SplitSums,
@@ -182,124 +184,6 @@ def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
     """x * sigmoid(gate), elementwise: attention with an output gate (Qiu et al. 2025). [B, n, Hq, d] each."""
     check_gate_heads(x, gate)
     return x * torch.sigmoid(gate)
-
-
-def check_rms_norm(
-    name: str,
-    x: Product,
-    weight: Tensor,
-    residual: Tensor | None = None,
-    total: Tensor | None = None,
-) -> None:
-    """Raise ValueError unless these are operands of rms_norm or add_rms_norm."""
-    _check_shape(name, "weight", weight, x.shape[-1:])
-    if residual is not None:
-        _check_shape(name, "residual", residual, x.shape)
-    _check_total(name, total, x.shape)
-    _check_same_on_all_ranks(name, x, weight, residual, total)
-
-
-def check_embed_rms_norm(tokens: Tensor, embedding: Tensor | SharedRows, weight: Tensor, total: Tensor | None) -> None:
-    """Raise ValueError unless these are operands of embed_rms_norm."""
-    name = "embed_rms_norm"
-    if tokens.dtype != torch.int64 or tokens.device != embedding.device or embedding.dim() != 2:
-        raise ValueError(
-            f"{name}: tokens must be int64 on {embedding.device} and embedding [V, H], got {tokens.dtype} on "
-            f"{tokens.device} and {tuple(embedding.shape)}"
-        )
-    _check_shape(name, "weight", weight, embedding.shape[1:])
-    _check_total(name, total, (*tokens.shape, embedding.shape[1]))
-    _check_same_on_all_ranks(name, embedding, weight, total)
-
-
-def check_add(x: Product, residual: Tensor | None) -> None:
-    """Raise ValueError unless these are operands of add."""
-    if residual is not None:
-        _check_shape("add", "residual", residual, x.shape)
-        _check_same_on_all_ranks("add", x, residual)
-
-
-def check_rotary_append(
-    q: Tensor | SplitSums,
-    k: Tensor | SplitSums,
-    v: Tensor | SplitSums,
-    cache: Tensor,
-    first_row: Tensor,
-    depths: Tensor | None,
-    inv_freq: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    table: Tensor | None = None,
-) -> None:
-    """Raise ValueError unless these are operands of rotary_append."""
-    name = "rotary_append"
-    if q.dim() != 4 or k.dim() != 4 or q.shape[3] % 2 or q.shape[2] % max(k.shape[2], 1):
-        raise ValueError(
-            f"{name}: q must be [B, N, Hq, d] and k [B, N, Hkv, d] with d even and Hq a multiple of Hkv, "
-            f"got {tuple(q.shape)} and {tuple(k.shape)}"
-        )
-    batch, count, _, dim = q.shape
-    heads = k.shape[2]
-    _check_shape(name, "k", k, (batch, count, heads, dim))
-    _check_shape(name, "v", v, k.shape)
-    for norm in (q_norm, k_norm):
-        if norm is not None:
-            _check_shape(name, "q_norm and k_norm", norm, (dim,))
-    _check_same_on_all_ranks(name, q, k, v, q_norm, k_norm)
-    if cache.dim() != 5:
-        raise ValueError(f"{name}: cache must be [2, B, Hkv, T, d], got {tuple(cache.shape)}")
-    pages = batch if table is None else cache.shape[1]
-    _check_shape(name, "cache", cache, (2, pages, heads, cache.shape[3], dim))
-    if cache.stride(4) != 1:
-        raise ValueError(f"{name}: the cache's last dimension must be contiguous, got strides {cache.stride()}")
-    check_table(name, table, batch, q.device)
-    _check_shape(name, "first_row", first_row, (batch,))
-    if depths is not None:
-        _check_shape(name, "depths", depths, (batch, count))
-    if inv_freq.dim() != 1 or not 0 < len(inv_freq) <= dim // 2:
-        raise ValueError(f"{name}: inv_freq must have 1 to {dim // 2} elements, got {tuple(inv_freq.shape)}")
-    for label, indices in (("first_row", first_row), ("depths", depths)):
-        if indices is not None and indices.dtype != torch.int32:
-            raise ValueError(f"{name}: {label} must be int32, got {indices.dtype}")
-    for other in (cache, first_row, depths, inv_freq):
-        if other is not None and other.device != q.device:
-            raise ValueError(f"{name}: all tensors must be on {q.device}, got one on {other.device}")
-
-
-def check_swiglu(gate: Tensor, up: Tensor) -> None:
-    """Raise ValueError unless these are operands of swiglu."""
-    _check_shape("swiglu", "up", up, gate.shape)
-    _check_same_on_all_ranks("swiglu", gate, up)
-
-
-def check_gate_heads(x: Tensor, gate: Tensor) -> None:
-    """Raise ValueError unless these are operands of gate_heads."""
-    if x.dim() != 4:
-        raise ValueError(f"gate_heads: x must be [B, n, Hq, d], got {tuple(x.shape)}")
-    _check_shape("gate_heads", "gate", gate, x.shape)
-    _check_same_on_all_ranks("gate_heads", x, gate)
-
-
-def _check_shape(name: str, label: str, tensor: Product, expected: tuple[int, ...]) -> None:
-    if tensor.shape != tuple(expected):
-        raise ValueError(f"{name}: {label} must be {tuple(expected)}, got {tuple(tensor.shape)}")
-
-
-def _check_total(name: str, total: Tensor | None, shape: tuple[int, ...]) -> None:
-    """A total's rows are contiguous, and follow each other at one distance."""
-    if total is None:
-        return
-    _check_shape(name, "total", total, shape)
-    if total.stride(-1) != 1 or total.reshape(-1, shape[-1]).data_ptr() != total.data_ptr():  # a copy
-        raise ValueError(f"{name}: total's rows must be contiguous and evenly spaced, got strides {total.stride()}")
-
-
-def _check_same_on_all_ranks(name: str, first: Product | SharedRows, *others: Product | None) -> None:
-    if not first.dtype.is_floating_point:
-        raise ValueError(f"{name}: expected floating point tensors, got {first.dtype}")
-    for other in others:
-        if other is not None and (other.dtype != first.dtype or other.device != first.device):
-            raise ValueError(f"{name}: expected {first.dtype} on {first.device}, got {other.dtype} on {other.device}")
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,115 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from eagle_triton.reference.sampling import (
-    SamplingTensors,
-    check_logits,
-    check_params,
-    gumbel,
-    gumbel_sample,
-    probabilities,
-    sample,
-    uniform,
+from eagle_triton.operands.sampling import SamplingTensors, check_params
+from eagle_triton.operands.verification import (
+    ERROR,
+    GOES_ON,
+    LENGTH,
+    REPORT_TOKENS,
+    STOP,
+    Stops,
+    check_first_path,
+    check_limits,
+    check_positioned,
+    check_tree,
+    check_update,
 )
-
-VERIFY_STRATEGIES = ("target_match", "rejection", "greedy", "topp")
-ACCEPT_POLICIES = ("normal", "accept_all", "reject_all")
-MAX_CANDIDATE_LEN = 5
-
-GOES_ON, STOP, LENGTH, ERROR, FAULT = range(5)
-"""Why a sequence has finished: at a stop token, at its limit, because its logits are NaN, because the megakernel's
-programs lost each other; or it has not."""
-
-REASON, REPORT_TOKENS = 2, 3
-"""The columns of a report, see update_sequence, with the reason and where its tokens begin."""
-
-
-@dataclass(frozen=True)
-class Verification:
-    """How drafts are judged, the same for all sequences of a batch; temperature 0 follows its argmax whatever it is.
-
-    verify_strategy, for sampled sequences:
-        target_match: every node's own sample, see verify_target_match; text depends on seed and target alone
-        rejection: one coin for each visited node, see verify_sampling; text depends on the tree, its law does not
-        greedy: the argmax
-        topp: any draft that the filters keep, see verify_topp; lossy
-    accept_policy: normal; accept_all: the first child in node order down to a leaf, whatever the target says;
-    reject_all: the root alone, which is plain decoding. The next token is the strategy's own choice behind the last
-    accepted node.
-    verify_window (topp, normal): 0 is off. max_candidate_len (topp): keep at most so many best tokens, 0 for all.
-
-    Raises ValueError for an unknown name, and for an option that the others leave without effect; TypeError for
-    names that are no strings and counts that are no integers.
-    """
-
-    verify_strategy: str = "target_match"
-    accept_policy: str = "normal"
-    verify_window: int = 0
-    max_candidate_len: int = MAX_CANDIDATE_LEN
-
-    def __post_init__(self) -> None:
-        for name, known in (("verify_strategy", VERIFY_STRATEGIES), ("accept_policy", ACCEPT_POLICIES)):
-            value = getattr(self, name)
-            if not isinstance(value, str):
-                raise TypeError(f"{name} must be a string, one of {', '.join(known)}, got {value!r}")
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-        for name in ("verify_window", "max_candidate_len"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-            if value < 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
-        lossy = self.verify_strategy == "topp"
-        if self.verify_window and not (lossy and self.accept_policy == "normal"):
-            raise ValueError(
-                f'verify_window={self.verify_window} needs verify_strategy="topp" and accept_policy="normal", got '
-                f"{self.verify_strategy!r} and {self.accept_policy!r}"
-            )
-        if self.max_candidate_len != MAX_CANDIDATE_LEN and not lossy:
-            raise ValueError(
-                f'max_candidate_len={self.max_candidate_len} needs verify_strategy="topp", got {self.verify_strategy!r}'
-            )
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the output is the target's own: its distribution, or with greedy its argmax."""
-        return self.verify_strategy != "topp" and self.accept_policy != "accept_all"
-
-    @property
-    def summary(self) -> str:
-        """What was chosen, in words, and whether it is lossless."""
-        words = [self.verify_strategy, *([self.accept_policy] if self.accept_policy != "normal" else [])]
-        words += [f"window {self.verify_window}"] if self.verify_window else []
-        return f"{', '.join(words)}; lossless: {self.lossless}"
-
-    def follows_tree(self, sampled: bool) -> bool:
-        """Whether a sequence's tokens depend on the drafts, and not on the target, the options and the seed alone."""
-        if self.accept_policy == "normal":
-            return sampled and self.verify_strategy in ("rejection", "topp")
-        return self.accept_policy == "accept_all"
-
-
-TARGET_MATCH = Verification()
-
-
-class Stops(NamedTuple):
-    """When sequences finish; a static place on the device, so that a graph can replay.
-
-    ids [B, S] int64: tokens that finish a sequence, the rest of the row -1. limit [B] int32: the length at which it
-    finishes. exact [B] bool: the tokens behind the stop token or past the limit are dropped; otherwise the step that
-    reaches either is kept whole.
-    """
-
-    ids: Tensor
-    limit: Tensor
-    exact: Tensor
+from eagle_triton.reference.sampling import gumbel, gumbel_sample, probabilities, sample, uniform
 
 
 def verify_greedy(
@@ -390,99 +299,3 @@ def update_sequence(
     report[:, REPORT_TOKENS : REPORT_TOKENS + steps + 1] = torch.where(following, next_token[:, None], given)
     counter += 1
     return before
-
-
-def check_tree(name: str, logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, nan: Tensor | None) -> None:
-    check_logits(name, logits)
-    shape, device = logits.shape[:2], logits.device
-    for field, value, dtype in (("tokens", tokens, torch.int64), ("parents", parents, torch.int32)):
-        if value.shape != shape or value.dtype != dtype or value.device != device:
-            raise ValueError(
-                f"{name}: {field} must be {dtype} {list(shape)} on {device}, got {value.dtype} {list(value.shape)} on "
-                f"{value.device}"
-            )
-    if depth < 0:
-        raise ValueError(f"{name}: depth must not be negative, got {depth}")
-    if nan is not None and (nan.shape != shape[:1] or nan.dtype != torch.bool or nan.device != device):
-        raise ValueError(f"{name}: nan must be bool [{shape[0]}] on {device}, got {nan.dtype} {list(nan.shape)}")
-
-
-def check_positioned(
-    name: str,
-    logits: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    depth: int,
-    params: SamplingTensors,
-    lengths: Tensor,
-    depths: Tensor,
-    nan: Tensor | None,
-) -> None:
-    check_tree(name, logits, tokens, parents, depth, nan)
-    check_params(name, params, len(logits), logits.device)
-    shape, device = logits.shape[:2], logits.device
-    for field, value, size in (("lengths", lengths, shape[:1]), ("depths", depths, shape)):
-        if value.shape != size or value.dtype != torch.int32 or value.device != device:
-            raise ValueError(
-                f"{name}: {field} must be torch.int32 {list(size)} on {device}, got {value.dtype} {list(value.shape)} "
-                f"on {value.device}"
-            )
-    if not lengths.is_contiguous():
-        raise ValueError(f"{name}: lengths must be contiguous, got strides {lengths.stride()}")
-
-
-def check_limits(name: str, window: int, max_candidates: int) -> None:
-    if window < 0 or max_candidates < 0:
-        raise ValueError(f"{name}: window and max_candidates must not be negative, got {window} and {max_candidates}")
-
-
-def check_first_path(parents: Tensor, depth: int) -> None:
-    if parents.ndim != 2 or parents.dtype != torch.int32 or not parents.numel():
-        raise ValueError(f"first_path: parents must be int32 [B, N], got {parents.dtype} {list(parents.shape)}")
-    if depth < 0:
-        raise ValueError(f"first_path: depth must not be negative, got {depth}")
-
-
-def check_update(
-    sequence: Tensor,
-    lengths: Tensor,
-    active: Tensor,
-    tokens: Tensor,
-    path: Tensor,
-    accepted: Tensor,
-    next_token: Tensor,
-    nan: Tensor,
-    stops: Stops,
-    report: Tensor,
-    counter: Tensor,
-) -> None:
-    batch, device = len(sequence), sequence.device
-    arguments = (
-        ("sequence", sequence, 2, torch.int64),
-        ("lengths", lengths, 1, torch.int32),
-        ("active", active, 1, torch.bool),
-        ("tokens", tokens, 2, torch.int64),
-        ("path", path, 2, torch.int32),
-        ("accepted", accepted, 1, torch.int32),
-        ("next_token", next_token, 1, torch.int64),
-        ("nan", nan, 1, torch.bool),
-        ("stops.ids", stops.ids, 2, torch.int64),
-        ("stops.limit", stops.limit, 1, torch.int32),
-        ("stops.exact", stops.exact, 1, torch.bool),
-        ("report", report, 2, torch.int64),
-        ("counter", counter, 1, torch.int64),
-    )
-    for name, value, rank, dtype in arguments:
-        if value.ndim != rank or len(value) != batch or value.dtype != dtype or value.device != device:
-            raise ValueError(
-                f"update_sequence: {name} must be {dtype} with {rank} dimensions, the first {batch}, on {device}, got "
-                f"{value.dtype} {list(value.shape)} on {value.device}"
-            )
-        if value.numel() and value.stride(-1) != 1:
-            raise ValueError(f"update_sequence: {name} must have stride 1 in its last dimension, got {value.stride()}")
-    columns = REPORT_TOKENS + path.shape[1] + 1
-    if report.shape[1] < columns:
-        raise ValueError(
-            f"update_sequence: report must have {columns} columns for paths of {path.shape[1]} nodes, got "
-            f"{report.shape[1]}"
-        )
