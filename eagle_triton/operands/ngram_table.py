@@ -48,13 +48,7 @@ def new_ngram_table(slots: int, levels: int, contexts: int, grams: int, device: 
 
 
 def check_count_ngrams(
-    table: NgramTable,
-    shortest: int,
-    tokens: Tensor,
-    first: Tensor,
-    end: Tensor,
-    fillers: Tensor | None,
-    weight: float,
+    table: NgramTable, shortest: int, tokens: Tensor, first: Tensor, end: Tensor, fillers: Tensor | None, weight: float
 ) -> None:
     _check("count_ngrams", table, shortest, tokens, first=first, end=end)
     fields = {"fillers": (fillers, "B m k", torch.int64)}

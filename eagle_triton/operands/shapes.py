@@ -13,11 +13,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def check_tensors(
-    operation: str,
-    tensors: Mapping[str, tuple[Any, Any, object]],
-    *,
-    device: torch.device | None = None,
-    **sizes: Any,
+    operation: str, tensors: Mapping[str, tuple[Any, Any, object]], *, device: torch.device | None = None, **sizes: Any
 ) -> dict[str, Any]:
     """Raise ValueError unless each tensor has its shape and dtype and lies on the device. Returns sizes by name.
 
@@ -116,7 +112,7 @@ def _refusal(
     for word in text.split():
         size = sizes.get(word.removesuffix(">0"), word)
         shown += map(str, size) if isinstance(size, tuple) else [str(size)]
-    dtypes = dtype if isinstance(dtype, tuple) else () if dtype is None else (dtype,)
+    dtypes = ("floats",) if dtype is FLOATS else dtype if isinstance(dtype, tuple) else (dtype,) if dtype else ()
     before = ["contiguous"] * (layout == "contiguous") + [" or ".join(map(str, dtypes))] * bool(dtypes)
     rows = " with contiguous rows" if layout == "contiguous rows" else ""
     message = (

@@ -33,19 +33,14 @@ dtype of b, outputs to the model's. Everything else is fp32, but for the sums of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eagle_triton.operands.gated_delta import (
-    MOST_NODES,
-    PromptPieces,
-    check_causal_conv,
-    check_commit_states,
-    check_delta,
-    check_gated_norm,
-    check_tree,
-)
+from eagle_triton.operands import gated_delta as operands
+from eagle_triton.operands.gated_delta import MOST_NODES, PromptPieces
 
 
 def causal_conv(
@@ -68,16 +63,10 @@ def causal_conv(
     are given [slots, W - 1, C]; without ancestors, raw and out. Raises ValueError if shapes,
     dtypes or devices do not fit.
     """
-    check_causal_conv(q, k, v, weight, window, ancestors, raw, out, pieces)
+    operands.check_causal_conv(q, k, v, weight, window, ancestors, raw, out, pieces)
     if pieces is not None:
         mixed = torch.zeros(*q.shape[:2], weight.shape[0], dtype=q.dtype, device=q.device)
-        for slot, start, held, counts in pieces.sequences():
-            mine = window[slot : slot + 1]
-            if not start:
-                mine.zero_()
-            of_q, of_k, of_v = (_taken(x, held, counts) for x in (q, k, v))
-            _put(mixed, held, counts, causal_conv(of_q, of_k, of_v, weight, mine))
-        return mixed
+        return _by_sequence(pieces, mixed, window, (q, k, v), lambda q, k, v, mine: causal_conv(q, k, v, weight, mine))
     rows = torch.cat((q.flatten(2), k.flatten(2), v.flatten(2)), dim=-1)
     batch, count, channels = rows.shape
     taps, kept = weight.shape[1], window.shape[1]
@@ -115,8 +104,8 @@ def delta_tree(
     n is at most 64; no node lies more than `depth` below the root; A_log, dt_bias [HV]; `gates` is filled if given.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    check_delta("delta_tree", mixed, a, b, A_log, dt_bias, state)
-    check_tree(mixed, state, ancestors, depth, gates)
+    operands.check_delta("delta_tree", mixed, a, b, A_log, dt_bias, state)
+    operands.check_tree(mixed, state, ancestors, depth, gates)
     q, k, v = _heads(mixed, state)
     g, beta = gating(a, b, A_log, dt_bias)
     count = mixed.shape[1]
@@ -142,16 +131,12 @@ def delta_chunk(
 
     `pieces`: the B rows are pieces of prompts of some slots, all of whose states are given [slots, HV, K, V]. Each is
     a chunk, of 64 tokens at most."""
-    check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces)
+    operands.check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces)
     if pieces is not None:
         out = torch.zeros(*mixed.shape[:2], *state.shape[1::2], dtype=mixed.dtype, device=mixed.device)
-        for slot, start, places, counts in pieces.sequences():
-            mine = state[slot : slot + 1]
-            if not start:
-                mine.zero_()
-            of_mixed, of_a, of_b = (_taken(x, places, counts) for x in (mixed, a, b))
-            _put(out, places, counts, delta_chunk(of_mixed, of_a, of_b, A_log, dt_bias, mine))
-        return out
+        return _by_sequence(
+            pieces, out, state, (mixed, a, b), lambda mixed, a, b, mine: delta_chunk(mixed, a, b, A_log, dt_bias, mine)
+        )
     outputs = []
     for first in range(0, mixed.shape[1], MOST_NODES):
         part = slice(first, first + MOST_NODES)
@@ -166,14 +151,20 @@ def delta_chunk(
     return torch.cat(outputs, dim=2).transpose(1, 2).to(mixed.dtype)
 
 
-def _taken(rows: Tensor, places: list[int], counts: list[int]) -> Tensor:
-    """The tokens [1, n, ...] of some pieces [P, n, ...] of a sequence."""
-    return torch.cat([rows[place, :count] for place, count in zip(places, counts, strict=True)])[None]
-
-
-def _put(rows: Tensor, places: list[int], counts: list[int], values: Tensor) -> None:
-    for place, value in zip(places, values[0].split(counts), strict=True):
-        rows[place, : len(value)] = value
+def _by_sequence(
+    pieces: PromptPieces, out: Tensor, memory: Tensor, rows: tuple[Tensor, ...], function: Callable[..., Tensor]
+) -> Tensor:
+    """out [P, n, ...] of a function of a sequence's tokens [1, t, ...] and its memory, all of whose slots are given."""
+    for slot, start, places, counts in pieces.sequences():
+        mine = memory[slot : slot + 1]
+        if not start:
+            mine.zero_()
+        tokens = (
+            torch.cat([x[place, :count] for place, count in zip(places, counts, strict=True)])[None] for x in rows
+        )
+        for place, value in zip(places, function(*tokens, mine)[0].split(counts), strict=True):
+            out[place, : len(value)] = value
+    return out
 
 
 def delta_recurrent(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor) -> Tensor:
@@ -181,7 +172,7 @@ def delta_recurrent(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias:
 
     A_log, dt_bias [HV]. Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state)
+    operands.check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state)
     q, k, v = _heads(mixed, state)
     g, beta = gating(a, b, A_log, dt_bias)
     outputs = []
@@ -197,7 +188,7 @@ def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     x [B, n, HV, V]; weight [V]. The normalised value is rounded before the weight, the product before the gate, as
     Hugging Face's models do. Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    check_gated_norm(x, z, weight)
+    operands.check_gated_norm(x, z, weight)
     wide = x.float()
     normed = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     return (normed * functional.silu(z.reshape(x.shape).float())).to(x.dtype).flatten(2)
@@ -218,7 +209,7 @@ def commit_states(
     the trees; path [B, P] int32 node indices, of which the first accepted + 1 count; accepted [B] int32, -1 leaves a
     sequence as it is. Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    check_commit_states(states, windows, raw, mixed, gates, path, accepted)
+    operands.check_commit_states(states, windows, raw, mixed, gates, path, accepted)
     kept = windows.shape[2]
     for layer in range(len(states)):
         state, window = states[layer], windows[layer]

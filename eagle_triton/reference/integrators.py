@@ -11,15 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_triton.operands.integrators import (
-    TreeMaskMode,
-    both_spellings,
-    check_build,
-    check_in_place,
-    check_sampling,
-    check_verify,
-    packed_dtypes,
-)
+from eagle_triton.operands import integrators as operands
+from eagle_triton.operands.integrators import TreeMaskMode, both_spellings, packed_dtypes
 
 
 def build_tree_efficient_triton(
@@ -45,7 +38,7 @@ def build_tree_efficient_triton(
     uint32 [bs * N] for N up to 8, 16 or 32. A node whose parent was not chosen is linked to nothing and sees itself and
     the root; `status` [bs] int32, if given, counts such nodes. Raises ValueError if arguments do not fit.
     """
-    check_build(
+    operands.check_build(
         verified_id, parent_list, top_scores_index, draft_tokens, seq_lens, topk, spec_steps, num_verify_tokens,
         tree_mask_mode, status,
     )  # fmt: skip
@@ -103,7 +96,7 @@ def build_tree_in_place(
     it holds all lengths is not checked, since these lie on the device. Raises ValueError if other arguments do not fit.
     """
     outputs = (positions, retrive_index, retrive_next_token, retrive_next_sibling)
-    mask = check_in_place(
+    mask = operands.check_in_place(
         parent_list, top_scores_index, seq_lens, tree_mask, *outputs, topk, spec_steps, num_verify_tokens,
         tree_mask_mode,
     )  # fmt: skip
@@ -160,7 +153,9 @@ def verify_tree_greedy_triton(
     Raises ValueError if arguments do not fit.
     """
     links = (retrive_index, retrive_next_token, retrive_next_sibling)
-    check_verify("verify_tree_greedy", predicts, accept_index, accept_token_num, candidates, links, target_predict)
+    operands.check_verify(
+        "verify_tree_greedy", predicts, accept_index, accept_token_num, candidates, links, target_predict
+    )
     nodes, steps = candidates.shape[1], accept_index.shape[1]
     target = target_predict.flatten()
     for b in range(len(candidates)):
@@ -208,8 +203,8 @@ def tree_speculative_sampling_target_only(
     Always deterministic. Raises ValueError if arguments do not fit.
     """
     links = (retrive_index, retrive_next_token, retrive_next_sibling)
-    check_verify("tree_speculative_sampling", predicts, accept_index, accept_token_num, candidates, links)
-    check_sampling(candidates, uniform_samples, uniform_samples_for_final_sampling, target_probs, draft_probs)
+    operands.check_verify("tree_speculative_sampling", predicts, accept_index, accept_token_num, candidates, links)
+    operands.check_sampling(candidates, uniform_samples, uniform_samples_for_final_sampling, target_probs, draft_probs)
     nodes, steps = candidates.shape[1], accept_index.shape[1]
     for b in range(len(candidates)):
         row, last, count, visited, mass = 0, int(retrive_index[b, 0]), 0, 0, torch.zeros((), device=predicts.device)

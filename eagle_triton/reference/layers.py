@@ -7,15 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from eagle_triton.operands.layers import (
-    check_add,
-    check_embed_rms_norm,
-    check_float8_pair,
-    check_gate_heads,
-    check_rms_norm,
-    check_rotary_append,
-    check_swiglu,
-)
+from eagle_triton.operands import layers as operands
 from eagle_triton.reference.kv_cache import write_rows
 from eagle_triton.runtime.float8_pair import GROUP, LOW, Float8Pair
 from eagle_triton.runtime.split_sums import Product, SharedRows, SplitSums, total_of
@@ -60,7 +52,7 @@ def rms_norm(
     `zero_centred`, where 1 + weight stands for the weight (Gemma, Qwen3.5), only their product. `in_draft_pass` and
     `for_float8` matter to the kernel alone.
     """
-    check_rms_norm("rms_norm", x, weight)
+    operands.check_rms_norm("rms_norm", x, weight)
     x = total_of(x)
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -82,7 +74,7 @@ def embed_rms_norm(
 ) -> tuple[Tensor | Float8Pair, Tensor]:
     """(rms_norm(x), x) of x = embedding[max(tokens, 0)], [..., H] each. tokens [...] int64, embedding [V, H], weight
     [H]. `total` [..., H]: where x is written."""
-    check_embed_rms_norm(tokens, embedding, weight, total)
+    operands.check_embed_rms_norm(tokens, embedding, weight, total)
     x = embedding[tokens.clamp(min=0)]
     return rms_norm(x, weight, eps, zero_centred=zero_centred), x if total is None else total.copy_(x)
 
@@ -100,21 +92,21 @@ def add_rms_norm(
 ) -> tuple[Tensor | Float8Pair, Tensor]:
     """(rms_norm(x + residual), x + residual), [..., H] each. x, residual [..., H], weight [H]. `total` [..., H]: where
     the sum is written."""
-    check_rms_norm("add_rms_norm", x, weight, residual, total)
+    operands.check_rms_norm("add_rms_norm", x, weight, residual, total)
     both = total_of(x) + residual
     return rms_norm(both, weight, eps, zero_centred=zero_centred), both if total is None else total.copy_(both)
 
 
 def add(x: Product, residual: Tensor | None = None) -> Tensor:
     """x + residual, or the sum of a product's parts alone: [..., H]."""
-    check_add(x, residual)
+    operands.check_add(x, residual)
     x = total_of(x)
     return x if residual is None else x + residual
 
 
 def float8_pair(x: Tensor) -> Float8Pair:
     """x [..., K] bf16 as a pair of e4m3 numbers for each, and a power of two for 128 columns of a row."""
-    check_float8_pair(x)
+    operands.check_float8_pair(x)
     rows, size = x.shape[:-1].numel(), x.shape[-1]
     wide = torch.nn.functional.pad(x.reshape(rows, size).float(), (0, -size % GROUP)).view(rows, -1, GROUP)
     largest = wide.abs().amax(-1, keepdim=True) if size else wide.new_zeros(rows, 0, 1)
@@ -155,7 +147,7 @@ def rotary_append(
     per-head RMSNorm weights (Qwen3), see rms_norm for `zero_centred`. table: of a cache in pages, see tree_attention.
     Rows beyond the capacity are not written.
     """
-    check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table)
+    operands.check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table)
     q, k, v = total_of(q), total_of(k), total_of(v)
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps, zero_centred=zero_centred)
@@ -176,13 +168,13 @@ def rotary_append(
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer 2020), elementwise; [..., I] each."""
-    check_swiglu(gate, up)
+    operands.check_swiglu(gate, up)
     return torch.nn.functional.silu(gate) * up
 
 
 def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
     """x * sigmoid(gate), elementwise: attention with an output gate (Qiu et al. 2025). [B, n, Hq, d] each."""
-    check_gate_heads(x, gate)
+    operands.check_gate_heads(x, gate)
     return x * torch.sigmoid(gate)
 
 

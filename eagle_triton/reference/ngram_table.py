@@ -15,15 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_triton.operands.ngram_table import (
-    HALF,
-    HASH_FACTOR,
-    HASH_SHIFT,
-    LONGEST,
-    NgramTable,
-    check_count_ngrams,
-    check_counted_drafts,
-)
+from eagle_triton.operands import ngram_table as operands
+from eagle_triton.operands.ngram_table import HALF, HASH_FACTOR, HASH_SHIFT, LONGEST, NgramTable
 
 
 def count_ngrams(
@@ -43,7 +36,7 @@ def count_ngrams(
     ValueError if shapes, dtypes or devices do not fit, unless 1 <= shortest <= 5 - L, or for a weight that is negative
     or not finite.
     """
-    check_count_ngrams(table, shortest, tokens, first, end, fillers, weight)
+    operands.check_count_ngrams(table, shortest, tokens, first, end, fillers, weight)
     for slot, (start, stop) in enumerate(zip(first.tolist(), end.tolist(), strict=True)):
         row = tokens[slot, : max(stop, 0)].tolist()
         behind = [] if fillers is None else fillers[slot].tolist()
@@ -62,7 +55,7 @@ def counted_drafts(table: NgramTable, shortest: int, tokens: Tensor, lengths: Te
     token is the one with the largest count behind the longest known context of what is known and drafted. Returns int64
     [B, places], -1 behind the last draft. Raises ValueError as `count_ngrams`, and for places below 1.
     """
-    check_counted_drafts(table, shortest, tokens, lengths, places)
+    operands.check_counted_drafts(table, shortest, tokens, lengths, places)
     drafts = torch.full((len(tokens), places), -1, dtype=torch.int64, device=tokens.device)
     for slot, length in enumerate(lengths.tolist()):
         text = tokens[slot, : length + 1][-LONGEST:].tolist()

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from eagle_triton.operands import verification as operands
 from eagle_triton.operands.sampling import SamplingTensors, check_params
-from eagle_triton.operands.verification import (
-    ERROR,
-    GOES_ON,
-    LENGTH,
-    REPORT_TOKENS,
-    STOP,
-    Stops,
-    check_first_path,
-    check_limits,
-    check_positioned,
-    check_tree,
-    check_update,
-)
+from eagle_triton.operands.verification import ERROR, GOES_ON, LENGTH, REPORT_TOKENS, STOP, Stops
 from eagle_triton.reference.sampling import gumbel, gumbel_sample, probabilities, sample, uniform
 
 
@@ -32,19 +23,42 @@ def verify_greedy(
     int64: the correction or bonus). `nan` [B] bool, if given, is filled with whether a sequence's logits hold a NaN.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    check_tree("verify_greedy", logits, tokens, parents, depth, nan)
+    operands.check_tree("verify_greedy", logits, tokens, parents, depth, nan)
+    _note_nan(logits, nan)
+    target = logits.argmax(-1)
+    path, accepted, last = _walked(
+        parents, depth, lambda node: _first(parents, node, tokens == target.gather(1, node[:, None]))
+    )
+    return path, accepted, target.gather(1, last[:, None])[:, 0]
+
+
+def _note_nan(logits: Tensor, nan: Tensor | None) -> None:
     if nan is not None:
         nan.copy_(logits.isnan().flatten(1).any(1))
-    target = logits.argmax(-1)
-    current = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
+
+
+def _walked(
+    parents: Tensor, depth: int, choose: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where `choose` leads from the root on: the path, how many drafts that are, and the last node [B].
+
+    choose: of the nodes [B] reached so far the chosen children [B], and whether there is one.
+    """
+    current = torch.zeros(len(parents), dtype=torch.int64, device=parents.device)
     path, alive = [current], torch.ones_like(current, dtype=torch.bool)
     for _ in range(depth):
-        match = (parents == current[:, None]) & (tokens == target.gather(1, current[:, None]))
-        alive = alive & match.any(-1)
-        current = torch.where(alive, match.int().argmax(-1), current)
+        child, found = choose(current)
+        alive = alive & found
+        current = torch.where(alive, child, current)
         path.append(torch.where(alive, current, -1))
     stacked = torch.stack(path, dim=1).int()
-    return stacked, (stacked >= 0).sum(-1).int() - 1, target.gather(1, current[:, None])[:, 0]
+    return stacked, (stacked >= 0).sum(-1).int() - 1, current
+
+
+def _first(parents: Tensor, node: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """The first child of a node that is allowed [B, N], and whether there is one."""
+    children = (parents == node[:, None]) & allowed
+    return children.int().argmax(-1), children.any(-1)
 
 
 def verify_sampling(
@@ -65,10 +79,9 @@ def verify_sampling(
     siblings share counts once. Arguments and results as verify_greedy; coins come from `params` (seed, step): node i
     uses number i, the final token number N. Sequences with temperature 0 follow their argmax.
     """
-    check_tree("verify_sampling", logits, tokens, parents, depth, nan)
+    operands.check_tree("verify_sampling", logits, tokens, parents, depth, nan)
     check_params("verify_sampling", params, len(logits), logits.device)
-    if nan is not None:
-        nan.copy_(logits.isnan().flatten(1).any(1))
+    _note_nan(logits, nan)
     batch, nodes, vocabulary = logits.shape
     probs = probabilities(logits, params, top_p_first)
     argmax = torch.nn.functional.one_hot(logits.argmax(-1), vocabulary).float()
@@ -78,23 +91,18 @@ def verify_sampling(
     same = (parents[:, :, None] == parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
     repeated = same.tril(-1).any(-1)
 
-    current = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
-    path, alive = [current], torch.ones_like(current, dtype=torch.bool)
-    for _ in range(depth):
-        child = (parents == current[:, None]) & ~repeated
-        mass = torch.where(child, probs[rows, current].gather(1, tokens), 0.0)
-        hit = child & (coins[rows, current][:, None] < mass.cumsum(-1)) & (mass > 0)
-        alive = alive & hit.any(-1)
-        current = torch.where(alive, hit.int().argmax(-1), current)
-        path.append(torch.where(alive, current, -1))
-    stacked = torch.stack(path, dim=1).int()
+    def choose(node: Tensor) -> tuple[Tensor, Tensor]:
+        child = (parents == node[:, None]) & ~repeated
+        mass = torch.where(child, probs[rows, node].gather(1, tokens), 0.0)
+        return _first(parents, node, child & (coins[rows, node][:, None] < mass.cumsum(-1)) & (mass > 0))
 
+    path, accepted, current = _walked(parents, depth, choose)
     distribution = probs[rows, current]
     child = parents == current[:, None]  # of the last accepted node: all its children were refused
     refused = torch.zeros_like(distribution).scatter_add_(1, tokens, child.float()) > 0
     rest = distribution.masked_fill(refused, 0.0)
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, distribution)  # all mass refused by rounding
-    return stacked, (stacked >= 0).sum(-1).int() - 1, sample(rest, coins[:, nodes])
+    return path, accepted, sample(rest, coins[:, nodes])
 
 
 def verify_target_match(
@@ -118,26 +126,16 @@ def verify_target_match(
     verify_sampling. lengths [B] int32: where the root stands, depths [B, N] int32: below it; a node's sample stands at
     lengths + depths + 1. filtered: False if all filters are off, they are not read then.
     """
-    check_positioned("verify_target_match", logits, tokens, parents, depth, params, lengths, depths, nan)
-    if nan is not None:
-        nan.copy_(logits.isnan().flatten(1).any(1))
+    operands.check_positioned("verify_target_match", logits, tokens, parents, depth, params, lengths, depths, nan)
+    _note_nan(logits, nan)
     rows = torch.arange(len(logits), device=logits.device)
     noise = _noise_by_depth(params, lengths, depth, logits.shape[2])
 
     def target(node: Tensor) -> Tensor:
         return gumbel_sample(logits[rows, node], noise[rows, depths[rows, node].long()], params, top_p_first, filtered)
 
-    current = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
-    following, alive = target(current), torch.ones_like(current, dtype=torch.bool)
-    path = [current]
-    for _ in range(depth):
-        match = (parents == current[:, None]) & (tokens == following[:, None])
-        alive = alive & match.any(-1)
-        current = torch.where(alive, match.int().argmax(-1), current)
-        following = torch.where(alive, target(current), following)
-        path.append(torch.where(alive, current, -1))
-    stacked = torch.stack(path, dim=1).int()
-    return stacked, (stacked >= 0).sum(-1).int() - 1, following
+    path, accepted, last = _walked(parents, depth, lambda node: _first(parents, node, tokens == target(node)[:, None]))
+    return path, accepted, target(last)
 
 
 def verify_topp(
@@ -162,10 +160,9 @@ def verify_topp(
     candidates then. The next token is sampled from the candidates of the last node, as verify_target_match does it.
     Arguments and results as there; temperature 0 follows its argmax.
     """
-    check_positioned("verify_topp", logits, tokens, parents, depth, params, lengths, depths, nan)
-    check_limits("verify_topp", window, max_candidates)
-    if nan is not None:
-        nan.copy_(logits.isnan().flatten(1).any(1))
+    operands.check_positioned("verify_topp", logits, tokens, parents, depth, params, lengths, depths, nan)
+    operands.check_limits("verify_topp", window, max_candidates)
+    _note_nan(logits, nan)
     hot = params.temperature > 0
     capped = params._replace(
         top_k=torch.full_like(params.top_k, max_candidates),
@@ -181,31 +178,22 @@ def verify_topp(
     kept = candidates[rows[:, None], above, tokens]
     rank = _ranks(logits, tokens, above) if window else None
 
-    def follow(node: Tensor, rule: Tensor) -> tuple[Tensor, Tensor]:
-        """The first child of a node that a rule [B, N] allows, and whether there is one."""
-        allowed = (parents == node[:, None]) & rule
-        return allowed.int().argmax(-1), allowed.any(-1)
-
-    current = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
-    path, alive = [current], torch.ones_like(current, dtype=torch.bool)
-    for _ in range(depth):
-        allowed = (parents == current[:, None]) & kept
+    def choose(node: Tensor) -> tuple[Tensor, Tensor]:
+        allowed = (parents == node[:, None]) & kept
         child, found = x.masked_fill(~allowed, float("-inf")).argmax(-1), allowed.any(-1)
-        if rank is not None:
-            second, opens = follow(current, rank == 1)
-            look = second
-            for _ in range(window):
-                look, more = follow(look, rank == 0)
-                opens = opens & more
-            child, found = torch.where(found, child, second), found | (opens & hot)
-        alive = alive & found
-        current = torch.where(alive, child, current)
-        path.append(torch.where(alive, current, -1))
-    stacked = torch.stack(path, dim=1).int()
+        if rank is None:
+            return child, found
+        second, opens = _first(parents, node, rank == 1)
+        look = second
+        for _ in range(window):
+            look, more = _first(parents, look, rank == 0)
+            opens = opens & more
+        return torch.where(found, child, second), found | (opens & hot)
 
+    path, accepted, current = _walked(parents, depth, choose)
     row = logits[rows, current].float().masked_fill(~candidates[rows, current], float("-inf"))
     noise = _noise_by_depth(params, lengths, depth, logits.shape[2])[rows, depths[rows, current].long()]
-    return stacked, (stacked >= 0).sum(-1).int() - 1, gumbel_sample(row, noise, params, filtered=False)
+    return path, accepted, gumbel_sample(row, noise, params, filtered=False)
 
 
 def _ranks(logits: Tensor, tokens: Tensor, above: Tensor) -> Tensor:
@@ -226,16 +214,10 @@ def first_path(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     parents [B, N] int32; depth D of the tree. Returns (path [B, D + 1] int32, nodes on the way: [B] int32, root not
     counted) as verify_greedy does. Raises ValueError if shapes or dtypes do not fit.
     """
-    check_first_path(parents, depth)
-    current = torch.zeros(len(parents), dtype=torch.int64, device=parents.device)
-    path, alive = [current], torch.ones_like(current, dtype=torch.bool)
-    for _ in range(depth):
-        child = parents == current[:, None]
-        alive = alive & child.any(-1)
-        current = torch.where(alive, child.int().argmax(-1), current)
-        path.append(torch.where(alive, current, -1))
-    stacked = torch.stack(path, dim=1).int()
-    return stacked, (stacked >= 0).sum(-1).int() - 1
+    operands.check_first_path(parents, depth)
+    every = torch.ones_like(parents, dtype=torch.bool)
+    path, accepted, _ = _walked(parents, depth, lambda node: _first(parents, node, every))
+    return path, accepted
 
 
 def _noise_by_depth(params: SamplingTensors, lengths: Tensor, depth: int, vocabulary: int) -> Tensor:
@@ -270,7 +252,7 @@ def update_sequence(
     int64: one more for every sequence. Returns the lengths as they were before, [B] int32. Raises ValueError if shapes,
     dtypes or devices do not fit.
     """
-    check_update(sequence, lengths, active, tokens, path, accepted, next_token, nan, stops, report, counter)
+    operands.check_update(sequence, lengths, active, tokens, path, accepted, next_token, nan, stops, report, counter)
     before = lengths.clone()
     columns, steps = sequence.shape[1], path.shape[1]
     advances = active & ~nan
