@@ -9,7 +9,7 @@ from eagle_triton import attention as kernels
 from eagle_triton.operands.ancestors import ancestor_matrix, pack_ancestors
 from eagle_triton.reference import attention as reference
 from eagle_triton.reference.layers import float8_pair
-from eagle_triton.runtime.overlap import triton_version
+from eagle_triton.runtime.fallback import triton_version
 from tests.paging import in_pages
 
 CUDA = torch.cuda.is_available()
