@@ -14,13 +14,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from eagle_triton import kv_cache
+from eagle_triton.operands.ancestors import WORD
+from eagle_triton.operands.attention import check_tree_attention
+from eagle_triton.operands.kv_cache import capacity_of
 from eagle_triton.ops.attention_tiles import _merge_kernel, _tree_attention_kernel
 from eagle_triton.ops.layers.fp8_pair_rows import empty_pair
-from eagle_triton.reference.attention import WORD, capacity_of, check_tree_attention
-from eagle_triton.runtime.fallback import gluon_module
+from eagle_triton.runtime.fallback import gluon_module, triton_version
 from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs
 from eagle_triton.runtime.launch import EXACT, launch
-from eagle_triton.runtime.overlap import can_overlap, prefer_shared_memory, triton_version
+from eagle_triton.runtime.overlap import can_overlap, prefer_shared_memory
 
 _TILE_ROWS = 64  # no tile of keys has more
 _PIECE_NODES = 16  # pieces of prompts have as many at least

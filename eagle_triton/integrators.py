@@ -30,10 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.ops.sampling.draws import choose_chunk, choose_token, chunk_of
-from eagle_triton.ops.sampling.filter_thresholds import merge_peaks
-from eagle_triton.reference import integrators as reference
-from eagle_triton.reference.integrators import (
+from eagle_triton.engine.operations import module_of
+from eagle_triton.operands.integrators import (
     TreeMaskMode,
     both_spellings,
     check_build,
@@ -42,6 +40,8 @@ from eagle_triton.reference.integrators import (
     check_verify,
     packed_dtypes,
 )
+from eagle_triton.ops.sampling.draws import choose_chunk, choose_token, chunk_of
+from eagle_triton.ops.sampling.filter_thresholds import merge_peaks
 from eagle_triton.runtime.launch import launch
 
 _NOWHERE = tl.constexpr(2**31 - 1)
@@ -317,7 +317,7 @@ def _interpreted() -> bool:
 
 def _reference_on_cpu(function: Function) -> Function:
     """Let the reference of the same name take tensors that lie on a CPU, where no kernel can run."""
-    plain = getattr(reference, function.__name__)
+    plain = getattr(module_of("integrators", kernels=False), function.__name__)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

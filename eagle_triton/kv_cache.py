@@ -25,9 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.operands.kv_cache import capacity_of, check_append, check_commit, check_gather
 from eagle_triton.ops.views import CacheStack, Matrix, NewRows, Pages
-from eagle_triton.reference.attention import capacity_of
-from eagle_triton.reference.kv_cache import check_append, check_commit, check_gather
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.launch import launch
 from eagle_triton.runtime.overlap import await_inputs, overlapped

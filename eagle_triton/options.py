@@ -12,7 +12,7 @@ from eagle_triton.engine.drafts.float8 import check_draft_dtype
 from eagle_triton.engine.memory.pages import check_cache_tokens
 from eagle_triton.engine.tree_spec import MOST_NODES
 from eagle_triton.families.reading.float8 import EXACT, check_activations
-from eagle_triton.reference.verification import Verification
+from eagle_triton.operands.verification import Verification
 
 Config = TypeVar("Config", bound="EngineOptions")
 

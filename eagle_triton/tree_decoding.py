@@ -27,6 +27,7 @@ import torch
 import triton
 from torch import Tensor
 
+from eagle_triton.operands.tree_decoding import Expansion, check_build_tree, check_expand_beam, check_offsets
 from eagle_triton.ops.tree import (
     _build_tree_kernel,
     _expand_beam_kernel,
@@ -42,7 +43,6 @@ from eagle_triton.ops.verification import (
     verify_target_match,
     verify_topp,
 )
-from eagle_triton.reference import tree_decoding as reference
 from eagle_triton.runtime.overlap import overlapped
 
 __all__ = [
@@ -84,9 +84,12 @@ def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tens
     rows, vocabulary = logits.shape
     if not 1 <= k <= vocabulary:
         raise ValueError(f"topk: k must be in 1..{vocabulary}, got {k}")
-    reference.check_offsets(logits, offsets)
+    check_offsets(logits, offsets)
     if k > _TOP_K_LIMIT:
-        return reference.topk(logits, k, offsets=offsets)
+        wide = logits.float().masked_fill(logits.isnan(), float("-inf"))
+        values, tokens = (best[:, :k] for best in wide.sort(dim=-1, descending=True, stable=True))
+        values = (values - wide.logsumexp(-1, keepdim=True)).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
+        return values, tokens if offsets is None else tokens + offsets[tokens]
     chunk = topk_chunk_of(vocabulary)
     chunks = triton.cdiv(vocabulary, chunk)
     ranks = torch.empty(rows, chunks, k, dtype=torch.int64, device=logits.device)
@@ -135,17 +138,17 @@ def expand_beam(
     *,
     first_candidate: int = 0,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> reference.Expansion:
+) -> Expansion:
     """Score the children of a level's nodes and choose the next beam; see reference.tree_decoding.expand_beam.
 
     Raises ValueError if shapes, dtypes or strides do not fit.
     """
-    reference.check_expand_beam(parent_scores, log_probs, tokens, parent_ancestors, first_slot, width, selected, out)
+    check_expand_beam(parent_scores, log_probs, tokens, parent_ancestors, first_slot, width, selected, out)
     batch, nodes, k = log_probs.shape
     words = parent_ancestors.shape[-1]
     chosen, parents, tokens_out = torch.empty(3, batch, width, dtype=torch.int64, device=log_probs.device)
     children, child_scores, chosen = (None, log_probs.new_empty(batch, nodes * k), chosen) if out is None else out
-    grown = reference.Expansion(
+    grown = Expansion(
         child_scores,
         chosen,
         parents,
@@ -203,7 +206,7 @@ def build_tree(
     ancestors), written to `out` if given. Raises ValueError if there are fewer than N - 1 candidates, or if shapes or
     dtypes do not fit.
     """
-    reference.check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, grafted, lengths, out)
+    check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, grafted, lengths, out)
     batch, device = len(root), root.device
     words = -(-nodes // 64)
     if out is None:

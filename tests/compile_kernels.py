@@ -43,9 +43,8 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from eagle_triton.runtime.fallback import reason_of  # noqa: E402
+from eagle_triton.runtime.fallback import reason_of, triton_version  # noqa: E402
 from eagle_triton.runtime.launch import FUSED  # noqa: E402
-from eagle_triton.runtime.overlap import triton_version  # noqa: E402
 
 CASES = Path(__file__).parent / "compile_cases"
 TARGETS = {

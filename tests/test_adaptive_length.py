@@ -9,9 +9,9 @@ from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.demo import demo_prompts
 from eagle_triton.engine.drafts.beams import LEVELS
 from eagle_triton.inference.speculative_config import SpeculativeConfig
+from eagle_triton.operands.adaptive_length import EGAGConfig, GuideTensors
 from eagle_triton.ops import adaptive_length
 from eagle_triton.reference import adaptive_length as reference
-from eagle_triton.reference.adaptive_length import EGAGConfig, GuideTensors
 from eagle_triton.speculative_decoding import speculative_generate
 from eagle_triton.speculative_decoding.egag import EntropyGuide
 from tests.tiny import tiny_model
@@ -57,7 +57,7 @@ class TestRowEntropy:
     @BOTH
     def test_bad_input(self, module):
         for logits in (torch.zeros(4), torch.zeros(2, 0), torch.zeros(2, 3, dtype=torch.int64)):
-            with pytest.raises(ValueError, match="row_entropy: logits must be floating-point"):
+            with pytest.raises(ValueError, match="row_entropy: logits must be floats"):
                 module.row_entropy(logits)
 
 
@@ -120,9 +120,9 @@ class TestChooseGamma:
         good = entropies(1.0), lengths(4), some_guide()
         with pytest.raises(ValueError, match="a gamma_max and a vocabulary expected"):
             module.choose_gamma(*good, EGAGConfig(), 50)
-        with pytest.raises(ValueError, match=r"entropy must be contiguous torch.float32 \[1\]"):
+        with pytest.raises(ValueError, match=r"entropy must be contiguous float32 \[1\]"):
             module.choose_gamma(entropies(1.0, 2.0), *good[1:], EGAGConfig(1, 6), 50)
-        with pytest.raises(ValueError, match=r"guide.root must be contiguous torch.int32"):
+        with pytest.raises(ValueError, match=r"guide.root must be contiguous int32"):
             wrong = GuideTensors(good[2].values, good[2].root.long())
             module.choose_gamma(*good[:2], wrong, EGAGConfig(1, 6), 50)
 
@@ -166,7 +166,7 @@ class TestClipDepth:
     def test_bad_input(self, module):
         tokens, scores, depths = self.candidates(1)
         rest = some_guide(), lengths(4), lengths(9), self.CONFIG
-        with pytest.raises(ValueError, match="clip_depth: scores must be contiguous torch.float32"):
+        with pytest.raises(ValueError, match="clip_depth: scores must be contiguous float32"):
             module.clip_depth(tokens, scores.double(), depths, *rest)
         with pytest.raises(ValueError, match="clip_depth: depths"):
             module.clip_depth(tokens, scores, depths.long(), *rest)

@@ -5,7 +5,8 @@ import os
 import pytest
 import torch
 
-from eagle_triton.reference.suffix_match import END, SuffixRules, match_lengths, suffix_draft
+from eagle_triton.operands.suffix_match import END, SuffixRules
+from eagle_triton.reference.suffix_match import match_lengths, suffix_draft
 from tests import arctic
 
 NAMES = ("max_tree_depth", "max_spec_tokens", "max_spec_factor", "max_spec_offset", "min_token_prob", "use_tree_spec")

@@ -12,6 +12,7 @@ import torch
 
 from eagle_triton import attention as launchers
 from eagle_triton.attention import Settings, settings_for
+from eagle_triton.operands.ancestors import pack_ancestors
 from eagle_triton.reference import attention as reference
 from eagle_triton.runtime.launch import recorded
 from tests.gluon_by_python import run as run_by_python
@@ -106,7 +107,7 @@ def test_every_row_of_any_length(nodes, group, width, words, new_keys, page_rows
     cache = torch.randn(2, len(lengths), kv_heads, capacity, width).half()
     for sequence, length in enumerate(lengths):
         cache[:, sequence, :, length + nodes :] = float("nan")
-    ancestors = reference.pack_ancestors(random_trees(len(lengths), nodes, words))
+    ancestors = pack_ancestors(random_trees(len(lengths), nodes, words))
     given = torch.tensor(lengths, dtype=torch.int32)
     expected = reference.tree_attention(q.double(), cache.double(), given, ancestors, scale=SCALE)
     table = None
@@ -129,7 +130,7 @@ def test_sums_are_scaled_where_a_maximum_grows():
     q, cache = torch.randn(1, 3, 2, width).half(), torch.randn(2, 1, 1, 512, width).half()
     for tile in range(8):
         cache[0, :, :, 64 * tile : 64 * tile + 64] *= (1, 9, 3, 30, 2, 60, 1, 90)[tile]
-    given, ancestors = torch.tensor([length], dtype=torch.int32), reference.pack_ancestors(random_trees(1, 3, 1))
+    given, ancestors = torch.tensor([length], dtype=torch.int32), pack_ancestors(random_trees(1, 3, 1))
     expected = reference.tree_attention(q.double(), cache.double(), given, ancestors, scale=SCALE)
     new = memory_rows(cache, None, [length])
     for programs, splits in ((1, 1), (1, 3), (3, 3)):

@@ -20,7 +20,8 @@ from eagle_triton.engine.scheduler.step_planner import MIN_SCRATCH_ROWS
 from eagle_triton.engine.scheduler.stop_rules import generate
 from eagle_triton.engine.skipped_features import start_skipping
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
-from eagle_triton.reference.verification import VERIFY_STRATEGIES, Verification, first_path
+from eagle_triton.operands.verification import VERIFY_STRATEGIES, Verification
+from eagle_triton.reference.verification import first_path
 from tests.test_engine import engine_for
 from tests.tiny import draft_cache, fill_target_cache, random_prompt, tiny_model
 

@@ -21,7 +21,8 @@ from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.inference import SpeculativeConfig
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.heads import DraftConfig, Eagle1Head, Eagle3Head
-from eagle_triton.reference.sampling import SamplingTensors, probabilities
+from eagle_triton.operands.sampling import SamplingTensors
+from eagle_triton.reference.sampling import probabilities
 from tests.tiny import FAMILIES, random_prompt, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -28,9 +28,8 @@ from eagle_triton.families import own_ea_model as native
 from eagle_triton.runtime import compile_ahead
 from eagle_triton.runtime import launch as launching
 from eagle_triton.runtime.compile_ahead import compiled_ahead
-from eagle_triton.runtime.fallback import KernelError
+from eagle_triton.runtime.fallback import KernelError, triton_version
 from eagle_triton.runtime.launch import launch, launch_key
-from eagle_triton.runtime.overlap import triton_version
 from tests.tiny import random_prompt, tiny_model
 
 needs_async_compilation = pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6")

@@ -84,7 +84,7 @@ def test_partial_sums(device, dtype):
 def test_refuses(device):
     features, parents, tokens, embedding, token_norm, _ = case(device, torch.float32)
     for module in (draft_inputs, reference):
-        with pytest.raises(ValueError, match=r"features \[B, P, H\] and embedding"):
+        with pytest.raises(ValueError, match=r"features must be \[B, P, H\]"):
             module.draft_inputs(features[0], parents, tokens, embedding)
         with pytest.raises(ValueError, match="tokens must be int64"):
             module.draft_inputs(features, parents, tokens.int(), embedding)

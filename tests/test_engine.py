@@ -23,8 +23,9 @@ from eagle_triton.engine.state import capacity_bucket
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families import own_ea_model as native
 from eagle_triton.models.tree import MC_SIM_7B_63
-from eagle_triton.reference.sampling import SamplingTensors, probabilities
-from eagle_triton.reference.verification import Verification
+from eagle_triton.operands.sampling import SamplingTensors
+from eagle_triton.operands.verification import Verification
+from eagle_triton.reference.sampling import probabilities
 from tests.tiny import random_prompt, target_cache, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

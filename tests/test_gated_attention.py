@@ -19,7 +19,7 @@ from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families import causal_lm
 from eagle_triton.families.attention_forward import HARMLESS, TargetAttention, transformers_forward
 from eagle_triton.models.target import TargetCache, cache_argument
-from eagle_triton.reference.attention import pack_ancestors
+from eagle_triton.operands.ancestors import pack_ancestors
 from tests.tiny import random_prompt
 
 qwen3_5 = pytest.importorskip("transformers.models.qwen3_5")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from eagle_triton.operands.gated_delta import PromptPieces
 from eagle_triton.ops import gated_delta as kernels
 from eagle_triton.ops.gated_delta import chunk
 from eagle_triton.ops.gated_delta import tree as tree_kernels
@@ -694,7 +695,7 @@ def test_pieces_of_prompts_give_what_each_prompt_gives_alone(device, module, row
             columns[place] = slot, piece * rows, count
             for mine, x in zip(inputs, whole[slot][:3], strict=True):
                 mine[place, :count] = x[0, piece * rows : piece * rows + count]
-        pieces = reference.PromptPieces(*torch.tensor(columns, dtype=torch.int32, device=device).T.contiguous())
+        pieces = PromptPieces(*torch.tensor(columns, dtype=torch.int32, device=device).T.contiguous())
         mixed, a, b = inputs
         mixed = module.causal_conv(*split_heads(mixed, 1, 16, 32), weight, window, pieces=pieces)
         out = module.delta_chunk(mixed, a, b, A_log, dt_bias, state, pieces)
@@ -718,15 +719,15 @@ def test_pieces_of_prompts_give_what_each_prompt_gives_alone(device, module, row
 def test_pieces_of_prompts_must_fit(device, module):
     operands = delta_operands(20, heads=1, device=device)
     column = torch.zeros(len(operands["mixed"]), dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match=r"pieces.counts must be torch.int32 \[2\]"):
-        module.delta_chunk(**operands, pieces=reference.PromptPieces(column, column, column[:1]))
+    with pytest.raises(ValueError, match=r"pieces.counts must be int32 \[2\]"):
+        module.delta_chunk(**operands, pieces=PromptPieces(column, column, column[:1]))
     with pytest.raises(ValueError, match="at most 64 tokens, got 65"):
-        module.delta_chunk(**delta_operands(65, heads=1, device=device), pieces=reference.PromptPieces(*[column] * 3))
+        module.delta_chunk(**delta_operands(65, heads=1, device=device), pieces=PromptPieces(*[column] * 3))
     with pytest.raises(ValueError, match="at least 3 tokens, a window's, got 2"):
-        module.causal_conv(**conv_operands(torch.float32, 2, 4, device), pieces=reference.PromptPieces(*[column] * 3))
+        module.causal_conv(**conv_operands(torch.float32, 2, 4, device), pieces=PromptPieces(*[column] * 3))
     conv = conv_operands(torch.float32, 9, 4, device)
     with pytest.raises(ValueError, match="pieces of prompts have no ancestors, raw and out"):
-        module.causal_conv(**conv, out=torch.zeros(1, device=device), pieces=reference.PromptPieces(*[column] * 3))
+        module.causal_conv(**conv, out=torch.zeros(1, device=device), pieces=PromptPieces(*[column] * 3))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # whose inverse is 0

@@ -490,7 +490,7 @@ class TestGDNFunctions:
         for match, call in (
             ("v must have a multiple", lambda: gdn.chunk_gated_delta_rule(q, k, v[:, :, :3], g, beta)),
             ("beta must be floats", lambda: gdn.chunk_gated_delta_rule(q, k, v, g, beta[:, :2])),
-            ("one dtype", lambda: gdn.chunk_gated_delta_rule(q, k, v.double(), g, beta)),
+            ("v must be float32", lambda: gdn.chunk_gated_delta_rule(q, k, v.double(), g, beta)),
             ("one row of T tokens", lambda: gdn.chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=slots)),
             ("distinct and below 3", lambda: update(q, k, v, g, beta, pool, torch.tensor([1, 1]))),
             ("distinct and below 3", lambda: update(q, k, v, g, beta, pool, torch.tensor([0, 3]))),

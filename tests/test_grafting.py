@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from eagle_triton import tree_decoding
+from eagle_triton.operands.grafting import BUCKETS, FIRST, MOST_COUNTED, NEXT, PRIOR_WEIGHT
+from eagle_triton.operands.suffix_match import RepeatDrafts
 from eagle_triton.ops import grafting
 from eagle_triton.reference import grafting as reference
 from eagle_triton.reference import tree_decoding as tree_reference
-from eagle_triton.reference.grafting import BUCKETS, FIRST, MOST_COUNTED, NEXT, PRIOR_WEIGHT
-from eagle_triton.reference.suffix_match import RepeatDrafts
 
 
 def some_drafts(generator, batch, places, vocabulary, tree=False, device="cpu") -> RepeatDrafts:
@@ -238,9 +238,9 @@ def bad_arguments():
     wide = drafts._replace(probs=torch.zeros(2, 6)[:, ::2])
     estimates, before = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32)
     graft, estimate, count = "graft", "estimate_scores", "count_right"
-    yield graft, (tokens.int(), scores, beams, 3, drafts, estimates), {}, "candidates must be torch.int64"
-    yield graft, (tokens, scores[:1], beams, 3, drafts, estimates), {}, "scores must be torch.float32"
-    yield graft, (tokens, scores, beams, 0, drafts, estimates), {}, "top_k >= 1"
+    yield graft, (tokens.int(), scores, beams, 3, drafts, estimates), {}, "candidates must be int64"
+    yield graft, (tokens, scores[:1], beams, 3, drafts, estimates), {}, "scores must be float32"
+    yield graft, (tokens, scores, beams, 0, drafts, estimates), {}, "top_k must be at least 1"
     yield graft, (tokens, scores, beams, 3, drafts, estimates[:, :2]), {}, "estimates must be"
     yield estimate, (drafts, counts[:, :2]), {"buckets": buckets}, "counts must be"
     yield estimate, (drafts, counts), {"buckets": buckets.long()}, "buckets must be"
@@ -260,7 +260,7 @@ def test_build_tree_refuses_grafts_that_do_not_fit():
     drafts = some_drafts(torch.Generator().manual_seed(5), 2, 3, 5)
     root, none = torch.zeros(2, dtype=torch.int64), drafts.tokens[:, :0]
     for module in (tree_decoding, tree_reference):
-        with pytest.raises(ValueError, match="grafted must be torch.int32"):
+        with pytest.raises(ValueError, match="grafted must be int32"):
             module.build_tree(root, drafts.tokens, drafts.probs, none, 3, 1, grafted=drafts.parents.long())
         with pytest.raises(ValueError, match="no selected expected"):
             chosen = torch.tensor([0, 1])

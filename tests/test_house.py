@@ -40,6 +40,17 @@ def test_an_operation_has_all_its_places(name):
     assert f"ops.{name}(" in "".join(path.read_text(encoding="utf-8") for path in PACKAGE.glob("engine/**/*.py"))
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "reference").glob("*.py")), ids=lambda path: path.stem)
+def test_references_are_operations_and_nothing_else(path):
+    """Types, constants and checks stand in operands/, where production finds them too."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            assert not node.name.startswith("check_"), node.name
+            assert isinstance(node, ast.FunctionDef) or node.name.startswith("_"), node.name
+        elif isinstance(node, ast.Assign):
+            assert isinstance(node.value, ast.Name) or ast.unparse(node.targets[0]).startswith("_"), ast.unparse(node)
+
+
 def test_both_tables_hold_the_same_operations_in_the_same_order():
     mine = [name for name, value in vars(KernelOperations).items() if isinstance(value, staticmethod)]
     assert mine == OPERATIONS and len(OPERATIONS) == 43

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_triton import integrators
+from eagle_triton.operands.integrators import TreeMaskMode
 from eagle_triton.reference import integrators as reference
-from eagle_triton.reference.integrators import TreeMaskMode
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -4,9 +4,10 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from eagle_triton.operands.ancestors import pack_ancestors
+from eagle_triton.operands.logit_processing import LogitRules
 from eagle_triton.ops import logit_processing
 from eagle_triton.reference import logit_processing as reference
-from eagle_triton.reference.attention import pack_ancestors
 from tests.test_verification import random_tree
 
 CUDA = torch.cuda.is_available()
@@ -30,7 +31,7 @@ def arguments(nodes: int, vocabulary: int, batch: int = 2, dtype: torch.dtype = 
     logits = (3 * torch.randn(batch, nodes, vocabulary, generator=source)).to(dtype)
     parents = random_tree(batch, nodes, 5, source)
     tokens = torch.randint(vocabulary, (batch, nodes), generator=source)
-    rules = reference.LogitRules(
+    rules = LogitRules(
         penalty=torch.tensor([1.3, 0.7])[:batch],
         bias=(torch.rand(batch, vocabulary, generator=source) < 0.2) * torch.randn(batch, vocabulary, generator=source),
         seen=(torch.rand(batch, vocabulary, generator=source) < 0.1).to(torch.uint8),
@@ -88,7 +89,7 @@ def test_kernel(device, nodes, vocabulary, dtype):
 
 def test_rules_that_are_off_change_no_bit(device):
     given = arguments(7, 50, dtype=torch.bfloat16)
-    off = reference.LogitRules(torch.ones(2), torch.zeros(2, 50), given[3].seen, torch.zeros(2, dtype=torch.int32))
+    off = LogitRules(torch.ones(2), torch.zeros(2, 50), given[3].seen, torch.zeros(2, dtype=torch.int32))
     for module, where in ((reference, "cpu"), (logit_processing, device)):
         out = module.process_logits(*moved_to(where, (*given[:3], off, *given[4:])))
         assert torch.equal(out.cpu(), given[0].float())
@@ -115,7 +116,7 @@ def test_refusals(device, module):
         ((logits, tokens, ancestors, rules._replace(penalty=rules.penalty.double()), *ends), "rules.penalty"),
         ((logits, tokens, ancestors, rules._replace(bias=rules.bias[:, :9]), *ends), "rules.bias"),
         ((logits, tokens, ancestors, rules._replace(seen=rules.seen.bool()), *ends), "rules.seen"),
-        ((logits, tokens, ancestors, rules._replace(seen=rules.seen.mT.contiguous().mT), *ends), "stride 1"),
+        ((logits, tokens, ancestors, rules._replace(seen=rules.seen.mT.contiguous().mT), *ends), "contiguous rows"),
         ((logits, tokens, ancestors, rules._replace(least=rules.least.long()), *ends), "rules.least"),
         ((logits, tokens, ancestors, rules, lengths.long(), stop_ids), "lengths"),
         ((logits, tokens, ancestors, rules, lengths, stop_ids[:1]), "stop_ids"),

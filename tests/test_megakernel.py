@@ -22,7 +22,7 @@ from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.step import Mode, verify_and_draft
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.families import own_ea_model as native
-from eagle_triton.reference.verification import TARGET_MATCH, Verification
+from eagle_triton.operands.verification import TARGET_MATCH, Verification
 from tests.tiny import random_prompt, tiny_model
 
 CUDA = torch.cuda.is_available()

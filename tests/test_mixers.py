@@ -20,7 +20,7 @@ from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families import own_ea_model as native
-from eagle_triton.reference.attention import ancestor_matrix
+from eagle_triton.operands.ancestors import ancestor_matrix
 from tests.tiny import random_prompt, tiny_model
 
 DECAY = 0.5

@@ -15,7 +15,7 @@ from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
-from eagle_triton.reference.verification import Verification
+from eagle_triton.operands.verification import Verification
 from tests.test_batch import LARGER, alone, drain, prompt
 from tests.test_causal_lm import causal_lm
 from tests.test_prefill import PACKED, packing

@@ -17,7 +17,7 @@ from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families import own_ea_model as native
-from eagle_triton.reference.suffix_match import END, SuffixRules
+from eagle_triton.operands.suffix_match import END, SuffixRules
 from tests.tiny import random_prompt, tiny_model
 
 VOCABULARY = 8  # so few tokens that greedy decoding soon repeats itself

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from eagle_triton.operands.sampling import SamplingTensors
 from eagle_triton.ops import sampling
 from eagle_triton.ops.sampling import filter_thresholds
 from eagle_triton.reference import sampling as reference
@@ -30,7 +31,7 @@ def make_params(batch, device, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, s
     def full(value, dtype):
         return torch.full((batch,), value, dtype=dtype, device=device)
 
-    return reference.SamplingTensors(
+    return SamplingTensors(
         full(temperature, torch.float32),
         full(top_k, torch.int32),
         full(top_p, torch.float64),
@@ -159,9 +160,7 @@ def test_parameters_are_per_sequence(device):
     out = sampling.probabilities(logits, params)
     torch.testing.assert_close(out, reference.probabilities(logits, params), rtol=2e-5, atol=1e-7)
     alone = [
-        sampling.probabilities(
-            logits[b : b + 1], reference.SamplingTensors(*(value[b : b + 1].clone() for value in params))
-        )
+        sampling.probabilities(logits[b : b + 1], SamplingTensors(*(value[b : b + 1].clone() for value in params)))
         for b in range(3)
     ]
     assert torch.equal(out, torch.cat(alone))  # the batch leaves no trace

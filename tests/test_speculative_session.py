@@ -14,8 +14,8 @@ from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.inference import SpeculativeConfig
 from eagle_triton.inference.policy import TreePolicy
 from eagle_triton.models.mtp import load_mtp
-from eagle_triton.reference.adaptive_length import EGAGConfig
-from eagle_triton.reference.verification import Verification
+from eagle_triton.operands.adaptive_length import EGAGConfig
+from eagle_triton.operands.verification import Verification
 from tests.tiny import random_prompt, tiny_model
 from tests.tiny_hybrids import QWEN, mtp_tensors, save_with_mtp, tiny_hybrid
 

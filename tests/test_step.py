@@ -15,7 +15,7 @@ from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.step import Mode, decode_step
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families import own_ea_model as native
-from eagle_triton.reference.verification import Verification
+from eagle_triton.operands.verification import Verification
 from eagle_triton.runtime.launch import recorded
 from tests.tiny import random_prompt, tiny_model
 

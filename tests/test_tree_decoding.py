@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from eagle_triton import tree_decoding
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.operands.ancestors import ancestor_matrix
 from eagle_triton.reference import tree_decoding as reference
-from eagle_triton.reference.attention import ancestor_matrix
 
 CUDA = torch.cuda.is_available()
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.state import Tree
 from eagle_triton.engine.step import Mode, verify
+from eagle_triton.operands.sampling import SamplingTensors
+from eagle_triton.operands.verification import ACCEPT_POLICIES, VERIFY_STRATEGIES, Stops, Verification
 from eagle_triton.ops import verification
 from eagle_triton.reference import sampling
 from eagle_triton.reference import verification as reference
-from eagle_triton.reference.verification import ACCEPT_POLICIES, VERIFY_STRATEGIES, Verification
 
 CUDA = torch.cuda.is_available()
 SIZES = [(1, 11, 0), (7, 50, 3), (26, 300, 5), (60, 40, 8), (64, 30, 6), (65, 100, 8)]
@@ -25,7 +26,7 @@ def make_params(batch, device, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, s
     def full(value, dtype):
         return torch.full((batch,), value, dtype=dtype, device=device)
 
-    return sampling.SamplingTensors(
+    return SamplingTensors(
         full(temperature, torch.float32),
         full(top_k, torch.int32),
         full(top_p, torch.float64),
@@ -648,7 +649,7 @@ def update_arguments(batch=5, columns=20, nodes=7, depth=2, stop_ids=(), limit=1
         "accepted": torch.tensor([2, 0, 1, 1, 2], dtype=torch.int32),
         "next_token": torch.randint(99, (batch,), generator=source),
         "nan": torch.tensor([False, False, False, False, True]),
-        "stops": reference.Stops(
+        "stops": Stops(
             stops, torch.full((batch,), limit, dtype=torch.int32), torch.full((batch,), exact, dtype=torch.bool)
         ),
         "report": torch.full((batch, 8), -7),
@@ -659,7 +660,7 @@ def update_arguments(batch=5, columns=20, nodes=7, depth=2, stop_ids=(), limit=1
 def updated(update, arguments, where):
     """The tensors after `update`, on the CPU, by name."""
     moved = {
-        name: reference.Stops(*(field.to(where) for field in value)) if name == "stops" else value.clone().to(where)
+        name: Stops(*(field.to(where) for field in value)) if name == "stops" else value.clone().to(where)
         for name, value in arguments.items()
     }
     before = update(**moved)
@@ -790,7 +791,7 @@ def test_refusals(device, module):
         ("report", arguments["report"][:, :6], "report must have 7 columns"),
         ("counter", arguments["counter"].int(), "update_sequence: counter"),
         ("stops", arguments["stops"]._replace(limit=arguments["next_token"]), "update_sequence: stops.limit"),
-        ("tokens", arguments["tokens"].mT.contiguous().mT, "tokens must have stride 1"),
+        ("tokens", arguments["tokens"].mT.contiguous().mT, "tokens must be .* with contiguous rows"),
     ):
         with pytest.raises(ValueError, match=message):
             module.update_sequence(**{**arguments, name: wrong})

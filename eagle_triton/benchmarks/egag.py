@@ -29,7 +29,7 @@ from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.models.loading import load_target
 from eagle_triton.models.shapes import SHAPES, random_model
-from eagle_triton.reference.adaptive_length import EGAGConfig
+from eagle_triton.operands.adaptive_length import EGAGConfig
 
 MOST = 6  # drafts
 FIXED = (1, 2, 3, 4, MOST)

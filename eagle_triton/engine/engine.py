@@ -25,7 +25,7 @@ from eagle_triton.engine.prefill import Prefill
 from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, table_capacity
 from eagle_triton.engine.step import Mode, decode_step
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.reference.verification import TARGET_MATCH, Verification
+from eagle_triton.operands.verification import TARGET_MATCH, Verification
 from eagle_triton.runtime.fallback import KernelError
 
 if TYPE_CHECKING:

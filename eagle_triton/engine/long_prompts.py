@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from types import ModuleType
 
 import torch
 
-from eagle_triton.engine.operations import Operations, kernel_module
+from eagle_triton.engine.operations import Operations, module_of
 from eagle_triton.engine.prompt_chunks import PromptSpan
 from eagle_triton.engine.prompt_queue import PIECE_ROWS, Forward
 
@@ -46,7 +47,11 @@ class LongPrompts:
         self._on = bool(known) and (self._can_be_faster() if wanted is None else wanted)
 
     def _can_be_faster(self) -> bool:
-        return self._by_cudnn and kernel_module("prompt_attention").unsupported(self._dtype, self._device) is None
+        return self._by_cudnn and self._kernels.unsupported(self._dtype, self._device) is None
+
+    @property
+    def _kernels(self) -> ModuleType:
+        return module_of("ops.prompt_attention", kernels=True)
 
     def stretch_of(self, forward: Forward) -> PromptSpan | None:
         """Where a forward stands that reads one prompt's rows alone, and is to be launched so; None: any other."""
@@ -72,9 +77,8 @@ class LongPrompts:
 
     def _refused(self, rows: int, start: int) -> str | None:
         """Why the operation cannot do this, found out before anything is launched; None: it can."""
-        refused = kernel_module("prompt_attention").refused
         try:
-            reasons = [refused(*shape, self._dtype, self._device, rows, start) for shape in self._shapes]
+            reasons = [self._kernels.refused(*shape, self._dtype, self._device, rows, start) for shape in self._shapes]
         except torch.OutOfMemoryError:
             return NO_MEMORY
         return next((reason for reason in reasons if reason is not None), None)

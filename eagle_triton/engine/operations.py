@@ -31,6 +31,8 @@ from eagle_triton.reference import prompt_attention as _prompt_attention
 from eagle_triton.reference import suffix_match as _suffix_match
 from eagle_triton.reference import tree_decoding as _tree_decoding
 from eagle_triton.reference import verification as _verification
+from eagle_triton.reference.kv_cache import write_rows as write_rows
+from eagle_triton.reference.suffix_match import suffix_draft as suffix_draft
 from eagle_triton.runtime.fallback import KernelError, give_up_gluon
 
 
@@ -150,9 +152,14 @@ def _interpreted() -> bool:
     return not isinstance(triton.jit(_interpreted), triton.JITFunction)
 
 
-def kernel_module(stem: str) -> ModuleType:
-    """The module that holds the kernels of a stem. Raises ImportError that says what to install without Triton."""
-    return _needing_triton(f"eagle_triton.{stem}")
+def module_of(name: str, kernels: bool) -> ModuleType:
+    """A module of kernels, `tree_decoding` or `ops.sampling`, or that of the references with the same stem.
+
+    Raises ImportError that says what to install if Triton is missing.
+    """
+    if not kernels:
+        return importlib.import_module(f"eagle_triton.reference.{name.removeprefix('ops.')}")
+    return _needing_triton(f"eagle_triton.{name}")
 
 
 def _needing_triton(name: str) -> ModuleType:

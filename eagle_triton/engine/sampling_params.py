@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine.upload import upload
-from eagle_triton.reference.sampling import SamplingTensors
+from eagle_triton.operands.sampling import SamplingTensors
 
 MOST = torch.finfo(torch.float32).max  # as what the device keeps numbers
 MOST_TOP_K = torch.iinfo(torch.int32).max

@@ -20,10 +20,10 @@ from eagle_triton.engine.memory.pages import PagePool, SlotPages
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.engine.upload import upload
-from eagle_triton.reference.attention import WORD, pack_ancestors
-from eagle_triton.reference.logit_processing import LogitRules
-from eagle_triton.reference.sampling import SamplingTensors
-from eagle_triton.reference.verification import REPORT_TOKENS, Stops
+from eagle_triton.operands.ancestors import WORD, pack_ancestors
+from eagle_triton.operands.logit_processing import LogitRules
+from eagle_triton.operands.sampling import SamplingTensors
+from eagle_triton.operands.verification import REPORT_TOKENS, Stops
 
 if TYPE_CHECKING:
     from eagle_triton.engine.drafts.draft import Draft

@@ -18,8 +18,8 @@ from eagle_triton.engine.model.model_view import ModelView, target_forward
 from eagle_triton.engine.model.modules import project
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState, Tree
-from eagle_triton.reference.sampling import SamplingTensors
-from eagle_triton.reference.verification import TARGET_MATCH, Verification
+from eagle_triton.operands.sampling import SamplingTensors
+from eagle_triton.operands.verification import TARGET_MATCH, Verification
 
 if TYPE_CHECKING:  # its module needs Triton
     from eagle_triton.engine.megakernel_step import MegakernelStep

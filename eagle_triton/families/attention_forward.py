@@ -19,8 +19,8 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.mixers import Attention, KeyValues, Mixer, Rows
 from eagle_triton.engine.model.modules import project
 from eagle_triton.models.target import TargetCache
+from eagle_triton.operands.ancestors import pack_ancestors
 from eagle_triton.patching import Fallback, Seam
-from eagle_triton.reference.attention import pack_ancestors
 
 HARMLESS = frozenset(
     {"cache_position", "num_items_in_batch", "output_hidden_states", "output_router_logits", "use_cache"}

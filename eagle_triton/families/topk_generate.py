@@ -14,14 +14,14 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.pages import PAGE_ROWS
 from eagle_triton.engine.model.mixers import KeyValues
 from eagle_triton.engine.model.modules import project
+from eagle_triton.engine.operations import write_rows
 from eagle_triton.engine.prefill import CHUNK
 from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, scratch_rows
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.families.methods import draft_of
 from eagle_triton.models.tree import retrieve_paths
+from eagle_triton.operands.ancestors import ancestor_matrix
 from eagle_triton.patching import Fallback, Seam
-from eagle_triton.reference.attention import ancestor_matrix
-from eagle_triton.reference.kv_cache import write_rows
 
 
 class KeptRows(tuple):

@@ -19,7 +19,7 @@ from eagle_triton.gdn.rules import chunk_gated_delta_rule
 from eagle_triton.gdn.slot_rules import fused_recurrent_gated_delta_rule_update, fused_sigmoid_gating_delta_rule_update
 from eagle_triton.gdn.slots import check_slots, put, take, without_padding
 from eagle_triton.gdn.tree import ancestor_mask
-from eagle_triton.reference.attention import pack_ancestors
+from eagle_triton.operands.ancestors import pack_ancestors
 
 
 class GDNAttnBackend:

@@ -15,7 +15,7 @@ from eagle_triton.gdn.operations import operations_for
 from eagle_triton.gdn.packing import sequence_lengths
 from eagle_triton.gdn.slots import check_slots, put, take, without_padding
 from eagle_triton.gdn.tree import MOST_NODES, ancestor_mask, link_parents
-from eagle_triton.reference.attention import pack_ancestors
+from eagle_triton.operands.ancestors import pack_ancestors
 
 SILU = ("silu", "swish", True)
 NO_ACTIVATION = (None, False)

@@ -11,7 +11,7 @@ from eagle_triton.engine.model.gated_delta import DeltaPending, GatedDeltaCache
 from eagle_triton.gdn.layer import Qwen3GatedDeltaNet, default_device
 from eagle_triton.gdn.operations import operations_for
 from eagle_triton.gdn.tree import tree_parts
-from eagle_triton.reference.attention import pack_ancestors
+from eagle_triton.operands.ancestors import pack_ancestors
 from eagle_triton.runtime.split_sums import total_of
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine.state import Tree
-from eagle_triton.reference.attention import pack_ancestors
+from eagle_triton.operands.ancestors import pack_ancestors
 
 MOST_NODES = 64  # of a tree that one forward reads: its ancestors are one word
 

@@ -13,8 +13,8 @@ from eagle_triton.gdn.model import SimpleLMWithGDN
 from eagle_triton.gdn.operations import operations_for
 from eagle_triton.gdn.prefix_states import check_device
 from eagle_triton.gdn.tree import ancestor_mask, candidate_parents, tree_of
-from eagle_triton.reference.sampling import SamplingTensors
-from eagle_triton.reference.verification import Verification
+from eagle_triton.operands.sampling import SamplingTensors
+from eagle_triton.operands.verification import Verification
 
 
 class GDNVerifyWorker:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from eagle_triton.inference.tokens import pad_to_alignment as pad_to_alignment
     from eagle_triton.inference.tokens import sample_from_logits as sample_from_logits
     from eagle_triton.inference.tokens import select_top_k_tokens as select_top_k_tokens
-    from eagle_triton.reference.adaptive_length import EGAGConfig as EGAGConfig
+    from eagle_triton.operands.adaptive_length import EGAGConfig as EGAGConfig
 
 _HOMES = {
     "AcceptPolicy": "eagle_triton.inference.speculative_config",
@@ -53,7 +53,7 @@ _HOMES = {
     "CostTable": "eagle_triton.inference.costs",
     "EAGLEConfig": "eagle_triton.inference.config",
     "EAGLEInference": "eagle_triton.inference.eagle_inference",
-    "EGAGConfig": "eagle_triton.reference.adaptive_length",
+    "EGAGConfig": "eagle_triton.operands.adaptive_length",
     "MTPStrategy": "eagle_triton.inference.speculative_config",
     "Piece": "eagle_triton.inference.session",
     "RequestMetrics": "eagle_triton.inference.statistics",

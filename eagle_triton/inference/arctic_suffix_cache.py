@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from eagle_triton.engine.operations import suffix_draft
 from eagle_triton.inference.arguments import check_switches, integer
-from eagle_triton.reference.suffix_match import END, SuffixDraft, SuffixRules, suffix_draft
+from eagle_triton.operands.suffix_match import END, SuffixDraft, SuffixRules
 
 __all__ = ["SuffixDecodingCache", "SuffixDecodingDraft"]
 

@@ -12,11 +12,11 @@ import torch
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import PROMPT_TOKENS
 from eagle_triton.engine.tree_spec import MOST_NODES, TreeSpec
+from eagle_triton.operands.adaptive_length import EGAGConfig
+from eagle_triton.operands.integrators import TreeMaskMode
+from eagle_triton.operands.suffix_match import MOST_TIMES
+from eagle_triton.operands.verification import MAX_CANDIDATE_LEN, Verification
 from eagle_triton.options import EngineOptions, check_switches, check_whole
-from eagle_triton.reference.adaptive_length import EGAGConfig
-from eagle_triton.reference.integrators import TreeMaskMode
-from eagle_triton.reference.suffix_match import MOST_TIMES
-from eagle_triton.reference.verification import MAX_CANDIDATE_LEN, Verification
 
 if TYPE_CHECKING:
     from eagle_triton.inference.speculative_config import SpeculativeConfig

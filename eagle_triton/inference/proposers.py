@@ -16,7 +16,7 @@ from eagle_triton.engine.drafts.mtp import MTPDraft
 from eagle_triton.engine.drafts.repeats import KEEP, MIN_MATCH, NgramSource, OutputRing, RepeatDraft, SuffixSource
 from eagle_triton.inference.config import TREE, EAGLEConfig
 from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
-from eagle_triton.reference.suffix_match import SuffixRules
+from eagle_triton.operands.suffix_match import SuffixRules
 
 if TYPE_CHECKING:
     from eagle_triton.engine.model.model_view import ModelView

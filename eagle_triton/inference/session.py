@@ -32,7 +32,7 @@ from eagle_triton.inference.policy import TreePolicy
 from eagle_triton.inference.statistics import Statistics
 from eagle_triton.inference.text import TextStream
 from eagle_triton.models.checks import check_positions
-from eagle_triton.reference.verification import Verification
+from eagle_triton.operands.verification import Verification
 
 log = logging.getLogger(__name__)
 

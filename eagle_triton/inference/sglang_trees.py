@@ -6,15 +6,14 @@ children of the root, then k children for each of the k beam slots of a level, l
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.operations import kernel_module
-from eagle_triton.reference.integrators import TreeMaskMode, both_spellings
+from eagle_triton.engine.operations import module_of
+from eagle_triton.operands.integrators import TreeMaskMode, both_spellings
 
 __all__ = ["TreeMaskMode", "build_tree_structure", "organize_draft_results", "verify_tree_greedy"]
 
@@ -109,6 +108,4 @@ def verify_tree_greedy(
 
 
 def _integrators(use_triton: bool | None, tensor: Tensor) -> ModuleType:
-    if tensor.is_cuda if use_triton is None else use_triton:
-        return kernel_module("integrators")
-    return importlib.import_module("eagle_triton.reference.integrators")
+    return module_of("integrators", tensor.is_cuda if use_triton is None else use_triton)

@@ -19,7 +19,7 @@ from eagle_triton.engine.tree_spec import MOST_NODES
 from eagle_triton.inference import serving_options
 from eagle_triton.inference.arguments import check_switches, integer
 from eagle_triton.inference.config import MAX_SLOTS
-from eagle_triton.reference.suffix_match import Match
+from eagle_triton.operands.suffix_match import Match
 
 __all__ = ["MAX_SLOTS", "AcceptPolicy", "MTPStrategy", "SpecMethod", "SpeculativeConfig", "VerifyStrategy"]
 

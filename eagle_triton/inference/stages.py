@@ -32,7 +32,7 @@ from eagle_triton.inference.sglang_trees import (
     verify_tree_greedy,
 )
 from eagle_triton.inference.statistics import compute_tree_statistics
-from eagle_triton.reference.attention import pack_ancestors
+from eagle_triton.operands.ancestors import pack_ancestors
 
 
 class Prefix:

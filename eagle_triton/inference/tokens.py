@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.operations import kernel_module
+from eagle_triton.engine.operations import module_of
 from eagle_triton.engine.sampling_params import SamplingParams
-from eagle_triton.reference.sampling import SamplingTensors
-from eagle_triton.reference.tree_decoding import Expansion
+from eagle_triton.operands.sampling import SamplingTensors
+from eagle_triton.operands.tree_decoding import Expansion
 
 
 def fast_topk_torch(scores: Tensor, k: int, dim: int = -1, sorted: bool = True) -> tuple[Tensor, Tensor]:
@@ -30,7 +28,7 @@ def select_top_k_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     logits [bs, V] or [bs, n, V]; returns float32 and int64 of the same leading shape. NaN counts as -inf. Raises
     ValueError unless 1 <= k <= V.
     """
-    scores, tokens = _module("tree_decoding", logits).topk(logits.flatten(0, -2), k)
+    scores, tokens = module_of("tree_decoding", logits.is_cuda).topk(logits.flatten(0, -2), k)
     return scores.unflatten(0, logits.shape[:-1]), tokens.unflatten(0, logits.shape[:-1])
 
 
@@ -44,7 +42,7 @@ def expand_beam(
     selected: Tensor | None = None,
 ) -> Expansion:
     """Score the children of a level's nodes and choose the next beam; see `reference.tree_decoding.expand_beam`."""
-    function = _module("tree_decoding", log_probs).expand_beam
+    function = module_of("tree_decoding", log_probs.is_cuda).expand_beam
     return function(parent_scores, log_probs, tokens, parent_ancestors, first_slot, width, selected)
 
 
@@ -67,7 +65,7 @@ def sample_from_logits(
     sampling = SamplingParams(temperature=temperature, **asked)
     if sampling.greedy:
         return logits.argmax(-1)
-    module, device, rows = _module("sampling", logits), logits.device, len(logits)
+    module, device, rows = module_of("ops.sampling", logits.is_cuda), logits.device, len(logits)
     params = SamplingTensors(
         temperature=torch.full((rows,), float(temperature), device=device),
         top_k=torch.full((rows,), int(sampling.top_k), dtype=torch.int32, device=device),
@@ -115,8 +113,3 @@ def pad_to_alignment(tensor: Tensor, alignment: int, dim: int = 0, value: float 
 def next_power_of_2(n: int) -> int:
     """The least power of two that is not below n; 1 for n <= 0."""
     return 1 if n <= 0 else 1 << (n - 1).bit_length()
-
-
-def _module(stem: str, tensor: Tensor) -> ModuleType:
-    """The kernels of a stem for CUDA tensors, else its torch reference."""
-    return kernel_module(stem) if tensor.is_cuda else importlib.import_module(f"eagle_triton.reference.{stem}")

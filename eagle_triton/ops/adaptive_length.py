@@ -17,14 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.reference import adaptive_length as reference
-from eagle_triton.reference.adaptive_length import EGAGConfig, GuideTensors, nats_of
+from eagle_triton.operands import adaptive_length as operands
+from eagle_triton.operands.adaptive_length import EGAGConfig, GuideTensors, nats_of
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _PART, _WARPS = 2048, 4  # tokens of a program
 _SLOTS = 32  # sequences of a program
-_H_NORM, _H_EMA = tl.constexpr(reference.H_NORM), tl.constexpr(reference.H_EMA)
-_GAMMA, _H_BEFORE = tl.constexpr(reference.GAMMA), tl.constexpr(reference.H_BEFORE)
+_H_NORM, _H_EMA = tl.constexpr(operands.H_NORM), tl.constexpr(operands.H_EMA)
+_GAMMA, _H_BEFORE = tl.constexpr(operands.GAMMA), tl.constexpr(operands.H_BEFORE)
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def row_entropy(logits: Tensor) -> Tensor:
 
     NaN for a row with a NaN or +inf, or of -inf alone.
     """
-    reference.check_row_entropy(logits)
+    operands.check_row_entropy(logits)
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, _PART)
     found = torch.empty(3, rows, parts, dtype=torch.float32, device=logits.device)
@@ -139,7 +139,7 @@ def choose_gamma(entropy: Tensor, lengths: Tensor, guide: GuideTensors, config: 
     before means the same root, whose entropy counts once. A NaN gives gamma_min and is no part of an average.
     Raises ValueError if shapes or dtypes do not fit, or without a gamma_max.
     """
-    reference.check_choose_gamma(entropy, lengths, guide, config, vocabulary)
+    operands.check_choose_gamma(entropy, lengths, guide, config, vocabulary)
     batch = len(lengths)
     overlapped(_choose_gamma_kernel, (triton.cdiv(batch, _SLOTS),), lengths.device)(
         entropy,
@@ -207,7 +207,7 @@ def clip_depth(
     becomes the depth that was reached, gamma_max if that is all of them, or all that there is room for.
     Raises ValueError if shapes or dtypes do not fit.
     """
-    reference.check_clip_depth(tokens, scores, depths, guide, lengths, limits)
+    operands.check_clip_depth(tokens, scores, depths, guide, lengths, limits)
     batch, count = tokens.shape
     overlapped(_clip_depth_kernel, (batch,), tokens.device)(
         tokens,

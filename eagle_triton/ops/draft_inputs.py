@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.operands.draft_inputs import check_draft_inputs
 from eagle_triton.ops.layers.norms import check_contiguous, load_row_weight, norm_row_by
-from eagle_triton.reference.draft_inputs import check_draft_inputs
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped
 from eagle_triton.runtime.split_sums import SplitSums

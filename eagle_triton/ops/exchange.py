@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.reference.exchange import check_join_columns
+from eagle_triton.operands.exchange import check_join_columns
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.runtime.peer_exchange import LEAST_SENT, receive, row_at, send, signal_and_wait
 from eagle_triton.runtime.peer_memory import PeerMemory

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.reference.gather import check_gather_rows, check_sequence_rows
+from eagle_triton.operands.gather import check_gather_rows, check_sequence_rows
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _BLOCK = 1024

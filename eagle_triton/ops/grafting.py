@@ -19,16 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.reference import grafting as reference
-from eagle_triton.reference.grafting import Grafted
-from eagle_triton.reference.suffix_match import RepeatDrafts
+from eagle_triton.operands import grafting as operands
+from eagle_triton.operands.grafting import Grafted
+from eagle_triton.operands.suffix_match import RepeatDrafts
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _NOWHERE = tl.constexpr(2**31 - 1)
-_FIRST = tl.constexpr(tuple(rate for row in reference.FIRST for rate in row))
+_FIRST = tl.constexpr(tuple(rate for row in operands.FIRST for rate in row))
 _KINDS = tl.constexpr(len(_FIRST.value))  # of matches, from either source
-_NEXT, _PRIOR_WEIGHT = tl.constexpr(reference.NEXT), tl.constexpr(reference.PRIOR_WEIGHT)
-_UNANIMOUS, _MOST_COUNTED = tl.constexpr(reference.UNANIMOUS), tl.constexpr(reference.MOST_COUNTED)
+_NEXT, _PRIOR_WEIGHT = tl.constexpr(operands.NEXT), tl.constexpr(operands.PRIOR_WEIGHT)
+_UNANIMOUS, _MOST_COUNTED = tl.constexpr(operands.UNANIMOUS), tl.constexpr(operands.MOST_COUNTED)
 
 
 @triton.jit
@@ -215,7 +215,7 @@ def graft(
 
     Raises ValueError if shapes or dtypes do not fit.
     """
-    reference.check_graft(candidates, scores, beam_candidates, top_k, drafts, estimates)
+    operands.check_graft(candidates, scores, beam_candidates, top_k, drafts, estimates)
     (batch, count), places = candidates.shape, drafts.tokens.shape[1]
     out = Grafted(
         candidates.new_empty(batch, count + places),
@@ -254,7 +254,7 @@ def estimate_scores(drafts: RepeatDrafts, counts: Tensor, *, buckets: Tensor) ->
 
     Writes the drafts' buckets to `buckets` [B] int32. Raises ValueError if shapes or dtypes do not fit.
     """
-    reference.check_estimate(drafts, counts, buckets)
+    operands.check_estimate(drafts, counts, buckets)
     batch, places = drafts.tokens.shape
     scores = torch.empty_like(drafts.probs)
     overlapped(_estimate_scores_kernel, (batch,), counts.device)(
@@ -281,7 +281,7 @@ def count_right(
 
     Raises ValueError if shapes or dtypes do not fit.
     """
-    reference.check_count_right(counts, buckets, drafted, tokens, before, accepted)
+    operands.check_count_right(counts, buckets, drafted, tokens, before, accepted)
     batch, places = drafted.shape
     overlapped(_count_right_kernel, (1,), tokens.device)(
         counts,
@@ -296,7 +296,7 @@ def count_right(
         counts.stride(0),
         *drafted.stride(),
         *tokens.stride(),
-        BUCKETS=reference.BUCKETS,
+        BUCKETS=operands.BUCKETS,
         BLOCK=128,
         PLACES=triton.next_power_of_2(places),
         num_warps=1,

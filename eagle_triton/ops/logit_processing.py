@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.reference.logit_processing import LogitRules, check_process_logits
+from eagle_triton.operands.logit_processing import LogitRules, check_process_logits
 from eagle_triton.runtime.launch import launch
 
 _NOWHERE = tl.constexpr(2**31 - 1)

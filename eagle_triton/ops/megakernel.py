@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 
 from eagle_triton.kv_cache import commit_plane, plane_of, row_offset
+from eagle_triton.operands.verification import FAULT, REASON
 from eagle_triton.ops.attention_tiles import attend_split, merge_rows
 from eagle_triton.ops.layers.norms import norm_row
 from eagle_triton.ops.layers.rotary import rotary_append_head
@@ -42,7 +43,6 @@ from eagle_triton.ops.sampling.filter_thresholds import scan_parts
 from eagle_triton.ops.tree import choose_beam, store_ancestors, topk_chunk, topk_merge, write_tree
 from eagle_triton.ops.verification.update import update_one
 from eagle_triton.ops.verification.walks import greedy_walk
-from eagle_triton.reference.verification import FAULT, REASON
 from eagle_triton.runtime.grid_barrier import grid_barrier
 from eagle_triton.runtime.launch import DRAFT_WARPS
 

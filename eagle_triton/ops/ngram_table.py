@@ -24,14 +24,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.reference import ngram_table as reference
-from eagle_triton.reference.ngram_table import NgramTable
+from eagle_triton.operands import ngram_table as operands
+from eagle_triton.operands.ngram_table import NgramTable
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
-_WINDOW = tl.constexpr(reference.WINDOW)
-_FACTOR = tl.constexpr(reference.HASH_FACTOR)
-_SHIFT = tl.constexpr(reference.HASH_SHIFT)
-_HALF = tl.constexpr(reference.HALF)
+_WINDOW = tl.constexpr(operands.WINDOW)
+_FACTOR = tl.constexpr(operands.HASH_FACTOR)
+_SHIFT = tl.constexpr(operands.HASH_SHIFT)
+_HALF = tl.constexpr(operands.HALF)
 
 
 @triton.jit
@@ -207,7 +207,7 @@ def count_ngrams(
     Raises ValueError if shapes, dtypes or devices do not fit, unless 1 <= shortest <= 5 - L, or for a weight that is
     negative or not finite.
     """
-    reference.check_count_ngrams(table, shortest, tokens, first, end, fillers, weight)
+    operands.check_count_ngrams(table, shortest, tokens, first, end, fillers, weight)
     batch, levels, _ = table.used.shape
     if not batch * levels:
         return
@@ -238,7 +238,7 @@ def counted_drafts(table: NgramTable, shortest: int, tokens: Tensor, lengths: Te
 
     Returns int64 [B, places], -1 behind the last draft. Raises ValueError as `count_ngrams`, and for places below 1.
     """
-    reference.check_counted_drafts(table, shortest, tokens, lengths, places)
+    operands.check_counted_drafts(table, shortest, tokens, lengths, places)
     batch, levels, _ = table.used.shape
     drafts = torch.empty(batch, places, dtype=torch.int64, device=tokens.device)
     if batch:

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton import attention
-from eagle_triton.reference.prompt_attention import check_prompt_attention
+from eagle_triton.operands.attention import check_prompt_attention
 from eagle_triton.runtime.launch import EXACT, launch
 
 SEGMENTS = (16384, 8192, 4096, 2048)  # of committed rows, a plan of cuDNN's for each and each N

@@ -7,24 +7,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from eagle_triton.operands.ancestors import WORD, ancestor_matrix
+from eagle_triton.operands.attention import check_tree_attention
+from eagle_triton.operands.kv_cache import capacity_of
 from eagle_triton.runtime.float8_pair import Float8Pair
-
-WORD = 64  # bits in one word of an ancestor mask
-
-
-def ancestor_matrix(ancestors: Tensor, columns: int) -> Tensor:
-    """Unpack ancestor words [B, N, W] int64 into a bool matrix [B, N, columns]: bit j of row i says that i sees j."""
-    column = torch.arange(columns, device=ancestors.device)
-    words = ancestors.gather(-1, (column // WORD).expand(*ancestors.shape[:-1], columns))
-    return (words >> (column % WORD)) & 1 == 1
-
-
-def pack_ancestors(matrix: Tensor) -> Tensor:
-    """Pack a bool matrix [B, N, M] into ancestor words [B, N, ceil(M / 64)] int64; the inverse of unpacking."""
-    *shape, columns = matrix.shape
-    words = -(-columns // WORD)
-    padded = torch.nn.functional.pad(matrix.long(), (0, words * WORD - columns)).view(*shape, words, WORD)
-    return (padded << torch.arange(WORD, device=matrix.device)).sum(-1)  # bit 63 wraps into the sign, as it should
 
 
 @overload
@@ -117,71 +103,6 @@ def tree_attention(
     weights = torch.softmax(scores, dim=-1).masked_fill(empty, 0.0)  # softmax of a row without keys is NaN
     values = values.masked_fill(~visible.any(1)[:, None, :, None], 0.0)  # a weight of 0 does not hide a NaN
     return torch.einsum("bhgnt,bhtd->bnhgd", weights, values).reshape(q.shape).to(q.dtype)
-
-
-def capacity_of(cache: Tensor, table: Tensor | None) -> int:
-    """The rows that a sequence may have: of a cache [2, B, Hkv, T, d], or of one in pages [2, P, Hkv, R, d]."""
-    return cache.shape[-2] * (1 if table is None else table.shape[1])
-
-
-def check_table(name: str, table: Tensor | None, batch: int, device: torch.device) -> None:
-    """Raise ValueError, in the name of an operation, unless this is a table of `batch` sequences, or None."""
-    if table is None:
-        return
-    if table.dim() != 2 or len(table) != batch or not table.shape[1] or table.dtype != torch.int32:
-        raise ValueError(f"{name}: table must be int32 [{batch}, M], got {table.dtype} {tuple(table.shape)}")
-    if table.device != device:
-        raise ValueError(f"{name}: all tensors must be on one device, got a table on {table.device}, not {device}")
-
-
-def check_tree_attention(
-    q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor | None,
-    scale: float,
-    sliding_window: int | None,
-    table: Tensor | None = None,
-    new_keys: int | None = None,
-) -> None:
-    """Raise ValueError, with what was expected and what came, if the arguments of tree_attention do not fit."""
-    fits = q.dim() == 4 and cache.dim() == 5 and cache.shape[0] == 2 and cache.shape[4] == q.shape[3]
-    if not fits or (table is None and cache.shape[1] != q.shape[0]):
-        raise ValueError(
-            "tree_attention: q must be [B, N, Hq, d] and cache [2, B, Hkv, T, d] with the same B and d, or, with a "
-            f"table, [2, P, Hkv, R, d], got q {tuple(q.shape)} and cache {tuple(cache.shape)}"
-        )
-    check_table("tree_attention", table, len(q), q.device)
-    batch, nodes, heads, _ = q.shape
-    if heads % cache.shape[2]:
-        raise ValueError(
-            f"tree_attention: Hq must be a multiple of the cache's {cache.shape[2]} heads, got Hq = {heads}"
-        )
-    if q.dtype != cache.dtype:
-        raise ValueError(f"tree_attention: q and cache must have one dtype, got {q.dtype} and {cache.dtype}")
-    if lengths.shape != (batch,) or lengths.dtype != torch.int32:
-        raise ValueError(f"tree_attention: lengths must be int32 [{batch}], got {lengths.dtype} {tuple(lengths.shape)}")
-    if ancestors is not None and (
-        ancestors.dim() != 3
-        or ancestors.shape[:2] != (batch, nodes)
-        or not ancestors.shape[2]
-        or ancestors.dtype != torch.int64
-    ):
-        raise ValueError(
-            f"tree_attention: ancestors must be int64 [{batch}, {nodes}, W], got {ancestors.dtype} "
-            f"{tuple(ancestors.shape)}"
-        )
-    devices = {tensor.device for tensor in (q, cache, lengths, ancestors) if tensor is not None}
-    if len(devices) > 1:
-        raise ValueError(f"tree_attention: all tensors must be on one device, got {sorted(map(str, devices))}")
-    if not scale > 0:
-        raise ValueError(f"tree_attention: scale must be positive, got {scale}")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"tree_attention: sliding_window must be at least 1, got {sliding_window}")
-    most = 0 if ancestors is None else WORD * ancestors.shape[2]
-    if new_keys is not None and (type(new_keys) is not int or not 1 <= new_keys <= most):
-        bits = "no ancestors" if ancestors is None else f"ancestors of {ancestors.shape[2]} words"
-        raise ValueError(f"tree_attention: new_keys must be 1 to 64 * W of the ancestors, got {new_keys!r} and {bits}")
 
 
 def _visible(lengths: Tensor, matrix: Tensor | None, nodes: int, rows: int, sliding_window: int | None) -> Tensor:

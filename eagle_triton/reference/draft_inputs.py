@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eagle_triton.operands.draft_inputs import check_draft_inputs
 from eagle_triton.reference.layers import rms_norm
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
@@ -37,40 +38,3 @@ def draft_inputs(
     if feature_norm is not None:
         right = rms_norm(right, feature_norm, feature_eps, zero_centred=zero_centred)
     return torch.cat((left, right), dim=-1), features
-
-
-def check_draft_inputs(
-    features: Tensor | SplitSums,
-    parents: Tensor | None,
-    tokens: Tensor,
-    embedding: Tensor,
-    token_norm: Tensor | None,
-    feature_norm: Tensor | None,
-) -> None:
-    if features.dim() != 3 or embedding.ndim != 2 or features.shape[-1] != embedding.shape[1]:
-        raise ValueError(
-            "draft_inputs: features [B, P, H] and embedding [V, H] expected, got "
-            f"{tuple(features.shape)} and {tuple(embedding.shape)}"
-        )
-    batch, count, hidden = features.shape
-    width = tokens.shape[-1] if parents is not None else count
-    for name, value in (("tokens", tokens), ("parents", parents)):
-        if value is not None and (
-            tuple(value.shape) != (batch, width) or value.dtype != torch.int64 or value.device != features.device
-        ):
-            raise ValueError(
-                f"draft_inputs: {name} must be int64 {[batch, width]} on {features.device}, got {value.dtype} "
-                f"{list(value.shape)} on {value.device}"
-            )
-    for name, value, shape in (
-        ("embedding", embedding, tuple(embedding.shape)),
-        ("token_norm", token_norm, (hidden,)),
-        ("feature_norm", feature_norm, (hidden,)),
-    ):
-        if value is not None and (
-            tuple(value.shape) != shape or value.dtype != features.dtype or value.device != features.device
-        ):
-            raise ValueError(
-                f"draft_inputs: {name} must be {features.dtype} {list(shape)} on {features.device}, got {value.dtype} "
-                f"{list(value.shape)} on {value.device}"
-            )

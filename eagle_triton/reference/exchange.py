@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eagle_triton.operands.exchange import check_join_columns
 from eagle_triton.runtime.peer_memory import PeerMemory
 
 
@@ -18,12 +19,3 @@ def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
     columns = part.split(peers.row_bytes // part.element_size(), dim=-1)
     by_ranks = torch.cat([peers.exchanged(each) for each in columns], dim=-1)
     return torch.cat(by_ranks.unbind(0), dim=-1)
-
-
-def check_join_columns(part: Tensor, peers: PeerMemory) -> None:
-    """Raise ValueError unless these are operands of join_columns."""
-    if part.dim() < 1 or part.element_size() not in (2, 4) or part.device != peers.uses.device:
-        raise ValueError(
-            f"join_columns: part must be [..., n] of 16 or 32 bits on {peers.uses.device}, got {part.dtype} "
-            f"{tuple(part.shape)} on {part.device}"
-        )

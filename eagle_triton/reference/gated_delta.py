@@ -33,37 +33,14 @@ dtype of b, outputs to the model's. Everything else is fp32, but for the sums of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-MOST_NODES = 64  # of a tree: its ancestors are one word
-MOST_PIECES = 64  # of prompts in one forward
-
-
-class PromptPieces(NamedTuple):
-    """Which tokens the rows of a forward over P <= MOST_PIECES pieces of n tokens are, n at least a window's. `state`
-    and `window` are then those of all B slots, and each piece's sequence moves on.
-
-    Pieces of one slot stand together, in order, all but its last one full. A sequence that starts at 0 has no memory
-    yet, whatever its slot holds. Rows of a piece behind its count are nobody's; their outputs are anything finite.
-    """
-
-    slots: Tensor  # [P] int32
-    starts: Tensor  # [P] int32: where they begin in their sequences
-    counts: Tensor  # [P] int32: tokens, 0 where a piece is nobody's
-
-    def sequences(self) -> Iterator[tuple[int, int, list[int], list[int]]]:
-        """Of each sequence its slot, where it starts, its pieces and their counts. Waits for the device."""
-        slots, starts, counts = (column.tolist() for column in self)
-        places = [place for place, count in enumerate(counts) if count]
-        while places:
-            mine = [place for place in places if slots[place] == slots[places[0]]]
-            yield slots[mine[0]], starts[mine[0]], mine, [counts[place] for place in mine]
-            places = places[len(mine) :]
+from eagle_triton.operands import gated_delta as operands
+from eagle_triton.operands.gated_delta import MOST_NODES, PromptPieces
 
 
 def causal_conv(
@@ -86,16 +63,10 @@ def causal_conv(
     are given [slots, W - 1, C]; without ancestors, raw and out. Raises ValueError if shapes,
     dtypes or devices do not fit.
     """
-    check_causal_conv(q, k, v, weight, window, ancestors, raw, out, pieces)
+    operands.check_causal_conv(q, k, v, weight, window, ancestors, raw, out, pieces)
     if pieces is not None:
         mixed = torch.zeros(*q.shape[:2], weight.shape[0], dtype=q.dtype, device=q.device)
-        for slot, start, held, counts in pieces.sequences():
-            mine = window[slot : slot + 1]
-            if not start:
-                mine.zero_()
-            of_q, of_k, of_v = (_taken(x, held, counts) for x in (q, k, v))
-            _put(mixed, held, counts, causal_conv(of_q, of_k, of_v, weight, mine))
-        return mixed
+        return _by_sequence(pieces, mixed, window, (q, k, v), lambda q, k, v, mine: causal_conv(q, k, v, weight, mine))
     rows = torch.cat((q.flatten(2), k.flatten(2), v.flatten(2)), dim=-1)
     batch, count, channels = rows.shape
     taps, kept = weight.shape[1], window.shape[1]
@@ -133,8 +104,8 @@ def delta_tree(
     n is at most 64; no node lies more than `depth` below the root; A_log, dt_bias [HV]; `gates` is filled if given.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    check_delta("delta_tree", mixed, a, b, A_log, dt_bias, state)
-    check_tree(mixed, state, ancestors, depth, gates)
+    operands.check_delta("delta_tree", mixed, a, b, A_log, dt_bias, state)
+    operands.check_tree(mixed, state, ancestors, depth, gates)
     q, k, v = _heads(mixed, state)
     g, beta = gating(a, b, A_log, dt_bias)
     count = mixed.shape[1]
@@ -160,16 +131,12 @@ def delta_chunk(
 
     `pieces`: the B rows are pieces of prompts of some slots, all of whose states are given [slots, HV, K, V]. Each is
     a chunk, of 64 tokens at most."""
-    check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces)
+    operands.check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces)
     if pieces is not None:
         out = torch.zeros(*mixed.shape[:2], *state.shape[1::2], dtype=mixed.dtype, device=mixed.device)
-        for slot, start, places, counts in pieces.sequences():
-            mine = state[slot : slot + 1]
-            if not start:
-                mine.zero_()
-            of_mixed, of_a, of_b = (_taken(x, places, counts) for x in (mixed, a, b))
-            _put(out, places, counts, delta_chunk(of_mixed, of_a, of_b, A_log, dt_bias, mine))
-        return out
+        return _by_sequence(
+            pieces, out, state, (mixed, a, b), lambda mixed, a, b, mine: delta_chunk(mixed, a, b, A_log, dt_bias, mine)
+        )
     outputs = []
     for first in range(0, mixed.shape[1], MOST_NODES):
         part = slice(first, first + MOST_NODES)
@@ -184,14 +151,20 @@ def delta_chunk(
     return torch.cat(outputs, dim=2).transpose(1, 2).to(mixed.dtype)
 
 
-def _taken(rows: Tensor, places: list[int], counts: list[int]) -> Tensor:
-    """The tokens [1, n, ...] of some pieces [P, n, ...] of a sequence."""
-    return torch.cat([rows[place, :count] for place, count in zip(places, counts, strict=True)])[None]
-
-
-def _put(rows: Tensor, places: list[int], counts: list[int], values: Tensor) -> None:
-    for place, value in zip(places, values[0].split(counts), strict=True):
-        rows[place, : len(value)] = value
+def _by_sequence(
+    pieces: PromptPieces, out: Tensor, memory: Tensor, rows: tuple[Tensor, ...], function: Callable[..., Tensor]
+) -> Tensor:
+    """out [P, n, ...] of a function of a sequence's tokens [1, t, ...] and its memory, all of whose slots are given."""
+    for slot, start, places, counts in pieces.sequences():
+        mine = memory[slot : slot + 1]
+        if not start:
+            mine.zero_()
+        tokens = (
+            torch.cat([x[place, :count] for place, count in zip(places, counts, strict=True)])[None] for x in rows
+        )
+        for place, value in zip(places, function(*tokens, mine)[0].split(counts), strict=True):
+            out[place, : len(value)] = value
+    return out
 
 
 def delta_recurrent(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor) -> Tensor:
@@ -199,7 +172,7 @@ def delta_recurrent(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias:
 
     A_log, dt_bias [HV]. Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state)
+    operands.check_delta("delta_recurrent", mixed, a, b, A_log, dt_bias, state)
     q, k, v = _heads(mixed, state)
     g, beta = gating(a, b, A_log, dt_bias)
     outputs = []
@@ -215,7 +188,7 @@ def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     x [B, n, HV, V]; weight [V]. The normalised value is rounded before the weight, the product before the gate, as
     Hugging Face's models do. Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    check_gated_norm(x, z, weight)
+    operands.check_gated_norm(x, z, weight)
     wide = x.float()
     normed = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     return (normed * functional.silu(z.reshape(x.shape).float())).to(x.dtype).flatten(2)
@@ -236,7 +209,7 @@ def commit_states(
     the trees; path [B, P] int32 node indices, of which the first accepted + 1 count; accepted [B] int32, -1 leaves a
     sequence as it is. Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    check_commit_states(states, windows, raw, mixed, gates, path, accepted)
+    operands.check_commit_states(states, windows, raw, mixed, gates, path, accepted)
     kept = windows.shape[2]
     for layer in range(len(states)):
         state, window = states[layer], windows[layer]
@@ -300,154 +273,3 @@ def _taken_in(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> T
     decayed = state * g.exp()[..., None, None]
     update = beta[..., None] * (v - (decayed * k[..., None]).sum(-2))
     return decayed + k[..., None] * update[..., None, :]
-
-
-def check_causal_conv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    window: Tensor,
-    ancestors: Tensor | None,
-    raw: Tensor | None,
-    out: Tensor | None,
-    pieces: PromptPieces | None = None,
-) -> None:
-    """Raise ValueError unless these are operands of causal_conv."""
-    name = "causal_conv"
-    if pieces is not None and not (ancestors is None and raw is None and out is None):
-        raise ValueError(f"{name}: pieces of prompts have no ancestors, raw and out")
-    if q.dim() != 4 or v.dim() != 4:
-        raise ValueError(f"{name}: q must be [B, n, H, K] and v [B, n, H, R V], got {list(q.shape)}, {list(v.shape)}")
-    batch, count, heads, _ = q.shape
-    channels = 2 * q[0, 0].numel() + v[0, 0].numel() if batch and count else weight.shape[0]
-    _check(name, "k", k, tuple(q.shape), q)
-    _check(name, "v", v, (batch, count, heads, v.shape[3]), q)
-    if weight.dim() != 2 or weight.shape[1] < 1 or not weight.dtype.is_floating_point:
-        raise ValueError(f"{name}: weight must be [C, W] of floats, got {_said(weight)}")
-    _check(name, "weight", weight, (channels, weight.shape[1]), q)
-    sequences = batch if pieces is None else len(window)
-    _check(name, "window", window, (sequences, weight.shape[1] - 1, channels), q)
-    if pieces is not None and count < weight.shape[1] - 1:
-        raise ValueError(f"{name}: a piece must have at least {weight.shape[1] - 1} tokens, a window's, got {count}")
-    _check_pieces(name, pieces, batch, q)
-    for label, value in (("raw", raw), ("out", out)):
-        if value is not None:
-            _check(name, label, value, (batch, count, channels), q)
-    if ancestors is not None:
-        _check_ancestors(name, ancestors, batch, count, q)
-
-
-def _check_pieces(name: str, pieces: PromptPieces | None, batch: int, like: Tensor) -> None:
-    if pieces is None:
-        return
-    if batch > MOST_PIECES:
-        raise ValueError(f"{name}: at most {MOST_PIECES} pieces of prompts, got {batch}")
-    for label, value in pieces._asdict().items():
-        _check(name, f"pieces.{label}", value, (batch,), like, torch.int32)
-
-
-def check_delta(
-    name: str,
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    pieces: PromptPieces | None = None,
-) -> None:
-    """Raise ValueError unless these are operands of delta_tree, delta_chunk or delta_recurrent."""
-    if mixed.dim() != 3 or not mixed.dtype.is_floating_point or not mixed.shape[1]:
-        raise ValueError(f"{name}: mixed must be [B, n, C] of floats, n at least 1, got {_said(mixed)}")
-    batch, count, channels = mixed.shape
-    if a.dim() != 4:
-        raise ValueError(f"{name}: a must be [B, n, H, R], got {list(a.shape)}")
-    heads, shared = a.shape[2:]
-    if state.dim() != 4 or state.shape[1] != heads * shared:
-        raise ValueError(f"{name}: state must be [B, HV, K, V] with HV = {heads * shared}, got {list(state.shape)}")
-    _, value_heads, key_dim, value_dim = state.shape
-    if channels != 2 * heads * key_dim + value_heads * value_dim:
-        raise ValueError(
-            f"{name}: mixed must have 2 H K + HV V = {2 * heads * key_dim + value_heads * value_dim} channels, "
-            f"got {channels}"
-        )
-    sequences = batch if pieces is None else len(state)
-    _check(name, "state", state, (sequences, value_heads, key_dim, value_dim), mixed, torch.float32)
-    _check_pieces(name, pieces, batch, mixed)
-    if pieces is not None and count > MOST_NODES:
-        raise ValueError(f"{name}: a piece must have at most {MOST_NODES} tokens, got {count}")
-    for label, value in (("a", a), ("b", b)):
-        _check(name, label, value, (batch, count, heads, shared), mixed)
-    for label, value in (("A_log", A_log), ("dt_bias", dt_bias)):
-        if not value.dtype.is_floating_point:
-            raise ValueError(f"{name}: {label} must be floats, got {value.dtype}")
-        _check(name, label, value, (value_heads,), mixed, value.dtype)
-
-
-def check_tree(mixed: Tensor, state: Tensor, ancestors: Tensor, depth: int, gates: Tensor | None) -> None:
-    """Raise ValueError unless delta_tree can answer these nodes."""
-    batch, count, _ = mixed.shape
-    if depth < 0:
-        raise ValueError(f"delta_tree: depth must not be negative, got {depth}")
-    _check_ancestors("delta_tree", ancestors, batch, count, mixed)
-    if gates is not None:
-        _check("delta_tree", "gates", gates, (batch, count, 2, state.shape[1]), mixed, torch.float32)
-
-
-def check_gated_norm(x: Tensor, z: Tensor, weight: Tensor) -> None:
-    """Raise ValueError unless these are operands of gated_norm."""
-    if x.dim() != 4 or z.dim() != 4 or not x.dtype.is_floating_point:
-        raise ValueError(
-            f"gated_norm: x must be [B, n, HV, V] of floats and z [B, n, H, R V], got {_said(x)} and {list(z.shape)}"
-        )
-    heads = max(z.shape[2], 1)
-    _check("gated_norm", "z", z, (*x.shape[:2], heads, x.shape[2] // heads * x.shape[3]), x)
-    if x.shape[2] % heads:
-        raise ValueError(f"gated_norm: x must have a multiple of z's {heads} heads, got {x.shape[2]}")
-    _check("gated_norm", "weight", weight, (x.shape[3],), x)
-
-
-def check_commit_states(
-    states: Tensor, windows: Tensor, raw: Tensor, mixed: Tensor, gates: Tensor, path: Tensor, accepted: Tensor
-) -> None:
-    """Raise ValueError unless these are operands of commit_states."""
-    name = "commit_states"
-    if states.dim() != 5 or raw.dim() != 4 or windows.dim() != 4 or path.dim() != 2:
-        raise ValueError(
-            f"{name}: states must be [L, B, HV, K, V], windows [L, B, W - 1, C], raw [L, B, N, C] and path [B, P], got "
-            f"{list(states.shape)}, {list(windows.shape)}, {list(raw.shape)} and {list(path.shape)}"
-        )
-    layers, batch, value_heads, key_dim, value_dim = states.shape
-    nodes, channels = raw.shape[2:]
-    heads, rest = divmod(channels - value_heads * value_dim, 2 * key_dim)
-    if rest or heads < 1 or value_heads % heads or not raw.dtype.is_floating_point:
-        raise ValueError(
-            f"{name}: raw must be floats of 2 H K + HV V channels, HV = {value_heads} a multiple of H, K = {key_dim} "
-            f"and V = {value_dim}, got {_said(raw)}"
-        )
-    _check(name, "states", states, tuple(states.shape), raw, torch.float32)
-    _check(name, "windows", windows, (layers, batch, windows.shape[2], channels), raw)
-    _check(name, "raw", raw, (layers, batch, nodes, channels), raw)
-    _check(name, "mixed", mixed, (layers, batch, nodes, channels), raw)
-    _check(name, "gates", gates, (layers, batch, nodes, 2, value_heads), raw, torch.float32)
-    _check(name, "path", path, (batch, path.shape[1]), raw, torch.int32)
-    _check(name, "accepted", accepted, (batch,), raw, torch.int32)
-
-
-def _check_ancestors(name: str, ancestors: Tensor, batch: int, count: int, like: Tensor) -> None:
-    if count > MOST_NODES:
-        raise ValueError(f"{name}: at most {MOST_NODES} nodes, got {count}")
-    _check(name, "ancestors", ancestors, (batch, count, 1), like, torch.int64)
-
-
-def _check(
-    name: str, label: str, value: Tensor, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
-) -> None:
-    dtype = like.dtype if dtype is None else dtype
-    if tuple(value.shape) != shape or value.dtype != dtype or value.device != like.device:
-        raise ValueError(f"{name}: {label} must be {dtype} {list(shape)} on {like.device}, got {_said(value)}")
-
-
-def _said(value: Tensor) -> str:
-    return f"{value.dtype} {list(value.shape)} on {value.device}"

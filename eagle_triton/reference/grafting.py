@@ -8,34 +8,22 @@ So the latter is looked up by what is known of the match (its bucket), and learn
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from eagle_triton.reference.suffix_match import RepeatDrafts
-
-FIRST = (  # how often the first token is right, by length of the match (up to 3, 7, 15, more) and by what was seen:
-    (0.63, 0.76, 0.93, 0.33),  # one occurrence; 2 or 3 that agree; 4 or more that agree; some that differ
-    (0.52, 0.79, 0.85, 0.25),
-    (0.77, 0.86, 0.80, 0.36),
-    (0.93, 0.98, 0.98, 0.86),
+from eagle_triton.operands.grafting import (
+    FIRST,
+    MOST_COUNTED,
+    NEXT,
+    PRIOR_WEIGHT,
+    UNANIMOUS,
+    Grafted,
+    check_count_right,
+    check_estimate,
+    check_graft,
 )
-"""Measured over the sources of Python's standard library, before anything was learnt."""
-
-NEXT = 0.93  # the same of each further token, times its share among the occurrences
-PRIOR_WEIGHT = 8.0  # observations that these figures are worth
-BUCKETS = 32  # 2 sources, 4 lengths, 4 of what was seen
-MOST_COUNTED = 1024  # at so many observations both counts are halved: what is old counts less
-UNANIMOUS = 0.999  # a share from which on all occurrences agree, up to rounding
-
-
-class Grafted(NamedTuple):
-    """Candidates of both kinds, those of the model first, as `build_tree` takes them."""
-
-    candidates: Tensor  # [B, C + J] int64
-    scores: Tensor  # [B, C + J] float32
-    parents: Tensor  # [B, J] int32: of the last J, flat indices, -1 for the root
+from eagle_triton.operands.suffix_match import RepeatDrafts
 
 
 def graft(
@@ -125,54 +113,3 @@ def count_right(
     seen = torch.stack((right & reached, reached), -1).int()
     counts.index_add_(0, buckets, seen)
     counts.copy_(torch.where(counts[..., 1:] >= MOST_COUNTED, counts // 2, counts))
-
-
-def check_graft(
-    candidates: Tensor, scores: Tensor, beam_candidates: Tensor, top_k: int, drafts: RepeatDrafts, estimates: Tensor
-) -> None:
-    if candidates.ndim != 2 or not candidates.numel() or top_k < 1:
-        raise ValueError(f"graft: candidates [B, C] and top_k >= 1 expected, got {list(candidates.shape)} and {top_k}")
-    batch, places = len(candidates), drafts.tokens.shape[-1]
-    _check("graft", "candidates", candidates, tuple(candidates.shape), torch.int64, candidates)
-    _check("graft", "scores", scores, tuple(candidates.shape), torch.float32, candidates)
-    _check("graft", "beam_candidates", beam_candidates, (batch, beam_candidates.shape[-1]), torch.int64, candidates)
-    _check("graft", "drafts.tokens", drafts.tokens, (batch, places), torch.int64, candidates)
-    _check("graft", "drafts.parents", drafts.parents, (batch, places), torch.int32, candidates)
-    _check("graft", "estimates", estimates, (batch, places), torch.float32, candidates)
-
-
-def check_estimate(drafts: RepeatDrafts, counts: Tensor, buckets: Tensor) -> None:
-    batch, places = drafts.tokens.shape
-    shapes = ((batch, places),) * 3 + ((batch,),) * 3
-    dtypes = (torch.int64, torch.int32, torch.float32, torch.int32, torch.int32, torch.bool)
-    for (name, value), shape, dtype in zip(drafts._asdict().items(), shapes, dtypes, strict=True):
-        _check("estimate_scores", f"drafts.{name}", value, shape, dtype, drafts.tokens)
-        if not value.is_contiguous():
-            raise ValueError(f"estimate_scores: drafts.{name} must be contiguous, got strides {value.stride()}")
-    _check_counts("estimate_scores", counts, places, drafts.tokens)
-    _check("estimate_scores", "buckets", buckets, (batch,), torch.int32, drafts.tokens)
-
-
-def check_count_right(
-    counts: Tensor, buckets: Tensor, drafted: Tensor, tokens: Tensor, before: Tensor, accepted: Tensor
-) -> None:
-    batch, places = drafted.shape
-    _check_counts("count_right", counts, places, tokens)
-    _check("count_right", "drafted", drafted, (batch, places), torch.int64, tokens)
-    _check("count_right", "tokens", tokens, (batch, tokens.shape[-1]), torch.int64, tokens)
-    for name, value in (("buckets", buckets), ("before", before), ("accepted", accepted)):
-        _check("count_right", name, value, (batch,), torch.int32, tokens)
-
-
-def _check_counts(function: str, counts: Tensor, places: int, beside: Tensor) -> None:
-    _check(function, "counts", counts, (BUCKETS, places, 2), torch.int32, beside)
-    if counts.stride()[1:] != (2, 1):
-        raise ValueError(f"{function}: counts must be contiguous in each bucket, got strides {counts.stride()}")
-
-
-def _check(function: str, name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, beside: Tensor) -> None:
-    if tuple(value.shape) != shape or value.dtype != dtype or value.device != beside.device:
-        raise ValueError(
-            f"{function}: {name} must be {dtype} {list(shape)} on {beside.device}, got {value.dtype} "
-            f"{list(value.shape)} on {value.device}"
-        )

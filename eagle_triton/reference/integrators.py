@@ -8,31 +8,11 @@ passed as retrieve_* too.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from enum import IntEnum
-
 import torch
 from torch import Tensor
 
-
-class TreeMaskMode(IntEnum):
-    """FULL_MASK: N rows over prefix and tree for each request; QLEN_ONLY: the N x N tree block alone;
-    QLEN_ONLY_BITPACKING: one word per node, bit j says that node j is the node itself or an ancestor."""
-
-    FULL_MASK = 0
-    QLEN_ONLY = 1
-    QLEN_ONLY_BITPACKING = 2
-
-
-def both_spellings(function: Callable) -> Callable:
-    """Accept retrieve_* for the arguments named retrive_*."""
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        return function(*args, **{name.replace("retrieve_", "retrive_"): value for name, value in kwargs.items()})
-
-    return call
+from eagle_triton.operands import integrators as operands
+from eagle_triton.operands.integrators import TreeMaskMode, both_spellings, packed_dtypes
 
 
 def build_tree_efficient_triton(
@@ -58,7 +38,7 @@ def build_tree_efficient_triton(
     uint32 [bs * N] for N up to 8, 16 or 32. A node whose parent was not chosen is linked to nothing and sees itself and
     the root; `status` [bs] int32, if given, counts such nodes. Raises ValueError if arguments do not fit.
     """
-    check_build(
+    operands.check_build(
         verified_id, parent_list, top_scores_index, draft_tokens, seq_lens, topk, spec_steps, num_verify_tokens,
         tree_mask_mode, status,
     )  # fmt: skip
@@ -116,7 +96,7 @@ def build_tree_in_place(
     it holds all lengths is not checked, since these lie on the device. Raises ValueError if other arguments do not fit.
     """
     outputs = (positions, retrive_index, retrive_next_token, retrive_next_sibling)
-    mask = check_in_place(
+    mask = operands.check_in_place(
         parent_list, top_scores_index, seq_lens, tree_mask, *outputs, topk, spec_steps, num_verify_tokens,
         tree_mask_mode,
     )  # fmt: skip
@@ -154,13 +134,6 @@ def _packed(mask: Tensor, seq_lens: Tensor, mode: int) -> Tensor:
     return torch.cat(rows)
 
 
-def packed_dtypes(nodes: int) -> tuple[torch.dtype, torch.dtype]:
-    """The word of a bit-packed mask: as torch computes with it, and as it is returned."""
-    if nodes <= 8:
-        return torch.uint8, torch.uint8
-    return (torch.int16, torch.uint16) if nodes <= 16 else (torch.int32, torch.uint32)
-
-
 @both_spellings
 def verify_tree_greedy_triton(
     predicts: Tensor,
@@ -180,7 +153,9 @@ def verify_tree_greedy_triton(
     Raises ValueError if arguments do not fit.
     """
     links = (retrive_index, retrive_next_token, retrive_next_sibling)
-    check_verify("verify_tree_greedy", predicts, accept_index, accept_token_num, candidates, links, target_predict)
+    operands.check_verify(
+        "verify_tree_greedy", predicts, accept_index, accept_token_num, candidates, links, target_predict
+    )
     nodes, steps = candidates.shape[1], accept_index.shape[1]
     target = target_predict.flatten()
     for b in range(len(candidates)):
@@ -228,8 +203,8 @@ def tree_speculative_sampling_target_only(
     Always deterministic. Raises ValueError if arguments do not fit.
     """
     links = (retrive_index, retrive_next_token, retrive_next_sibling)
-    check_verify("tree_speculative_sampling", predicts, accept_index, accept_token_num, candidates, links)
-    check_sampling(candidates, uniform_samples, uniform_samples_for_final_sampling, target_probs, draft_probs)
+    operands.check_verify("tree_speculative_sampling", predicts, accept_index, accept_token_num, candidates, links)
+    operands.check_sampling(candidates, uniform_samples, uniform_samples_for_final_sampling, target_probs, draft_probs)
     nodes, steps = candidates.shape[1], accept_index.shape[1]
     for b in range(len(candidates)):
         row, last, count, visited, mass = 0, int(retrive_index[b, 0]), 0, 0, torch.zeros((), device=predicts.device)
@@ -267,131 +242,6 @@ def tree_speculative_sampling_target_only(
             token = int(distribution.argmax())
         predicts[last] = token
     return predicts, accept_index, accept_token_num
-
-
-def check_build(
-    verified_id: Tensor,
-    parent_list: Tensor,
-    top_scores_index: Tensor,
-    draft_tokens: Tensor,
-    seq_lens: Tensor,
-    topk: int,
-    spec_steps: int,
-    num_verify_tokens: int,
-    tree_mask_mode: int,
-    status: Tensor | None,
-) -> None:
-    batch, nodes = len(verified_id), num_verify_tokens
-    if nodes < 2 or topk < 1 or spec_steps < 1 or nodes > 1 + topk + (spec_steps - 1) * topk**2:
-        raise ValueError(
-            "build_tree: 2 <= num_verify_tokens <= 1 + topk + (spec_steps - 1) * topk^2 expected, got "
-            f"{nodes} with topk {topk} and spec_steps {spec_steps}"
-        )
-    if tree_mask_mode not in tuple(TreeMaskMode):
-        raise ValueError(f"build_tree: tree_mask_mode must be one of {[*map(int, TreeMaskMode)]}, got {tree_mask_mode}")
-    if tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING and nodes > 32:
-        raise ValueError(f"build_tree: a bit-packed mask holds at most 32 nodes, got {nodes}")
-    integers = (torch.int32, torch.int64)
-    _check("build_tree", "verified_id", verified_id, (batch,), integers, verified_id.device)
-    _check("build_tree", "seq_lens", seq_lens, (batch,), integers, verified_id.device)
-    _check("build_tree", "top_scores_index", top_scores_index, (batch, nodes - 1), integers[1:], verified_id.device)
-    _check("build_tree", "draft_tokens", draft_tokens, (batch, nodes - 1), integers[1:], verified_id.device)
-    width = topk * (spec_steps - 1) + 1 if spec_steps > 1 else parent_list.shape[-1]
-    _check("build_tree", "parent_list", parent_list, (batch, width), integers[1:], verified_id.device)
-    if status is not None:
-        _check("build_tree", "status", status, (batch,), (torch.int32,), verified_id.device)
-
-
-def check_in_place(
-    parent_list: Tensor,
-    top_scores_index: Tensor,
-    seq_lens: Tensor,
-    tree_mask: Tensor,
-    positions: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    topk: int,
-    spec_steps: int,
-    num_verify_tokens: int,
-    tree_mask_mode: int,
-) -> Tensor:
-    """Check the arguments of build_tree_in_place; the mask in the dtype in which it is written."""
-    name, batch, nodes, device = "build_tree", len(seq_lens), num_verify_tokens, seq_lens.device
-    check_build(
-        seq_lens, parent_list, top_scores_index, top_scores_index, seq_lens, topk, spec_steps, nodes, tree_mask_mode,
-        None,
-    )  # fmt: skip
-    if positions.numel() < batch * nodes:
-        raise ValueError(f"{name}: positions must have {batch} * {nodes} elements or more, got {positions.numel()}")
-    _check(name, "positions", positions, (positions.numel(),), (torch.int64,), device)
-    links = {"index": retrive_index, "next_token": retrive_next_token, "next_sibling": retrive_next_sibling}
-    for field, value in links.items():
-        _check(name, f"retrive_{field}", value, (batch, nodes), (torch.int64,), device)
-    packed = tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING
-    dtypes = packed_dtypes(nodes) if packed else (torch.bool, torch.uint8, torch.int8)
-    needed = batch * nodes * (1 if packed else nodes)
-    if tree_mask.numel() < needed:
-        raise ValueError(f"{name}: tree_mask must have {needed} elements or more, got {tree_mask.numel()}")
-    _check(name, "tree_mask", tree_mask, (tree_mask.numel(),), dtypes, device)
-    return tree_mask.view(dtypes[0])
-
-
-def check_verify(
-    name: str,
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    links: tuple[Tensor, Tensor, Tensor],
-    target_predict: Tensor | None = None,
-) -> None:
-    if candidates.ndim != 2 or accept_index.ndim != 2 or not accept_index.numel():
-        raise ValueError(
-            f"{name}: candidates [bs, N] and accept_index [bs, S] expected, got {list(candidates.shape)} and "
-            f"{list(accept_index.shape)}"
-        )
-    batch, nodes = candidates.shape
-    device, narrow, wide = candidates.device, (torch.int32,), (torch.int64,)
-    _check(name, "predicts", predicts, (batch * nodes,), narrow, device)
-    _check(name, "accept_index", accept_index, (batch, accept_index.shape[1]), narrow, device)
-    _check(name, "accept_token_num", accept_token_num, (batch,), narrow, device)
-    _check(name, "candidates", candidates, (batch, nodes), wide, device)
-    for field, value in zip(("index", "next_token", "next_sibling"), links, strict=True):
-        _check(name, f"retrive_{field}", value, (batch, nodes), wide, device)
-    if target_predict is not None:
-        _check(name, "target_predict", target_predict, (batch, nodes), wide, device)
-
-
-def check_sampling(
-    candidates: Tensor, coins: Tensor, final_coins: Tensor, target_probs: Tensor, draft_probs: Tensor
-) -> None:
-    name, (batch, nodes), device, single = (
-        "tree_speculative_sampling",
-        candidates.shape,
-        candidates.device,
-        (torch.float32,),
-    )
-    _check(name, "uniform_samples", coins, (batch, nodes), single, device)
-    _check(name, "uniform_samples_for_final_sampling", final_coins, (batch,), single, device)
-    shape = (batch, nodes, target_probs.shape[-1])
-    _check(name, "target_probs", target_probs, shape, single, device)
-    _check(name, "draft_probs", draft_probs, shape, single, device)
-
-
-def _check(
-    function: str,
-    name: str,
-    value: Tensor,
-    shape: tuple[int, ...],
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
-) -> None:
-    if tuple(value.shape) != shape or value.dtype not in dtypes or value.device != device or not value.is_contiguous():
-        raise ValueError(
-            f"{function}: {name} must be contiguous {' or '.join(map(str, dtypes))} {list(shape)} on {device}, got "
-            f"{value.dtype} {list(value.shape)} with strides {value.stride()} on {value.device}"
-        )
 
 
 build_tree_kernel_efficient = build_tree_efficient_triton

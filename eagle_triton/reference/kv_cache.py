@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_triton.reference.attention import capacity_of, check_table
+from eagle_triton.operands.kv_cache import capacity_of, check_append, check_commit, check_gather
 
 
 def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = None) -> None:
@@ -70,33 +70,6 @@ def write_rows(cache: Tensor, rows: Tensor, first_row: Tensor, table: Tensor | N
     cache.permute(1, 3, 0, 2, 4)[page[fits], row[fits]] = rows[fits].to(cache.dtype)
 
 
-def check_append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = None) -> None:
-    """Raise ValueError, with what was expected and what came, if the arguments of append do not fit."""
-    _check_cache("append", cache)
-    layers, two, _, heads, _, width = cache.shape
-    batch = _check_table("append", cache, lengths, table)
-    expected = [layers, two, batch, "n", heads, width]
-    if new.dim() != 6 or (*new.shape[:3], "n", *new.shape[4:]) != tuple(expected):
-        raise ValueError(f"append: new must be {expected}, got {list(new.shape)}")
-    _check_int32("append", cache, "lengths", lengths, (batch,))
-    _check_device("append", cache, "new", new)
-
-
-def check_gather(cache: Tensor, rows: Tensor, table: Tensor | None = None) -> None:
-    """Raise ValueError, with what was expected and what came, if the arguments of gather do not fit."""
-    _check_cache("gather", cache)
-    _check_int32("gather", cache, "rows", rows, (_check_table("gather", cache, rows, table), None))
-
-
-def check_commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor, table: Tensor | None = None) -> None:
-    """Raise ValueError, with what was expected and what came, if the arguments of commit do not fit."""
-    _check_cache("commit", cache)
-    batch = _check_table("commit", cache, lengths, table)
-    _check_int32("commit", cache, "lengths", lengths, (batch,))
-    _check_int32("commit", cache, "path", path, (batch, None))
-    _check_int32("commit", cache, "accepted", accepted, (batch,))
-
-
 def _by_row(cache: Tensor) -> Tensor:
     """A view [P, R, layers, 2, Hkv, d] of a cache [layers, 2, P, Hkv, R, d]."""
     return cache.permute(2, 4, 0, 1, 3, 5)
@@ -108,31 +81,3 @@ def _places(cache: Tensor, rows: Tensor, table: Tensor | None) -> tuple[Tensor, 
         return torch.arange(len(rows), device=rows.device)[:, None].expand_as(rows), rows
     page_rows = cache.shape[-2]
     return table.long().gather(1, rows // page_rows), rows % page_rows
-
-
-def _check_table(name: str, cache: Tensor, by_sequence: Tensor, table: Tensor | None) -> int:
-    """How many sequences there are."""
-    if table is None:
-        return cache.shape[2]
-    check_table(name, table, len(by_sequence), cache.device)
-    return len(table)
-
-
-def _check_cache(name: str, cache: Tensor) -> None:
-    if cache.dim() != 6 or cache.shape[1] != 2:
-        raise ValueError(f"{name}: cache must be [layers, 2, B, Hkv, T, d], got {list(cache.shape)}")
-
-
-def _check_int32(name: str, cache: Tensor, argument: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
-    fits = tensor.dim() == len(shape) and all(
-        size in (None, got) for size, got in zip(shape, tensor.shape, strict=True)
-    )
-    if not fits or tensor.dtype != torch.int32:
-        expected = ["n" if size is None else size for size in shape]
-        raise ValueError(f"{name}: {argument} must be int32 {expected}, got {tensor.dtype} {list(tensor.shape)}")
-    _check_device(name, cache, argument, tensor)
-
-
-def _check_device(name: str, cache: Tensor, argument: str, tensor: Tensor) -> None:
-    if tensor.device != cache.device:
-        raise ValueError(f"{name}: {argument} must be on the cache's device {cache.device}, got {tensor.device}")

@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from eagle_triton.reference.attention import check_table
+from eagle_triton.operands import layers as operands
 from eagle_triton.reference.kv_cache import write_rows
 from eagle_triton.runtime.float8_pair import GROUP, LOW, Float8Pair
 from eagle_triton.runtime.split_sums import Product, SharedRows, SplitSums, total_of
@@ -52,7 +52,7 @@ def rms_norm(
     `zero_centred`, where 1 + weight stands for the weight (Gemma, Qwen3.5), only their product. `in_draft_pass` and
     `for_float8` matter to the kernel alone.
     """
-    check_rms_norm("rms_norm", x, weight)
+    operands.check_rms_norm("rms_norm", x, weight)
     x = total_of(x)
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -74,7 +74,7 @@ def embed_rms_norm(
 ) -> tuple[Tensor | Float8Pair, Tensor]:
     """(rms_norm(x), x) of x = embedding[max(tokens, 0)], [..., H] each. tokens [...] int64, embedding [V, H], weight
     [H]. `total` [..., H]: where x is written."""
-    check_embed_rms_norm(tokens, embedding, weight, total)
+    operands.check_embed_rms_norm(tokens, embedding, weight, total)
     x = embedding[tokens.clamp(min=0)]
     return rms_norm(x, weight, eps, zero_centred=zero_centred), x if total is None else total.copy_(x)
 
@@ -92,21 +92,21 @@ def add_rms_norm(
 ) -> tuple[Tensor | Float8Pair, Tensor]:
     """(rms_norm(x + residual), x + residual), [..., H] each. x, residual [..., H], weight [H]. `total` [..., H]: where
     the sum is written."""
-    check_rms_norm("add_rms_norm", x, weight, residual, total)
+    operands.check_rms_norm("add_rms_norm", x, weight, residual, total)
     both = total_of(x) + residual
     return rms_norm(both, weight, eps, zero_centred=zero_centred), both if total is None else total.copy_(both)
 
 
 def add(x: Product, residual: Tensor | None = None) -> Tensor:
     """x + residual, or the sum of a product's parts alone: [..., H]."""
-    check_add(x, residual)
+    operands.check_add(x, residual)
     x = total_of(x)
     return x if residual is None else x + residual
 
 
 def float8_pair(x: Tensor) -> Float8Pair:
     """x [..., K] bf16 as a pair of e4m3 numbers for each, and a power of two for 128 columns of a row."""
-    check_float8_pair(x)
+    operands.check_float8_pair(x)
     rows, size = x.shape[:-1].numel(), x.shape[-1]
     wide = torch.nn.functional.pad(x.reshape(rows, size).float(), (0, -size % GROUP)).view(rows, -1, GROUP)
     largest = wide.abs().amax(-1, keepdim=True) if size else wide.new_zeros(rows, 0, 1)
@@ -119,12 +119,6 @@ def float8_pair(x: Tensor) -> Float8Pair:
     scale = torch.where(largest.isfinite(), scale, torch.full_like(scale, torch.nan))
     parts = torch.stack([part.view(torch.uint8).flatten(1)[:, :size] for part in (high, low)])
     return Float8Pair(parts.view(torch.float8_e4m3fn), scale[..., 0].T.contiguous(), x.shape, x.dtype)
-
-
-def check_float8_pair(x: Tensor) -> None:
-    """Raise ValueError unless x can be a pair."""
-    if x.dtype != torch.bfloat16 or x.dim() < 1:
-        raise ValueError(f"float8_pair: x must be bfloat16 [..., K], got {x.dtype} {tuple(x.shape)}")
 
 
 def rotary_append(
@@ -153,7 +147,7 @@ def rotary_append(
     per-head RMSNorm weights (Qwen3), see rms_norm for `zero_centred`. table: of a cache in pages, see tree_attention.
     Rows beyond the capacity are not written.
     """
-    check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table)
+    operands.check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table)
     q, k, v = total_of(q), total_of(k), total_of(v)
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps, zero_centred=zero_centred)
@@ -174,132 +168,14 @@ def rotary_append(
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer 2020), elementwise; [..., I] each."""
-    check_swiglu(gate, up)
+    operands.check_swiglu(gate, up)
     return torch.nn.functional.silu(gate) * up
 
 
 def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
     """x * sigmoid(gate), elementwise: attention with an output gate (Qiu et al. 2025). [B, n, Hq, d] each."""
-    check_gate_heads(x, gate)
+    operands.check_gate_heads(x, gate)
     return x * torch.sigmoid(gate)
-
-
-def check_rms_norm(
-    name: str,
-    x: Product,
-    weight: Tensor,
-    residual: Tensor | None = None,
-    total: Tensor | None = None,
-) -> None:
-    """Raise ValueError unless these are operands of rms_norm or add_rms_norm."""
-    _check_shape(name, "weight", weight, x.shape[-1:])
-    if residual is not None:
-        _check_shape(name, "residual", residual, x.shape)
-    _check_total(name, total, x.shape)
-    _check_same_on_all_ranks(name, x, weight, residual, total)
-
-
-def check_embed_rms_norm(tokens: Tensor, embedding: Tensor | SharedRows, weight: Tensor, total: Tensor | None) -> None:
-    """Raise ValueError unless these are operands of embed_rms_norm."""
-    name = "embed_rms_norm"
-    if tokens.dtype != torch.int64 or tokens.device != embedding.device or embedding.dim() != 2:
-        raise ValueError(
-            f"{name}: tokens must be int64 on {embedding.device} and embedding [V, H], got {tokens.dtype} on "
-            f"{tokens.device} and {tuple(embedding.shape)}"
-        )
-    _check_shape(name, "weight", weight, embedding.shape[1:])
-    _check_total(name, total, (*tokens.shape, embedding.shape[1]))
-    _check_same_on_all_ranks(name, embedding, weight, total)
-
-
-def check_add(x: Product, residual: Tensor | None) -> None:
-    """Raise ValueError unless these are operands of add."""
-    if residual is not None:
-        _check_shape("add", "residual", residual, x.shape)
-        _check_same_on_all_ranks("add", x, residual)
-
-
-def check_rotary_append(
-    q: Tensor | SplitSums,
-    k: Tensor | SplitSums,
-    v: Tensor | SplitSums,
-    cache: Tensor,
-    first_row: Tensor,
-    depths: Tensor | None,
-    inv_freq: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    table: Tensor | None = None,
-) -> None:
-    """Raise ValueError unless these are operands of rotary_append."""
-    name = "rotary_append"
-    if q.dim() != 4 or k.dim() != 4 or q.shape[3] % 2 or q.shape[2] % max(k.shape[2], 1):
-        raise ValueError(
-            f"{name}: q must be [B, N, Hq, d] and k [B, N, Hkv, d] with d even and Hq a multiple of Hkv, "
-            f"got {tuple(q.shape)} and {tuple(k.shape)}"
-        )
-    batch, count, _, dim = q.shape
-    heads = k.shape[2]
-    _check_shape(name, "k", k, (batch, count, heads, dim))
-    _check_shape(name, "v", v, k.shape)
-    for norm in (q_norm, k_norm):
-        if norm is not None:
-            _check_shape(name, "q_norm and k_norm", norm, (dim,))
-    _check_same_on_all_ranks(name, q, k, v, q_norm, k_norm)
-    if cache.dim() != 5:
-        raise ValueError(f"{name}: cache must be [2, B, Hkv, T, d], got {tuple(cache.shape)}")
-    pages = batch if table is None else cache.shape[1]
-    _check_shape(name, "cache", cache, (2, pages, heads, cache.shape[3], dim))
-    if cache.stride(4) != 1:
-        raise ValueError(f"{name}: the cache's last dimension must be contiguous, got strides {cache.stride()}")
-    check_table(name, table, batch, q.device)
-    _check_shape(name, "first_row", first_row, (batch,))
-    if depths is not None:
-        _check_shape(name, "depths", depths, (batch, count))
-    if inv_freq.dim() != 1 or not 0 < len(inv_freq) <= dim // 2:
-        raise ValueError(f"{name}: inv_freq must have 1 to {dim // 2} elements, got {tuple(inv_freq.shape)}")
-    for label, indices in (("first_row", first_row), ("depths", depths)):
-        if indices is not None and indices.dtype != torch.int32:
-            raise ValueError(f"{name}: {label} must be int32, got {indices.dtype}")
-    for other in (cache, first_row, depths, inv_freq):
-        if other is not None and other.device != q.device:
-            raise ValueError(f"{name}: all tensors must be on {q.device}, got one on {other.device}")
-
-
-def check_swiglu(gate: Tensor, up: Tensor) -> None:
-    """Raise ValueError unless these are operands of swiglu."""
-    _check_shape("swiglu", "up", up, gate.shape)
-    _check_same_on_all_ranks("swiglu", gate, up)
-
-
-def check_gate_heads(x: Tensor, gate: Tensor) -> None:
-    """Raise ValueError unless these are operands of gate_heads."""
-    if x.dim() != 4:
-        raise ValueError(f"gate_heads: x must be [B, n, Hq, d], got {tuple(x.shape)}")
-    _check_shape("gate_heads", "gate", gate, x.shape)
-    _check_same_on_all_ranks("gate_heads", x, gate)
-
-
-def _check_shape(name: str, label: str, tensor: Product, expected: tuple[int, ...]) -> None:
-    if tensor.shape != tuple(expected):
-        raise ValueError(f"{name}: {label} must be {tuple(expected)}, got {tuple(tensor.shape)}")
-
-
-def _check_total(name: str, total: Tensor | None, shape: tuple[int, ...]) -> None:
-    """A total's rows are contiguous, and follow each other at one distance."""
-    if total is None:
-        return
-    _check_shape(name, "total", total, shape)
-    if total.stride(-1) != 1 or total.reshape(-1, shape[-1]).data_ptr() != total.data_ptr():  # a copy
-        raise ValueError(f"{name}: total's rows must be contiguous and evenly spaced, got strides {total.stride()}")
-
-
-def _check_same_on_all_ranks(name: str, first: Product | SharedRows, *others: Product | None) -> None:
-    if not first.dtype.is_floating_point:
-        raise ValueError(f"{name}: expected floating point tensors, got {first.dtype}")
-    for other in others:
-        if other is not None and (other.dtype != first.dtype or other.device != first.device):
-            raise ValueError(f"{name}: expected {first.dtype} on {first.device}, got {other.dtype} on {other.device}")
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

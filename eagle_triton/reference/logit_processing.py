@@ -3,26 +3,11 @@ and no stop token too early."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from eagle_triton.reference.attention import ancestor_matrix
-from eagle_triton.reference.sampling import check_logits
-
-
-class LogitRules(NamedTuple):
-    """Per-sequence rules; a static place on the device, so that a graph can replay.
-
-    penalty [B] float32 (1: off); bias [B, V] float32; seen [B, V] uint8: tokens of the prompt and of what is committed;
-    least [B] int32: the place in the sequence before which no stop token may stand (0: off).
-    """
-
-    penalty: Tensor
-    bias: Tensor
-    seen: Tensor
-    least: Tensor
+from eagle_triton.operands.ancestors import ancestor_matrix
+from eagle_triton.operands.logit_processing import LogitRules, check_process_logits
 
 
 def process_logits(
@@ -51,28 +36,3 @@ def process_logits(
     penalty = rules.penalty[:, None, None]
     x = torch.where(held, torch.where(x < 0, x * penalty, x / penalty), x) + rules.bias[:, None]
     return torch.where(forbidden, x + float("-inf"), x)
-
-
-def check_process_logits(
-    logits: Tensor, tokens: Tensor, ancestors: Tensor, rules: LogitRules, lengths: Tensor, stop_ids: Tensor
-) -> None:
-    check_logits("process_logits", logits)
-    batch, nodes, vocabulary = logits.shape
-    expected = (
-        ("tokens", tokens, (batch, nodes), torch.int64),
-        ("ancestors", ancestors, (batch, nodes, -(-nodes // 64)), torch.int64),
-        ("rules.penalty", rules.penalty, (batch,), torch.float32),
-        ("rules.bias", rules.bias, (batch, vocabulary), torch.float32),
-        ("rules.seen", rules.seen, (batch, vocabulary), torch.uint8),
-        ("rules.least", rules.least, (batch,), torch.int32),
-        ("lengths", lengths, (batch,), torch.int32),
-        ("stop_ids", stop_ids, (batch, *stop_ids.shape[-1:]), torch.int64),
-    )
-    for name, value, shape, dtype in expected:
-        if value.shape != shape or value.dtype != dtype or value.device != logits.device:
-            raise ValueError(
-                f"process_logits: {name} must be {dtype} {list(shape)} on {logits.device}, got {value.dtype} "
-                f"{list(value.shape)} on {value.device}"
-            )
-        if value.numel() and value.stride(-1) != 1:
-            raise ValueError(f"process_logits: {name} must have stride 1 in its last dimension, got {value.stride()}")

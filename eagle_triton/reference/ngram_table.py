@@ -12,43 +12,11 @@ behind a known one, while what is there is counted as ever.
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-LONGEST = 4  # tokens of a context
-WINDOW = 32  # places that a kernel compares at once
-HASH_FACTOR, HASH_SHIFT, HALF = 0x5BD1E995, 15, (1 << 32) - 1
-
-
-class NgramTable(NamedTuple):
-    """Counts of B slots and L lengths of context. P and G are powers of two; what is empty is zero everywhere."""
-
-    contexts: Tensor  # [B, L, P, 2] int64: tokens + 1, 32 bits each, the last token lowest; 0 where there is none
-    best: Tensor  # [B, L, P] int32: the token with the largest count behind a context
-    best_counts: Tensor  # [B, L, P] float64
-    grams: Tensor  # [B, L, G] int64: (place of the context + 1) << 32 | the token behind it
-    counts: Tensor  # [B, L, G] float64
-    used: Tensor  # [B, L, 2] int32: how many contexts and grams there are
-
-
-def new_ngram_table(slots: int, levels: int, contexts: int, grams: int, device: torch.device) -> NgramTable:
-    """An empty table with room for so many contexts and grams of each slot and length of context, or a few more."""
-    places, gram_places = (max(WINDOW, 1 << (2 * count - 1).bit_length()) for count in (contexts, grams))
-
-    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(slots, levels, *shape, dtype=dtype, device=device)
-
-    return NgramTable(
-        contexts=zeros(places, 2, dtype=torch.int64),
-        best=zeros(places, dtype=torch.int32),
-        best_counts=zeros(places, dtype=torch.float64),
-        grams=zeros(gram_places, dtype=torch.int64),
-        counts=zeros(gram_places, dtype=torch.float64),
-        used=zeros(2, dtype=torch.int32),
-    )
+from eagle_triton.operands import ngram_table as operands
+from eagle_triton.operands.ngram_table import HALF, HASH_FACTOR, HASH_SHIFT, LONGEST, NgramTable
 
 
 def count_ngrams(
@@ -68,7 +36,7 @@ def count_ngrams(
     ValueError if shapes, dtypes or devices do not fit, unless 1 <= shortest <= 5 - L, or for a weight that is negative
     or not finite.
     """
-    check_count_ngrams(table, shortest, tokens, first, end, fillers, weight)
+    operands.check_count_ngrams(table, shortest, tokens, first, end, fillers, weight)
     for slot, (start, stop) in enumerate(zip(first.tolist(), end.tolist(), strict=True)):
         row = tokens[slot, : max(stop, 0)].tolist()
         behind = [] if fillers is None else fillers[slot].tolist()
@@ -87,7 +55,7 @@ def counted_drafts(table: NgramTable, shortest: int, tokens: Tensor, lengths: Te
     token is the one with the largest count behind the longest known context of what is known and drafted. Returns int64
     [B, places], -1 behind the last draft. Raises ValueError as `count_ngrams`, and for places below 1.
     """
-    check_counted_drafts(table, shortest, tokens, lengths, places)
+    operands.check_counted_drafts(table, shortest, tokens, lengths, places)
     drafts = torch.full((len(tokens), places), -1, dtype=torch.int64, device=tokens.device)
     for slot, length in enumerate(lengths.tolist()):
         text = tokens[slot, : length + 1][-LONGEST:].tolist()
@@ -168,70 +136,3 @@ def _hash(key: tuple[int, ...]) -> int:
             value = (value ^ half) * HASH_FACTOR & HALF
             value ^= value >> HASH_SHIFT
     return value
-
-
-def check_count_ngrams(
-    table: NgramTable,
-    shortest: int,
-    tokens: Tensor,
-    first: Tensor,
-    end: Tensor,
-    fillers: Tensor | None,
-    weight: float,
-) -> None:
-    _check("count_ngrams", table, shortest, tokens, {"first": first, "end": end})
-    if fillers is not None and (
-        fillers.ndim != 3
-        or len(fillers) != len(tokens)
-        or fillers.dtype != torch.int64
-        or fillers.device != tokens.device
-    ):
-        raise ValueError(
-            f"count_ngrams: fillers must be torch.int64 [{len(tokens)}, m, k] on {tokens.device}, got {fillers.dtype} "
-            f"{list(fillers.shape)} on {fillers.device}"
-        )
-    if not (weight >= 0 and math.isfinite(weight)):
-        raise ValueError(f"count_ngrams: weight must be at least 0 and finite, got {weight}")
-
-
-def check_counted_drafts(table: NgramTable, shortest: int, tokens: Tensor, lengths: Tensor, places: int) -> None:
-    _check("counted_drafts", table, shortest, tokens, {"lengths": lengths})
-    if places < 1:
-        raise ValueError(f"counted_drafts: places must be at least 1, got {places}")
-
-
-def _check(function: str, table: NgramTable, shortest: int, tokens: Tensor, by_slot: dict[str, Tensor]) -> None:
-    if tokens.ndim != 2 or tokens.dtype != torch.int64 or (tokens.numel() and tokens.stride(1) != 1):
-        raise ValueError(
-            f"{function}: tokens must be torch.int64 [B, C] with stride 1 in its rows, got {tokens.dtype} "
-            f"{list(tokens.shape)}"
-        )
-    for name, value in by_slot.items():
-        if value.shape != tokens.shape[:1] or value.dtype != torch.int32 or value.device != tokens.device:
-            raise ValueError(
-                f"{function}: {name} must be torch.int32 [{len(tokens)}] on {tokens.device}, got {value.dtype} "
-                f"{list(value.shape)} on {value.device}"
-            )
-    levels = table.used.shape[1] if table.used.ndim == 3 else 0
-    if not 1 <= shortest <= LONGEST + 1 - max(levels, 1):
-        raise ValueError(
-            f"{function}: contexts of {levels} lengths from {shortest} on, where they have 1 to {LONGEST} tokens"
-        )
-    places, grams = table.contexts.shape[-2:-1], table.grams.shape[-1:]
-    for name, value, dtype, shape in (
-        ("contexts", table.contexts, torch.int64, (*places, 2)),
-        ("best", table.best, torch.int32, places),
-        ("best_counts", table.best_counts, torch.float64, places),
-        ("grams", table.grams, torch.int64, grams),
-        ("counts", table.counts, torch.float64, grams),
-        ("used", table.used, torch.int32, (2,)),
-    ):
-        shape = (len(tokens), levels, *shape)
-        if value.shape != shape or value.dtype != dtype or value.device != tokens.device or not value.is_contiguous():
-            raise ValueError(
-                f"{function}: table.{name} must be {dtype} {list(shape)} on {tokens.device}, contiguous, got "
-                f"{value.dtype} {list(value.shape)} on {value.device}"
-            )
-    for name, count in (("contexts", places[0]), ("grams", grams[0])):
-        if count < WINDOW or count & (count - 1):
-            raise ValueError(f"{function}: {name} must have a power of two of places, {WINDOW} or more, got {count}")

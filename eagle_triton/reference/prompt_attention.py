@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eagle_triton.operands.attention import check_prompt_attention
 from eagle_triton.reference.attention import tree_attention
 
 
@@ -22,30 +23,3 @@ def prompt_attention(q: Tensor, cache: Tensor, start: int, end: int, *, scale: f
     lengths = torch.full((1,), start, dtype=torch.int32, device=q.device)
     out[:count] = tree_attention(q[None, :count], cache, lengths, scale=scale, table=table[None])[0]
     return out
-
-
-def check_prompt_attention(q: Tensor, cache: Tensor, start: int, end: int, scale: float, table: Tensor) -> None:
-    """Raise ValueError, with what was expected and what came, if the arguments of prompt_attention do not fit."""
-    name = "prompt_attention"
-    if q.dim() != 3 or cache.dim() != 5 or cache.shape[0] != 2 or cache.shape[4] != q.shape[2]:
-        raise ValueError(
-            f"{name}: q must be [N, Hq, d] and cache [2, P, Hkv, R, d] with the same d, got {tuple(q.shape)} and "
-            f"{tuple(cache.shape)}"
-        )
-    if q.shape[1] % cache.shape[2]:
-        raise ValueError(f"{name}: Hq must be a multiple of the cache's {cache.shape[2]} heads, got Hq = {q.shape[1]}")
-    if q.dtype != cache.dtype:
-        raise ValueError(f"{name}: q and cache must have one dtype, got {q.dtype} and {cache.dtype}")
-    if table.dim() != 1 or table.dtype != torch.int32:
-        raise ValueError(f"{name}: table must be int32 [M], got {table.dtype} {tuple(table.shape)}")
-    if q.device != cache.device or q.device != table.device:
-        devices = sorted(str(tensor.device) for tensor in (q, cache, table))
-        raise ValueError(f"{name}: all tensors must be on one device, got {devices}")
-    rows, capacity = cache.shape[3], cache.shape[3] * len(table)
-    if start < 0 or start % rows or not start < end <= min(start + len(q), capacity):
-        raise ValueError(
-            f"{name}: start must be a multiple of a page's {rows} rows, and end at most {len(q)} (N) behind it and "
-            f"{capacity} (W * R), got {start} and {end}"
-        )
-    if not scale > 0:
-        raise ValueError(f"{name}: scale must be positive, got {scale}")

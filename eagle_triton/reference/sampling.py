@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from eagle_triton.operands.sampling import SamplingTensors, check_logits, check_params, check_sample, check_uniform_at
+
 _MASK = 0xFFFFFFFF
-
-
-class SamplingTensors(NamedTuple):
-    """Per-sequence sampling parameters, each [B]; a static place on the device, so that a graph can replay.
-
-    temperature float32 (0: greedy), top_k int32 (0: off), top_p float64 (1: off), min_p float32 (0: off),
-    seed int64, step int64 (decode steps done: the random counter).
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    step: Tensor
 
 
 def probabilities(logits: Tensor, params: SamplingTensors, top_p_first: bool = False) -> Tensor:
@@ -154,44 +139,3 @@ def sample(probs: Tensor, coin: Tensor) -> Tensor:
     passed = (cumulated > coin.double()[:, None] * cumulated[:, -1:]) & (probs > 0)
     last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1)
     return torch.where(passed.any(-1), passed.int().argmax(-1), last)
-
-
-def check_logits(name: str, logits: Tensor) -> None:
-    dtypes = (torch.float16, torch.bfloat16, torch.float32)
-    if logits.ndim != 3 or logits.dtype not in dtypes or not logits.numel():
-        raise ValueError(
-            f"{name}: logits must be [B, N, V] of float16, bfloat16 or float32, got {logits.dtype} {list(logits.shape)}"
-        )
-
-
-def check_params(name: str, params: SamplingTensors, batch: int, device: torch.device) -> None:
-    dtypes = (torch.float32, torch.int32, torch.float64, torch.float32, torch.int64, torch.int64)
-    for field, value, dtype in zip(params._fields, params, dtypes, strict=True):
-        if value.shape != (batch,) or value.dtype != dtype or value.device != device or not value.is_contiguous():
-            raise ValueError(
-                f"{name}: {field} must be contiguous {dtype} [{batch}] on {device}, got {value.dtype} "
-                f"{list(value.shape)} on {value.device}"
-            )
-
-
-def check_uniform_at(params: SamplingTensors, positions: Tensor, vocabulary: int) -> None:
-    check_params("uniform_at", params, len(params.seed), params.seed.device)
-    if positions.ndim != 2 or len(positions) != len(params.seed) or positions.dtype != torch.int32:
-        raise ValueError(
-            f"uniform_at: positions must be int32 [{len(params.seed)}, n], got {positions.dtype} "
-            f"{list(positions.shape)}"
-        )
-    if positions.device != params.seed.device:
-        raise ValueError(f"uniform_at: positions must lie on {params.seed.device}, got {positions.device}")
-    if vocabulary < 1:
-        raise ValueError(f"uniform_at: vocabulary must be at least 1, got {vocabulary}")
-
-
-def check_sample(probs: Tensor, coin: Tensor) -> None:
-    if probs.ndim != 2 or probs.dtype != torch.float32 or not probs.numel():
-        raise ValueError(f"sample: probs must be float32 [B, V], got {probs.dtype} {list(probs.shape)}")
-    if coin.shape != probs.shape[:1] or coin.dtype != torch.float32 or coin.device != probs.device:
-        raise ValueError(
-            f"sample: coin must be float32 [{len(probs)}] on {probs.device}, got {coin.dtype} {list(coin.shape)} on "
-            f"{coin.device}"
-        )

@@ -16,97 +16,28 @@ Sources: SuffixDecoding (arXiv 2411.04975) for `suffix_draft`, prompt lookup dec
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
-from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-END = -1
-SLACK = 1e-6  # of a budget and of min_token_prob: what rounding may take from them
-DEEPEST, MOST_KEPT, MOST_BANNED, MOST_TIMES = 64, 128, 16, 1 << 24
-"""What the kernels take at most, where the functions here have no limit: tokens of a match, matches, banned tokens, and
-positions of a sequence or of the ring."""
-
-Match = Literal["leftmost", "latest"]
-
-
-@dataclass(frozen=True)
-class SuffixRules:
-    """How far a draft may go. Raises ValueError or TypeError for a value that makes no sense."""
-
-    max_tree_depth: int = 64  # of match and draft together
-    max_spec_tokens: int | None = None  # None: as many as the depth has room for
-    max_spec_factor: float = 1.0
-    max_spec_offset: float = 0.0
-    min_token_prob: float = 0.1
-    use_tree_spec: bool = False  # a tree of the likeliest continuations; otherwise one path
-    parity: bool = False  # see `suffix_draft`
-    banned: tuple[int, ...] = ()  # tokens that are never drafted: a continuation ends before them
-    min_match: int = 1
-    keep: int | None = None  # count only so many matches: the longest, of equally long ones the latest
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_tree_depth", 1), ("max_spec_tokens", 0), ("min_match", 1), ("keep", 1)):
-            value = getattr(self, name)
-            if value is None and name in ("max_spec_tokens", "keep"):
-                continue
-            if not isinstance(value, Integral) or isinstance(value, bool):
-                raise TypeError(f"suffix_draft: {name} must be an integer, got {value!r}")
-            if value < least:
-                raise ValueError(f"suffix_draft: {name} must be at least {least}, got {value}")
-        for name in ("max_spec_factor", "max_spec_offset", "min_token_prob"):
-            value = getattr(self, name)
-            if not isinstance(value, Real) or isinstance(value, bool):
-                raise TypeError(f"suffix_draft: {name} must be a number, got {value!r}")
-            if not math.isfinite(value):
-                raise ValueError(f"suffix_draft: {name} must be finite, got {value}")
-        if self.max_spec_factor < 0:
-            raise ValueError(f"suffix_draft: max_spec_factor must not be negative, got {self.max_spec_factor}")
-        if not 0 <= self.min_token_prob <= 1:
-            raise ValueError(f"suffix_draft: min_token_prob must lie in 0..1, got {self.min_token_prob}")
-        for name in ("use_tree_spec", "parity"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(f"suffix_draft: {name} must be True or False, got {value!r}")
-
-    def budget(self, match: int) -> int:
-        """The most tokens drafted behind a match: floor(match * factor + offset), within max_spec_tokens."""
-        wanted = math.floor(match * self.max_spec_factor + self.max_spec_offset + SLACK)
-        most = self.max_tree_depth if self.max_spec_tokens is None else self.max_spec_tokens
-        return max(0, min(wanted, most))
-
-
-class SuffixDraft(NamedTuple):
-    """A draft of n tokens, parents before children; n may be 0."""
-
-    tokens: Tensor  # [n] int32
-    parents: Tensor  # [n] int32: places in the draft, -1 for those that follow the context
-    probs: Tensor  # [n] float32: estimated probability that the draft is right up to here
-    score: float  # their sum: how many tokens to expect
-    match_len: int  # tokens of the context that the draft follows from, 0 if nothing ever followed them
-    occurrences: int  # positions of that match that were counted
-
-
-class TokenRing(NamedTuple):
-    """Outputs of former requests, the oldest overwritten first; a static place on the device."""
-
-    tokens: Tensor  # [R] int32: END behind each output, and wherever there is none
-    head: Tensor  # [1] int32: where the next output goes; what stands there, or next behind it, is the oldest
-
-
-class RepeatDrafts(NamedTuple):
-    """What followed the ends of B sequences before, J places for each, parents before children."""
-
-    tokens: Tensor  # [B, J] int64, -1 where nothing is drafted
-    parents: Tensor  # [B, J] int32: places among the J, -1 for those that follow the sequence
-    probs: Tensor  # [B, J] float32: estimated probability that the draft is right up to here, 0 where there is none
-    match: Tensor  # [B] int32: tokens of the match that is continued, 0 where nothing is drafted
-    occurrences: Tensor  # [B] int32: positions of that match that were counted
-    from_ring: Tensor  # [B] bool: continued in the ring, not in the sequence itself
+from eagle_triton.operands.suffix_match import (
+    END,
+    SLACK,
+    Match,
+    RepeatDrafts,
+    SuffixDraft,
+    SuffixRules,
+    TokenRing,
+    check_match_lengths,
+    check_ngram_draft,
+    check_ngram_drafts,
+    check_share_token_budget,
+    check_suffix_drafts,
+)
 
 
 def match_lengths(store: Tensor, context: Tensor, limit: int | None = None) -> Tensor:
@@ -356,73 +287,3 @@ def share_token_budget(drafts: Tensor, active: Tensor, threshold: int) -> Tensor
         shares.append(max(1, min(wanted, threshold - used - after)) if runs else 0)
         used += shares[-1]
     return drafts.new_tensor(shares)
-
-
-def check_match_lengths(store: Tensor, context: Tensor, limit: int | None) -> None:
-    _check("match_lengths", "store", store)
-    _check("match_lengths", "context", context)
-    if len(store) and store[-1] != END:
-        raise ValueError(f"match_lengths: store must end with END ({END}), got {int(store[-1])}")
-    if limit is not None and limit < 0:
-        raise ValueError(f"match_lengths: limit must not be negative, got {limit}")
-
-
-def check_suffix_drafts(function: str, tokens: Tensor, lengths: Tensor, ring: TokenRing | None, places: int) -> None:
-    if tokens.ndim != 2 or tokens.dtype != torch.int64 or (tokens.numel() and tokens.stride(1) != 1):
-        raise ValueError(
-            f"{function}: tokens must be torch.int64 [B, C] with stride 1 in its rows, got {tokens.dtype} "
-            f"{list(tokens.shape)}"
-        )
-    batch = len(tokens)
-    arguments = [("lengths", lengths, (batch,))]
-    if ring is not None:
-        arguments += [("ring.tokens", ring.tokens, (len(ring.tokens),)), ("ring.head", ring.head, (1,))]
-        if not len(ring.tokens):
-            raise ValueError(f"{function}: a ring of no tokens; None is no ring")
-    for name, value, shape in arguments:
-        if value.shape != shape or value.dtype != torch.int32 or value.device != tokens.device:
-            raise ValueError(
-                f"{function}: {name} must be torch.int32 {list(shape)} on {tokens.device}, got {value.dtype} "
-                f"{list(value.shape)} on {value.device}"
-            )
-    if places < 1:
-        raise ValueError(f"{function}: places must be at least 1, got {places}")
-
-
-def check_ngram_draft(prompt: Tensor, generated: Tensor, max_ngram: int, min_ngram: int, match: str) -> None:
-    _check("ngram_draft", "prompt", prompt)
-    _check("ngram_draft", "generated", generated)
-    check_ngram_rules("ngram_draft", max_ngram, min_ngram, match)
-
-
-def check_ngram_drafts(
-    tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, places: int, max_ngram: int, min_ngram: int, match: str
-) -> None:
-    check_suffix_drafts("ngram_drafts", tokens, lengths, None, places)
-    if prompt_lengths.shape != lengths.shape or prompt_lengths.dtype != torch.int32:
-        raise ValueError(
-            f"ngram_drafts: prompt_lengths must be torch.int32 {list(lengths.shape)}, got {prompt_lengths.dtype} "
-            f"{list(prompt_lengths.shape)}"
-        )
-    check_ngram_rules("ngram_drafts", max_ngram, min_ngram, match)
-
-
-def check_ngram_rules(function: str, max_ngram: int, min_ngram: int, match: str) -> None:
-    if not 1 <= min_ngram <= max_ngram:
-        raise ValueError(f"{function}: 1 <= min_ngram <= max_ngram expected, got {min_ngram} and {max_ngram}")
-    if match not in get_args(Match):
-        raise ValueError(f"{function}: match must be one of {', '.join(get_args(Match))}, got {match!r}")
-
-
-def check_share_token_budget(drafts: Tensor, active: Tensor) -> None:
-    _check("share_token_budget", "drafts", drafts)
-    if active.shape != drafts.shape or active.dtype != torch.bool:
-        raise ValueError(
-            f"share_token_budget: active must be torch.bool {list(drafts.shape)}, got {active.dtype} "
-            f"{list(active.shape)}"
-        )
-
-
-def _check(function: str, name: str, value: Tensor) -> None:
-    if value.ndim != 1 or value.dtype != torch.int32:
-        raise ValueError(f"{function}: {name} must be torch.int32, 1-D, got {value.dtype} {list(value.shape)}")

@@ -8,12 +8,11 @@ a parent's index is always below its child's.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from eagle_triton.reference.attention import WORD, pack_ancestors
+from eagle_triton.operands.ancestors import WORD, pack_ancestors
+from eagle_triton.operands.tree_decoding import Expansion, check_build_tree, check_expand_beam, check_offsets
 
 
 def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -32,17 +31,6 @@ def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tens
     if offsets is not None:
         indices = indices + offsets[indices]
     return (values - wide.logsumexp(-1, keepdim=True)).nan_to_num(nan=float("-inf"), neginf=float("-inf")), indices
-
-
-class Expansion(NamedTuple):
-    """The children of a level's nodes, and the `width` of them that become the next level's nodes (its beam)."""
-
-    child_scores: Tensor  # [B, P * K] float32, cumulative log-probabilities
-    chosen: Tensor  # [B, width] int64: the beam's children, first_candidate + their places among the P * K
-    parents: Tensor  # [B, width] int64: their parents, among the P
-    tokens: Tensor  # [B, width] int64
-    scores: Tensor  # [B, width] float32
-    ancestors: Tensor  # [B, width, W] int64 over beam slots, own bit included
 
 
 def expand_beam(
@@ -164,114 +152,3 @@ def _ancestor_closure(parents: Tensor) -> Tensor:
     for _ in range((nodes - 1).bit_length()):
         reach = (reach @ reach).clamp(max=1)
     return reach > 0
-
-
-def check_offsets(logits: Tensor, offsets: Tensor | None) -> None:
-    vocabulary = logits.shape[-1]
-    if offsets is not None and (
-        offsets.shape != (vocabulary,)
-        or offsets.dtype != torch.int64
-        or offsets.device != logits.device
-        or not offsets.is_contiguous()
-    ):
-        raise ValueError(
-            f"topk: offsets must be contiguous int64 [{vocabulary}] on {logits.device}, got {offsets.dtype} "
-            f"{tuple(offsets.shape)} on {offsets.device}"
-        )
-
-
-def check_expand_beam(
-    parent_scores: Tensor,
-    log_probs: Tensor,
-    tokens: Tensor,
-    parent_ancestors: Tensor,
-    first_slot: int,
-    width: int,
-    selected: Tensor | None,
-    out: tuple[Tensor, Tensor, Tensor] | None,
-) -> None:
-    if log_probs.ndim != 3 or not log_probs.numel():
-        raise ValueError(f"expand_beam: log_probs must be [B, P, K], got {tuple(log_probs.shape)}")
-    batch, nodes, k = log_probs.shape
-    words = parent_ancestors.shape[-1]
-    _check("expand_beam", "log_probs", log_probs, (batch, nodes, k), torch.float32, log_probs.device)
-    _check("expand_beam", "tokens", tokens, (batch, nodes * k), torch.int64, log_probs.device)
-    _check("expand_beam", "parent_scores", parent_scores, (batch, nodes), torch.float32, log_probs.device)
-    _check("expand_beam", "parent_ancestors", parent_ancestors, (batch, nodes, words), torch.int64, log_probs.device)
-    if selected is not None:
-        _check("expand_beam", "selected", selected, (width,), torch.int64, log_probs.device)
-        if not selected.is_contiguous():
-            raise ValueError(f"expand_beam: selected must be contiguous, got stride {selected.stride(0)}")
-    if not 0 <= width <= nodes * k or not 0 <= first_slot <= words * WORD - width:
-        raise ValueError(
-            f"expand_beam: 0 <= width <= {nodes * k} children and slots within {words} words expected, got width "
-            f"{width} and first_slot {first_slot}"
-        )
-    if out is not None:
-        shapes = ((batch, nodes * k), (batch, nodes * k), (batch, width))
-        dtypes = (torch.int64, torch.float32, torch.int64)
-        for name, value, shape, dtype in zip(("tokens", "scores", "chosen"), out, shapes, dtypes, strict=True):
-            _check("expand_beam", f"out {name}", value, shape, dtype, log_probs.device)
-            if value.stride(1) != 1 and value.shape[1] > 1:
-                raise ValueError(f"expand_beam: the rows of out {name} must be contiguous, got {value.stride()}")
-
-
-def check_build_tree(
-    root: Tensor,
-    candidates: Tensor,
-    scores: Tensor,
-    beam_candidates: Tensor,
-    nodes: int,
-    top_k: int,
-    selected: Tensor | None,
-    grafted: Tensor | None,
-    lengths: Tensor | None,
-    out: tuple[Tensor, Tensor, Tensor, Tensor] | None,
-) -> None:
-    if candidates.ndim != 2 or nodes < 1 or top_k < 1:
-        raise ValueError(
-            f"build_tree: candidates [B, C], nodes >= 1 and top_k >= 1 expected, got {tuple(candidates.shape)}, "
-            f"{nodes} and {top_k}"
-        )
-    batch, count = candidates.shape
-    if nodes - 1 > count:
-        raise ValueError(f"build_tree: {nodes - 1} drafts asked of {count} candidates")
-    device, slots = candidates.device, beam_candidates.shape[-1]
-    if lengths is None:
-        _check("build_tree", "root", root, (batch,), torch.int64, device)
-    else:
-        _check("build_tree", "root", root, (batch, root.shape[-1]), torch.int64, device)
-        _check("build_tree", "lengths", lengths, (batch,), torch.int32, device)
-        if not lengths.is_contiguous():
-            raise ValueError(f"build_tree: lengths must be contiguous, got stride {lengths.stride(0)}")
-    _check("build_tree", "candidates", candidates, (batch, count), torch.int64, device)
-    _check("build_tree", "scores", scores, (batch, count), torch.float32, device)
-    _check("build_tree", "beam_candidates", beam_candidates, (batch, slots), torch.int64, device)
-    if selected is not None:
-        _check("build_tree", "selected", selected, (nodes - 1,), torch.int64, device)
-        if not selected.is_contiguous():
-            raise ValueError(f"build_tree: selected must be contiguous, got stride {selected.stride(0)}")
-    if grafted is not None:
-        grafts = grafted.shape[-1]
-        _check("build_tree", "grafted", grafted, (batch, grafts), torch.int32, device)
-        if selected is not None or not 0 < grafts <= count:
-            raise ValueError(
-                f"build_tree: grafted [B, J] with 1 <= J <= {count} and no selected expected, got J = {grafts}"
-                f"{'' if selected is None else ' and selected'}"
-            )
-    if out is not None:
-        names = ("tokens", "parents", "depths", "ancestors")
-        shapes = ((batch, nodes),) * 3 + ((batch, nodes, -(-nodes // WORD)),)
-        dtypes = (torch.int64, torch.int32, torch.int32, torch.int64)
-        for name, value, shape, dtype in zip(names, out, shapes, dtypes, strict=True):
-            _check("build_tree", f"out {name}", value, shape, dtype, device)
-
-
-def _check(
-    function: str, name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    if tuple(value.shape) != shape or value.dtype != dtype or value.device != device:
-        raise ValueError(
-            f"{function}: {name} must be {dtype} {list(shape)} on {device}, got {value.dtype} {list(value.shape)} on "
-            f"{value.device}"
-        )

@@ -23,9 +23,9 @@ from tqdm import tqdm
 from triton.runtime import build as launchers
 from triton.runtime import driver
 
-from eagle_triton.runtime.fallback import KernelError
+from eagle_triton.runtime.fallback import KernelError, triton_version
 from eagle_triton.runtime.launch import Launch, compile_failure, recorded
-from eagle_triton.runtime.overlap import await_inputs, triton_version
+from eagle_triton.runtime.overlap import await_inputs
 
 _ATTEMPTS = 4  # see _built
 _MAX_WORKERS = 32

@@ -61,13 +61,17 @@ def give_up_gluon(name: str) -> bool:
     return in_use
 
 
-def _import(name: str) -> Any:
+def triton_version() -> tuple[int, int]:
+    """Triton's, major and minor."""
     import triton
 
-    from eagle_triton.runtime.overlap import triton_version
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
 
+
+def _import(name: str) -> Any:
     if triton_version() < (3, 6):
-        log.warning("%s is not used: it needs Triton 3.6, this is %s", name, triton.__version__)
+        log.warning("%s is not used: it needs Triton 3.6, this is %d.%d", name, *triton_version())
         return None
     try:
         return importlib.import_module(name)

@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from eagle_triton.runtime.fallback import triton_version
 from eagle_triton.runtime.launch import EXACT, launch
 
 _SHARED_MEMORY_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
@@ -52,12 +53,6 @@ def await_others(PDL: tl.constexpr):
     """Wait for the kernels before this one: between these two stands what may be read early."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-
-
-def triton_version() -> tuple[int, int]:
-    """Triton's, major and minor."""
-    major, minor = triton.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton import integrators
-from eagle_triton.reference.integrators import both_spellings
+from eagle_triton.operands.integrators import both_spellings
 
 SAMPLING_KERNEL = "tree_speculative_sampling_target_only"
 

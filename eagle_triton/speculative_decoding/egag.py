@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_triton.reference.adaptive_length import EGAGConfig as EGAGConfig
-from eagle_triton.reference.adaptive_length import adaptive_gamma as adaptive_gamma
+from eagle_triton.operands.adaptive_length import EGAGConfig as EGAGConfig
+from eagle_triton.operands.adaptive_length import adaptive_gamma as adaptive_gamma
 
 
 def entropy(logits: Tensor) -> Tensor:

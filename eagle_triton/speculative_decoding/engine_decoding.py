@@ -22,7 +22,7 @@ from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.eagle_inference import EAGLEInference
 from eagle_triton.inference.session import Piece
 from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
-from eagle_triton.reference.adaptive_length import EGAGConfig
+from eagle_triton.operands.adaptive_length import EGAGConfig
 from eagle_triton.speculative_decoding import printing
 from eagle_triton.speculative_decoding.logits_processor import GreedyProcessor, LogitsProcessor
 from eagle_triton.speculative_decoding.readers import CausalReader

@@ -19,7 +19,8 @@ from eagle_triton.attention import Settings, settings_for
 from eagle_triton.benchmarks.timing import copy_bandwidth
 from eagle_triton.engine.memory.pages import PAGE_ROWS
 from eagle_triton.models.shapes import SHAPES
-from eagle_triton.reference.attention import pack_ancestors, tree_attention
+from eagle_triton.operands.ancestors import pack_ancestors
+from eagle_triton.reference.attention import tree_attention
 from tools.tuning.graph_time import time_graph
 
 CACHE_BYTES = 400e6  # of all caches together, at least: several times L2

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from eagle_triton.benchmarks.cases.case import NODES, Case, Provider, Random, Sizes, ours
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import capacity_bucket
+from eagle_triton.operands.ancestors import pack_ancestors
 from eagle_triton.reference import attention, kv_cache, tree_decoding
 
 
@@ -25,7 +26,7 @@ def attention_case(
     heads, kv_heads, width, device = sizes.heads, sizes.kv_heads, sizes.width, random.device
     group, rows, capacity = heads // kv_heads, keys + nodes, capacity_bucket(keys + nodes)
     matrix = tree_decoding._ancestor_closure(random.parents(nodes))
-    ancestors = attention.pack_ancestors(matrix).repeat(batch, 1, 1)
+    ancestors = pack_ancestors(matrix).repeat(batch, 1, 1)
     lengths, scale = random.int32(*[keys] * batch), width**-0.5
     visible = torch.ones(nodes, rows, dtype=torch.bool, device=device)
     visible[:, keys:] = matrix[0]

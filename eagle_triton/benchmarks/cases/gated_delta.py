@@ -11,7 +11,8 @@ from torch import Tensor
 
 from eagle_triton.benchmarks.cases.case import NODES, Case, Provider, Random, RecurrentSizes, ours
 from eagle_triton.engine.operations import Operations
-from eagle_triton.reference import attention, gated_delta, tree_decoding
+from eagle_triton.operands.ancestors import pack_ancestors
+from eagle_triton.reference import gated_delta, tree_decoding
 
 
 def delta_inputs(
@@ -35,7 +36,7 @@ def delta_cases(ops: Operations, sizes: RecurrentSizes, random: Random, batch: i
     name = f"{nodes} nodes, HV {value_heads}, batch {batch}"
     parents = torch.arange(-1, nodes - 1, device=random.device) * 5 // 7  # of 60 nodes the deepest lie at DEPTH
     matrix = tree_decoding._ancestor_closure(parents[None].int())
-    ancestors, depth = attention.pack_ancestors(matrix).repeat(batch, 1, 1), int(matrix.sum(-1).max()) - 1
+    ancestors, depth = pack_ancestors(matrix).repeat(batch, 1, 1), int(matrix.sum(-1).max()) - 1
     values, rows = value_heads * width, batch * nodes
 
     def conv_inputs(generator: torch.Generator) -> tuple:

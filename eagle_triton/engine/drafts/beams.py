@@ -23,8 +23,8 @@ from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.reference.adaptive_length import EGAGConfig, GuideTensors
-from eagle_triton.reference.attention import pack_ancestors
+from eagle_triton.operands.adaptive_length import EGAGConfig, GuideTensors
+from eagle_triton.operands.ancestors import pack_ancestors
 from eagle_triton.runtime.float8_pair import Float8Pair
 from eagle_triton.runtime.float8_weight import Float8Weight, rows_of
 from eagle_triton.runtime.split_sums import SplitSums

@@ -20,7 +20,7 @@ from eagle_triton.engine.model.mixers import AcceptedPath
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.reference.ngram_table import LONGEST, NgramTable, new_ngram_table
+from eagle_triton.operands.ngram_table import LONGEST, NgramTable, new_ngram_table
 
 MOST_N = LONGEST + 1
 MOST_FILLERS = 64

@@ -15,7 +15,7 @@ from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.reference.adaptive_length import GuideTensors
+from eagle_triton.operands.adaptive_length import GuideTensors
 
 
 class Draft(ABC):

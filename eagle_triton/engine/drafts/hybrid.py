@@ -27,8 +27,8 @@ from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.reference.adaptive_length import GuideTensors
-from eagle_triton.reference.grafting import BUCKETS
+from eagle_triton.operands.adaptive_length import GuideTensors
+from eagle_triton.operands.grafting import BUCKETS
 
 
 class HybridPlan(BeamPlan):

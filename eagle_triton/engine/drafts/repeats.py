@@ -13,7 +13,7 @@ from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.reference.suffix_match import (
+from eagle_triton.operands.suffix_match import (
     DEEPEST,
     END,
     MOST_BANNED,

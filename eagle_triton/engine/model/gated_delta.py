@@ -19,7 +19,7 @@ from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, MixerCache, Ro
 from eagle_triton.engine.model.modules import Norm, Projection, project_split, project_stack
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks
-from eagle_triton.reference.gated_delta import MOST_NODES, PromptPieces
+from eagle_triton.operands.gated_delta import MOST_NODES, PromptPieces
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.split_sums import Product, total_of
 

@@ -31,7 +31,7 @@ from eagle_triton.engine.state import DecodeState
 from eagle_triton.engine.step import Judge, Mode
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.engine.upload import to_device, upload
-from eagle_triton.reference.verification import ERROR, Verification
+from eagle_triton.operands.verification import ERROR, Verification
 
 PROMPT_TOKENS = 512  # of a prompt that are read between two steps: some 15 ms at 8B's shape on an H200
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.reference.verification import ERROR, LENGTH, STOP
+from eagle_triton.operands.verification import ERROR, LENGTH, STOP
 
 NAN = "the target's logits are NaN"
 REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}

@@ -13,7 +13,7 @@ from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.scheduler.running_request import RunningRequest
 from eagle_triton.engine.state import Sequences
 from eagle_triton.engine.upload import to_device, upload
-from eagle_triton.reference.logit_processing import LogitRules
+from eagle_triton.operands.logit_processing import LogitRules
 
 
 def clear_slots(sequences: Sequences, slots: Iterable[int]) -> None:

@@ -13,7 +13,7 @@ from eagle_triton.engine.scheduler.running_request import RunningRequest
 from eagle_triton.engine.state import Sequences, scratch_rows
 from eagle_triton.engine.step import Judge, Mode
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.reference.verification import Verification
+from eagle_triton.operands.verification import Verification
 
 MIN_SCRATCH_ROWS = 128  # rows kept free behind a sequence, so that most trees may be changed to while it runs
 

@@ -16,7 +16,7 @@ from eagle_triton.engine.scheduler.requests import NAN, REASONS, GuideReading, R
 from eagle_triton.engine.scheduler.running_request import RunningRequest
 from eagle_triton.engine.scheduler.step_planner import StepOptions
 from eagle_triton.engine.state import DecodeState, Sequences
-from eagle_triton.reference.verification import ERROR, FAULT, GOES_ON, REASON, REPORT_TOKENS
+from eagle_triton.operands.verification import ERROR, FAULT, GOES_ON, REASON, REPORT_TOKENS
 
 
 class BegunPrompts(NamedTuple):

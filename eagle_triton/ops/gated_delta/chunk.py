@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.operands.gated_delta import PromptPieces, check_delta
 from eagle_triton.ops.gated_delta.checks import check_heads_contiguous
 from eagle_triton.ops.gated_delta.dots import bf16_parts, model_dot, on_top, square_dot, wide_dot
 from eagle_triton.ops.gated_delta.pieces import sequence_of
 from eagle_triton.ops.gated_delta.recurrent import inverse_length, state_offsets
 from eagle_triton.ops.gated_delta.tree import load_gates, load_rows, node_rows
-from eagle_triton.reference.gated_delta import PromptPieces, check_delta
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 

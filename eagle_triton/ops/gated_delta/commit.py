@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.operands.gated_delta import check_commit_states
 from eagle_triton.ops.gated_delta.checks import check_heads_contiguous
 from eagle_triton.ops.gated_delta.recurrent import WARPS, column_block, state_offsets, take_in
-from eagle_triton.reference.gated_delta import check_commit_states
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 

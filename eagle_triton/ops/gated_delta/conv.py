@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.operands.gated_delta import PromptPieces, check_causal_conv
 from eagle_triton.ops.gated_delta.pieces import sequence_of
 from eagle_triton.ops.layers.values import rounded
-from eagle_triton.reference.gated_delta import PromptPieces, check_causal_conv
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.operands.gated_delta import check_delta, check_tree
 from eagle_triton.ops.gated_delta.checks import check_heads_contiguous
 from eagle_triton.ops.gated_delta.dots import bf16_parts, model_dot, on_top, pair_dot, parts, substitute, wide_dot
 from eagle_triton.ops.gated_delta.recurrent import gating, inverse_length, launch_recurrent, state_offsets
-from eagle_triton.reference.gated_delta import check_delta, check_tree
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.launch import EXACT, launch
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.operands.layers import check_float8_pair
 from eagle_triton.ops.layers.values import contiguous_rows
-from eagle_triton.reference.layers import check_float8_pair
 from eagle_triton.runtime.float8_pair import GROUP, Float8Pair
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.operands.layers import check_gate_heads, check_swiglu
 from eagle_triton.ops.layers.values import contiguous_rows, rounded
-from eagle_triton.reference.layers import check_gate_heads, check_swiglu
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.operands.layers import check_add, check_embed_rms_norm, check_rms_norm
 from eagle_triton.ops.layers.fp8_pair_rows import empty_pair, store_pair
 from eagle_triton.ops.layers.values import contiguous_rows, load_sum, rounded
-from eagle_triton.reference.layers import check_add, check_embed_rms_norm, check_rms_norm
 from eagle_triton.runtime.float8_pair import Float8Pair, takes_pairs
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped

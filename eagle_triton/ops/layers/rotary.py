@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.kv_cache import page_rows, row_offset
+from eagle_triton.operands.kv_cache import capacity_of
+from eagle_triton.operands.layers import check_rotary_append
 from eagle_triton.ops.layers.norms import before_weight, load_weight
 from eagle_triton.ops.layers.values import load_sum, rounded
-from eagle_triton.reference.attention import capacity_of
-from eagle_triton.reference.layers import check_rotary_append
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_triton.operands.linear import check_product
 from eagle_triton.ops.layers import swiglu
 from eagle_triton.ops.layers.values import contiguous_rows
 from eagle_triton.ops.linear import few_rows as small
@@ -27,7 +28,6 @@ from eagle_triton.ops.linear.settings import (
     launch_settings,
     multiprocessors_of,
 )
-from eagle_triton.reference.linear import check_product
 from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.operands.sampling import SamplingTensors, check_params, check_sample, check_uniform_at
 from eagle_triton.ops.sampling.filter_thresholds import row_thresholds, scale_of, token_weight
-from eagle_triton.reference.sampling import SamplingTensors, check_params, check_sample, check_uniform_at
 from eagle_triton.runtime.launch import launch
 
 _NOWHERE = tl.constexpr(2**31 - 1)

@@ -48,7 +48,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.reference.sampling import SamplingTensors, check_logits, check_params
+from eagle_triton.operands.sampling import SamplingTensors, check_logits, check_params
 from eagle_triton.runtime.launch import launch
 from eagle_triton.runtime.overlap import can_overlap, early_start, prefer_shared_memory
 

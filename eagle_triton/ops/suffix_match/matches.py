@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from eagle_triton.reference.suffix_match import DEEPEST, END, MOST_KEPT, MOST_TIMES
+from eagle_triton.operands.suffix_match import DEEPEST, END, MOST_KEPT, MOST_TIMES
 from eagle_triton.runtime.overlap import await_inputs
 
 _END = tl.constexpr(END)

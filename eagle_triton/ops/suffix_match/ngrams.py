@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.operands.suffix_match import DEEPEST, Match, RepeatDrafts, check_ngram_drafts
 from eagle_triton.ops.suffix_match.matches import BY_SLOT, CHUNK, NO_TOKEN
 from eagle_triton.ops.suffix_match.suffixes import new_drafts
-from eagle_triton.reference.suffix_match import DEEPEST, Match, RepeatDrafts, check_ngram_drafts
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _TIME = tl.constexpr(2**23 - 1)

@@ -7,6 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.operands.suffix_match import (
+    DEEPEST,
+    MOST_BANNED,
+    MOST_KEPT,
+    MOST_TIMES,
+    SLACK,
+    RepeatDrafts,
+    SuffixRules,
+    TokenRing,
+    check_suffix_drafts,
+)
 from eagle_triton.ops.suffix_match.matches import (
     BY_SLOT,
     CHUNK,
@@ -17,17 +28,6 @@ from eagle_triton.ops.suffix_match.matches import (
     match_kernel,
     stored,
     walk_kernel,
-)
-from eagle_triton.reference.suffix_match import (
-    DEEPEST,
-    MOST_BANNED,
-    MOST_KEPT,
-    MOST_TIMES,
-    SLACK,
-    RepeatDrafts,
-    SuffixRules,
-    TokenRing,
-    check_suffix_drafts,
 )
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 

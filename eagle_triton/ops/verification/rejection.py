@@ -7,13 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.operands.sampling import SamplingTensors
+from eagle_triton.operands.verification import check_tree
 from eagle_triton.ops.sampling.draws import choose_chunk, choose_token, chunk_of, coin_of
 from eagle_triton.ops.sampling.filter_thresholds import row_thresholds, scale_of, token_weight
 from eagle_triton.ops.verification.walks import BY_SLOT, NOWHERE, walk_results
-from eagle_triton.reference.sampling import SamplingTensors
-from eagle_triton.reference.verification import (
-    check_tree,
-)
 from eagle_triton.runtime.launch import launch
 from eagle_triton.runtime.overlap import early_start, prefer_shared_memory
 

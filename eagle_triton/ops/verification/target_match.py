@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.operands.sampling import SamplingTensors
+from eagle_triton.operands.verification import check_positioned
 from eagle_triton.ops.sampling.draws import log_exponential, uniform_of
 from eagle_triton.ops.sampling.filter_thresholds import row_thresholds, scale_of, token_weight
 from eagle_triton.ops.verification.walks import BY_SLOT, NOWHERE, WALK_WARPS, follow, walk_results
-from eagle_triton.reference.sampling import SamplingTensors
-from eagle_triton.reference.verification import check_positioned
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _LOG2E = tl.constexpr(1.4426950408889634)

@@ -7,15 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.operands.sampling import SamplingTensors
+from eagle_triton.operands.verification import check_limits, check_positioned
 from eagle_triton.ops.sampling.draws import chunk_of
 from eagle_triton.ops.sampling.filter_thresholds import row_thresholds, scale_of, token_weight
 from eagle_triton.ops.verification.target_match import merge_scores, perturb
 from eagle_triton.ops.verification.walks import BY_SLOT, NOWHERE, WALK_WARPS, walk_results
-from eagle_triton.reference.sampling import SamplingTensors
-from eagle_triton.reference.verification import (
-    check_limits,
-    check_positioned,
-)
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 

@@ -7,14 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.reference.verification import (
-    ERROR,
-    LENGTH,
-    REPORT_TOKENS,
-    STOP,
-    Stops,
-    check_update,
-)
+from eagle_triton.operands.verification import ERROR, LENGTH, REPORT_TOKENS, STOP, Stops, check_update
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _STOP, _LENGTH, _ERROR = tl.constexpr(STOP), tl.constexpr(LENGTH), tl.constexpr(ERROR)

@@ -7,11 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle_triton.operands.verification import check_first_path, check_tree
 from eagle_triton.ops.sampling.filter_thresholds import Settings, merge_peaks, scan
-from eagle_triton.reference.verification import (
-    check_first_path,
-    check_tree,
-)
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 NOWHERE = tl.constexpr(2**31 - 1)

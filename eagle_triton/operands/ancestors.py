@@ -1,0 +1,23 @@
+"""Ancestor masks: who of a tree's nodes sees whom, packed into words of 64 bits. Bit j of row i: node i sees node j."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WORD = 64  # bits in one word of an ancestor mask
+
+
+def ancestor_matrix(ancestors: Tensor, columns: int) -> Tensor:
+    """Unpack ancestor words [B, N, W] int64 into a bool matrix [B, N, columns]: bit j of row i says that i sees j."""
+    column = torch.arange(columns, device=ancestors.device)
+    words = ancestors.gather(-1, (column // WORD).expand(*ancestors.shape[:-1], columns))
+    return (words >> (column % WORD)) & 1 == 1
+
+
+def pack_ancestors(matrix: Tensor) -> Tensor:
+    """Pack a bool matrix [B, N, M] into ancestor words [B, N, ceil(M / 64)] int64; the inverse of unpacking."""
+    *shape, columns = matrix.shape
+    words = -(-columns // WORD)
+    padded = torch.nn.functional.pad(matrix.long(), (0, words * WORD - columns)).view(*shape, words, WORD)
+    return (padded << torch.arange(WORD, device=matrix.device)).sum(-1)  # bit 63 wraps into the sign, as it should

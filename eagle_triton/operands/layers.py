@@ -1,0 +1,90 @@
+"""What a layer's small operations take."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eagle_triton.operands.shapes import FLOATS, check_tensors
+from eagle_triton.runtime.split_sums import Product, SharedRows, SplitSums
+
+
+def check_rms_norm(
+    name: str, x: Product, weight: Tensor, residual: Tensor | None = None, total: Tensor | None = None
+) -> None:
+    tensors = {
+        "x": (x, x.shape or "... H", FLOATS),
+        "weight": (weight, x.shape[-1:], x.dtype),
+        "residual": (residual, x.shape, x.dtype),
+        "total": (total, x.shape, x.dtype),
+    }
+    check_tensors(name, tensors)
+    _check_evenly_spaced(name, total)
+
+
+def check_embed_rms_norm(tokens: Tensor, embedding: Tensor | SharedRows, weight: Tensor, total: Tensor | None) -> None:
+    tensors = {
+        "tokens": (tokens, "...", torch.int64),
+        "embedding": (embedding, "V H", FLOATS),
+        "weight": (weight, "H", embedding.dtype),
+        "total": (total, "... H", embedding.dtype),
+    }
+    check_tensors("embed_rms_norm", tensors)
+    _check_evenly_spaced("embed_rms_norm", total)
+
+
+def _check_evenly_spaced(name: str, total: Tensor | None) -> None:
+    if total is None:
+        return
+    if total.stride(-1) != 1 or total.reshape(-1, total.shape[-1]).data_ptr() != total.data_ptr():  # a copy
+        raise ValueError(f"{name}: total's rows must be contiguous and evenly spaced, got strides {total.stride()}")
+
+
+def check_add(x: Product, residual: Tensor | None) -> None:
+    check_tensors("add", {"x": (x, x.shape, None), "residual": (residual, x.shape, x.dtype)})
+
+
+def check_float8_pair(x: Tensor) -> None:
+    check_tensors("float8_pair", {"x": (x, "... K", torch.bfloat16)})
+
+
+def check_rotary_append(
+    q: Tensor | SplitSums,
+    k: Tensor | SplitSums,
+    v: Tensor | SplitSums,
+    cache: Tensor,
+    first_row: Tensor,
+    depths: Tensor | None,
+    inv_freq: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    table: Tensor | None = None,
+) -> None:
+    name = "rotary_append"
+    tensors = {
+        "q": (q, "B N Hq d", FLOATS),
+        "k": (k, "B N Hkv d", q.dtype),
+        "v": (v, k.shape, q.dtype),
+        "q_norm": (q_norm, "d", q.dtype),
+        "k_norm": (k_norm, "d", q.dtype),
+        "cache": (cache, "2 B Hkv T d, contiguous rows" if table is None else "2 P Hkv R d, contiguous rows", None),
+        "table": (table, "B M>0", torch.int32),
+        "first_row": (first_row, "B", torch.int32),
+        "depths": (depths, "B N", torch.int32),
+        "inv_freq": (inv_freq, "half>0", None),
+    }
+    sizes = check_tensors(name, tensors)
+    heads, dim, half = sizes["Hq"], sizes["d"], sizes["half"]
+    if dim % 2 or half > dim // 2 or heads % max(sizes["Hkv"], 1):
+        raise ValueError(
+            f"{name}: d must be even, inv_freq at most half of it, and Hq a multiple of Hkv, got d = {dim}, "
+            f"{half} frequencies, {heads} and {sizes['Hkv']} heads"
+        )
+
+
+def check_swiglu(gate: Tensor, up: Tensor) -> None:
+    check_tensors("swiglu", {"gate": (gate, gate.shape, FLOATS), "up": (up, gate.shape, gate.dtype)})
+
+
+def check_gate_heads(x: Tensor, gate: Tensor) -> None:
+    check_tensors("gate_heads", {"x": (x, "B n Hq d", FLOATS), "gate": (gate, x.shape, x.dtype)})

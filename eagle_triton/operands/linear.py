@@ -1,0 +1,36 @@
+"""What products take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from eagle_triton.operands.shapes import FLOATS, check_tensors
+from eagle_triton.runtime.float8_pair import Float8Pair
+from eagle_triton.runtime.float8_weight import Float8Weight
+
+
+def check_product(
+    name: str,
+    x: Tensor | Float8Pair,
+    weights: Sequence[Tensor | Float8Weight],
+    biases: Sequence[Tensor | None],
+    residual: Tensor | None,
+    same: bool = False,
+    keep_splits: bool = False,
+) -> None:
+    """`same`: all weights must have one shape."""
+    if keep_splits and residual is not None:
+        raise ValueError(f"{name}: a keep_splits product takes no residual: its reader adds one")
+    if not weights or len(weights) != len(biases):
+        raise ValueError(f"{name}: expected one bias or None per weight, got {len(weights)} and {len(biases)}")
+    tensors: dict[str, tuple[object, object, object]] = {"x": (x, x.shape or "... K", FLOATS)}
+    for place, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        shape = (*weights[0 if same else place].shape[:1], *x.shape[-1:])
+        tensors[f"weight {place}"] = weight, shape, x.dtype if isinstance(weight, Tensor) else None
+        if bias is not None:
+            tensors[f"bias {place}"] = bias, shape[:1], x.dtype
+    if residual is not None:
+        tensors["residual"] = residual, (*x.shape[:-1], *weights[0].shape[:1]), x.dtype
+    check_tensors(name, tensors)

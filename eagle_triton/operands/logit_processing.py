@@ -1,0 +1,41 @@
+"""What a request asks of the target's logits, see reference.logit_processing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle_triton.operands.sampling import check_logits
+from eagle_triton.operands.shapes import check_tensors
+
+
+class LogitRules(NamedTuple):
+    """Per-sequence rules; a static place on the device, so that a graph can replay.
+
+    penalty [B] float32 (1: off); bias [B, V] float32; seen [B, V] uint8: tokens of the prompt and of what is committed;
+    least [B] int32: the place in the sequence before which no stop token may stand (0: off).
+    """
+
+    penalty: Tensor
+    bias: Tensor
+    seen: Tensor
+    least: Tensor
+
+
+def check_process_logits(
+    logits: Tensor, tokens: Tensor, ancestors: Tensor, rules: LogitRules, lengths: Tensor, stop_ids: Tensor
+) -> None:
+    tensors = {
+        "tokens": (tokens, "B N, contiguous rows", torch.int64),
+        "ancestors": (ancestors, "B N words, contiguous rows", torch.int64),
+        "rules.penalty": (rules.penalty, "B, contiguous rows", torch.float32),
+        "rules.bias": (rules.bias, "B V, contiguous rows", torch.float32),
+        "rules.seen": (rules.seen, "B V, contiguous rows", torch.uint8),
+        "rules.least": (rules.least, "B, contiguous rows", torch.int32),
+        "lengths": (lengths, "B, contiguous rows", torch.int32),
+        "stop_ids": (stop_ids, "B S, contiguous rows", torch.int64),
+    }
+    sizes = check_logits("process_logits", logits)
+    check_tensors("process_logits", tensors, device=logits.device, words=-(-sizes["N"] // 64), **sizes)

@@ -1,0 +1,84 @@
+"""The tables in which tokens are counted behind contexts, see reference.ngram_table."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle_triton.operands.shapes import check_tensors
+
+LONGEST = 4  # tokens of a context
+
+
+WINDOW = 32  # places that a kernel compares at once
+
+
+HASH_FACTOR, HASH_SHIFT, HALF = 0x5BD1E995, 15, (1 << 32) - 1
+
+
+class NgramTable(NamedTuple):
+    """Counts of B slots and L lengths of context. P and G are powers of two; what is empty is zero everywhere."""
+
+    contexts: Tensor  # [B, L, P, 2] int64: tokens + 1, 32 bits each, the last token lowest; 0 where there is none
+    best: Tensor  # [B, L, P] int32: the token with the largest count behind a context
+    best_counts: Tensor  # [B, L, P] float64
+    grams: Tensor  # [B, L, G] int64: (place of the context + 1) << 32 | the token behind it
+    counts: Tensor  # [B, L, G] float64
+    used: Tensor  # [B, L, 2] int32: how many contexts and grams there are
+
+
+def new_ngram_table(slots: int, levels: int, contexts: int, grams: int, device: torch.device) -> NgramTable:
+    """An empty table with room for so many contexts and grams of each slot and length of context, or a few more."""
+    places, gram_places = (max(WINDOW, 1 << (2 * count - 1).bit_length()) for count in (contexts, grams))
+
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(slots, levels, *shape, dtype=dtype, device=device)
+
+    return NgramTable(
+        contexts=zeros(places, 2, dtype=torch.int64),
+        best=zeros(places, dtype=torch.int32),
+        best_counts=zeros(places, dtype=torch.float64),
+        grams=zeros(gram_places, dtype=torch.int64),
+        counts=zeros(gram_places, dtype=torch.float64),
+        used=zeros(2, dtype=torch.int32),
+    )
+
+
+def check_count_ngrams(
+    table: NgramTable, shortest: int, tokens: Tensor, first: Tensor, end: Tensor, fillers: Tensor | None, weight: float
+) -> None:
+    _check("count_ngrams", table, shortest, tokens, first=first, end=end)
+    fields = {"fillers": (fillers, "B m k", torch.int64)}
+    check_tensors("count_ngrams", fields, device=tokens.device, B=len(tokens))
+    if not (weight >= 0 and math.isfinite(weight)):
+        raise ValueError(f"count_ngrams: weight must be at least 0 and finite, got {weight}")
+
+
+def check_counted_drafts(table: NgramTable, shortest: int, tokens: Tensor, lengths: Tensor, places: int) -> None:
+    _check("counted_drafts", table, shortest, tokens, lengths=lengths)
+    if places < 1:
+        raise ValueError(f"counted_drafts: places must be at least 1, got {places}")
+
+
+def _check(function: str, table: NgramTable, shortest: int, tokens: Tensor, **by_slot: Tensor) -> None:
+    tensors = {
+        "tokens": (tokens, "B C, contiguous rows", torch.int64),
+        **{name: (value, "B", torch.int32) for name, value in by_slot.items()},
+        "table.used": (table.used, "B L 2, contiguous", torch.int32),
+        "table.contexts": (table.contexts, "B L P 2, contiguous", torch.int64),
+        "table.best": (table.best, "B L P, contiguous", torch.int32),
+        "table.best_counts": (table.best_counts, "B L P, contiguous", torch.float64),
+        "table.grams": (table.grams, "B L G, contiguous", torch.int64),
+        "table.counts": (table.counts, "B L G, contiguous", torch.float64),
+    }
+    sizes = check_tensors(function, tensors)
+    if not 1 <= shortest <= LONGEST + 1 - max(sizes["L"], 1):
+        raise ValueError(
+            f"{function}: contexts of {sizes['L']} lengths from {shortest} on, where they have 1 to {LONGEST} tokens"
+        )
+    for name, count in (("contexts", sizes["P"]), ("grams", sizes["G"])):
+        if count < WINDOW or count & (count - 1):
+            raise ValueError(f"{function}: {name} must have a power of two of places, {WINDOW} or more, got {count}")

@@ -1,0 +1,144 @@
+"""How far drafts from repetition may go, how they are held, and what they are found in. See reference.suffix_match."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from eagle_triton.operands.shapes import check_tensors
+
+END = -1
+
+
+SLACK = 1e-6  # of a budget and of min_token_prob: what rounding may take from them
+
+
+DEEPEST, MOST_KEPT, MOST_BANNED, MOST_TIMES = 64, 128, 16, 1 << 24
+"""What the kernels take at most, where the functions here have no limit: tokens of a match, matches, banned tokens, and
+positions of a sequence or of the ring."""
+
+
+Match = Literal["leftmost", "latest"]
+
+
+@dataclass(frozen=True)
+class SuffixRules:
+    """How far a draft may go. Raises ValueError or TypeError for a value that makes no sense."""
+
+    max_tree_depth: int = 64  # of match and draft together
+    max_spec_tokens: int | None = None  # None: as many as the depth has room for
+    max_spec_factor: float = 1.0
+    max_spec_offset: float = 0.0
+    min_token_prob: float = 0.1
+    use_tree_spec: bool = False  # a tree of the likeliest continuations; otherwise one path
+    parity: bool = False  # see `suffix_draft`
+    banned: tuple[int, ...] = ()  # tokens that are never drafted: a continuation ends before them
+    min_match: int = 1
+    keep: int | None = None  # count only so many matches: the longest, of equally long ones the latest
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_tree_depth", 1), ("max_spec_tokens", 0), ("min_match", 1), ("keep", 1)):
+            value = getattr(self, name)
+            if value is None and name in ("max_spec_tokens", "keep"):
+                continue
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise TypeError(f"suffix_draft: {name} must be an integer, got {value!r}")
+            if value < least:
+                raise ValueError(f"suffix_draft: {name} must be at least {least}, got {value}")
+        for name in ("max_spec_factor", "max_spec_offset", "min_token_prob"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) or isinstance(value, bool):
+                raise TypeError(f"suffix_draft: {name} must be a number, got {value!r}")
+            if not math.isfinite(value):
+                raise ValueError(f"suffix_draft: {name} must be finite, got {value}")
+        if self.max_spec_factor < 0:
+            raise ValueError(f"suffix_draft: max_spec_factor must not be negative, got {self.max_spec_factor}")
+        if not 0 <= self.min_token_prob <= 1:
+            raise ValueError(f"suffix_draft: min_token_prob must lie in 0..1, got {self.min_token_prob}")
+        for name in ("use_tree_spec", "parity"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"suffix_draft: {name} must be True or False, got {value!r}")
+
+    def budget(self, match: int) -> int:
+        """The most tokens drafted behind a match: floor(match * factor + offset), within max_spec_tokens."""
+        wanted = math.floor(match * self.max_spec_factor + self.max_spec_offset + SLACK)
+        most = self.max_tree_depth if self.max_spec_tokens is None else self.max_spec_tokens
+        return max(0, min(wanted, most))
+
+
+class SuffixDraft(NamedTuple):
+    """A draft of n tokens, parents before children; n may be 0."""
+
+    tokens: Tensor  # [n] int32
+    parents: Tensor  # [n] int32: places in the draft, -1 for those that follow the context
+    probs: Tensor  # [n] float32: estimated probability that the draft is right up to here
+    score: float  # their sum: how many tokens to expect
+    match_len: int  # tokens of the context that the draft follows from, 0 if nothing ever followed them
+    occurrences: int  # positions of that match that were counted
+
+
+class TokenRing(NamedTuple):
+    """Outputs of former requests, the oldest overwritten first; a static place on the device."""
+
+    tokens: Tensor  # [R] int32: END behind each output, and wherever there is none
+    head: Tensor  # [1] int32: where the next output goes; what stands there, or next behind it, is the oldest
+
+
+class RepeatDrafts(NamedTuple):
+    """What followed the ends of B sequences before, J places for each, parents before children."""
+
+    tokens: Tensor  # [B, J] int64, -1 where nothing is drafted
+    parents: Tensor  # [B, J] int32: places among the J, -1 for those that follow the sequence
+    probs: Tensor  # [B, J] float32: estimated probability that the draft is right up to here, 0 where there is none
+    match: Tensor  # [B] int32: tokens of the match that is continued, 0 where nothing is drafted
+    occurrences: Tensor  # [B] int32: positions of that match that were counted
+    from_ring: Tensor  # [B] bool: continued in the ring, not in the sequence itself
+
+
+def check_match_lengths(store: Tensor, context: Tensor, limit: int | None) -> None:
+    check_tensors("match_lengths", {"store": (store, "S", torch.int32), "context": (context, "C", torch.int32)})
+    if len(store) and store[-1] != END:
+        raise ValueError(f"match_lengths: store must end with END ({END}), got {int(store[-1])}")
+    if limit is not None and limit < 0:
+        raise ValueError(f"match_lengths: limit must not be negative, got {limit}")
+
+
+def check_suffix_drafts(function: str, tokens: Tensor, lengths: Tensor, ring: TokenRing | None, places: int) -> None:
+    tensors = {
+        "tokens": (tokens, "B C, contiguous rows", torch.int64),
+        "lengths": (lengths, "B", torch.int32),
+        "ring.tokens": (None if ring is None else ring.tokens, "R>0", torch.int32),
+        "ring.head": (None if ring is None else ring.head, "1", torch.int32),
+    }
+    check_tensors(function, tensors)
+    if places < 1:
+        raise ValueError(f"{function}: places must be at least 1, got {places}")
+
+
+def check_ngram_draft(prompt: Tensor, generated: Tensor, max_ngram: int, min_ngram: int, match: str) -> None:
+    check_tensors("ngram_draft", {"prompt": (prompt, "P", torch.int32), "generated": (generated, "G", torch.int32)})
+    check_ngram_rules("ngram_draft", max_ngram, min_ngram, match)
+
+
+def check_ngram_drafts(
+    tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, places: int, max_ngram: int, min_ngram: int, match: str
+) -> None:
+    check_suffix_drafts("ngram_drafts", tokens, lengths, None, places)
+    check_tensors("ngram_drafts", {"prompt_lengths": (prompt_lengths, "B", torch.int32)}, B=len(lengths))
+    check_ngram_rules("ngram_drafts", max_ngram, min_ngram, match)
+
+
+def check_ngram_rules(function: str, max_ngram: int, min_ngram: int, match: str) -> None:
+    if not 1 <= min_ngram <= max_ngram:
+        raise ValueError(f"{function}: 1 <= min_ngram <= max_ngram expected, got {min_ngram} and {max_ngram}")
+    if match not in get_args(Match):
+        raise ValueError(f"{function}: match must be one of {', '.join(get_args(Match))}, got {match!r}")
+
+
+def check_share_token_budget(drafts: Tensor, active: Tensor) -> None:
+    check_tensors("share_token_budget", {"drafts": (drafts, "B", torch.int32), "active": (active, "B", torch.bool)})

@@ -1,0 +1,94 @@
+"""What growing a draft tree takes, see reference.tree_decoding."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle_triton.operands.ancestors import WORD
+from eagle_triton.operands.shapes import check_tensors
+
+
+class Expansion(NamedTuple):
+    """The children of a level's nodes, and the `width` of them that become the next level's nodes (its beam)."""
+
+    child_scores: Tensor  # [B, P * K] float32, cumulative log-probabilities
+    chosen: Tensor  # [B, width] int64: the beam's children, first_candidate + their places among the P * K
+    parents: Tensor  # [B, width] int64: their parents, among the P
+    tokens: Tensor  # [B, width] int64
+    scores: Tensor  # [B, width] float32
+    ancestors: Tensor  # [B, width, W] int64 over beam slots, own bit included
+
+
+def check_offsets(logits: Tensor, offsets: Tensor | None) -> None:
+    check_tensors("topk", {"logits": (logits, "R V", None), "offsets": (offsets, "V, contiguous", torch.int64)})
+
+
+def check_expand_beam(
+    parent_scores: Tensor,
+    log_probs: Tensor,
+    tokens: Tensor,
+    parent_ancestors: Tensor,
+    first_slot: int,
+    width: int,
+    selected: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor] | None,
+) -> None:
+    name, (out_tokens, out_scores, out_chosen) = "expand_beam", (None, None, None) if out is None else out
+    sizes = check_tensors(name, {"log_probs": (log_probs, "B>0 P>0 K>0", torch.float32)})
+    children = sizes["P"] * sizes["K"]
+    tensors = {
+        "tokens": (tokens, "B children", torch.int64),
+        "parent_scores": (parent_scores, "B P", torch.float32),
+        "parent_ancestors": (parent_ancestors, "B P W", torch.int64),
+        "selected": (selected, "width, contiguous", torch.int64),
+        "out tokens": (out_tokens, "B children, contiguous rows", torch.int64),
+        "out scores": (out_scores, "B children, contiguous rows", torch.float32),
+        "out chosen": (out_chosen, "B width, contiguous rows", torch.int64),
+    }
+    sizes = check_tensors(name, tensors, device=log_probs.device, **sizes, children=children, width=width)
+    if not 0 <= width <= children or not 0 <= first_slot <= sizes["W"] * WORD - width:
+        raise ValueError(
+            f"expand_beam: 0 <= width <= {children} children and slots within {sizes['W']} words expected, got width "
+            f"{width} and first_slot {first_slot}"
+        )
+
+
+def check_build_tree(
+    root: Tensor,
+    candidates: Tensor,
+    scores: Tensor,
+    beam_candidates: Tensor,
+    nodes: int,
+    top_k: int,
+    selected: Tensor | None,
+    grafted: Tensor | None,
+    lengths: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+) -> None:
+    if nodes < 1 or top_k < 1:
+        raise ValueError(f"build_tree: nodes and top_k must be at least 1, got {nodes} and {top_k}")
+    out_tokens, out_parents, out_depths, out_ancestors = (None,) * 4 if out is None else out
+    tensors = {
+        "candidates": (candidates, "B C", torch.int64),
+        "scores": (scores, "B C", torch.float32),
+        "beam_candidates": (beam_candidates, "B S", torch.int64),
+        "root": (root, "B" if lengths is None else "B T", torch.int64),
+        "lengths": (lengths, "B, contiguous", torch.int32),
+        "selected": (selected, "drafts, contiguous", torch.int64),
+        "grafted": (grafted, "B J", torch.int32),
+        "out tokens": (out_tokens, "B N", torch.int64),
+        "out parents": (out_parents, "B N", torch.int32),
+        "out depths": (out_depths, "B N", torch.int32),
+        "out ancestors": (out_ancestors, "B N W", torch.int64),
+    }
+    count = check_tensors("build_tree", tensors, drafts=nodes - 1, N=nodes, W=-(-nodes // WORD))["C"]
+    if nodes - 1 > count:
+        raise ValueError(f"build_tree: {nodes - 1} drafts asked of {count} candidates")
+    if grafted is not None and (selected is not None or not 0 < grafted.shape[1] <= count):
+        raise ValueError(
+            f"build_tree: grafted [B, J] with 1 <= J <= {count} and no selected expected, got J = {grafted.shape[1]}"
+            f"{'' if selected is None else ' and selected'}"
+        )
