@@ -12,6 +12,8 @@ and then over the parts; averages of entropies in fp64, as Python would.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from eagle_triton.operands import adaptive_length as operands
 from eagle_triton.operands.adaptive_length import EGAGConfig, GuideTensors, nats_of
+from eagle_triton.ops.views import Matrix
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _PART, _WARPS = 2048, 4  # tokens of a program
@@ -27,37 +30,40 @@ _H_NORM, _H_EMA = tl.constexpr(operands.H_NORM), tl.constexpr(operands.H_EMA)
 _GAMMA, _H_BEFORE = tl.constexpr(operands.GAMMA), tl.constexpr(operands.H_BEFORE)
 
 
+class EntropyParts(NamedTuple):
+    """Of the parts of rows [R, parts]: the largest value; the sums of e^d and of d e^d, d the distance to it."""
+
+    peaks: Tensor
+    sums: Tensor
+    weighted: Tensor
+
+
 @triton.jit
-def _entropy_parts_kernel(
-    x_ptr, peaks_ptr, sums_ptr, weighted_ptr, vocabulary, stride_xr, stride_xv, PART: tl.constexpr, PDL: tl.constexpr
-):
-    """Grid (R, parts): the largest value of a part, and the sums of e^d and of d e^d, d the distance to it."""
+def _entropy_parts_kernel(x, found, vocabulary, PART: tl.constexpr, PDL: tl.constexpr):
+    """Grid (R, parts): what a part of a row comes to."""
     await_inputs(PDL)
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     index = part * PART + tl.arange(0, PART)
-    x = tl.load(x_ptr + row * stride_xr + index * stride_xv, mask=index < vocabulary, other=float("-inf"))
-    x = x.to(tl.float32)
+    x = tl.load(x.ptr + row * x.row + index * x.item, mask=index < vocabulary, other=float("-inf")).to(tl.float32)
     broken = tl.max(tl.where((x != x) | (x == float("inf")), 1, 0), 0) > 0
     peak = tl.max(tl.where(x == x, x, float("-inf")), 0)
     distance = tl.where(x == float("-inf"), float("-inf"), x - peak)
     weight = tl.exp(distance)
     out = row * parts + part
-    tl.store(peaks_ptr + out, tl.where(broken, float("nan"), peak))
-    tl.store(sums_ptr + out, tl.sum(weight, 0))
-    tl.store(weighted_ptr + out, tl.sum(tl.where(x == float("-inf"), 0.0, distance * weight), 0))
+    tl.store(found.peaks + out, tl.where(broken, float("nan"), peak))
+    tl.store(found.sums + out, tl.sum(weight, 0))
+    tl.store(found.weighted + out, tl.sum(tl.where(x == float("-inf"), 0.0, distance * weight), 0))
 
 
 @triton.jit
-def _entropy_merge_kernel(
-    peaks_ptr, sums_ptr, weighted_ptr, entropy_ptr, parts, PARTS: tl.constexpr, PDL: tl.constexpr
-):
+def _entropy_merge_kernel(found, entropy_ptr, parts, PARTS: tl.constexpr, PDL: tl.constexpr):
     """Grid (R,): the entropy of a row from its parts."""
     await_inputs(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
     inside = part < parts
-    peaks = tl.load(peaks_ptr + row * parts + part, mask=inside, other=float("-inf"))
-    sums = tl.load(sums_ptr + row * parts + part, mask=inside, other=0.0)
-    weighted = tl.load(weighted_ptr + row * parts + part, mask=inside, other=0.0)
+    peaks = tl.load(found.peaks + row * parts + part, mask=inside, other=float("-inf"))
+    sums = tl.load(found.sums + row * parts + part, mask=inside, other=0.0)
+    weighted = tl.load(found.weighted + row * parts + part, mask=inside, other=0.0)
     broken = tl.max(tl.where(peaks != peaks, 1, 0), 0) > 0
     peak = tl.max(tl.where(peaks == peaks, peaks, float("-inf")), 0)
     empty = peaks == float("-inf")
@@ -78,13 +84,13 @@ def row_entropy(logits: Tensor) -> Tensor:
     operands.check_row_entropy(logits)
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, _PART)
-    found = torch.empty(3, rows, parts, dtype=torch.float32, device=logits.device)
+    found = EntropyParts(*torch.empty(3, rows, parts, dtype=torch.float32, device=logits.device))
     entropy = torch.empty(rows, dtype=torch.float32, device=logits.device)
     overlapped(_entropy_parts_kernel, (rows, parts), logits.device)(
-        logits, *found, vocabulary, *logits.stride(), PART=_PART, num_warps=_WARPS
+        Matrix.of(logits), found, vocabulary, PART=_PART, num_warps=_WARPS
     )
     overlapped(_entropy_merge_kernel, (rows,), logits.device)(
-        *found, entropy, parts, PARTS=triton.next_power_of_2(parts), num_warps=1
+        found, entropy, parts, PARTS=triton.next_power_of_2(parts), num_warps=1
     )
     return entropy
 

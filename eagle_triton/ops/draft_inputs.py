@@ -15,33 +15,40 @@ Numerics: as layers.rms_norm; without a norm, copies.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.operands.draft_inputs import check_draft_inputs
 from eagle_triton.ops.layers.norms import check_contiguous, load_row_weight, norm_row_by
+from eagle_triton.ops.views import Matrix
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped
 from eagle_triton.runtime.split_sums import SplitSums
 
 
+class Norm(NamedTuple):
+    """A norm's weight [H] or None, and its epsilon."""
+
+    weight: Tensor | None
+    eps: float
+
+
 @triton.jit(do_not_specialize_on_alignment=["parents_ptr", "tokens_ptr", "count", "features"])
 def _draft_inputs_kernel(
-    features_ptr,
+    values_ptr,
     parents_ptr,
     tokens_ptr,
-    embedding_ptr,
-    token_norm_ptr,
-    feature_norm_ptr,
+    embedding,
+    token_norm,
+    feature_norm,
     inputs_ptr,
     picked_ptr,
     count,
     features,
-    stride_fs,
-    stride_e,
-    token_eps,
-    feature_eps,
+    stride_split,
     size: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -54,26 +61,26 @@ def _draft_inputs_kernel(
     inputs = inputs_ptr + row * (2 * size)
     weight = None
     if tl.program_id(1) == 0:
-        if token_norm_ptr is not None:
-            weight = load_row_weight(token_norm_ptr, size, BLOCK, ZERO_CENTRED)
+        if token_norm.weight is not None:
+            weight = load_row_weight(token_norm.weight, size, BLOCK, ZERO_CENTRED)
         await_others(PDL)
-        token = embedding_ptr + tl.load(tokens_ptr + row) * stride_e
-        norm_row_by(token, weight, None, inputs, None, 0, token_eps, size, BLOCK, 1, ZERO_CENTRED)
+        token = embedding.ptr + tl.load(tokens_ptr + row) * embedding.row
+        norm_row_by(token, weight, None, inputs, None, 0, token_norm.eps, size, BLOCK, 1, ZERO_CENTRED)
     else:
-        if feature_norm_ptr is not None:
-            weight = load_row_weight(feature_norm_ptr, size, BLOCK, ZERO_CENTRED)
+        if feature_norm.weight is not None:
+            weight = load_row_weight(feature_norm.weight, size, BLOCK, ZERO_CENTRED)
         await_others(PDL)
         feature = row
         if parents_ptr is not None:
             feature = row // count * features + tl.load(parents_ptr + row)
         norm_row_by(
-            features_ptr + feature * size,
+            values_ptr + feature * size,
             weight,
             None,
             inputs + size,
             picked_ptr + row * size,
-            stride_fs,
-            feature_eps,
+            stride_split,
+            feature_norm.eps,
             size,
             BLOCK,
             SPLITS,
@@ -116,17 +123,14 @@ def draft_inputs(
         values,
         None if parents is None else parents.contiguous(),
         tokens.contiguous(),
-        embedding,
-        token_norm,
-        feature_norm,
+        Matrix.of(embedding),
+        Norm(token_norm, token_eps),
+        Norm(feature_norm, feature_eps),
         inputs,
         picked,
         count,
         features.shape[1],
         values.stride(0) if splits > 1 else 0,
-        embedding.stride(0),
-        token_eps,
-        feature_eps,
         size,
         block,
         splits,

@@ -19,34 +19,21 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.operands.gather import check_gather_rows, check_sequence_rows
+from eagle_triton.ops.views import Matrix, Rows
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _BLOCK = 1024
 
 
 @triton.jit
-def _gather_rows_kernel(
-    x_ptr,
-    index_ptr,
-    out_ptr,
-    count,
-    size,
-    stride_xb,
-    stride_xp,
-    stride_ib,
-    stride_in,
-    stride_ob,
-    stride_on,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _gather_rows_kernel(x, index, out, count, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid (B * n, blocks of a row)."""
     await_inputs(PDL)
     batch, place = (tl.program_id(0) // count).to(tl.int64), (tl.program_id(0) % count).to(tl.int64)
-    row = tl.maximum(tl.load(index_ptr + batch * stride_ib + place * stride_in), 0).to(tl.int64)
+    row = tl.maximum(tl.load(index.ptr + batch * index.row + place * index.item), 0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x_ptr + batch * stride_xb + row * stride_xp + column, mask=column < size)
-    tl.store(out_ptr + batch * stride_ob + place * stride_on + column, value, mask=column < size)
+    value = tl.load(x.ptr + batch * x.batch + row * x.row + column, mask=column < size)
+    tl.store(out.ptr + batch * out.batch + place * out.row + column, value, mask=column < size)
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "first_ptr", "out_ptr", "count"])
@@ -86,16 +73,7 @@ def gather_rows(x: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tenso
         size = x.shape[2]
         block = min(_BLOCK, triton.next_power_of_2(size))
         overlapped(_gather_rows_kernel, (index.numel(), triton.cdiv(size, block)), x.device)(
-            x,
-            index,
-            out,
-            index.shape[1],
-            size,
-            *x.stride()[:2],
-            *index.stride(),
-            *out.stride()[:2],
-            block,
-            num_warps=4,
+            Rows.of(x), Matrix.of(index), Rows.of(out), index.shape[1], size, block, num_warps=4
         )
     return out
 

@@ -14,6 +14,8 @@ program, so its order does not show.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,7 @@ from torch import Tensor
 from eagle_triton.operands import grafting as operands
 from eagle_triton.operands.grafting import Grafted
 from eagle_triton.operands.suffix_match import RepeatDrafts
+from eagle_triton.ops.views import Matrix
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _NOWHERE = tl.constexpr(2**31 - 1)
@@ -31,33 +34,30 @@ _NEXT, _PRIOR_WEIGHT = tl.constexpr(operands.NEXT), tl.constexpr(operands.PRIOR_
 _UNANIMOUS, _MOST_COUNTED = tl.constexpr(operands.UNANIMOUS), tl.constexpr(operands.MOST_COUNTED)
 
 
+class Counts(NamedTuple):
+    """How often drafts were right and reached, [BUCKETS, J, 2]."""
+
+    ptr: Tensor
+    bucket: int
+
+    @staticmethod
+    def of(counts: Tensor) -> Counts:
+        return Counts(counts, counts.stride(0))
+
+
 @triton.jit
 def _graft_kernel(
-    candidates_ptr,
-    scores_ptr,
-    beam_ptr,
-    tokens_ptr,
-    draft_parents_ptr,
-    estimates_ptr,
-    candidates_out_ptr,
-    scores_out_ptr,
-    parents_out_ptr,
     candidates,
+    scores,
+    beam_candidates,
+    tokens,
+    parents,
+    estimates,
+    grafted,
+    count,
     slots,
     k,
     places,
-    stride_cb,
-    stride_cc,
-    stride_sb,
-    stride_sc,
-    stride_bb,
-    stride_bs,
-    stride_tb,
-    stride_tj,
-    stride_pb,
-    stride_pj,
-    stride_eb,
-    stride_ej,
     CANDIDATES: tl.constexpr,
     SLOTS: tl.constexpr,
     K: tl.constexpr,
@@ -68,45 +68,46 @@ def _graft_kernel(
     await_inputs(PDL)
     batch = tl.program_id(0).to(tl.int64)
     index, place = tl.arange(0, CANDIDATES), tl.arange(0, PLACES)
-    inside, real = index < candidates, place < places
-    out = batch * (candidates + places)
-    candidate = tl.load(candidates_ptr + batch * stride_cb + index * stride_cc, mask=inside, other=-1)
-    score = tl.load(scores_ptr + batch * stride_sb + index * stride_sc, mask=inside, other=float("-inf"))
+    inside, real = index < count, place < places
+    out = batch * (count + places)
+    row = candidates.ptr + batch * candidates.row
+    candidate = tl.load(row + index * candidates.item, mask=inside, other=-1)
+    score = tl.load(scores.ptr + batch * scores.row + index * scores.item, mask=inside, other=float("-inf"))
     score = tl.where(score == score, score, float("-inf"))
-    token = tl.load(tokens_ptr + batch * stride_tb + place * stride_tj, mask=real, other=-1)
-    parent = tl.load(draft_parents_ptr + batch * stride_pb + place * stride_pj, mask=real, other=-1)
-    estimate = tl.load(estimates_ptr + batch * stride_eb + place * stride_ej, mask=real, other=float("-inf"))
+    token = tl.load(tokens.ptr + batch * tokens.row + place * tokens.item, mask=real, other=-1)
+    parent = tl.load(parents.ptr + batch * parents.row + place * parents.item, mask=real, other=-1)
+    estimate = estimates.ptr + batch * estimates.row + place * estimates.item
+    estimate = tl.load(estimate, mask=real, other=float("-inf"))
     slot = tl.arange(0, SLOTS)
-    beam = tl.load(beam_ptr + batch * stride_bb + slot * stride_bs, mask=slot < slots, other=-2).to(tl.int32)
+    beam = beam_candidates.ptr + batch * beam_candidates.row + slot * beam_candidates.item
+    beam = tl.load(beam, mask=slot < slots, other=-2).to(tl.int32)
 
-    flat = candidates + place  # where each draft stands among the candidates
+    flat = count + place  # where each draft stands among the candidates
     child = tl.arange(0, K)
-    row = candidates_ptr + batch * stride_cb
     for current in range(places):
         here = place == current
         mine = tl.sum(tl.where(here, token, 0), 0)
         above = tl.sum(tl.where(here, parent, 0), 0)
         above = tl.where(above < 0, -1, tl.sum(tl.where(place == above, flat, 0), 0))
-        if (mine >= 0) & (above < candidates):  # else below a graft, where the model proposes nothing
+        if (mine >= 0) & (above < count):  # else below a graft, where the model proposes nothing
             expanded = tl.min(tl.where((beam == above) & (above >= 0), slot, _NOWHERE), 0)
-            first = tl.where(above < 0, 0, tl.where(expanded < _NOWHERE, k * (1 + expanded), candidates))
-            found = tl.load(
-                row + (first + child) * stride_cc, mask=(child < k) & (first + child < candidates), other=-1
-            )
-            twin = tl.min(tl.where(found == mine, first + child, _NOWHERE), 0)
+            first = tl.where(above < 0, 0, tl.where(expanded < _NOWHERE, k * (1 + expanded), count))
+            near = first + child
+            found = tl.load(row + near * candidates.item, mask=(child < k) & (near < count), other=-1)
+            twin = tl.min(tl.where(found == mine, near, _NOWHERE), 0)
             own = tl.max(tl.where(here, estimate, float("-inf")), 0)
             score = tl.where((index == twin) & (own > score), own, score)
             flat = tl.where(here & (twin < _NOWHERE), twin, flat)
 
-    nothing = (flat < candidates) | (token < 0)
+    nothing = (flat < count) | (token < 0)
     above = tl.gather(flat, tl.maximum(parent, 0), 0)
     above = tl.where((parent < 0) | nothing, -1, above)
-    tl.store(candidates_out_ptr + out + index, candidate, mask=inside)
-    tl.store(scores_out_ptr + out + index, score, mask=inside)
-    behind = out + candidates + place
-    tl.store(candidates_out_ptr + behind, tl.where(nothing, -1, token), mask=real)
-    tl.store(scores_out_ptr + behind, tl.where(nothing, float("-inf"), estimate), mask=real)
-    tl.store(parents_out_ptr + batch * places + place, above, mask=real)
+    tl.store(grafted.candidates + out + index, candidate, mask=inside)
+    tl.store(grafted.scores + out + index, score, mask=inside)
+    behind = out + count + place
+    tl.store(grafted.candidates + behind, tl.where(nothing, -1, token), mask=real)
+    tl.store(grafted.scores + behind, tl.where(nothing, float("-inf"), estimate), mask=real)
+    tl.store(grafted.parents + batch * places + place, above, mask=real)
 
 
 @triton.jit
@@ -119,37 +120,24 @@ def _first_rate(bucket):
 
 
 @triton.jit
-def _estimate_scores_kernel(
-    tokens_ptr,
-    probs_ptr,
-    match_ptr,
-    occurrences_ptr,
-    from_ring_ptr,
-    counts_ptr,
-    scores_ptr,
-    buckets_ptr,
-    places,
-    stride_cb,
-    PLACES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _estimate_scores_kernel(drafts, counts, scores_ptr, buckets_ptr, places, PLACES: tl.constexpr, PDL: tl.constexpr):
     """Grid (B,): one sequence's drafts."""
     await_inputs(PDL)
     batch, place = tl.program_id(0).to(tl.int64), tl.arange(0, PLACES)
     real = place < places
-    token = tl.load(tokens_ptr + batch * places + place, mask=real, other=-1)
-    prob = tl.load(probs_ptr + batch * places + place, mask=real, other=0.0)
-    match, seen = tl.load(match_ptr + batch), tl.load(occurrences_ptr + batch)
-    sure = tl.load(probs_ptr + batch * places)
+    token = tl.load(drafts.tokens + batch * places + place, mask=real, other=-1)
+    prob = tl.load(drafts.probs + batch * places + place, mask=real, other=0.0)
+    match, seen = tl.load(drafts.match + batch), tl.load(drafts.occurrences + batch)
+    sure = tl.load(drafts.probs + batch * places)
     length = (match >= 4).to(tl.int32) + (match >= 8) + (match >= 16)
     agree = (seen >= 2).to(tl.int32) + (seen >= 4)
     bucket = length * 4 + tl.where(sure >= _UNANIMOUS, agree, 3)
-    bucket += (tl.load(from_ring_ptr + batch) != 0).to(tl.int32) * 16
+    bucket += (tl.load(drafts.from_ring + batch) != 0).to(tl.int32) * 16
     tl.store(buckets_ptr + batch, bucket)
 
-    counts = counts_ptr + bucket * stride_cb + place * 2
-    right = tl.load(counts, mask=real, other=0).to(tl.float32)
-    reached = tl.load(counts + 1, mask=real, other=0).to(tl.float32)
+    cell = counts.ptr + bucket * counts.bucket + place * 2
+    right = tl.load(cell, mask=real, other=0).to(tl.float32)
+    reached = tl.load(cell + 1, mask=real, other=0).to(tl.float32)
     prior = tl.where(place == 0, _first_rate(bucket), _NEXT)
     rate = (right + _PRIOR_WEIGHT * prior) / (reached + _PRIOR_WEIGHT)
     share = prob / tl.maximum(sure, 1.1754943508222875e-38)
@@ -159,20 +147,15 @@ def _estimate_scores_kernel(
 
 @triton.jit
 def _count_right_kernel(
-    counts_ptr,
+    counts,
     buckets_ptr,
-    drafted_ptr,
-    tokens_ptr,
+    drafted,
+    tokens,
     before_ptr,
     accepted_ptr,
     batch,
     columns,
     places,
-    stride_cb,
-    stride_db,
-    stride_dj,
-    stride_tb,
-    stride_tc,
     BUCKETS: tl.constexpr,
     BLOCK: tl.constexpr,
     PLACES: tl.constexpr,
@@ -186,26 +169,26 @@ def _count_right_kernel(
         accepted = tl.load(accepted_ptr + sequence)
         if accepted >= 0:
             row = sequence + tl.zeros((), tl.int64)
-            drafted = tl.load(drafted_ptr + row * stride_db + place * stride_dj, mask=real, other=-1)
+            draft = tl.load(drafted.ptr + row * drafted.row + place * drafted.item, mask=real, other=-1)
             column = tl.minimum(tl.load(before_ptr + sequence) + 1 + place, columns - 1).to(tl.int64)
-            token = tl.load(tokens_ptr + row * stride_tb + column * stride_tc, mask=real, other=-1)
-            there = drafted >= 0
-            wrong = tl.min(tl.where((token == drafted) & there, _NOWHERE, place), 0)  # the first place that is
+            token = tl.load(tokens.ptr + row * tokens.row + column * tokens.item, mask=real, other=-1)
+            there = draft >= 0
+            wrong = tl.min(tl.where((token == draft) & there, _NOWHERE, place), 0)  # the first place that is
             reached = there & (place <= wrong) & (place <= accepted)
-            counts = counts_ptr + tl.load(buckets_ptr + sequence) * stride_cb + place * 2
-            right = tl.load(counts, mask=real, other=0) + (reached & (place < wrong)).to(tl.int32)
-            of = tl.load(counts + 1, mask=real, other=0) + reached.to(tl.int32)
-            tl.store(counts, right, mask=real)
-            tl.store(counts + 1, of, mask=real)
+            cell = counts.ptr + tl.load(buckets_ptr + sequence) * counts.bucket + place * 2
+            right = tl.load(cell, mask=real, other=0) + (reached & (place < wrong)).to(tl.int32)
+            of = tl.load(cell + 1, mask=real, other=0) + reached.to(tl.int32)
+            tl.store(cell, right, mask=real)
+            tl.store(cell + 1, of, mask=real)
             tl.debug_barrier()
     for first in range(0, BUCKETS * PLACES, BLOCK):
-        cell = first + tl.arange(0, BLOCK)
-        counts = counts_ptr + cell // PLACES * stride_cb + cell % PLACES * 2
-        inside = (cell < BUCKETS * PLACES) & (cell % PLACES < places)
-        of = tl.load(counts + 1, mask=inside, other=0)
+        index = first + tl.arange(0, BLOCK)
+        cells = counts.ptr + index // PLACES * counts.bucket + index % PLACES * 2
+        inside = (index < BUCKETS * PLACES) & (index % PLACES < places)
+        of = tl.load(cells + 1, mask=inside, other=0)
         many = inside & (of >= _MOST_COUNTED)
-        tl.store(counts, tl.load(counts, mask=many, other=0) // 2, mask=many)
-        tl.store(counts + 1, of // 2, mask=many)
+        tl.store(cells, tl.load(cells, mask=many, other=0) // 2, mask=many)
+        tl.store(cells + 1, of // 2, mask=many)
 
 
 def graft(
@@ -223,23 +206,17 @@ def graft(
         drafts.parents.new_empty(batch, places),
     )
     overlapped(_graft_kernel, (batch,), candidates.device)(
-        candidates,
-        scores,
-        beam_candidates,
-        drafts.tokens,
-        drafts.parents,
-        estimates,
-        *out,
+        Matrix.of(candidates),
+        Matrix.of(scores),
+        Matrix.of(beam_candidates),
+        Matrix.of(drafts.tokens),
+        Matrix.of(drafts.parents),
+        Matrix.of(estimates),
+        out,
         count,
         beam_candidates.shape[1],
         top_k,
         places,
-        *candidates.stride(),
-        *scores.stride(),
-        *beam_candidates.stride(),
-        *drafts.tokens.stride(),
-        *drafts.parents.stride(),
-        *estimates.stride(),
         CANDIDATES=triton.next_power_of_2(count),
         SLOTS=triton.next_power_of_2(max(beam_candidates.shape[1], 1)),
         K=triton.next_power_of_2(top_k),
@@ -258,18 +235,7 @@ def estimate_scores(drafts: RepeatDrafts, counts: Tensor, *, buckets: Tensor) ->
     batch, places = drafts.tokens.shape
     scores = torch.empty_like(drafts.probs)
     overlapped(_estimate_scores_kernel, (batch,), counts.device)(
-        drafts.tokens,
-        drafts.probs,
-        drafts.match,
-        drafts.occurrences,
-        drafts.from_ring,
-        counts,
-        scores,
-        buckets,
-        places,
-        counts.stride(0),
-        PLACES=triton.next_power_of_2(places),
-        num_warps=1,
+        drafts, Counts.of(counts), scores, buckets, places, PLACES=triton.next_power_of_2(places), num_warps=1
     )
     return scores
 
@@ -284,18 +250,15 @@ def count_right(
     operands.check_count_right(counts, buckets, drafted, tokens, before, accepted)
     batch, places = drafted.shape
     overlapped(_count_right_kernel, (1,), tokens.device)(
-        counts,
+        Counts.of(counts),
         buckets,
-        drafted,
-        tokens,
+        Matrix.of(drafted),
+        Matrix.of(tokens),
         before,
         accepted,
         batch,
         tokens.shape[1],
         places,
-        counts.stride(0),
-        *drafted.stride(),
-        *tokens.stride(),
         BUCKETS=operands.BUCKETS,
         BLOCK=128,
         PLACES=triton.next_power_of_2(places),

@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.operands.logit_processing import LogitRules, check_process_logits
+from eagle_triton.ops.views import Cube, Matrix
 from eagle_triton.runtime.launch import launch
 
 _NOWHERE = tl.constexpr(2**31 - 1)
@@ -40,12 +41,12 @@ _UNALIGNED = ["tokens_ptr", "ancestors_ptr", "penalty_ptr", "least_ptr", "length
 
 @triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
 def _process_logits_kernel(
-    x_ptr,
+    logits,
     tokens_ptr,
     ancestors_ptr,
     penalty_ptr,
-    bias_ptr,
-    seen_ptr,
+    bias,
+    seen,
     least_ptr,
     lengths_ptr,
     stops_ptr,
@@ -53,14 +54,9 @@ def _process_logits_kernel(
     nodes,
     vocabulary,
     stops,
-    stride_xb,
-    stride_xn,
-    stride_xv,
     stride_tb,
     stride_ab,
     stride_an,
-    stride_bb,
-    stride_sb,
     stride_pb,
     NODES: tl.constexpr,
     STOPS: tl.constexpr,
@@ -72,9 +68,9 @@ def _process_logits_kernel(
     batch, node = row // nodes, row % nodes
     index = low + tl.arange(0, CHUNK)
     inside = index < vocabulary
-    place = x_ptr + batch * stride_xb + node * stride_xn + index.to(tl.int64) * stride_xv
+    place = logits.ptr + batch * logits.batch + node * logits.row + index.to(tl.int64) * logits.item
     x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    held = tl.load(seen_ptr + batch * stride_sb + index, mask=inside, other=0) != 0
+    held = tl.load(seen.ptr + batch * seen.row + index, mask=inside, other=0) != 0
 
     other = tl.arange(0, NODES)
     token = tl.load(tokens_ptr + batch * stride_tb + other, mask=other < nodes, other=-1)
@@ -90,7 +86,7 @@ def _process_logits_kernel(
 
     penalty = tl.load(penalty_ptr + batch) + tl.zeros((CHUNK,), tl.float32)
     x = tl.where(held, tl.where(x < 0, x * penalty, tl.div_rn(x, penalty)), x)
-    x += tl.load(bias_ptr + batch * stride_bb + index, mask=inside, other=0.0)
+    x += tl.load(bias.ptr + batch * bias.row + index, mask=inside, other=0.0)
 
     early = tl.load(lengths_ptr + batch) + tl.sum(on_path, 0) < tl.load(least_ptr + batch)
     stop = tl.arange(0, STOPS)
@@ -116,21 +112,21 @@ def process_logits(
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     chunk = min(_CHUNK, max(16, triton.next_power_of_2(vocabulary)))
     launch(_process_logits_kernel, (batch * nodes, triton.cdiv(vocabulary, chunk)))(
-        logits,
+        Cube.of(logits),
         tokens,
         ancestors,
-        *rules,
+        rules.penalty,
+        Matrix.of(rules.bias),
+        Matrix.of(rules.seen),
+        rules.least,
         lengths,
         stop_ids,
         out,
         nodes,
         vocabulary,
         stop_ids.shape[1],
-        *logits.stride(),
         tokens.stride(0),
         *ancestors.stride()[:2],
-        rules.bias.stride(0),
-        rules.seen.stride(0),
         stop_ids.stride(0),
         NODES=triton.next_power_of_2(nodes),
         STOPS=triton.next_power_of_2(stop_ids.shape[1]),

@@ -19,6 +19,8 @@ Numerics: counts are fp64 sums in that order, so they equal those of Python's fl
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -32,6 +34,31 @@ _WINDOW = tl.constexpr(operands.WINDOW)
 _FACTOR = tl.constexpr(operands.HASH_FACTOR)
 _SHIFT = tl.constexpr(operands.HASH_SHIFT)
 _HALF = tl.constexpr(operands.HALF)
+
+
+class Tables(NamedTuple):
+    """An NgramTable but for `used`, whose alignment moves with the slot."""
+
+    contexts: Tensor
+    best: Tensor
+    best_counts: Tensor
+    grams: Tensor
+    counts: Tensor
+
+
+class Fillers(NamedTuple):
+    """Guesses for the tokens from `first` on, [B, columns, guesses]."""
+
+    ptr: Tensor
+    columns: int
+    guesses: int
+    slot: int
+    column: int
+    guess: int
+
+    @staticmethod
+    def of(fillers: Tensor | None) -> Fillers | None:
+        return None if fillers is None else Fillers(fillers, *fillers.shape[1:], *fillers.stride())
 
 
 @triton.jit
@@ -81,27 +108,18 @@ def _context_at(row_ptr, column, length):
 
 @triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "first_ptr", "end_ptr", "used_ptr"])
 def _count_ngrams_kernel(
-    contexts_ptr,
-    best_ptr,
-    best_counts_ptr,
-    grams_ptr,
-    counts_ptr,
+    tables,
     used_ptr,
     tokens_ptr,
     first_ptr,
     end_ptr,
-    fillers_ptr,
+    fillers,
     shortest,
     places,
     gram_places,
-    filled_columns,
-    fillers,
     stride_tb,
     stride_first,
     stride_end,
-    stride_fb,
-    stride_fm,
-    stride_fk,
     WEIGHT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -109,11 +127,11 @@ def _count_ngrams_kernel(
     await_inputs(PDL)
     slot, level = tl.program_id(0).to(tl.int64), tl.program_id(1)
     table = slot * tl.num_programs(1) + level
-    contexts_ptr += table * places * 2
-    best_ptr += table * places
-    best_counts_ptr += table * places
-    grams_ptr += table * gram_places
-    counts_ptr += table * gram_places
+    contexts_ptr = tables.contexts + table * places * 2
+    best_ptr = tables.best + table * places
+    best_counts_ptr = tables.best_counts + table * places
+    grams_ptr = tables.grams + table * gram_places
+    counts_ptr = tables.counts + table * gram_places
     used_ptr += table * 2
     row = tokens_ptr + slot * stride_tb
     length = shortest + level
@@ -129,13 +147,13 @@ def _count_ngrams_kernel(
             used += (known == 0).to(tl.int32)
             own, best = tl.load(row + column), tl.load(best_ptr + place)
             count_to = 1
-            if fillers_ptr is not None:
-                count_to = tl.where(column - first < filled_columns, 1 + fillers, 1)
+            if fillers is not None:
+                count_to = tl.where(column - first < fillers.columns, 1 + fillers.guesses, 1)
             for number in range(0, count_to):
                 token = own
-                if fillers_ptr is not None:
-                    guess = slot * stride_fb + (column - first) * stride_fm + (number - 1) * stride_fk
-                    token = tl.load(fillers_ptr + guess, mask=number > 0, other=own)
+                if fillers is not None:
+                    guess = slot * fillers.slot + (column - first) * fillers.column + (number - 1) * fillers.guess
+                    token = tl.load(fillers.ptr + guess, mask=number > 0, other=own)
                 gram = ((place + 1) << 32) | token
                 at, counted, count = _find(grams_ptr, counts_ptr, gram_places, gram, gram, 1)
                 if counted | (grams_used < gram_places // 2):
@@ -211,22 +229,19 @@ def count_ngrams(
     batch, levels, _ = table.used.shape
     if not batch * levels:
         return
-    sizes = (0, 0) if fillers is None else fillers.shape[1:]
-    strides = (0, 0, 0) if fillers is None else fillers.stride()
     overlapped(_count_ngrams_kernel, (batch, levels), tokens.device)(
-        *table,
+        Tables(*table[:-1]),
+        table.used,
         tokens,
         first,
         end,
-        fillers,
+        Fillers.of(fillers),
         shortest,
         table.best.shape[2],
         table.grams.shape[2],
-        *sizes,
         tokens.stride(0),
         first.stride(0),
         end.stride(0),
-        *strides,
         WEIGHT=float(weight),
         num_warps=1,
         num_stages=1,

@@ -112,3 +112,15 @@ class NewRows(NamedTuple):
     @staticmethod
     def of(x: Tensor) -> NewRows:
         return NewRows(x, *x.stride()[:5])
+
+
+class Rows(NamedTuple):
+    """A tensor [batch, rows, n], its last dimension contiguous."""
+
+    ptr: Tensor
+    batch: int
+    row: int
+
+    @staticmethod
+    def of(x: Tensor | None) -> Rows | None:
+        return None if x is None else Rows(x, *x.stride()[:2])

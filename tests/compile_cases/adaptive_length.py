@@ -4,14 +4,18 @@ from eagle_triton.ops.adaptive_length import (
     _PART,
     _SLOTS,
     _WARPS,
+    EntropyParts,
     _choose_gamma_kernel,
     _clip_depth_kernel,
     _entropy_merge_kernel,
     _entropy_parts_kernel,
 )
+from eagle_triton.ops.views import Matrix
 from eagle_triton.runtime.launch import EXACT
+from tests.compile_cases._views import typed
 
-_TYPES = dict.fromkeys(("peaks_ptr", "sums_ptr", "weighted_ptr", "entropy_ptr", "scores_ptr"), "*fp32")
+_TYPES = {"found": EntropyParts("*fp32", "*fp32", "*fp32")}
+_TYPES |= dict.fromkeys(("entropy_ptr", "scores_ptr"), "*fp32")
 _TYPES |= dict.fromkeys(("lengths_ptr", "limits_ptr", "root_ptr", "depths_ptr"), "*i32")
 _TYPES |= {"values_ptr": "*fp64", "tokens_ptr": "*i64"}
 
@@ -25,7 +29,7 @@ def _case(name, kernel, constexprs, warps, **types):
 _RULE = {"NATS": 11.76, "BETA": 0.9, "LEAST": 1, "MOST": 6, "SLOTS": _SLOTS}
 CASES = [
     *(
-        _case(f"entropy parts {dtype}", _entropy_parts_kernel, {"PART": _PART}, _WARPS, x_ptr=f"*{dtype}")
+        _case(f"entropy parts {dtype}", _entropy_parts_kernel, {"PART": _PART}, _WARPS, x=typed(Matrix, f"*{dtype}"))
         for dtype in ("bf16", "fp16", "fp32")
     ),
     _case("entropy merge", _entropy_merge_kernel, {"PARTS": 64}, 1),

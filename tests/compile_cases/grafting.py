@@ -1,11 +1,21 @@
 """Production settings of grafting: a tree of 60 nodes and ten children each, 16 drafts from repetition."""
 
-from eagle_triton.ops.grafting import _count_right_kernel, _estimate_scores_kernel, _graft_kernel
+from eagle_triton.ops.grafting import Counts, _count_right_kernel, _estimate_scores_kernel, _graft_kernel
+from eagle_triton.ops.views import Matrix
+from eagle_triton.reference.grafting import Grafted
+from eagle_triton.reference.suffix_match import RepeatDrafts
 from eagle_triton.runtime.launch import EXACT
+from tests.compile_cases._views import typed
 
-_TYPES = dict.fromkeys(("candidates_ptr", "beam_ptr", "tokens_ptr", "drafted_ptr", "candidates_out_ptr"), "*i64")
-_TYPES |= dict.fromkeys(("scores_ptr", "estimates_ptr", "scores_out_ptr", "probs_ptr"), "*fp32")
-_TYPES |= {"from_ring_ptr": "*i1"}
+_TYPES = {
+    **dict.fromkeys(("candidates", "beam_candidates", "tokens", "drafted"), typed(Matrix, "*i64")),
+    **dict.fromkeys(("scores", "estimates"), typed(Matrix, "*fp32")),
+    "parents": typed(Matrix, "*i32"),
+    "grafted": Grafted("*i64", "*fp32", "*i32"),
+    "drafts": RepeatDrafts("*i64", "*i32", "*fp32", "*i32", "*i32", "*i1"),
+    "counts": typed(Counts, "*i32"),
+    "scores_ptr": "*fp32",
+}
 
 
 def _case(name, kernel, values, warps):

@@ -1,22 +1,32 @@
 """Production settings of the logit processing kernel: N 60, V 128256."""
 
 from eagle_triton.ops.logit_processing import _CHUNK, _process_logits_kernel
+from eagle_triton.ops.views import Cube, Matrix
+from tests.compile_cases._views import typed
 
 _TYPES = {
     **dict.fromkeys(("tokens_ptr", "ancestors_ptr", "stops_ptr"), "*i64"),
-    **dict.fromkeys(("penalty_ptr", "bias_ptr", "out_ptr"), "*fp32"),
+    **dict.fromkeys(("penalty_ptr", "out_ptr"), "*fp32"),
     **dict.fromkeys(("least_ptr", "lengths_ptr"), "*i32"),
-    "seen_ptr": "*u8",
+    "bias": typed(Matrix, "*fp32"),
+    "seen": typed(Matrix, "*u8"),
 }
-_SIZES = {"NODES": 64, "STOPS": 16, "CHUNK": _CHUNK, "stride_xv": 1}
+_SIZES = {"NODES": 64, "STOPS": 16, "CHUNK": _CHUNK}
 
 
 def _case(dtype: str) -> tuple:
-    types = {**_TYPES, "x_ptr": f"*{dtype}"}
+    types = {**_TYPES, "logits": typed(Cube, f"*{dtype}")._replace(item="constexpr")}
     names = _process_logits_kernel.arg_names
     signature = {name: "constexpr" if name in _SIZES else types.get(name, "i32") for name in names}
-    aligned = ("vocabulary", "stride_xb", "stride_xn", "stride_bb", "stride_sb")
-    return f"process logits {dtype}", _process_logits_kernel, signature, _SIZES, {"num_warps": 8, "aligned": aligned}
+    constexprs = {**_SIZES, (names.index("logits"), Cube._fields.index("item")): 1}
+    aligned = ("vocabulary", "logits.batch", "logits.row", "bias.row", "seen.row")
+    return (
+        f"process logits {dtype}",
+        _process_logits_kernel,
+        signature,
+        constexprs,
+        {"num_warps": 8, "aligned": aligned},
+    )
 
 
 CASES = [_case("bf16"), _case("fp16")]

@@ -1,18 +1,24 @@
 """Production settings of the drafts from repetition: 16 places, 128 matches of at most 64 tokens, eight sequences."""
 
-from eagle_triton.ops.suffix_match.matches import match_kernel, walk_kernel
+from eagle_triton.ops.suffix_match.matches import Ring, match_kernel, walk_kernel
 from eagle_triton.ops.suffix_match.ngrams import _ngram_draft_kernel, _ngram_match_kernel
-from eagle_triton.ops.suffix_match.suffixes import _choose_kernel, _draft_kernel, draft_warps
+from eagle_triton.ops.suffix_match.suffixes import DraftRules, Records, _choose_kernel, _draft_kernel, draft_warps
+from eagle_triton.reference.suffix_match import RepeatDrafts
 from eagle_triton.runtime.launch import EXACT
 
-_TYPES = {"tokens_ptr": "*i64", "tokens_out_ptr": "*i64", "from_ring_ptr": "*i1"}
-_TYPES |= dict.fromkeys(("probs_ptr", "probs_out_ptr", "scores_ptr"), "*fp32")
-_RULES = {"DEPTH": 64, "BANNED": (), "FACTOR": 1.0, "OFFSET": 0.0, "LEAST": 0.1, "TREE": False}
+_TYPES = {
+    "tokens_ptr": "*i64",
+    "ring": Ring("*i32", "*i32", "i32"),
+    "records": Records(nodes="*i32", probs="*fp32", scores="*fp32", found="*i32"),
+    "drafts": RepeatDrafts("*i64", "*i32", "*fp32", "*i32", "*i32", "*i1"),
+}
+_RULES = DraftRules(DEPTH=64, FACTOR=1.0, OFFSET=0.0, LEAST=0.1, TREE=False, BANNED=())
 _SIZES = {"GROUP": 8, "WIDTH": 128, "TILE": 32, "J": 16, "RECORDS": 16, "CHUNKS": 32, "LATEST": False, "JOINED": False}
 
 
 def _case(name: str, kernel, warps: int, local: int = 0, **changes) -> tuple:
-    constexprs = {**_RULES, **_SIZES, **changes}
+    rules = _RULES._replace(**{name: changes[name] for name in changes.keys() & set(_RULES._fields)})
+    constexprs = {"RULES": rules, **rules._asdict(), **_SIZES, **changes}
     constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
     signature = {
         name: "constexpr" if name in constexprs else _TYPES.get(name, "*i32" if name.endswith("_ptr") else "i32")
@@ -22,7 +28,7 @@ def _case(name: str, kernel, warps: int, local: int = 0, **changes) -> tuple:
     return name, kernel, signature, constexprs, options
 
 
-_OWN = {"ring_ptr": None, "head_ptr": None}
+_OWN = {"ring": None}
 _BANNED = {"BANNED": (2, 128001)}
 CASES = [
     _case("match", match_kernel, 4, local=8),

@@ -13,8 +13,16 @@ from eagle_triton.operands.gated_delta import PromptPieces, check_delta
 from eagle_triton.ops.gated_delta.checks import check_heads_contiguous
 from eagle_triton.ops.gated_delta.dots import bf16_parts, model_dot, on_top, square_dot, wide_dot
 from eagle_triton.ops.gated_delta.pieces import sequence_of
-from eagle_triton.ops.gated_delta.recurrent import inverse_length, state_offsets
-from eagle_triton.ops.gated_delta.tree import load_gates, load_rows, node_rows
+from eagle_triton.ops.gated_delta.recurrent import (
+    GateInputs,
+    HeadShape,
+    States,
+    inverse_length,
+    parts_of_token,
+    state_offsets,
+)
+from eagle_triton.ops.gated_delta.tree import Nodes, load_gates, load_rows, node_rows
+from eagle_triton.ops.views import Matrix, Rows
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
@@ -51,46 +59,27 @@ def one_if_positive(x):
 
 
 @triton.jit
-def rows_of_chunk(
-    first, q, k, g, beta, q_factor, k_factor, sees, mixed_ptr, stride_mn, chunk, k_first, count,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+def rows_of_chunk(first, nodes, tokens, chunk, k_first, count, SHAPE: tl.constexpr, PARTS: tl.constexpr):
     """node_rows of the 32 tokens from `first` on of a chunk."""
     row, place = first + tl.arange(0, 32), tl.arange(0, _CHUNK)
     token = chunk * _CHUNK + row
-    k_rows = load_rows(mixed_ptr, token.to(tl.int64), token < count, stride_mn, k_first, K, BLOCK_K)
+    k_rows = load_rows(tokens, token.to(tl.int64), token < count, k_first, SHAPE.K, SHAPE.BLOCK_K)
     behind = place[None, :] - row[:, None]
     seen, later = one_if_positive(behind + 1), one_if_positive(behind)
-    return node_rows(k_rows, q, k, g, beta, q_factor, k_factor, sees, seen, later, later, PARTS)
+    return node_rows(k_rows, nodes, seen, later, later, PARTS)
 
 
 @triton.jit(do_not_specialize_on_alignment=["count", "counts_ptr"])
 def _chunk_matrices_kernel(
-    mixed_ptr,
-    a_ptr,
-    b_ptr,
-    A_log_ptr,
-    dt_bias_ptr,
+    mixed,
+    gate_inputs,
     counts_ptr,
     matrices_ptr,
     factors_ptr,
-    stride_mb,
-    stride_mn,
-    stride_ab,
-    stride_an,
-    stride_ah,
-    stride_ar,
-    stride_bb,
-    stride_bn,
-    stride_bh,
-    stride_br,
     count,
     scale,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
+    SHAPE: tl.constexpr,
     PARTS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (chunks, HV, B): a program makes what one head of one chunk needs and the state does not touch. With
@@ -106,38 +95,20 @@ def _chunk_matrices_kernel(
         count = tl.load(counts_ptr + batch)
     place = tl.arange(0, _CHUNK)
     row = chunk * _CHUNK + place
-    row_ok, rows, head = row < count, row.to(tl.int64), value_head // (HV // H)
-    mixed_ptr += batch * stride_mb
-    k_first = (H + head) * K
-    q = load_rows(mixed_ptr, rows, row_ok, stride_mn, head * K, K, BLOCK_K)
-    k = load_rows(mixed_ptr, rows, row_ok, stride_mn, k_first, K, BLOCK_K)
-    g, beta = load_gates(
-        rows,
-        row_ok,
-        value_head,
-        a_ptr + batch * stride_ab,
-        b_ptr + batch * stride_bb,
-        A_log_ptr,
-        dt_bias_ptr,
-        stride_an,
-        stride_ah,
-        stride_ar,
-        stride_bn,
-        stride_bh,
-        stride_br,
-        HV // H,
-    )
+    row_ok, rows = row < count, row.to(tl.int64)
+    tokens = Matrix(mixed.ptr + batch * mixed.batch, mixed.row, 1)
+    q_first, k_first, _ = parts_of_token(value_head, SHAPE)
+    q = load_rows(tokens, rows, row_ok, q_first, SHAPE.K, SHAPE.BLOCK_K)
+    k = load_rows(tokens, rows, row_ok, k_first, SHAPE.K, SHAPE.BLOCK_K)
+    g, beta = load_gates(gate_inputs, batch, rows, row_ok, value_head, SHAPE.HV // SHAPE.H)
     sees = one_if_positive(place[None, :] - place[:, None] + 1)
     left = tl.exp(tl.sum(sees * g[:, None], 0))
     q_factor, k_factor = inverse_length(q.to(tl.float32), 1) * scale, inverse_length(k.to(tl.float32), 1)
-    upper_system, upper_reading = rows_of_chunk(
-        0, q, k, g, beta, q_factor, k_factor, sees, mixed_ptr, stride_mn, chunk, k_first, count, K, BLOCK_K, PARTS
-    )
-    lower_system, lower_reading = rows_of_chunk(
-        32, q, k, g, beta, q_factor, k_factor, sees, mixed_ptr, stride_mn, chunk, k_first, count, K, BLOCK_K, PARTS
-    )
+    nodes = Nodes(q, k, g, beta, q_factor, k_factor, sees)
+    upper_system, upper_reading = rows_of_chunk(0, nodes, tokens, chunk, k_first, count, SHAPE, PARTS)
+    lower_system, lower_reading = rows_of_chunk(32, nodes, tokens, chunk, k_first, count, SHAPE, PARTS)
     system, reading = on_top(upper_system, lower_system, PARTS), on_top(upper_reading, lower_reading, PARTS)
-    item = (batch * HV + value_head) * tl.num_programs(0) + chunk
+    item = (batch * SHAPE.HV + value_head) * tl.num_programs(0) + chunk
     tile = matrices_ptr + item * (2 * _CHUNK * _CHUNK) + place[:, None] * _CHUNK + place[None, :]
     tl.store(tile + _CHUNK * _CHUNK, reading)
     factor = factors_ptr + item * (5 * _CHUNK) + place
@@ -158,26 +129,18 @@ def _chunk_matrices_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["count", "slots_ptr", "starts_ptr", "counts_ptr", "pieces"])
 def _delta_chunk_kernel(
-    mixed_ptr,
+    mixed,
     matrices_ptr,
     factors_ptr,
-    state_ptr,
+    states,
     out_ptr,
     slots_ptr,
     starts_ptr,
     counts_ptr,
-    stride_mb,
-    stride_mn,
-    stride_sb,
     count,
     pieces,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
+    SHAPE: tl.constexpr,
     PARTS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (blocks of V, HV, B): a program takes all chunks into BLOCK_V columns of a head's state. A piece of a prompt
@@ -185,23 +148,24 @@ def _delta_chunk_kernel(
     """
     await_inputs(PDL)
     block, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    first, head = block * BLOCK_V, value_head // (HV // H)
-    mixed_ptr += batch * stride_mb
-    offsets, inside = state_offsets(value_head, first, K, V, BLOCK_K, BLOCK_V)
+    first = block * SHAPE.BLOCK_V
+    mixed_ptr = mixed.ptr + batch * mixed.batch
+    offsets, inside = state_offsets(value_head, first, SHAPE)
     offsets, inside = tl.trans(offsets), tl.trans(inside)
     if slots_ptr is None:
         end, sequence, known, moved = count, batch, inside, inside
-        item, items = (batch * HV + value_head) * tl.cdiv(count, _CHUNK), 1
+        item, items = (batch * SHAPE.HV + value_head) * tl.cdiv(count, _CHUNK), 1
     else:
         sequence, chunks, held, _ = sequence_of(batch, slots_ptr, starts_ptr, counts_ptr, pieces)
         end, known, moved = chunks * _CHUNK, inside & held, inside & (chunks > 0)
-        item, items = batch * HV + value_head, HV
-    state_ptr += sequence * stride_sb
+        item, items = batch * SHAPE.HV + value_head, SHAPE.HV
+    state_ptr = states.ptr + sequence * states.batch
     state = tl.load(state_ptr + offsets, mask=known, other=0.0)
-    place, column = tl.arange(0, _CHUNK), first + tl.arange(0, BLOCK_V)
+    place, column = tl.arange(0, _CHUNK), first + tl.arange(0, SHAPE.BLOCK_V)
     tile = matrices_ptr + item * (2 * _CHUNK * _CHUNK) + place[:, None] * _CHUNK + place[None, :]
     factor = factors_ptr + item * (5 * _CHUNK)
-    out_ptr += (batch * count * HV + value_head) * V
+    out_ptr += (batch * count * SHAPE.HV + value_head) * SHAPE.V
+    q_first, k_first, v_first = parts_of_token(value_head, SHAPE)
     for start in range(0, end, _CHUNK):
         if slots_ptr is None:
             row = start + place
@@ -211,24 +175,24 @@ def _delta_chunk_kernel(
             piece = start // _CHUNK
             row_ok, written = place < tl.load(counts_ptr + batch + piece), place < count
             rows, out_rows = place.to(tl.int64), (piece * count + place).to(tl.int64)
-        q = load_rows(mixed_ptr, rows, row_ok, stride_mn, head * K, K, BLOCK_K)
-        k = load_rows(mixed_ptr, rows, row_ok, stride_mn, (H + head) * K, K, BLOCK_K)
-        v_first = 2 * H * K + value_head * V + first
-        v = tl.trans(load_rows(mixed_ptr, rows, row_ok, stride_mn, v_first, V - first, BLOCK_V))
+        tokens = Matrix(mixed_ptr, mixed.row, 1)
+        q = load_rows(tokens, rows, row_ok, q_first, SHAPE.K, SHAPE.BLOCK_K)
+        k = load_rows(tokens, rows, row_ok, k_first, SHAPE.K, SHAPE.BLOCK_K)
+        v = tl.trans(load_rows(tokens, rows, row_ok, v_first + first, SHAPE.V - first, SHAPE.BLOCK_V))
         of_values, of_keys = tl.load(factor + place), tl.load(factor + _CHUNK + place)
         of_queries, of_updates = tl.load(factor + 2 * _CHUNK + place), tl.load(factor + 3 * _CHUNK + place)
         right = of_values[None, :] * v.to(tl.float32) - of_keys[None, :] * model_dot(state, tl.trans(k), PARTS)
         answers = of_queries[None, :] * model_dot(state, tl.trans(q), PARTS)
         update = wide_dot(right, tl.load(tile), PARTS)
         answers += wide_dot(update, tl.load(tile + _CHUNK * _CHUNK), PARTS)
-        out = out_ptr + out_rows[None, :] * (HV * V) + column[:, None]
-        tl.store(out, answers.to(out_ptr.dtype.element_ty), mask=written[None, :] & (column < V)[:, None])
+        out = out_ptr + out_rows[None, :] * (SHAPE.HV * SHAPE.V) + column[:, None]
+        tl.store(out, answers.to(out_ptr.dtype.element_ty), mask=written[None, :] & (column < SHAPE.V)[:, None])
         left = tl.load(factor + 5 * _CHUNK - 1)
         state = state * left + model_dot(of_updates[None, :] * update, k, PARTS)
         tile += items * (2 * _CHUNK * _CHUNK)
         factor += items * (5 * _CHUNK)
         if slots_ptr is not None:
-            mixed_ptr += stride_mb
+            mixed_ptr += mixed.batch
     tl.store(state_ptr + offsets, state, mask=moved)
 
 
@@ -259,7 +223,7 @@ def delta_chunk(
     check_rows_contiguous("delta_chunk", mixed=mixed, A_log=A_log, dt_bias=dt_bias)
     check_heads_contiguous("delta_chunk", "state", state)
     batch, count, _ = mixed.shape
-    _, value_heads, key_dim, value_dim = state.shape
+    _, value_heads, _, value_dim = state.shape
     # rows of nobody's pieces are not written
     out = (mixed.new_empty if pieces is None else mixed.new_zeros)(batch, count, value_heads, value_dim)
     if not out.numel():
@@ -267,47 +231,33 @@ def delta_chunk(
     chunks = triton.cdiv(count, CHUNK)
     matrices = state.new_empty(batch, value_heads, chunks, 2, CHUNK, CHUNK)
     factors = state.new_empty(batch, value_heads, chunks, 5, CHUNK)
-    shared = {
-        "H": a.shape[2],
-        "HV": value_heads,
-        "K": key_dim,
-        "PARTS": bf16_parts(mixed),
-        "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
-    }
+    shape = HeadShape.of(state, a.shape[2], min(BLOCK_V, max(16, triton.next_power_of_2(value_dim))), least_block_k=16)
+    rows, parts = Rows.of(mixed), bf16_parts(mixed)
     overlapped(_chunk_matrices_kernel, (chunks, value_heads, batch), mixed.device)(
-        mixed,
-        a,
-        b,
-        A_log,
-        dt_bias,
+        rows,
+        GateInputs.of(a, b, A_log, dt_bias),
         None if pieces is None else pieces.counts,
         matrices,
         factors,
-        *mixed.stride()[:2],
-        *a.stride(),
-        *b.stride(),
         count,
-        key_dim**-0.5,
+        shape.K**-0.5,
+        SHAPE=shape,
+        PARTS=parts,
         num_warps=MATRICES_WARPS,
         num_stages=1,
-        **shared,
     )
-    block_v = min(BLOCK_V, max(16, triton.next_power_of_2(value_dim)))
-    overlapped(_delta_chunk_kernel, (triton.cdiv(value_dim, block_v), value_heads, batch), mixed.device)(
-        mixed,
+    overlapped(_delta_chunk_kernel, (triton.cdiv(value_dim, shape.BLOCK_V), value_heads, batch), mixed.device)(
+        rows,
         matrices,
         factors,
-        state,
+        States.of(state),
         out,
         *((None,) * 3 if pieces is None else pieces),
-        *mixed.stride()[:2],
-        state.stride(0),
         count,
         batch,
-        V=value_dim,
-        BLOCK_V=block_v,
+        SHAPE=shape,
+        PARTS=parts,
         num_warps=WARPS,
         num_stages=stages(mixed.device),
-        **shared,
     )
     return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -9,11 +11,46 @@ from torch import Tensor
 from eagle_triton.operands.gated_delta import PromptPieces, check_causal_conv
 from eagle_triton.ops.gated_delta.pieces import sequence_of
 from eagle_triton.ops.layers.values import rounded
+from eagle_triton.ops.views import Heads, Matrix, Rows, Vector
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 BLOCK_N = 8  # nodes of a program
 BLOCK_C = 256  # channels of a program
+
+
+class ConvShape(NamedTuple):
+    """A constexpr of the kernel: KEYS channels of q and of k in heads of K, VALUES of v in heads of RV, TAPS weights
+    of each channel; and a program's tile."""
+
+    KEYS: int
+    VALUES: int
+    K: int
+    RV: int
+    TAPS: int
+    BLOCK_T: int
+    BLOCK_N: int
+    BLOCK_C: int
+
+
+class Convolution(NamedTuple):
+    """What q, k and v of one sequence have in common, in the model's channels."""
+
+    weight: Matrix
+    window: Matrix
+    ancestors: Vector | None
+    raw: Matrix | None
+    out: Matrix
+
+
+class Chain(NamedTuple):
+    """What stands before the tokens of a row, and what its window takes in."""
+
+    tokens: int
+    new: int  # tokens that the window moves on by, some of them in `last` further pieces
+    last: int
+    known: bool  # whether the window is; else it is zeros
+    follows: bool  # what stands before is in the piece before
 
 
 @triton.jit
@@ -28,125 +65,94 @@ def highest_bit(word):
 
 
 @triton.jit
-def move_window(
-    columns, window, stride_xn, stride_xb, stride_ir, count, full, last, mine, known,
-    TAPS: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """Keep the last TAPS - 1 rows of the window and of new ones, in columns [1, BLOCK_C] that are `mine`.
+def move_window(columns, x, kept, window, chain, mine, TAPS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Keep the last TAPS - 1 rows of the window and of new ones, in channels [1, BLOCK_C] that are `mine`.
 
-    There are `count` new ones, `full` in each of the `last` pieces before the last one. A window that is not `known` is
-    zeros.
+    columns: where they lie in the first token of x, kept: in the first row of the window.
     """
     slot = tl.arange(0, BLOCK_T)[:, None]
-    source = count - (TAPS - 1) + slot
+    source = chain.new - (TAPS - 1) + slot
     ok = (slot < TAPS - 1) & mine
-    piece = tl.minimum(source // full, last)
-    new = columns + (source - piece * full).to(tl.int64) * stride_xn + piece.to(tl.int64) * stride_xb
+    piece = tl.minimum(source // chain.tokens, chain.last)
+    new = columns + (source - piece * chain.tokens).to(tl.int64) * x.row + piece.to(tl.int64) * x.batch
     new = tl.load(new, mask=ok & (source >= 0), other=0.0)
-    kept = tl.load(window + (TAPS - 1 + source) * stride_ir, mask=ok & (source < 0) & known, other=0.0)
+    old = tl.load(kept + (TAPS - 1 + source) * window.row, mask=ok & (source < 0) & chain.known, other=0.0)
     tl.debug_barrier()  # all of the window is read before any of it is written
-    tl.store(window + slot * stride_ir, tl.where(source >= 0, new, kept), mask=ok)
+    tl.store(kept + slot * window.row, tl.where(source >= 0, new, old), mask=ok)
 
 
 @triton.jit
 def conv_block(
+    x,
+    batch,
     block,
-    x_ptr,
-    stride_xb,
-    stride_xn,
-    stride_xh,
-    weight_ptr,
-    window_ptr,
-    ancestors_ptr,
-    raw_ptr,
-    out_ptr,
-    stride_wc,
-    stride_wt,
-    stride_ir,
-    stride_an,
-    stride_rn,
-    stride_on,
-    count,
-    new,
-    last,
-    known,
-    follows,
+    conv,
+    chain,
     FIRST: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    TAPS: tl.constexpr,
     PIECES: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
-    """BLOCK_N nodes and BLOCK_C of the SIZE channels of q, k or v, which begin at channel FIRST of the model's.
+    """BLOCK_N nodes and BLOCK_C of the SIZE channels of x, which is q, k or v and begins at channel FIRST of the
+    model's; its heads are WIDTH wide.
 
-    Pointers are a sequence's. Heads are WIDTH wide. Without `ancestors_ptr` tokens follow each other, and the program
-    with the first ones, the only one that reads these channels of the window, moves the window on, by `new` tokens, of
-    which some stand in `last` further pieces. `known`: whether the window is, and not zeros; `follows`: what stands
-    before is in the piece before.
+    Without ancestors tokens follow each other, and the program with the first ones, the only one that reads these
+    channels of the window, moves the window on.
     """
+    weight, window, ancestors = conv.weight, conv.window, conv.ancestors
+    TAPS: tl.constexpr = SHAPE.TAPS
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    BLOCK_C: tl.constexpr = SHAPE.BLOCK_C
+    x_ptr = x.ptr + batch * x.batch
     node = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_part = block * BLOCK_C + tl.arange(0, BLOCK_C)
     wide = node.to(tl.int64)[:, None]
-    ok = (node < count)[:, None] & (in_part < SIZE)[None, :]
+    ok = (node < chain.tokens)[:, None] & (in_part < SIZE)[None, :]
     channel = (FIRST + in_part)[None, :]
-    columns = x_ptr + (in_part // WIDTH * stride_xh + in_part % WIDTH)[None, :]
-    tap = tl.arange(0, BLOCK_T)
+    columns = x_ptr + (in_part // WIDTH * x.head + in_part % WIDTH)[None, :]
+    tap = tl.arange(0, SHAPE.BLOCK_T)
     weights = tl.load(
-        weight_ptr + (FIRST + in_part)[:, None] * stride_wc + tap[None, :] * stride_wt,
+        weight.ptr + (FIRST + in_part)[:, None] * weight.row + tap[None, :] * weight.item,
         mask=(in_part < SIZE)[:, None] & (tap < TAPS)[None, :],
         other=0.0,
     ).to(tl.float32)
-    if ancestors_ptr is not None:
-        before = tl.load(ancestors_ptr + node * stride_an, mask=node < count, other=0)
+    if ancestors is not None:
+        before = tl.load(ancestors.ptr + node * ancestors.item, mask=node < chain.tokens, other=0)
         before &= ~(tl.full((), 1, tl.int64) << node.to(tl.int64))
     place = node  # below 0: from the end of the window
     total = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
     for back in tl.static_range(TAPS):
-        row = tl.load(columns + place.to(tl.int64)[:, None] * stride_xn, mask=ok & (place >= 0)[:, None], other=0.0)
+        row = tl.load(columns + place.to(tl.int64)[:, None] * x.row, mask=ok & (place >= 0)[:, None], other=0.0)
         if back == 0:
-            if raw_ptr is not None:
-                tl.store(raw_ptr + wide * stride_rn + channel, row, mask=ok)
+            if conv.raw is not None:
+                tl.store(conv.raw.ptr + wide * conv.raw.row + channel, row, mask=ok)
         else:
-            kept = window_ptr + (TAPS - 1 + place)[:, None] * stride_ir + channel
-            row = tl.where((place >= 0)[:, None], row, tl.load(kept, mask=ok & (place < 0)[:, None] & known, other=0.0))
+            kept = tl.load(
+                window.ptr + (TAPS - 1 + place)[:, None] * window.row + channel,
+                mask=ok & (place < 0)[:, None] & chain.known,
+                other=0.0,
+            )
+            row = tl.where((place >= 0)[:, None], row, kept)
             if PIECES:
-                above = columns + (count + place).to(tl.int64)[:, None] * stride_xn - stride_xb
-                row = tl.where(
-                    ((place < 0) & follows)[:, None],
-                    tl.load(above, mask=ok & ((place < 0) & follows)[:, None], other=0.0),
-                    row,
-                )
-        weight = tl.sum(tl.where((tap == TAPS - 1 - back)[None, :], weights, 0.0), 1)
-        total += weight[None, :] * row.to(tl.float32)
-        if ancestors_ptr is not None:
+                above = columns + (chain.tokens + place).to(tl.int64)[:, None] * x.row - x.batch
+                followed = ((place < 0) & chain.follows)[:, None]
+                row = tl.where(followed, tl.load(above, mask=ok & followed, other=0.0), row)
+        of_tap = tl.sum(tl.where((tap == TAPS - 1 - back)[None, :], weights, 0.0), 1)
+        total += of_tap[None, :] * row.to(tl.float32)
+        if ancestors is not None:
             parent = highest_bit(before)
             place = tl.where(before != 0, parent, tl.minimum(place, 0) - 1)
             before &= ~(tl.full((), 1, tl.int64) << parent.to(tl.int64))
         else:
             place -= 1
-    kind = out_ptr.dtype.element_ty
+    kind = conv.out.ptr.dtype.element_ty
     total = rounded(total, kind)
     total = total / (1.0 + tl.exp(-total))
-    tl.store(out_ptr + wide * stride_on + channel, total.to(kind), mask=ok)
-    if TAPS > 1 and ancestors_ptr is None:
-        mine = (in_part < SIZE)[None, :] & (tl.program_id(0) == 0) & (new > 0)
-        move_window(
-            columns,
-            window_ptr + channel,
-            stride_xn,
-            stride_xb,
-            stride_ir,
-            new,
-            count,
-            last,
-            mine,
-            known,
-            TAPS,
-            BLOCK_T,
-        )
+    tl.store(conv.out.ptr + wide * conv.out.row + channel, total.to(kind), mask=ok)
+    if TAPS > 1 and ancestors is None:
+        mine = (in_part < SIZE)[None, :] & (tl.program_id(0) == 0) & (chain.new > 0)
+        move_window(columns, x, window.ptr + channel, window, chain, mine, TAPS, SHAPE.BLOCK_T)
 
 
 @triton.jit(
@@ -156,160 +162,52 @@ def conv_block(
     ]
 )
 def _causal_conv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    weight_ptr,
-    window_ptr,
+    q,
+    k,
+    v,
+    weight,
+    window,
     ancestors_ptr,
-    raw_ptr,
-    out_ptr,
+    raw,
+    out,
     slots_ptr,
     starts_ptr,
     counts_ptr,
-    stride_qb,
-    stride_qn,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_wc,
-    stride_wt,
-    stride_ib,
-    stride_ir,
     stride_ab,
     stride_an,
-    stride_rb,
-    stride_rn,
-    stride_ob,
-    stride_on,
     count,
     pieces,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    K: tl.constexpr,
-    RV: tl.constexpr,
-    TAPS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    SHAPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (blocks of nodes, blocks of q's, k's and v's channels, B)."""
     await_inputs(PDL)
     block, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    key_blocks: tl.constexpr = (KEYS + BLOCK_C - 1) // BLOCK_C
+    KEYS: tl.constexpr = SHAPE.KEYS
+    PIECES: tl.constexpr = slots_ptr is not None
+    key_blocks: tl.constexpr = (KEYS + SHAPE.BLOCK_C - 1) // SHAPE.BLOCK_C
     if slots_ptr is None:
-        sequence, new, last, known, follows = batch, count, 0, True, False
+        sequence = batch
+        chain = Chain(count, count, 0, True, False)
     else:
         sequence, held, known, follows = sequence_of(batch, slots_ptr, starts_ptr, counts_ptr, pieces)
         last = tl.maximum(held - 1, 0)
         new = tl.where(held > 0, last * count + tl.load(counts_ptr + batch + last), 0)
-    window_ptr += sequence * stride_ib
-    out_ptr += batch * stride_ob
+        chain = Chain(count, new, last, known, follows)
+    window = Matrix(window.ptr + sequence * window.batch, window.row, 1)
+    out = Matrix(out.ptr + batch * out.batch, out.row, 1)
+    ancestors = None
     if ancestors_ptr is not None:
-        ancestors_ptr += batch * stride_ab
-    if raw_ptr is not None:
-        raw_ptr += batch * stride_rb
+        ancestors = Vector(ancestors_ptr + batch * stride_ab, stride_an)
+    if raw is not None:
+        raw = Matrix(raw.ptr + batch * raw.batch, raw.row, 1)
+    conv = Convolution(weight, window, ancestors, raw, out)
     if block < key_blocks:
-        conv_block(
-            block,
-            q_ptr + batch * stride_qb,
-            stride_qb,
-            stride_qn,
-            stride_qh,
-            weight_ptr,
-            window_ptr,
-            ancestors_ptr,
-            raw_ptr,
-            out_ptr,
-            stride_wc,
-            stride_wt,
-            stride_ir,
-            stride_an,
-            stride_rn,
-            stride_on,
-            count,
-            new,
-            last,
-            known,
-            follows,
-            0,
-            KEYS,
-            K,
-            TAPS,
-            slots_ptr is not None,
-            BLOCK_T,
-            BLOCK_N,
-            BLOCK_C,
-        )
+        conv_block(q, batch, block, conv, chain, 0, KEYS, SHAPE.K, PIECES, SHAPE)
     elif block < 2 * key_blocks:
-        conv_block(
-            block - key_blocks,
-            k_ptr + batch * stride_kb,
-            stride_kb,
-            stride_kn,
-            stride_kh,
-            weight_ptr,
-            window_ptr,
-            ancestors_ptr,
-            raw_ptr,
-            out_ptr,
-            stride_wc,
-            stride_wt,
-            stride_ir,
-            stride_an,
-            stride_rn,
-            stride_on,
-            count,
-            new,
-            last,
-            known,
-            follows,
-            KEYS,
-            KEYS,
-            K,
-            TAPS,
-            slots_ptr is not None,
-            BLOCK_T,
-            BLOCK_N,
-            BLOCK_C,
-        )
+        conv_block(k, batch, block - key_blocks, conv, chain, KEYS, KEYS, SHAPE.K, PIECES, SHAPE)
     else:
-        conv_block(
-            block - 2 * key_blocks,
-            v_ptr + batch * stride_vb,
-            stride_vb,
-            stride_vn,
-            stride_vh,
-            weight_ptr,
-            window_ptr,
-            ancestors_ptr,
-            raw_ptr,
-            out_ptr,
-            stride_wc,
-            stride_wt,
-            stride_ir,
-            stride_an,
-            stride_rn,
-            stride_on,
-            count,
-            new,
-            last,
-            known,
-            follows,
-            2 * KEYS,
-            VALUES,
-            RV,
-            TAPS,
-            slots_ptr is not None,
-            BLOCK_T,
-            BLOCK_N,
-            BLOCK_C,
-        )
+        conv_block(v, batch, block - 2 * key_blocks, conv, chain, 2 * KEYS, SHAPE.VALUES, SHAPE.RV, PIECES, SHAPE)
 
 
 def warps(block_n: int, block_c: int) -> int:
@@ -344,38 +242,28 @@ def causal_conv(
     mixed = q.new_empty(batch, count, 2 * keys + values) if out is None else out
     if not mixed.numel():
         return mixed
-    # The first block of a chain is alone with the window.
-    block_n = triton.next_power_of_2(max(min(count, BLOCK_N), 1 if ancestors is not None else taps - 1))
-    block_c = min(BLOCK_C, triton.next_power_of_2(max(keys, values)))
-    blocks = 2 * triton.cdiv(keys, block_c) + triton.cdiv(values, block_c)
-    overlapped(_causal_conv_kernel, (triton.cdiv(count, block_n), blocks, batch), q.device)(
-        q,
-        k,
-        v,
-        weight,
-        window,
+    shape = ConvShape(
+        *(keys, values, width, v.shape[3], taps),
+        BLOCK_T=triton.next_power_of_2(taps),
+        # The first block of a chain is alone with the window.
+        BLOCK_N=triton.next_power_of_2(max(min(count, BLOCK_N), 1 if ancestors is not None else taps - 1)),
+        BLOCK_C=min(BLOCK_C, triton.next_power_of_2(max(keys, values))),
+    )
+    blocks = 2 * triton.cdiv(keys, shape.BLOCK_C) + triton.cdiv(values, shape.BLOCK_C)
+    overlapped(_causal_conv_kernel, (triton.cdiv(count, shape.BLOCK_N), blocks, batch), q.device)(
+        Heads.of(q),
+        Heads.of(k),
+        Heads.of(v),
+        Matrix.of(weight),
+        Rows.of(window),
         ancestors,
-        raw,
-        mixed,
+        Rows.of(raw),
+        Rows.of(mixed),
         *((None,) * 3 if pieces is None else pieces),
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *weight.stride(),
-        *window.stride()[:2],
         *((0, 0) if ancestors is None else ancestors.stride()[:2]),
-        *((0, 0) if raw is None else raw.stride()[:2]),
-        *mixed.stride()[:2],
         count,
         batch,
-        KEYS=keys,
-        VALUES=values,
-        K=width,
-        RV=v.shape[3],
-        TAPS=taps,
-        BLOCK_T=triton.next_power_of_2(taps),
-        BLOCK_N=block_n,
-        BLOCK_C=block_c,
-        num_warps=warps(block_n, block_c),
+        SHAPE=shape,
+        num_warps=warps(shape.BLOCK_N, shape.BLOCK_C),
     )
     return mixed

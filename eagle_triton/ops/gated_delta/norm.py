@@ -9,6 +9,7 @@ from torch import Tensor
 from eagle_triton.operands.gated_delta import check_gated_norm
 from eagle_triton.ops.layers.norms import normalise
 from eagle_triton.ops.layers.values import rounded
+from eagle_triton.ops.views import Heads
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
@@ -18,16 +19,10 @@ WARPS = 2
 
 @triton.jit(do_not_specialize_on_alignment=["count"])
 def _gated_norm_kernel(
-    x_ptr,
-    z_ptr,
+    x,
+    z,
     weight_ptr,
     out_ptr,
-    stride_xb,
-    stride_xn,
-    stride_xh,
-    stride_zb,
-    stride_zn,
-    stride_zh,
     count,
     eps,
     R: tl.constexpr,
@@ -43,10 +38,10 @@ def _gated_norm_kernel(
     batch, node = row // count, row % count
     head, column = tl.program_id(0) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK_V)
     ok = (head < HV)[:, None] & (column < V)[None, :]
-    x_ptr += batch * stride_xb + node * stride_xn
-    z_ptr += batch * stride_zb + node * stride_zn
-    x = tl.load(x_ptr + head[:, None] * stride_xh + column[None, :], mask=ok, other=0.0).to(tl.float32)
-    z_offset = head // R * stride_zh + head % R * V
+    x_ptr = x.ptr + (batch * x.batch + node * x.row)
+    z_ptr = z.ptr + (batch * z.batch + node * z.row)
+    z_offset = head // R * z.head + head % R * V
+    x = tl.load(x_ptr + head[:, None] * x.head + column[None, :], mask=ok, other=0.0).to(tl.float32)
     z = tl.load(z_ptr + z_offset[:, None] + column[None, :], mask=ok, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=column < V, other=0.0).to(tl.float32)[None, :]
     kind = out_ptr.dtype.element_ty
@@ -70,12 +65,10 @@ def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     block_v = triton.next_power_of_2(value_dim)
     heads = min(max(TILE // block_v, 1), triton.next_power_of_2(value_heads))
     overlapped(_gated_norm_kernel, (triton.cdiv(value_heads, heads), batch * count), x.device)(
-        x,
-        z,
+        Heads.of(x),
+        Heads.of(z),
         weight,
         out,
-        *x.stride()[:3],
-        *z.stride()[:3],
         count,
         eps,
         R=value_heads // z.shape[2],

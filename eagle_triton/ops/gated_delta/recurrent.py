@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -9,12 +11,68 @@ from torch import Tensor
 from eagle_triton.operands.gated_delta import check_delta
 from eagle_triton.ops.gated_delta.checks import check_heads_contiguous
 from eagle_triton.ops.layers.values import rounded
+from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 # Of whatever takes tokens into a state: with another tile the sums have another order.
 BLOCK_V = 32
 WARPS = 4
+
+
+class HeadShape(NamedTuple):
+    """A constexpr of kernels: H key heads of K, HV value heads of V, and a program's tile of a head's state."""
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    BLOCK_K: int
+    BLOCK_V: int
+
+    @staticmethod
+    def of(state: Tensor, key_heads: int, block_v: int, least_block_k: int = 1) -> HeadShape:
+        value_heads, key_dim, value_dim = state.shape[-3:]
+        block_k = max(least_block_k, triton.next_power_of_2(key_dim))
+        return HeadShape(key_heads, value_heads, key_dim, value_dim, block_k, block_v)
+
+
+class HeadValues(NamedTuple):
+    """One value for each value head, [B, n, H, R]."""
+
+    ptr: Tensor
+    batch: int
+    row: int
+    head: int
+    shared: int
+
+    @staticmethod
+    def of(x: Tensor) -> HeadValues:
+        return HeadValues(x, *x.stride())
+
+
+class GateInputs(NamedTuple):
+    """What g and beta are made of."""
+
+    a: HeadValues
+    b: HeadValues
+    A_log: Tensor
+    dt_bias: Tensor
+
+    @staticmethod
+    def of(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> GateInputs:
+        return GateInputs(HeadValues.of(a), HeadValues.of(b), A_log, dt_bias)
+
+
+class States(NamedTuple):
+    """States of sequences [B, HV, K, V], each in one piece."""
+
+    ptr: Tensor
+    batch: int
+
+    @staticmethod
+    def of(x: Tensor) -> States:
+        return States(x, x.stride(0))
 
 
 @triton.jit
@@ -35,29 +93,26 @@ def inverse_length(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def state_offsets(head, first, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Offsets [BLOCK_K, BLOCK_V] in a sequence's state, from column `first` of a head, and which of them exist."""
-    row, column = tl.arange(0, BLOCK_K), first + tl.arange(0, BLOCK_V)
-    return head * (K * V) + row[:, None] * V + column[None, :], (row < K)[:, None] & (column < V)[None, :]
+def parts_of_token(value_head, SHAPE: tl.constexpr):
+    """Where the q, k and v of a value head begin in a row of `mixed`."""
+    head = value_head // (SHAPE.HV // SHAPE.H)
+    return head * SHAPE.K, (SHAPE.H + head) * SHAPE.K, 2 * SHAPE.H * SHAPE.K + value_head * SHAPE.V
 
 
 @triton.jit
-def take_in(
-    state,
-    k_ptr,
-    v_ptr,
-    g,
-    beta,
-    first,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+def state_offsets(head, first, SHAPE: tl.constexpr):
+    """Offsets [BLOCK_K, BLOCK_V] in a sequence's state, from column `first` of a head, and which of them exist."""
+    row, column = tl.arange(0, SHAPE.BLOCK_K), first + tl.arange(0, SHAPE.BLOCK_V)
+    offsets = head * (SHAPE.K * SHAPE.V) + row[:, None] * SHAPE.V + column[None, :]
+    return offsets, (row < SHAPE.K)[:, None] & (column < SHAPE.V)[None, :]
+
+
+@triton.jit
+def take_in(state, k_ptr, v_ptr, g, beta, first, SHAPE: tl.constexpr):
     """The columns [BLOCK_K, BLOCK_V] of a head's state behind one more token, whose k and v begin at the pointers."""
-    row, column = tl.arange(0, BLOCK_K), first + tl.arange(0, BLOCK_V)
-    k = tl.load(k_ptr + row, mask=row < K, other=0.0).to(tl.float32)
-    v = tl.load(v_ptr + column, mask=column < V, other=0.0).to(tl.float32)
+    row, column = tl.arange(0, SHAPE.BLOCK_K), first + tl.arange(0, SHAPE.BLOCK_V)
+    k = tl.load(k_ptr + row, mask=row < SHAPE.K, other=0.0).to(tl.float32)
+    v = tl.load(v_ptr + column, mask=column < SHAPE.V, other=0.0).to(tl.float32)
     k = (k * inverse_length(k, 0))[:, None]
     state = state * tl.exp(g)
     update = beta * (v - tl.sum(state * k, 0))
@@ -66,37 +121,18 @@ def take_in(
 
 @triton.jit(do_not_specialize_on_alignment=["gates_ptr", "stride_gb", "stride_gn", "stride_gg", "count"])
 def _delta_recurrent_kernel(
-    mixed_ptr,
-    a_ptr,
-    b_ptr,
-    A_log_ptr,
-    dt_bias_ptr,
-    state_ptr,
+    mixed,
+    gate_inputs,
+    states,
     gates_ptr,
     out_ptr,
-    stride_mb,
-    stride_mn,
-    stride_ab,
-    stride_an,
-    stride_ah,
-    stride_ar,
-    stride_bb,
-    stride_bn,
-    stride_bh,
-    stride_br,
-    stride_sb,
     stride_gb,
     stride_gn,
     stride_gg,
     count,
     scale,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
+    SHAPE: tl.constexpr,
     KEEP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (blocks of V, HV, B): a program takes all tokens into BLOCK_V columns of a head's state.
@@ -105,30 +141,35 @@ def _delta_recurrent_kernel(
     """
     await_inputs(PDL)
     block, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    shared: tl.constexpr = HV // H
-    first, head = block * BLOCK_V, value_head // shared
-    row, column = tl.arange(0, BLOCK_K), first + tl.arange(0, BLOCK_V)
-    mixed_ptr += batch * stride_mb
-    a_ptr += batch * stride_ab + head * stride_ah + value_head % shared * stride_ar
-    b_ptr += batch * stride_bb + head * stride_bh + value_head % shared * stride_br
-    A_log = tl.load(A_log_ptr + value_head).to(tl.float32)
-    dt_bias = tl.load(dt_bias_ptr + value_head).to(tl.float32)
-    offsets, inside = state_offsets(value_head, first, K, V, BLOCK_K, BLOCK_V)
-    state_ptr += batch * stride_sb
+    a, b = gate_inputs.a, gate_inputs.b
+    shared: tl.constexpr = SHAPE.HV // SHAPE.H
+    first, head = block * SHAPE.BLOCK_V, value_head // shared
+    row, column = tl.arange(0, SHAPE.BLOCK_K), first + tl.arange(0, SHAPE.BLOCK_V)
+    mixed_ptr = mixed.ptr + batch * mixed.batch
+    a_ptr = a.ptr + (batch * a.batch + head * a.head + value_head % shared * a.shared)
+    b_ptr = b.ptr + (batch * b.batch + head * b.head + value_head % shared * b.shared)
+    A_log = tl.load(gate_inputs.A_log + value_head).to(tl.float32)
+    dt_bias = tl.load(gate_inputs.dt_bias + value_head).to(tl.float32)
+    offsets, inside = state_offsets(value_head, first, SHAPE)
+    state_ptr = states.ptr + batch * states.batch
     state = tl.load(state_ptr + offsets, mask=inside, other=0.0)
+    q_first, k_first, v_first = parts_of_token(value_head, SHAPE)
     for step in range(count):
         token = tl.full((), 0, tl.int64) + step
-        tokens = mixed_ptr + token * stride_mn
-        a = tl.load(a_ptr + token * stride_an).to(tl.float32)
-        b = tl.load(b_ptr + token * stride_bn).to(tl.float32)
-        g, beta = gating(a, b, A_log, dt_bias, b_ptr.dtype.element_ty)
-        k_ptr, v_ptr = tokens + (H + head) * K, tokens + 2 * H * K + value_head * V
-        state = take_in(state, k_ptr, v_ptr, g, beta, first, K, V, BLOCK_K, BLOCK_V)
-        q = tl.load(tokens + head * K + row, mask=row < K, other=0.0).to(tl.float32)
+        tokens = mixed_ptr + token * mixed.row
+        g, beta = gating(
+            tl.load(a_ptr + token * a.row).to(tl.float32),
+            tl.load(b_ptr + token * b.row).to(tl.float32),
+            A_log,
+            dt_bias,
+            b_ptr.dtype.element_ty,
+        )
+        state = take_in(state, tokens + k_first, tokens + v_first, g, beta, first, SHAPE)
+        q = tl.load(tokens + q_first + row, mask=row < SHAPE.K, other=0.0).to(tl.float32)
         q = (q * inverse_length(q, 0) * scale)[:, None]
         answer = tl.sum(state * q, 0).to(out_ptr.dtype.element_ty)
-        out = out_ptr + ((batch * count + token) * HV + value_head) * V
-        tl.store(out + column, answer, mask=column < V)
+        out = out_ptr + ((batch * count + token) * SHAPE.HV + value_head) * SHAPE.V
+        tl.store(out + column, answer, mask=column < SHAPE.V)
         if gates_ptr is not None:
             gate = gates_ptr + batch * stride_gb + token * stride_gn + value_head
             tl.store(gate, g, mask=block == 0)
@@ -161,34 +202,22 @@ def launch_recurrent(
 ) -> Tensor:
     """delta_recurrent of operands that fit; without `keep` the state stays as it is. Fills `gates` [B, n, 2, HV]."""
     batch, count, _ = mixed.shape
-    _, value_heads, key_dim, value_dim = state.shape
+    _, value_heads, _, value_dim = state.shape
     out = mixed.new_empty(batch, count, value_heads, value_dim)
     if not out.numel():
         return out
-    block_v = column_block(value_dim)
-    overlapped(_delta_recurrent_kernel, (triton.cdiv(value_dim, block_v), value_heads, batch), mixed.device)(
-        mixed,
-        a,
-        b,
-        A_log,
-        dt_bias,
-        state,
+    shape = HeadShape.of(state, a.shape[2], column_block(value_dim))
+    overlapped(_delta_recurrent_kernel, (triton.cdiv(value_dim, shape.BLOCK_V), value_heads, batch), mixed.device)(
+        Rows.of(mixed),
+        GateInputs.of(a, b, A_log, dt_bias),
+        States.of(state),
         gates,
         out,
-        *mixed.stride()[:2],
-        *a.stride(),
-        *b.stride(),
-        state.stride(0),
         *((0, 0, 0) if gates is None else gates.stride()[:3]),
         count,
-        key_dim**-0.5,
-        H=a.shape[2],
-        HV=value_heads,
-        K=key_dim,
-        V=value_dim,
+        shape.K**-0.5,
+        SHAPE=shape,
         KEEP=keep,
-        BLOCK_K=triton.next_power_of_2(key_dim),
-        BLOCK_V=block_v,
         num_warps=WARPS,
     )
     return out

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from eagle_triton.operands.suffix_match import DEEPEST, END, MOST_KEPT, MOST_TIMES
+from eagle_triton.ops.views import Matrix, Vector
 from eagle_triton.runtime.overlap import await_inputs
 
 _END = tl.constexpr(END)
@@ -19,6 +23,34 @@ BY_SLOT = ["tokens_ptr", "lengths_ptr"]
 """Arguments whose alignment moves with a batch's slot: no kernel is compiled anew for it."""
 
 
+class Ring(NamedTuple):
+    """Former outputs, [size] int32, and where the next one goes."""
+
+    ptr: Tensor
+    head: Tensor
+    size: int
+
+    @staticmethod
+    def of(ring: TokenRing | None) -> Ring | None:
+        return None if ring is None else Ring(ring.tokens, ring.head, len(ring.tokens))
+
+
+class Sequences(NamedTuple):
+    """Sequences of which the first lengths + 1 tokens are known."""
+
+    tokens: Matrix
+    lengths: Vector
+
+
+class Store(NamedTuple):
+    """Where times are read: in a sequence's row or, with `from_ring`, in the ring."""
+
+    row: Tensor
+    ring: Ring | None
+    head: int
+    from_ring: bool
+
+
 @triton.jit
 def continues(token, BANNED: tl.constexpr):
     """Whether a continuation may hold the token."""
@@ -29,29 +61,30 @@ def continues(token, BANNED: tl.constexpr):
 
 
 @triton.jit
-def _ring_place(time, head, ring):
+def _ring_place(ring, head, time):
     place = time + head
-    return tl.where(place >= ring, place - ring, place)
+    return tl.where(place >= ring.size, place - ring.size, place)
 
 
 @triton.jit
-def stored(row_ptr, ring_ptr, head, ring, from_ring, time, inside):
-    """The tokens at `time` in the ring or in a sequence's row, END where not `inside`."""
-    if ring_ptr is None:
-        token = tl.load(row_ptr + time, mask=inside, other=_END).to(tl.int32)
+def stored(store, time, inside):
+    """The tokens of a store at `time`, END where not `inside`."""
+    ring, from_ring = store.ring, store.from_ring
+    if ring is None:
+        token = tl.load(store.row + time, mask=inside, other=_END).to(tl.int32)
     else:
-        former = tl.load(ring_ptr + _ring_place(time, head, ring), mask=inside & from_ring, other=_END)
-        own = tl.load(row_ptr + time, mask=inside & (from_ring == 0), other=_END).to(tl.int32)
+        former = tl.load(ring.ptr + _ring_place(ring, store.head, time), mask=inside & from_ring, other=_END)
+        own = tl.load(store.row + time, mask=inside & (from_ring == 0), other=_END).to(tl.int32)
         token = tl.where(from_ring, former, own)
     return token
 
 
 @triton.jit
-def head_of(ring_ptr, head_ptr, ring):
-    if ring_ptr is None:
+def head_of(ring):
+    if ring is None:
         head = 0
     else:
-        head = tl.load(head_ptr) % ring
+        head = tl.load(ring.head) % ring.size
     return head
 
 
@@ -73,17 +106,17 @@ def _list_own(row_ptr, length, chunk, hits_ptr, counts_ptr, BANNED: tl.constexpr
 
 @triton.jit
 def _list_former(
-    row_ptr, length, ring_ptr, head, ring, time, hit, hits_ptr, count_ptr, DEPTH: tl.constexpr, BANNED: tl.constexpr
+    row_ptr, length, ring, head, time, hit, hits_ptr, count_ptr, DEPTH: tl.constexpr, BANNED: tl.constexpr
 ):
     """List a chunk of the ring for one sequence. hit [CHUNK]: two tokens match. Pointers are the chunk's."""
-    hit &= continues(tl.load(ring_ptr + _ring_place(time, head, ring), mask=hit, other=_END), BANNED)
+    hit &= continues(tl.load(ring.ptr + _ring_place(ring, head, time), mask=hit, other=_END), BANNED)
     count = tl.sum(hit.to(tl.int32), 0)
     place = tl.cumsum(hit.to(tl.int32), 0) - 1
     if count > LISTED:
         agreeing = hit.to(tl.int32) * 2
         for back in tl.static_range(3, min(DEPTH, 4) + 1):
-            at = _ring_place(time - back, head, ring)
-            token = tl.load(ring_ptr + at, mask=(agreeing == back - 1) & (time >= back), other=NO_TOKEN)
+            at = _ring_place(ring, head, time - back)
+            token = tl.load(ring.ptr + at, mask=(agreeing == back - 1) & (time >= back), other=NO_TOKEN)
             wanted = tl.load(row_ptr + length + 1 - back, mask=length + 1 >= back, other=_END)
             agreeing += ((token == wanted) & (token >= 0)).to(tl.int32)
         before = 0
@@ -98,34 +131,30 @@ def _list_former(
 
 @triton.jit
 def _compare_group(
-    tokens_ptr,
-    lengths_ptr,
-    ring_ptr,
-    head_ptr,
+    sequences,
+    ring,
     hits_ptr,
     counts_ptr,
     chunk,
     first,
     batch,
-    ring,
     own_segments,
     segments,
-    stride_tb,
-    stride_l,
     DEPTH: tl.constexpr,
     BANNED: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """List where the last two tokens of GROUP sequences stand in one chunk of the ring: most of them nowhere."""
-    head = tl.load(head_ptr) % ring
+    tokens, of_slots = sequences.tokens, sequences.lengths
+    head = tl.load(ring.head) % ring.size
     time = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = (time >= 2) & (time < ring)
-    last = tl.load(ring_ptr + _ring_place(time - 1, head, ring), mask=inside, other=_END)
-    before = tl.load(ring_ptr + _ring_place(time - 2, head, ring), mask=inside, other=_END)
+    inside = (time >= 2) & (time < ring.size)
+    last = tl.load(ring.ptr + _ring_place(ring, head, time - 1), mask=inside, other=_END)
+    before = tl.load(ring.ptr + _ring_place(ring, head, time - 2), mask=inside, other=_END)
     lane = tl.arange(0, GROUP)
     slots = first + lane
-    lengths = tl.load(lengths_ptr + slots * stride_l, mask=slots < batch, other=0)
-    ends = tokens_ptr + slots.to(tl.int64) * stride_tb + lengths
+    lengths = tl.load(of_slots.ptr + slots * of_slots.item, mask=slots < batch, other=0)
+    ends = tokens.ptr + slots.to(tl.int64) * tokens.row + lengths
     wanted = tl.load(ends, mask=lengths > 0, other=NO_TOKEN).to(tl.int32)
     wanted_before = tl.load(ends - 1, mask=lengths > 0, other=NO_TOKEN).to(tl.int32)
     wanted = tl.where((wanted >= 0) & (wanted_before >= 0), wanted, NO_TOKEN)
@@ -137,13 +166,11 @@ def _compare_group(
     slot = first
     while some > 0:
         if some & 1:
-            length = tl.load(lengths_ptr + slot * stride_l)
-            row = tokens_ptr + slot.to(tl.int64) * stride_tb
+            length = tl.load(of_slots.ptr + slot * of_slots.item)
+            row = tokens.ptr + slot.to(tl.int64) * tokens.row
             hit = inside & (last == tl.load(row + length)) & (before == tl.load(row + length - 1))
             at = slot * segments * LISTED + place
-            _list_former(
-                row, length, ring_ptr, head, ring, time, hit, hits_ptr + at * LISTED, counts_ptr + at, DEPTH, BANNED
-            )
+            _list_former(row, length, ring, head, time, hit, hits_ptr + at * LISTED, counts_ptr + at, DEPTH, BANNED)
         some >>= 1
         slot += 1
 
@@ -152,12 +179,10 @@ def _compare_group(
 def match_kernel(
     tokens_ptr,
     lengths_ptr,
-    ring_ptr,
-    head_ptr,
+    ring,
     hits_ptr,
     counts_ptr,
     batch,
-    ring,
     own_segments,
     segments,
     stride_tb,
@@ -177,26 +202,12 @@ def match_kernel(
             segment = slot * segments + chunk
             row = tokens_ptr + slot.to(tl.int64) * stride_tb
             _list_own(row, length, chunk, hits_ptr + segment * CHUNK, counts_ptr + segment * LISTED, BANNED)
-    elif ring_ptr is not None:
+    elif ring is not None:
         groups = (batch + GROUP - 1) // GROUP
+        chunk, first = (program - own) // groups, (program - own) % groups * GROUP
+        sequences = Sequences(Matrix(tokens_ptr, stride_tb, 1), Vector(lengths_ptr, stride_l))
         _compare_group(
-            tokens_ptr,
-            lengths_ptr,
-            ring_ptr,
-            head_ptr,
-            hits_ptr,
-            counts_ptr,
-            (program - own) // groups,
-            (program - own) % groups * GROUP,
-            batch,
-            ring,
-            own_segments,
-            segments,
-            stride_tb,
-            stride_l,
-            DEPTH,
-            BANNED,
-            GROUP,
+            sequences, ring, hits_ptr, counts_ptr, chunk, first, batch, own_segments, segments, DEPTH, BANNED, GROUP
         )
 
 
@@ -204,13 +215,11 @@ def match_kernel(
 def walk_kernel(
     tokens_ptr,
     lengths_ptr,
-    ring_ptr,
-    head_ptr,
+    ring,
     hits_ptr,
     counts_ptr,
     best_ptr,
     reach_ptr,
-    ring,
     own_segments,
     ring_chunks,
     keep,
@@ -240,7 +249,7 @@ def walk_kernel(
     m = tl.arange(0, _DEEPEST) + 1
     reach = tl.zeros((_DEEPEST,), tl.int32)
     if total > 0:
-        head = head_of(ring_ptr, head_ptr, ring)
+        store = Store(row, ring, head_of(ring), from_ring)
         index = tl.arange(0, CHUNK)
         chunk = index // LISTED
         known = (from_ring == 0) | ((segment - own_segments) * LISTED + chunk < ring_chunks)
@@ -256,7 +265,7 @@ def walk_kernel(
             place = first + tl.arange(0, TILE)
             time = tl.load(hits + place, mask=place < total, other=0)
             at = time[:, None] - 1 - back[None, :]
-            token = stored(row, ring_ptr, head, ring, from_ring, at, at >= 0)
+            token = stored(store, at, at >= 0)
             agreeing = tl.min(tl.where(token != context[None, :], back[None, :], _DEEPEST), 1)
             key = tl.where(agreeing >= min_match, (agreeing << TIME_BITS) | time, -1)
             tl.store(hits + place, key, mask=place < total)

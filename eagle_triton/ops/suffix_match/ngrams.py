@@ -73,12 +73,7 @@ def _ngram_draft_kernel(
     lengths_ptr,
     prompts_ptr,
     best_ptr,
-    tokens_out_ptr,
-    parents_ptr,
-    probs_ptr,
-    match_ptr,
-    occurrences_ptr,
-    from_ring_ptr,
+    drafts,
     chunks,
     places,
     stride_tb,
@@ -105,12 +100,12 @@ def _ngram_draft_kernel(
     real = (best >= 0) & (step < places) & (time + step < end)
     token = tl.load(row + time + step, mask=real, other=-1)
     out = slot * places + step
-    tl.store(tokens_out_ptr + out, token, mask=step < places)
-    tl.store(parents_ptr + out, tl.where(real, step - 1, -1), mask=step < places)
-    tl.store(probs_ptr + out, real.to(tl.float32), mask=step < places)
-    tl.store(match_ptr + slot, tl.where(best >= 0, best >> 24, 0))
-    tl.store(occurrences_ptr + slot, (best >= 0).to(tl.int32))
-    tl.store(from_ring_ptr + slot, best < -1)
+    tl.store(drafts.tokens + out, token, mask=step < places)
+    tl.store(drafts.parents + out, tl.where(real, step - 1, -1), mask=step < places)
+    tl.store(drafts.probs + out, real.to(tl.float32), mask=step < places)
+    tl.store(drafts.match + slot, tl.where(best >= 0, best >> 24, 0))
+    tl.store(drafts.occurrences + slot, (best >= 0).to(tl.int32))
+    tl.store(drafts.from_ring + slot, best < -1)
 
 
 def ngram_drafts(
@@ -161,7 +156,7 @@ def ngram_drafts(
         lengths,
         prompt_lengths,
         best,
-        *drafts,
+        drafts,
         chunks,
         places,
         *strides,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,8 @@ from eagle_triton.ops.suffix_match.matches import (
     CHUNK,
     LISTED,
     TIME_BITS,
+    Ring,
+    Store,
     continues,
     head_of,
     match_kernel,
@@ -42,49 +46,79 @@ _MOST_PLACES = 64
 _GROUP = 8  # sequences that a program of `match` compares with a chunk of the ring
 
 
+class DraftRules(NamedTuple):
+    """A constexpr of the kernel: what SuffixRules says of drafts."""
+
+    DEPTH: int  # max_tree_depth
+    FACTOR: float
+    OFFSET: float
+    LEAST: float  # min_token_prob
+    TREE: bool
+    BANNED: tuple[int, ...]
+
+    @staticmethod
+    def of(rules: SuffixRules) -> DraftRules:
+        return DraftRules(
+            DEPTH=int(rules.max_tree_depth),
+            FACTOR=float(rules.max_spec_factor),
+            OFFSET=float(rules.max_spec_offset),
+            LEAST=float(rules.min_token_prob),
+            TREE=rules.use_tree_spec,
+            BANNED=tuple(int(token) for token in rules.banned),
+        )
+
+
+class Run(NamedTuple):
+    """The matches of at least `longest` tokens in one store, to be taken as a match of `shortest` to `longest`."""
+
+    best: Tensor  # of the store's first segment, as `reach`
+    reach: Tensor
+    segments: int
+    longest: int
+    shortest: int
+    longer: int  # matches of more tokens than `longest`
+    whole: int  # matches of just so many
+
+
+class Records(NamedTuple):
+    """What is drafted from each run, contiguous."""
+
+    nodes: Tensor  # tokens, then parents
+    probs: Tensor
+    scores: Tensor
+    found: Tensor  # tokens of the match, and how many of it were counted
+
+
 @triton.jit
-def _gathered(best_ptr, reach_ptr, segments, match, keep, longer, whole, WIDTH: tl.constexpr, N: tl.constexpr):
-    """Times [N] of the matches of at least `match` tokens: all `longer` ones, of the `whole` that have just so many the
-    latest that there is room for. Pointers are the first segment's."""
+def _gathered(run, keep, WIDTH: tl.constexpr, N: tl.constexpr):
+    """Times [N] of a run's matches: all longer ones, of the others the latest that there is room for."""
     place = tl.arange(0, N)
     passed = tl.zeros((N,), tl.int32)  # segments before, and their matches: segment << 8 | matches
     taken, seen = 0, 0
-    for first in tl.range(0, segments, _BLOCK, loop_unroll_factor=_UNROLL):
+    for first in tl.range(0, run.segments, _BLOCK, loop_unroll_factor=_UNROLL):
         segment = first + tl.arange(0, _BLOCK)
-        inside = segment < segments
-        reach = reach_ptr + segment * _DEEPEST + match
-        upper = tl.load(reach, mask=inside & (match < _DEEPEST), other=0)
+        inside = segment < run.segments
+        reach = run.reach + segment * _DEEPEST + run.longest
+        upper = tl.load(reach, mask=inside & (run.longest < _DEEPEST), other=0)
         equal = tl.load(reach - 1, mask=inside, other=0) - upper
-        later = whole - seen - tl.cumsum(equal, 0)
-        take = upper + tl.minimum(tl.maximum(keep - longer - later, 0), equal)
+        later = run.whole - seen - tl.cumsum(equal, 0)
+        take = upper + tl.minimum(tl.maximum(keep - run.longer - later, 0), equal)
         upto = taken + tl.cumsum(take, 0)
         before = inside[:, None] & (upto[:, None] <= place[None, :])
         passed += tl.sum(tl.where(before, 256 + take[:, None], 0), 0)
         taken += tl.sum(take, 0)
         seen += tl.sum(equal, 0)
-    key = tl.load(best_ptr + (passed >> 8) * WIDTH + place - (passed & 255), mask=place < taken, other=0)
+    key = tl.load(run.best + (passed >> 8) * WIDTH + place - (passed & 255), mask=place < taken, other=0)
     return key & _TIME
 
 
 @triton.jit
-def _ends(
-    row,
-    ring_ptr,
-    head,
-    ring,
-    from_ring,
-    end,
-    time,
-    real,
-    places,
-    J: tl.constexpr,
-    BANNED: tl.constexpr,
-):
+def _ends(store, end, time, real, places, J: tl.constexpr, BANNED: tl.constexpr):
     """How many tokens behind each time [N] a continuation may hold, at most `places`; 0 where not `real`."""
     step = tl.arange(0, J)
     at = time[:, None] + step[None, :]
     inside = real[:, None] & (at < end) & (step[None, :] < places)
-    token = stored(row, ring_ptr, head, ring, from_ring, at, inside)
+    token = stored(store, at, inside)
     return tl.min(tl.where(continues(token, BANNED), J, step[None, :]), 1)
 
 
@@ -98,7 +132,7 @@ def _reciprocal(count):
 
 
 @triton.jit
-def _path(row, ring_ptr, head, ring, from_ring, time, ends, most, LEAST: tl.constexpr, J: tl.constexpr):
+def _path(store, time, ends, most, LEAST: tl.constexpr, J: tl.constexpr):
     """Follow matches [N] together, at most `most` tokens: tokens [J], probabilities [J] fp64, how many there are."""
     step = tl.arange(0, J)
     tokens, probs = tl.full((J,), -1, tl.int32), tl.zeros((J,), tl.float64)
@@ -108,7 +142,7 @@ def _path(row, ring_ptr, head, ring, from_ring, time, ends, most, LEAST: tl.cons
     going = most > 0
     while going:
         goes_on = alive & (ends > count)
-        token = stored(row, ring_ptr, head, ring, from_ring, time + count, goes_on)
+        token = stored(store, time + count, goes_on)
         same = (token[:, None] == token[None, :]) & goes_on[:, None]
         often = tl.sum(same.to(tl.int32), 0).to(tl.int64)
         key = (often << 55) | (time.to(tl.int64) << 31) | token.to(tl.int64)
@@ -126,9 +160,7 @@ def _path(row, ring_ptr, head, ring, from_ring, time, ends, most, LEAST: tl.cons
 
 
 @triton.jit
-def _grown(
-    row, ring_ptr, head, ring, from_ring, time, ends, levels, LEAST: tl.constexpr, N: tl.constexpr, J: tl.constexpr
-):
+def _grown(store, time, ends, levels, LEAST: tl.constexpr, N: tl.constexpr, J: tl.constexpr):
     """The nodes of all continuations as keys [N, J], each at its latest match and its level; -1 elsewhere.
 
     A key is probability, level and time: the likelier, the shallower, the later one is the larger.
@@ -141,7 +173,7 @@ def _grown(
     going = levels > 0
     while going:
         goes_on = (latest >= 0) & (ends > level)
-        token = stored(row, ring_ptr, head, ring, from_ring, time + level, goes_on)
+        token = stored(store, time + level, goes_on)
         whole = (latest[:, None] == latest[None, :]) & goes_on[:, None]
         same = whole & (token[:, None] == token[None, :])
         counts = tl.sum(whole.to(tl.int32) + (same.to(tl.int32) << 8), 0)
@@ -185,7 +217,7 @@ def _node_probs(keys):
 
 
 @triton.jit
-def _linked(row, ring_ptr, head, ring, from_ring, keys, J: tl.constexpr):
+def _linked(store, keys, J: tl.constexpr):
     """The tokens and parents [J] of the nodes whose keys are given."""
     place = tl.arange(0, J)
     real = keys >= 0
@@ -194,7 +226,7 @@ def _linked(row, ring_ptr, head, ring, from_ring, keys, J: tl.constexpr):
     above = real[:, None] & (level[:, None] + 1 == level[None, :])
     tokens = tl.full((J,), -1, tl.int32)
     for depth in range(tl.max(level, 0) + 1):
-        token = stored(row, ring_ptr, head, ring, from_ring, time + depth, level >= depth)
+        token = stored(store, time + depth, level >= depth)
         above &= (level[:, None] < depth) | (token[:, None] == token[None, :])
         tokens = tl.where(level == depth, token, tokens)
     return tokens, tl.max(tl.where(above, place[:, None], -1), 0)
@@ -202,52 +234,37 @@ def _linked(row, ring_ptr, head, ring, from_ring, keys, J: tl.constexpr):
 
 @triton.jit
 def _draft_run(
-    row,
-    ring_ptr,
-    head,
-    best_ptr,
-    reach_ptr,
-    nodes_ptr,
-    probs_ptr,
-    score_ptr,
-    found_ptr,
-    ring,
-    from_ring,
+    store,
     end,
-    segments,
-    longest,
-    shortest,
-    longer,
-    whole,
+    run,
+    out,
     places,
     keep,
     most,
-    DEPTH: tl.constexpr,
-    FACTOR: tl.constexpr,
-    OFFSET: tl.constexpr,
-    LEAST: tl.constexpr,
-    TREE: tl.constexpr,
-    BANNED: tl.constexpr,
+    RULES: tl.constexpr,
     WIDTH: tl.constexpr,
     J: tl.constexpr,
     N: tl.constexpr,
 ):
-    """The best draft from the matches of at least `longest` tokens, as a match of `shortest` to `longest` tokens."""
-    time = _gathered(best_ptr, reach_ptr, segments, longest, keep, longer, whole, WIDTH, N)
-    occurrences = tl.minimum(longer + whole, keep)
+    """The best draft from a run's matches, at most N of them, whose store ends at time `end`."""
+    DEPTH: tl.constexpr = RULES.DEPTH
+    BANNED: tl.constexpr = RULES.BANNED  # a tuple, which Triton 3.6 does not pass on from another
+    longest, shortest = run.longest, run.shortest
+    time = _gathered(run, keep, WIDTH, N)
+    occurrences = tl.minimum(run.longer + run.whole, keep)
     real = tl.arange(0, N) < occurrences
-    ends = _ends(row, ring_ptr, head, ring, from_ring, end, time, real, places, J, BANNED)
+    ends = _ends(store, end, time, real, places, J, BANNED)
 
     m = tl.arange(0, _DEEPEST) + 1
     tried = (m <= longest) & (m >= shortest)
-    wanted = tl.floor(m.to(tl.float64) * FACTOR + OFFSET + _SLACK)
+    wanted = tl.floor(m.to(tl.float64) * RULES.FACTOR + RULES.OFFSET + _SLACK)
     budget = tl.minimum(tl.maximum(wanted, 0.0), most).to(tl.int32)
     levels = DEPTH - m
     step = tl.arange(0, J)
-    if TREE:
+    if RULES.TREE:
         within = tl.max(tl.where(tried & (budget <= levels), m, 0), 0)
         match = tl.where(within > 0, within, shortest)  # a shorter one has no more tokens, and levels to spare
-        nodes = _grown(row, ring_ptr, head, ring, from_ring, time, ends, tl.minimum(DEPTH - match, most), LEAST, N, J)
+        nodes = _grown(store, time, ends, tl.minimum(DEPTH - match, most), RULES.LEAST, N, J)
         keys = tl.full((J,), -1, tl.int64)
         score, found = tl.full((), 0.0, tl.float32), 0
         going = True
@@ -259,37 +276,30 @@ def _draft_run(
             score, found = tl.where(better, total, score), tl.where(better, match, found)
             match += 1
             going = (match <= longest) & ((DEPTH - match).to(tl.float32) >= score)
-        tokens, parents = _linked(row, ring_ptr, head, ring, from_ring, keys, J)
+        tokens, parents = _linked(store, keys, J)
         probs = _node_probs(keys)
     else:
         allowed = tl.where(tried, tl.minimum(budget, levels), -1)
-        tokens, exact, count = _path(
-            row, ring_ptr, head, ring, from_ring, time, ends, tl.max(allowed, 0), LEAST, J
-        )  # fmt: skip
+        tokens, exact, count = _path(store, time, ends, tl.max(allowed, 0), RULES.LEAST, J)
         found = tl.max(tl.where(allowed >= count, m, 0), 0)  # the longest that allows as many
         score, probs = tl.sum(exact, 0).to(tl.float32), exact.to(tl.float32)
         parents = tl.where(step < count, step - 1, -1)
-    tl.store(nodes_ptr + step, tokens, mask=step < places)
-    tl.store(nodes_ptr + places + step, parents, mask=step < places)
-    tl.store(probs_ptr + step, probs, mask=step < places)
-    tl.store(score_ptr, score)
-    tl.store(found_ptr, found)
-    tl.store(found_ptr + 1, occurrences)
+    tl.store(out.nodes + step, tokens, mask=step < places)
+    tl.store(out.nodes + places + step, parents, mask=step < places)
+    tl.store(out.probs + step, probs, mask=step < places)
+    tl.store(out.scores, score)
+    tl.store(out.found, found)
+    tl.store(out.found + 1, occurrences)
 
 
 @triton.jit(do_not_specialize_on_alignment=BY_SLOT)
 def _draft_kernel(
     tokens_ptr,
     lengths_ptr,
-    ring_ptr,
-    head_ptr,
+    ring,
     best_ptr,
     reach_ptr,
-    nodes_ptr,
-    probs_ptr,
-    scores_ptr,
-    found_ptr,
-    ring,
+    records,
     own_segments,
     segments,
     keep,
@@ -298,22 +308,14 @@ def _draft_kernel(
     most,
     stride_tb,
     stride_l,
-    DEPTH: tl.constexpr,
-    FACTOR: tl.constexpr,
-    OFFSET: tl.constexpr,
-    LEAST: tl.constexpr,
-    TREE: tl.constexpr,
-    BANNED: tl.constexpr,
+    RULES: tl.constexpr,
     WIDTH: tl.constexpr,
     J: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B, stores * RUNS): a program drafts from the run-th longest distinct length of matches in one store.
-
-    nodes: tokens, then parents. found: tokens of the match, and how many of it were counted.
-    """
+    """Grid (B, stores * RUNS): a program drafts from the nth longest distinct length of matches in one store."""
     await_inputs(PDL)
-    slot, run = tl.program_id(0), tl.program_id(1) % _RUNS
+    slot, nth = tl.program_id(0), tl.program_id(1) % _RUNS
     from_ring = tl.program_id(1) >= _RUNS
     length = tl.load(lengths_ptr + slot * stride_l)
     first = slot * segments + tl.where(from_ring, own_segments, 0)
@@ -328,121 +330,55 @@ def _draft_kernel(
         beyond += tl.sum(tl.load(at, mask=inside & (m < _DEEPEST)[None, :], other=0), 0)
     distinct = ((reach > beyond) & (beyond < keep)).to(tl.int32)
     rank = tl.sum(distinct, 0) - tl.cumsum(distinct, 0)
-    longest = tl.sum(tl.where((distinct > 0) & (rank == run), m, 0), 0)
-    shortest = tl.maximum(tl.sum(tl.where((distinct > 0) & (rank == run + 1), m, 0), 0) + 1, min_match)
+    longest = tl.sum(tl.where((distinct > 0) & (rank == nth), m, 0), 0)
+    shortest = tl.maximum(tl.sum(tl.where((distinct > 0) & (rank == nth + 1), m, 0), 0) + 1, min_match)
 
     record = slot * tl.num_programs(1) + tl.program_id(1)
     if longest == 0:
-        tl.store(scores_ptr + record, 0.0)
+        tl.store(records.scores + record, 0.0)
     else:
         longer = tl.sum(tl.where(m == longest, beyond, 0), 0)
         whole = tl.sum(tl.where(m == longest, reach - beyond, 0), 0)
         row = tokens_ptr + slot.to(tl.int64) * stride_tb
-        head = head_of(ring_ptr, head_ptr, ring)
-        end = tl.where(from_ring, ring, length + 1)
+        store = Store(row, ring, head_of(ring), from_ring)
+        end = length + 1
+        if ring is not None:
+            end = tl.where(from_ring, ring.size, end)
+        run = Run(best_ptr + first * WIDTH, reach_ptr + first * _DEEPEST, count, longest, shortest, longer, whole)
+        out = Records(
+            records.nodes + record * 2 * places,
+            records.probs + record * places,
+            records.scores + record,
+            records.found + record * 2,
+        )
         if longer + whole <= _FEW:
-            _draft_run(
-                row,
-                ring_ptr,
-                head,
-                best_ptr + first * WIDTH,
-                reach_ptr + first * _DEEPEST,
-                nodes_ptr + record * 2 * places,
-                probs_ptr + record * places,
-                scores_ptr + record,
-                found_ptr + record * 2,
-                ring,
-                from_ring,
-                end,
-                count,
-                longest,
-                shortest,
-                longer,
-                whole,
-                places,
-                keep,
-                most,
-                DEPTH,
-                FACTOR,
-                OFFSET,
-                LEAST,
-                TREE,
-                BANNED,
-                WIDTH,
-                J,
-                _FEW,
-            )
+            _draft_run(store, end, run, out, places, keep, most, RULES, WIDTH, J, _FEW)
         else:
-            _draft_run(
-                row,
-                ring_ptr,
-                head,
-                best_ptr + first * WIDTH,
-                reach_ptr + first * _DEEPEST,
-                nodes_ptr + record * 2 * places,
-                probs_ptr + record * places,
-                scores_ptr + record,
-                found_ptr + record * 2,
-                ring,
-                from_ring,
-                end,
-                count,
-                longest,
-                shortest,
-                longer,
-                whole,
-                places,
-                keep,
-                most,
-                DEPTH,
-                FACTOR,
-                OFFSET,
-                LEAST,
-                TREE,
-                BANNED,
-                WIDTH,
-                J,
-                WIDTH,
-            )
+            _draft_run(store, end, run, out, places, keep, most, RULES, WIDTH, J, WIDTH)
 
 
 @triton.jit
-def _choose_kernel(
-    nodes_ptr,
-    probs_ptr,
-    scores_ptr,
-    found_ptr,
-    tokens_ptr,
-    parents_ptr,
-    probs_out_ptr,
-    match_ptr,
-    occurrences_ptr,
-    from_ring_ptr,
-    places,
-    RECORDS: tl.constexpr,
-    J: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _choose_kernel(records, drafts, places, RECORDS: tl.constexpr, J: tl.constexpr, PDL: tl.constexpr):
     """Grid (B,): take the draft of the highest score, of equal ones the first: own before former, longer before shorter
     matches."""
     await_inputs(PDL)
     slot = tl.program_id(0)
     record = tl.arange(0, RECORDS)
-    score = tl.load(scores_ptr + slot * RECORDS + record)
+    score = tl.load(records.scores + slot * RECORDS + record)
     best = tl.max(score, 0)
     chosen = tl.min(tl.where(score == best, record, RECORDS), 0)
     at = slot * RECORDS + chosen
     some = tl.sum((score > 0).to(tl.int32), 0) > 0
     step = tl.arange(0, J)
     real = some & (step < places)
-    nodes = nodes_ptr + at * 2 * places + step
+    nodes = records.nodes + at * 2 * places + step
     out = slot * places + step
-    tl.store(tokens_ptr + out, tl.load(nodes, mask=real, other=-1).to(tl.int64), mask=step < places)
-    tl.store(parents_ptr + out, tl.load(nodes + places, mask=real, other=-1), mask=step < places)
-    tl.store(probs_out_ptr + out, tl.load(probs_ptr + at * places + step, mask=real, other=0.0), mask=step < places)
-    tl.store(match_ptr + slot, tl.load(found_ptr + at * 2, mask=some, other=0))
-    tl.store(occurrences_ptr + slot, tl.load(found_ptr + at * 2 + 1, mask=some, other=0))
-    tl.store(from_ring_ptr + slot, some & (chosen >= _RUNS))
+    tl.store(drafts.tokens + out, tl.load(nodes, mask=real, other=-1).to(tl.int64), mask=step < places)
+    tl.store(drafts.parents + out, tl.load(nodes + places, mask=real, other=-1), mask=step < places)
+    tl.store(drafts.probs + out, tl.load(records.probs + at * places + step, mask=real, other=0.0), mask=step < places)
+    tl.store(drafts.match + slot, tl.load(records.found + at * 2, mask=some, other=0))
+    tl.store(drafts.occurrences + slot, tl.load(records.found + at * 2 + 1, mask=some, other=0))
+    tl.store(drafts.from_ring + slot, some & (chosen >= _RUNS))
 
 
 def suffix_drafts(
@@ -463,12 +399,11 @@ def suffix_drafts(
     keep = MOST_KEPT if rules.keep is None else int(rules.keep)
     width = max(_FEW.value, triton.next_power_of_2(keep))
     size = 0 if ring is None else len(ring.tokens)
-    stored = (None, None) if ring is None else (ring.tokens, ring.head)
     own_segments, ring_chunks = triton.cdiv(columns, CHUNK.value), triton.cdiv(size, CHUNK.value)
     segments = own_segments + triton.cdiv(ring_chunks, LISTED.value)
     group = min(_GROUP, triton.next_power_of_2(batch))
     records = _RUNS.value * (1 if ring is None else 2)
-    depth, banned = int(rules.max_tree_depth), tuple(int(token) for token in rules.banned)
+    former, draft_rules = Ring.of(ring), DraftRules.of(rules)
     most = places if rules.max_spec_tokens is None else min(places, int(rules.max_spec_tokens))
 
     def integers(*shape: int) -> Tensor:
@@ -476,42 +411,43 @@ def suffix_drafts(
 
     hits, counts = integers(batch, segments, CHUNK.value), integers(batch, segments, LISTED.value)
     best, reach = integers(batch, segments, width), integers(batch, segments, DEEPEST)
-    nodes, found = integers(batch, records, 2, places), integers(batch, records, 2)
-    probs = torch.empty(batch, records, places, dtype=torch.float32, device=device)
-    scores = torch.empty(batch, records, dtype=torch.float32, device=device)
+    drafted = Records(
+        nodes=integers(batch, records, 2, places),
+        probs=torch.empty(batch, records, places, dtype=torch.float32, device=device),
+        scores=torch.empty(batch, records, dtype=torch.float32, device=device),
+        found=integers(batch, records, 2),
+    )
     overlapped(match_kernel, (batch * own_segments + ring_chunks * triton.cdiv(batch, group),), device)(
         tokens,
         lengths,
-        *stored,
+        former,
         hits,
         counts,
         batch,
-        size,
         own_segments,
         segments,
         tokens.stride(0),
         lengths.stride(0),
-        DEPTH=depth,
-        BANNED=banned,
+        DEPTH=draft_rules.DEPTH,
+        BANNED=draft_rules.BANNED,
         GROUP=group,
         num_warps=4,
     )
     overlapped(walk_kernel, (batch, segments), device)(
         tokens,
         lengths,
-        *stored,
+        former,
         hits,
         counts,
         best,
         reach,
-        size,
         own_segments,
         ring_chunks,
         keep,
         int(rules.min_match),
         tokens.stride(0),
         lengths.stride(0),
-        DEPTH=depth,
+        DEPTH=draft_rules.DEPTH,
         WIDTH=width,
         TILE=32,
         num_warps=4,
@@ -519,14 +455,10 @@ def suffix_drafts(
     overlapped(_draft_kernel, (batch, records), device)(
         tokens,
         lengths,
-        *stored,
+        former,
         best,
         reach,
-        nodes,
-        probs,
-        scores,
-        found,
-        size,
+        drafted,
         own_segments,
         segments,
         keep,
@@ -535,26 +467,13 @@ def suffix_drafts(
         most,
         tokens.stride(0),
         lengths.stride(0),
-        DEPTH=depth,
-        FACTOR=float(rules.max_spec_factor),
-        OFFSET=float(rules.max_spec_offset),
-        LEAST=float(rules.min_token_prob),
-        TREE=rules.use_tree_spec,
-        BANNED=banned,
+        RULES=draft_rules,
         WIDTH=width,
         J=triton.next_power_of_2(places),
         num_warps=draft_warps(rules.use_tree_spec, places),
     )
     overlapped(_choose_kernel, (batch,), device)(
-        nodes,
-        probs,
-        scores,
-        found,
-        *drafts,
-        places,
-        RECORDS=records,
-        J=triton.next_power_of_2(places),
-        num_warps=1,
+        drafted, drafts, places, RECORDS=records, J=triton.next_power_of_2(places), num_warps=1
     )
     return drafts
 
