@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.operands.suffix_match import DEEPEST, END, MOST_KEPT, MOST_TIMES
+from eagle_triton.operands.suffix_match import DEEPEST, END, MOST_KEPT, MOST_TIMES, TokenRing
 from eagle_triton.ops.views import Matrix, Vector
 from eagle_triton.runtime.overlap import await_inputs
 
