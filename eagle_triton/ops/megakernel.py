@@ -36,13 +36,13 @@ import triton.language as tl
 from eagle_triton.kv_cache import commit_plane, plane_of, row_offset
 from eagle_triton.ops.attention_tiles import attend_split, merge_rows
 from eagle_triton.ops.layers.norms import norm_row
-from eagle_triton.ops.layers.rotary import rotary_append_head
+from eagle_triton.ops.layers.rotary import HeadNorms, NodeHead, Projected, Turn, rotary_append_head
 from eagle_triton.ops.linear.few_rows import Operand, add_bias, product_steps, store_tile, swiglu_tile
 from eagle_triton.ops.sampling.filter_thresholds import scan_parts
 from eagle_triton.ops.tree import choose_beam, store_ancestors, topk_chunk, topk_merge, write_tree
 from eagle_triton.ops.verification.update import update_one
 from eagle_triton.ops.verification.walks import greedy_walk
-from eagle_triton.ops.views import Rows
+from eagle_triton.ops.views import CacheLayer, Heads, Pages, Rows
 from eagle_triton.reference.verification import FAULT, REASON
 from eagle_triton.runtime.grid_barrier import grid_barrier
 from eagle_triton.runtime.launch import DRAFT_WARPS
@@ -523,44 +523,26 @@ def draft_verify_update_kernel(
                     position = length + level
                 row = wide(first_row + place)
                 fits = (row >= 0) & (row < capacity)
+                cache = CacheLayer(cache_ptr, HEADS * PLANE, 2 * HEADS * PLANE, PLANE, D)
+                offset = row_offset(cache, Pages(table_ptr, table_width), batch, row, fits, PAGE)
+                sequence, key_ptr = count * QKV_COLS, products_ptr + Q_COLS
                 rotary_append_head(
-                    place,
-                    wide(task // count % HEADS),
-                    batch,
-                    position,
-                    row,
-                    row_offset(table_ptr, batch, row, fits, table_width, 2 * HEADS * PLANE, D, PAGE),
-                    products_ptr,
-                    products_ptr + Q_COLS,
-                    products_ptr + (Q_COLS + KV_COLS),
-                    cache_ptr,
-                    inv_freq_ptr,
-                    None,
-                    None,
+                    NodeHead(place, wide(task // count % HEADS), batch, position, offset, fits),
+                    Projected(
+                        Heads(products_ptr, sequence, QKV_COLS, D),
+                        Heads(key_ptr, sequence, QKV_COLS, D),
+                        Heads(key_ptr + KV_COLS, sequence, QKV_COLS, D),
+                        rows * QKV_COLS,
+                    ),
+                    cache,
+                    Turn(inv_freq_ptr, rotary_scaling),
+                    HeadNorms(None, None, 0.0),
                     queries_ptr,
-                    rows * QKV_COLS,
-                    count * QKV_COLS,
-                    QKV_COLS,
-                    D,
-                    count * QKV_COLS,
-                    QKV_COLS,
-                    D,
-                    count * QKV_COLS,
-                    QKV_COLS,
-                    D,
-                    HEADS * PLANE,
-                    PLANE,
                     count,
-                    capacity,
-                    rotary_scaling,
-                    0.0,
                     HEADS,
                     GROUP,
                     D // 2,
-                    D_BLOCK // 2,
                     0,
-                    0,
-                    triton.next_power_of_2(GROUP),
                     QKV_SPLITS,
                     False,
                 )
