@@ -60,7 +60,8 @@ from eagle_triton.runtime.overlap import prefer_shared_memory
 # One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K) -> block_n, block_k, w_stages, x_stages. Behind each
 # row, us in a CUDA graph behind a small kernel of 2.8 us, that one included; then the same by few_rows.py's kernels, or
 # by cuBLAS for as many rows as are named (tools/tune_linear.py --streamed). SwiGLU's were chosen by the time of the
-# step, and so were those without figures, which are not the fastest alone: see "Between the kernels" in docs/speed-notes.md.
+# step, and so were those without figures, which are not the fastest alone: see "Between the kernels" in
+# docs/speed-notes.md.
 _HOPPER = {
     (16, (4096,), 4096): (64, 256, 4, 3),  # o
     (16, (14336, 14336), 4096): (64, 128, 3, 3),  # gate and up

@@ -66,9 +66,7 @@ _HOPPER = {
     (64, (4096, 1024, 1024), 8192): Settings(64, 128, 2, 4, 3),  # 30.8, 28.8; 28.7
     (64, (32000,), 4096): Settings(128, 64, 1, 4, 4),  # 64.9; 67.7
 }
-MAX_ROWS = (
-    64  # of what is measured above; more are for cuBLAS, hopper.many_rows_settings or hopper_many_rows.settings_for
-)
+MAX_ROWS = 64  # of what is measured above; more are for cuBLAS, hopper.py or hopper_many_rows.py
 MOST_STREAMED = 256  # rows of a streamed product
 MOST_WIDE = 512  # rows of hopper_many_rows.py's products, which have more than WIDE_TILE
 WIDE_TILE = 128  # rows and columns of a tile of theirs
