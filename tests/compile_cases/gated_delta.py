@@ -5,11 +5,11 @@ from itertools import product
 from eagle_triton.ops.gated_delta import chunk, commit, conv, norm, recurrent, tree
 from eagle_triton.ops.gated_delta.commit import LayerGates, LayerRows, LayerStates
 from eagle_triton.ops.gated_delta.recurrent import GateInputs, HeadShape, HeadValues, States
-from eagle_triton.ops.views import Heads, Matrix, Rows
+from eagle_triton.ops.views import BatchedRows, Heads, Matrix
 from eagle_triton.runtime.launch import EXACT
 from tests.compile_cases._views import typed
 
-_HEAD_VALUES, _ROWS, _HEADS = (typed(view, "*bf16") for view in (HeadValues, Rows, Heads))
+_HEAD_VALUES, _ROWS, _HEADS = (typed(view, "*bf16") for view in (HeadValues, BatchedRows, Heads))
 _LAYER_ROWS = typed(LayerRows, "*bf16")
 _TYPES = {
     **dict.fromkeys(("mixed", "window", "out", "raw"), _ROWS),

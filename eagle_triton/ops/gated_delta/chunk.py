@@ -22,7 +22,7 @@ from eagle_triton.ops.gated_delta.recurrent import (
     state_offsets,
 )
 from eagle_triton.ops.gated_delta.tree import Nodes, load_gates, load_rows, node_rows
-from eagle_triton.ops.views import Matrix, Rows
+from eagle_triton.ops.views import BatchedRows, Matrix
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
@@ -232,7 +232,7 @@ def delta_chunk(
     matrices = state.new_empty(batch, value_heads, chunks, 2, CHUNK, CHUNK)
     factors = state.new_empty(batch, value_heads, chunks, 5, CHUNK)
     shape = HeadShape.of(state, a.shape[2], min(BLOCK_V, max(16, triton.next_power_of_2(value_dim))), least_block_k=16)
-    rows, parts = Rows.of(mixed), bf16_parts(mixed)
+    rows, parts = BatchedRows.of(mixed), bf16_parts(mixed)
     overlapped(_chunk_matrices_kernel, (chunks, value_heads, batch), mixed.device)(
         rows,
         GateInputs.of(a, b, A_log, dt_bias),

@@ -11,7 +11,7 @@ from torch import Tensor
 from eagle_triton.operands.gated_delta import PromptPieces, check_causal_conv
 from eagle_triton.ops.gated_delta.pieces import sequence_of
 from eagle_triton.ops.layers.values import rounded
-from eagle_triton.ops.views import Heads, Matrix, Rows, Vector
+from eagle_triton.ops.views import BatchedRows, Heads, Matrix, Vector
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
@@ -255,10 +255,10 @@ def causal_conv(
         Heads.of(k),
         Heads.of(v),
         Matrix.of(weight),
-        Rows.of(window),
+        BatchedRows.of(window),
         ancestors,
-        Rows.of(raw),
-        Rows.of(mixed),
+        BatchedRows.of(raw),
+        BatchedRows.of(mixed),
         *((None,) * 3 if pieces is None else pieces),
         *((0, 0) if ancestors is None else ancestors.stride()[:2]),
         count,

@@ -11,7 +11,7 @@ from torch import Tensor
 from eagle_triton.operands.gated_delta import check_delta
 from eagle_triton.ops.gated_delta.checks import check_heads_contiguous
 from eagle_triton.ops.layers.values import rounded
-from eagle_triton.ops.views import Rows
+from eagle_triton.ops.views import BatchedRows
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
@@ -208,7 +208,7 @@ def launch_recurrent(
         return out
     shape = HeadShape.of(state, a.shape[2], column_block(value_dim))
     overlapped(_delta_recurrent_kernel, (triton.cdiv(value_dim, shape.BLOCK_V), value_heads, batch), mixed.device)(
-        Rows.of(mixed),
+        BatchedRows.of(mixed),
         GateInputs.of(a, b, A_log, dt_bias),
         States.of(state),
         gates,

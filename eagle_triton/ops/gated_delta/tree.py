@@ -21,7 +21,7 @@ from eagle_triton.ops.gated_delta.recurrent import (
     parts_of_token,
     state_offsets,
 )
-from eagle_triton.ops.views import Matrix, Rows
+from eagle_triton.ops.views import BatchedRows, Matrix
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.launch import EXACT, launch
 
@@ -223,7 +223,7 @@ def delta_tree(
         return out
     shape = HeadShape.of(state, a.shape[2], min(BLOCK_V, max(16, triton.next_power_of_2(value_dim))), least_block_k=16)
     launch(_delta_tree_kernel, (triton.cdiv(value_dim, shape.BLOCK_V), value_heads, batch))(
-        Rows.of(mixed),
+        BatchedRows.of(mixed),
         GateInputs.of(a, b, A_log, dt_bias),
         States.of(state),
         ancestors,
