@@ -6,7 +6,7 @@ The kernels are in ops/attention_tiles.py, and for trees on Hopper in ops/attent
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,8 +14,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from eagle_triton import kv_cache
-from eagle_triton.ops.attention_tiles import _merge_kernel, _tree_attention_kernel
+from eagle_triton.ops.attention_tiles import HeadSizes, Parts, Splits, Tiles, _merge_kernel, _tree_attention_kernel
 from eagle_triton.ops.layers.fp8_pair_rows import empty_pair
+from eagle_triton.ops.views import Ancestors, Heads, KeyValues, PairParts
 from eagle_triton.reference.attention import WORD, capacity_of, check_tree_attention
 from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs
@@ -24,40 +25,6 @@ from eagle_triton.runtime.overlap import can_overlap, prefer_shared_memory, trit
 
 _TILE_ROWS = 64  # no tile of keys has more
 _PIECE_NODES = 16  # pieces of prompts have as many at least
-
-
-@overload
-def tree_attention(
-    q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor | None = None,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    new_keys: int | None = None,
-    launch_nodes: int | None = None,
-    table: Tensor | None = None,
-    read_early: bool = False,
-    for_float8: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def tree_attention(
-    q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor | None = None,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    new_keys: int | None = None,
-    launch_nodes: int | None = None,
-    table: Tensor | None = None,
-    read_early: bool = False,
-    for_float8: bool,
-) -> Tensor | Float8Pair: ...
 
 
 def tree_attention(
@@ -182,54 +149,56 @@ def _launch(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not out.numel():
         return out
-    block_d = max(16, triton.next_power_of_2(width))
-    partial = softmax = pair = None
+    parts = pair = rows_of_memory = None
     if use.programs > 1:
         flat = out.flatten(-2)
         if for_float8 and width == GROUP and takes_pairs(flat):
             pair = empty_pair(flat.shape, out)  # instead of `out`, in which nothing is written then
-        partial = torch.empty(batch, kv_heads, use.programs, rows, width, dtype=torch.float32, device=q.device)
-        softmax = torch.empty(batch, kv_heads, use.programs, 2, rows, dtype=torch.float32, device=q.device)
-    rows_of_memory = None
+        parts = Parts(
+            torch.empty(batch, kv_heads, use.programs, rows, width, dtype=torch.float32, device=q.device),
+            torch.empty(batch, kv_heads, use.programs, 2, rows, dtype=torch.float32, device=q.device),
+        )
     if sliding_window is None and (use.tma or use.streamed):
         rows_of_memory = _rows_of_memory(cache)
     pdl = use.pdl if use.programs > 1 and can_overlap(q.device) else 0
-    shared = {
-        "D": width,
-        "GROUP": group,
-        "HEADS": kv_heads,
-        "SPLITS": use.splits,
-        "MIN_TILES": use.min_tiles,
-    }
     words = 0 if ancestors is None else ancestors.shape[-1]
     new_keys = nodes if ancestors is None else new_keys or WORD * words
-    merged = {"WINDOW": sliding_window is not None, "PDL": pdl, "BLOCK_N": use.block_n, "BLOCK_D": block_d}
-    strides = (*q.stride()[:3], *cache.stride()[:3], 0 if table is None else table.stride(0))
-    strides += ((0, 0) if ancestors is None else ancestors.stride()[:2]) + out.stride()[:3]
-    scale_log2, page_rows = scale * math.log2(math.e), kv_cache.page_rows(cache, table)
+    block_d = max(16, triton.next_power_of_2(width))
     streamed = _streamed() if use.streamed and rows_of_memory is not None and lse is None else None
-    if streamed is not None and ancestors is not None:
+    if streamed is None or ancestors is None:
+        desc, streamed = None, None
+        if use.tma and rows_of_memory is not None:
+            desc = TensorDescriptor.from_tensor(rows_of_memory, [use.block_n, block_d])
+    else:
         assert use.block_n == streamed.ROWS, "its splits are of the tiles that both kernels have"
+        desc = streamed.descriptor(rows_of_memory, block_d)
+    operands = (
+        Heads.of(q),
+        KeyValues.of(cache),
+        desc,
+        table,
+        0 if table is None else table.stride(0),
+        lengths,
+        Ancestors.of(ancestors),
+        Heads.of(out),
+        parts,
+        nodes,
+        new_keys,
+        capacity,
+        scale * math.log2(math.e),
+    )
+    sizes = {
+        "SIZES": HeadSizes(width, group, kv_heads),
+        "SPLITS": Splits(use.splits, use.programs, use.min_tiles),
+    }
+    keys = {"PAGE": kv_cache.page_rows(cache, table), "WORDS": words}
+    if streamed is not None:
         compiled = launch(
             streamed.tree_attention_kernel, (triton.cdiv(rows, streamed.ROWS), batch * kv_heads, use.programs)
         )(
-            q,
-            streamed.descriptor(rows_of_memory, block_d),
-            table,
-            lengths,
-            ancestors,
-            out,
-            partial,
-            softmax,
-            *strides,
-            nodes,
-            new_keys,
-            capacity,
-            scale_log2,
-            **shared,
-            WORDS=words,
-            PAGE=page_rows,
-            PROGRAMS=use.programs,
+            *operands,
+            **sizes,
+            **keys,
             NODES=streamed.nodes_for(nodes, words),
             STAGES=streamed.stages_of(width),
             READ_EARLY=read_early,
@@ -239,34 +208,15 @@ def _launch(
             **EXACT,
         )
     else:
-        desc = None
-        if use.tma and rows_of_memory is not None:
-            desc = TensorDescriptor.from_tensor(rows_of_memory, [use.block_n, block_d])
         compiled = launch(_tree_attention_kernel, (triton.cdiv(rows, use.block_m), batch * kv_heads, use.programs))(
-            q,
-            cache,
-            desc,
-            table,
-            lengths,
-            ancestors,
-            out,
-            partial,
-            lse if softmax is None else softmax,
-            *strides,
-            nodes,
-            new_keys,
-            capacity,
-            scale_log2,
-            sliding_window or 0,
-            **shared,
-            WORDS=words,
-            **merged,
+            *operands,
+            sliding_window,
+            lse,
+            **sizes,
+            **keys,
             STRIDE_T=cache.stride(3),
-            PAGE=page_rows,
-            PROGRAMS=use.programs,
-            TMA=desc is not None,
-            BLOCK_M=use.block_m,
-            BLOCK_T=use.block_t,
+            TILES=Tiles(use.block_m, use.block_n, use.block_t, block_d),
+            PDL=pdl,
             num_warps=use.num_warps,
             num_stages=use.num_stages,
             **EXACT,
@@ -274,26 +224,23 @@ def _launch(
             **({"maxnreg": use.maxnreg} if use.maxnreg else {}),
         )
     prefer_shared_memory(compiled)
-    if use.programs > 1:
-        block_s = triton.next_power_of_2(use.splits)
+    if parts is not None:
         block_r = merge_rows_of(use.splits, width)
         compiled = launch(_merge_kernel, (triton.cdiv(rows, block_r), batch * kv_heads))(
-            partial,
-            softmax,
+            parts,
             lengths,
-            out,
-            None if pair is None else pair.parts,
-            None if pair is None else pair.scale,
-            *out.stride()[:3],
+            Heads.of(out),
+            PairParts.of(pair),
             nodes,
             batch * nodes,
             new_keys,
             capacity,
-            sliding_window or 0,
-            **shared,
-            **merged,
+            sliding_window,
+            **sizes,
+            BLOCK_N=use.block_n,
             BLOCK_R=block_r,
-            BLOCK_S=block_s,
+            BLOCK_D=block_d,
+            PDL=pdl,
             num_warps=1,
             **EXACT,
             **({"maxnreg": MERGE_REGISTERS} if pdl and use.splits == 8 else {}),

@@ -380,18 +380,25 @@ def run(
             mine = value.fn.__globals__ is kernel.fn.__globals__
             names = module if mine else {**_plain(value.fn.__globals__), **module, "tl": gl}
             module[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
-    given, tensors = {}, []
-    for name, value in arguments.items():
-        given[name], came = value, made if name in late else there
-        if name.endswith("_desc") and value is not None:
-            given[name] = Descriptor(value, came, late[name] if isinstance(late, Mapping) and name in late else True)
-        elif isinstance(value, torch.Tensor):
+    tensors = []
+
+    def converted(value: Any, came: Event, rows: Any) -> Any:
+        """An argument as the kernel has it; rows: of a descriptor, those that are late."""
+        if hasattr(value, "block_shape"):
+            return Descriptor(value, came, rows)
+        if isinstance(value, torch.Tensor):
             storage = _storage(value)
             numbers = (storage.double() if storage.is_floating_point() else storage.long()).numpy().copy()
-            given[name] = Pointer(numbers, came)
             tensors.append((storage, numbers))
-        elif type(value) is int:
-            given[name] = Number(value)
+            return Pointer(numbers, came)
+        if hasattr(value, "_fields"):
+            return type(value)(*(converted(part, came, rows) for part in value))
+        return Number(value) if type(value) is int else value
+
+    given = {}
+    for name, value in arguments.items():
+        rows = late[name] if isinstance(late, Mapping) and name in late else True
+        given[name] = converted(value, made if name in late else there, rows)
     for place in np.ndindex(*grid):
         program[0] = (*place, 0, 0)
         made.clear()

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from eagle_triton.runtime.float8_pair import Float8Pair
+
 
 class Vector(NamedTuple):
     """A tensor [n]."""
@@ -112,3 +114,39 @@ class NewRows(NamedTuple):
     @staticmethod
     def of(x: Tensor) -> NewRows:
         return NewRows(x, *x.stride()[:5])
+
+
+class KeyValues(NamedTuple):
+    """Keys and values of one layer, [2, P, Hkv, R, d] in P pages of R rows, d contiguous; kernels know R's stride."""
+
+    ptr: Tensor
+    side: int
+    page: int
+    head: int
+
+    @staticmethod
+    def of(x: Tensor) -> KeyValues:
+        return KeyValues(x, *x.stride()[:3])
+
+
+class Ancestors(NamedTuple):
+    """Words of ancestor bits, [B, N, W] int64, W contiguous."""
+
+    ptr: Tensor
+    batch: int
+    row: int
+
+    @staticmethod
+    def of(x: Tensor | None) -> Ancestors | None:
+        return None if x is None else Ancestors(x, *x.stride()[:2])
+
+
+class PairParts(NamedTuple):
+    """The tensors of a Float8Pair."""
+
+    parts: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def of(pair: Float8Pair | None) -> PairParts | None:
+        return None if pair is None else PairParts(pair.parts, pair.scale)

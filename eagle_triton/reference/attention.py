@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
-
 import torch
 from torch import Tensor
 
@@ -25,40 +23,6 @@ def pack_ancestors(matrix: Tensor) -> Tensor:
     words = -(-columns // WORD)
     padded = torch.nn.functional.pad(matrix.long(), (0, words * WORD - columns)).view(*shape, words, WORD)
     return (padded << torch.arange(WORD, device=matrix.device)).sum(-1)  # bit 63 wraps into the sign, as it should
-
-
-@overload
-def tree_attention(
-    q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor | None = None,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    new_keys: int | None = None,
-    launch_nodes: int | None = None,
-    table: Tensor | None = None,
-    read_early: bool = False,
-    for_float8: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def tree_attention(
-    q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor | None = None,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    new_keys: int | None = None,
-    launch_nodes: int | None = None,
-    table: Tensor | None = None,
-    read_early: bool = False,
-    for_float8: bool,
-) -> Tensor | Float8Pair: ...
 
 
 def tree_attention(
