@@ -168,13 +168,14 @@ def _page(pages_ptr, start, capacity, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def _load(keys, span, ring, capacity, PAGE: gl.constexpr, READ_EARLY: gl.constexpr):
+def _load(keys, span, ring, capacity, KEYS: gl.constexpr, READ_EARLY: gl.constexpr):
     """Load a span's tiles: into a slot the keys of one and the values of the one before it.
 
     With READ_EARLY those that hold no new keys are asked for before the new ones are there.
     """
     k_tiles, v_tiles, full, read = ring
     desc, pages_ptr = keys.desc, keys.pages_ptr
+    PAGE: gl.constexpr = KEYS.page
     first, count = span.first, span.own
     STAGES: gl.constexpr = full.shape[0]
     if not READ_EARLY:
@@ -285,7 +286,7 @@ def _attend(
     nodes,
     length,
     scale_log2,
-    WORDS: gl.constexpr,
+    KEYS: gl.constexpr,
     SIZES: gl.constexpr,
     SPLITS: gl.constexpr,
     NODES: gl.constexpr,
@@ -297,6 +298,7 @@ def _attend(
     k_tiles, v_tiles, full, read = ring
     row_block, program, batch, head = task
     first, last, count, committed, tiles, active = span
+    WORDS: gl.constexpr = KEYS.words
     D: gl.constexpr = SIZES.width
     GROUP: gl.constexpr = SIZES.group
     ALL_SPLITS: gl.constexpr = SPLITS.programs < SPLITS.most
@@ -411,8 +413,7 @@ def tree_attention_kernel(
     new_keys,
     capacity,
     scale_log2,
-    PAGE: gl.constexpr,
-    WORDS: gl.constexpr,
+    KEYS: gl.constexpr,
     SIZES: gl.constexpr,
     SPLITS: gl.constexpr,
     NODES: gl.constexpr,
@@ -446,11 +447,11 @@ def tree_attention_kernel(
         pages_ptr, page = table_ptr, sequence
         if table_ptr is not None:
             pages_ptr = table_ptr + batch * table_row
-            if not PAGE:
+            if not KEYS.page:
                 page = gl.load(pages_ptr, cache_modifier=".cg")
         page_rows = (cache.page // D).to(gl.int32)
         k_row = head * (cache.head // D).to(gl.int32)
-        if not PAGE:
+        if not KEYS.page:
             k_row += page * page_rows
         v_row = k_row + (cache.side // D).to(gl.int32)
         task = Task(row_block, program, batch, head)
@@ -459,7 +460,7 @@ def tree_attention_kernel(
         # fmt: off
         gl.warp_specialize([
             (_attend, (task, q, ancestors, out, parts, span, q_tile, ring, nodes, length, scale_log2,
-                       WORDS, SIZES, SPLITS, NODES)),
-            (_load, (keys, span, ring, capacity, PAGE, READ_EARLY)),
+                       KEYS, SIZES, SPLITS, NODES)),
+            (_load, (keys, span, ring, capacity, KEYS, READ_EARLY)),
         ], [1], [_LOADER])
         # fmt: on

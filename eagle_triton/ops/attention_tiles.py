@@ -41,6 +41,17 @@ class Tiles(NamedTuple):
     columns: int
 
 
+class KeyLayout(NamedTuple):
+    """How a sequence's keys lie: `page` rows of the cache in a page, 0: all in one; `stride` from one row to the next.
+
+    words: of ancestors of the new keys, 0: they are causal.
+    """
+
+    page: int
+    stride: int
+    words: int
+
+
 class Parts(NamedTuple):
     """What programs leave of their splits, in fp32.
 
@@ -74,26 +85,23 @@ class Limits(NamedTuple):
 
 
 class PagedCache(NamedTuple):
-    """A cache and where each sequence's pages are. PAGE: rows of a page, 0: a sequence has one page.
-
-    desc: all rows of the memory that the cache lies in, or None. STRIDE_T: from one row to the next.
-    """
+    """A cache, all rows of the memory that it lies in, or None, and each sequence's pages."""
 
     rows: KeyValues
     desc: Any
     pages: Pages  # its ptr is None where each sequence has the page of its own number
-    STRIDE_T: Any
-    PAGE: Any
 
 
 class _HeadKeys(NamedTuple):
-    """Keys and values of one head of a sequence: their first rows in memory and in a descriptor, and their pages."""
+    """Keys and values of one head: where they begin in memory, in a descriptor, and where a sequence's pages do."""
 
     k_ptr: Any
     v_ptr: Any
+    desc: Any
     k_row: Any
     v_row: Any
     pages_ptr: Any
+    page: Any  # from one page to the next
 
 
 class _Queries(NamedTuple):
@@ -266,34 +274,34 @@ def _nothing(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 def _attend(
     queries,
     keys,
-    cache,
     limits,
     span,
     length,
     scale_log2,
     D: tl.constexpr,
-    WORDS: tl.constexpr,
+    KEYS: tl.constexpr,
     ALL_SPLITS: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """Rows over a span of the cache: the weighted sum of their values [rows, columns], log2 of what the weights are
     relative to (-inf: there are none), and their sum.
 
-    WORDS 0: causal. Tiles of committed rows need no mask (unless there is a window); those that touch new keys are of
-    their own size. ALL_SPLITS: the span is that of all splits, each of which is summed by itself first.
+    Tiles of committed rows need no mask (unless there is a window); those that touch new keys have a size of their own.
+    ALL_SPLITS: the span is that of all splits, each of which is summed by itself first.
     """
     BLOCK_M: tl.constexpr = TILES.rows
     BLOCK_N: tl.constexpr = TILES.keys
     BLOCK_T: tl.constexpr = TILES.new_keys
     BLOCK_D: tl.constexpr = TILES.columns
-    STRIDE_T: tl.constexpr = cache.STRIDE_T
-    PAGE: tl.constexpr = cache.PAGE
+    STRIDE_T: tl.constexpr = KEYS.stride
+    PAGE: tl.constexpr = KEYS.page
+    WORDS: tl.constexpr = KEYS.words
     WINDOW: tl.constexpr = limits.window is not None
-    TMA: tl.constexpr = cache.desc is not None
+    TMA: tl.constexpr = keys.desc is not None
     q, node, row_ok, bits_ptr = queries
     first, last, tiles, active = span
     capacity, window = limits.capacity, limits.window
-    stride_page, rows_page = cache.rows.page, (cache.rows.page // D).to(tl.int32)
+    rows_page = (keys.page // D).to(tl.int32)
     acc, top, total = _nothing(BLOCK_M, BLOCK_D)
     if ALL_SPLITS:
         sums, base, whole = _nothing(BLOCK_M, BLOCK_D)
@@ -318,18 +326,18 @@ def _attend(
             split += begins
             sums, base, whole, acc, top, total = _begin_split(begins, sums, base, whole, acc, top, total)
         if TMA:
-            k = cache.desc.load([keys.k_row + _tile_row(page, start, rows_page, PAGE), 0])
+            k = keys.desc.load([keys.k_row + _tile_row(page, start, rows_page, PAGE), 0])
         else:
             ok = column_ok[None, :]
             if WINDOW:
                 ok = ok & (start + row >= length - window)[:, None]
-            offset = _tile_offset(page, start, stride_page, STRIDE_T, PAGE)
+            offset = _tile_offset(page, start, keys.page, STRIDE_T, PAGE)
             k = tl.load(keys.k_ptr + offset + tile, mask=ok, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if WINDOW:
             scores = tl.where((start + row)[None, :] > (position - window)[:, None], scores, float("-inf"))
         if TMA:
-            v = cache.desc.load([keys.v_row + _tile_row(page, start, rows_page, PAGE), 0])
+            v = keys.desc.load([keys.v_row + _tile_row(page, start, rows_page, PAGE), 0])
         else:
             v = tl.load(keys.v_ptr + offset + tile, mask=ok, other=0.0)
         acc, top, total = _fold(acc, top, total, scores, v, scale_log2, WINDOW)
@@ -345,7 +353,7 @@ def _attend(
             sums, base, whole, acc, top, total = _begin_split(begins, sums, base, whole, acc, top, total)
         rows = start + row
         ok = (rows < last)[:, None] & column_ok[None, :]
-        offset = _tile_offset(page, start, stride_page, STRIDE_T, PAGE)
+        offset = _tile_offset(page, start, keys.page, STRIDE_T, PAGE)
         page = _page(keys.pages_ptr, start + BLOCK_T, capacity, PAGE)
         k = tl.load(keys.k_ptr + offset + tile, mask=ok, other=0.0)
         v = tl.load(keys.v_ptr + offset + tile, mask=ok, other=0.0)
@@ -392,7 +400,7 @@ def attend_split(
     lse_ptr,
     nodes,
     scale_log2,
-    WORDS: tl.constexpr,
+    KEYS: tl.constexpr,
     SIZES: tl.constexpr,
     SPLITS: tl.constexpr,
     TILES: tl.constexpr,
@@ -420,32 +428,24 @@ def attend_split(
         if SPLITS.programs == SPLITS.most:
             first = oldest + _first_tile(program, tiles, active) * BLOCK_N
             last = tl.minimum(oldest + _first_tile(program + 1, tiles, active) * BLOCK_N, newest)
-        if WORDS == 0:  # causal: nothing behind the block's last node
+        if KEYS.words == 0:  # causal: nothing behind the block's last node
             last = tl.minimum(last, length + tl.minimum((row_block + 1) * BLOCK_M - 1, rows - 1) // GROUP + 1)
 
         pages_ptr, page = cache.pages.ptr, batch
         if cache.pages.ptr is not None:
             pages_ptr = cache.pages.ptr + batch * cache.pages.row
-            page = tl.zeros_like(batch) if cache.PAGE else tl.load(pages_ptr).to(tl.int64)
+            page = tl.zeros_like(batch) if KEYS.page else tl.load(pages_ptr).to(tl.int64)
         k_ptr = cache.rows.ptr + page * cache.rows.page + head.to(tl.int64) * cache.rows.head
         k_row = page.to(tl.int32) * (cache.rows.page // D).to(tl.int32) + head * (cache.rows.head // D).to(tl.int32)
         v_row = k_row + (cache.rows.side // D).to(tl.int32)
         bits_ptr = None
-        if WORDS:
+        if KEYS.words:
             bits_ptr = ancestors.ptr + batch * ancestors.batch + node * ancestors.row
-        sums, top, total = _attend(
-            _Queries(query, node, row_ok, bits_ptr),
-            _HeadKeys(k_ptr, k_ptr + cache.rows.side, k_row, v_row, pages_ptr),
-            cache,
-            limits,
-            _Span(first, last, tiles, active),
-            length,
-            scale_log2,
-            D,
-            WORDS,
-            SPLITS.programs < SPLITS.most,
-            TILES,
-        )
+        queries = _Queries(query, node, row_ok, bits_ptr)
+        keys = _HeadKeys(k_ptr, k_ptr + cache.rows.side, cache.desc, k_row, v_row, pages_ptr, cache.rows.page)
+        span = _Span(first, last, tiles, active)
+        ALL_SPLITS: tl.constexpr = SPLITS.programs < SPLITS.most
+        sums, top, total = _attend(queries, keys, limits, span, length, scale_log2, D, KEYS, ALL_SPLITS, TILES)
         if SPLITS.programs == 1:
             o_offset = node * out.row + query_head * out.head
             o = _normalised(sums, total).to(out.ptr.dtype.element_ty)
@@ -477,9 +477,7 @@ def _tree_attention_kernel(
     scale_log2,
     window,
     lse_ptr,
-    STRIDE_T: tl.constexpr,
-    PAGE: tl.constexpr,
-    WORDS: tl.constexpr,
+    KEYS: tl.constexpr,
     SIZES: tl.constexpr,
     SPLITS: tl.constexpr,
     TILES: tl.constexpr,
@@ -493,22 +491,11 @@ def _tree_attention_kernel(
         tl.extra.cuda.gdc_wait()
     if PDL:  # after the wait, because the merge reads the lengths before its own
         tl.extra.cuda.gdc_launch_dependents()
-    attend_split(
-        Task(tl.program_id(0), tl.program_id(2), tl.program_id(1) // SIZES.heads, tl.program_id(1) % SIZES.heads),
-        q,
-        PagedCache(cache, cache_desc, Pages(table_ptr, table_row), STRIDE_T, PAGE),
-        Limits(lengths_ptr, new_keys, capacity, window),
-        ancestors,
-        out,
-        parts,
-        lse_ptr,
-        nodes,
-        scale_log2,
-        WORDS,
-        SIZES,
-        SPLITS,
-        TILES,
-    )
+    sequence, head = tl.program_id(1) // SIZES.heads, tl.program_id(1) % SIZES.heads
+    task = Task(tl.program_id(0), tl.program_id(2), sequence, head)
+    cache = PagedCache(cache, cache_desc, Pages(table_ptr, table_row))
+    limits = Limits(lengths_ptr, new_keys, capacity, window)
+    attend_split(task, q, cache, limits, ancestors, out, parts, lse_ptr, nodes, scale_log2, KEYS, SIZES, SPLITS, TILES)
 
 
 @triton.jit
@@ -596,10 +583,10 @@ def _merge_kernel(
     """Grid (row blocks, B * Hkv): a program adds up the parts of BLOCK_R rows."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    sequence, head = tl.program_id(1) // SIZES.heads, tl.program_id(1) % SIZES.heads
+    row_block, sequence, head = tl.program_id(0), tl.program_id(1) // SIZES.heads, tl.program_id(1) % SIZES.heads
     limits = Limits(lengths_ptr, new_keys, capacity, window)
     merge_rows(
-        tl.program_id(0),
+        row_block,
         sequence,
         head,
         parts,

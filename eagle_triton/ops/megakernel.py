@@ -36,6 +36,7 @@ import triton.language as tl
 from eagle_triton.kv_cache import commit_plane, plane_of, row_offset
 from eagle_triton.ops.attention_tiles import (
     HeadSizes,
+    KeyLayout,
     Limits,
     PagedCache,
     Parts,
@@ -588,16 +589,11 @@ def draft_verify_update_kernel(
             row_blocks = tl.cdiv(count * GROUP, ROWS_M)
             for task in range(program, row_blocks * KEY_SPLITS * B * HEADS * ok, PROGRAMS):
                 head = index_of(task // (row_blocks * KEY_SPLITS))
+                planes = KeyValues(cache_ptr, wide(HEADS * PLANE), wide(2 * HEADS * PLANE), wide(PLANE))
                 attend_split(
                     Task(task // KEY_SPLITS % row_blocks, task % KEY_SPLITS, head // HEADS, head % HEADS),
                     Heads(queries_ptr, count * Q_COLS, Q_COLS, D),
-                    PagedCache(
-                        KeyValues(cache_ptr, wide(HEADS * PLANE), wide(2 * HEADS * PLANE), wide(PLANE)),
-                        None,
-                        Pages(table_ptr, table_width),
-                        D,
-                        PAGE,
-                    ),
+                    PagedCache(planes, None, Pages(table_ptr, table_width)),
                     Limits(visible, 64 * WORDS, capacity, None),
                     Ancestors(bits, bits_stride, WORDS),
                     Heads(attended_ptr, count * Q_COLS, Q_COLS, D),
@@ -605,7 +601,7 @@ def draft_verify_update_kernel(
                     None,
                     count,
                     scale_log2,
-                    WORDS,
+                    KeyLayout(PAGE, D, WORDS),
                     HeadSizes(D, GROUP, HEADS),
                     Splits(KEY_SPLITS, KEY_SPLITS, MIN_TILES),
                     Tiles(ROWS_M, KEYS_N, KEYS_T, D_BLOCK),

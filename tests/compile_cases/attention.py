@@ -4,7 +4,15 @@ import triton
 
 from eagle_triton.attention import MERGE_REGISTERS, merge_rows_of, settings_for
 from eagle_triton.ops import attention_hopper as streamed
-from eagle_triton.ops.attention_tiles import HeadSizes, Parts, Splits, Tiles, _merge_kernel, _tree_attention_kernel
+from eagle_triton.ops.attention_tiles import (
+    HeadSizes,
+    KeyLayout,
+    Parts,
+    Splits,
+    Tiles,
+    _merge_kernel,
+    _tree_attention_kernel,
+)
 from eagle_triton.ops.views import Ancestors, Heads, KeyValues, PairParts
 from eagle_triton.runtime.launch import EXACT
 from tests.compile_cases._views import typed
@@ -63,7 +71,7 @@ def _cases(
     use = use._replace(splits=1, programs=1, pdl=0) if lse else use
     tma = use.tma and not window
     constexprs = {
-        "STRIDE_T": width, "PAGE": page or 0, "WORDS": words, "SIZES": HeadSizes(width, GROUP, KV_HEADS),
+        "KEYS": KeyLayout(page or 0, width, words), "SIZES": HeadSizes(width, GROUP, KV_HEADS),
         "SPLITS": Splits(use.splits, use.programs, use.min_tiles), "PDL": use.pdl,
         "TILES": Tiles(use.block_m, use.block_n, use.block_t, width), "BLOCK_N": use.block_n, "BLOCK_D": width,
         **({"table_ptr": None} if page is None else {}), **({} if window else {"window": None}),
@@ -135,7 +143,7 @@ def _streamed_case(nodes: int, words: int, width: int, dtype: str, page: int | N
     use = settings_for(nodes * GROUP, width, KV_HEADS, batch, types[dtype], (9, 0))
     block_d = triton.next_power_of_2(width)
     constexprs = {
-        "PAGE": page or 0, "WORDS": words, "SIZES": HeadSizes(width, GROUP, KV_HEADS),
+        "KEYS": KeyLayout(page or 0, width, words), "SIZES": HeadSizes(width, GROUP, KV_HEADS),
         "SPLITS": Splits(use.splits, use.programs, use.min_tiles),
         "NODES": streamed.nodes_for(nodes, words), "STAGES": streamed.stages_of(width),
         "READ_EARLY": page is not None,
