@@ -57,7 +57,7 @@ class Links(NamedTuple):
     next_sibling: Tensor
 
 
-class TokensOf(NamedTuple):
+class TreeTokens(NamedTuple):
     """The tokens of a tree: the root's [bs], the drafted ones' [bs, N - 1], and room for both [bs * N] int64."""
 
     root: Tensor
@@ -367,7 +367,7 @@ def build_tree_efficient_triton(
     links = Links(*(torch.empty(batch, nodes, dtype=torch.int64, device=device) for _ in Links._fields))
     _launch_build(
         parent_list, top_scores_index, seq_lens, mask, positions, links, topk, spec_steps, nodes, tree_mask_mode,
-        TokensOf(verified_id, draft_tokens, tokens), status,
+        TreeTokens(verified_id, draft_tokens, tokens), status,
     )  # fmt: skip
     if tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
         mask = mask.view(packed_dtypes(nodes)[1])
@@ -417,7 +417,7 @@ def _launch_build(
     spec_steps: int,
     nodes: int,
     mode: int,
-    tokens: TokensOf | None = None,
+    tokens: TreeTokens | None = None,
     status: Tensor | None = None,
 ) -> None:
     batch, width = len(seq_lens), triton.next_power_of_2(nodes)

@@ -278,7 +278,7 @@ def run(
     late: Collection[str] | Mapping[str, Any] = LATE,
     assembly: Mapping[str, Callable[..., Any]] | None = None,
 ) -> None:
-    """Run a kernel of a module, [programs], on its arguments by name: descriptors, CPU tensors, numbers, None.
+    """Run a kernel of a module, [programs], on its arguments by name: descriptors, CPU tensors, views, numbers, None.
 
     late: what an earlier kernel makes, by name; of a descriptor, by a mapping, rows alone. assembly: what PTX text of
     the kernel does.
