@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -49,21 +49,56 @@ _NOWHERE = tl.constexpr(2**31 - 1)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+class Links(NamedTuple):
+    """A tree's nodes: where each stands in the batch's rows, its first child and its next sibling, [bs, N] int64."""
+
+    row: Tensor
+    next_token: Tensor
+    next_sibling: Tensor
+
+
+class TreeTokens(NamedTuple):
+    """The tokens of a tree: the root's [bs], the drafted ones' [bs, N - 1], and room for both [bs * N] int64."""
+
+    root: Tensor
+    drafted: Tensor
+    out: Tensor
+
+
+class Accepted(NamedTuple):
+    """What a walk accepts: predicts [bs * N], accept_index [bs, S] and accept_token_num [bs], int32."""
+
+    predicts: Tensor
+    rows: Tensor
+    number: Tensor
+
+
+class Probabilities(NamedTuple):
+    """[bs, N, V] f32: the target's, and what a walk notes of its refused tokens."""
+
+    target: Tensor
+    refused: Tensor
+
+
+class Chunks(NamedTuple):
+    """[bs, chunks] of a distribution: the sum of what is left, and the mass and number of the largest token."""
+
+    sums: Tensor
+    peaks: Tensor
+    places: Tensor
+
+
 @triton.jit
 def build_tree_kernel_triton(
-    verified_id_ptr,
     parent_list_ptr,
     top_scores_index_ptr,
-    draft_tokens_ptr,
     seq_lens_ptr,
     starts_ptr,
-    links_ptr,
+    parents_ptr,
     mask_ptr,
     positions_ptr,
-    retrive_index_ptr,
-    next_token_ptr,
-    next_sibling_ptr,
-    tokens_ptr,
+    links,
+    tokens,
     status_ptr,
     parent_list_width,
     topk,
@@ -73,9 +108,8 @@ def build_tree_kernel_triton(
     NODES: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Grid (bs,): one request's tree. MODE is a TreeMaskMode; starts: sum of the lengths of the requests before.
-
-    No tokens are written if tokens_ptr is None; verified_id and draft_tokens are not read then."""
+    """Grid (bs,): one request's tree. MODE is a TreeMaskMode; starts: sum of the lengths of the requests before;
+    parents [bs, N] int32: room."""
     batch = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     real = node < nodes
@@ -93,26 +127,26 @@ def build_tree_kernel_triton(
     if status_ptr is not None:
         tl.store(status_ptr + batch, tl.sum(orphan.to(tl.int32), 0))
     link = tl.where(draft & (orphan == 0), parent, -1)
-    tl.store(links_ptr + batch * nodes + node, link, mask=real)
+    tl.store(parents_ptr + batch * nodes + node, link, mask=real)
     tl.debug_barrier()
 
     child = tl.full((NODES,), _NOWHERE, tl.int32)
     sibling = tl.full((NODES,), _NOWHERE, tl.int32)
     for first in range(0, nodes, PAIRS):
         other = (first + tl.arange(0, PAIRS))[None, :]
-        other_link = tl.load(links_ptr + batch * nodes + other, mask=other < nodes, other=-2)
+        other_link = tl.load(parents_ptr + batch * nodes + other, mask=other < nodes, other=-2)
         child = tl.minimum(child, tl.min(tl.where(other_link == node[:, None], other, _NOWHERE), 1))
         same = (other_link == link[:, None]) & (other > node[:, None])
         sibling = tl.minimum(sibling, tl.min(tl.where(same & draft[:, None], other, _NOWHERE), 1))
     sibling = tl.where(link < 0, _NOWHERE, sibling)
     out = batch * nodes + node
-    tl.store(next_token_ptr + out, tl.where(child < _NOWHERE, child, -1).to(tl.int64), mask=real)
-    tl.store(next_sibling_ptr + out, tl.where(sibling < _NOWHERE, sibling, -1).to(tl.int64), mask=real)
-    tl.store(retrive_index_ptr + out, out, mask=real)
-    if tokens_ptr is not None:
-        token = tl.load(draft_tokens_ptr + batch * (nodes - 1) + node - 1, mask=draft, other=0)
-        token = tl.where(node == 0, tl.load(verified_id_ptr + batch).to(tl.int64), token)
-        tl.store(tokens_ptr + out, token, mask=real)
+    tl.store(links.next_token + out, tl.where(child < _NOWHERE, child, -1).to(tl.int64), mask=real)
+    tl.store(links.next_sibling + out, tl.where(sibling < _NOWHERE, sibling, -1).to(tl.int64), mask=real)
+    tl.store(links.row + out, out, mask=real)
+    if tokens is not None:
+        token = tl.load(tokens.drafted + batch * (nodes - 1) + node - 1, mask=draft, other=0)
+        token = tl.where(node == 0, tl.load(tokens.root + batch).to(tl.int64), token)
+        tl.store(tokens.out + out, token, mask=real)
 
     length = tl.load(seq_lens_ptr + batch).to(tl.int64)
     width = nodes.to(tl.int64)
@@ -143,54 +177,38 @@ def build_tree_kernel_triton(
 
 
 @triton.jit
-def verify_tree_greedy_kernel(
-    predicts_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
-    candidates_ptr,
-    retrive_index_ptr,
-    next_token_ptr,
-    next_sibling_ptr,
-    target_ptr,
-    nodes,
-    steps,
-):
+def verify_tree_greedy_kernel(accepted, candidates_ptr, links, target_ptr, nodes, steps):
     """Grid (bs,): one request's greedy walk."""
     batch = tl.program_id(0).to(tl.int64)
     tree = batch * nodes
-    last = tl.load(retrive_index_ptr + tree)
+    last = tl.load(links.row + tree)
     wanted = tl.load(target_ptr + last)
-    current = tl.load(next_token_ptr + tree)
+    current = tl.load(links.next_token + tree)
     count = tl.full((), 0, tl.int32)
     visited = tl.full((), 0, tl.int32)
-    tl.store(accept_index_ptr + batch * steps, last.to(tl.int32))
+    tl.store(accepted.rows + batch * steps, last.to(tl.int32))
     while (current >= 0) & (current < nodes) & (count < steps - 1) & (visited < nodes):
         visited += 1
         if tl.load(candidates_ptr + tree + current) == wanted:
-            tl.store(predicts_ptr + last, wanted.to(tl.int32))
+            tl.store(accepted.predicts + last, wanted.to(tl.int32))
             count += 1
-            last = tl.load(retrive_index_ptr + tree + current)
-            tl.store(accept_index_ptr + batch * steps + count, last.to(tl.int32))
+            last = tl.load(links.row + tree + current)
+            tl.store(accepted.rows + batch * steps + count, last.to(tl.int32))
             wanted = tl.load(target_ptr + last)
-            current = tl.load(next_token_ptr + tree + current)
+            current = tl.load(links.next_token + tree + current)
         else:
-            current = tl.load(next_sibling_ptr + tree + current)
-    tl.store(accept_token_num_ptr + batch, count)
-    tl.store(predicts_ptr + last, wanted.to(tl.int32))
+            current = tl.load(links.next_sibling + tree + current)
+    tl.store(accepted.number + batch, count)
+    tl.store(accepted.predicts + last, wanted.to(tl.int32))
 
 
 @triton.jit
 def tree_speculative_sampling_kernel(
-    predicts_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
+    accepted,
     candidates_ptr,
-    retrive_index_ptr,
-    next_token_ptr,
-    next_sibling_ptr,
+    links,
     coins_ptr,
-    target_probs_ptr,
-    draft_probs_ptr,
+    probabilities,
     ends_ptr,
     nodes,
     steps,
@@ -207,107 +225,92 @@ def tree_speculative_sampling_kernel(
     tokens = tl.load(candidates_ptr + tree + node, mask=node < nodes, other=-1)
     refused = tl.zeros((NODES,), tl.int32)
     row = tl.full((), 0, tl.int64)
-    last = tl.load(retrive_index_ptr + tree)
-    current = tl.load(next_token_ptr + tree)
+    last = tl.load(links.row + tree)
+    current = tl.load(links.next_token + tree)
     coin = tl.load(coins_ptr + tree)
     mass = tl.full((), 0.0, tl.float32)
     count = tl.full((), 0, tl.int32)
     visited = tl.full((), 0, tl.int32)
-    tl.store(accept_index_ptr + batch * steps, last.to(tl.int32))
+    tl.store(accepted.rows + batch * steps, last.to(tl.int32))
     while (current >= 0) & (current < nodes) & (count < steps - 1) & (visited < nodes):
         visited += 1
         token = tl.load(candidates_ptr + tree + current)
         place = (tree + row) * vocabulary + token
         repeated = tl.max(tl.where((tokens == token) & (refused > 0), 1, 0), 0) > 0
-        p = tl.where(repeated, 0.0, tl.load(target_probs_ptr + place))
+        p = tl.where(repeated, 0.0, tl.load(probabilities.target + place))
         mass += p
         if ((p > 0) & (coin < mass / threshold_acc)) | (p >= threshold_single):
-            tl.store(predicts_ptr + last, token.to(tl.int32))
+            tl.store(accepted.predicts + last, token.to(tl.int32))
             count += 1
             row = current
-            last = tl.load(retrive_index_ptr + tree + row)
-            tl.store(accept_index_ptr + batch * steps + count, last.to(tl.int32))
+            last = tl.load(links.row + tree + row)
+            tl.store(accepted.rows + batch * steps + count, last.to(tl.int32))
             coin = tl.load(coins_ptr + tree + row)
             mass = mass * 0.0
             refused = refused * 0
-            current = tl.load(next_token_ptr + tree + row)
+            current = tl.load(links.next_token + tree + row)
         else:
             if repeated == 0:
-                tl.store(draft_probs_ptr + place, p)
+                tl.store(probabilities.refused + place, p)
             refused = tl.where(node == current, 1, refused)
-            current = tl.load(next_sibling_ptr + tree + current)
-    tl.store(accept_token_num_ptr + batch, count)
+            current = tl.load(links.next_sibling + tree + current)
+    tl.store(accepted.number + batch, count)
     tl.store(ends_ptr + batch * 2, tree + row)
     tl.store(ends_ptr + batch * 2 + 1, last)
 
 
 @triton.jit
-def _rest(target_probs_ptr, draft_probs_ptr, row, whole, index, vocabulary):
+def _rest(probabilities, row, whole, index, vocabulary):
     """A chunk of a row's distribution, and of what its refused tokens leave of it."""
     place = row * vocabulary + index
-    distribution = tl.load(target_probs_ptr + place, mask=index < vocabulary, other=0.0)
-    used = tl.load(draft_probs_ptr + place, mask=(index < vocabulary) & (whole == 0), other=0.0)
+    distribution = tl.load(probabilities.target + place, mask=index < vocabulary, other=0.0)
+    used = tl.load(probabilities.refused + place, mask=(index < vocabulary) & (whole == 0), other=0.0)
     return distribution, tl.maximum(distribution - used, 0.0)
 
 
 @triton.jit
-def _rest_sums_kernel(
-    target_probs_ptr,
-    draft_probs_ptr,
-    accept_token_num_ptr,
-    ends_ptr,
-    sums_ptr,
-    peaks_ptr,
-    places_ptr,
-    vocabulary,
-    steps,
-    CHUNK: tl.constexpr,
-):
+def _rest_sums_kernel(accepted, probabilities, ends_ptr, chunks, vocabulary, steps, CHUNK: tl.constexpr):
     """Grid (bs, chunks): what is left of one chunk, and the distribution's largest token in it."""
     batch, chunk = tl.program_id(0), tl.program_id(1)
-    whole = (tl.load(accept_token_num_ptr + batch) == steps - 1).to(tl.int32)
+    whole = (tl.load(accepted.number + batch) == steps - 1).to(tl.int32)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     row = tl.load(ends_ptr + batch * 2)
-    distribution, rest = _rest(target_probs_ptr, draft_probs_ptr, row, whole, index, vocabulary)
+    distribution, rest = _rest(probabilities, row, whole, index, vocabulary)
     slot = batch * tl.num_programs(1) + chunk
     peak = tl.max(distribution, 0)
-    tl.store(sums_ptr + slot, tl.sum(rest.to(tl.float64), 0))
-    tl.store(peaks_ptr + slot, peak)
-    tl.store(places_ptr + slot, tl.min(tl.where(distribution == peak, index, _NOWHERE), 0))
+    tl.store(chunks.sums + slot, tl.sum(rest.to(tl.float64), 0))
+    tl.store(chunks.peaks + slot, peak)
+    tl.store(chunks.places + slot, tl.min(tl.where(distribution == peak, index, _NOWHERE), 0))
 
 
 @triton.jit
 def _final_token_kernel(
-    predicts_ptr,
-    target_probs_ptr,
-    draft_probs_ptr,
-    accept_token_num_ptr,
+    accepted,
+    probabilities,
     ends_ptr,
     coins_ptr,
-    sums_ptr,
-    peaks_ptr,
-    places_ptr,
-    vocabulary,
     chunks,
+    vocabulary,
+    count,
     steps,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Grid (bs,): draw the final token; the distribution's argmax if nothing is left."""
+    """Grid (bs,): draw the final token, from `count` chunks; the distribution's argmax if nothing is left."""
     batch = tl.program_id(0)
     lane = tl.arange(0, CHUNKS)
-    slot = batch * chunks + lane
-    sums = tl.load(sums_ptr + slot, mask=lane < chunks, other=0.0)
-    peaks = tl.load(peaks_ptr + slot, mask=lane < chunks, other=float("-inf"))
-    places = tl.load(places_ptr + slot, mask=lane < chunks, other=_NOWHERE)
+    slot = batch * count + lane
+    sums = tl.load(chunks.sums + slot, mask=lane < count, other=0.0)
+    peaks = tl.load(chunks.peaks + slot, mask=lane < count, other=float("-inf"))
+    places = tl.load(chunks.places + slot, mask=lane < count, other=_NOWHERE)
     _, best = merge_peaks(peaks, places, 0)
-    whole = (tl.load(accept_token_num_ptr + batch) == steps - 1).to(tl.int32)
+    whole = (tl.load(accepted.number + batch) == steps - 1).to(tl.int32)
     chunk, target = choose_chunk(sums, tl.load(coins_ptr + batch))
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     row = tl.load(ends_ptr + batch * 2)
-    _, rest = _rest(target_probs_ptr, draft_probs_ptr, row, whole, index, vocabulary)
+    _, rest = _rest(probabilities, row, whole, index, vocabulary)
     token = tl.where(tl.sum(sums, 0) > 0, choose_token(rest, index, target, vocabulary), best)
-    tl.store(predicts_ptr + tl.load(ends_ptr + batch * 2 + 1), token)
+    tl.store(accepted.predicts + tl.load(ends_ptr + batch * 2 + 1), token)
 
 
 def _interpreted() -> bool:
@@ -361,14 +364,14 @@ def build_tree_efficient_triton(
     else:
         mask = torch.empty(batch * nodes, dtype=packed_dtypes(nodes)[0], device=device)
     positions, tokens = (torch.empty(batch * nodes, dtype=torch.int64, device=device) for _ in range(2))
-    index, next_token, next_sibling = (torch.empty(batch, nodes, dtype=torch.int64, device=device) for _ in range(3))
+    links = Links(*(torch.empty(batch, nodes, dtype=torch.int64, device=device) for _ in Links._fields))
     _launch_build(
-        verified_id, parent_list, top_scores_index, draft_tokens, seq_lens, mask, positions, index, next_token,
-        next_sibling, tokens, status, topk, spec_steps, nodes, tree_mask_mode,
+        parent_list, top_scores_index, seq_lens, mask, positions, links, topk, spec_steps, nodes, tree_mask_mode,
+        TreeTokens(verified_id, draft_tokens, tokens), status,
     )  # fmt: skip
     if tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
         mask = mask.view(packed_dtypes(nodes)[1])
-    return mask, positions, index, next_token, next_sibling, tokens
+    return mask, positions, *links, tokens
 
 
 @_reference_on_cpu
@@ -392,42 +395,37 @@ def build_tree_in_place(
     These are the arguments of SGLang's kernel itself: nothing is allocated that the caller keeps. Raises ValueError if
     arguments do not fit.
     """
-    outputs = (positions, retrive_index, retrive_next_token, retrive_next_sibling)
+    links = Links(retrive_index, retrive_next_token, retrive_next_sibling)
     mask = check_in_place(
-        parent_list, top_scores_index, seq_lens, tree_mask, *outputs, topk, spec_steps, num_verify_tokens,
+        parent_list, top_scores_index, seq_lens, tree_mask, positions, *links, topk, spec_steps, num_verify_tokens,
         tree_mask_mode,
     )  # fmt: skip
     _launch_build(
-        None, parent_list, top_scores_index, None, seq_lens, mask, *outputs, None, None, topk, spec_steps,
-        num_verify_tokens, tree_mask_mode,
+        parent_list, top_scores_index, seq_lens, mask, positions, links, topk, spec_steps, num_verify_tokens,
+        tree_mask_mode,
     )  # fmt: skip
 
 
 def _launch_build(
-    verified_id: Tensor | None,
     parent_list: Tensor,
     top_scores_index: Tensor,
-    draft_tokens: Tensor | None,
     seq_lens: Tensor,
     mask: Tensor,
     positions: Tensor,
-    retrive_index: Tensor,
-    next_token: Tensor,
-    next_sibling: Tensor,
-    tokens: Tensor | None,
-    status: Tensor | None,
+    links: Links,
     topk: int,
     spec_steps: int,
     nodes: int,
     mode: int,
+    tokens: TreeTokens | None = None,
+    status: Tensor | None = None,
 ) -> None:
     batch, width = len(seq_lens), triton.next_power_of_2(nodes)
     starts = seq_lens.cumsum(0, dtype=torch.int64) - seq_lens if mode == TreeMaskMode.FULL_MASK else None
-    links = torch.empty(batch, nodes, dtype=torch.int32, device=seq_lens.device)
+    parents = torch.empty(batch, nodes, dtype=torch.int32, device=seq_lens.device)
     launch(build_tree_kernel_triton, (batch,))(
-        verified_id, parent_list, top_scores_index, draft_tokens, seq_lens, starts, links, mask, positions,
-        retrive_index, next_token, next_sibling, tokens, status, parent_list.shape[1], topk, spec_steps, nodes,
-        MODE=int(mode), NODES=width, PAIRS=min(width, 64),
+        parent_list, top_scores_index, seq_lens, starts, parents, mask, positions, links, tokens, status,
+        parent_list.shape[1], topk, spec_steps, nodes, MODE=int(mode), NODES=width, PAIRS=min(width, 64),
     )  # fmt: skip
 
 
@@ -447,13 +445,13 @@ def verify_tree_greedy_triton(
 
     Fills and returns (predicts, accept_index, accept_token_num). Raises ValueError if arguments do not fit.
     """
-    links = (retrive_index, retrive_next_token, retrive_next_sibling)
-    check_verify("verify_tree_greedy", predicts, accept_index, accept_token_num, candidates, links, target_predict)
+    accepted = Accepted(predicts, accept_index, accept_token_num)
+    links = Links(retrive_index, retrive_next_token, retrive_next_sibling)
+    check_verify("verify_tree_greedy", *accepted, candidates, links, target_predict)
     batch, nodes = candidates.shape
     launch(verify_tree_greedy_kernel, (batch,))(
-        predicts, accept_index, accept_token_num, candidates, *links, target_predict, nodes, accept_index.shape[1],
-        num_warps=1,
-    )  # fmt: skip
+        accepted, candidates, links, target_predict, nodes, accept_index.shape[1], num_warps=1
+    )
     return predicts, accept_index, accept_token_num
 
 
@@ -480,28 +478,29 @@ def tree_speculative_sampling_target_only(
     Fills and returns (predicts, accept_index, accept_token_num); always deterministic. Raises ValueError if arguments
     do not fit.
     """
-    links = (retrive_index, retrive_next_token, retrive_next_sibling)
-    check_verify("tree_speculative_sampling", predicts, accept_index, accept_token_num, candidates, links)
+    accepted = Accepted(predicts, accept_index, accept_token_num)
+    links = Links(retrive_index, retrive_next_token, retrive_next_sibling)
+    check_verify("tree_speculative_sampling", *accepted, candidates, links)
     check_sampling(candidates, uniform_samples, uniform_samples_for_final_sampling, target_probs, draft_probs)
     (batch, nodes), steps = candidates.shape, accept_index.shape[1]
     vocabulary, device = target_probs.shape[-1], candidates.device
     chunk = chunk_of(vocabulary)
-    chunks = triton.cdiv(vocabulary, chunk)
+    count = triton.cdiv(vocabulary, chunk)
     ends = torch.empty(batch, 2, dtype=torch.int64, device=device)
-    sums = torch.empty(batch, chunks, dtype=torch.float64, device=device)
-    peaks = torch.empty(batch, chunks, dtype=torch.float32, device=device)
-    places = torch.empty(batch, chunks, dtype=torch.int32, device=device)
-    launch(tree_speculative_sampling_kernel, (batch,))(
-        predicts, accept_index, accept_token_num, candidates, *links, uniform_samples, target_probs, draft_probs, ends,
-        nodes, steps, vocabulary, float(threshold_single), max(float(threshold_acc), 1e-9),
-        NODES=triton.next_power_of_2(nodes), num_warps=1,
-    )  # fmt: skip
-    launch(_rest_sums_kernel, (batch, chunks))(
-        target_probs, draft_probs, accept_token_num, ends, sums, peaks, places, vocabulary, steps, CHUNK=chunk
+    probabilities = Probabilities(target_probs, draft_probs)
+    chunks = Chunks(
+        torch.empty(batch, count, dtype=torch.float64, device=device),
+        torch.empty(batch, count, dtype=torch.float32, device=device),
+        torch.empty(batch, count, dtype=torch.int32, device=device),
     )
+    launch(tree_speculative_sampling_kernel, (batch,))(
+        accepted, candidates, links, uniform_samples, probabilities, ends, nodes, steps, vocabulary,
+        float(threshold_single), max(float(threshold_acc), 1e-9), NODES=triton.next_power_of_2(nodes), num_warps=1,
+    )  # fmt: skip
+    launch(_rest_sums_kernel, (batch, count))(accepted, probabilities, ends, chunks, vocabulary, steps, CHUNK=chunk)
     launch(_final_token_kernel, (batch,))(
-        predicts, target_probs, draft_probs, accept_token_num, ends, uniform_samples_for_final_sampling, sums, peaks,
-        places, vocabulary, chunks, steps, CHUNK=chunk, CHUNKS=triton.next_power_of_2(chunks), num_warps=8,
+        accepted, probabilities, ends, uniform_samples_for_final_sampling, chunks, vocabulary, count, steps,
+        CHUNK=chunk, CHUNKS=triton.next_power_of_2(count), num_warps=8,
     )  # fmt: skip
     return predicts, accept_index, accept_token_num
 

@@ -282,7 +282,7 @@ def run(
     late: Collection[str] | Mapping[str, Any] = LATE,
     assembly: Mapping[str, Callable[..., Any]] | None = None,
 ) -> None:
-    """Run a kernel of a module, [programs], on its arguments by name: descriptors, CPU tensors, numbers, None.
+    """Run a kernel of a module, [programs], on its arguments by name: descriptors, CPU tensors, views, numbers, None.
 
     late: what an earlier kernel makes, by name; of a descriptor, by a mapping, rows alone. assembly: what PTX text of
     the kernel does.
@@ -389,10 +389,10 @@ def run(
             module[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
     tensors = []
 
-    def given(name: str, value: Any) -> Any:
-        came = made if name in late else there
+    def given(name: str, value: Any, came: Event = there) -> Any:
+        came = made if name in late else came
         if isinstance(value, tuple):  # a view: "out.row" is a field of it
-            parts = [given(f"{name}.{field}", part) for field, part in zip(_fields(value), value, strict=True)]
+            parts = [given(f"{name}.{field}", part, came) for field, part in zip(_fields(value), value, strict=True)]
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
         if hasattr(value, "block_shape"):
             return Descriptor(value, came, late[name] if isinstance(late, Mapping) and name in late else True)

@@ -45,16 +45,16 @@ def attend(case: tuple, use: Settings, table: torch.Tensor | None, new: torch.Te
     given |= {name: value for name, value in found.options.items() if name in found.kernel.arg_names}
     out.fill_(float("nan"))
     if merge:  # splits without keys write nothing
-        given["partial_ptr"].zero_()
-        given["softmax_ptr"].zero_()[:, :, :, 0] = float("-inf")
-    late = {"q_ptr": True, "ancestors_ptr": True, "cache_desc": new}
+        given["parts"].sums.zero_()
+        given["parts"].softmax.zero_()[:, :, :, 0] = float("-inf")
+    late = {"q": True, "ancestors": True, "cache_desc": new}
     if not options["read_early"]:
         late = dict.fromkeys((*late, "lengths_ptr", "table_ptr"), True)
     run_by_python(found.kernel, found.grid, given, late, ASSEMBLY)
     if not merge:
         return out
     assert out.isnan().all(), "who attends one split stored the sum of all"
-    partial, softmax = given["partial_ptr"].double(), given["softmax_ptr"].double()
+    partial, softmax = (part.double() for part in given["parts"])
     top, total = softmax.unbind(3)  # [B, Hkv, splits, rows]
     beside = (top - top.amax(2, keepdim=True)).exp2()
     sums = (partial * beside[..., None]).sum(2) / (total * beside).sum(2)[..., None]

@@ -21,10 +21,13 @@ took as long or longer. (Experiments that were not kept; `tools/tune_attention.p
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 from torch import Tensor
 
 from eagle_triton.ops import attention_tiles as kernels
+from eagle_triton.ops.attention_tiles import Task
 from eagle_triton.runtime.gluon import (
     TensorDescriptor,
     async_load,
@@ -44,6 +47,39 @@ ROWS = 64  # query rows of a program, and keys of a tile: the bits of one word
 REGISTERS = 128  # of a thread of 256, before the warps that do not multiply give theirs away: two programs fit
 _ROWS = gl.constexpr(ROWS)
 _LOADER = gl.constexpr(24)  # registers of a thread of the warp that loads
+
+
+class _Ring(NamedTuple):
+    """Room for some tiles of keys and of values, and a barrier for each that says it is full, and that it was read."""
+
+    k_tiles: Any
+    v_tiles: Any
+    full: Any
+    read: Any
+
+
+class _Span(NamedTuple):
+    """Cache rows first .. last, a part of `tiles` tiles that `active` splits share. Of its `own` tiles the first
+    `committed` hold no new keys."""
+
+    first: Any
+    last: Any
+    own: Any
+    committed: Any
+    tiles: Any
+    active: Any
+
+
+class _HeadKeys(NamedTuple):
+    """Keys and values of one head of a sequence: where they begin in a descriptor's rows, of which a page takes
+    `page_rows`, and their pages."""
+
+    desc: Any
+    pages_ptr: Any
+    k_row: Any
+    v_row: Any
+    page_rows: Any
+
 
 _share_out = gluon.jit(kernels._share_out.fn)
 _first_tile = gluon.jit(kernels._first_tile.fn)
@@ -107,7 +143,7 @@ def _window(bits_ptr, offset, ok, WORDS: gl.constexpr):
 
 @gluon.jit
 def _ring(desc, STAGES: gl.constexpr):
-    """Room for STAGES tiles of keys and of values, and barriers: a slot is full, it has been read."""
+    """A ring of STAGES slots."""
     k_tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, _ROWS, desc.block_type.shape[1]], desc.layout)
     v_tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, _ROWS, desc.block_type.shape[1]], desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -116,7 +152,7 @@ def _ring(desc, STAGES: gl.constexpr):
         mbarrier.init(full.index(slot), count=2)
         mbarrier.init(read.index(slot), count=1)
     fence_async_shared()
-    return k_tiles, v_tiles, full, read
+    return _Ring(k_tiles, v_tiles, full, read)
 
 
 @gluon.jit
@@ -132,44 +168,34 @@ def _page(pages_ptr, start, capacity, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def _load(
-    cache_desc,
-    pages_ptr,
-    k_row,
-    v_row,
-    rows_page,
-    capacity,
-    first,
-    count,
-    committed,
-    ring,
-    PAGE: gl.constexpr,
-    READ_EARLY: gl.constexpr,
-):
-    """Load `count` tiles from row `first` on: into a slot the keys of one and the values of the one before it.
+def _load(keys, span, ring, capacity, KEYS: gl.constexpr, READ_EARLY: gl.constexpr):
+    """Load a span's tiles: into a slot the keys of one and the values of the one before it.
 
-    committed: how many tiles hold no new keys; with READ_EARLY they are asked for before the new ones are there.
+    With READ_EARLY those that hold no new keys are asked for before the new ones are there.
     """
     k_tiles, v_tiles, full, read = ring
+    desc, pages_ptr = keys.desc, keys.pages_ptr
+    PAGE: gl.constexpr = KEYS.page
+    first, count = span.first, span.own
     STAGES: gl.constexpr = full.shape[0]
     if not READ_EARLY:
         gdc_wait()
     row_before, page = first * 0, _page(pages_ptr, first, capacity, PAGE)
     for step in range(count + 1):
         if READ_EARLY:  # noqa: SIM102 (known before step is)
-            if step == committed:
+            if step == span.committed:
                 gdc_wait()
         slot, start = step % STAGES, first + step * _ROWS
         row = start
         if PAGE:
-            row = page * rows_page + start % PAGE
+            row = page * keys.page_rows + start % PAGE
         page = _page(pages_ptr, start + _ROWS, capacity, PAGE)  # a tile ahead, so that nothing waits for it
         mbarrier.wait(read.index(slot), (step // STAGES & 1) ^ 1)
-        mbarrier.expect(full.index(slot), cache_desc.block_type.nbytes, pred=step < count)
-        mbarrier.expect(full.index(slot), cache_desc.block_type.nbytes, pred=step > 0)
+        mbarrier.expect(full.index(slot), desc.block_type.nbytes, pred=step < count)
+        mbarrier.expect(full.index(slot), desc.block_type.nbytes, pred=step > 0)
         mbarrier.arrive(full.index(slot), pred=(step == 0) | (step == count))  # where one of both is not loaded
-        async_load(cache_desc, [k_row + row, 0], full.index(slot), k_tiles.index(slot), pred=step < count)
-        async_load(cache_desc, [v_row + row_before, 0], full.index(slot), v_tiles.index(slot), pred=step > 0)
+        async_load(desc, [keys.k_row + row, 0], full.index(slot), k_tiles.index(slot), pred=step < count)
+        async_load(desc, [keys.v_row + row_before, 0], full.index(slot), v_tiles.index(slot), pred=step > 0)
         row_before = row
 
 
@@ -249,42 +275,33 @@ def _clear_unseen(v_tile, bits_ptr, ok, start, length, last, WORDS: gl.constexpr
 
 @gluon.jit
 def _attend(
-    q_ptr,
-    bits_ptr,
-    out_ptr,
-    partial_ptr,
-    softmax_ptr,
+    task,
+    q,
+    ancestors,
+    out,
+    parts,
+    span,
     q_tile,
     ring,
-    row_block,
-    head,
-    p_row,
-    stride_qn,
-    stride_qh,
-    stride_an,
-    stride_on,
-    stride_oh,
     nodes,
     length,
-    first,
-    last,
-    count,
-    committed,
-    tiles,
-    active,
     scale_log2,
-    D: gl.constexpr,
-    GROUP: gl.constexpr,
-    WORDS: gl.constexpr,
-    PROGRAMS: gl.constexpr,
-    ALL_SPLITS: gl.constexpr,
+    KEYS: gl.constexpr,
+    SIZES: gl.constexpr,
+    SPLITS: gl.constexpr,
     NODES: gl.constexpr,
 ):
-    """Attend the rows of a tile over `count` tiles of keys, and store what that gives.
+    """Attend the rows of a task over a span, and store what that gives.
 
-    ALL_SPLITS: the tiles are those of `active` splits of `tiles` tiles, each of which is summed by itself first.
+    With more splits than programs the span is that of all splits, each of which is summed by itself first.
     """
     k_tiles, v_tiles, full, read = ring
+    row_block, program, batch, head = task
+    first, last, count, committed, tiles, active = span
+    WORDS: gl.constexpr = KEYS.words
+    D: gl.constexpr = SIZES.width
+    GROUP: gl.constexpr = SIZES.group
+    ALL_SPLITS: gl.constexpr = SPLITS.programs < SPLITS.most
     KIND: gl.constexpr = q_tile.dtype
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_D: gl.constexpr = q_tile.shape[1]
@@ -292,22 +309,25 @@ def _attend(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    q_ptr, out_ptr = q.ptr + batch * q.batch, out.ptr + batch * out.batch
+    bits_ptr = ancestors.ptr + batch * ancestors.batch
     rows = nodes * GROUP
+    p_row = ((batch * SIZES.heads + head) * SPLITS.programs + program) * rows
     q_row = row_block * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, LOADS))
     q_column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, LOADS))
-    q_offset = q_row // GROUP * stride_qn + (head * GROUP + q_row % GROUP) * stride_qh
+    q_offset = q_row // GROUP * q.row + (head * GROUP + q_row % GROUP) * q.head
     row = row_block * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, SCORES))
-    row_ok, row_bits = row < rows, bits_ptr + row // GROUP * stride_an
+    row_ok, row_bits = row < rows, bits_ptr + row // GROUP * ancestors.row
     node = gl.arange(0, NODES, gl.BlockedLayout([1], [32], [4], [0]))
-    node_ok, node_bits = node < nodes, bits_ptr + node * stride_an
+    node_ok, node_bits = node < nodes, bits_ptr + node * ancestors.row
 
     gdc_wait()
-    q = gl.load(
+    query = gl.load(
         q_ptr + (q_offset[:, None] + q_column[None, :]),
         mask=(q_row < rows)[:, None] & (q_column < D)[None, :],
         other=0.0,
     )
-    q_tile.store(q)
+    q_tile.store(query)
     fence_async_shared()
 
     zero = gl.zeros((_ROWS, _ROWS), gl.float32, SCORES)
@@ -368,62 +388,46 @@ def _attend(
     out_row = row_block * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, SUMS))
     out_column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, SUMS))
     mask = (out_row < rows)[:, None] & (out_column < D)[None, :]
-    if PROGRAMS == 1:
-        out = (acc * _per_row(1.0 / gl.where(total == 0.0, 1.0, total), acc)).to(KIND)
-        offset = out_row // GROUP * stride_on + (head * GROUP + out_row % GROUP) * stride_oh
-        gl.store(out_ptr + (offset[:, None] + out_column[None, :]), out, mask=mask)
+    if SPLITS.programs == 1:
+        o = (acc * _per_row(1.0 / gl.where(total == 0.0, 1.0, total), acc)).to(KIND)
+        offset = out_row // GROUP * out.row + (head * GROUP + out_row % GROUP) * out.head
+        gl.store(out_ptr + (offset[:, None] + out_column[None, :]), o, mask=mask)
     else:
-        gl.store(softmax_ptr + 2 * p_row + row, top, mask=row_ok)
-        gl.store(softmax_ptr + 2 * p_row + rows + row, total, mask=row_ok)
-        gl.store(partial_ptr + p_row * D + (out_row[:, None] * D + out_column[None, :]), acc, mask=mask)
+        gl.store(parts.softmax + 2 * p_row + row, top, mask=row_ok)
+        gl.store(parts.softmax + 2 * p_row + rows + row, total, mask=row_ok)
+        gl.store(parts.sums + p_row * D + (out_row[:, None] * D + out_column[None, :]), acc, mask=mask)
 
 
 @gluon.jit(do_not_specialize=["new_keys"], do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "nodes"])
 def tree_attention_kernel(
-    q_ptr,
+    q,
+    cache,
     cache_desc,
     table_ptr,
+    table_row,
     lengths_ptr,
-    ancestors_ptr,
-    out_ptr,
-    partial_ptr,
-    softmax_ptr,
-    stride_qb,
-    stride_qn,
-    stride_qh,
-    stride_ckv,
-    stride_cb,
-    stride_ch,
-    stride_tb,
-    stride_ab,
-    stride_an,
-    stride_ob,
-    stride_on,
-    stride_oh,
+    ancestors,
+    out,
+    parts,
     nodes,
     new_keys,
     capacity,
     scale_log2,
-    D: gl.constexpr,
-    PAGE: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEADS: gl.constexpr,
-    WORDS: gl.constexpr,
+    KEYS: gl.constexpr,
+    SIZES: gl.constexpr,
     SPLITS: gl.constexpr,
-    PROGRAMS: gl.constexpr,
-    MIN_TILES: gl.constexpr,
     NODES: gl.constexpr,
     STAGES: gl.constexpr,
     READ_EARLY: gl.constexpr,
 ):
-    """Grid (row blocks, B * Hkv, PROGRAMS): as kernels._tree_attention_kernel, for trees of at most NODES nodes.
+    """Grid (row blocks, B * Hkv, programs): as kernels._tree_attention_kernel, for trees of at most NODES nodes.
 
     cache_desc: all rows of the memory that the cache lies in, [n, d]. READ_EARLY: lengths, table and committed rows are
     read before the kernels before this one have ended.
     """
+    D: gl.constexpr = SIZES.width
     row_block, program = gl.program_id(0), gl.program_id(2)
-    sequence, head = gl.program_id(1) // HEADS, gl.program_id(1) % HEADS
-    ALL_SPLITS: gl.constexpr = PROGRAMS < SPLITS
+    sequence, head = gl.program_id(1) // SIZES.heads, gl.program_id(1) % SIZES.heads
     ring = _ring(cache_desc, STAGES)
     q_tile = gl.allocate_shared_memory(cache_desc.dtype, cache_desc.block_type.shape, cache_desc.layout)
     if not READ_EARLY:
@@ -432,34 +436,31 @@ def tree_attention_kernel(
     batch = sequence.to(gl.int64)
     length = gl.maximum(gl.minimum(gl.load(lengths_ptr + batch, cache_modifier=".cg"), capacity), 0)
     newest = gl.minimum(length + new_keys, capacity)
-    tiles, active = _share_out(newest, _ROWS, SPLITS, MIN_TILES)
+    tiles, active = _share_out(newest, _ROWS, SPLITS.most, SPLITS.min_tiles)
     if program < active:
         first, last = 0, newest
-        if not ALL_SPLITS:
+        if SPLITS.programs == SPLITS.most:
             first = _first_tile(program, tiles, active) * _ROWS
             last = gl.minimum(_first_tile(program + 1, tiles, active) * _ROWS, newest)
         count = gl.cdiv(last - first, _ROWS)
         committed = gl.minimum(gl.maximum(length // _ROWS * _ROWS - first, 0) // _ROWS, count)
         pages_ptr, page = table_ptr, sequence
         if table_ptr is not None:
-            pages_ptr = table_ptr + batch * stride_tb
-            if not PAGE:
+            pages_ptr = table_ptr + batch * table_row
+            if not KEYS.page:
                 page = gl.load(pages_ptr, cache_modifier=".cg")
-        rows_page = (stride_cb // D).to(gl.int32)
-        k_row = head * (stride_ch // D).to(gl.int32)
-        if not PAGE:
-            k_row += page * rows_page
-        v_row = k_row + (stride_ckv // D).to(gl.int32)
-        q_ptr += batch * stride_qb
-        out_ptr += batch * stride_ob
-        bits_ptr = ancestors_ptr + batch * stride_ab
-        p_row = ((batch * HEADS + head) * PROGRAMS + program) * (nodes * GROUP)
+        page_rows = (cache.page // D).to(gl.int32)
+        k_row = head * (cache.head // D).to(gl.int32)
+        if not KEYS.page:
+            k_row += page * page_rows
+        v_row = k_row + (cache.side // D).to(gl.int32)
+        task = Task(row_block, program, batch, head)
+        keys = _HeadKeys(cache_desc, pages_ptr, k_row, v_row, page_rows)
+        span = _Span(first, last, count, committed, tiles, active)
         # fmt: off
         gl.warp_specialize([
-            (_attend, (q_ptr, bits_ptr, out_ptr, partial_ptr, softmax_ptr, q_tile, ring, row_block, head, p_row,
-                       stride_qn, stride_qh, stride_an, stride_on, stride_oh, nodes, length, first, last, count,
-                       committed, tiles, active, scale_log2, D, GROUP, WORDS, PROGRAMS, ALL_SPLITS, NODES)),
-            (_load, (cache_desc, pages_ptr, k_row, v_row, rows_page, capacity, first, count, committed, ring, PAGE,
-                     READ_EARLY)),
+            (_attend, (task, q, ancestors, out, parts, span, q_tile, ring, nodes, length, scale_log2,
+                       KEYS, SIZES, SPLITS, NODES)),
+            (_load, (keys, span, ring, capacity, KEYS, READ_EARLY)),
         ], [1], [_LOADER])
         # fmt: on

@@ -3,20 +3,132 @@ kernel adds up what programs leave. `eagle_triton.attention` says what they comp
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from eagle_triton.ops.layers.fp8_pair_rows import store_groups
 from eagle_triton.ops.layers.values import rounded
+from eagle_triton.ops.views import KeyValues, Pages
 
 MANY_TILES = tl.constexpr(64)  # of keys: more are worth all splits, fewer half of them
 
 
+class HeadSizes(NamedTuple):
+    """`heads` of keys and values, of `width` elements, and a `group` of query heads for each of them."""
+
+    width: int
+    group: int
+    heads: int
+
+
+class Splits(NamedTuple):
+    """Keys are split into up to `most` parts of at least `min_tiles` tiles. `programs`: one for each split, or 1."""
+
+    most: int
+    programs: int
+    min_tiles: int
+
+
+class Tiles(NamedTuple):
+    """Sizes of a program's tiles: query rows, keys, keys where some are new, and columns, d or more."""
+
+    rows: int
+    keys: int
+    new_keys: int
+    columns: int
+
+
+class KeyLayout(NamedTuple):
+    """How a sequence's keys lie: `page` rows of the cache in a page, 0: all in one; `stride` from one row to the next.
+
+    words: of ancestors of the new keys, 0: they are causal.
+    """
+
+    page: int
+    stride: int
+    words: int
+
+
+class Parts(NamedTuple):
+    """What programs leave of their splits, in fp32.
+
+    sums [B, Hkv, programs, N * G, d]: weighted values; softmax [B, Hkv, programs, 2, N * G]: log2 of what a row's
+    weights are relative to, then their sum.
+    """
+
+    sums: Tensor
+    softmax: Tensor
+
+
+class Task(NamedTuple):
+    """What a program attends to: a block of the rows of one head of one sequence, over one split or all."""
+
+    row_block: Any
+    split: Any
+    sequence: Any
+    head: Any
+
+
+class Limits(NamedTuple):
+    """Cache rows that a sequence's nodes may see: the committed ones, `new_keys` more, none from `capacity` on.
+
+    window: how many of them each node sees at most, None: all.
+    """
+
+    lengths_ptr: Any
+    new_keys: Any
+    capacity: Any
+    window: Any
+
+
+class PagedCache(NamedTuple):
+    """A cache, all rows of the memory that it lies in, or None, and each sequence's pages."""
+
+    rows: KeyValues
+    desc: Any
+    pages: Pages  # its ptr is None where each sequence has the page of its own number
+
+
+class _HeadKeys(NamedTuple):
+    """Keys and values of one head: where they begin in memory, in a descriptor, and where a sequence's pages do."""
+
+    k_ptr: Any
+    v_ptr: Any
+    desc: Any
+    k_row: Any
+    v_row: Any
+    pages_ptr: Any
+    page: Any  # from one page to the next
+
+
+class _Queries(NamedTuple):
+    """A tile of rows: their queries and nodes, which there are, and where the words of their ancestors begin."""
+
+    q: Any
+    node: Any
+    ok: Any
+    bits_ptr: Any
+
+
+class _Span(NamedTuple):
+    """Cache rows first .. last: a part of `tiles` tiles that `active` splits share."""
+
+    first: Any
+    last: Any
+    tiles: Any
+    active: Any
+
+
 @triton.jit
-def _span(length, new_keys, capacity, window, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def _visible_rows(length, limits, BLOCK_N: tl.constexpr):
     """The cache rows [oldest, newest) that any node of a sequence may see, from a tile's start on."""
-    newest = tl.minimum(length + new_keys, capacity)
-    return tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N if WINDOW else 0, newest
+    oldest = 0
+    if limits.window is not None:
+        oldest = tl.maximum(length - limits.window, 0) // BLOCK_N * BLOCK_N
+    return oldest, tl.minimum(length + limits.new_keys, limits.capacity)
 
 
 @triton.jit
@@ -160,44 +272,36 @@ def _nothing(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q,
-    cache_desc,
-    k_row,
-    v_row,
-    k_ptr,
-    v_ptr,
-    pages_ptr,
-    stride_page,
-    rows_page,
-    bits_ptr,
-    node,
-    row_ok,
+    queries,
+    keys,
+    limits,
+    span,
     length,
-    capacity,
-    first,
-    last,
-    tiles,
-    active,
     scale_log2,
-    window,
     D: tl.constexpr,
-    STRIDE_T: tl.constexpr,
-    PAGE: tl.constexpr,
-    WORDS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    KEYS: tl.constexpr,
     ALL_SPLITS: tl.constexpr,
-    TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """Rows `q` over the cache rows first .. last: the weighted sum of their values [BLOCK_M, BLOCK_D], log2 of what the
-    weights are relative to (-inf: there are none), and their sum.
+    """Rows over a span of the cache: the weighted sum of their values [rows, columns], log2 of what the weights are
+    relative to (-inf: there are none), and their sum.
 
-    WORDS 0: causal. Tiles of committed rows need no mask (unless WINDOW); those that touch new keys go by BLOCK_T.
-    ALL_SPLITS: the rows are those of `active` splits of `tiles` tiles, each of which is summed by itself first.
+    Tiles of committed rows need no mask (unless there is a window); those that touch new keys have a size of their own.
+    ALL_SPLITS: the span is that of all splits, each of which is summed by itself first.
     """
+    BLOCK_M: tl.constexpr = TILES.rows
+    BLOCK_N: tl.constexpr = TILES.keys
+    BLOCK_T: tl.constexpr = TILES.new_keys
+    BLOCK_D: tl.constexpr = TILES.columns
+    STRIDE_T: tl.constexpr = KEYS.stride
+    PAGE: tl.constexpr = KEYS.page
+    WORDS: tl.constexpr = KEYS.words
+    WINDOW: tl.constexpr = limits.window is not None
+    TMA: tl.constexpr = keys.desc is not None
+    q, node, row_ok, bits_ptr = queries
+    first, last, tiles, active = span
+    capacity, window = limits.capacity, limits.window
+    rows_page = (keys.page // D).to(tl.int32)
     acc, top, total = _nothing(BLOCK_M, BLOCK_D)
     if ALL_SPLITS:
         sums, base, whole = _nothing(BLOCK_M, BLOCK_D)
@@ -214,28 +318,28 @@ def _attend(
     plain_last = tl.minimum(last, length // BLOCK_N * BLOCK_N)
     row = tl.arange(0, BLOCK_N)
     tile = row[:, None] * STRIDE_T + column[None, :]
-    page = _page(pages_ptr, first, capacity, PAGE)
+    page = _page(keys.pages_ptr, first, capacity, PAGE)
     for start in tl.range(first, plain_last, BLOCK_N):
-        following = _page(pages_ptr, start + BLOCK_N, capacity, PAGE)  # a tile ahead, so that nothing waits for it
+        following = _page(keys.pages_ptr, start + BLOCK_N, capacity, PAGE)  # a tile ahead, so that nothing waits for it
         if ALL_SPLITS:
             begins = start == first + _first_tile(split, tiles, active) * BLOCK_N
             split += begins
             sums, base, whole, acc, top, total = _begin_split(begins, sums, base, whole, acc, top, total)
         if TMA:
-            k = cache_desc.load([k_row + _tile_row(page, start, rows_page, PAGE), 0])
+            k = keys.desc.load([keys.k_row + _tile_row(page, start, rows_page, PAGE), 0])
         else:
             ok = column_ok[None, :]
             if WINDOW:
                 ok = ok & (start + row >= length - window)[:, None]
-            offset = _tile_offset(page, start, stride_page, STRIDE_T, PAGE)
-            k = tl.load(k_ptr + offset + tile, mask=ok, other=0.0)
+            offset = _tile_offset(page, start, keys.page, STRIDE_T, PAGE)
+            k = tl.load(keys.k_ptr + offset + tile, mask=ok, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if WINDOW:
             scores = tl.where((start + row)[None, :] > (position - window)[:, None], scores, float("-inf"))
         if TMA:
-            v = cache_desc.load([v_row + _tile_row(page, start, rows_page, PAGE), 0])
+            v = keys.desc.load([keys.v_row + _tile_row(page, start, rows_page, PAGE), 0])
         else:
-            v = tl.load(v_ptr + offset + tile, mask=ok, other=0.0)
+            v = tl.load(keys.v_ptr + offset + tile, mask=ok, other=0.0)
         acc, top, total = _fold(acc, top, total, scores, v, scale_log2, WINDOW)
         page = following
 
@@ -249,10 +353,10 @@ def _attend(
             sums, base, whole, acc, top, total = _begin_split(begins, sums, base, whole, acc, top, total)
         rows = start + row
         ok = (rows < last)[:, None] & column_ok[None, :]
-        offset = _tile_offset(page, start, stride_page, STRIDE_T, PAGE)
-        page = _page(pages_ptr, start + BLOCK_T, capacity, PAGE)
-        k = tl.load(k_ptr + offset + tile, mask=ok, other=0.0)
-        v = tl.load(v_ptr + offset + tile, mask=ok, other=0.0)
+        offset = _tile_offset(page, start, keys.page, STRIDE_T, PAGE)
+        page = _page(keys.pages_ptr, start + BLOCK_T, capacity, PAGE)
+        k = tl.load(keys.k_ptr + offset + tile, mask=ok, other=0.0)
+        v = tl.load(keys.v_ptr + offset + tile, mask=ok, other=0.0)
         if WORDS:
             word = _window(bits_ptr, start - length, row_ok, WORDS)
             anyone = tl.reduce(word, 0, _either)
@@ -286,180 +390,100 @@ def _normalised(acc, total):
 
 @triton.jit
 def attend_split(
-    row_block,
-    program,
-    sequence,
-    head,
-    q_ptr,
-    cache_ptr,
-    cache_desc,
-    table_ptr,
-    lengths_ptr,
-    ancestors_ptr,
-    out_ptr,
-    partial_ptr,
-    softmax_ptr,
-    stride_qb,
-    stride_qn,
-    stride_qh,
-    stride_ckv,
-    stride_cb,
-    stride_ch,
-    stride_tb,
-    stride_ab,
-    stride_an,
-    stride_ob,
-    stride_on,
-    stride_oh,
+    task,
+    q,
+    cache,
+    limits,
+    ancestors,
+    out,
+    parts,
+    lse_ptr,
     nodes,
-    new_keys,
-    capacity,
     scale_log2,
-    window,
-    D: tl.constexpr,
-    STRIDE_T: tl.constexpr,
-    PAGE: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    WORDS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    KEYS: tl.constexpr,
+    SIZES: tl.constexpr,
     SPLITS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """Rows row_block * BLOCK_M .. of one head of one sequence over split `program`, with PROGRAMS 1 over all splits.
-
-    PAGE: rows of a page, of which a sequence has several; 0: a sequence's rows lie in one page. The sum of a split
-    goes to `partial` and `softmax`, that of all to `out`, and its log-sum-exp [B, Hq, N] to `softmax` if there is that.
-    A split without keys writes nothing.
-    """
-    batch, rows = sequence.to(tl.int64), nodes * GROUP
+    """Attend the rows of a task. The sum of a split goes to `parts`, that of all to `out`, and its log-sum-exp
+    [B, Hq, N] to `lse_ptr` if there is one. A split without keys writes nothing."""
+    D: tl.constexpr = SIZES.width
+    GROUP: tl.constexpr = SIZES.group
+    BLOCK_M: tl.constexpr = TILES.rows
+    BLOCK_N: tl.constexpr = TILES.keys
+    row_block, program, head = task.row_block, task.split, task.head
+    batch, rows = task.sequence.to(tl.int64), nodes * GROUP
     row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok, node = row < rows, row // GROUP
-    column = tl.arange(0, BLOCK_D)
+    column = tl.arange(0, TILES.columns)
     mask = row_ok[:, None] & (column < D)[None, :]
     query_head = head * GROUP + row % GROUP
-    q_offset = node * stride_qn + query_head * stride_qh
-    length = tl.minimum(tl.load(lengths_ptr + batch), capacity)
-    oldest, newest = _span(length, new_keys, capacity, window, WINDOW, BLOCK_N)
-    tiles, active = _share_out(newest - oldest, BLOCK_N, SPLITS, MIN_TILES)
+    q_offset = node * q.row + query_head * q.head
+    length = tl.minimum(tl.load(limits.lengths_ptr + batch), limits.capacity)
+    oldest, newest = _visible_rows(length, limits, BLOCK_N)
+    tiles, active = _share_out(newest - oldest, BLOCK_N, SPLITS.most, SPLITS.min_tiles)
     if program < active:
-        q = tl.load(q_ptr + batch * stride_qb + (q_offset[:, None] + column[None, :]), mask=mask, other=0.0)
+        query = tl.load(q.ptr + batch * q.batch + (q_offset[:, None] + column[None, :]), mask=mask, other=0.0)
         first, last = oldest, newest
-        if PROGRAMS == SPLITS:
+        if SPLITS.programs == SPLITS.most:
             first = oldest + _first_tile(program, tiles, active) * BLOCK_N
             last = tl.minimum(oldest + _first_tile(program + 1, tiles, active) * BLOCK_N, newest)
-        if WORDS == 0:  # causal: nothing behind the block's last node
+        if KEYS.words == 0:  # causal: nothing behind the block's last node
             last = tl.minimum(last, length + tl.minimum((row_block + 1) * BLOCK_M - 1, rows - 1) // GROUP + 1)
 
-        pages_ptr, page = table_ptr, batch
-        if table_ptr is not None:
-            pages_ptr = table_ptr + batch * stride_tb
-            page = tl.zeros_like(batch) if PAGE else tl.load(pages_ptr).to(tl.int64)
-        k_ptr = cache_ptr + page * stride_cb + head.to(tl.int64) * stride_ch
-        k_row = page.to(tl.int32) * (stride_cb // D).to(tl.int32) + head * (stride_ch // D).to(tl.int32)
-        v_row = k_row + (stride_ckv // D).to(tl.int32)
-        bits_ptr = ancestors_ptr
-        if WORDS:
-            bits_ptr = ancestors_ptr + batch * stride_ab + node * stride_an
-        sums, top, total = _attend(
-            q,
-            cache_desc,
-            k_row,
-            v_row,
-            k_ptr,
-            k_ptr + stride_ckv,
-            pages_ptr,
-            stride_cb,
-            (stride_cb // D).to(tl.int32),
-            bits_ptr,
-            node,
-            row_ok,
-            length,
-            capacity,
-            first,
-            last,
-            tiles,
-            active,
-            scale_log2,
-            window,
-            D,
-            STRIDE_T,
-            PAGE,
-            WORDS,
-            WINDOW,
-            PROGRAMS < SPLITS,
-            TMA,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_T,
-            BLOCK_D,
-        )
-        if PROGRAMS == 1:
-            o_offset = node * stride_on + query_head * stride_oh
-            out = _normalised(sums, total).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + batch * stride_ob + (o_offset[:, None] + column[None, :]), out, mask=mask)
-            if softmax_ptr is not None:
+        pages_ptr, page = cache.pages.ptr, batch
+        if cache.pages.ptr is not None:
+            pages_ptr = cache.pages.ptr + batch * cache.pages.row
+            page = tl.zeros_like(batch) if KEYS.page else tl.load(pages_ptr).to(tl.int64)
+        k_ptr = cache.rows.ptr + page * cache.rows.page + head.to(tl.int64) * cache.rows.head
+        k_row = page.to(tl.int32) * (cache.rows.page // D).to(tl.int32) + head * (cache.rows.head // D).to(tl.int32)
+        v_row = k_row + (cache.rows.side // D).to(tl.int32)
+        bits_ptr = None
+        if KEYS.words:
+            bits_ptr = ancestors.ptr + batch * ancestors.batch + node * ancestors.row
+        queries = _Queries(query, node, row_ok, bits_ptr)
+        keys = _HeadKeys(k_ptr, k_ptr + cache.rows.side, cache.desc, k_row, v_row, pages_ptr, cache.rows.page)
+        span = _Span(first, last, tiles, active)
+        ALL_SPLITS: tl.constexpr = SPLITS.programs < SPLITS.most
+        sums, top, total = _attend(queries, keys, limits, span, length, scale_log2, D, KEYS, ALL_SPLITS, TILES)
+        if SPLITS.programs == 1:
+            o_offset = node * out.row + query_head * out.head
+            o = _normalised(sums, total).to(out.ptr.dtype.element_ty)
+            tl.store(out.ptr + batch * out.batch + (o_offset[:, None] + column[None, :]), o, mask=mask)
+            if lse_ptr is not None:
                 lse = (top + tl.log2(total)) * 0.6931471805599453
-                tl.store(softmax_ptr + (batch * HEADS * GROUP + query_head) * nodes + node, lse, mask=row_ok)
+                tl.store(lse_ptr + (batch * SIZES.heads * GROUP + query_head) * nodes + node, lse, mask=row_ok)
         else:
-            p_row = ((batch * HEADS + head) * PROGRAMS + program) * rows
-            tl.store(softmax_ptr + 2 * p_row + row, top, mask=row_ok)
-            tl.store(softmax_ptr + 2 * p_row + rows + row, total, mask=row_ok)
-            tl.store(partial_ptr + p_row * D + (row[:, None] * D + column[None, :]), sums, mask=mask)
+            p_row = ((batch * SIZES.heads + head) * SPLITS.programs + program) * rows
+            tl.store(parts.softmax + 2 * p_row + row, top, mask=row_ok)
+            tl.store(parts.softmax + 2 * p_row + rows + row, total, mask=row_ok)
+            tl.store(parts.sums + p_row * D + (row[:, None] * D + column[None, :]), sums, mask=mask)
 
 
 @triton.jit(do_not_specialize=["new_keys"], do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "nodes"])
 def _tree_attention_kernel(
-    q_ptr,
-    cache_ptr,
+    q,
+    cache,
     cache_desc,
     table_ptr,
+    table_row,
     lengths_ptr,
-    ancestors_ptr,
-    out_ptr,
-    partial_ptr,
-    softmax_ptr,
-    stride_qb,
-    stride_qn,
-    stride_qh,
-    stride_ckv,
-    stride_cb,
-    stride_ch,
-    stride_tb,
-    stride_ab,
-    stride_an,
-    stride_ob,
-    stride_on,
-    stride_oh,
+    ancestors,
+    out,
+    parts,
     nodes,
     new_keys,
     capacity,
     scale_log2,
     window,
-    D: tl.constexpr,
-    STRIDE_T: tl.constexpr,
-    PAGE: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    WORDS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    lse_ptr,
+    KEYS: tl.constexpr,
+    SIZES: tl.constexpr,
     SPLITS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    TMA: tl.constexpr,
+    TILES: tl.constexpr,
     PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
-    """Grid (row blocks, B * Hkv, PROGRAMS): a program attends BLOCK_M rows of one head over its splits of the keys.
+    """Grid (row blocks, B * Hkv, programs): a program attends a block of rows of one head over its splits of the keys.
 
     Programs that are idle for every sequence come last, so that they hold nobody up.
     """
@@ -467,53 +491,11 @@ def _tree_attention_kernel(
         tl.extra.cuda.gdc_wait()
     if PDL:  # after the wait, because the merge reads the lengths before its own
         tl.extra.cuda.gdc_launch_dependents()
-    attend_split(
-        tl.program_id(0),
-        tl.program_id(2),
-        tl.program_id(1) // HEADS,
-        tl.program_id(1) % HEADS,
-        q_ptr,
-        cache_ptr,
-        cache_desc,
-        table_ptr,
-        lengths_ptr,
-        ancestors_ptr,
-        out_ptr,
-        partial_ptr,
-        softmax_ptr,
-        stride_qb,
-        stride_qn,
-        stride_qh,
-        stride_ckv,
-        stride_cb,
-        stride_ch,
-        stride_tb,
-        stride_ab,
-        stride_an,
-        stride_ob,
-        stride_on,
-        stride_oh,
-        nodes,
-        new_keys,
-        capacity,
-        scale_log2,
-        window,
-        D,
-        STRIDE_T,
-        PAGE,
-        GROUP,
-        HEADS,
-        WORDS,
-        WINDOW,
-        SPLITS,
-        PROGRAMS,
-        MIN_TILES,
-        TMA,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_T,
-        BLOCK_D,
-    )
+    sequence, head = tl.program_id(1) // SIZES.heads, tl.program_id(1) % SIZES.heads
+    task = Task(tl.program_id(0), tl.program_id(2), sequence, head)
+    cache = PagedCache(cache, cache_desc, Pages(table_ptr, table_row))
+    limits = Limits(lengths_ptr, new_keys, capacity, window)
+    attend_split(task, q, cache, limits, ancestors, out, parts, lse_ptr, nodes, scale_log2, KEYS, SIZES, SPLITS, TILES)
 
 
 @triton.jit
@@ -521,45 +503,37 @@ def merge_rows(
     row_block,
     sequence,
     head,
-    partial_ptr,
-    softmax_ptr,
-    lengths_ptr,
-    out_ptr,
-    parts_ptr,
-    scale_ptr,
-    stride_ob,
-    stride_on,
-    stride_oh,
+    parts,
+    limits,
+    out,
+    pair,
     nodes,
     all_rows,
-    new_keys,
-    capacity,
-    window,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    SIZES: tl.constexpr,
     SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    PDL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Add up what programs left of rows row_block * BLOCK_R .. of one head of a sequence, and store the sums, or with
-    `parts_ptr` their Float8Pair, of which a head's 128 elements are a group. all_rows: of that, the nodes of all
+    """Add up what programs left of rows row_block * BLOCK_R .. of one head of a sequence, and store the sums in `out`,
+    or their Float8Pair in `pair`, of which a head's 128 elements are a group. all_rows: of that, the nodes of all
     sequences."""
+    D: tl.constexpr = SIZES.width
+    GROUP: tl.constexpr = SIZES.group
+    MOST: tl.constexpr = SPLITS.most
     batch, rows = sequence.to(tl.int64), nodes * GROUP
-    length = tl.minimum(tl.load(lengths_ptr + batch, cache_modifier=".cg"), capacity)  # see runtime/overlap.py
-    oldest, newest = _span(length, new_keys, capacity, window, WINDOW, BLOCK_N)
-    _, active = _share_out(newest - oldest, BLOCK_N, SPLITS, MIN_TILES)
-    row, column, split = row_block * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    # see runtime/overlap.py
+    length = tl.minimum(tl.load(limits.lengths_ptr + batch, cache_modifier=".cg"), limits.capacity)
+    oldest, newest = _visible_rows(length, limits, BLOCK_N)
+    _, active = _share_out(newest - oldest, BLOCK_N, MOST, SPLITS.min_tiles)
+    row, column = row_block * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    split = tl.arange(0, triton.next_power_of_2(MOST))
     row_ok = row < rows
     mask = row_ok[:, None] & (column < D)[None, :]
-    p_row = (batch * HEADS + head) * SPLITS * rows
-    partial_ptr += p_row * D
-    softmax_ptr += 2 * p_row
+    p_row = (batch * SIZES.heads + head) * MOST * rows
+    sums_ptr = parts.sums + p_row * D
+    softmax_ptr = parts.softmax + 2 * p_row
     tile = row[:, None] * D + column[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -567,85 +541,64 @@ def merge_rows(
     base = tl.max(tl.load(softmax_ptr + 2 * split[None, :] * rows + row[:, None], mask=ok, other=float("-inf")), 1)
     sums = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     whole = tl.zeros((BLOCK_R,), tl.float32)
-    for index in tl.static_range(SPLITS):
+    for index in tl.static_range(MOST):
         active_row = row_ok & (index < active)
         top = tl.load(softmax_ptr + 2 * index * rows + row, mask=active_row, other=float("-inf"))
         total = tl.load(softmax_ptr + (2 * index + 1) * rows + row, mask=active_row, other=0.0)
-        partial = tl.load(partial_ptr + index * rows * D + tile, mask=mask & (index < active), other=0.0)
+        partial = tl.load(sums_ptr + index * rows * D + tile, mask=mask & (index < active), other=0.0)
         beside = _relative_to(top, base)
         sums = tl.fma(partial, beside[:, None], sums)
         whole = tl.fma(total, beside, whole)
-    out = _normalised(sums, whole)
+    merged = _normalised(sums, whole)
     node, query_head = row // GROUP, head * GROUP + row % GROUP
-    if parts_ptr is not None:
+    if pair is not None:
         tl.static_assert(D == 128)
-        out = rounded(out, tl.bfloat16)
-        size = HEADS * GROUP * D
-        store_groups(out, query_head, batch * nodes + node, row_ok, parts_ptr, scale_ptr, all_rows, size)
+        merged = rounded(merged, tl.bfloat16)
+        size = SIZES.heads * GROUP * D
+        store_groups(merged, query_head, batch * nodes + node, row_ok, pair.parts, pair.scale, all_rows, size)
     else:
-        o_offset = node * stride_on + query_head * stride_oh
-        out_ptr += batch * stride_ob
-        tl.store(out_ptr + (o_offset[:, None] + column[None, :]), out.to(out_ptr.dtype.element_ty), mask=mask)
+        o_offset = node * out.row + query_head * out.head
+        out_ptr = out.ptr + batch * out.batch
+        tl.store(out_ptr + (o_offset[:, None] + column[None, :]), merged.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["all_rows", "new_keys"], do_not_specialize_on_alignment=["lengths_ptr", "nodes"])
 def _merge_kernel(
-    partial_ptr,
-    softmax_ptr,
+    parts,
     lengths_ptr,
-    out_ptr,
-    parts_ptr,
-    scale_ptr,
-    stride_ob,
-    stride_on,
-    stride_oh,
+    out,
+    pair,
     nodes,
     all_rows,
     new_keys,
     capacity,
     window,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    SIZES: tl.constexpr,
     SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    PDL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (row blocks, B * Hkv): a program adds up the parts of BLOCK_R rows."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    row_block, sequence, head = tl.program_id(0), tl.program_id(1) // SIZES.heads, tl.program_id(1) % SIZES.heads
+    limits = Limits(lengths_ptr, new_keys, capacity, window)
     merge_rows(
-        tl.program_id(0),
-        tl.program_id(1) // HEADS,
-        tl.program_id(1) % HEADS,
-        partial_ptr,
-        softmax_ptr,
-        lengths_ptr,
-        out_ptr,
-        parts_ptr,
-        scale_ptr,
-        stride_ob,
-        stride_on,
-        stride_oh,
+        row_block,
+        sequence,
+        head,
+        parts,
+        limits,
+        out,
+        pair,
         nodes,
         all_rows,
-        new_keys,
-        capacity,
-        window,
-        D,
-        GROUP,
-        HEADS,
-        WINDOW,
+        SIZES,
         SPLITS,
-        MIN_TILES,
-        PDL,
         BLOCK_N,
         BLOCK_R,
-        BLOCK_S,
         BLOCK_D,
+        PDL,
     )

@@ -35,7 +35,18 @@ import triton.language as tl
 
 from eagle_triton.kv_cache import commit_plane, plane_of, row_offset
 from eagle_triton.operands.verification import FAULT, REASON
-from eagle_triton.ops.attention_tiles import attend_split, merge_rows
+from eagle_triton.ops.attention_tiles import (
+    HeadSizes,
+    KeyLayout,
+    Limits,
+    PagedCache,
+    Parts,
+    Splits,
+    Task,
+    Tiles,
+    attend_split,
+    merge_rows,
+)
 from eagle_triton.ops.layers.norms import norm_row
 from eagle_triton.ops.layers.rotary import HeadNorms, NodeHead, Projected, Turn, rotary_append_head
 from eagle_triton.ops.linear.few_rows import Operand, add_bias, product_steps, store_tile, swiglu_tile
@@ -43,7 +54,7 @@ from eagle_triton.ops.sampling.filter_thresholds import scan_parts
 from eagle_triton.ops.tree import choose_beam, store_ancestors, topk_chunk, topk_merge, write_tree
 from eagle_triton.ops.verification.update import update_one
 from eagle_triton.ops.verification.walks import greedy_walk
-from eagle_triton.ops.views import CacheLayer, Heads, Pages, Rows
+from eagle_triton.ops.views import BatchedRows, CacheLayer, CacheSide, Heads, KeyValues, Pages, Rows
 from eagle_triton.runtime.grid_barrier import grid_barrier
 from eagle_triton.runtime.launch import DRAFT_WARPS
 
@@ -322,12 +333,10 @@ def draft_verify_update_kernel(
     for task in range(program, target_planes * ok, PROGRAMS):
         stack, sequence, head = plane_of(task, B, target_heads)
         commit_plane(
+            CacheSide(target_cache_ptr, target_page, PAGE * TARGET_D, TARGET_D),
             target_cache_ptr + (stack * target_heads + head) * (PAGE * TARGET_D),
-            table_ptr,
+            Pages(table_ptr, table_width),
             sequence,
-            table_width,
-            target_page,
-            TARGET_D,
             tl.load(before_ptr + sequence),
             path_ptr + sequence * STEPS,
             tl.load(accepted_ptr + sequence),
@@ -556,52 +565,22 @@ def draft_verify_update_kernel(
             row_blocks = tl.cdiv(count * GROUP, ROWS_M)
             for task in range(program, row_blocks * KEY_SPLITS * B * HEADS * ok, PROGRAMS):
                 head = index_of(task // (row_blocks * KEY_SPLITS))
+                planes = KeyValues(cache_ptr, wide(HEADS * PLANE), wide(2 * HEADS * PLANE), wide(PLANE))
                 attend_split(
-                    task // KEY_SPLITS % row_blocks,
-                    task % KEY_SPLITS,
-                    head // HEADS,
-                    head % HEADS,
-                    queries_ptr,
-                    cache_ptr,
+                    Task(task // KEY_SPLITS % row_blocks, task % KEY_SPLITS, head // HEADS, head % HEADS),
+                    Heads(queries_ptr, count * Q_COLS, Q_COLS, D),
+                    PagedCache(planes, None, Pages(table_ptr, table_width)),
+                    Limits(visible, 64 * WORDS, capacity, None),
+                    BatchedRows(bits, bits_stride, WORDS),
+                    Heads(attended_ptr, count * Q_COLS, Q_COLS, D),
+                    Parts(partial_ptr, softmax_ptr),
                     None,
-                    table_ptr,
-                    visible,
-                    bits,
-                    attended_ptr,
-                    partial_ptr,
-                    softmax_ptr,
-                    count * Q_COLS,
-                    Q_COLS,
-                    D,
-                    wide(HEADS * PLANE),
-                    wide(2 * HEADS * PLANE),
-                    wide(PLANE),
-                    table_width,
-                    bits_stride,
-                    WORDS,
-                    count * Q_COLS,
-                    Q_COLS,
-                    D,
                     count,
-                    64 * WORDS,
-                    capacity,
                     scale_log2,
-                    0,
-                    D,
-                    D,
-                    PAGE,
-                    GROUP,
-                    HEADS,
-                    WORDS,
-                    False,
-                    KEY_SPLITS,
-                    KEY_SPLITS,
-                    MIN_TILES,
-                    False,
-                    ROWS_M,
-                    KEYS_N,
-                    KEYS_T,
-                    D_BLOCK,
+                    KeyLayout(PAGE, D, WORDS),
+                    HeadSizes(D, GROUP, HEADS),
+                    Splits(KEY_SPLITS, KEY_SPLITS, MIN_TILES),
+                    Tiles(ROWS_M, KEYS_N, KEYS_T, D_BLOCK),
                 )
 
         elif kind == MERGE:
@@ -616,31 +595,18 @@ def draft_verify_update_kernel(
                         task % row_blocks,
                         head // HEADS,
                         head % HEADS,
-                        partial_ptr,
-                        softmax_ptr,
-                        visible,
-                        attended_ptr,
+                        Parts(partial_ptr, softmax_ptr),
+                        Limits(visible, 64 * WORDS, capacity, None),
+                        Heads(attended_ptr, count * Q_COLS, Q_COLS, D),
                         None,
-                        None,
-                        count * Q_COLS,
-                        Q_COLS,
-                        D,
                         count,
                         0,
-                        64 * WORDS,
-                        capacity,
-                        0,
-                        D,
-                        GROUP,
-                        HEADS,
-                        False,
-                        KEY_SPLITS,
-                        MIN_TILES,
-                        False,
+                        HeadSizes(D, GROUP, HEADS),
+                        Splits(KEY_SPLITS, KEY_SPLITS, MIN_TILES),
                         KEYS_N,
                         MERGE_ROWS,
-                        triton.next_power_of_2(KEY_SPLITS),
                         D_BLOCK,
+                        False,
                     )
 
         elif (kind == POST) | (kind == NORM) | (kind == SUM):

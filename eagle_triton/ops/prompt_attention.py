@@ -33,6 +33,7 @@ from torch import Tensor
 
 from eagle_triton import attention
 from eagle_triton.operands.attention import check_prompt_attention
+from eagle_triton.ops.views import KeyValues
 from eagle_triton.runtime.launch import EXACT, launch
 
 SEGMENTS = (16384, 8192, 4096, 2048)  # of committed rows, a plan of cuDNN's for each and each N
@@ -54,12 +55,9 @@ class _Part(NamedTuple):
 
 @triton.jit(do_not_specialize_on_alignment=["table_ptr", "count"])
 def _take_rows_kernel(
-    cache_ptr,
+    cache,
     table_ptr,
     out_ptr,
-    stride_cs,
-    stride_cp,
-    stride_ch,
     first,
     rows,
     count,
@@ -77,59 +75,56 @@ def _take_rows_kernel(
     column = tl.arange(0, BLOCK_D)
     begin = first + tl.program_id(1) * BLOCK_R
     page = tl.load(table_ptr + begin // PAGE, mask=begin - first < count, other=0).to(tl.int64)
-    cache_ptr += plane // heads * stride_cs + page * stride_cp + plane % heads * stride_ch + begin % PAGE * STRIDE_T
+    page_ptr = cache.ptr + plane // heads * cache.side + page * cache.page + plane % heads * cache.head
+    page_ptr += begin % PAGE * STRIDE_T
     inside = (column < D)[None, :]
     tile = tl.arange(0, BLOCK_R)[:, None] * STRIDE_T + column[None, :]
-    row = tl.load(cache_ptr + tile, mask=(index < count)[:, None] & inside, other=0.0)
+    row = tl.load(page_ptr + tile, mask=(index < count)[:, None] & inside, other=0.0)
     out_ptr += plane * rows * D
     tl.store(out_ptr + (index[:, None] * D + column[None, :]), row, mask=(index < rows)[:, None] & inside)
 
 
 @triton.jit
-def _add_part(sums, whole, part_ptr, tile, ok, lse, top):
+def _add_part(sums, whole, part, tile, ok, lse, top):
     """Add a part whose weights are relative to exp(lse), one of them for each row."""
     weight = tl.exp(lse - top)
-    part = tl.load(part_ptr + tile, mask=ok & (lse > float("-inf"))[:, None], other=0.0)
-    return tl.fma(part.to(tl.float32), weight[:, None], sums), whole + weight
+    values = tl.load(part.out + tile, mask=ok & (lse > float("-inf"))[:, None], other=0.0)
+    return tl.fma(values.to(tl.float32), weight[:, None], sums), whole + weight
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["count"])
 def _add_parts_kernel(
     out_ptr,
     lse_ptr,
-    part0_ptr,
-    lse0_ptr,
-    part1_ptr,
-    lse1_ptr,
-    part2_ptr,
-    lse2_ptr,
-    part3_ptr,
-    lse3_ptr,
-    parts,
+    part0,
+    part1,
+    part2,
+    part3,
+    count,
     nodes,
     D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (Hq, row blocks): a program adds up to four parts of BLOCK_R rows of one head; `lse_ptr`, if there is one,
-    takes the sum's."""
+    """Grid (Hq, row blocks): a program adds up `count` parts, at most four, of BLOCK_R rows of one head; `lse_ptr`, if
+    there is one, takes the sum's."""
     head, heads = tl.program_id(0), tl.num_programs(0)
     row, column = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     row_ok = row < nodes
     place = head * nodes + row
-    lse0 = tl.load(lse0_ptr + place, mask=row_ok, other=0.0)
-    lse1 = tl.load(lse1_ptr + place, mask=row_ok & (parts > 1), other=float("-inf"))
-    lse2 = tl.load(lse2_ptr + place, mask=row_ok & (parts > 2), other=float("-inf"))
-    lse3 = tl.load(lse3_ptr + place, mask=row_ok & (parts > 3), other=float("-inf"))
+    lse0 = tl.load(part0.lse + place, mask=row_ok, other=0.0)
+    lse1 = tl.load(part1.lse + place, mask=row_ok & (count > 1), other=float("-inf"))
+    lse2 = tl.load(part2.lse + place, mask=row_ok & (count > 2), other=float("-inf"))
+    lse3 = tl.load(part3.lse + place, mask=row_ok & (count > 3), other=float("-inf"))
     top = tl.maximum(tl.maximum(lse0, lse1), tl.maximum(lse2, lse3))
     ok = row_ok[:, None] & (column < D)[None, :]
     tile = (row * heads + head)[:, None] * D + column[None, :]
     sums = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     whole = tl.zeros((BLOCK_R,), tl.float32)
-    sums, whole = _add_part(sums, whole, part0_ptr, tile, ok, lse0, top)
-    sums, whole = _add_part(sums, whole, part1_ptr, tile, ok, lse1, top)
-    sums, whole = _add_part(sums, whole, part2_ptr, tile, ok, lse2, top)
-    sums, whole = _add_part(sums, whole, part3_ptr, tile, ok, lse3, top)
+    sums, whole = _add_part(sums, whole, part0, tile, ok, lse0, top)
+    sums, whole = _add_part(sums, whole, part1, tile, ok, lse1, top)
+    sums, whole = _add_part(sums, whole, part2, tile, ok, lse2, top)
+    sums, whole = _add_part(sums, whole, part3, tile, ok, lse3, top)
     tl.store(out_ptr + tile, (sums / whole[:, None]).to(out_ptr.dtype.element_ty), mask=ok)
     if lse_ptr is not None:
         tl.store(lse_ptr + place, top + tl.log(whole), mask=row_ok)
@@ -260,10 +255,9 @@ def _taken(cache: Tensor, table: Tensor, first: int, rows: int, count: int, room
     _, _, heads, page, width = cache.shape
     out = room[: 2 * heads * rows * width].view(2, heads, rows, width)
     launch(_take_rows_kernel, (2 * heads, triton.cdiv(rows, TAKEN_ROWS)))(
-        cache,
+        KeyValues.of(cache),
         table,
         out,
-        *cache.stride()[:3],
         first,
         rows,
         count,
@@ -287,7 +281,7 @@ def _added_up(parts: list[_Part], dtype: torch.dtype) -> _Part:
     launch(_add_parts_kernel, (heads, triton.cdiv(nodes, ADDED_ROWS)))(
         out,
         lse,
-        *(tensor for part in padded for tensor in part),
+        *padded,
         len(parts),
         nodes,
         D=width,

@@ -116,8 +116,21 @@ class NewRows(NamedTuple):
         return NewRows(x, *x.stride()[:5])
 
 
+class KeyValues(NamedTuple):
+    """Keys and values of one layer, [2, P, Hkv, R, d] in P pages of R rows, d contiguous; kernels know R's stride."""
+
+    ptr: Tensor
+    side: int
+    page: int
+    head: int
+
+    @staticmethod
+    def of(x: Tensor) -> KeyValues:
+        return KeyValues(x, *x.stride()[:3])
+
+
 class BatchedRows(NamedTuple):
-    """A tensor [batch, rows, n], its last dimension contiguous."""
+    """A tensor [batch, rows, n], its last dimension contiguous; the words of ancestors are one."""
 
     ptr: Tensor
     batch: int

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
-
 import torch
 from torch import Tensor
 
@@ -11,40 +9,6 @@ from eagle_triton.operands.ancestors import WORD, ancestor_matrix
 from eagle_triton.operands.attention import check_tree_attention
 from eagle_triton.operands.kv_cache import capacity_of
 from eagle_triton.runtime.float8_pair import Float8Pair
-
-
-@overload
-def tree_attention(
-    q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor | None = None,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    new_keys: int | None = None,
-    launch_nodes: int | None = None,
-    table: Tensor | None = None,
-    read_early: bool = False,
-    for_float8: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def tree_attention(
-    q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor | None = None,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    new_keys: int | None = None,
-    launch_nodes: int | None = None,
-    table: Tensor | None = None,
-    read_early: bool = False,
-    for_float8: bool,
-) -> Tensor | Float8Pair: ...
 
 
 def tree_attention(

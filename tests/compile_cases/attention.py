@@ -4,23 +4,32 @@ import triton
 
 from eagle_triton.attention import MERGE_REGISTERS, merge_rows_of, settings_for
 from eagle_triton.ops import attention_hopper as streamed
-from eagle_triton.ops.attention_tiles import _merge_kernel, _tree_attention_kernel
+from eagle_triton.ops.attention_tiles import (
+    HeadSizes,
+    KeyLayout,
+    Parts,
+    Splits,
+    Tiles,
+    _merge_kernel,
+    _tree_attention_kernel,
+)
+from eagle_triton.ops.views import BatchedRows, Heads, KeyValues, PairParts
 from eagle_triton.runtime.launch import EXACT
+from tests.compile_cases._views import typed
 
 KV_HEADS, GROUP = 8, 4
 CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "gfx942": None}
-_STRIDES = ("qb", "qn", "qh", "ckv", "cb", "ch", "ob", "on", "oh")
-ALIGNED = {"capacity", *(f"stride_{name}" for name in _STRIDES)}
+ALIGNED = {"capacity", *(f"{view}.{field}" for view in ("q", "out") for field in ("batch", "row", "head"))}
+ALIGNED |= {"cache.side", "cache.page", "cache.head"}
 TYPES = {
     "table_ptr": "*i32",
     "lengths_ptr": "*i32",
-    "ancestors_ptr": "*i64",
-    "partial_ptr": "*fp32",
-    "softmax_ptr": "*fp32",
+    "ancestors": typed(BatchedRows, "*i64"),
+    "parts": Parts("*fp32", "*fp32"),
+    "lse_ptr": "*fp32",
     "scale_log2": "fp32",
 }
-_PAIR = {"parts_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
-_NO_PAIR = dict.fromkeys(_PAIR)
+PAIR = {"pair": PairParts("*fp8e4nv", "*fp32")}
 SHAPES = [  # nodes, words of ancestors (0: causal), sliding window
     (60, 1, False),
     (10, 2, False),
@@ -31,13 +40,18 @@ SHAPES = [  # nodes, words of ancestors (0: causal), sliding window
 ]
 
 
-def _case(name: str, kernel, constexprs: dict, tensors: dict[str, str], options: dict) -> tuple:
+def _case(name: str, kernel, constexprs: dict, tensors: dict, options: dict) -> tuple:
     constexprs = {key: value for key, value in constexprs.items() if key in kernel.arg_names}
     signature = {
         argument: "constexpr" if argument in constexprs else tensors.get(argument, TYPES.get(argument, "i32"))
         for argument in kernel.arg_names
     }
     return name, kernel, signature, constexprs, {**options, "aligned": ALIGNED}
+
+
+def _tensors(dtype: str) -> dict:
+    pointer = f"*{dtype}"
+    return {"q": typed(Heads, pointer), "out": typed(Heads, pointer), "cache": typed(KeyValues, pointer)}
 
 
 def _cases(
@@ -57,16 +71,15 @@ def _cases(
     use = use._replace(splits=1, programs=1, pdl=0) if lse else use
     tma = use.tma and not window
     constexprs = {
-        "D": width, "STRIDE_T": width, "GROUP": GROUP, "HEADS": KV_HEADS, "WORDS": words, "WINDOW": window,
-        "SPLITS": use.splits, "PROGRAMS": use.programs, "MIN_TILES": use.min_tiles, "TMA": tma, "PDL": use.pdl,
-        "BLOCK_M": use.block_m, "BLOCK_N": use.block_n, "BLOCK_T": use.block_t, "BLOCK_D": width, "PAGE": page or 0,
-        **({"table_ptr": None} if page is None else {}),
-        **({} if words else {"ancestors_ptr": None}), **({} if tma else {"cache_desc": None}),
-        **({} if use.programs > 1 else {"partial_ptr": None}),
-        **({} if use.programs > 1 or lse else {"softmax_ptr": None}),
+        "KEYS": KeyLayout(page or 0, width, words), "SIZES": HeadSizes(width, GROUP, KV_HEADS),
+        "SPLITS": Splits(use.splits, use.programs, use.min_tiles), "PDL": use.pdl,
+        "TILES": Tiles(use.block_m, use.block_n, use.block_t, width), "BLOCK_N": use.block_n, "BLOCK_D": width,
+        **({"table_ptr": None} if page is None else {}), **({} if window else {"window": None}),
+        **({} if words else {"ancestors": None}), **({} if tma else {"cache_desc": None}),
+        **({} if use.programs > 1 else {"parts": None}), **({} if lse else {"lse_ptr": None}),
         **({"nodes": 1} if nodes == 1 else {}),
     }  # fmt: skip
-    tensors = {f"{name}_ptr": f"*{dtype}" for name in ("q", "cache", "out")}
+    tensors = _tensors(dtype)
     tensors["cache_desc"] = f"tensordesc<{dtype}[{use.block_n},{width}]>"
     mask = f"{words} words" if words else "causal"
     name = f"N {nodes} {mask} d {width} {dtype}{' window' if window else ''}"
@@ -80,18 +93,14 @@ def _cases(
     options |= {"local": 8} if window else {}  # a word of a mask, once a program
     cases = [_case(f"attend {name}", _tree_attention_kernel, constexprs, tensors, options)]
     if use.programs > 1 and page is None:
-        merge = {
-            **constexprs,
-            "BLOCK_R": merge_rows_of(use.splits, width),
-            "BLOCK_S": triton.next_power_of_2(use.programs),
-        }
+        merge = {**constexprs, "BLOCK_R": merge_rows_of(use.splits, width)}
         capped = {"maxnreg": MERGE_REGISTERS} if use.pdl and use.splits == 8 else {}
         options |= {"num_warps": 1, **capped}
-        cases.append(_case(f"merge  {name}", _merge_kernel, {**merge, **_NO_PAIR}, tensors, options))
+        cases.append(_case(f"merge  {name}", _merge_kernel, {**merge, "pair": None}, tensors, options))
         if width == 128 and arch == "sm_90" and dtype == "bf16":
             one = {"all_rows": 1} if nodes == 1 else {}  # as it would be specialised
             cases.append(
-                _case(f"merge  {name} to a pair", _merge_kernel, {**merge, **one}, {**tensors, **_PAIR}, options)
+                _case(f"merge  {name} to a pair", _merge_kernel, {**merge, **one}, {**tensors, **PAIR}, options)
             )
     return cases
 
@@ -134,15 +143,15 @@ def _streamed_case(nodes: int, words: int, width: int, dtype: str, page: int | N
     use = settings_for(nodes * GROUP, width, KV_HEADS, batch, types[dtype], (9, 0))
     block_d = triton.next_power_of_2(width)
     constexprs = {
-        "D": width, "GROUP": GROUP, "HEADS": KV_HEADS, "WORDS": words, "PAGE": page or 0,
-        "SPLITS": use.splits, "PROGRAMS": use.programs, "MIN_TILES": use.min_tiles,
+        "KEYS": KeyLayout(page or 0, width, words), "SIZES": HeadSizes(width, GROUP, KV_HEADS),
+        "SPLITS": Splits(use.splits, use.programs, use.min_tiles),
         "NODES": streamed.nodes_for(nodes, words), "STAGES": streamed.stages_of(width),
         "READ_EARLY": page is not None,
         **({"table_ptr": None} if page is None else {}),
-        **({} if use.programs > 1 else {"partial_ptr": None, "softmax_ptr": None}),
+        **({} if use.programs > 1 else {"parts": None}),
         **({"nodes": 1} if nodes == 1 else {}),
     }  # fmt: skip
-    tensors = {f"{name}_ptr": f"*{dtype}" for name in ("q", "out")}
+    tensors = _tensors(dtype)
     tensors["cache_desc"] = f"tensordesc<{dtype}{[streamed.ROWS, block_d]},{streamed.TILE_LAYOUT!r}>"
     pages = "" if page is None else f" pages of {page}"
     name = f"stream N {nodes} {words} words d {width} {dtype}{pages} of {batch}"

@@ -1,6 +1,11 @@
 """Production settings of the integrators' kernels: N 60 (bit-packed: 32), D 8, V 128256."""
 
 from eagle_triton.integrators import (
+    Accepted,
+    Chunks,
+    Links,
+    Probabilities,
+    TreeTokens,
     _final_token_kernel,
     _rest_sums_kernel,
     build_tree_kernel_triton,
@@ -10,14 +15,16 @@ from eagle_triton.integrators import (
 from eagle_triton.ops.sampling.draws import chunk_of
 
 _TYPES = {
-    **dict.fromkeys(("verified_id_ptr", "parent_list_ptr", "top_scores_index_ptr", "draft_tokens_ptr"), "*i64"),
-    **dict.fromkeys(("starts_ptr", "positions_ptr", "retrive_index_ptr", "next_token_ptr"), "*i64"),
-    **dict.fromkeys(("next_sibling_ptr", "tokens_ptr", "candidates_ptr", "target_ptr", "ends_ptr"), "*i64"),
-    **dict.fromkeys(("seq_lens_ptr", "links_ptr", "status_ptr", "predicts_ptr", "accept_index_ptr"), "*i32"),
-    **dict.fromkeys(("accept_token_num_ptr", "places_ptr"), "*i32"),
-    **dict.fromkeys(("coins_ptr", "target_probs_ptr", "draft_probs_ptr", "peaks_ptr"), "*fp32"),
+    **dict.fromkeys(("parent_list_ptr", "top_scores_index_ptr", "starts_ptr", "positions_ptr"), "*i64"),
+    **dict.fromkeys(("candidates_ptr", "target_ptr", "ends_ptr"), "*i64"),
+    **dict.fromkeys(("seq_lens_ptr", "parents_ptr", "status_ptr"), "*i32"),
+    "coins_ptr": "*fp32",
     **dict.fromkeys(("threshold_single", "threshold_acc"), "fp32"),
-    "sums_ptr": "*fp64",
+    "links": Links("*i64", "*i64", "*i64"),
+    "tokens": TreeTokens("*i64", "*i64", "*i64"),
+    "accepted": Accepted("*i32", "*i32", "*i32"),
+    "probabilities": Probabilities("*fp32", "*fp32"),
+    "chunks": Chunks("*fp64", "*fp32", "*i32"),
 }
 _SIZES = {"NODES": 64, "PAIRS": 64, "CHUNK": chunk_of(128256), "CHUNKS": 32}
 
@@ -31,7 +38,7 @@ def _case(name: str, kernel, warps: int, sizes: dict | None = None, **types: str
 
 
 _WITHOUT = {"starts_ptr": None, "status_ptr": None}
-_IN_PLACE = dict.fromkeys(("verified_id_ptr", "draft_tokens_ptr", "tokens_ptr", "status_ptr"))
+_IN_PLACE = {"tokens": None, "status_ptr": None}
 
 CASES = [
     _case("build full mask", build_tree_kernel_triton, 4, {"MODE": 0}, mask_ptr="*i1"),

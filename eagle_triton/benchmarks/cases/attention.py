@@ -16,6 +16,7 @@ from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import capacity_bucket
 from eagle_triton.operands.ancestors import pack_ancestors
 from eagle_triton.reference import attention, kv_cache, tree_decoding
+from eagle_triton.runtime.float8_pair import Float8Pair
 
 
 def attention_case(
@@ -40,10 +41,10 @@ def attention_case(
         packed = q.view(batch, nodes, kv_heads, group, width).transpose(1, 2).reshape(batch, kv_heads, -1, width)
         return q, packed, random.normal(generator, 2, batch, kv_heads, capacity, width)
 
-    def expected(q: Tensor, packed: Tensor, cache: Tensor) -> Tensor:
+    def expected(q: Tensor, packed: Tensor, cache: Tensor) -> Tensor | Float8Pair:
         return attention.tree_attention(q, cache, lengths, ancestors, scale=scale)
 
-    def kernel(q: Tensor, packed: Tensor, cache: Tensor) -> Tensor:
+    def kernel(q: Tensor, packed: Tensor, cache: Tensor) -> Tensor | Float8Pair:
         return ops.tree_attention(q, cache, lengths, ancestors, scale=scale, new_keys=nodes)
 
     def sdpa(q: Tensor, packed: Tensor, cache: Tensor) -> Tensor:

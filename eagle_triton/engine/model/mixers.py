@@ -291,6 +291,7 @@ class Attention(Mixer):
         out = ops.tree_attention(
             q, cache.data, before, scale=self.scale, sliding_window=self.sliding_window, table=table
         )
+        assert isinstance(out, Tensor)
         if gate is not None:
             out = ops.gate_heads(out, gate)
         return project_split(ops, self.o, out.flatten(-2), rows.launch_rows)
