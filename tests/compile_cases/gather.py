@@ -1,7 +1,7 @@
 """Production settings of gather_rows and sequence_rows: features of the 8b shape, the tokens of a step."""
 
 from eagle_triton.ops.gather import _gather_rows_kernel, _sequence_rows_kernel
-from eagle_triton.ops.views import Matrix, Rows
+from eagle_triton.ops.views import BatchedRows, Matrix
 from eagle_triton.runtime.launch import EXACT
 from tests.compile_cases._views import typed
 
@@ -17,7 +17,7 @@ CASES = [
         _gather_rows_kernel,
         {"BLOCK": 1024},
         4,
-        **dict.fromkeys(("x", "out"), typed(Rows, f"*{dtype}")),
+        **dict.fromkeys(("x", "out"), typed(BatchedRows, f"*{dtype}")),
         index=typed(Matrix, f"*{integers}"),
     )
     for name, dtype, integers in (("features", "bf16", "i32"), ("logits", "fp32", "i64"))
