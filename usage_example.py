@@ -13,8 +13,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from eagle_triton.benchmarks import arguments
-from eagle_triton.benchmarks.arguments import Parser
+from eagle_triton import command_line
+from eagle_triton.command_line import Parser
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.benchmarks.comparison import Run
@@ -76,15 +76,15 @@ def _line(name: str, first: Run, second: Run, why: str = "") -> str:
 
 def _parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace]:
     parser = Parser("usage_example.py", __doc__)
-    arguments.add_model(parser)
+    command_line.add_model(parser)
     parser.add_argument(
-        "--prompt", type=arguments.some_text, default=PROMPT, metavar="TEXT", help="default: the head of a function"
+        "--prompt", type=command_line.some_text, default=PROMPT, metavar="TEXT", help="default: the head of a function"
     )
-    parser.add_argument("--max-new-tokens", type=arguments.whole(), default=100, metavar="N", help="default: 100")
+    parser.add_argument("--max-new-tokens", type=command_line.whole(), default=100, metavar="N", help="default: 100")
     args = parser.parse_args(argv)
-    arguments.check_model(parser, args.model, args.draft)
-    positions = arguments.stored_positions(args.model)
-    if problem := arguments.new_too_many(args.max_new_tokens, positions, "--max-new-tokens"):
+    command_line.check_model(parser, args.model, args.draft)
+    positions = command_line.stored_positions(args.model)
+    if problem := command_line.new_too_many(args.max_new_tokens, positions, "--max-new-tokens"):
         parser.error(problem)
     return parser, args
 

@@ -12,14 +12,15 @@ from eagle_triton import EaModel
 from eagle_triton.benchmarks import drafters, egag, generate, mtp, operations, serve, step, timing
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.acceptance import deepest_path, fix_acceptance
-from eagle_triton.benchmarks.arguments import DECODINGS, PLOTS, SHAPES, TREES, stored_positions
 from eagle_triton.benchmarks.cases.case import Case, Provider
 from eagle_triton.benchmarks.comparison import Run, accepted_histogram
 from eagle_triton.benchmarks.float8 import round_target
 from eagle_triton.benchmarks.gpu_clocks import FIGURES
+from eagle_triton.benchmarks.modes import DECODINGS, SHAPES, TREES
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.plot import plot
 from eagle_triton.benchmarks.record import Record, histogram_table
+from eagle_triton.command_line import PLOTS, stored_positions
 from eagle_triton.engine.operations import Operations, make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.families import own_ea_model as native
@@ -304,7 +305,7 @@ def refused(arguments, capsys):
     ],
 )
 def test_bad_checkouts_names_and_devices(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark.arguments, "gpus", lambda: None)  # leave it to torch
+    monkeypatch.setattr(benchmark.command_line, "gpus", lambda: None)  # leave it to torch
     assert message in refused(arguments, capsys)
 
 

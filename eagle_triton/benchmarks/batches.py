@@ -18,7 +18,6 @@ from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.acceptance import WARNING, fix_acceptance
 from eagle_triton.benchmarks.parity import check_parity
-from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import noise
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
@@ -27,6 +26,7 @@ from eagle_triton.engine.tree_spec import PLAIN
 from eagle_triton.inference.policy import TreePolicy
 from eagle_triton.inference.session import Session
 from eagle_triton.inference.timing import Stopwatch
+from eagle_triton.text_table import table
 
 STEPS = {"cuda": 20, "cpu": 3}  # timed for each tree
 CHECKED = 8  # tokens of each sequence that are compared with the target's

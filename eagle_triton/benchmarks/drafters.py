@@ -18,7 +18,6 @@ from tqdm import tqdm
 from eagle_triton import EaModel
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.drafting_work import KINDS, work
-from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import noise
 from eagle_triton.engine.drafts.beams import BeamDraft
 from eagle_triton.engine.drafts.counted import CountedDraft
@@ -33,6 +32,7 @@ from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families import own_ea_model as native
 from eagle_triton.inference.timing import Stopwatch
+from eagle_triton.text_table import table
 
 SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5
 SLACK = 0.05  # tokens per step by which both together may be behind the better of the two

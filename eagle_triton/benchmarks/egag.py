@@ -18,7 +18,6 @@ from tqdm import tqdm
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.drafters import Run, decode, differences, figures
 from eagle_triton.benchmarks.drafting_work import work
-from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import noise
 from eagle_triton.demo import DRAFT, PAIR, path_of
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
@@ -30,6 +29,7 @@ from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.models.loading import load_target
 from eagle_triton.models.shapes import SHAPES, random_model
 from eagle_triton.reference.adaptive_length import EGAGConfig
+from eagle_triton.text_table import table
 
 MOST = 6  # drafts
 FIXED = (1, 2, 3, 4, MOST)

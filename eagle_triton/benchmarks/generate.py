@@ -16,9 +16,10 @@ from eagle_triton import EaModel, optimize_eagle_with_triton
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.acceptance import WARNING, fixed_acceptance
 from eagle_triton.benchmarks.comparison import Run, accepted_histogram, decode_all
-from eagle_triton.benchmarks.record import histogram_table, table
+from eagle_triton.benchmarks.record import histogram_table
 from eagle_triton.benchmarks.timing import copy_bandwidth, noise, synchronise
 from eagle_triton.families import own_ea_model as native
+from eagle_triton.text_table import table
 
 
 @dataclass(frozen=True)

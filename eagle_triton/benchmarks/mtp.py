@@ -16,7 +16,6 @@ from tqdm import tqdm
 from eagle_triton.benchmarks.drafters import Run, decode
 from eagle_triton.benchmarks.models import weight_bytes
 from eagle_triton.benchmarks.parity import margin_bound
-from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.step import STEPS, optimised_step, slots_of
 from eagle_triton.benchmarks.timing import copy_bandwidth, noise, synchronise
 from eagle_triton.demo import HYBRID, demo_prompts, path_of
@@ -33,13 +32,14 @@ from eagle_triton.families.reading.mtp import read_mtp
 from eagle_triton.models.loading import load_target, load_tokenizer
 from eagle_triton.models.mtp import load_mtp
 from eagle_triton.models.shapes import HYBRIDS, random_hybrid
+from eagle_triton.text_table import table
 
 SPECS = {
     "plain": PLAIN,
     "chain-4": TreeSpec.chain(4),
     "tree-32": TreeSpec.dynamic(32, 3, 10),
     "tree-60": TreeSpec.dynamic(60, 7, 10),
-}  # arguments.TREES
+}  # modes.TREES
 DRAFT_VOCABULARY = 32768  # of 248,320: the projection is read once for each pass
 
 

@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from eagle_triton import optimize_with_triton
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import synchronise
+from eagle_triton.text_table import table
 
 STATIC = {"cache_implementation": "static"}
 

@@ -18,7 +18,6 @@ from eagle_triton import EaModel, optimize_with_triton
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.float8 import read
 from eagle_triton.benchmarks.parity import check_parity
-from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import Quantiles, synchronise
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.pages import PAGE_ROWS
@@ -28,6 +27,7 @@ from eagle_triton.engine.scheduler.batch import PROMPT_TOKENS, Batch
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.inference.session import Session
+from eagle_triton.text_table import table
 
 CHECKED = 8  # tokens of each sequence that are compared with the target's
 WARM_UPS = 2  # runs of a shape: the first compiles, the second captures

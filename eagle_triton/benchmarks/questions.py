@@ -17,19 +17,21 @@ from tqdm import tqdm
 
 from eagle_triton.benchmarks import targets
 from eagle_triton.benchmarks.answers import write_answers, write_records
-from eagle_triton.benchmarks.arguments import OF_THE_HEAD, too_long
+from eagle_triton.benchmarks.modes import OF_THE_HEAD
 from eagle_triton.benchmarks.parity import check_parity, margin_bound
 from eagle_triton.benchmarks.question_file import ALL, OWN_QUESTIONS, Question, of_categories, read_questions
-from eagle_triton.benchmarks.record import machine, table
+from eagle_triton.benchmarks.record import machine
 from eagle_triton.benchmarks.sweep import Configuration, configurations
 from eagle_triton.benchmarks.sweep_file import SweepFile
 from eagle_triton.benchmarks.targets import Target
 from eagle_triton.benchmarks.timing import noise
+from eagle_triton.command_line import too_long
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.inference.conversation import Conversation
 from eagle_triton.inference.eagle_inference import EAGLEInference
 from eagle_triton.inference.session import Completion, Session
 from eagle_triton.inference.timing import Stopwatch
+from eagle_triton.text_table import table
 
 SEED = 7  # of the first turn of the first question; of each further turn one more
 WARM_UP = 8  # tokens, on a CPU

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from eagle_triton.benchmarks.arguments import ends_of, milliseconds_of
-from eagle_triton.benchmarks.record import table
+from eagle_triton.benchmarks.modes import ends_of, milliseconds_of
+from eagle_triton.text_table import table
 
 if TYPE_CHECKING:
     import aiohttp

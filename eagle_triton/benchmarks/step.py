@@ -19,13 +19,13 @@ from eagle_triton.benchmarks.comparison import decode
 from eagle_triton.benchmarks.float8 import read
 from eagle_triton.benchmarks.gpu_clocks import GpuClocks
 from eagle_triton.benchmarks.parity import check_parity
-from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth, noise, synchronise
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.text_table import table
 
 
 class Decoding(NamedTuple):
@@ -42,7 +42,7 @@ DECODINGS = {
     "chain-7": Decoding(GREEDY, TreeSpec.chain(7)),
     "tree-128": Decoding(GREEDY, TreeSpec.dynamic(128, 7, 10)),
     "tree-256": Decoding(GREEDY, TreeSpec.dynamic(256, 7, 16)),
-}  # arguments.DECODINGS
+}  # modes.DECODINGS
 ORIGINALS = ("greedy", "sampled", "plain")  # what a model that decodes by itself can do
 STEPS = {"cuda": 20, "cpu": 3}  # timed at a stretch: right behind the prompts, later, and then on the device alone
 WARM_UPS = 2

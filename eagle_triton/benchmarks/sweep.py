@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any, NamedTuple
 
-from eagle_triton.benchmarks.arguments import OF_THE_HEAD
 from eagle_triton.benchmarks.drafters import NGRAM_DRAFTS, SUFFIX_DRAFTS
+from eagle_triton.benchmarks.modes import OF_THE_HEAD
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.speculative_config import SpeculativeConfig
 from eagle_triton.models.heads import DraftHead

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from eagle_triton.benchmarks import arguments
-from eagle_triton.benchmarks.arguments import Parser, sentence
+from eagle_triton import command_line
 from eagle_triton.cli.commands import State, answer_to, state_line
 from eagle_triton.cli.figures import Totals, figures, totals_table
 from eagle_triton.cli.interrupts import kept_interrupts, left_by_sigterm
 from eagle_triton.cli.readers import LINE_END, Reader, choose_reader
+from eagle_triton.command_line import Parser, sentence
 from eagle_triton.demo import DRAFT, PAIR
 from eagle_triton.inference.conversation import Conversation, plain_ids
 
@@ -37,12 +37,12 @@ CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 def main(argv: list[str] | None = None, program: str = "eagle-triton chat") -> int:
     """Run the chat until it is left; `program` is what it is called in its help and its errors."""
     parser, args = _parse(argv, program)
-    arguments.check_device(parser, args.device)
+    command_line.check_device(parser, args.device)
     with parser.explains():
         import torch
 
-        from eagle_triton.benchmarks.models import choose_threads, find_device
         from eagle_triton.cli.decoding import Decoder
+        from eagle_triton.devices import choose_threads, find_device
 
         dtype = args.dtype and getattr(torch, args.dtype)
         device = find_device(args.device)
@@ -184,10 +184,9 @@ class Chat:
 def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Namespace]:
     parser = Parser(program, (__doc__ or "").replace("eagle-triton chat", program))
     add = parser.add_argument
-    add("--target", type=arguments.model, default=PAIR, metavar="PATH_OR_ID", help="default: demo, the embedded one")
-    arguments.add_drafting_models(parser)
-    add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    add("--dtype", choices=arguments.DTYPES, help="default: float32 on a CPU, else the checkpoint's")
+    add("--target", type=command_line.model, default=PAIR, metavar="PATH_OR_ID", help="default: demo, the embedded one")
+    command_line.add_drafting_models(parser)
+    command_line.add_device(parser)
     add("--commands", type=_lines, metavar="FILE", help="read lines from a file, and leave at its end")
     args = parser.parse_args(argv)
     if args.drafter is None and args.target == PAIR:

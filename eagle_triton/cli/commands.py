@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from eagle_triton.benchmarks.arguments import nearest
 from eagle_triton.cli.settings import EGAG_MODES, METHODS, PROCESSORS, STORAGES, Settings
+from eagle_triton.command_line import nearest
 
 SWITCH = ("on", "off")
 COMMAND = re.compile(r"\s*/[a-z]\w*(\s|$)", re.IGNORECASE)  # what makes pasted lines more than one prompt

@@ -70,7 +70,7 @@ class Totals:
 
 def totals_table(totals: Mapping[str, Totals]) -> str:
     """A line for each method."""
-    from eagle_triton.benchmarks.record import table  # here: it imports torch, for which --help does not wait
+    from eagle_triton.text_table import table  # here: it imports torch, for which --help does not wait
 
     rows = [
         (

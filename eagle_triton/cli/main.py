@@ -22,7 +22,7 @@ import signal
 import sys
 
 from eagle_triton import __version__
-from eagle_triton.benchmarks.arguments import Parser
+from eagle_triton.command_line import Parser
 
 COMMANDS = {  # the modules that have them
     "check": "eagle_triton.cli.check",
