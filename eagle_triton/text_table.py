@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -24,3 +24,8 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
     return str(value)
+
+
+def table_of(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """`table` of the rows' values under some keys. columns: the keys by their headers."""
+    return table(list(columns), [[row.get(key) for key in columns.values()] for row in rows])

@@ -26,7 +26,7 @@ from eagle_triton.engine.tree_spec import PLAIN
 from eagle_triton.inference.policy import TreePolicy
 from eagle_triton.inference.session import Session
 from eagle_triton.inference.timing import Stopwatch
-from eagle_triton.text_table import table
+from eagle_triton.text_table import table_of
 
 STEPS = {"cuda": 20, "cpu": 3}  # timed for each tree
 CHECKED = 8  # tokens of each sequence that are compared with the target's
@@ -151,4 +151,4 @@ def text(rows: list[dict[str, Any]]) -> str:
         "highest": "highest",
         "x plain": "speedup",
     }
-    return table(list(columns), [[row.get(key) for key in columns.values()] for row in rows])
+    return table_of(columns, rows)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from eagle_triton import optimize_with_triton
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.timing import synchronise
-from eagle_triton.text_table import table
+from eagle_triton.text_table import table_of
 
 STATIC = {"cache_implementation": "static"}
 
@@ -84,4 +84,4 @@ def text(rows: list[dict[str, Any]]) -> str:
         "x original": "speedup",
         "same tokens": "same_tokens",
     }
-    return table(list(columns), [[row.get(key) for key in columns.values()] for row in rows])
+    return table_of(columns, rows)

@@ -27,7 +27,7 @@ from eagle_triton.engine.scheduler.batch import PROMPT_TOKENS, Batch
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.inference.session import Session
-from eagle_triton.text_table import table
+from eagle_triton.text_table import table_of
 
 CHECKED = 8  # tokens of each sequence that are compared with the target's
 WARM_UPS = 2  # runs of a shape: the first compiles, the second captures
@@ -283,4 +283,4 @@ def text(rows: list[dict[str, Any]]) -> str:
         "again": "again_ms",
         "found": "found_tokens",
     }
-    return table(list(columns), [[row.get(key) for key in columns.values()] for row in rows])
+    return table_of(columns, rows)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from eagle_triton.benchmarks.modes import ends_of, milliseconds_of
-from eagle_triton.text_table import table
+from eagle_triton.text_table import table_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -339,4 +339,4 @@ def text(rows: list[dict[str, Any]]) -> str:
         "p99 ": "p99_tpot_ms",
         "gap p99": "p99_itl_ms",
     }
-    return table(list(columns), [[row.get(key) for key in columns.values()] for row in rows])
+    return table_of(columns, rows)
