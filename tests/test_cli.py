@@ -25,11 +25,12 @@ from eagle_triton.cli import chat as chat_module
 from eagle_triton.cli import environment, generate, main, readers
 from eagle_triton.cli.chat import Chat, run
 from eagle_triton.cli.commands import COMMANDS, Reply, State, answer_to, help_lines, state_line
-from eagle_triton.cli.decoding import Answer, Decoder, Step
+from eagle_triton.cli.decoding import Decoder
 from eagle_triton.cli.figures import figures
 from eagle_triton.cli.interrupts import kept_interrupts
 from eagle_triton.cli.settings import MOST_SEED, Settings
 from eagle_triton.command_line import Parser
+from eagle_triton.comparison.answer import Answer, Step
 from eagle_triton.demo import demo_directory
 from eagle_triton.inference.conversation import Conversation
 

@@ -61,9 +61,7 @@ def main(argv: list[str] | None = None, program: str = PROGRAM) -> int:
         conditions = Conditions(
             args.device + gpu, args.dtype, args.target, args.drafter, args.head or f"{args.target} (head)", args.options
         )
-        results = Results(args.out, args.trace, conditions)
-        if not args.overwrite:
-            results.read(args.groups)
+        results = Results(args.out, args.trace, conditions, args.groups, args.overwrite)
     try:
         failures = _run(parser, args, jobs, results)
     except KeyboardInterrupt:
@@ -303,21 +301,10 @@ def _parser(program: str) -> Parser:
         metavar="FILE.png",
         help="draw the groups' figures",
     )
-    add("--overwrite", action="store_true", help="begin anew, whatever --out and --trace hold")
+    add("--overwrite", action="store_true", help="begin again, whatever --out and --trace hold")
     add("--target", type=command_line.model, default=PAIR, metavar="PATH_OR_ID", help="default: demo, the embedded one")
     command_line.add_drafting_models(parser)
-    add(
-        "--device",
-        type=command_line.device,
-        metavar="NAME",
-        help="cpu, cuda or cuda:N (default: a GPU if there is one)",
-    )
-    add(
-        "--dtype",
-        choices=command_line.DTYPES,
-        default="float32",
-        help="default: float32, in which greedy text is the target's exactly",
-    )
+    command_line.add_device(parser, "float32", "default: float32, in which greedy text is the target's exactly")
     add(
         "--runner",
         type=command_line.some_text,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from eagle_triton import command_line
 from eagle_triton.cli.commands import State, answer_to, state_line
-from eagle_triton.cli.figures import Totals, figures, totals_table
+from eagle_triton.cli.figures import figures, totals_table
 from eagle_triton.cli.interrupts import kept_interrupts, left_by_sigterm
 from eagle_triton.cli.readers import LINE_END, Reader, choose_reader
 from eagle_triton.command_line import Parser, sentence
@@ -26,7 +26,9 @@ from eagle_triton.demo import DRAFT, PAIR
 from eagle_triton.inference.conversation import Conversation, plain_ids
 
 if TYPE_CHECKING:  # they import torch, for which --help does not wait
-    from eagle_triton.cli.decoding import Answer, Decoder, Step
+    from eagle_triton.cli.decoding import Decoder
+    from eagle_triton.comparison.answer import Answer, Step
+    from eagle_triton.comparison.figures import Totals
 
 REFUSALS = (ValueError, TypeError, OSError, RuntimeError)  # of a model, a setting, the disk, the memory
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
@@ -126,7 +128,7 @@ class Chat:
                 self._say(f"{method} did not answer: {sentence(error)}{forget}")
                 continue
             answers[method] = answer
-            self.totals.setdefault(method, Totals()).add(answer)
+            self._count(answer)
             self._say(f"[{figures(answer, answers.get('target'), self.state.settings)}]")
             for note in answer.notes:
                 if note not in self.told:
@@ -136,6 +138,11 @@ class Chat:
                 break
         if self.state.chat and answers:
             self.conversation.turns.append((prompt, next(iter(answers.values())).text))
+
+    def _count(self, answer: Answer) -> None:
+        from eagle_triton.comparison.figures import Totals
+
+        self.totals.setdefault(answer.method, Totals()).add(answer)
 
     def _decode(self, method: str, prompt_ids: list[int]) -> Answer:
         debug = self.state.debug

@@ -25,7 +25,7 @@ from eagle_triton.demo import DRAFT, PAIR
 from eagle_triton.inference.conversation import Conversation, plain_ids
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
-    from eagle_triton.cli.decoding import Step
+    from eagle_triton.comparison.answer import Step
 
 SPECULATIVE, NGRAM = ("speculative",), ("ngram",)
 OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # those of Settings, and the methods that read them

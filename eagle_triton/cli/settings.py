@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 METHODS = ("target", "drafter", "speculative", "ngram", "eagle", "suffix", "hybrid")
-ENGINE, OWN_FORWARD = "engine", "models' own forward"  # what decodes
 PROCESSORS = {  # the arguments of each, in the order in which they are written
     "greedy": ("temperature",),
     "multinomial": ("temperature",),

@@ -160,8 +160,10 @@ def take(
         counts.finished = "interrupted"
     seconds = time.perf_counter() - began
     tokens = tuple(token for step in taken for token in step.tokens)
-    if stream is not None:
-        texts.append(("" if on_step is not None else stream.push(*tokens)) + stream.finish())
+    if stream is not None and on_step is None:
+        texts.append(stream.push(*tokens) + stream.finish())
+    elif stream is not None and counts.finished == "interrupted":
+        texts.append(stream.finish())
     return Answer(
         method, tokens, "".join(texts), tuple(taken), seconds, first,
         counts.target_forwards, counts.drafter_forwards, counts.finished, **fields,
@@ -192,12 +194,12 @@ def session_steps(session: Session, counts: Counts, gamma: int | None = None) ->
             yield step, piece.completion is not None
 
 
-def open_session(inference: EAGLEInference, rows: int, stop: bool = True) -> Session:
+def open_session(inference: EAGLEInference, rows: int, stop: bool = True, report_drafts: bool = False) -> Session:
     """A session for one request at a time, which makes no text. stop: end at the target's stop tokens."""
     return Session(
         inference.engine, inference.policy(1), 1, rows,
         tokenizer=inference.tokenizer, stop_ids=inference.pair.stop_ids if stop else (), text=False,
-        config=inference.config, max_positions=inference.pair.max_positions,
+        report_drafts=report_drafts, config=inference.config, max_positions=inference.pair.max_positions,
     )  # fmt: skip
 
 
