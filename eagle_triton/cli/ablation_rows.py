@@ -149,8 +149,8 @@ class Results:
                 _check_csv(trace, TRACE_COLUMNS)
             if path.exists() and path.stat().st_size and not self.kept.exists():
                 raise ValueError(
-                    f"{path} cannot go on: {self.kept.name}, which has its results, is not beside it; name another file, or "
-                    "--overwrite"
+                    f"{path} cannot go on: {self.kept.name}, which has its results, is not beside it; name another "
+                    "file, or --overwrite"
                 )
         self.file = ResultFile(self.kept, "ablation", conditions.common, overwrite)
         self._alone: dict[tuple[str, int], list[Answer]] = {}  # the target's, by prompt and seed
