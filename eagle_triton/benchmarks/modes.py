@@ -7,7 +7,25 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from eagle_triton import command_line
+from eagle_triton.command_line import (
+    DTYPES,
+    MOST_RUNS,
+    MOST_TOKENS,
+    PLOTS,
+    device,
+    existing_directory,
+    existing_file,
+    model,
+    new_too_many,
+    number,
+    numbers,
+    output_directory,
+    output_file,
+    sizes,
+    some_text,
+    too_long,
+    whole,
+)
 from eagle_triton.demo import HYBRID, PAIR
 
 SHAPES = dict.fromkeys(
@@ -27,10 +45,8 @@ def span(text: str) -> str:
         low, high = ends_of(text)
     except ValueError:
         low, high = 1, 0
-    if not 1 <= low <= high <= command_line.MOST_TOKENS:
-        raise argparse.ArgumentTypeError(
-            f"must be N or N-M, whole numbers from 1 to {command_line.MOST_TOKENS}, got {text!r}"
-        )
+    if not 1 <= low <= high <= MOST_TOKENS:
+        raise argparse.ArgumentTypeError(f"must be N or N-M, whole numbers from 1 to {MOST_TOKENS}, got {text!r}")
     return text
 
 
@@ -45,7 +61,7 @@ def limit(text: str) -> str:
     name, _, value = text.partition(":")
     try:
         if name in ("ttft", "tpot", "e2el"):
-            command_line.number(0, 1e9)(value)
+            number(0, 1e9)(value)
             return text
     except argparse.ArgumentTypeError:
         pass
@@ -61,14 +77,12 @@ def milliseconds_of(text: str) -> tuple[str, float]:
 FP8 = "fp8"
 OPTIONS: dict[str, dict[str, Any]] = {
     "--model": dict(
-        type=command_line.model,
+        type=model,
         default=PAIR,
         metavar="PATH_OR_ID",
         help="target: directory or hub id (default: demo, the embedded checkpoint)",
     ),
-    "--draft": dict(
-        type=command_line.model, metavar="PATH_OR_ID", help="its head: directory or hub id (default: the demo's)"
-    ),
+    "--draft": dict(type=model, metavar="PATH_OR_ID", help="its head: directory or hub id (default: the demo's)"),
     "--shape": dict(choices=tuple(SHAPES), help="random weights of this shape instead of a checkpoint"),
     "--hybrid": dict(
         choices=HYBRIDS,
@@ -84,27 +98,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
         help=f"of {', '.join(DECODINGS)} (default: the first three, of which two grow the head's own tree)",
     ),
     "--eagle1": dict(action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3"),
-    "--prompt": dict(
-        type=command_line.some_text, metavar="TEXT", help="one prompt, repeated (default: the demo's held-out ones)"
-    ),
+    "--prompt": dict(type=some_text, metavar="TEXT", help="one prompt, repeated (default: the demo's held-out ones)"),
     "--context": dict(
-        type=command_line.sizes(),
-        default=[],
-        metavar="N[,N...]",
-        help="random prompts of N tokens, within its positions",
+        type=sizes(), default=[], metavar="N[,N...]", help="random prompts of N tokens, within its positions"
     ),
-    "--batch": dict(type=command_line.sizes(MOST_SEQUENCES), metavar="B[,B...]", help="sequences at a time"),
+    "--batch": dict(type=sizes(MOST_SEQUENCES), metavar="B[,B...]", help="sequences at a time"),
     "--slots": dict(
-        type=command_line.sizes(MOST_SEQUENCES),
+        type=sizes(MOST_SEQUENCES),
         default=[],
         metavar="N[,N...]",
         help="places for sequences, of which --batch are taken (default: as many)",
     ),
-    "--only": dict(
-        type=command_line.some_text, metavar="TEXT", help="operations whose name contains TEXT (default: all)"
-    ),
+    "--only": dict(type=some_text, metavar="TEXT", help="operations whose name contains TEXT (default: all)"),
     "--questions": dict(
-        type=command_line.existing_file,
+        type=existing_file,
         metavar="FILE.jsonl",
         help="a line for each question: question_id, category, turns (default: those of this package, for the demo)",
     ),
@@ -117,39 +124,33 @@ OPTIONS: dict[str, dict[str, Any]] = {
         help=f"of {', '.join(DRAFTERS)} (default: all; plain is always measured, and first)",
     ),
     "--nodes": dict(
-        type=command_line.sizes(MOST_SEQUENCES, 2),
+        type=sizes(MOST_SEQUENCES, 2),
         metavar="N[,N...]",
         help="sizes of the head's tree, root included (default: the head's own)",
     ),
-    "--temperatures": dict(
-        type=command_line.numbers(0, 100), default=[0.0], metavar="T[,T...]", help="default: 0, greedy"
-    ),
+    "--temperatures": dict(type=numbers(0, 100), default=[0.0], metavar="T[,T...]", help="default: 0, greedy"),
     "--results": dict(
-        type=command_line.output_file(),
+        type=output_file(),
         metavar="FILE.jsonl",
         help="keep each finished configuration there; the same command again goes on behind the last one",
     ),
     "--answers": dict(
-        type=command_line.output_directory,
+        type=output_directory,
         metavar="DIR",
         help="write SafeAILab/EAGLE's answer files there, one for each configuration, and SGLang's records",
     ),
     "--url": dict(
-        type=command_line.some_text,
-        metavar="URL",
-        help="an OpenAI server (default: one of --model is started and ended)",
+        type=some_text, metavar="URL", help="an OpenAI server (default: one of --model is started and ended)"
     ),
-    "--api-key": dict(type=command_line.some_text, metavar="KEY", help="that the server wants"),
+    "--api-key": dict(type=some_text, metavar="KEY", help="that the server wants"),
     "--request-rate": dict(
-        type=command_line.numbers(0.001, 1e6),
+        type=numbers(0.001, 1e6),
         default=[],
         metavar="R[,R...]",
         help="open loop: requests a second, at random times (a Poisson process)",
     ),
-    "--max-concurrency": dict(
-        type=command_line.sizes(4096), metavar="N[,N...]", help="closed loop: clients that ask again"
-    ),
-    "--num-prompts": dict(type=command_line.whole(), metavar="N", help="requests of each load"),
+    "--max-concurrency": dict(type=sizes(4096), metavar="N[,N...]", help="closed loop: clients that ask again"),
+    "--num-prompts": dict(type=whole(), metavar="N", help="requests of each load"),
     "--input-len": dict(type=span, metavar="N | N-M", help="tokens of prompts, M: evenly spread up to it"),
     "--output-len": dict(type=span, metavar="N | N-M", help="tokens of answers, likewise"),
     "--goodput": dict(
@@ -159,49 +160,28 @@ OPTIONS: dict[str, dict[str, Any]] = {
         metavar="NAME:MS",
         help="count requests with at most so many ms to the first token (ttft), per token (tpot), in all (e2el)",
     ),
-    "--seed": dict(
-        type=command_line.whole(0), default=0, metavar="N", help="of prompts, lengths and times (default: 0)"
-    ),
+    "--seed": dict(type=whole(0), default=0, metavar="N", help="of prompts, lengths and times (default: 0)"),
     "--no-speculation": dict(action="store_true", help="the server that is started drafts nothing"),
-    "--max-num-seqs": dict(
-        type=command_line.whole(most=256), metavar="N", help="requests that it runs at a time (default: 64)"
-    ),
-    "--result-dir": dict(
-        type=command_line.output_directory, metavar="DIR", help="write each load there as `vllm bench serve` does"
-    ),
-    "--max-length": dict(
-        type=command_line.whole(), default=100, metavar="N", help="new tokens per prompt (default: 100)"
-    ),
-    "--num-runs": dict(
-        type=command_line.whole(most=command_line.MOST_RUNS),
-        default=5,
-        metavar="N",
-        help="prompts, or repetitions (default: 5)",
-    ),
-    "--temperature": dict(type=command_line.number(0, 100), default=0.0, metavar="T", help="default: 0, greedy"),
+    "--max-num-seqs": dict(type=whole(most=256), metavar="N", help="requests that it runs at a time (default: 64)"),
+    "--result-dir": dict(type=output_directory, metavar="DIR", help="write each load there as `vllm bench serve` does"),
+    "--max-length": dict(type=whole(), default=100, metavar="N", help="new tokens per prompt (default: 100)"),
+    "--num-runs": dict(type=whole(most=MOST_RUNS), default=5, metavar="N", help="prompts, or repetitions (default: 5)"),
+    "--temperature": dict(type=number(0, 100), default=0.0, metavar="T", help="default: 0, greedy"),
     "--accept-length": dict(
-        type=command_line.number(0, 999),
-        metavar="X",
-        help="for timing only: accept X drafts per step, right or wrong",
+        type=number(0, 999), metavar="X", help="for timing only: accept X drafts per step, right or wrong"
     ),
-    "--upstream": dict(
-        type=command_line.existing_directory, metavar="DIR", help="checkout of SafeAILab/EAGLE, timed as well"
-    ),
+    "--upstream": dict(type=existing_directory, metavar="DIR", help="checkout of SafeAILab/EAGLE, timed as well"),
     "--target-weights": dict(
         choices=(FP8,), help="projections of the target with scales for blocks, as fine-grained checkpoints have them"
     ),
     "--draft-weights": dict(choices=(FP8,), help="projections of the head with scales for rows, as draft_dtype=fp8"),
-    "--dtype": dict(
-        choices=command_line.DTYPES, help="default: float32; bfloat16 on a GPU for random weights and operations"
-    ),
-    "--device": dict(
-        type=command_line.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)"
-    ),
+    "--dtype": dict(choices=DTYPES, help="default: float32; bfloat16 on a GPU for random weights and operations"),
+    "--device": dict(type=device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)"),
     "--json": dict(action="store_true", help="print JSON instead of the table"),
-    "--output": dict(type=command_line.output_file(), metavar="FILE.json", help="write the same JSON to a file"),
-    "--csv": dict(type=command_line.output_file(), metavar="FILE.csv", help="write the rows as CSV"),
-    "--plot": dict(type=command_line.output_file(*command_line.PLOTS), metavar="FILE.png", help="draw the figures"),
-    "--commit": dict(type=command_line.some_text, help="what to record as the commit instead of what git says"),
+    "--output": dict(type=output_file(), metavar="FILE.json", help="write the same JSON to a file"),
+    "--csv": dict(type=output_file(), metavar="FILE.csv", help="write the rows as CSV"),
+    "--plot": dict(type=output_file(*PLOTS), metavar="FILE.png", help="draw the figures"),
+    "--commit": dict(type=some_text, help="what to record as the commit instead of what git says"),
 }
 MODEL = ("--model", "--draft", "--shape", "--eagle1", "--context")
 WEIGHTS = ("--target-weights", "--draft-weights")
@@ -311,5 +291,5 @@ def context_too_long(args: argparse.Namespace, positions: int | None) -> str | N
     """A sentence if --context, or without one --max-length alone, needs more than the model's positions; else None."""
     new = getattr(args, "max_length", None) or 1
     if contexts := getattr(args, "context", None):
-        return command_line.too_long("--context", max(contexts), new, positions)
-    return command_line.new_too_many(new, positions)
+        return too_long("--context", max(contexts), new, positions)
+    return new_too_many(new, positions)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from eagle_triton import command_line
 from eagle_triton.cli.ablation_rows import BASELINE, GROUPS, Conditions, Job, Results
-from eagle_triton.cli.settings import MOST_SEED, PROCESSORS, Settings
+from eagle_triton.cli.settings import MOST_SEED, Settings, read_processor
 from eagle_triton.command_line import Parser, sentence
 from eagle_triton.demo import DRAFT, PAIR, demo_prompts
 
@@ -228,26 +228,12 @@ def _words(parser: Parser, option: str, given: list[str], known: Any) -> list[st
 
 def _processor(parser: Parser, given: list[str]) -> dict[str, Any]:
     """The settings of a processor and its arguments."""
-    name, *values = given
-    names = PROCESSORS.get(name)
-    if names is None:
-        parser.error(f"--processor must be one of {', '.join(PROCESSORS)}, got {name!r}")
-    if name == "greedy" and not values:
-        return {"processor": name}
-    if len(values) != len(names):
-        parser.error(f"--processor {name} must be followed by {' and '.join(names)}, got {' '.join(values) or 'none'}")
-    found: dict[str, Any] = {"processor": name}
-    for argument, value in zip(names, values, strict=True):
-        try:
-            found[argument] = int(value) if argument == "top_k" else float(value)
-        except ValueError:
-            kind = "a whole number" if argument == "top_k" else "a number"
-            parser.error(f"--processor: {argument} must be {kind}, got {value!r}")
     try:
-        _ = Settings(**found)  # checks them
+        found = read_processor(given)
+        Settings(**found)  # checks them
     except ValueError as error:
         parser.error(f"--processor: {error}")
-    return found
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _seeds(text: str) -> list[int]:

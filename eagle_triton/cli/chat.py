@@ -41,15 +41,9 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton chat") -> i
     parser, args = _parse(argv, program)
     command_line.check_device(parser, args.device)
     with parser.explains():
-        import torch
+        from eagle_triton.cli.decoding import open_decoder
 
-        from eagle_triton.cli.decoding import Decoder
-        from eagle_triton.devices import choose_threads, find_device
-
-        dtype = args.dtype and getattr(torch, args.dtype)
-        device = find_device(args.device)
-        choose_threads(device, args.target, args.drafter, args.head)
-        decoder = Decoder(args.target, args.drafter, args.head, device, dtype)
+        decoder = open_decoder(args.target, args.drafter, args.head, args.device, args.dtype)
         decoder.tokenizer  # noqa: B018  what cannot be loaded is said now
     state = State() if args.drafter else State(modes=frozenset({"target", "ngram"}))
     chat = Chat(decoder, sys.stdout, state)

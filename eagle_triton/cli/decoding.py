@@ -27,6 +27,7 @@ from eagle_triton.comparison.answer import (
     take,
 )
 from eagle_triton.demo import DRAFT, PAIR
+from eagle_triton.devices import choose_threads, find_device
 from eagle_triton.engine.drafts.counted import MOST_FILLERS, MOST_N
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.eagle_inference import EAGLEInference
@@ -61,6 +62,13 @@ class _Engine:
     method: str
     config: EAGLEConfig
     inference: EAGLEInference
+
+
+def open_decoder(target: str, drafter: str | None, head: str | None, device: str | None, dtype: str | None) -> Decoder:
+    """A decoder as a command line describes it. Raises ValueError for a device that is not here."""
+    place = find_device(device)
+    choose_threads(place, target, drafter, head)
+    return Decoder(target, drafter, head, place, None if dtype is None else getattr(torch, dtype))
 
 
 class Decoder:

@@ -50,15 +50,9 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton generate") 
     command_line.check_device(parser, args.device)
     prompt = _prompt(parser, args.prompt)
     with parser.explains():
-        import torch
+        from eagle_triton.cli.decoding import open_decoder
 
-        from eagle_triton.cli.decoding import Decoder
-        from eagle_triton.devices import choose_threads, find_device
-
-        dtype = args.dtype and getattr(torch, args.dtype)
-        device = find_device(args.device)
-        choose_threads(device, args.model, args.drafter, args.head)
-        decoder = Decoder(args.model, args.drafter, args.head, device, dtype)
+        decoder = open_decoder(args.model, args.drafter, args.head, args.device, args.dtype)
         decoder.load(args.method, settings)
         ids = plain_ids(prompt, decoder.tokenizer) if args.plain else Conversation().ids(prompt, decoder.tokenizer)
         with kept_interrupts() as check:
