@@ -329,7 +329,7 @@ def holds_target(directory: str) -> bool:
 
 
 def check_model(parser: argparse.ArgumentParser, target: str, draft: str | None) -> None:
-    """Refuse a target without a head, and the demo with somebody else's."""
+    """Refuse a target without a head, and the demo with a head of another model."""
     if draft is not None:
         if target == PAIR:
             parser.error("--draft must come with the --model that it drafts for: the demo has heads of its own")

@@ -92,7 +92,7 @@ def test_it_begins_as_the_original_does_but_for_the_cache():
         ("/filler_weight 0.5", "filler_weight 0.5"),
         ("/set_ngramstorage onelevel 4", "set_ngramstorage onelevel 4"),
         ("/reset_in_between", "reset_in_between off: n-grams and outputs of former answers are kept"),
-        ("/reset_in_between on", "reset_in_between on: each answer counts n-grams anew"),
+        ("/reset_in_between on", "reset_in_between on: each answer counts n-grams from the start"),
         ("/method eagle on", "method target, speculative, ngram, eagle"),
         ("/method target off", "method speculative, ngram"),
         ("/seed 7", "seed 7"),

@@ -103,7 +103,7 @@ def _check(eagle: EAGLEInference, model: EaModel, batch: int, context: int) -> N
 
 
 def _decode(eagle: EAGLEInference, policy: TreePolicy | None, prompts: list[Tensor], new: int) -> dict[str, Any]:
-    """One generation of `new` tokens for each prompt, timed behind the step that holds the prefills."""
+    """One generation of `new` tokens for each prompt, timed after the step that holds the prefills."""
     rows, nodes = len(prompts[0]) + new, Counter[int]()
     with Session(eagle.engine, policy, len(prompts), rows) as session, torch.no_grad():
         for prompt in prompts:

@@ -74,7 +74,7 @@ def _variants(args: argparse.Namespace, model: EaModel, module: ModuleType | Non
             return Variant(name, runs, _peak(model.device))
 
         yield run("original", model)
-        megakernel = "auto" if args.accept_length is None else False  # whose verification knows nothing of it
+        megakernel = "auto" if args.accept_length is None else False  # its verification does not know the schedule
         options: dict[str, Any] = {"megakernel": megakernel, "prefixes": False, "draft_dtype": args.draft_weights}
         with optimize_eagle_with_triton(model, **options)[1]:
             optimised = run("optimised", model)

@@ -5,7 +5,7 @@ python benchmark.py --model PATH --draft PATH --prompt "..." --max-length 200 --
 python benchmark.py step --shape llama-3.1-8b --context 512,2048 --batch 1,4,8 --output FILE.json --plot FILE.png
 torchrun --nproc-per-node 2 benchmark.py step --shape llama-3.3-70b --batch 1     the same over two GPUs
 python benchmark.py batches --shape llama-3.1-8b         trees as they pay against plain decoding, 1 to 32 sequences
-python benchmark.py megakernel --shape llama-3.2-1b      all behind the target's logits as one launch and as many
+python benchmark.py megakernel --shape llama-3.2-1b      all after the target's logits as one launch and as many
 python benchmark.py drafters                             with and without a model, over three kinds of work
 python benchmark.py questions                            files as MT-bench's, over drafters, tree sizes, temperatures
 python benchmark.py egag                                 chains of a draft model, as long as its entropy lets them be
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None, program: str = "benchmark.py") -> int:
 
 
 def _share(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
-    """`_measure` as one of torchrun's processes, of which the first prints and writes."""
+    """`_measure` as one of torchrun's processes. Rank 0 prints and writes."""
     import torch
     import torch.distributed as dist
 
@@ -108,7 +108,7 @@ def _publish(parser: Parser, mode: Any, args: argparse.Namespace, rows: list[dic
     if options.get("questions") is not None:
         options["questions"] = args.questions.name
     if "upstream" in options:
-        options["upstream"] = args.upstream is not None  # where it lies is nobody's business
+        options["upstream"] = args.upstream is not None  # where it lies is private
     record = Record(args.mode, machine(torch.device(args.device), args.commit), options, rows, notes)
     if args.json:
         print(record.json(), flush=True)

@@ -95,7 +95,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         choices=DECODINGS,
         default=list(DECODINGS[:3]),
         metavar="NAME",
-        help=f"of {', '.join(DECODINGS)} (default: the first three, of which two grow the head's own tree)",
+        help=f"of {', '.join(DECODINGS)} (default: the first three; two of them grow the head's own tree)",
     ),
     "--eagle1": dict(action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3"),
     "--prompt": dict(type=some_text, metavar="TEXT", help="one prompt, repeated (default: the demo's held-out ones)"),
@@ -107,9 +107,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         type=sizes(MOST_SEQUENCES),
         default=[],
         metavar="N[,N...]",
-        help="places for sequences, of which --batch are taken (default: as many)",
+        help="places for sequences; --batch of them are taken (default: as many)",
     ),
-    "--only": dict(type=some_text, metavar="TEXT", help="operations whose name contains TEXT (default: all)"),
+    "--only": dict(type=some_text, metavar="TEXT", help="operations with TEXT in their name (default: all)"),
     "--questions": dict(
         type=existing_file,
         metavar="FILE.jsonl",
@@ -132,7 +132,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--results": dict(
         type=output_file(),
         metavar="FILE.jsonl",
-        help="keep each finished configuration there; the same command again goes on behind the last one",
+        help="keep each finished configuration there; the same command again goes on after the last one",
     ),
     "--answers": dict(
         type=output_directory,
@@ -158,7 +158,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         type=limit,
         default=[],
         metavar="NAME:MS",
-        help="count requests with at most so many ms to the first token (ttft), per token (tpot), in all (e2el)",
+        help="count requests within these ms: to the first token (ttft), per token (tpot), in all (e2el)",
     ),
     "--seed": dict(type=whole(0), default=0, metavar="N", help="of prompts, lengths and times (default: 0)"),
     "--no-speculation": dict(action="store_true", help="the server that is started drafts nothing"),
@@ -219,7 +219,7 @@ MODES = {
         on_cpu={"batch": [1, 4], "max_length": 32, "num_runs": 1},
     ),
     "megakernel": Mode(
-        "all behind the target's logits as one launch and as many, on a GPU (default: a batch of 1)",
+        "all after the target's logits as one launch and as many, on a GPU (default: a batch of 1)",
         (*MODEL, "--batch"),
         {"batch": [1]},
     ),
@@ -268,7 +268,7 @@ MODES = {
     ),
     "serve": Mode(
         "load on an OpenAI server (default: a server of the demo is started, which 1, 4 and 16 clients ask for 64 "
-        "answers of 128 tokens behind 512; on a CPU 1 and 4 for 8 of 16 behind 32)",
+        "answers of 128 tokens after 512; on a CPU 1 and 4 for 8 of 16 after 32)",
         (
             *("--model", "--draft", "--shape", "--url", "--api-key", "--request-rate", "--max-concurrency"),
             *("--num-prompts", "--input-len", "--output-len", "--temperature", "--goodput", "--seed"),

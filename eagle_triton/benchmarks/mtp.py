@@ -164,7 +164,7 @@ def random_prompts(vocabulary: int, count: int, length: int) -> list[Tensor]:
 
 
 def _prefill_ms(model: nn.Module, prompt: Tensor, repeats: int) -> float:
-    """The median time of transformers' own forward over a prompt, behind one that warms up."""
+    """The median time of transformers' own forward over a prompt, after one that warms up."""
     times = []
     for repeat in range(repeats + 1):
         synchronise(prompt.device)

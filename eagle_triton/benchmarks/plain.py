@@ -22,7 +22,7 @@ STATIC = {"cache_implementation": "static"}
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    """Add a row for each way of decoding: whole calls of `generate`, prefill and all, behind one that warms up."""
+    """Add a row for each way of decoding: whole calls of `generate`, prefill and all, after one that warms up."""
     loaded = models.load(args)
     model, head = loaded.base_model, loaded.ea_layer
     ways: dict[str, tuple[Callable[[], AbstractContextManager[Any]], dict[str, Any]]] = {

@@ -117,7 +117,7 @@ def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: Tre
     gaps: list[float] = []
     longest: list[float] = []
     first: list[float] = []
-    new = (3 * steps + context // PROMPT_TOKENS) * (spec.depth + 1)  # nobody ends before all is measured
+    new = (3 * steps + context // PROMPT_TOKENS) * (spec.depth + 1)  # no request ends before all is measured
     for run in range(runs + WARM_UPS):
         others = _prompts(model, batch, min(context, 512), run)
         (late,) = _prompts(model, 1, context, run + 1000)
@@ -242,7 +242,7 @@ def _gaps(batch: Batch, steps: int) -> list[float]:
 
 
 def _gaps_until(batch: Batch, steps: int, slot: int, start: float) -> tuple[list[float], float]:
-    """The same while a prompt enters a slot, and when its first tokens came, in milliseconds behind `start`."""
+    """The same while a prompt enters a slot, and when its first tokens came, in milliseconds after `start`."""
     found: list[float] = []
     last, came = start, 0.0
     while not came or len(found) < steps:

@@ -39,7 +39,7 @@ class Record:
         path.write_text(self.json() + "\n", encoding="utf-8")
 
     def write_csv(self, path: Path) -> None:
-        """One line for each row, the machine's columns behind the figures'."""
+        """One line for each row, the machine's columns after the figures'."""
         lines = [{"mode": self.mode, **row, **self.machine} for row in self.rows]
         columns = list(dict.fromkeys(column for line in lines for column in line))
         with open(path, "w", newline="", encoding="utf-8") as file:

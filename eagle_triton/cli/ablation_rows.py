@@ -162,7 +162,7 @@ class Results:
                 self.file.check({column: result.settings[column] for column in OWN}, conditions.of_group(group))
 
     def begin(self) -> None:
-        """Write the CSVs anew with the results that there are. Raises OSError if they cannot be written."""
+        """Write the CSVs from the results that there are. Raises OSError if they cannot be written."""
         if self._overwrite:
             self.kept.unlink(missing_ok=True)
         for path, columns in ((self.path, COLUMNS), (self.trace, TRACE_COLUMNS)):

@@ -5,7 +5,7 @@
     eagle-triton chat --commands FILE       lines from a file instead of the terminal; piped lines are read as well
 
 /help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves. Exit code 0: left; 2: a wrong argument; 130: ended by
-SIGTERM, or by Ctrl-C between answers where nobody types.
+SIGTERM, or by Ctrl-C between answers where input is piped.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton chat") -> i
 
 
 def run(chat: Chat, reader: Reader) -> int:
-    """Take what the reader reads until it ends or "/quit" comes; SIGTERM, and Ctrl-C where nobody types, end it too."""
+    """Take what the reader reads until it ends or "/quit" comes; SIGTERM ends it too, and Ctrl-C if input is piped."""
     with left_by_sigterm():
         while True:
             try:

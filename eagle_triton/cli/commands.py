@@ -1,7 +1,7 @@
 """What a line of the chat means: `answer_to(line, state)` is the new state, what to print, and what to do.
 
 Nothing is loaded, printed or decoded here. A line that does not begin with "/" is a prompt; "//" begins one that does.
-A prompt may have several lines, of which the first alone is looked at.
+A prompt may have several lines, and only the first is looked at.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class State:
 
 @dataclass(frozen=True)
 class Reply:
-    """The state behind a line, the lines to print, and what is to be done then.
+    """The state after a line, the lines to print, and what is to be done then.
 
     actions: "answer" (its text is `prompt`), "clear", "stats" and "quit", in the order of the line.
     """
@@ -134,7 +134,7 @@ def help_lines(state: State) -> tuple[str, ...]:
         f"  {command.line:<{width}}  {command.summary}" + (f" ({told})" if (told := command.told(state)) else "")
         for command in COMMANDS.values()
     ]
-    return (*lines, "Other lines are prompts; // begins one that begins with /. Behind a command, # begins a comment.")
+    return (*lines, "Other lines are prompts; // begins one that begins with /. After a command, # begins a comment.")
 
 
 def state_line(state: State) -> str:
@@ -273,7 +273,7 @@ def _cache_meaning(state: State) -> str:
 
 def _reset_meaning(state: State) -> str:
     if state.settings.reset_in_between:
-        return "each answer counts n-grams anew"
+        return "each answer counts n-grams from the start"
     return "n-grams and outputs of former answers are kept"
 
 
@@ -311,7 +311,7 @@ COMMANDS = _listed(
         ),
         _setting_switch("cache", "keep keys and values", _cache_meaning),
         _mode("ngram", "answer with drafts of counted n-grams"),
-        _value("top_k_filler", "likeliest tokens that are counted behind each context", read_whole),
+        _value("top_k_filler", "likeliest tokens that are counted after each context", read_whole),
         _value("filler_weight", "how often each of them counts", read_number),
         Command(
             "set_ngramstorage",

@@ -251,7 +251,7 @@ class Decoder:
 
 def _within(step: Step, finished: str, room: int | None) -> Step:
     """The last step without the drafts that the end cut off. room: tokens that the answer could still take, None: the
-    drafts are a tree, of which every node counts as proposed."""
+    drafts are a tree, and every node counts as proposed."""
     accepted, proposed, drafts = min(step.accepted, len(step.tokens)), step.proposed, step.drafts
     if room is not None:
         ends_on_draft = finished == "stop" and len(step.tokens) <= step.accepted

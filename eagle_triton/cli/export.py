@@ -74,7 +74,7 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
         "--depth",
         type=whole(1, 1024),
         metavar="N",
-        help="beam passes behind the first, of a tree or a chain (default: the head's)",
+        help="beam passes after the first, of a tree or a chain (default: the head's)",
     )
     add("--top-k", type=whole(1, 1024), metavar="N", help="beam width of a tree (default: the head's)")
     add(

@@ -60,7 +60,7 @@ def run(command: str, argv: list[str], program: str) -> int:
         return importlib.import_module(COMMANDS[command]).main(argv, program)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # nobody reads any more, and nothing may be flushed at the end
+    except BrokenPipeError:  # the reader is gone: nothing may be flushed at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

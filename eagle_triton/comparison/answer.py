@@ -141,8 +141,8 @@ def take(
 ) -> Answer:
     """Decode to the end. on_step(step, text) is called for each step with the text that it made certain.
 
-    A KeyboardInterrupt ends the answer, with finished "interrupted". Text costs no time where nobody asks for it step
-    by step. fields: of the answer.
+    A KeyboardInterrupt ends the answer, with finished "interrupted". Without on_step,
+    text is made after the time is taken. fields: of the answer.
     """
     taken: list[Step] = []
     texts: list[str] = []

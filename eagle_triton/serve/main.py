@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "jinja2", "yaml")  # the extra serve
 TREE_OPTIONS = ("topk", "num_steps", "num_draft_tokens", "suffix_drafts")  # of EAGLEConfig
 SWITCH_SECONDS = 0.0005  # that Python lets one thread run while the other waits: the engine's must not wait for HTTP
-CLOSING_SECONDS = 5  # for connections, behind the last answer
+CLOSING_SECONDS = 5  # for connections, after the last answer
 APART = (
     "is not offered: the server reads prompts and decodes on the same GPUs. SGLang and vLLM can part them; "
     "docs/scaling.md has the commands"
