@@ -8,6 +8,7 @@ choosing costs.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,10 @@ import torch
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.drafters import SEED, Works, compare, different, figures, random_works, text
 from eagle_triton.benchmarks.drafting_work import work
+from eagle_triton.benchmarks.sweep import config_of
 from eagle_triton.benchmarks.timing import noise
 from eagle_triton.demo import DRAFT, PAIR, path_of
-from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.eagle_inference import EAGLEInference
-from eagle_triton.inference.speculative_config import SpeculativeConfig
 from eagle_triton.models.loading import load_target
 from eagle_triton.models.shapes import SHAPES, random_model
 from eagle_triton.reference.adaptive_length import EGAGConfig
@@ -44,12 +44,11 @@ COMPARED = {"egag, always sure": MOST, "egag, never sure": 1}  # with chains of 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
     """Add a row for each kind of work and length, and notes that compare."""
     target, drafter, works = _shape(args) if args.shape else _demo(args)
-    lengths = {f"{count} drafts": (count, None) for count in FIXED} | {
-        name: (MOST, rule) for name, rule in RULES.items()
-    }
-    variants = {name: partial(EAGLEInference, drafter, target, _config(*how)) for name, how in lengths.items()}
-    plain = partial(EAGLEInference, None, target, _config(0, None))
-    for found in compare({"plain": plain, **variants}, works, args):
+    configs = {f"{count} drafts": config_of("draft_model", count) for count in FIXED}
+    configs |= {name: replace(config_of("draft_model", MOST), egag=rule) for name, rule in RULES.items()}
+    variants = {"plain": partial(EAGLEInference, None, target, config_of("naive"))}
+    variants |= {name: partial(EAGLEInference, drafter, target, config) for name, config in configs.items()}
+    for found in compare(variants, works, args):
         if len(found) > 1:
             names = next(iter(found.values()))
             found["mix"] = {name: [answer for of in found.values() for answer in of[name]] for name in names}
@@ -57,11 +56,6 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     notes += different({kind: found[kind] for kind in works}, getattr(torch, args.dtype))
     notes += _judge(rows)
     notes += noise(min(row["steps"] for row in rows), "take more of --num-runs or --max-length")
-
-
-def _config(drafts: int, rule: EGAGConfig | None = None) -> EAGLEConfig:
-    options = SpeculativeConfig(method="draft_model" if drafts else "naive", num_speculative_tokens=drafts)
-    return EAGLEConfig(speculative=options, egag=rule, fallback=False, prefixes=False, slots=1)
 
 
 def _demo(args: argparse.Namespace) -> tuple[Any, Any, Works]:

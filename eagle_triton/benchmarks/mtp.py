@@ -18,6 +18,7 @@ from eagle_triton.benchmarks.drafters import compare, figures
 from eagle_triton.benchmarks.models import weight_bytes
 from eagle_triton.benchmarks.parity import margin_bound
 from eagle_triton.benchmarks.step import STEPS, optimised_step, slots_of
+from eagle_triton.benchmarks.sweep import config_of, tree_config
 from eagle_triton.benchmarks.timing import copy_bandwidth, noise, synchronise
 from eagle_triton.comparison.answer import Answer
 from eagle_triton.demo import HYBRID, demo_prompts, path_of
@@ -31,9 +32,7 @@ from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families.causal_lm import read_causal_lm
 from eagle_triton.families.reading.mtp import read_mtp
-from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.eagle_inference import EAGLEInference
-from eagle_triton.inference.speculative_config import SpeculativeConfig
 from eagle_triton.models.loading import load_target, load_tokenizer
 from eagle_triton.models.mtp import MTP
 from eagle_triton.models.shapes import HYBRIDS, random_hybrid
@@ -134,15 +133,8 @@ def _measure_demo(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[
 
 def _inference(model: Any, spec: TreeSpec) -> EAGLEInference:
     if spec == PLAIN:
-        return EAGLEInference(None, model, EAGLEConfig(speculative=SpeculativeConfig(method="naive"), prefixes=False))
-    config = EAGLEConfig(
-        topk=spec.top_k,
-        num_steps=len(spec.beam_widths) + 1,
-        num_draft_tokens=spec.nodes,
-        fallback=False,
-        prefixes=False,
-    )
-    return EAGLEInference(MTP, model, config)
+        return EAGLEInference(None, model, config_of("naive"))
+    return EAGLEInference(MTP, model, tree_config(spec.nodes, len(spec.beam_widths) + 1, spec.top_k))
 
 
 @torch.no_grad()

@@ -49,19 +49,28 @@ class Configuration(NamedTuple):
         return min(max(self.steps, SUFFIX_DRAFTS), self.nodes - 1) if self.drafter == "both" else self.steps
 
     def engine_config(self) -> EAGLEConfig:
-        """How EAGLEInference is asked for it: never plainly where drafts do not pay, and nothing kept between answers
-        but what drafters themselves keep. Raises ValueError for a tree that cannot be."""
-        shared: dict[str, Any] = dict(fallback=False, prefixes=False, slots=1)
+        """How EAGLEInference is asked for it. Raises ValueError for a tree that cannot be."""
         if self.drafter in METHODS:
             method, drafts = METHODS[self.drafter]
-            options = SpeculativeConfig(method=method, num_speculative_tokens=drafts)
-            if method == "suffix":
-                options = replace(options, suffix_decoding_max_spec_factor=FACTOR)
-            return EAGLEConfig(speculative=options, **shared)
+            return config_of(
+                method, drafts, **(dict(suffix_decoding_max_spec_factor=FACTOR) if method == "suffix" else {})
+            )
         suffixes = SUFFIX_DRAFTS if self.drafter == "both" else 0
-        return EAGLEConfig(
-            topk=self.topk, num_steps=self.steps, num_draft_tokens=self.nodes, suffix_drafts=suffixes, **shared
-        )
+        return replace(tree_config(self.nodes, self.steps, self.topk), suffix_drafts=suffixes)
+
+
+def config_of(method: str, drafts: int = 0, **options: Any) -> EAGLEConfig:
+    """A method for one sequence: it drafts also where that does not pay, and keeps no prefixes between answers.
+
+    drafts: a step, 0 for "naive". options: of SpeculativeConfig.
+    """
+    speculative = SpeculativeConfig(method=method, num_speculative_tokens=drafts, **options)
+    return EAGLEConfig(speculative=speculative, fallback=False, prefixes=False, slots=1)
+
+
+def tree_config(nodes: int, steps: int, topk: int) -> EAGLEConfig:
+    """Trees of a head for one sequence, as `config_of`."""
+    return EAGLEConfig(topk=topk, num_steps=steps, num_draft_tokens=nodes, fallback=False, prefixes=False, slots=1)
 
 
 def configurations(

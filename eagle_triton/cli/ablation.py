@@ -313,7 +313,9 @@ def _run_by(parser: Parser, runner: str, argv: Sequence[str]) -> int:
     if place is None:
         parser.error(f"--runner must start infer.py, as in 'uv run infer.py --device cpu', got {runner!r}")
     start, given = words[:place] or [sys.executable], words[place + 1 :]
-    rest = _without_runner(argv)
+    others = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    others.add_argument("--runner")
+    rest = others.parse_known_args(argv)[1]
     here = {word.partition("=")[0] for word in rest}
     for name in (word.partition("=")[0] for word in given if word.startswith("-")):
         if name not in OF_THE_RUNNER:
@@ -338,17 +340,6 @@ def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
         os.execvpe(command[0], command, environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command gets it too
     sys.exit(subprocess.run(command, env=environment).returncode)
-
-
-def _without_runner(argv: Sequence[str]) -> list[str]:
-    rest: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if word == "--runner":
-            next(words)
-        elif not word.startswith("--runner="):
-            rest.append(word)
-    return rest
 
 
 if __name__ == "__main__":
