@@ -244,6 +244,13 @@ class TestResuming:
         assert main(TWO) == 0
         assert rows(Path("ablation_results.csv"))[0] == kept and len(rows(Path("ablation_results.csv"))) == 2
 
+    def test_an_interrupt_before_the_first_row(self, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "decode", lambda *_: signal.raise_signal(signal.SIGINT))
+            assert main([*TWO, "--overwrite"]) == 130
+        assert rows(Path("ablation_results.csv")) == []
+        assert main(TWO) == 0 and len(rows(Path("ablation_results.csv"))) == 2
+
     @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGKILL"])
     def test_a_process_that_ends_in_the_middle(self, how):
         """At any place: in the middle of a row, too."""
@@ -368,7 +375,8 @@ class TestFilesOfOthers:
 
     def test_overwrite_replaces_it(self):
         out = Path("ablation_results.csv")
-        out.write_text("a,b\n1,2\n", encoding="utf-8")
+        for name in ("", ".jsonl"):
+            Path(f"{out}{name}").write_text("a,b\n1,2\n", encoding="utf-8")
         assert main([*TWO, "--overwrite"]) == 0
         assert len(rows(out)) == 2
 

@@ -141,18 +141,18 @@ class Results:
         """
         from eagle_triton.comparison.result_file import ResultFile  # here: it imports torch
 
-        self.path, self.trace, self.conditions, self._overwrite = path, trace, conditions, overwrite
-        self.kept = path.with_name(f"{path.name}.jsonl")
+        self.path, self.trace, self.conditions = path, trace, conditions
+        kept = path.with_name(f"{path.name}.jsonl")
         if not overwrite:
             _check_csv(path, COLUMNS)
             if trace is not None:
                 _check_csv(trace, TRACE_COLUMNS)
-            if path.exists() and path.stat().st_size and not self.kept.exists():
+            if path.exists() and path.stat().st_size and not kept.exists():
                 raise ValueError(
-                    f"{path} cannot go on: {self.kept.name}, which has its results, is not beside it; name another "
+                    f"{path} cannot go on: {kept.name}, which has its results, is not beside it; name another "
                     "file, or --overwrite"
                 )
-        self.file = ResultFile(self.kept, "ablation", conditions.common, overwrite)
+        self.file = ResultFile(kept, "ablation", conditions.common, overwrite)
         self._alone: dict[tuple[str, int], list[Answer]] = {}  # the target's, by prompt and seed
         wanted = set(groups)
         for name, result in self.file.found.items():
@@ -163,8 +163,7 @@ class Results:
 
     def begin(self) -> None:
         """Write the CSVs from the results that there are. Raises OSError if they cannot be written."""
-        if self._overwrite:
-            self.kept.unlink(missing_ok=True)
+        self.file.begin()
         for path, columns in ((self.path, COLUMNS), (self.trace, TRACE_COLUMNS)):
             if path is not None:
                 path.write_bytes(_line(columns))

@@ -43,13 +43,20 @@ class ResultFile:
         if path is not None and path.exists() and not overwrite:
             self._read(path)
 
+    def begin(self) -> None:
+        """Make the file, so that a run without results can go on too. Raises OSError if it cannot be written."""
+        if not self._whole:
+            self._write([self._head])
+
     def add(self, name: str, result: Result) -> None:
         """Keep a result; it is on the disk when this returns. Raises OSError if it cannot be written."""
         self.found[name] = result
+        line = {**vars(result), "name": name, "answers": [to_json(answer) for answer in result.answers]}
+        self._write([line] if self._whole else [self._head, line])
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
         if self.path is None:
             return
-        line = {**vars(result), "name": name, "answers": [to_json(answer) for answer in result.answers]}
-        lines = [line] if self._whole else [self._head, line]
         text = "".join(json.dumps(line) + "\n" for line in lines).encode()
         with open(self.path, "r+b" if self.path.exists() else "wb") as file:
             file.truncate(self._whole)  # a line without an end, which an interrupt left
