@@ -18,8 +18,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from eagle_triton.benchmarks import arguments
-from eagle_triton.benchmarks.arguments import Parser
+from eagle_triton import command_line
+from eagle_triton.command_line import Parser
 from eagle_triton.demo import demo_prompts
 
 if TYPE_CHECKING:  # they import torch, for which --help does not wait
@@ -53,15 +53,16 @@ class Difference:
 
 def main(argv: list[str] | None = None) -> int:
     parser, args = _parse(argv)
-    arguments.check_device(parser, args.device)
+    command_line.check_device(parser, args.device)
     with parser.explains():
         import torch
         from tqdm import tqdm
 
         from eagle_triton.benchmarks.comparison import compare, decode
         from eagle_triton.benchmarks.float8 import round_target
-        from eagle_triton.benchmarks.models import encoded, find_device, load_pair
+        from eagle_triton.benchmarks.models import encoded, load_pair
         from eagle_triton.benchmarks.parity import MARGIN_BOUND
+        from eagle_triton.devices import find_device
 
         args.device = find_device(args.device)
         dtype = getattr(torch, args.dtype)
@@ -115,8 +116,9 @@ def _publish(
     """Print what was found, then write it to the file that was asked for."""
     import torch
 
-    from eagle_triton.benchmarks.record import Record, machine, table
+    from eagle_triton.benchmarks.record import Record, machine
     from eagle_triton.benchmarks.timing import noise
+    from eagle_triton.text_table import table
 
     keys = ("identical", "of", "share", "median_margin", "largest_margin", "over_bound")
     headers = ("", "identical", "of", "share", "median margin", "largest", f"over {bound:g}")
@@ -141,7 +143,8 @@ def _publish(
             Record("integration", where, options, rows, problems + notes).write_json(args.output)
         except OSError as error:
             print(
-                f"{parser.prog}: --output {args.output} was not written: {arguments.sentence(error)}", file=sys.stderr
+                f"{parser.prog}: --output {args.output} was not written: {command_line.sentence(error)}",
+                file=sys.stderr,
             )
             return 1
     return 1 if problems else 0
@@ -163,27 +166,32 @@ def _tau(runs: list[Run]) -> float:
 
 def _parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace]:
     parser = Parser("integration_test.py", __doc__)
-    arguments.add_model(parser)
+    command_line.add_model(parser)
     add = parser.add_argument
-    add("--prompt", type=arguments.some_text, metavar="TEXT", help="one prompt (default: the demo's held-out ones)")
-    count = arguments.whole(most=arguments.MOST_RUNS)
+    add("--prompt", type=command_line.some_text, metavar="TEXT", help="one prompt (default: the demo's held-out ones)")
+    count = command_line.whole(most=command_line.MOST_RUNS)
     add(
         "--max-length",
-        type=arguments.whole(2),
+        type=command_line.whole(2),
         metavar="N",
         help="new tokens per prompt (default: 100, in 16 bits 128)",
     )
     add("--num-runs", type=count, metavar="N", help="prompts to decode (default: 3, in 16 bits 100; 1 with --prompt)")
-    add("--dtype", choices=arguments.DTYPES, default="float32", help="default: float32")
+    add("--dtype", choices=command_line.DTYPES, default="float32", help="default: float32")
     fp8_help = "projections of the target in FP8 with scales for blocks; as it is, it makes them wide in every call"
     add("--target-weights", choices=("fp8",), help=fp8_help)
-    add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    add("--commit", type=arguments.some_text, help="what to record as the commit instead of what git says")
+    add(
+        "--device",
+        type=command_line.device,
+        metavar="NAME",
+        help="cpu, cuda or cuda:N (default: a GPU if there is one)",
+    )
+    add("--commit", type=command_line.some_text, help="what to record as the commit instead of what git says")
     output_help = "write shares, differences, prompt lengths and tau as JSON"
-    add("--output", type=arguments.output_file(), metavar="FILE.json", help=output_help)
+    add("--output", type=command_line.output_file(), metavar="FILE.json", help=output_help)
     add("--verbose", action="store_true", help="print texts, accepted lengths and counters")
     args = parser.parse_args(argv)
-    arguments.check_model(parser, args.model, args.draft)
+    command_line.check_model(parser, args.model, args.draft)
     if args.prompt is not None and args.num_runs not in (None, 1):
         parser.error(f"--num-runs must be 1 with --prompt, which is one prompt, got {args.num_runs}")
     exact = args.dtype == "float32"
@@ -191,7 +199,7 @@ def _parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace]:
         args.max_length = 100 if exact else 128
     if args.num_runs is None:
         args.num_runs = 1 if args.prompt else 3 if exact else 100
-    if problem := arguments.new_too_many(args.max_length, arguments.stored_positions(args.model)):
+    if problem := command_line.new_too_many(args.max_length, command_line.stored_positions(args.model)):
         parser.error(problem)
     return parser, args
 

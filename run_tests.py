@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from eagle_triton.benchmarks.arguments import Parser
+from eagle_triton.command_line import Parser
 
 ROOT = Path(__file__).resolve().parent
 CPUS = os.cpu_count() or 1

@@ -48,7 +48,7 @@ def load(path: str) -> ModuleType:
 
 
 environment = load("cli/environment.py")
-arguments = load("benchmarks/arguments.py")
+command_line = load("command_line.py")
 SetupError = environment.SetupError
 
 
@@ -148,7 +148,7 @@ def log(message: str) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = arguments.Parser("setup_env.py", __doc__)
+    parser = command_line.Parser("setup_env.py", __doc__)
     add = parser.add_argument
     add("--install", action="store_true", help="make the environment; nothing to do when it is complete")
     add("--json", action="store_true", help="print the report as JSON")
@@ -208,7 +208,7 @@ def unfit_directory(directory: Path, installs: bool) -> str | None:
     if not installs:
         return None
     try:
-        arguments.try_to_write_into(existing)
+        command_line.try_to_write_into(existing)
     except OSError as error:
         return f"that can be made or filled, and {existing} cannot be written: {error.strerror}"
     try:

@@ -29,6 +29,7 @@ _FORMER = {
     "drop_in.patching": "patching",
     "adapters": "families.reading",
     "adapters.refusal": "errors",
+    "benchmarks.arguments": "command_line",
 }
 MOVED = {f"eagle_triton.{old}": f"eagle_triton.{new}" for old, new in _FORMER.items()}
 

@@ -18,10 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from eagle_triton.cli import ablation, ablation_rows, result_file
+from eagle_triton.cli import ablation
 from eagle_triton.cli.ablation import main
 from eagle_triton.cli.ablation_rows import BASELINE, COLUMNS, GROUPS, TRACE_COLUMNS, edit_distance
 from eagle_triton.cli.decoding import Decoder
+from eagle_triton.comparison.result_file import ResultFile
 from eagle_triton.demo import demo_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +47,9 @@ EMPTY = {  # the columns that say nothing of a group
     "suffix": {"drafter_model"} | GAMMA | EGAG | (NGRAM - {"reset_in_between"}),
     "hybrid": GAMMA | EGAG | (NGRAM - {"reset_in_between"}),
 }
+
+
+BESIDE = ("speedup_vs_target_ar", "matches_target_ar", "edit_distance_to_target_ar")
 
 
 def rows(path: Path, columns: tuple[str, ...] = COLUMNS) -> list[dict[str, str]]:
@@ -163,7 +167,7 @@ class TestRows:
         assert main([*SHORT, "--groups", "nasd"]) == 0
         assert "target_ar is not among the groups" in capsys.readouterr().out
         (row,) = rows(Path("ablation_results.csv"))
-        assert [row[name] for name in ablation_rows.BESIDE] == ["", "", ""]
+        assert [row[name] for name in BESIDE] == ["", "", ""]
         assert main([*SHORT, "--groups", "target_ar"]) == 0  # and then it is found in the file
         assert main([*SHORT, "--groups", "suffix"]) == 0
         *_, row = rows(Path("ablation_results.csv"))
@@ -185,11 +189,9 @@ class TestResuming:
     def test_finished_rows_stay_and_the_others_come_again(self, finished, capsys):
         before = rows(finished / "a.csv")
         out, trace = Path("a.csv"), Path("t.csv")
-        result_file.write_rows(out, COLUMNS, before[:9])
-        whole = out.read_bytes()
-        result_file.append_rows(out, COLUMNS, before[9:10])
-        out.write_bytes(out.read_bytes()[: len(whole) + 150])  # half a row
-        trace.write_bytes((finished / "t.csv").read_bytes())
+        out.write_bytes((finished / "a.csv").read_bytes()[:900])  # half a row
+        lines = (finished / "a.csv.jsonl").read_bytes().splitlines(keepends=True)
+        Path("a.csv.jsonl").write_bytes(b"".join(lines[:10]) + lines[10][:150])  # nine rows and a half
         options = ["--device", "cpu", "--prompts", "2", "--repeats", "2", "--length", "12"]
         assert main([*options, "--out", "a.csv", "--trace", "t.csv"]) == 0
         after = rows(out)
@@ -242,6 +244,13 @@ class TestResuming:
         assert main(TWO) == 0
         assert rows(Path("ablation_results.csv"))[0] == kept and len(rows(Path("ablation_results.csv"))) == 2
 
+    def test_an_interrupt_before_the_first_row(self, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "decode", lambda *_: signal.raise_signal(signal.SIGINT))
+            assert main([*TWO, "--overwrite"]) == 130
+        assert rows(Path("ablation_results.csv")) == []
+        assert main(TWO) == 0 and len(rows(Path("ablation_results.csv"))) == 2
+
     @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGKILL"])
     def test_a_process_that_ends_in_the_middle(self, how):
         """At any place: in the middle of a row, too."""
@@ -251,7 +260,7 @@ class TestResuming:
         command = [sys.executable, "-m", "eagle_triton.cli.main", "ablation", *options]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        out = Path("ablation_results.csv")
+        out, results = Path("ablation_results.csv"), Path("ablation_results.csv.jsonl")
         deadline = time.monotonic() + 120
         while not out.exists() or out.read_bytes().count(b",ok\n") < 3:
             assert process.poll() is None and time.monotonic() < deadline
@@ -263,11 +272,12 @@ class TestResuming:
         else:
             assert process.returncode == 130 and "rows are in ablation_results.csv; the same command goes on" in told
             assert "Traceback" not in told
-        kept = result_file.read_rows(out, COLUMNS)
-        assert len(kept) >= 3
+        kept = results.read_bytes().rpartition(b"\n")[0]
+        assert kept.count(b"\n") >= 3
         assert main([*TWO, "--repeats", "3"]) == 0
         after = rows(out)
-        assert after[: len(kept)] == kept and len({row["run_id"] for row in after}) == len(after)
+        assert results.read_bytes().startswith(kept) and len({row["run_id"] for row in after}) == len(after)
+        assert len(after) == results.read_bytes().count(b"\n") - 1
 
     def test_a_row_that_fails_is_said_and_wanted_again(self, monkeypatch, capsys):
         decode = Decoder.decode
@@ -300,14 +310,14 @@ class TestResuming:
         assert f"NOT the target's text: nasd, {row['prompt_id']}, row {row['run_id']}" in capsys.readouterr().out
 
     def test_a_full_disk_ends_the_run(self, monkeypatch, capsys):
-        append = ablation_rows.append_rows
+        add = ResultFile.add
 
-        def full(path, columns, added):
-            if any(row.get("group") == "nasd" for row in added):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            append(path, columns, added)
+        def full(self, name, result):
+            if "nasd" in name:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            add(self, name, result)
 
-        monkeypatch.setattr(ablation_rows, "append_rows", full)
+        monkeypatch.setattr(ResultFile, "add", full)
         assert main(TWO) == 1
         said = capsys.readouterr().err
         assert "No space left on device" in said and "1 of 2 rows are in ablation_results.csv" in said
@@ -317,44 +327,39 @@ class TestFilesOfOthers:
     """Each is refused in one sentence, before a model is loaded, and stays as it was; --overwrite replaces it."""
 
     @pytest.mark.parametrize(
-        ("content", "said"),
+        ("name", "content", "said"),
         [
-            (b"a,b\n1,2\n", "has other columns: column 1 is 'a', 'run_id' expected"),
-            (DOCUMENTED.encode() + b",more\n", "has other columns: 45 of them, 44 expected"),
-            (DOCUMENTED.removesuffix(",status").encode() + b"\n", "column 44 is missing, 'status' expected"),
-            (b"notes without a line end", "is not the CSV of an ablation"),
-            (b"\xff\xfe\x00\n", "is no CSV in UTF-8"),
-            (DOCUMENTED.encode() + b"\n1,2\n", "row 1 has 2 fields, 44 expected"),
-            (DOCUMENTED.encode() + b"\n" + b"x," * 43 + b"ok\n", "group of row 1 must be one of target_ar"),
-            (DOCUMENTED.encode() + b'\n"open' + (b"\n" + b"x," * 43 + b"ok") * 2 + b"\n", "is no CSV: line 2"),
+            ("", b"a,b\n1,2\n", "is not a CSV of an ablation; name another file, or --overwrite"),
+            ("", b"notes without a line end", "is not a CSV of an ablation"),
+            ("", DOCUMENTED.encode() + b"\n", "ablation_results.csv.jsonl, which has its results, is not beside it"),
+            (".jsonl", b"notes", "does not hold results of ablation"),
         ],
-        ids=["columns", "more", "fewer", "text", "bytes", "short-row", "group", "open-quote"],
+        ids=["columns", "text", "alone", "results"],
     )
-    def test_of_another_kind(self, content, said, capsys, no_model):
-        out = Path("ablation_results.csv")
-        out.write_bytes(content)
+    def test_of_another_kind(self, name, content, said, capsys, no_model):
+        path = Path(f"ablation_results.csv{name}")
+        path.write_bytes(content)
         with pytest.raises(SystemExit, match="2"):
             main(TWO)
         told = capsys.readouterr().err
-        assert said in told and told.count("\n") == 1 and out.read_bytes() == content
+        assert said in told and told.count("\n") == 1 and path.read_bytes() == content
 
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            (["--length", "7"], "max_gen_len of row 1 is '6', and of this run '7'"),
-            (["--dtype", "bfloat16"], "dtype of row 1 is 'float32', and of this run 'bfloat16'"),
-            (["--processor", "multinomial", "1"], "processor of row 1 is 'greedy', and of this run 'multinomial'"),
-            (["--processor", "greedy", "2"], "processor_args of row 1 is 'temperature=1.0', and of this run"),
-            (["--target", "demo-gdn"], "target_model of row 1 is 'demo', and of this run 'demo-gdn'"),
+            (["--length", "7"], "max_gen_len 12, and this would be 7"),
+            (["--dtype", "bfloat16"], "dtype float32, and this would be bfloat16"),
+            (["--processor", "multinomial", "1"], "processor greedy, and this would be multinomial"),
+            (["--processor", "greedy", "2"], "processor_args temperature=1.0, and this would be"),
+            (["--target", "demo-gdn"], "target_model demo, and this would be demo-gdn"),
         ],
         ids=lambda value: value[0] if isinstance(value, list) else "",
     )
     def test_of_other_settings(self, finished, options, said, capsys, no_model):
-        out = Path("a.csv")
-        result_file.write_rows(out, COLUMNS, [row | {"max_gen_len": "6"} for row in rows(finished / "a.csv")])
+        out = finished / "a.csv"
         content = out.read_bytes()
         with pytest.raises(SystemExit, match="2"):
-            main([*TWO, "--out", "a.csv", *options])
+            main([*TWO, "--length", "12", "--out", str(out), *options])
         told = capsys.readouterr().err
         assert said in told and told.count("\n") == 1 and out.read_bytes() == content
 
@@ -364,22 +369,26 @@ class TestFilesOfOthers:
         assert main([*SHORT, "--groups", "speculative"]) == 0
         with pytest.raises(SystemExit, match="2"):
             main([*SHORT, "--groups", "egag,speculative", "--drafter", "draft"])
-        assert "drafter_model of row 1 is 'demo-draft', and of this run 'draft'" in capsys.readouterr().err
+        assert "drafter_model demo-draft, and this would be draft" in capsys.readouterr().err
         assert main([*SHORT, "--groups", "egag", "--drafter", "draft"]) == 0
         assert [row["drafter_model"] for row in rows(Path("ablation_results.csv"))] == ["demo-draft", "draft"]
 
     def test_overwrite_replaces_it(self):
         out = Path("ablation_results.csv")
-        out.write_text("a,b\n1,2\n", encoding="utf-8")
+        for name in ("", ".jsonl"):
+            Path(f"{out}{name}").write_text("a,b\n1,2\n", encoding="utf-8")
         assert main([*TWO, "--overwrite"]) == 0
         assert len(rows(out)) == 2
 
-    def test_a_trace_of_another_run(self, finished, capsys, no_model):
+    def test_a_trace_may_come_later_and_is_no_other_file(self, finished, capsys, no_model):
+        """The steps are kept with the rows, so they may be asked for at any time."""
         options = ["--device", "cpu", "--prompts", "2", "--repeats", "2", "--length", "12"]
+        assert main([*options, "--out", str(finished / "a.csv"), "--trace", "new.csv"]) == 0
+        assert Path("new.csv").read_bytes() == (finished / "t.csv").read_bytes()
+        Path("notes").write_text("notes", encoding="utf-8")
         with pytest.raises(SystemExit, match="2"):
-            main([*options, "--out", str(finished / "a.csv"), "--trace", "new.csv"])
-        assert "new.csv lacks the steps of 28 of the 28 rows" in capsys.readouterr().err
-        assert not Path("new.csv").exists()
+            main([*options, "--out", str(finished / "a.csv"), "--trace", "notes"])
+        assert "notes is not a CSV of an ablation" in capsys.readouterr().err
 
     @pytest.mark.skipif(not Path("/proc").is_dir(), reason="a directory that nobody may write into")
     @pytest.mark.parametrize("option", ["--out", "--trace"])
@@ -403,13 +412,16 @@ ARGUMENTS = [
     ("--seeds 1,1", "--seeds must not name a seed twice, got '1,1'"),
     ("--repeats 0", "--repeats must be a whole number from 1 to 10000, got '0'"),
     ("--length 0", "--length must be a whole number from 1 to 10000000, got '0'"),
-    ("--processor beam", "--processor must be one of greedy, multinomial, topk, nucleus, topknucleus, got 'beam'"),
-    ("--processor topk 1", "--processor topk must be followed by temperature and top_k, got 1"),
-    ("--processor nucleus", "--processor nucleus must be followed by temperature and top_p, got none"),
+    (
+        "--processor beam",
+        "--processor: takes one of greedy temperature, multinomial temperature, topk temperature",
+    ),
+    ("--processor topk 1", "--processor: top_k must be given for processor topk"),
+    ("--processor nucleus", "--processor: top_p must be given for processor nucleus"),
     ("--processor topk 1 x", "--processor: top_k must be a whole number, got 'x'"),
     ("--processor multinomial x", "--processor: temperature must be a number, got 'x'"),
     ("--processor multinomial -1", "--processor: temperature must be a finite number at least 0, got -1.0"),
-    ("--processor greedy 1 2", "--processor greedy must be followed by temperature, got 1 2"),
+    ("--processor greedy 1 2", "--processor: greedy takes temperature, got '1 2'"),
     ("--out .", "--out must be a file, and . is none"),
     ("--out nowhere/a.csv", "--out must be a file in a directory that exists, and"),
     ("--trace ablation_results.csv", "--trace must be another file than --out"),
@@ -491,45 +503,6 @@ class TestArguments:
         assert f"started with {sys.executable}" in ran.stderr
         (row,) = rows(Path("mine.csv"))
         assert (row["prompt"], row["device"], row["max_gen_len"]) == ("import os", "cpu", "2")
-
-
-class TestFilesOfRows:
-    ROWS = (
-        {"a": "two\nlines", "b": "1"},
-        {"a": 'quoted "\r, \u2028é', "b": "\r"},
-        {"a": "", "b": ""},
-        {"a": "last", "b": "x" * 200_000},
-    )
-
-    def test_what_is_cut_off_anywhere_leaves_the_rows_before_it(self):
-        path, columns = Path("r.csv"), ("a", "b")
-        result_file.write_rows(path, columns, self.ROWS[:1])
-        result_file.append_rows(path, columns, self.ROWS[1:3])
-        whole = path.read_bytes()
-        counts = []
-        for length in range(len(whole) + 1):
-            path.write_bytes(whole[:length])
-            found = result_file.read_rows(path, columns)
-            assert found == list(self.ROWS[: len(found)])
-            counts.append(len(found))
-        assert counts == sorted(counts) and counts[-1] == 3
-
-    def test_large_fields_and_marks_of_other_programs(self):
-        path, columns = Path("r.csv"), ("a", "b")
-        result_file.write_rows(path, columns, self.ROWS)
-        assert result_file.read_rows(path, columns) == list(self.ROWS)
-        path.write_bytes(b"\xef\xbb\xbf" + b"a,b\r\n1,2\r\n")
-        assert result_file.read_rows(path, columns) == [{"a": "1", "b": "2"}]
-
-    def test_a_file_keeps_its_permissions_and_its_links(self):
-        path = Path("r.csv")
-        result_file.write_rows(path, ("a",), [])
-        os.chmod(path, 0o640)
-        Path("link.csv").symlink_to(path)
-        result_file.write_rows(Path("link.csv"), ("a",), [{"a": "1"}])
-        assert Path("link.csv").is_symlink() and path.read_bytes() == b"a\n1\n"
-        assert path.stat().st_mode & 0o777 == 0o640
-        assert sorted(file.name for file in Path().iterdir()) == ["link.csv", "r.csv"]
 
 
 def test_edit_distance():

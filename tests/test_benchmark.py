@@ -9,17 +9,19 @@ import pytest
 import torch
 
 from eagle_triton import EaModel
-from eagle_triton.benchmarks import drafters, egag, generate, mtp, operations, serve, step, timing
+from eagle_triton.benchmarks import drafters, generate, mtp, operations, serve, step, timing
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.acceptance import deepest_path, fix_acceptance
-from eagle_triton.benchmarks.arguments import DECODINGS, PLOTS, SHAPES, TREES, stored_positions
 from eagle_triton.benchmarks.cases.case import Case, Provider
 from eagle_triton.benchmarks.comparison import Run, accepted_histogram
 from eagle_triton.benchmarks.float8 import round_target
 from eagle_triton.benchmarks.gpu_clocks import FIGURES
+from eagle_triton.benchmarks.modes import DECODINGS, SHAPES, TREES
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.plot import plot
 from eagle_triton.benchmarks.record import Record, histogram_table
+from eagle_triton.command_line import PLOTS, stored_positions
+from eagle_triton.comparison.answer import Answer, Step
 from eagle_triton.engine.operations import Operations, make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.families import own_ea_model as native
@@ -304,7 +306,7 @@ def refused(arguments, capsys):
     ],
 )
 def test_bad_checkouts_names_and_devices(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark.arguments, "gpus", lambda: None)  # leave it to torch
+    monkeypatch.setattr(benchmark.command_line, "gpus", lambda: None)  # leave it to torch
     assert message in refused(arguments, capsys)
 
 
@@ -486,21 +488,21 @@ def test_percentiles_lie_between_two_numbers():
     assert [serve.percentile([1.0, 2.0, 4.0], percent) for percent in (0, 50, 75, 100)] == [1.0, 2.0, 3.0, 4.0]
 
 
-@pytest.mark.parametrize("figures", [drafters.figures, egag._figures], ids=["drafters", "egag"])
-def test_a_row_of_drafters_fits_itself(figures):
+def test_a_row_of_drafters_fits_itself():
     """Also where prompts take so unequal times that their median is another than their mean."""
 
-    def run(steps, emitted, seconds):
-        return drafters.Run(torch.zeros(1), steps, emitted, seconds, 2 * steps)
+    def answer(steps, emitted, seconds):
+        taken = [Step((0,)), *(Step((0,)) for _ in range(steps - 1)), Step((0,), emitted - steps, emitted)]
+        return Answer("", (0,) * (emitted + 1), "", tuple(taken), seconds + 2.0, 2.0, drafter_forwards=2 * steps)
 
-    found = {"plain": [run(20, 20, 1.0), run(9, 9, 0.3), run(40, 40, 5.0)],
-             "drafts": [run(5, 20, 0.5), run(3, 9, 0.4), run(4, 40, 0.1)]}  # fmt: skip
-    plain, drafts = figures("prose", found)
+    found = {"plain": [answer(20, 20, 1.0), answer(9, 9, 0.3), answer(40, 40, 5.0)],
+             "drafts": [answer(5, 20, 0.5), answer(3, 9, 0.4), answer(4, 40, 0.1)]}  # fmt: skip
+    plain, drafts = drafters.figures("prose", found)
     for row in (plain, drafts):
         assert row["tokens_per_second"] == pytest.approx(row["tau"] / row["ms_per_step"] * 1e3)
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / plain["tokens_per_second"])
-    assert drafts["tokens_per_second"] == pytest.approx(69.0) and drafts["steps"] == 12
-    assert drafts.get("passes", 2) == 2
+    assert drafts["tokens_per_second"] == pytest.approx(69.0) and drafts["steps"] == 12 and plain["tau"] == 1
+    assert drafts["passes"] == 2
 
 
 def test_places_in_a_draft_are_whole_numbers(tmp_path, monkeypatch):

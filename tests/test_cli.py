@@ -21,15 +21,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from eagle_triton.benchmarks.arguments import Parser
 from eagle_triton.cli import chat as chat_module
 from eagle_triton.cli import environment, generate, main, readers
 from eagle_triton.cli.chat import Chat, run
 from eagle_triton.cli.commands import COMMANDS, Reply, State, answer_to, help_lines, state_line
-from eagle_triton.cli.decoding import Answer, Decoder, Step
+from eagle_triton.cli.decoding import Decoder
 from eagle_triton.cli.figures import figures
 from eagle_triton.cli.interrupts import kept_interrupts
 from eagle_triton.cli.settings import MOST_SEED, Settings
+from eagle_triton.command_line import Parser
+from eagle_triton.comparison.answer import Answer, Step
 from eagle_triton.demo import demo_directory
 from eagle_triton.inference.conversation import Conversation
 
@@ -91,7 +92,7 @@ def test_it_begins_as_the_original_does_but_for_the_cache():
         ("/filler_weight 0.5", "filler_weight 0.5"),
         ("/set_ngramstorage onelevel 4", "set_ngramstorage onelevel 4"),
         ("/reset_in_between", "reset_in_between off: n-grams and outputs of former answers are kept"),
-        ("/reset_in_between on", "reset_in_between on: each answer counts n-grams anew"),
+        ("/reset_in_between on", "reset_in_between on: each answer counts n-grams from the start"),
         ("/method eagle on", "method target, speculative, ngram, eagle"),
         ("/method target off", "method speculative, ngram"),
         ("/seed 7", "seed 7"),

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from eagle_triton.cli.decoding import MOST_ENGINES, Decoder, Step
-from eagle_triton.cli.settings import ENGINE, METHODS, OWN_FORWARD, Settings
+from eagle_triton.cli.decoding import MOST_ENGINES, Decoder
+from eagle_triton.cli.settings import METHODS, Settings
+from eagle_triton.comparison.answer import ENGINE, OWN_FORWARD, Step
 from eagle_triton.demo import demo_directory, demo_prompts
 from eagle_triton.models.heads import Eagle1Head, Eagle3Head
 from eagle_triton.speculative_decoding import (

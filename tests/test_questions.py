@@ -94,7 +94,7 @@ def test_our_own_questions():
         (("--questions", "nowhere"), "--questions must be a file, and nowhere does not exist"),
         (("--answers", OWN_QUESTIONS), "--answers must be a directory, and"),
         (("--answers", "no/where"), "--answers must be a directory in one that exists, and"),
-        (("--results", OWN_QUESTIONS), f"{OWN_QUESTIONS} is not the results of a sweep over questions"),
+        (("--results", OWN_QUESTIONS), f"{OWN_QUESTIONS} does not hold results of questions"),
         (("--results", "a", "--output", "a"), "--results must be another file than --output"),
     ],
 )
@@ -125,7 +125,7 @@ def test_plain_comes_first_and_all_answers_are_its_own(swept):
     assert not any("not plain decoding's" in note for note in record["notes"])
     assert any(note.startswith("no chat template") for note in record["notes"])
     lines = [json.loads(line) for line in (folder / "r.jsonl").read_text().splitlines()[1:]]
-    tokens = [[turn["tokens"] for answer in line["answers"] for turn in answer["turns"]] for line in lines]
+    tokens = [[answer["tokens"] for answer in line["answers"]] for line in lines]
     assert tokens[0] != tokens[6] and all(mine == tokens[0] for mine in tokens[:6])
     assert all(mine == tokens[6] for mine in tokens[6:])  # with a seed, sampled ones too
 
@@ -158,9 +158,9 @@ def test_what_was_measured_is_not_measured_again(swept, monkeypatch, capsys):
     ("options", "difference"),
     [
         (("--commit", "abd"), "commit abc, and this would be abd"),
-        (("--commit", "abc", "--max-length", "9"), "option max length 8, and this would be 9"),
-        (("--commit", "abc", "--category", "test"), "option questions sha256 "),
-        (("--commit", "abc", "--dtype", "bfloat16"), "option dtype float32, and this would be bfloat16"),
+        (("--commit", "abc", "--max-length", "9"), "max_length 8, and this would be 9"),
+        (("--commit", "abc", "--category", "test"), "questions_sha256 "),
+        (("--commit", "abc", "--dtype", "bfloat16"), "dtype float32, and this would be bfloat16"),
     ],
 )
 def test_results_of_something_else_are_refused(options, difference, swept, capsys):
@@ -183,11 +183,11 @@ def test_an_interrupted_sweep_goes_on(tmp_path, monkeypatch, capsys):
     assert "INTERRUPTED" in record["notes"][0] and "the same command goes on from r.jsonl" in record["notes"]
     assert [row["variant"] for row in record["rows"]] == ["plain"]
     with open(file, "a") as torn:
-        torn.write('{"configuration": "ngram, temp')
+        torn.write('{"answers": [], "name": "ngram, temp')
     record = run(capsys, *options)
     assert measured == ["plain", "ngram", "ngram", "nasd"]
     assert [row["variant"] for row in record["rows"]] == ["plain", "ngram", "nasd"]
-    assert [json.loads(line).get("configuration") for line in file.read_text().splitlines()][1:] == [
+    assert [json.loads(line).get("name") for line in file.read_text().splitlines()][1:] == [
         f"{name}, temperature 0" for name in ("plain", "ngram", "nasd")
     ]
 
@@ -198,7 +198,7 @@ def test_answers_that_are_not_plain_decodings(dtype, code, told, tmp_path, capsy
     options = ("--results", file, "--commit", "abc", "--dtype", dtype)
     run(capsys, "--drafters", "plain", *options)
     head, plain = map(json.loads, file.read_text().splitlines())
-    plain["answers"][1]["turns"][0]["tokens"][3] += 1
+    plain["answers"][1]["tokens"][3] += 1
     file.write_text(f"{json.dumps(head)}\n{json.dumps(plain)}\n")
     notes = run(capsys, "--drafters", "ngram", *options, code=code)["notes"]
     (note,) = [note for note in notes if "not plain" in note]

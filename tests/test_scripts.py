@@ -20,10 +20,10 @@ import integration_test
 import run_tests
 import setup_env
 import usage_example
-from eagle_triton import EaModel
-from eagle_triton.benchmarks import arguments, models
+from eagle_triton import EaModel, command_line, devices
 from eagle_triton.benchmarks import main as modes
-from eagle_triton.benchmarks.arguments import SHAPES, Parser
+from eagle_triton.benchmarks.modes import SHAPES
+from eagle_triton.command_line import Parser
 from eagle_triton.demo import demo_directory
 from tools import first_call, mutate, remeasure, train_demo, tune_attention, tune_linear
 from tools.tuning import attention as tuned_attention
@@ -205,13 +205,13 @@ def test_what_cannot_be_written_is_found_out_before(script, command, option, cap
 
 
 def test_outputs_that_exist_are_overwritten_later_and_not_touched_now(folder, monkeypatch):
-    assert arguments.output_file()("file") == Path("file")
-    assert arguments.output_file()("new.json") == Path("new.json")
+    assert command_line.output_file()("file") == Path("file")
+    assert command_line.output_file()("new.json") == Path("new.json")
 
 
 @pytest.mark.parametrize("text", ["demo", "gpt2", "meta-llama/Llama-3.1-8B-Instruct", "folder", "./folder"])
 def test_models_that_may_be_there(text, folder):
-    assert Path(arguments.model(text)) == Path(text)
+    assert Path(command_line.model(text)) == Path(text)
 
 
 @pytest.mark.parametrize("script", [integration_test, benchmark], ids=lambda script: script.__name__)
@@ -244,12 +244,12 @@ def test_a_prompt_that_does_not_fit_is_refused(script, capsys):
 )
 def test_without_a_gpu_torch_is_not_asked(script, command, sentence, monkeypatch, capsys):
     """Torch's own answer, seconds later, has other words."""
-    monkeypatch.setattr(arguments, "gpus", lambda: 0)
+    monkeypatch.setattr(command_line, "gpus", lambda: 0)
     assert sentence in refuse(script, command, capsys)
 
 
 def test_no_gpu_that_torch_sees_is_refused():
-    found = arguments.gpus()
+    found = command_line.gpus()
     assert found is None or found >= torch.cuda.device_count()
 
 
@@ -451,12 +451,12 @@ def test_small_models_take_one_thread_unless_the_user_has_chosen(device, names, 
     chosen = [8]
     monkeypatch.setattr(torch, "get_num_threads", lambda: chosen[-1])
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    for name in models.THREADS:
+    for name in devices.THREADS:
         monkeypatch.delenv(name, raising=False)
     if variable:
         monkeypatch.setenv(variable, "8")
-    models.choose_threads(device, *names)
-    models.choose_threads(device, *names)
+    devices.choose_threads(device, *names)
+    devices.choose_threads(device, *names)
     assert chosen[-1] == threads and len(chosen) <= 2
     assert capsys.readouterr().err.count("OMP_NUM_THREADS sets another number") == (threads == 1)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.benchmarks.arguments import Parser, existing_directory
+from eagle_triton.command_line import Parser, existing_directory
 
 CASES, SEED = 200, 0
 

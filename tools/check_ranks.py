@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.benchmarks.arguments import Parser, output_file, sizes, some_text, whole
+from eagle_triton.command_line import Parser, output_file, sizes, some_text, whole
 
 LAYERS = 160  # sums in a graph that is timed: those of 80 layers
 IN_A_GRAPH = 3  # sums in a graph that is checked: an odd number, so that places alternate over replays

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.benchmarks.arguments import Parser, existing_file, output_file
+from eagle_triton.command_line import Parser, existing_file, output_file
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.inference.costs import CostTable

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.benchmarks.arguments import Parser, output_file, some_text, whole
+from eagle_triton.command_line import Parser, output_file, some_text, whole
 
 SLOTS = 3
 COMPARED_EVERY = 500  # steps

@@ -20,7 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.benchmarks.arguments import SHAPES, Parser, check_device, output_file, some_text
+from eagle_triton.benchmarks.modes import SHAPES
+from eagle_triton.command_line import Parser, check_device, output_file, some_text
 
 WAYS = ("ahead", "one after another")
 COLUMNS = ("way", "first call s", "kernels", "compiling s, all kernels", "second call s")
@@ -39,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     with parser.explains():
         import torch
 
-        from eagle_triton.benchmarks.record import Record, machine, table
+        from eagle_triton.benchmarks.record import Record, machine
+        from eagle_triton.text_table import table
     if not torch.cuda.is_available():
         parser.stop("kernels are compiled for a GPU, and torch sees none")
     if args.way:

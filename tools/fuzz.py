@@ -37,7 +37,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.benchmarks.arguments import Parser, some_text, whole
+from eagle_triton.command_line import Parser, some_text, whole
 
 TIE = 1e-4  # of a logit: eagle_triton.benchmarks.parity has the same bound for fp32
 VOCABULARY = 40
@@ -155,7 +155,7 @@ def _smaller(call: Call) -> Iterator[Call]:
 
 def table(counts: dict[str, Counter[str]]) -> str:
     """Calls by door, and the reasons in order of their number."""
-    from eagle_triton.benchmarks.record import table as columns
+    from eagle_triton.text_table import table as columns
 
     kinds = ("engine", "original", "refused", "tie", "DIFFERENT")
     rows = [

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.benchmarks.arguments import Parser, whole
+from eagle_triton.command_line import Parser, whole
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 300  # seconds for the tests of one mutation

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.benchmarks.arguments import Parser, some_text, whole
+from eagle_triton.command_line import Parser, some_text, whole
 from tools import results_page
 
 ROOT = Path(__file__).resolve().parents[1]

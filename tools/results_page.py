@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eagle_triton.benchmarks import main as benchmark
-from eagle_triton.benchmarks.arguments import Parser
+from eagle_triton.command_line import Parser
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PAGE = "results.md"  # of the site

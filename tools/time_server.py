@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.benchmarks.arguments import Parser, model, output_file, some_text, whole
+from eagle_triton.command_line import Parser, model, output_file, some_text, whole
 
 WARM_UPS = 3  # prompts before those that are timed
 

@@ -35,7 +35,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.benchmarks.arguments import (
+from eagle_triton.command_line import (
     Parser,
     check_device,
     device,
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     parser, arguments, recipe = parse(argv)
     check_device(parser, arguments.device)
     with parser.explains():
-        from eagle_triton.benchmarks.models import find_device
+        from eagle_triton.devices import find_device
         from tools.demo.training import train
 
         arguments.device = find_device(arguments.device)

@@ -24,7 +24,7 @@ WARNING = "ACCEPTED LENGTHS ARE FIXED (--accept-length {:g}): TIMES ONLY, THE TO
 
 
 def fix_acceptance(operations: Operations, mean: float) -> Operations:
-    """The same operations, whose verifications accept by the schedule. All stays on the device: graphs work."""
+    """The same operations, but verification accepts by the schedule. All stays on the device, so graphs work."""
     steps: dict[tuple[int, torch.device], Tensor] = {}
 
     def scheduled(batch: int, device: torch.device) -> Tensor:

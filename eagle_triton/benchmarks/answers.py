@@ -11,10 +11,14 @@ import json
 import os
 import uuid
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from eagle_triton.benchmarks.question_file import Question
 from eagle_triton.benchmarks.sweep import Configuration
+from eagle_triton.comparison.figures import Totals
+from eagle_triton.comparison.result_file import Result
 
 RECORDS = "sglang.jsonl"
 
@@ -24,7 +28,9 @@ def model_id(model: str, part: Configuration) -> str:
     return f"{Path(model).name}-{part.variant.replace(' ', '-')}-temperature-{part.temperature}"
 
 
-def write_answers(directory: Path, model: str, part: Configuration, result: dict[str, Any]) -> Path:
+def write_answers(
+    directory: Path, model: str, part: Configuration, questions: Sequence[Question], result: Result
+) -> Path:
     """Write the answers of one configuration in the place of what is there; returns the file.
 
     idxs: of the last verification of a turn, counted from 0; new_tokens: of a turn, the end token among them;
@@ -32,51 +38,52 @@ def write_answers(directory: Path, model: str, part: Configuration, result: dict
     """
     name = model_id(model, part)
     path = directory / f"{name}.jsonl"
-    _write(path, (_answer(name, answer, result["time"]) for answer in result["answers"]))
+    turns = iter(result.answers)
+    lines = []
+    for question in questions:
+        answers = list(islice(turns, len(question.turns)))
+        choice = {
+            "index": 0,
+            "turns": [answer.text for answer in answers],
+            "idxs": [max(answer.verifications - 1, 0) for answer in answers],
+            "new_tokens": [len(answer.tokens) for answer in answers],
+            "wall_time": [answer.seconds for answer in answers],
+        }
+        number = uuid.uuid5(uuid.NAMESPACE_OID, f"{name} {question.question_id} {result.time}").hex
+        lines.append(
+            {
+                "question_id": question.question_id,
+                "answer_id": number,
+                "model_id": name,
+                "choices": [choice],
+                "tstamp": result.time,
+            }
+        )
+    _write(path, lines)
     return path
 
 
-def _answer(name: str, answer: dict[str, Any], when: float) -> dict[str, Any]:
-    turns = answer["turns"]
-    choice = {
-        "index": 0,
-        "turns": [turn["text"] for turn in turns],
-        "idxs": [max(turn["steps"] - 1, 0) for turn in turns],
-        "new_tokens": [len(turn["tokens"]) for turn in turns],
-        "wall_time": [turn["seconds"] for turn in turns],
-    }
-    return {
-        "question_id": answer["question_id"],
-        "answer_id": uuid.uuid5(uuid.NAMESPACE_OID, f"{name} {answer['question_id']} {when}").hex,
-        "model_id": name,
-        "choices": [choice],
-        "tstamp": when,
-    }
-
-
-def write_records(directory: Path, found: Sequence[tuple[Configuration, dict[str, Any]]]) -> Path:
+def write_records(directory: Path, questions: int, found: Sequence[tuple[Configuration, Result]]) -> Path:
     """Write SGLang's record of each configuration in the place of what is there; returns the file."""
     path = directory / RECORDS
-    _write(path, (_record(part, result["answers"]) for part, result in found))
+    _write(path, (_record(part, questions, Totals.of(result.answers)) for part, result in found))
     return path
 
 
-def _record(part: Configuration, answers: list[dict[str, Any]]) -> dict[str, Any]:
+def _record(part: Configuration, questions: int, totals: Totals) -> dict[str, Any]:
     """latency: seconds of all answers together. accept_length: new tokens per verification, which is not tau: the
-    prompt's own token counts, and what was accepted behind the last token does not."""
-    turns = [turn for answer in answers for turn in answer["turns"]]
-    tokens, steps = sum(len(turn["tokens"]) for turn in turns), sum(turn["steps"] for turn in turns)
-    seconds = sum(turn["seconds"] for turn in turns)
+    prompt's own token counts, and what was accepted after the last token does not."""
+    drafted = totals.steps and part.drafter != "plain"
     return {
         "task": "questions",
         "backend": "eagle_triton",
         "num_gpus": 1,
-        "latency": round(seconds, 3),
-        "throughput": round(tokens / seconds, 3),
-        "accept_length": round(tokens / steps, 3) if steps and part.drafter != "plain" else 1.0,
-        "num_requests": len(answers),
+        "latency": round(totals.seconds, 3),
+        "throughput": round(totals.tokens / totals.seconds, 3),
+        "accept_length": round(totals.tokens / totals.steps, 3) if drafted else 1.0,
+        "num_requests": questions,
         "other": {
-            "num_questions": len(answers),
+            "num_questions": questions,
             "parallel": 1,
             "temperature": part.temperature,
             "top_k": -1 if part.temperature else 1,
@@ -84,7 +91,7 @@ def _record(part: Configuration, answers: list[dict[str, Any]]) -> dict[str, Any
             "steps": part.steps,
             "topk": part.topk,
             "num_draft_tokens": part.nodes if part.steps else 0,
-            "completion_tokens": tokens,
+            "completion_tokens": totals.tokens,
         },
     }
 

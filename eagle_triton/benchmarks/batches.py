@@ -18,7 +18,6 @@ from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.acceptance import WARNING, fix_acceptance
 from eagle_triton.benchmarks.parity import check_parity
-from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import noise
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
@@ -27,6 +26,7 @@ from eagle_triton.engine.tree_spec import PLAIN
 from eagle_triton.inference.policy import TreePolicy
 from eagle_triton.inference.session import Session
 from eagle_triton.inference.timing import Stopwatch
+from eagle_triton.text_table import table_of
 
 STEPS = {"cuda": 20, "cpu": 3}  # timed for each tree
 CHECKED = 8  # tokens of each sequence that are compared with the target's
@@ -103,7 +103,7 @@ def _check(eagle: EAGLEInference, model: EaModel, batch: int, context: int) -> N
 
 
 def _decode(eagle: EAGLEInference, policy: TreePolicy | None, prompts: list[Tensor], new: int) -> dict[str, Any]:
-    """One generation of `new` tokens for each prompt, timed behind the step that holds the prefills."""
+    """One generation of `new` tokens for each prompt, timed after the step that holds the prefills."""
     rows, nodes = len(prompts[0]) + new, Counter[int]()
     with Session(eagle.engine, policy, len(prompts), rows) as session, torch.no_grad():
         for prompt in prompts:
@@ -151,4 +151,4 @@ def text(rows: list[dict[str, Any]]) -> str:
         "highest": "highest",
         "x plain": "speedup",
     }
-    return table(list(columns), [[row.get(key) for key in columns.values()] for row in rows])
+    return table_of(columns, rows)

@@ -9,27 +9,23 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
 
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.drafters import Run, decode, differences, figures
+from eagle_triton.benchmarks.drafters import SEED, Works, compare, different, figures, random_works, text
 from eagle_triton.benchmarks.drafting_work import work
-from eagle_triton.benchmarks.record import table
+from eagle_triton.benchmarks.sweep import config_of
 from eagle_triton.benchmarks.timing import noise
 from eagle_triton.demo import DRAFT, PAIR, path_of
-from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
-from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.model.model_view import ModelView
-from eagle_triton.engine.operations import choose_operations
-from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
+from eagle_triton.inference.eagle_inference import EAGLEInference
 from eagle_triton.models.loading import load_target
 from eagle_triton.models.shapes import SHAPES, random_model
 from eagle_triton.operands.adaptive_length import EGAGConfig
+
+__all__ = ["measure", "text"]
 
 MOST = 6  # drafts
 FIXED = (1, 2, 3, 4, MOST)
@@ -42,82 +38,50 @@ RULES = {
     "egag, always sure": EGAGConfig(1, MOST, scale=1e15),
     "egag, never sure": EGAGConfig(1, MOST, scale=1e-15),
 }
-COMPARED = {"egag, always sure": MOST, "egag, never sure": 1}  # with chains of so many
-SEED = 7
+COMPARED = {"egag, always sure": MOST, "egag, never sure": 1}  # with chains of this length
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
     """Add a row for each kind of work and length, and notes that compare."""
     target, drafter, works = _shape(args) if args.shape else _demo(args)
-    view = read_causal_lm(target)
-    variants: dict[str, Any] = {"plain": None, **{f"{count} drafts": count for count in FIXED}, **RULES}
-    found: dict[str, dict[str, list[Run]]] = {kind: {} for kind in works}
-    with torch.no_grad(), tqdm(variants, desc="lengths", disable=args.json or None, leave=False) as bar:
-        for name in bar:
-            for kind, runs in _decode_all(view, drafter, variants[name], works, args.max_length).items():
-                found[kind][name] = runs
-            rows[:] = _all_figures(found)  # of what has been measured, should it end here
-    for kind, of in found.items():
-        for name, runs in of.items():
-            notes += differences(kind, name, runs, of["plain"], view.dtype)
+    configs = {f"{count} drafts": config_of("draft_model", count) for count in FIXED}
+    configs |= {name: replace(config_of("draft_model", MOST), egag=rule) for name, rule in RULES.items()}
+    variants = {"plain": partial(EAGLEInference, None, target, config_of("naive"))}
+    variants |= {name: partial(EAGLEInference, drafter, target, config) for name, config in configs.items()}
+    for found in compare(variants, works, args):
+        if len(found) > 1:
+            names = next(iter(found.values()))
+            found["mix"] = {name: [answer for of in found.values() for answer in of[name]] for name in names}
+        rows[:] = [row for kind, answers in found.items() for row in figures(kind, answers)]
+    notes += different({kind: found[kind] for kind in works}, getattr(torch, args.dtype))
     notes += _judge(rows)
     notes += noise(min(row["steps"] for row in rows), "take more of --num-runs or --max-length")
 
 
-def _demo(args: argparse.Namespace) -> tuple[Any, Any, dict[str, list[Tensor]]]:
+def _demo(args: argparse.Namespace) -> tuple[Any, Any, Works]:
     dtype = getattr(torch, args.dtype)
     model = models.load_pair(PAIR, None, False, dtype, args.device)
     drafter = load_target(path_of(DRAFT), dtype=dtype).to(args.device)
     kinds = {"easy": "edit", "hard": "prose"}
-    works = {name: work(kind, model.tokenizer, args.num_runs, SEED) for name, kind in kinds.items()}
-    return model.base_model, drafter, works
+    return (
+        model.base_model,
+        drafter,
+        {
+            name: [prompt.tolist() for prompt in work(kind, model.tokenizer, args.num_runs, SEED)]
+            for name, kind in kinds.items()
+        },
+    )
 
 
-def _shape(args: argparse.Namespace) -> tuple[Any, Any, dict[str, list[Tensor]]]:
+def _shape(args: argparse.Namespace) -> tuple[Any, Any, Works]:
     """A target of random weights, a draft model of the smallest shape of its vocabulary, and random prompts."""
     dtype = getattr(torch, args.dtype)
     vocabulary = SHAPES[args.shape]["vocab_size"]
-    small = min((name for name, sizes in SHAPES.items() if sizes["vocab_size"] == vocabulary), key=_width)
+    fitting = [name for name, sizes in SHAPES.items() if sizes["vocab_size"] == vocabulary]
+    small = min(fitting, key=lambda name: SHAPES[name]["hidden_size"])
     model, drafter = (random_model(shape, device=args.device, dtype=dtype) for shape in (args.shape, small))
     context = 512 if args.device != "cpu" else 32
-    prompts = [prompt[0] for prompt in models.random_prompts(model, args.num_runs, context)]
-    return model.base_model, drafter.base_model, {f"{context} random tokens": prompts}
-
-
-def _width(shape: str) -> int:
-    return SHAPES[shape]["hidden_size"]
-
-
-def _decode_all(
-    view: ModelView, drafter: Any, how: int | EGAGConfig | None, works: dict[str, list[Tensor]], new: int
-) -> dict[str, list[Run]]:
-    """All prompts one after another, behind as much again, in which every length that occurs is captured."""
-    rule = how if isinstance(how, EGAGConfig) else None
-    length = how if isinstance(how, int) else MOST
-    tree = replace(TreeSpec.chain(length), adaptive=rule is not None)
-    draft: CausalLMDraft | None = None
-    if how is not None:
-        draft = replace(draft_from_causal_lm(drafter, view, lambda: tree), egag=rule)
-    engine = Engine(view, draft, *choose_operations(view.device, None, None), prefixes=False)
-    prompts = [prompt for kind in works.values() for prompt in kind]
-    rows = max(map(len, prompts)) + new
-    for prompt in prompts:
-        decode(engine, draft, prompt, new, rows)
-    return {kind: [decode(engine, draft, prompt, new, rows) for prompt in prompts] for kind, prompts in works.items()}
-
-
-def _all_figures(found: dict[str, dict[str, list[Run]]]) -> list[dict[str, Any]]:
-    rows = [row for kind, of in found.items() for row in _figures(kind, of)]
-    if len(found) == 1:
-        return rows
-    names = next(iter(found.values()))
-    return rows + _figures("mix", {name: [run for of in found.values() for run in of[name]] for name in names})
-
-
-def _figures(kind: str, found: dict[str, list[Run]]) -> list[dict[str, Any]]:
-    """The rows of `drafters.figures`, with passes of the draft for each step."""
-    passes = {name: sum(run.passes for run in runs) for name, runs in found.items()}
-    return [{**row, "passes": passes[row["variant"]] / row["steps"]} for row in figures(kind, found)]
+    return model.base_model, drafter.base_model, random_works(model, args.num_runs, [context])
 
 
 def _judge(rows: list[dict[str, Any]]) -> list[str]:
@@ -133,18 +97,3 @@ def _judge(rows: list[dict[str, Any]]) -> list[str]:
         ratio = of[chosen]["tokens_per_second"] / of[fixed]["tokens_per_second"]
         notes.append(f"{kind}: {chosen!r} gives {ratio:.3f} x the tokens per second of {fixed}, the best fixed length")
     return notes
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    columns = {
-        "": "variant",
-        "work": "work",
-        "tau": "tau",
-        "passes": "passes",
-        "ms/step": "ms_per_step",
-        "tokens/s": "tokens_per_second",
-        "x plain": "speedup",
-        "steps": "steps",
-    }
-    return table(list(columns), [[row.get(key) for key in columns.values()] for row in rows])

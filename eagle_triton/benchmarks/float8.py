@@ -19,7 +19,7 @@ KEPT = "lm_head"  # in 16 bits in published models
 
 class FP8Linear(nn.Linear):
     """Tensors as transformers' module of this name has them. Its forward is what the engine is compared with: the
-    product with the weights themselves in fp32, made anew in each call."""
+    product with the weights themselves in fp32, made again in each call."""
 
     weight_scale_inv: nn.Parameter
     block_size = (BLOCK, BLOCK)

@@ -16,9 +16,10 @@ from eagle_triton import EaModel, optimize_eagle_with_triton
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.acceptance import WARNING, fixed_acceptance
 from eagle_triton.benchmarks.comparison import Run, accepted_histogram, decode_all
-from eagle_triton.benchmarks.record import histogram_table, table
+from eagle_triton.benchmarks.record import histogram_table
 from eagle_triton.benchmarks.timing import copy_bandwidth, noise, synchronise
 from eagle_triton.families import own_ea_model as native
+from eagle_triton.text_table import table
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _variants(args: argparse.Namespace, model: EaModel, module: ModuleType | Non
             return Variant(name, runs, _peak(model.device))
 
         yield run("original", model)
-        megakernel = "auto" if args.accept_length is None else False  # whose verification knows nothing of it
+        megakernel = "auto" if args.accept_length is None else False  # its verification does not know the schedule
         options: dict[str, Any] = {"megakernel": megakernel, "prefixes": False, "draft_dtype": args.draft_weights}
         with optimize_eagle_with_triton(model, **options)[1]:
             optimised = run("optimised", model)

@@ -5,7 +5,7 @@ python benchmark.py --model PATH --draft PATH --prompt "..." --max-length 200 --
 python benchmark.py step --shape llama-3.1-8b --context 512,2048 --batch 1,4,8 --output FILE.json --plot FILE.png
 torchrun --nproc-per-node 2 benchmark.py step --shape llama-3.3-70b --batch 1     the same over two GPUs
 python benchmark.py batches --shape llama-3.1-8b         trees as they pay against plain decoding, 1 to 32 sequences
-python benchmark.py megakernel --shape llama-3.2-1b      all behind the target's logits as one launch and as many
+python benchmark.py megakernel --shape llama-3.2-1b      all after the target's logits as one launch and as many
 python benchmark.py drafters                             with and without a model, over three kinds of work
 python benchmark.py questions                            files as MT-bench's, over drafters, tree sizes, temperatures
 python benchmark.py egag                                 chains of a draft model, as long as its entropy lets them be
@@ -25,268 +25,29 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack, redirect_stdout
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from eagle_triton.benchmarks import arguments
-from eagle_triton.benchmarks.arguments import OF_THE_HEAD, Parser, check_outputs, sentence
+from eagle_triton import command_line
+from eagle_triton.benchmarks.modes import EVERYWHERE, MODES, OF_THE_HEAD, OPTIONS, SHAPES, context_too_long
 from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, digest, of_categories, read_questions
+from eagle_triton.command_line import Parser, check_outputs, sentence
 from eagle_triton.demo import PAIR
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.benchmarks.record import Record
 
-FP8 = "fp8"
 UNRECORDED = (  # options that change no figure, and a secret
     *("mode", "json", "commit", "output", "csv", "plot", "results", "answers", "result_dir", "api_key"),
 )
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--model": dict(
-        type=arguments.model,
-        default=PAIR,
-        metavar="PATH_OR_ID",
-        help="target: directory or hub id (default: demo, the embedded checkpoint)",
-    ),
-    "--draft": dict(
-        type=arguments.model, metavar="PATH_OR_ID", help="its head: directory or hub id (default: the demo's)"
-    ),
-    "--shape": dict(choices=tuple(arguments.SHAPES), help="random weights of this shape instead of a checkpoint"),
-    "--hybrid": dict(
-        choices=arguments.HYBRIDS,
-        default="qwen3.5-9b",
-        help="random weights of this shape (default: qwen3.5-9b), or the embedded demo-gdn over its held-out prompts",
-    ),
-    "--tree": dict(
-        nargs="+", choices=arguments.TREES, metavar="NAME", help=f"of {', '.join(arguments.TREES)} (default: all)"
-    ),
-    "--decoding": dict(
-        nargs="+",
-        choices=arguments.DECODINGS,
-        default=list(arguments.DECODINGS[:3]),
-        metavar="NAME",
-        help=f"of {', '.join(arguments.DECODINGS)} (default: the first three, of which two grow the head's own tree)",
-    ),
-    "--eagle1": dict(action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3"),
-    "--prompt": dict(
-        type=arguments.some_text, metavar="TEXT", help="one prompt, repeated (default: the demo's held-out ones)"
-    ),
-    "--context": dict(
-        type=arguments.sizes(), default=[], metavar="N[,N...]", help="random prompts of N tokens, within its positions"
-    ),
-    "--batch": dict(type=arguments.sizes(arguments.MOST_SEQUENCES), metavar="B[,B...]", help="sequences at a time"),
-    "--slots": dict(
-        type=arguments.sizes(arguments.MOST_SEQUENCES),
-        default=[],
-        metavar="N[,N...]",
-        help="places for sequences, of which --batch are taken (default: as many)",
-    ),
-    "--only": dict(type=arguments.some_text, metavar="TEXT", help="operations whose name contains TEXT (default: all)"),
-    "--questions": dict(
-        type=arguments.existing_file,
-        metavar="FILE.jsonl",
-        help="a line for each question: question_id, category, turns (default: those of this package, for the demo)",
-    ),
-    "--category": dict(nargs="+", metavar="NAME", help="only questions of these categories (default: all)"),
-    "--drafters": dict(
-        nargs="+",
-        choices=arguments.DRAFTERS,
-        default=list(arguments.DRAFTERS),
-        metavar="NAME",
-        help=f"of {', '.join(arguments.DRAFTERS)} (default: all; plain is always measured, and first)",
-    ),
-    "--nodes": dict(
-        type=arguments.sizes(arguments.MOST_SEQUENCES, 2),
-        metavar="N[,N...]",
-        help="sizes of the head's tree, root included (default: the head's own)",
-    ),
-    "--temperatures": dict(
-        type=arguments.numbers(0, 100), default=[0.0], metavar="T[,T...]", help="default: 0, greedy"
-    ),
-    "--results": dict(
-        type=arguments.output_file(),
-        metavar="FILE.jsonl",
-        help="keep each finished configuration there; the same command again goes on behind the last one",
-    ),
-    "--answers": dict(
-        type=arguments.output_directory,
-        metavar="DIR",
-        help="write SafeAILab/EAGLE's answer files there, one for each configuration, and SGLang's records",
-    ),
-    "--url": dict(
-        type=arguments.some_text, metavar="URL", help="an OpenAI server (default: one of --model is started and ended)"
-    ),
-    "--api-key": dict(type=arguments.some_text, metavar="KEY", help="that the server wants"),
-    "--request-rate": dict(
-        type=arguments.numbers(0.001, 1e6),
-        default=[],
-        metavar="R[,R...]",
-        help="open loop: requests a second, at random times (a Poisson process)",
-    ),
-    "--max-concurrency": dict(
-        type=arguments.sizes(4096), metavar="N[,N...]", help="closed loop: clients that ask again"
-    ),
-    "--num-prompts": dict(type=arguments.whole(), metavar="N", help="requests of each load"),
-    "--input-len": dict(type=arguments.span, metavar="N | N-M", help="tokens of prompts, M: evenly spread up to it"),
-    "--output-len": dict(type=arguments.span, metavar="N | N-M", help="tokens of answers, likewise"),
-    "--goodput": dict(
-        nargs="+",
-        type=arguments.limit,
-        default=[],
-        metavar="NAME:MS",
-        help="count requests with at most so many ms to the first token (ttft), per token (tpot), in all (e2el)",
-    ),
-    "--seed": dict(type=arguments.whole(0), default=0, metavar="N", help="of prompts, lengths and times (default: 0)"),
-    "--no-speculation": dict(action="store_true", help="the server that is started drafts nothing"),
-    "--max-num-seqs": dict(
-        type=arguments.whole(most=256), metavar="N", help="requests that it runs at a time (default: 64)"
-    ),
-    "--result-dir": dict(
-        type=arguments.output_directory, metavar="DIR", help="write each load there as `vllm bench serve` does"
-    ),
-    "--max-length": dict(type=arguments.whole(), default=100, metavar="N", help="new tokens per prompt (default: 100)"),
-    "--num-runs": dict(
-        type=arguments.whole(most=arguments.MOST_RUNS),
-        default=5,
-        metavar="N",
-        help="prompts, or repetitions (default: 5)",
-    ),
-    "--temperature": dict(type=arguments.number(0, 100), default=0.0, metavar="T", help="default: 0, greedy"),
-    "--accept-length": dict(
-        type=arguments.number(0, 999),
-        metavar="X",
-        help="for timing only: accept X drafts per step, right or wrong",
-    ),
-    "--upstream": dict(
-        type=arguments.existing_directory, metavar="DIR", help="checkout of SafeAILab/EAGLE, timed as well"
-    ),
-    "--target-weights": dict(
-        choices=(FP8,), help="projections of the target with scales for blocks, as fine-grained checkpoints have them"
-    ),
-    "--draft-weights": dict(choices=(FP8,), help="projections of the head with scales for rows, as draft_dtype=fp8"),
-    "--dtype": dict(
-        choices=arguments.DTYPES, help="default: float32; bfloat16 on a GPU for random weights and operations"
-    ),
-    "--device": dict(
-        type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)"
-    ),
-    "--json": dict(action="store_true", help="print JSON instead of the table"),
-    "--output": dict(type=arguments.output_file(), metavar="FILE.json", help="write the same JSON to a file"),
-    "--csv": dict(type=arguments.output_file(), metavar="FILE.csv", help="write the rows as CSV"),
-    "--plot": dict(type=arguments.output_file(*arguments.PLOTS), metavar="FILE.png", help="draw the figures"),
-    "--commit": dict(type=arguments.some_text, help="what to record as the commit instead of what git says"),
-}
-MODEL = ("--model", "--draft", "--shape", "--eagle1", "--context")
-WEIGHTS = ("--target-weights", "--draft-weights")
-EVERYWHERE = ("--dtype", "--device", "--json", "--output", "--csv", "--plot", "--commit")
-
-
-class Mode(NamedTuple):
-    """What NAME.py beside this file measures, the options that it reads, its defaults, and which others a CPU has."""
-
-    summary: str
-    options: tuple[str, ...]
-    defaults: dict[str, Any]
-    on_cpu: Mapping[str, Any] = MappingProxyType({})
-
-
-MODES = {
-    "generate": Mode(
-        "whole generations of the model as it is and optimised",
-        (
-            *(*MODEL, "--draft-weights", "--prompt", "--max-length", "--num-runs", "--temperature"),
-            *("--accept-length", "--upstream"),
-        ),
-        {},
-    ),
-    "step": Mode(
-        "one decode step, greedy, sampled, plain or of other trees, over contexts and batches (default: a batch of 1)",
-        (*MODEL, *WEIGHTS, "--decoding", "--batch", "--slots", "--num-runs", "--accept-length", "--upstream"),
-        {"batch": [1]},
-    ),
-    "batches": Mode(
-        "trees as they pay against plain decoding (default: batches of 1 to 32, 3 drafts accepted; on a CPU batches of "
-        "1 and 4, 32 tokens, one run, which take less than a minute)",
-        (*MODEL, *WEIGHTS, "--batch", "--max-length", "--num-runs", "--accept-length"),
-        {"batch": [1, 2, 4, 8, 16, 32], "accept_length": 3.0, "max_length": 100, "num_runs": 5},
-        on_cpu={"batch": [1, 4], "max_length": 32, "num_runs": 1},
-    ),
-    "megakernel": Mode(
-        "all behind the target's logits as one launch and as many, on a GPU (default: a batch of 1)",
-        (*MODEL, "--batch"),
-        {"batch": [1]},
-    ),
-    "drafters": Mode(
-        "drafts of the head, of repetition, and of both in one tree, over three kinds of work (default: 10 prompts of "
-        "each, 128 tokens; on a CPU 2 of 48)",
-        (*MODEL, "--max-length", "--num-runs"),
-        {"max_length": 128, "num_runs": 10},
-        on_cpu={"max_length": 48, "num_runs": 2},
-    ),
-    "questions": Mode(
-        "questions of a file answered with each drafter, tree size and temperature (default: 128 tokens a turn; on a "
-        "CPU 32)",
-        (
-            *("--model", "--draft", "--eagle1", "--questions", "--category", "--drafters", "--nodes"),
-            *("--temperatures", "--max-length", "--results", "--answers"),
-        ),
-        {"max_length": 128},
-        on_cpu={"max_length": 32},
-    ),
-    "egag": Mode(
-        "chains of a draft model, of fixed lengths and by EGAG, over easy and hard work (default: 10 prompts of each, "
-        "128 tokens; on a CPU 2 of 32)",
-        ("--shape", "--max-length", "--num-runs"),
-        {"max_length": 128, "num_runs": 10},
-        on_cpu={"max_length": 32, "num_runs": 2},
-    ),
-    "prefill": Mode(
-        "first tokens over contexts and batches, prompts that enter a running batch, and many short requests (default: "
-        "contexts of 64, 512 and 2048 tokens, batches of 1 and 8, 5 runs; on a CPU 32 tokens, a batch of 2, one run)",
-        (*MODEL, *WEIGHTS, "--batch", "--num-runs"),
-        {"batch": [1, 8], "num_runs": 5},
-        on_cpu={"batch": [2], "num_runs": 1},
-    ),
-    "plain": Mode(
-        "generate of the target as a plain Hugging Face model (default: 3 runs of 128 tokens; on a CPU 1 of 32)",
-        (*MODEL, "--max-length", "--num-runs"),
-        {"max_length": 128, "num_runs": 3},
-        on_cpu={"max_length": 32, "num_runs": 1},
-    ),
-    "mtp": Mode(
-        "steps and first tokens of a Qwen3.5 with random weights and multi-token prediction (default: a batch of 1; on "
-        "a CPU give --hybrid tiny or demo-gdn)",
-        ("--hybrid", "--tree", "--context", "--batch", "--slots", "--max-length", "--num-runs"),
-        {"batch": None, "max_length": None},
-    ),
-    "serve": Mode(
-        "load on an OpenAI server (default: a server of the demo is started, which 1, 4 and 16 clients ask for 64 "
-        "answers of 128 tokens behind 512; on a CPU 1 and 4 for 8 of 16 behind 32)",
-        (
-            *("--model", "--draft", "--shape", "--url", "--api-key", "--request-rate", "--max-concurrency"),
-            *("--num-prompts", "--input-len", "--output-len", "--temperature", "--goodput", "--seed"),
-            *("--no-speculation", "--max-num-seqs", "--result-dir"),
-        ),
-        {
-            **{"max_concurrency": [1, 4, 16], "num_prompts": 64, "max_num_seqs": 64},
-            **{"input_len": "512", "output_len": "128"},
-        },
-        on_cpu={
-            **{"max_concurrency": [1, 4], "num_prompts": 8, "max_num_seqs": 64},
-            **{"input_len": "32", "output_len": "16"},
-        },
-    ),
-    "operations": Mode("every operation of a step against the best of torch", ("--only",), {}),
-}
 
 
 def main(argv: list[str] | None = None, program: str = "benchmark.py") -> int:
     """Run a mode; `program` is what it is called in its help and its errors. Returns the exit code."""
     parser, args = _parse(sys.argv[1:] if argv is None else argv, program)
-    arguments.check_device(parser, args.device, only_gpu=args.mode == "megakernel")
+    command_line.check_device(parser, args.device, only_gpu=args.mode == "megakernel")
     with parser.explains():
-        from eagle_triton.benchmarks.models import find_device, processes
+        from eagle_triton.devices import find_device, processes
 
         mode: Any = importlib.import_module(f"eagle_triton.benchmarks.{args.mode}")
         args.device = find_device(args.device)
@@ -299,7 +60,7 @@ def main(argv: list[str] | None = None, program: str = "benchmark.py") -> int:
 
 
 def _share(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
-    """`_measure` as one of torchrun's processes, of which the first prints and writes."""
+    """`_measure` as one of torchrun's processes. Rank 0 prints and writes."""
     import torch
     import torch.distributed as dist
 
@@ -347,7 +108,7 @@ def _publish(parser: Parser, mode: Any, args: argparse.Namespace, rows: list[dic
     if options.get("questions") is not None:
         options["questions"] = args.questions.name
     if "upstream" in options:
-        options["upstream"] = args.upstream is not None  # where it lies is nobody's business
+        options["upstream"] = args.upstream is not None  # where it lies is private
     record = Record(args.mode, machine(torch.device(args.device), args.commit), options, rows, notes)
     if args.json:
         print(record.json(), flush=True)
@@ -467,9 +228,9 @@ def _check_model(parser: Parser, args: argparse.Namespace) -> None:
     if getattr(args, "context", None) and prompt:
         parser.error("--context makes random prompts: no --prompt with it")
     if not shape and _grows_trees(args):
-        arguments.check_model(parser, args.model, args.draft)
-    positions = arguments.SHAPES[shape] if shape else arguments.stored_positions(args.model)
-    if problem := arguments.context_too_long(args, positions):
+        command_line.check_model(parser, args.model, args.draft)
+    positions = SHAPES[shape] if shape else command_line.stored_positions(args.model)
+    if problem := context_too_long(args, positions):
         parser.error(problem)
 
 

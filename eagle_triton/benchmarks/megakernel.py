@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import StepGraph
@@ -24,6 +23,7 @@ from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.engine.step import Mode, verify_and_draft
 from eagle_triton.families import own_ea_model as native
+from eagle_triton.text_table import table
 
 if TYPE_CHECKING:  # needs Triton
     from eagle_triton.engine.megakernel_step import MegakernelStep

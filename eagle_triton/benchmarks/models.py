@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -20,48 +19,17 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 
 from eagle_triton import EaModel
-from eagle_triton.benchmarks.arguments import context_too_long, sentence, too_long
 from eagle_triton.benchmarks.float8 import round_target
-from eagle_triton.demo import demo_prompts, path_of
+from eagle_triton.benchmarks.modes import context_too_long
+from eagle_triton.command_line import sentence, too_long
+from eagle_triton.demo import demo_prompts
+from eagle_triton.devices import choose_threads, processes
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.models.shapes import random_model
 
-THREADS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}  # by which a user sets how many
 _ALIAS = "safeailab_eagle"  # an installed eagle-llm would be called `eagle` too
-
-
-def processes() -> int:
-    """How many torchrun has started for this command, one without it."""
-    launched = torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
-    return int(os.environ["WORLD_SIZE"]) if launched else 1
-
-
-def find_device(name: str | None) -> str:
-    """The device of that name, this process's GPU if there is one and no name. Raises ValueError if it is not here."""
-    if name is None and processes() > 1 and torch.cuda.is_available():
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name != "cpu" and (torch.device(name).index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"--device must be one that torch sees here, got {name}, and it sees {torch.cuda.device_count()} GPUs"
-        )
-    return name
-
-
-def choose_threads(device: str, *models: str | None) -> None:
-    """One thread, said on stderr, where models of this package run on a CPU, unless the user has set a number.
-
-    Their products are too small to share. OpenMP's threads wait for each other by spinning, so where other programs
-    take a core each product lasts until the last thread gets one again, and decoding is 5 to 30 times slower.
-    """
-    small = all(path_of(model) != model for model in models if model)
-    if device != "cpu" or not small or torch.get_num_threads() == 1 or THREADS & os.environ.keys():
-        return
-    torch.set_num_threads(1)
-    print("One thread: these models are too small for more. OMP_NUM_THREADS sets another number.", file=sys.stderr)
 
 
 def load(args: argparse.Namespace) -> EaModel:

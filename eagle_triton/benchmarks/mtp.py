@@ -7,39 +7,43 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from eagle_triton.benchmarks.drafters import Run, decode
+from eagle_triton.benchmarks.drafters import compare, figures
 from eagle_triton.benchmarks.models import weight_bytes
 from eagle_triton.benchmarks.parity import margin_bound
-from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.step import STEPS, optimised_step, slots_of
+from eagle_triton.benchmarks.sweep import config_of, tree_config
 from eagle_triton.benchmarks.timing import copy_bandwidth, noise, synchronise
+from eagle_triton.comparison.answer import Answer
 from eagle_triton.demo import HYBRID, demo_prompts, path_of
 from eagle_triton.engine.drafts.beams import with_vocabulary
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.by_slot import bytes_of
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.gated_delta import GatedDeltaCache
-from eagle_triton.engine.operations import choose_operations, make_operations
+from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families.causal_lm import read_causal_lm
 from eagle_triton.families.reading.mtp import read_mtp
+from eagle_triton.inference.eagle_inference import EAGLEInference
 from eagle_triton.models.loading import load_target, load_tokenizer
-from eagle_triton.models.mtp import load_mtp
+from eagle_triton.models.mtp import MTP
 from eagle_triton.models.shapes import HYBRIDS, random_hybrid
+from eagle_triton.text_table import table
 
 SPECS = {
     "plain": PLAIN,
     "chain-4": TreeSpec.chain(4),
     "tree-32": TreeSpec.dynamic(32, 3, 10),
     "tree-60": TreeSpec.dynamic(60, 7, 10),
-}  # arguments.TREES
+}  # modes.TREES
 DRAFT_VOCABULARY = 32768  # of 248,320: the projection is read once for each pass
 
 
@@ -95,34 +99,31 @@ def _measure_demo(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[
         raise ValueError(
             "--context, --batch and --slots are of random weights: demo-gdn decodes its own prompts one by one"
         )
-    path, new = path_of(HYBRID), args.max_length or 64
+    args.max_length = args.max_length or 64
+    path = path_of(HYBRID)
     model: Any = load_target(path, hybrids=True, dtype=dtype).to(args.device)
-    tokenizer, view = load_tokenizer(path), read_causal_lm(model)
+    tokenizer = load_tokenizer(path)
     assert tokenizer is not None, "the demo has a tokenizer"
-    draft = read_mtp(load_mtp(model), view, lambda: PLAIN)
-    engine = Engine(view, draft, *choose_operations(view.device, None, None), prefixes=False)
-    prompts = [tokenizer(text, return_tensors="pt").input_ids[0] for text in demo_prompts(args.num_runs)]
-    room = max(map(len, prompts)) + new
+    prompts = [tokenizer(text).input_ids for text in demo_prompts(args.num_runs)]
     names = ["plain", *(name for name in args.tree or SPECS if name != "plain")]
-    plain: list[Run] = []
-    with torch.no_grad(), tqdm(names, desc=HYBRID, disable=args.json or None, leave=False) as bar:
-        for name in bar:
-            decode(engine, draft, prompts[0], min(new, 8), room, SPECS[name])
-            runs = [decode(engine, draft, prompt, new, room, SPECS[name]) for prompt in prompts]
-            plain = plain or runs
-            margins = [_margin(model, a.tokens, b.tokens) for a, b in zip(runs, plain, strict=True)]
-            differing = [margin for margin in margins if margin is not None]
-            steps = sum(run.steps for run in runs)
-            rows.append(
-                {
-                    "variant": name,
-                    "tau": sum(run.emitted for run in runs) / steps,
-                    "ms_per_step": sum(run.seconds for run in runs) / steps * 1e3,
-                    "as_plain": len(runs) - len(differing),
-                    "prompts": len(runs),
-                    "largest_margin": max(differing, default=None),
-                }
-            )
+    variants = {name: partial(_inference, model, SPECS[name]) for name in names}
+    plain: list[Answer] = []
+    for found in compare(variants, {HYBRID: prompts}, args):
+        name, answers = list(found[HYBRID].items())[-1]
+        plain = plain or answers
+        margins = [_margin(model, *three) for three in zip(prompts, answers, plain, strict=True)]
+        different = [margin for margin in margins if margin is not None]
+        (row,) = figures(HYBRID, {name: answers})
+        rows.append(
+            {
+                "variant": name,
+                "tau": row["tau"],
+                "ms_per_step": row["ms_per_step"],
+                "as_plain": len(answers) - len(different),
+                "prompts": len(answers),
+                "largest_margin": max(different, default=None),
+            }
+        )
     worst = max((row["largest_margin"] or 0.0 for row in rows), default=0.0)
     verdict = "FAIL: " if worst >= margin_bound(model) else ""
     notes.append(
@@ -130,14 +131,21 @@ def _measure_demo(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[
     )
 
 
-def _margin(model: Any, tokens: Tensor, plain: Tensor) -> float | None:
+def _inference(model: Any, spec: TreeSpec) -> EAGLEInference:
+    if spec == PLAIN:
+        return EAGLEInference(None, model, config_of("naive"))
+    return EAGLEInference(MTP, model, tree_config(spec.nodes, len(spec.beam_widths) + 1, spec.top_k))
+
+
+@torch.no_grad()
+def _margin(model: Any, prompt: list[int], answer: Answer, plain: Answer) -> float | None:
     """How far the two best logits lie apart where two outputs first differ; None if they do not."""
-    count = min(len(tokens), len(plain))
-    (places,) = (tokens[:count] != plain[:count]).nonzero(as_tuple=True)
-    if not len(places):
+    pairs = enumerate(zip(answer.tokens, plain.tokens, strict=False))
+    place = next((number for number, (a, b) in pairs if a != b), None)
+    if place is None:
         return None
-    logits = model(plain[None, : int(places[0])].to(model.device), logits_to_keep=1).logits[0, -1].float()
-    best, second = logits.topk(2).values.tolist()
+    before = torch.tensor([[*prompt, *plain.tokens[:place]]], device=model.device)
+    best, second = model(before, logits_to_keep=1).logits[0, -1].float().topk(2).values.tolist()
     return best - second
 
 
@@ -148,7 +156,7 @@ def random_prompts(vocabulary: int, count: int, length: int) -> list[Tensor]:
 
 
 def _prefill_ms(model: nn.Module, prompt: Tensor, repeats: int) -> float:
-    """The median time of transformers' own forward over a prompt, behind one that warms up."""
+    """The median time of transformers' own forward over a prompt, after one that warms up."""
     times = []
     for repeat in range(repeats + 1):
         synchronise(prompt.device)

@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from eagle_triton.benchmarks.cases import LLAMA_8B, TOY, all_cases
 from eagle_triton.benchmarks.cases.case import Case, Provider
-from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import Quantiles, interleaved
 from eagle_triton.engine.operations import make_operations
+from eagle_triton.text_table import table
 
 CACHE_BYTES = 2**28  # all buffers of one operation together: several times the L2 of any GPU
 MOST_SETS = 32  # layers of the 8b shape: as many distinct caches as a decode step goes through

@@ -15,14 +15,14 @@ from tqdm import tqdm
 
 from eagle_triton import optimize_with_triton
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import synchronise
+from eagle_triton.text_table import table_of
 
 STATIC = {"cache_implementation": "static"}
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    """Add a row for each way of decoding: whole calls of `generate`, prefill and all, behind one that warms up."""
+    """Add a row for each way of decoding: whole calls of `generate`, prefill and all, after one that warms up."""
     loaded = models.load(args)
     model, head = loaded.base_model, loaded.ea_layer
     ways: dict[str, tuple[Callable[[], AbstractContextManager[Any]], dict[str, Any]]] = {
@@ -84,4 +84,4 @@ def text(rows: list[dict[str, Any]]) -> str:
         "x original": "speedup",
         "same tokens": "same_tokens",
     }
-    return table(list(columns), [[row.get(key) for key in columns.values()] for row in rows])
+    return table_of(columns, rows)

@@ -52,7 +52,7 @@ def _generate(figure: Any, rows: list[dict[str, Any]]) -> None:
 def _serve(figure: Any, rows: list[dict[str, Any]]) -> None:
     left, right = figure.subplots(1, 2)
     _bars(left, [(row["variant"], row["median_ttft_ms"]) for row in rows], "ms to the first token, median")
-    _bars(right, [(row["variant"], row["median_tpot_ms"]) for row in rows], "ms per token behind it, median")
+    _bars(right, [(row["variant"], row["median_tpot_ms"]) for row in rows], "ms per token after it, median")
 
 
 def _step(figure: Any, rows: list[dict[str, Any]]) -> None:

@@ -18,7 +18,6 @@ from eagle_triton import EaModel, optimize_with_triton
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.float8 import read
 from eagle_triton.benchmarks.parity import check_parity
-from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import Quantiles, synchronise
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.pages import PAGE_ROWS
@@ -28,6 +27,7 @@ from eagle_triton.engine.scheduler.batch import PROMPT_TOKENS, Batch
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.inference.session import Session
+from eagle_triton.text_table import table_of
 
 CHECKED = 8  # tokens of each sequence that are compared with the target's
 WARM_UPS = 2  # runs of a shape: the first compiles, the second captures
@@ -117,7 +117,7 @@ def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: Tre
     gaps: list[float] = []
     longest: list[float] = []
     first: list[float] = []
-    new = (3 * steps + context // PROMPT_TOKENS) * (spec.depth + 1)  # nobody ends before all is measured
+    new = (3 * steps + context // PROMPT_TOKENS) * (spec.depth + 1)  # no request ends before all is measured
     for run in range(runs + WARM_UPS):
         others = _prompts(model, batch, min(context, 512), run)
         (late,) = _prompts(model, 1, context, run + 1000)
@@ -242,7 +242,7 @@ def _gaps(batch: Batch, steps: int) -> list[float]:
 
 
 def _gaps_until(batch: Batch, steps: int, slot: int, start: float) -> tuple[list[float], float]:
-    """The same while a prompt enters a slot, and when its first tokens came, in milliseconds behind `start`."""
+    """The same while a prompt enters a slot, and when its first tokens came, in milliseconds after `start`."""
     found: list[float] = []
     last, came = start, 0.0
     while not came or len(found) < steps:
@@ -283,4 +283,4 @@ def text(rows: list[dict[str, Any]]) -> str:
         "again": "again_ms",
         "found": "found_tokens",
     }
-    return table(list(columns), [[row.get(key) for key in columns.values()] for row in rows])
+    return table_of(columns, rows)

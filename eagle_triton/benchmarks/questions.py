@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,64 +16,66 @@ from tqdm import tqdm
 
 from eagle_triton.benchmarks import targets
 from eagle_triton.benchmarks.answers import write_answers, write_records
-from eagle_triton.benchmarks.arguments import OF_THE_HEAD, too_long
+from eagle_triton.benchmarks.modes import OF_THE_HEAD
 from eagle_triton.benchmarks.parity import check_parity, margin_bound
 from eagle_triton.benchmarks.question_file import ALL, OWN_QUESTIONS, Question, of_categories, read_questions
-from eagle_triton.benchmarks.record import machine, table
+from eagle_triton.benchmarks.record import machine
 from eagle_triton.benchmarks.sweep import Configuration, configurations
-from eagle_triton.benchmarks.sweep_file import SweepFile
 from eagle_triton.benchmarks.targets import Target
 from eagle_triton.benchmarks.timing import noise
+from eagle_triton.command_line import too_long
+from eagle_triton.comparison.answer import Answer, ask, open_session
+from eagle_triton.comparison.figures import Totals, differing
+from eagle_triton.comparison.result_file import Result, ResultFile
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.inference.conversation import Conversation
 from eagle_triton.inference.eagle_inference import EAGLEInference
-from eagle_triton.inference.session import Completion, Session
-from eagle_triton.inference.timing import Stopwatch
+from eagle_triton.inference.session import Session
+from eagle_triton.text_table import table, table_of
 
 SEED = 7  # of the first turn of the first question; of each further turn one more
 WARM_UP = 8  # tokens, on a CPU
+COMMON = ("model", "draft", "eagle1", "max_length", "dtype", "questions_sha256")  # options of a whole results file
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
     """Add rows for each configuration, of all questions and of each category; notes of answers that are not plain
     decoding's."""
-    questions = asked(args)
+    questions = read_questions(args.questions or OWN_QUESTIONS)
+    if args.category:
+        questions = of_categories(questions, args.category)
     with_head = bool(set(args.drafters) & set(OF_THE_HEAD))
     target = targets.load(args.model, args.draft, args.eagle1, with_head, getattr(torch, args.dtype), args.device)
     room = check_room(questions, target, args.max_length)
-    parts = configurations(args, target.head)
+    parts = configurations(args.drafters, args.nodes, args.temperatures, target.head)
     check_trees(parts)
-    sweep = SweepFile(args.results, machine(torch.device(args.device), args.commit), _options(args))
-    done = sum(part.name in sweep.found for part in parts)
+    facts = machine(torch.device(args.device), args.commit)
+    del facts["date"]  # when a sweep began does not matter
+    file = ResultFile(args.results, "questions", {name: getattr(args, name) for name in COMMON} | facts)
+    done = sum(part.name in file.found for part in parts)
     if done:
         notes.append(f"{done} of {len(parts)} configurations were measured before, and are in {args.results.name}")
     if not getattr(target.tokenizer, "chat_template", None):
         notes.append("no chat template: the texts of a conversation follow each other as they are")
     turns = sum(len(question.turns) for question in questions)
+    bar = tqdm(total=len(parts) * turns, initial=done * turns, unit="turn", disable=args.json or None, leave=False)
     try:
-        with tqdm(
-            total=len(parts) * turns, initial=done * turns, unit="turn", disable=args.json or None, leave=False
-        ) as bar:
-            for part in parts:
-                plain = sweep.found.get(part._replace(drafter="plain").name)
-                if part.name not in sweep.found:
-                    bar.set_description(part.name)
-                    sweep.add(part.name, _result(target, part, questions, args.max_length, room, plain, bar))
-                result = sweep.found[part.name]
-                rows += figures(part, result, plain or result)
-                notes += result["notes"]
-                _hand_out(args, parts, sweep)
+        for part in parts:
+            plain = file.found.get(f"plain, temperature {part.temperature:g}")
+            if part.name not in file.found:
+                bar.set_description(part.name)
+                file.add(part.name, _result(target, part, questions, args.max_length, room, plain, bar.update))
+            result = file.found[part.name]
+            rows += figures(part, questions, result.answers, (plain or result).answers)
+            notes += result.notes
+            _hand_out(args, parts, questions, file)
     except KeyboardInterrupt:
         if args.results is not None:
             notes.append(f"the same command goes on from {args.results.name}")
         raise
+    finally:
+        bar.close()
     notes += noise(min(row["steps"] for row in rows), "take more questions or --max-length")
-
-
-def asked(args: argparse.Namespace) -> list[Question]:
-    """The questions that the options name. Raises as `read_questions` and `of_categories`."""
-    questions = read_questions(args.questions or OWN_QUESTIONS)
-    return of_categories(questions, args.category) if args.category else questions
 
 
 def check_trees(parts: Sequence[Configuration]) -> None:
@@ -97,197 +98,156 @@ def check_room(questions: Sequence[Question], target: Target, new: int) -> int:
         prompts = len(Conversation([(turn, "") for turn in before]).ids(last, target.tokenizer))
         if not prompts:
             raise ValueError(f"question {question.question_id} gives no token")
-        answers = len(question.turns) * (new + 1)  # and a line end behind each
+        answers = len(question.turns) * (new + 1)  # and a line end after each
         if problem := too_long(f"question {question.question_id}", prompts, answers, target.positions):
             raise ValueError(problem)
         room = max(room, prompts + answers)
     return room
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """What every configuration of a results file has in common; which there are may change."""
-    names = ("model", "draft", "eagle1", "max_length", "dtype", "questions_sha256")
-    return {name: getattr(args, name) for name in names}
-
-
-def _hand_out(args: argparse.Namespace, parts: Sequence[Configuration], sweep: SweepFile) -> None:
-    """The answers so far, for others to read."""
+def _hand_out(
+    args: argparse.Namespace, parts: Sequence[Configuration], questions: Sequence[Question], file: ResultFile
+) -> None:
+    """Write the answers so far, for others to read."""
     if args.answers is None:
         return
     args.answers.mkdir(parents=True, exist_ok=True)
-    found = [(part, sweep.found[part.name]) for part in parts if part.name in sweep.found]
+    found = [(part, file.found[part.name]) for part in parts if part.name in file.found]
     for part, result in found:
-        write_answers(args.answers, args.model, part, result)
-    write_records(args.answers, found)
+        write_answers(args.answers, args.model, part, questions, result)
+    write_records(args.answers, len(questions), found)
 
 
 # --- one configuration ---
 
 
 def _result(
-    target: Target,
-    part: Configuration,
-    questions: Sequence[Question],
-    new: int,
-    room: int,
-    plain: dict[str, Any] | None,
-    bar: Any,
-) -> dict[str, Any]:
-    """All questions answered: `answers`, `notes`, and when. plain: what plain decoding gave, None for itself.
+    target: Target, part: Configuration, questions: Sequence[Question], new: int, room: int, plain: Result | None,
+    update: Callable[[], object],
+) -> Result:  # fmt: skip
+    """All questions answered, the turns one after another. plain: what plain decoding gave, None for itself.
 
     Raises ValueError for a question that cannot be answered, and for plain greedy tokens that are not the target's.
     """
     inference = EAGLEInference(None, target.model, part.engine_config(), tokenizer=target.tokenizer)
-    device = inference.pair.view.device
-    on_gpu = device.type == "cuda"
-    with _session(inference, room) as session:  # what compiles and captures is not timed
-        longest = max(questions, key=lambda question: len(question.turns[0]))
+    on_gpu = inference.pair.view.device.type == "cuda"
+    longest = max(questions, key=lambda question: len(question.turns[0]))
+    with open_session(inference, room) as session:  # what compiles and captures is not timed
         for question in (questions[0], longest) if on_gpu else questions[:1]:
-            list(_turns(session, device, question, new if on_gpu else min(new, WARM_UP), part.temperature, SEED))
+            list(_turns(session, target, part, question, new if on_gpu else min(new, WARM_UP), SEED))
     inference.forget_outputs()
-    answers: list[dict[str, Any]] = []
-    notes: list[str] = []
-    seed = SEED
-    with _session(inference, room) as session:
+    prompts: list[list[int]] = []
+    answers: list[Answer] = []
+    with open_session(inference, room) as session:
         for question in questions:
-            turns = []
-            for turn in _turns(session, device, question, new, part.temperature, seed):
-                turns.append(turn)
-                bar.update()
-            seed += len(turns)
-            answers.append({"question_id": question.question_id, "category": question.category, "turns": turns})
-    if plain is not None:
-        notes = differences(part, answers, plain["answers"], target)
-    elif not part.temperature:
-        check_parity(target.causal_lm, *_sequence(answers[0]["turns"][0], target), SamplingParams())
-    for turn in (turn for answer in answers for turn in answer["turns"]):
-        del turn["prompt"]  # it follows from the question and the answers before
-    return {"answers": answers, "notes": notes, "time": time.time()}
-
-
-def _session(inference: EAGLEInference, rows: int) -> Session:
-    return Session(
-        inference.engine, inference.policy(1), 1, rows,
-        tokenizer=inference.tokenizer, stop_ids=inference.pair.stop_ids, text=False, config=inference.config,
-        max_positions=inference.pair.max_positions,
-    )  # fmt: skip
+            for prompt, answer in _turns(session, target, part, question, new, SEED + len(answers)):
+                prompts.append(prompt)
+                answers.append(answer)
+                update()
+    if plain is None:
+        if not part.temperature:
+            check_parity(target.causal_lm, *_sequence(prompts[0], answers[0], target), SamplingParams())
+        return Result(answers)
+    return Result(answers, differences(part, questions, prompts, answers, plain.answers, target))
 
 
 def _turns(
-    session: Session, device: torch.device, question: Question, new: int, temperature: float, seed: int
-) -> Iterator[dict[str, Any]]:
-    """The turns of one conversation: prompt and new tokens, text, verifications, of how many with drafts 0, 1, ...
-    drafts were accepted, and seconds from the prompt's tokens to the last one."""
+    session: Session, target: Target, part: Configuration, question: Question, new: int, seed: int
+) -> Iterator[tuple[list[int], Answer]]:
+    """The turns of one conversation: the prompt's tokens, and the answer."""
     talk = Conversation()
     for number, turn in enumerate(question.turns):
         place, prompt = f"question {question.question_id}, turn {number + 1}", talk.ids(turn, session.tokenizer)
         if len(prompt) + new > session.rows:
             raise ValueError(f"{place}: {len(prompt)} tokens and {new} new do not fit into {session.rows}")
-        sampling = {"temperature": temperature, "seed": seed + number} if temperature else {"temperature": 0.0}
-        completion, seconds = _decode(session, device, prompt, new, sampling)
-        if completion.error is not None:
-            raise ValueError(f"{place}: {completion.error}")
-        counts, text = completion.statistics, completion.text or ""
-        talk.turns.append((turn, text))
-        yield {
-            "text": text,
-            "prompt": prompt,
-            "tokens": completion.tokens,
-            "steps": counts.steps,
-            "accepted": [counts.histogram[length] for length in range(max(counts.histogram, default=-1) + 1)],
-            "seconds": seconds,
-        }
+        sampling = {"temperature": part.temperature, **({"seed": seed + number} if part.temperature else {})}
+        try:
+            answer = ask(session, target.causal_lm.device, part.variant, prompt, new, sampling)
+        except RuntimeError as error:
+            raise ValueError(f"{place}: {error}") from error
+        talk.turns.append((turn, answer.text))
+        yield prompt, answer
 
 
-def _decode(
-    session: Session, device: torch.device, prompt: list[int], new: int, sampling: dict[str, Any]
-) -> tuple[Completion, float]:
-    """One request alone, and its seconds."""
-    watch = Stopwatch(device)
-    session.submit(prompt, new, **sampling)
-    while True:
-        for piece in session.step():
-            if piece.completion is not None:
-                return piece.completion, watch.seconds()
+def by_question(questions: Sequence[Question], turns: Sequence[Any]) -> list[list[Any]]:
+    """What belongs to each turn, grouped by the questions."""
+    rest = iter(turns)
+    return [[next(rest) for _ in question.turns] for question in questions]
 
 
 def differences(
-    part: Configuration, answers: list[dict[str, Any]], plain: list[dict[str, Any]], target: Target
+    part: Configuration,
+    questions: Sequence[Question],
+    prompts: Sequence[list[int]],
+    answers: Sequence[Answer],
+    plain: Sequence[Answer],
+    target: Target,
 ) -> list[str]:
-    """A note if answers are not plain decoding's: an error in fp32; in 16 bits an error where a greedy token is not
-    one of the target's best, up to rounding. Behind a first difference a conversation is another one."""
-    first = [
-        next((ours for ours, other in zip(mine["turns"], theirs["turns"], strict=True)
-              if ours["tokens"] != other["tokens"]), None)
-        for mine, theirs in zip(answers, plain, strict=True)
-    ]  # fmt: skip
-    differ = {answer["question_id"]: turn for answer, turn in zip(answers, first, strict=True) if turn is not None}
-    if not differ:
+    """A note if answers are not plain decoding's: an error in float32; in 16 bits an error where a greedy token is not
+    one of the target's best, up to rounding. After its first difference a conversation is another one."""
+    places = differing(answers, plain)
+    firsts = {}
+    for question, turns in zip(questions, by_question(questions, range(len(answers))), strict=True):
+        if found := [place for place in turns if place in places]:
+            firsts[question.question_id] = found[0]
+    if not firsts:
         return []
-    told = f"{part.name}: {len(differ)} of {len(answers)} answers are not plain decoding's"
-    dtype = target.causal_lm.dtype
-    if dtype == torch.float32:
-        return [f"FAIL: {told}, the first that of question {next(iter(differ))}"]
+    told = f"{part.name}: {len(firsts)} of {len(questions)} answers are not plain decoding's"
+    if target.causal_lm.dtype == torch.float32:
+        return [f"FAIL: {told}, the first that of question {next(iter(firsts))}"]
     if part.temperature:
         return [told]
-    for name, turn in differ.items():
+    for name, place in firsts.items():
         try:
-            check_parity(target.causal_lm, *_sequence(turn, target), SamplingParams())
+            check_parity(target.causal_lm, *_sequence(prompts[place], answers[place], target), SamplingParams())
         except ValueError as error:
             return [f"FAIL: {told}; question {name}: {str(error).partition(';')[0]}"]
     bound = margin_bound(target.causal_lm)
     return [f"{told}, by rounding: each token's logit is less than {bound:.3g} below the best"]
 
 
-def _sequence(turn: dict[str, Any], target: Target) -> tuple[torch.Tensor, int]:
+def _sequence(prompt: list[int], answer: Answer, target: Target) -> tuple[torch.Tensor, int]:
     """Prompt and answer [L] on the model's device, and the length of the prompt."""
-    return torch.tensor([*turn["prompt"], *turn["tokens"]], device=target.causal_lm.device), len(turn["prompt"])
+    return torch.tensor([*prompt, *answer.tokens], device=target.causal_lm.device), len(prompt)
 
 
 # --- figures ---
 
 
-def figures(part: Configuration, result: dict[str, Any], plain: dict[str, Any]) -> list[dict[str, Any]]:
+def figures(
+    part: Configuration, questions: Sequence[Question], answers: Sequence[Answer], plain: Sequence[Answer]
+) -> list[dict[str, Any]]:
     """A row over all answers, then one for each category where there are several."""
-    categories = list(dict.fromkeys(answer["category"] for answer in result["answers"]))
-    return [
-        _row(part, category, _of(result, category), _of(plain, category))
-        for category in [ALL, *(categories if len(categories) > 1 else [])]
-    ]
+    categories = list(dict.fromkeys(question.category for question in questions))
+    mine, others = by_question(questions, answers), by_question(questions, plain)
+    rows = []
+    for category in [ALL, *(categories if len(categories) > 1 else [])]:
+        places = [place for place, question in enumerate(questions) if category in (ALL, question.category)]
+        rows.append(_row(part, category, [mine[place] for place in places], [others[place] for place in places]))
+    return rows
 
 
-def _of(result: dict[str, Any], category: str) -> list[list[dict[str, Any]]]:
-    """The turns of the answers of a category."""
-    return [answer["turns"] for answer in result["answers"] if category in (ALL, answer["category"])]
-
-
-def _row(
-    part: Configuration, category: str, answers: list[list[dict[str, Any]]], plain: list[list[dict[str, Any]]]
-) -> dict[str, Any]:
+def _row(part: Configuration, category: str, answers: list[list[Answer]], plain: list[list[Answer]]) -> dict[str, Any]:
     turns = [turn for answer in answers for turn in answer]
-    steps = sum(turn["steps"] for turn in turns)
-    accepted = sum(count * length for turn in turns for length, count in enumerate(turn["accepted"]))
-    rate, plain_rate = _rate(answers), _rate(plain)
+    totals, rate = Totals.of(turns), _rate(answers)
     return {
         "variant": part.variant,
         "temperature": part.temperature,
         "category": category,
         "questions": len(answers),
-        "tokens": sum(len(turn["tokens"]) for turn in turns),
-        "steps": steps,
-        "tau": (accepted + steps) / steps if steps else None,
+        "tokens": totals.tokens,
+        "steps": totals.steps,
+        "tau": totals.tau,
         "tokens_per_second": rate,
-        "speedup": rate / plain_rate,
+        "speedup": rate / _rate(plain),
         "num_speculative_tokens": part.most_accepted,
-        "synthetic_acceptance_rates": acceptance_rates([turn["accepted"] for turn in turns], part.most_accepted),
+        "synthetic_acceptance_rates": acceptance_rates([turn.accepted_counts for turn in turns], part.most_accepted),
     }
 
 
-def _rate(answers: list[list[dict[str, Any]]]) -> float:
+def _rate(answers: list[list[Answer]]) -> float:
     """Tokens per second: the mean of the questions', as SafeAILab has it."""
-    return statistics.fmean(
-        sum(len(turn["tokens"]) for turn in answer) / sum(turn["seconds"] for turn in answer) for answer in answers
-    )
+    return statistics.fmean(Totals.of(turns).tokens_per_second or 0.0 for turns in answers)
 
 
 def acceptance_rates(histograms: Sequence[Sequence[int]], most: int) -> list[float]:
@@ -311,7 +271,7 @@ def text(rows: list[dict[str, Any]]) -> str:
     whole = [row for row in rows if row["category"] == ALL]
     columns = {"": "variant", "temperature": "temperature", "tau": "tau", "tokens/s": "tokens_per_second"}
     columns |= {"x plain": "speedup", "tokens": "tokens", "steps": "steps"}
-    parts = [table(list(columns), [[row[key] for key in columns.values()] for row in whole])]
+    parts = [table_of(columns, whole)]
     categories = list(dict.fromkeys(row["category"] for row in rows if row["category"] != ALL))
     for key, title in (("tau", "tau"), ("speedup", "x plain")):
         if categories:

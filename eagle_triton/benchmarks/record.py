@@ -7,7 +7,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from eagle_triton import __version__
+from eagle_triton.text_table import table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +39,7 @@ class Record:
         path.write_text(self.json() + "\n", encoding="utf-8")
 
     def write_csv(self, path: Path) -> None:
-        """One line for each row, the machine's columns behind the figures'."""
+        """One line for each row, the machine's columns after the figures'."""
         lines = [{"mode": self.mode, **row, **self.machine} for row in self.rows]
         columns = list(dict.fromkeys(column for line in lines for column in line))
         with open(path, "w", newline="", encoding="utf-8") as file:
@@ -81,16 +82,6 @@ def _output(*command: str) -> str:
         return ""
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Text columns, the first to the left, the others to the right; None is left blank."""
-    cells = [list(headers), *([_cell(value) for value in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(pairs))
-        for pairs in (list(zip(row, widths, strict=True)) for row in cells)
-    )
-
-
 def histogram_table(histograms: Mapping[str, Mapping[int, int]]) -> str:
     """A line for each name: of how many of its steps accepted 0, 1, ... drafts."""
     most = max((accepted for counts in histograms.values() for accepted in counts), default=0)
@@ -99,13 +90,3 @@ def histogram_table(histograms: Mapping[str, Mapping[int, int]]) -> str:
         for name, counts in histograms.items()
     ]
     return table(("drafts accepted in a step", *map(str, range(most + 1)), "steps"), rows)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
-    return str(value)

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from eagle_triton.benchmarks.arguments import ends_of, milliseconds_of
-from eagle_triton.benchmarks.record import table
+from eagle_triton.benchmarks.modes import ends_of, milliseconds_of
+from eagle_triton.text_table import table_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -64,7 +64,7 @@ class Answer:
 
     @property
     def per_token(self) -> float:
-        """Seconds of each token behind the first."""
+        """Seconds of each token after the first."""
         return (self.whole - self.first) / max(1, self.output_tokens - 1)
 
 
@@ -121,7 +121,7 @@ def figures(answers: Sequence[Answer], seconds: float, goodput: Mapping[str, flo
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Below which so many of ascending numbers lie, between two of them by their distance."""
+    """The percentile of ascending numbers, interpolated between neighbours."""
     place = (len(ordered) - 1) * percent / 100
     low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
     return low + (high - low) * (place - math.floor(place))
@@ -133,7 +133,7 @@ def _is_good(answer: Answer, limits: Mapping[str, float]) -> bool:
 
 
 def _requests(args: argparse.Namespace, number: int) -> list[tuple[list[int], int]]:
-    """Prompts that no other load has, and how many tokens are wanted behind each."""
+    """Prompts that no other load has, and how many tokens are wanted after each."""
     source, read, told = random.Random(f"{args.seed} {number}"), ends_of(args.input_len), ends_of(args.output_len)
     return [
         (source.choices(range(TOKENS), k=source.randint(*read)), source.randint(*told)) for _ in range(args.num_prompts)
@@ -214,7 +214,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any])
 
 
 async def _served_model(url: str, key: str | None) -> str:
-    """The name of the first model that a server has. Raises ValueError if nobody answers there."""
+    """The name of the first model that a server has. Raises ValueError if no server answers there."""
     import aiohttp
 
     try:
@@ -305,7 +305,7 @@ def port_of(server: subprocess.Popen[str], lines: list[str]) -> int:
 
 
 def _save_random(args: argparse.Namespace, folder: Path) -> None:
-    """A shape's random weights with a head, as a checkpoint, and a tokenizer whose words are numbers."""
+    """A shape's random weights with a head, as a checkpoint, and a tokenizer with numbers for words."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -339,4 +339,4 @@ def text(rows: list[dict[str, Any]]) -> str:
         "p99 ": "p99_tpot_ms",
         "gap p99": "p99_itl_ms",
     }
-    return table(list(columns), [[row.get(key) for key in columns.values()] for row in rows])
+    return table_of(columns, rows)

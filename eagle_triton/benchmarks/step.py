@@ -19,13 +19,13 @@ from eagle_triton.benchmarks.comparison import decode
 from eagle_triton.benchmarks.float8 import read
 from eagle_triton.benchmarks.gpu_clocks import GpuClocks
 from eagle_triton.benchmarks.parity import check_parity
-from eagle_triton.benchmarks.record import table
 from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth, noise, synchronise
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.text_table import table
 
 
 class Decoding(NamedTuple):
@@ -42,9 +42,9 @@ DECODINGS = {
     "chain-7": Decoding(GREEDY, TreeSpec.chain(7)),
     "tree-128": Decoding(GREEDY, TreeSpec.dynamic(128, 7, 10)),
     "tree-256": Decoding(GREEDY, TreeSpec.dynamic(256, 7, 16)),
-}  # arguments.DECODINGS
+}  # modes.DECODINGS
 ORIGINALS = ("greedy", "sampled", "plain")  # what a model that decodes by itself can do
-STEPS = {"cuda": 20, "cpu": 3}  # timed at a stretch: right behind the prompts, later, and then on the device alone
+STEPS = {"cuda": 20, "cpu": 3}  # timed at a stretch: right after the prompts, later, and then on the device alone
 WARM_UPS = 2
 BETWEEN = {"cuda": 40, "cpu": 1}  # steps, while the device's clocks recover from reading prompts
 CHECKED = 8  # steps whose tokens are compared with the target's
@@ -134,7 +134,7 @@ def optimised_step(
     clocks: what samples the replayed steps; its figures are added where it is given. slots: places for sequences in the
     batch, None: as many as there are prompts.
 
-    ms_per_step is what a caller sees while a batch decodes, ms_behind_prompts the same right behind reading the prompts
+    ms_per_step is what a caller sees while a batch decodes, ms_behind_prompts the same right after reading the prompts
     (for which a device may lower its clocks), ms_slowest the longest step; device_ms is the step replayed without a
     host between, and idle_share what the device waits of ms_per_step.
     """
@@ -210,10 +210,10 @@ def _memory_gib(engine: Engine) -> float | None:
 def _replay_ms(batch: Batch, steps: int, clocks: GpuClocks | None) -> float:
     """Milliseconds per step with nothing between the launches, which `clocks` samples. The host loses track: the batch
     must end here."""
-    with torch.cuda.device(batch.engine.device):  # whose stream the events are to lie in
+    with torch.cuda.device(batch.engine.device):  # the events belong to its stream
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        batch.launch()  # the first launch is waited for, the others are queued behind it
+        batch.launch()  # the first launch is waited for, the others are queued after it
         start.record()
         for _ in range(steps - 1):
             batch.launch()

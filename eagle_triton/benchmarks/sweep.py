@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from eagle_triton.benchmarks.arguments import OF_THE_HEAD
-from eagle_triton.benchmarks.drafters import NGRAM_DRAFTS, SUFFIX_DRAFTS
+from eagle_triton.benchmarks.modes import OF_THE_HEAD
+from eagle_triton.engine.drafts.repeats import FACTOR
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.speculative_config import SpeculativeConfig
 from eagle_triton.models.heads import DraftHead
 
+SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5
 METHODS = {  # of drafters without a tree of the head: method and drafts a step
     "plain": ("naive", 0),
     "ngram": ("ngram", NGRAM_DRAFTS),
@@ -47,32 +49,48 @@ class Configuration(NamedTuple):
         return min(max(self.steps, SUFFIX_DRAFTS), self.nodes - 1) if self.drafter == "both" else self.steps
 
     def engine_config(self) -> EAGLEConfig:
-        """How EAGLEInference is asked for it: never plainly where drafts do not pay, and nothing kept between answers
-        but what drafters themselves keep. Raises ValueError for a tree that cannot be."""
-        shared: dict[str, Any] = dict(fallback=False, prefixes=False, slots=1)
+        """How EAGLEInference is asked for it. Raises ValueError for a tree that cannot be."""
         if self.drafter in METHODS:
             method, drafts = METHODS[self.drafter]
-            options = SpeculativeConfig(method=method, num_speculative_tokens=drafts)
-            return EAGLEConfig(speculative=options, **shared)
+            return config_of(
+                method, drafts, **(dict(suffix_decoding_max_spec_factor=FACTOR) if method == "suffix" else {})
+            )
         suffixes = SUFFIX_DRAFTS if self.drafter == "both" else 0
-        return EAGLEConfig(
-            topk=self.topk, num_steps=self.steps, num_draft_tokens=self.nodes, suffix_drafts=suffixes, **shared
-        )
+        return replace(tree_config(self.nodes, self.steps, self.topk), suffix_drafts=suffixes)
 
 
-def configurations(args: argparse.Namespace, head: DraftHead | None) -> list[Configuration]:
-    """The parts in the order in which they run: at each temperature plain decoding, with which the others are compared,
-    then these. Without --nodes a tree has the head's own size; a small one is no deeper nor wider than it can be.
-    head: None where none of the drafters needs it."""
+def config_of(method: str, drafts: int = 0, **options: Any) -> EAGLEConfig:
+    """A method for one sequence: it drafts also where that does not pay, and keeps no prefixes between answers.
+
+    drafts: a step, 0 for "naive". options: of SpeculativeConfig.
+    """
+    speculative = SpeculativeConfig(method=method, num_speculative_tokens=drafts, **options)
+    return EAGLEConfig(speculative=speculative, fallback=False, prefixes=False, slots=1)
+
+
+def tree_config(nodes: int, steps: int, topk: int) -> EAGLEConfig:
+    """Trees of a head for one sequence, as `config_of`."""
+    return EAGLEConfig(topk=topk, num_steps=steps, num_draft_tokens=nodes, fallback=False, prefixes=False, slots=1)
+
+
+def configurations(
+    drafters: Sequence[str], sizes: Sequence[int] | None, temperatures: Sequence[float], head: DraftHead | None
+) -> list[Configuration]:
+    """The parts in the order in which they run: at each temperature plain decoding, which the others are compared with,
+    then the drafters.
+
+    sizes: of the head's tree, None: its own; a small tree is no deeper nor wider than it can be. head: None where no
+    drafter needs it.
+    """
     found = []
-    for temperature in args.temperatures:
-        for drafter in dict.fromkeys(["plain", *args.drafters]):
+    for temperature in temperatures:
+        for drafter in dict.fromkeys(["plain", *drafters]):
             if drafter in METHODS:
                 drafts = METHODS[drafter][1]
                 found.append(Configuration(drafter, drafts + 1, drafts, min(drafts, 1), temperature))
                 continue
             assert head is not None
-            for nodes in dict.fromkeys(args.nodes or [head.total_tokens + 1]):
+            for nodes in dict.fromkeys(sizes or [head.total_tokens + 1]):
                 steps, topk = min(head.depth + 1, nodes - 1), min(head.top_k, nodes - 1)
                 found.append(Configuration(drafter, nodes, steps, topk, temperature))
     return found

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.arguments import holds_target, sentence
+from eagle_triton.command_line import holds_target, sentence
 from eagle_triton.demo import path_of
 from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.models.heads import DraftHead

@@ -25,10 +25,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from eagle_triton.benchmarks import arguments
-from eagle_triton.benchmarks.arguments import Parser, sentence
+from eagle_triton import command_line
 from eagle_triton.cli.ablation_rows import BASELINE, GROUPS, Conditions, Job, Results
-from eagle_triton.cli.settings import MOST_SEED, PROCESSORS, Settings
+from eagle_triton.cli.settings import MOST_SEED, Settings, read_processor
+from eagle_triton.command_line import Parser, sentence
 from eagle_triton.demo import DRAFT, PAIR, demo_prompts
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None, program: str = PROGRAM) -> int:
     with parser.explains():
         import torch
 
-        from eagle_triton.benchmarks.models import choose_threads, find_device
+        from eagle_triton.devices import choose_threads, find_device
 
         args.device = find_device(args.device)
         choose_threads(args.device, args.target, args.drafter, args.head)
@@ -61,9 +61,7 @@ def main(argv: list[str] | None = None, program: str = PROGRAM) -> int:
         conditions = Conditions(
             args.device + gpu, args.dtype, args.target, args.drafter, args.head or f"{args.target} (head)", args.options
         )
-        results = Results(args.out, args.trace, conditions)
-        if not args.overwrite:
-            results.read(args.groups)
+        results = Results(args.out, args.trace, conditions, args.groups, args.overwrite)
     try:
         failures = _run(parser, args, jobs, results)
     except KeyboardInterrupt:
@@ -187,11 +185,11 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
 
 def _settle(parser: Parser, args: argparse.Namespace) -> None:
     """Check what argparse cannot, and replace options by what they mean."""
-    arguments.check_device(parser, args.device)
-    arguments.check_outputs(parser, out=args.out, trace=args.trace, plot=args.plot)
+    command_line.check_device(parser, args.device)
+    command_line.check_outputs(parser, out=args.out, trace=args.trace, plot=args.plot)
     for path in filter(None, (args.out, args.trace)):
         try:
-            arguments.try_to_write_into(path.resolve().parent)
+            command_line.try_to_write_into(path.resolve().parent)
         except OSError as error:
             parser.error(
                 f"--out and --trace need a directory that can be written, and {path} has none: {error.strerror}"
@@ -230,31 +228,17 @@ def _words(parser: Parser, option: str, given: list[str], known: Any) -> list[st
 
 def _processor(parser: Parser, given: list[str]) -> dict[str, Any]:
     """The settings of a processor and its arguments."""
-    name, *values = given
-    names = PROCESSORS.get(name)
-    if names is None:
-        parser.error(f"--processor must be one of {', '.join(PROCESSORS)}, got {name!r}")
-    if name == "greedy" and not values:
-        return {"processor": name}
-    if len(values) != len(names):
-        parser.error(f"--processor {name} must be followed by {' and '.join(names)}, got {' '.join(values) or 'none'}")
-    found: dict[str, Any] = {"processor": name}
-    for argument, value in zip(names, values, strict=True):
-        try:
-            found[argument] = int(value) if argument == "top_k" else float(value)
-        except ValueError:
-            kind = "a whole number" if argument == "top_k" else "a number"
-            parser.error(f"--processor: {argument} must be {kind}, got {value!r}")
     try:
-        _ = Settings(**found)  # checks them
+        found = read_processor(given)
+        Settings(**found)  # checks them
     except ValueError as error:
         parser.error(f"--processor: {error}")
-    return found
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _seeds(text: str) -> list[int]:
     """Whole numbers from 0, separated by commas."""
-    read = arguments.whole(0, MOST_SEED)
+    read = command_line.whole(0, MOST_SEED)
     seeds = [read(part) for part in text.split(",")]
     if len(set(seeds)) < len(seeds):
         raise argparse.ArgumentTypeError(f"must not name a seed twice, got {text!r}")
@@ -269,18 +253,18 @@ def _text(text: str) -> str:
         raise argparse.ArgumentTypeError("must be text in UTF-8") from None
     if "\0" in text:
         raise argparse.ArgumentTypeError("must be text without NUL")
-    return arguments.some_text(text)
+    return command_line.some_text(text)
 
 
 def _parser(program: str) -> Parser:
     parser = Parser(program, (__doc__ or "").replace(PROGRAM, program))
     add: Callable[..., Any] = parser.add_argument
-    whole = arguments.whole
+    whole = command_line.whole
     add("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(GROUPS)} (default: all)")
     add("--prompts", type=whole(most=MOST_PROMPTS), metavar="N", help="the demo's first N prompts (default: 5)")
     add("--prompt", type=_text, action="append", metavar="TEXT", help="a prompt of one's own, may be given repeatedly")
     add("--seeds", type=_seeds, default=[42], metavar="S[,S...]", help="default: 42; greedy text does not depend on it")
-    add("--repeats", type=whole(most=arguments.MOST_RUNS), default=3, metavar="N", help="of each row (default: 3)")
+    add("--repeats", type=whole(most=command_line.MOST_RUNS), default=3, metavar="N", help="of each row (default: 3)")
     add("--length", type=whole(), default=Settings.length, metavar="N", help=f"new tokens (default: {Settings.length})")
     add(
         "--processor",
@@ -291,26 +275,25 @@ def _parser(program: str) -> Parser:
     )
     add(
         "--out",
-        type=arguments.output_file(),
+        type=command_line.output_file(),
         default=Path("ablation_results.csv"),
         metavar="FILE",
         help="the CSV (default: ablation_results.csv)",
     )
-    add("--trace", type=arguments.output_file(), metavar="FILE", help="write each step of each row as CSV")
-    add("--plot", type=arguments.output_file(*arguments.PLOTS), metavar="FILE.png", help="draw the groups' figures")
-    add("--overwrite", action="store_true", help="begin anew, whatever --out and --trace hold")
-    add("--target", type=arguments.model, default=PAIR, metavar="PATH_OR_ID", help="default: demo, the embedded one")
-    arguments.add_drafting_models(parser)
-    add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--trace", type=command_line.output_file(), metavar="FILE", help="write each step of each row as CSV")
     add(
-        "--dtype",
-        choices=arguments.DTYPES,
-        default="float32",
-        help="default: float32, in which greedy text is the target's exactly",
+        "--plot",
+        type=command_line.output_file(*command_line.PLOTS),
+        metavar="FILE.png",
+        help="draw the groups' figures",
     )
+    add("--overwrite", action="store_true", help="begin again, whatever --out and --trace hold")
+    add("--target", type=command_line.model, default=PAIR, metavar="PATH_OR_ID", help="default: demo, the embedded one")
+    command_line.add_drafting_models(parser)
+    command_line.add_device(parser, "float32", "default: float32, in which greedy text is the target's exactly")
     add(
         "--runner",
-        type=arguments.some_text,
+        type=command_line.some_text,
         metavar="COMMAND",
         help=f"how infer.py is started: the ablation is started so too, with its {', '.join(OF_THE_RUNNER)}",
     )
@@ -330,7 +313,9 @@ def _run_by(parser: Parser, runner: str, argv: Sequence[str]) -> int:
     if place is None:
         parser.error(f"--runner must start infer.py, as in 'uv run infer.py --device cpu', got {runner!r}")
     start, given = words[:place] or [sys.executable], words[place + 1 :]
-    rest = _without_runner(argv)
+    others = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    others.add_argument("--runner")
+    rest = others.parse_known_args(argv)[1]
     here = {word.partition("=")[0] for word in rest}
     for name in (word.partition("=")[0] for word in given if word.startswith("-")):
         if name not in OF_THE_RUNNER:
@@ -355,17 +340,6 @@ def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
         os.execvpe(command[0], command, environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command gets it too
     sys.exit(subprocess.run(command, env=environment).returncode)
-
-
-def _without_runner(argv: Sequence[str]) -> list[str]:
-    rest: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if word == "--runner":
-            next(words)
-        elif not word.startswith("--runner="):
-            rest.append(word)
-    return rest
 
 
 if __name__ == "__main__":

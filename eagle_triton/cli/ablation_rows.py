@@ -1,8 +1,11 @@
-"""The rows of an ablation: which there are, what they hold, and the file that keeps them."""
+"""The rows of an ablation: which there are, what they hold, and the files that they are written to."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
+import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +14,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from eagle_triton.cli.result_file import append_rows, read_rows, write_rows
 from eagle_triton.cli.settings import Settings
 
 if TYPE_CHECKING:  # it imports torch
-    from eagle_triton.cli.decoding import Answer
+    from eagle_triton.comparison.answer import Answer
+    from eagle_triton.comparison.result_file import Result
 
 # fmt: off
 COLUMNS = (
@@ -30,13 +33,13 @@ COLUMNS = (
 )
 # fmt: on
 TRACE_COLUMNS = ("run_id", "step", "h_norm", "h_ema", "gamma", "proposed", "accepted", "emitted")
-BESIDE = ("speedup_vs_target_ar", "matches_target_ar", "edit_distance_to_target_ar")
 SETTINGS = COLUMNS[COLUMNS.index("device") : COLUMNS.index("prompt_tokens")]
+COMMON = ("device", "dtype", "target_model", "processor", "processor_args", "max_gen_len", "kv_cache")  # of a file
+OWN = tuple(column for column in SETTINGS if column not in COMMON)  # of a row
 OK = "ok"
 BASELINE = "target_ar"
 
 Row = dict[str, str]
-Key = tuple[str, str, str, str]
 
 
 class Group(NamedTuple):
@@ -76,8 +79,9 @@ class Job(NamedTuple):
     repeat: int
 
     @property
-    def key(self) -> Key:
-        return self.group, self.prompt, str(self.seed), str(self.repeat)
+    def name(self) -> str:
+        """What its result goes by in the file of results."""
+        return json.dumps([self.group, self.prompt, self.seed, self.repeat])
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,16 @@ class Conditions:
         """The settings of a group."""
         return Settings(**{**self.settings, **GROUPS[group].settings, "seed": seed})
 
-    def columns(self, group: str) -> Row:
-        """The columns of `SETTINGS` of a group's rows."""
+    @property
+    def common(self) -> Row:
+        """The columns of settings that all rows of a file share."""
+        return {name: value for name, value in self._columns(BASELINE).items() if name in COMMON}
+
+    def of_group(self, group: str) -> Row:
+        """The other columns of settings."""
+        return {name: value for name, value in self._columns(group).items() if name not in COMMON}
+
+    def _columns(self, group: str) -> Row:
         settings = self.of(group, 0)
         method, _, reads = GROUPS[group]
         drafters = {"speculative": self.drafter, "eagle": self.head, "hybrid": self.head}
@@ -114,96 +126,114 @@ class Conditions:
 
 
 class Results:
-    """The rows of a file, those that were there and those that are added, and the file of their steps if there is one.
+    """The results of an ablation: a file that a run goes on from, the CSV of its rows, and a CSV of their steps.
 
-    A row that failed is not kept: it is wanted again.
+    A row that failed stands in the CSV alone: it is wanted again.
     """
 
-    def __init__(self, path: Path, trace: Path | None, conditions: Conditions) -> None:
-        self.path, self.trace, self.conditions = path, trace, conditions
-        self._rows: dict[Key, Row] = {}
-        self._steps: list[Row] = []
+    def __init__(
+        self, path: Path, trace: Path | None, conditions: Conditions, groups: Iterable[str], overwrite: bool = False
+    ) -> None:
+        """Read the results beside `path`, and check that those of `groups` were measured under the same conditions.
 
-    def read(self, groups: Iterable[str]) -> None:
-        """Take in what the files hold, and check that rows of these groups were made under the same conditions.
-
-        Nothing is written. Raises ValueError for other conditions or columns, and steps that are missing; OSError for
-        a file that cannot be read.
+        Nothing is written. Raises ValueError for other conditions, and for files of something else; OSError for a file
+        that cannot be read.
         """
-        for number, row in enumerate(read_rows(self.path, COLUMNS), 1):
-            self._check(row, number, set(groups))
-            if row["status"] == OK:
-                self._rows[_key(row)] = row
-        if self.trace is None:
-            return
-        kept = {row["run_id"] for row in self._rows.values()}
-        self._steps = [step for step in read_rows(self.trace, TRACE_COLUMNS) if step["run_id"] in kept]
-        if missing := kept - {step["run_id"] for step in self._steps}:
-            raise ValueError(
-                f"{self.trace} lacks the steps of {len(missing)} of the {len(kept)} rows that {self.path} has; name "
-                "the file that was written with them, or --overwrite"
-            )
+        from eagle_triton.comparison.result_file import ResultFile  # here: it imports torch
+
+        self.path, self.trace, self.conditions = path, trace, conditions
+        kept = path.with_name(f"{path.name}.jsonl")
+        if not overwrite:
+            _check_csv(path, COLUMNS)
+            if trace is not None:
+                _check_csv(trace, TRACE_COLUMNS)
+            if path.exists() and path.stat().st_size and not kept.exists():
+                raise ValueError(
+                    f"{path} cannot go on: {kept.name}, which has its results, is not beside it; name another "
+                    "file, or --overwrite"
+                )
+        self.file = ResultFile(kept, "ablation", conditions.common, overwrite)
+        self._alone: dict[tuple[str, int], list[Answer]] = {}  # the target's, by prompt and seed
+        wanted = set(groups)
+        for name, result in self.file.found.items():
+            self._know(name, result)
+            group = json.loads(name)[0]
+            if group in wanted:
+                self.file.check({column: result.settings[column] for column in OWN}, conditions.of_group(group))
 
     def begin(self) -> None:
-        """Write the files anew with what was read, unless they hold just that. Raises OSError if they cannot be."""
-        write_rows(self.path, COLUMNS, self._rows.values())
-        if self.trace is not None:
-            write_rows(self.trace, TRACE_COLUMNS, self._steps)
+        """Write the CSVs from the results that there are. Raises OSError if they cannot be written."""
+        self.file.begin()
+        for path, columns in ((self.path, COLUMNS), (self.trace, TRACE_COLUMNS)):
+            if path is not None:
+                path.write_bytes(_line(columns))
+        for name, result in self.file.found.items():
+            self._append(name, result)
 
     def find(self, job: Job) -> Row | None:
         """The row of a job, None if it is still wanted."""
-        return self._rows.get(job.key)
+        result = self.file.found.get(job.name)
+        return None if result is None else self._row(job.name, result)
 
-    def add(self, job: Job, answer: Answer, prompt_tokens: int) -> Row:
-        """Write the row of an answer and its steps. Raises OSError if they cannot be."""
-        row = self._begun(job) | _figures(job, answer, prompt_tokens, self.alone(job))
-        if self.trace is not None:
-            append_rows(self.trace, TRACE_COLUMNS, _steps(row["run_id"], answer))
-        append_rows(self.path, COLUMNS, [row])
-        self._rows[job.key] = row
-        return row
+    def add(self, job: Job, answer: Answer, prompt_tokens: int) -> None:
+        """Keep an answer, and write its row and steps. Raises OSError if they cannot be written."""
+        from eagle_triton.comparison.result_file import Result
+
+        own = {"prompt_id": job.prompt_id, "prompt_tokens": prompt_tokens, **self.conditions.of_group(job.group)}
+        result = Result([answer], settings=own)
+        self.file.add(job.name, result)
+        self._know(job.name, result)
+        self._append(job.name, result)
+
+    def _know(self, name: str, result: Result) -> None:
+        """Let others be compared with an answer of the target alone."""
+        group, prompt, seed, _ = json.loads(name)
+        if group == BASELINE:
+            self._alone.setdefault((prompt, seed), []).append(result.answers[0])
 
     def add_failure(self, job: Job, reason: str) -> None:
         """Write a row without figures."""
-        append_rows(self.path, COLUMNS, [self._begun(job) | {"status": f"failed: {reason}"}])
+        from eagle_triton.comparison.result_file import Result
 
-    def _check(self, row: Row, number: int, groups: set[str]) -> None:
-        group = row["group"]
-        if group not in GROUPS:
-            raise ValueError(
-                f"{self.path}: group of row {number} must be one of {', '.join(GROUPS)}, got {group!r:.60}"
-            )
-        for name, value in self.conditions.columns(group).items():
-            if row[name] != value and (group in groups or name not in ("drafter_model", *GROUPS[group].reads)):
-                raise ValueError(
-                    f"{self.path} has rows of other settings: {name} of row {number} is {row[name]!r:.60}, and of this "
-                    f"run {value!r:.60}; name another file, or --overwrite"
-                )
+        settings = {"prompt_id": job.prompt_id, **self.conditions.of_group(job.group)}
+        row = self._begun(job.name, Result([], settings=settings)) | {"status": f"failed: {reason}"}
+        _append_rows(self.path, COLUMNS, [row])
 
-    def _begun(self, job: Job) -> Row:
+    def _append(self, name: str, result: Result) -> None:
+        row = self._row(name, result)
+        _append_rows(self.path, COLUMNS, [row])
+        if self.trace is not None:
+            _append_rows(self.trace, TRACE_COLUMNS, _steps(row["run_id"], result.answers[0]))
+
+    def _begun(self, name: str, result: Result) -> Row:
         """A row without figures."""
-        columns = self.conditions.columns(job.group)
-        run_id = hashlib.sha256(repr((job.key, sorted(columns.items()))).encode()).hexdigest()[:12]
-        named = {"run_id": run_id, "timestamp": datetime.now(timezone.utc).isoformat(timespec="milliseconds")}
-        named |= {name: as_text(value) for name, value in job._asdict().items()}
-        return dict.fromkeys(COLUMNS, "") | named | columns
+        key = dict(zip(("group", "prompt", "seed", "repeat"), json.loads(name), strict=True))
+        settings = {**self.conditions.common, **result.settings}
+        columns = {column: settings[column] for column in SETTINGS}
+        when = datetime.fromtimestamp(result.time, timezone.utc).isoformat(timespec="milliseconds")
+        values = {
+            "run_id": hashlib.sha256(f"{name} {sorted(columns.items())}".encode()).hexdigest()[:12],
+            "timestamp": when,
+            "prompt_id": settings["prompt_id"],
+            **key,
+            **columns,
+        }
+        return dict.fromkeys(COLUMNS, "") | {name: as_text(value) for name, value in values.items()}
 
-    def alone(self, job: Job) -> list[Row]:
-        """What the target gave alone to the same prompt with the same seed."""
-        return [
-            row
-            for (group, prompt, seed, _), row in self._rows.items()
-            if (group, prompt, seed) == (BASELINE, job.prompt, str(job.seed))
-        ]
+    def _row(self, name: str, result: Result) -> Row:
+        group, prompt, seed, _ = json.loads(name)
+        alone = self._alone.get((prompt, seed), [])
+        figures = _figures(result.answers[0], alone, drafts=group != BASELINE)
+        figures["prompt_tokens"] = result.settings["prompt_tokens"]
+        return self._begun(name, result) | {name: as_text(value) for name, value in figures.items()}
 
 
-def _figures(job: Job, answer: Answer, prompt_tokens: int, alone: Sequence[Row]) -> Row:
-    text = answer.text.replace("\0", "\ufffd")  # the csv module of Python 3.10 reads no NUL
+def _figures(answer: Answer, alone: Sequence[Answer], drafts: bool) -> dict[str, Any]:
+    """The columns of an answer. alone: what the target gave alone to the same prompt with the same seed."""
+    text = _without_nul(answer.text)
     gammas = [step.gamma for step in answer.steps if step.gamma is not None]
     entropies = [step.h_norm for step in answer.steps if step.h_norm is not None]
-    drafts = job.group != BASELINE
-    values = {
-        "prompt_tokens": prompt_tokens,
+    values: dict[str, Any] = {
         "output_tokens": len(answer.tokens),
         "target_forwards": answer.target_forwards,
         "drafter_forwards": answer.drafter_forwards,
@@ -221,18 +251,13 @@ def _figures(job: Job, answer: Answer, prompt_tokens: int, alone: Sequence[Row])
         "output_text": text,
         "status": OK,
     }
-    beside: tuple[float | None, bool | None, int | None] = (None, None, None) if drafts else (1.0, True, 0)
     if alone:
-        speed = statistics.median(float(row["tokens_per_s"]) for row in alone)
-        first = alone[0]["output_text"]
-        same = text == first and str(len(answer.tokens)) == alone[0]["output_tokens"]
-        beside = (
-            answer.tokens_per_second / speed if drafts else 1.0,
-            same,
-            edit_distance(text, first),
-        )
-    values |= dict(zip(BESIDE, beside, strict=True))
-    return {name: as_text(value) for name, value in values.items()}
+        speed = statistics.median(other.tokens_per_second for other in alone)
+        first = _without_nul(alone[0].text)
+        values["speedup_vs_target_ar"] = answer.tokens_per_second / speed if drafts else 1.0
+        values["matches_target_ar"] = text == first and len(answer.tokens) == len(alone[0].tokens)
+        values["edit_distance_to_target_ar"] = edit_distance(text, first)
+    return values
 
 
 def _steps(run_id: str, answer: Answer) -> list[Row]:
@@ -245,6 +270,29 @@ def _steps(run_id: str, answer: Answer) -> list[Row]:
         }
         for number, step in enumerate(answer.steps)
     ]
+
+
+def _without_nul(text: str) -> str:
+    """The csv module of Python 3.10 reads no NUL."""
+    return text.replace("\0", "\ufffd")
+
+
+def _check_csv(path: Path, columns: Sequence[str]) -> None:
+    """Raise ValueError for a file that begins with other columns; one that is missing or empty may be written."""
+    if path.exists() and not path.read_bytes().startswith(_line(columns)) and path.stat().st_size:
+        raise ValueError(f"{path} is not a CSV of an ablation; name another file, or --overwrite")
+
+
+def _append_rows(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
+    with open(path, "ab") as file:
+        file.write(b"".join(_line([row[column] for column in columns]) for row in rows))
+
+
+def _line(fields: Sequence[str]) -> bytes:
+    """A record and its end. What csv ends with \\r\\n has \\r in quotes as well as \\n."""
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\r\n").writerow(fields)
+    return buffer.getvalue().removesuffix("\r\n").encode() + b"\n"
 
 
 def edit_distance(first: str, second: str) -> int:
@@ -276,7 +324,3 @@ def as_text(value: object) -> str:
     if value is None:
         return ""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _key(row: Row) -> Key:
-    return row["group"], row["prompt"], row["seed"], row["repeat"]

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle_triton.benchmarks import record
+from eagle_triton import text_table
 from eagle_triton.cli.ablation_rows import Row
 
 
@@ -31,7 +31,7 @@ def table(rows: Sequence[Row], groups: Sequence[str]) -> str:
                 f"{matches.count('True')}/{len(own)}" if any(matches) else None,
             )
         )
-    return record.table(("group", "rows", "tokens/s", "speedup", "tau", "acceptance", "gamma", "matches"), lines)
+    return text_table.table(("group", "rows", "tokens/s", "speedup", "tau", "acceptance", "gamma", "matches"), lines)
 
 
 def plot(rows: Sequence[Row], groups: Sequence[str], path: Path) -> None:

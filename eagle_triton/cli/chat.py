@@ -5,7 +5,7 @@
     eagle-triton chat --commands FILE       lines from a file instead of the terminal; piped lines are read as well
 
 /help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves. Exit code 0: left; 2: a wrong argument; 130: ended by
-SIGTERM, or by Ctrl-C between answers where nobody types.
+SIGTERM, or by Ctrl-C between answers where input is piped.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from eagle_triton.benchmarks import arguments
-from eagle_triton.benchmarks.arguments import Parser, sentence
+from eagle_triton import command_line
 from eagle_triton.cli.commands import State, answer_to, state_line
-from eagle_triton.cli.figures import Totals, figures, totals_table
+from eagle_triton.cli.figures import figures, totals_table
 from eagle_triton.cli.interrupts import kept_interrupts, left_by_sigterm
 from eagle_triton.cli.readers import LINE_END, Reader, choose_reader
+from eagle_triton.command_line import Parser, sentence
 from eagle_triton.demo import DRAFT, PAIR
 from eagle_triton.inference.conversation import Conversation, plain_ids
 
 if TYPE_CHECKING:  # they import torch, for which --help does not wait
-    from eagle_triton.cli.decoding import Answer, Decoder, Step
+    from eagle_triton.cli.decoding import Decoder
+    from eagle_triton.comparison.answer import Answer, Step
+    from eagle_triton.comparison.figures import Totals
 
 REFUSALS = (ValueError, TypeError, OSError, RuntimeError)  # of a model, a setting, the disk, the memory
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
@@ -37,17 +39,11 @@ CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 def main(argv: list[str] | None = None, program: str = "eagle-triton chat") -> int:
     """Run the chat until it is left; `program` is what it is called in its help and its errors."""
     parser, args = _parse(argv, program)
-    arguments.check_device(parser, args.device)
+    command_line.check_device(parser, args.device)
     with parser.explains():
-        import torch
+        from eagle_triton.cli.decoding import open_decoder
 
-        from eagle_triton.benchmarks.models import choose_threads, find_device
-        from eagle_triton.cli.decoding import Decoder
-
-        dtype = args.dtype and getattr(torch, args.dtype)
-        device = find_device(args.device)
-        choose_threads(device, args.target, args.drafter, args.head)
-        decoder = Decoder(args.target, args.drafter, args.head, device, dtype)
+        decoder = open_decoder(args.target, args.drafter, args.head, args.device, args.dtype)
         decoder.tokenizer  # noqa: B018  what cannot be loaded is said now
     state = State() if args.drafter else State(modes=frozenset({"target", "ngram"}))
     chat = Chat(decoder, sys.stdout, state)
@@ -56,7 +52,7 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton chat") -> i
 
 
 def run(chat: Chat, reader: Reader) -> int:
-    """Take what the reader reads until it ends or "/quit" comes; SIGTERM, and Ctrl-C where nobody types, end it too."""
+    """Take what the reader reads until it ends or "/quit" comes; SIGTERM ends it too, and Ctrl-C if input is piped."""
     with left_by_sigterm():
         while True:
             try:
@@ -126,7 +122,7 @@ class Chat:
                 self._say(f"{method} did not answer: {sentence(error)}{forget}")
                 continue
             answers[method] = answer
-            self.totals.setdefault(method, Totals()).add(answer)
+            self._count(answer)
             self._say(f"[{figures(answer, answers.get('target'), self.state.settings)}]")
             for note in answer.notes:
                 if note not in self.told:
@@ -136,6 +132,11 @@ class Chat:
                 break
         if self.state.chat and answers:
             self.conversation.turns.append((prompt, next(iter(answers.values())).text))
+
+    def _count(self, answer: Answer) -> None:
+        from eagle_triton.comparison.figures import Totals
+
+        self.totals.setdefault(answer.method, Totals()).add(answer)
 
     def _decode(self, method: str, prompt_ids: list[int]) -> Answer:
         debug = self.state.debug
@@ -184,10 +185,9 @@ class Chat:
 def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Namespace]:
     parser = Parser(program, (__doc__ or "").replace("eagle-triton chat", program))
     add = parser.add_argument
-    add("--target", type=arguments.model, default=PAIR, metavar="PATH_OR_ID", help="default: demo, the embedded one")
-    arguments.add_drafting_models(parser)
-    add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    add("--dtype", choices=arguments.DTYPES, help="default: float32 on a CPU, else the checkpoint's")
+    add("--target", type=command_line.model, default=PAIR, metavar="PATH_OR_ID", help="default: demo, the embedded one")
+    command_line.add_drafting_models(parser)
+    command_line.add_device(parser)
     add("--commands", type=_lines, metavar="FILE", help="read lines from a file, and leave at its end")
     args = parser.parse_args(argv)
     if args.drafter is None and args.target == PAIR:

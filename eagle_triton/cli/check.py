@@ -9,8 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from eagle_triton.benchmarks.arguments import Parser
 from eagle_triton.cli import environment
+from eagle_triton.command_line import Parser
 
 
 def main(argv: list[str] | None = None, program: str = "eagle-triton check") -> int:

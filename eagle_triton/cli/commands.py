@@ -1,7 +1,7 @@
 """What a line of the chat means: `answer_to(line, state)` is the new state, what to print, and what to do.
 
 Nothing is loaded, printed or decoded here. A line that does not begin with "/" is a prompt; "//" begins one that does.
-A prompt may have several lines, of which the first alone is looked at.
+A prompt may have several lines, and only the first is looked at.
 """
 
 from __future__ import annotations
@@ -11,8 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from eagle_triton.benchmarks.arguments import nearest
-from eagle_triton.cli.settings import EGAG_MODES, METHODS, PROCESSORS, STORAGES, Settings
+from eagle_triton.cli.settings import (
+    EGAG_MODES,
+    METHODS,
+    PROCESSORS,
+    STORAGES,
+    Settings,
+    read_number,
+    read_processor,
+    read_whole,
+)
+from eagle_triton.command_line import nearest
 
 SWITCH = ("on", "off")
 COMMAND = re.compile(r"\s*/[a-z]\w*(\s|$)", re.IGNORECASE)  # what makes pasted lines more than one prompt
@@ -35,7 +44,7 @@ class State:
 
 @dataclass(frozen=True)
 class Reply:
-    """The state behind a line, the lines to print, and what is to be done then.
+    """The state after a line, the lines to print, and what is to be done then.
 
     actions: "answer" (its text is `prompt`), "clear", "stats" and "quit", in the order of the line.
     """
@@ -125,7 +134,7 @@ def help_lines(state: State) -> tuple[str, ...]:
         f"  {command.line:<{width}}  {command.summary}" + (f" ({told})" if (told := command.told(state)) else "")
         for command in COMMANDS.values()
     ]
-    return (*lines, "Other lines are prompts; // begins one that begins with /. Behind a command, # begins a comment.")
+    return (*lines, "Other lines are prompts; // begins one that begins with /. After a command, # begins a comment.")
 
 
 def state_line(state: State) -> str:
@@ -214,19 +223,6 @@ def _with(state: State, **options: Any) -> State:
     return replace(state, settings=replace(state.settings, **options))
 
 
-def _whole(text: str, name: str) -> int:
-    if not re.fullmatch(r"[+-]?\d{1,100}", text, re.ASCII):
-        raise ValueError(f"{name} must be a whole number, got {text!r}")
-    return int(text)
-
-
-def _number(text: str, name: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{name} must be a number, got {text!r}") from None
-
-
 def _word(text: str, name: str) -> str:
     return text
 
@@ -246,18 +242,7 @@ def _set_method(state: State, arguments: list[str]) -> State:
 
 
 def _set_processor(state: State, arguments: list[str]) -> State:
-    if not arguments or arguments[0].lower() not in PROCESSORS:
-        got = repr(arguments[0]) if arguments else "none"
-        kinds = ", ".join(" ".join((name, *taken)) for name, taken in PROCESSORS.items())
-        raise ValueError(f"takes one of {kinds}; got {got}")
-    name, *given = arguments
-    taken = PROCESSORS[name.lower()]
-    if len(given) > len(taken):
-        raise ValueError(f"{name} takes {', '.join(taken)}, got {' '.join(given)!r}")
-    values: dict[str, Any] = {"temperature": 1.0, "top_k": None, "top_p": None}
-    for option, text in zip(taken, given, strict=False):
-        values[option] = _whole(text, option) if option == "top_k" else _number(text, option)
-    return _with(state, processor=name.lower(), **values)
+    return _with(state, **read_processor(arguments))
 
 
 def _processor(state: State) -> str:
@@ -270,7 +255,7 @@ def _set_storage(state: State, arguments: list[str]) -> State:
     if len(arguments) != 2:
         raise ValueError(f"takes a storage and its n, got {' '.join(arguments) or 'none'}")
     storage, n = arguments
-    return _with(state, ngram_storage=storage.lower(), ngram_n=_whole(n, "n"))
+    return _with(state, ngram_storage=storage.lower(), ngram_n=read_whole(n, "n"))
 
 
 def _egag_meaning(state: State) -> str:
@@ -288,7 +273,7 @@ def _cache_meaning(state: State) -> str:
 
 def _reset_meaning(state: State) -> str:
     if state.settings.reset_in_between:
-        return "each answer counts n-grams anew"
+        return "each answer counts n-grams from the start"
     return "n-grams and outputs of former answers are kept"
 
 
@@ -301,13 +286,13 @@ COMMANDS = _listed(
         _mode("speculative", "answer with drafts of the drafter"),
         _mode("target", "answer with the target alone"),
         _mode("drafter", "answer with the drafter alone"),
-        _value("length", "most new tokens", _whole),
-        _value("gamma", "drafts a step", _whole),
+        _value("length", "most new tokens", read_whole),
+        _value("gamma", "drafts a step", read_whole),
         _setting_switch("egag", "as many drafts as the drafter is sure", _egag_meaning),
-        _value("egag_gamma_min", "least drafts with egag", _whole),
-        _value("egag_gamma_max", "most drafts with egag", _whole, "that of gamma"),
-        _value("egag_ema", "weight of former entropies, from 0 and below 1", _number),
-        _value("egag_scale", "entropy that counts as 1, in nats", _number, "ln of the vocabulary"),
+        _value("egag_gamma_min", "least drafts with egag", read_whole),
+        _value("egag_gamma_max", "most drafts with egag", read_whole, "that of gamma"),
+        _value("egag_ema", "weight of former entropies, from 0 and below 1", read_number),
+        _value("egag_scale", "entropy that counts as 1, in nats", read_number, "ln of the vocabulary"),
         _value("egag_mode", "once a step, or before each draft", _word, values=EGAG_MODES),
         Command(
             "processor",
@@ -326,8 +311,8 @@ COMMANDS = _listed(
         ),
         _setting_switch("cache", "keep keys and values", _cache_meaning),
         _mode("ngram", "answer with drafts of counted n-grams"),
-        _value("top_k_filler", "likeliest tokens that are counted behind each context", _whole),
-        _value("filler_weight", "how often each of them counts", _number),
+        _value("top_k_filler", "likeliest tokens that are counted after each context", read_whole),
+        _value("filler_weight", "how often each of them counts", read_number),
         Command(
             "set_ngramstorage",
             f"<{'/'.join(STORAGES)}> <n>",
@@ -345,7 +330,7 @@ COMMANDS = _listed(
             _answering,
             values=METHODS,
         ),
-        _value("seed", "of the random numbers of an answer", _whole),
+        _value("seed", "of the random numbers of an answer", read_whole),
         _switch(
             "chat",
             "prompts continue the conversation",

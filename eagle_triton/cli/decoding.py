@@ -1,43 +1,42 @@
-"""One prompt, decoded by a method: what it gave, step by step, and what that took.
+"""One prompt, decoded by any method that the program offers.
 
-The engine decodes wherever it offers a method; what it does not is decoded by the models' own forward, as
-`eagle_triton.speculative_decoding` has it, and the answer says so.
+The engine decodes wherever it offers a method; what it does not is decoded by the models' own forwards
+(`own_forward.py`), and the answer says so.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from eagle_triton.cli.settings import ENGINE, METHODS, OWN_FORWARD, Settings
+from eagle_triton.cli.own_forward import OwnForward, egag_config
+from eagle_triton.cli.settings import METHODS, Settings
+from eagle_triton.comparison.answer import (
+    OWN_FORWARD,
+    Answer,
+    Counts,
+    Step,
+    Steps,
+    open_session,
+    session_steps,
+    take,
+)
 from eagle_triton.demo import DRAFT, PAIR
+from eagle_triton.devices import choose_threads, find_device
 from eagle_triton.engine.drafts.counted import MOST_FILLERS, MOST_N
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.eagle_inference import EAGLEInference
-from eagle_triton.inference.session import Session
 from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
 from eagle_triton.inference.text import TextStream
 from eagle_triton.models.head_loading import fit_head, load_head
 from eagle_triton.models.loading import is_saved_pair, locate, saved_target
 from eagle_triton.models.mtp import MTP, has_mtp
-from eagle_triton.speculative_decoding import logits_processor as processors
-from eagle_triton.speculative_decoding.arguments import check_same_vocabulary, checked_prompt, longest
-from eagle_triton.speculative_decoding.base_decoding import continue_text
-from eagle_triton.speculative_decoding.egag import EGAGConfig, EntropyGuide
-from eagle_triton.speculative_decoding.logits_processor import LogitsProcessor
-from eagle_triton.speculative_decoding.ngram_assisted import NgramDecoding
-from eagle_triton.speculative_decoding.ngram_storage import INgramStorage, NGramStorage, OneLevelNGramStorage
-from eagle_triton.speculative_decoding.readers import CausalReader, max_positions
-from eagle_triton.speculative_decoding.speculative_decoding import SpeculativeDecoding
-from eagle_triton.speculative_decoding.steps import Text
+from eagle_triton.speculative_decoding.readers import max_positions
 
 NEEDS_DRAFTER = ("drafter", "speculative")
 NEEDS_HEAD = ("eagle", "hybrid")
@@ -45,85 +44,6 @@ MOST_NASD_DRAFTS = SpecMethod.NASD.most_drafts
 SUFFIX_DRAFTS = 8  # tokens a step that suffix and hybrid may draft from what occurred before
 MOST_ENGINES = 8  # every method, and speculative with EGAG and without
 LEAST_ROWS = 256  # of a sequence: one graph serves all shorter ones
-
-
-@dataclass(frozen=True)
-class Step:
-    """One forward of the target behind the prompt, or its first token.
-
-    tokens: what it gave: accepted drafts, then the target's own token, unless the text ended before. accepted,
-    proposed: drafts, also those that an end cut off. drafts: the proposed chain, None where it was not asked for, or is
-    none. h_norm, h_ema, gamma: EGAG's normalised entropy, its moving average and the drafts it asked for; without EGAG
-    gamma is that of the settings, and None where it decides nothing.
-    """
-
-    tokens: tuple[int, ...]
-    accepted: int = 0
-    proposed: int = 0
-    drafts: tuple[int, ...] | None = None
-    h_norm: float | None = None
-    h_ema: float | None = None
-    gamma: int | None = None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a method gave. The first of the steps is the target's first token, which no draft could come before.
-
-    seconds: from the prompt's tokens to the last token; first_token_seconds: to the first. target_forwards: the
-    prompt's counted; drafter_forwards: passes of the drafter or the head. finished: "stop", "length" or "interrupted".
-    engine: what decoded, `ENGINE` or `OWN_FORWARD`; notes: the reason, and whatever else one should know.
-    """
-
-    method: str
-    tokens: tuple[int, ...]
-    text: str
-    steps: tuple[Step, ...]
-    seconds: float
-    first_token_seconds: float
-    target_forwards: int
-    drafter_forwards: int
-    finished: str
-    engine: str
-    notes: tuple[str, ...] = ()
-
-    @property
-    def proposed(self) -> int:
-        """Drafts that were verified."""
-        return sum(step.proposed for step in self.steps)
-
-    @property
-    def accepted(self) -> int:
-        """Drafts that were accepted."""
-        return sum(step.accepted for step in self.steps)
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted by proposed drafts, 0.0 if there were none."""
-        return self.accepted / self.proposed if self.proposed else 0.0
-
-    @property
-    def tau(self) -> float:
-        """Tokens per verification, 0.0 if there was none."""
-        verifications = len(self.steps) - 1
-        return (self.accepted + verifications) / verifications if verifications > 0 else 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens per second, the prompt's time counted; 0.0 if there were none."""
-        return len(self.tokens) / self.seconds if self.tokens else 0.0
-
-
-Steps = Generator[tuple[Step, bool], None, None]  # each with whether it is the last
-
-
-@dataclass
-class _Counts:
-    """What a decoding has taken so far, and how it ended."""
-
-    target_forwards: int = 0
-    drafter_forwards: int = 0
-    finished: str = "interrupted"
 
 
 @dataclass(frozen=True)
@@ -144,12 +64,11 @@ class _Engine:
     inference: EAGLEInference
 
 
-@dataclass
-class _Storage:
-    """The n-gram storage of former answers, and the options that it was made with."""
-
-    options: tuple[str, int]
-    storage: INgramStorage
+def open_decoder(target: str, drafter: str | None, head: str | None, device: str | None, dtype: str | None) -> Decoder:
+    """A decoder as a command line describes it. Raises ValueError for a device that is not here."""
+    place = find_device(device)
+    choose_threads(place, target, drafter, head)
+    return Decoder(target, drafter, head, place, None if dtype is None else getattr(torch, dtype))
 
 
 class Decoder:
@@ -173,7 +92,7 @@ class Decoder:
         self._target_given, self._drafter_given, self._head_given = target, drafter, head
         self._device, self._dtype = device, dtype
         self._engines: list[_Engine] = []  # the one that decoded last is the last
-        self._storage: _Storage | None = None
+        self._own_forward = OwnForward()
 
     # --- what was loaded ---
 
@@ -248,7 +167,7 @@ class Decoder:
         if _why_own_forward(method, settings) is None:
             self._engine(method, settings)
         else:
-            _ = self.target, method in NEEDS_DRAFTER and self.drafter
+            self._models(method)
 
     def decode(
         self,
@@ -262,79 +181,56 @@ class Decoder:
         """Answer a prompt. on_step(step, text) is called for each step with the text that it made certain.
 
         show_drafts: let steps say what was drafted, where that is a chain. A KeyboardInterrupt ends the answer, with
-        finished "interrupted". Raises ValueError for an unknown method,
-        settings that it cannot honour, a prompt without tokens or beyond the models' positions, and models that do
-        not fit; RuntimeError if the target's logits are NaN.
+        finished "interrupted". Raises ValueError for an unknown method, settings that it cannot honour, a prompt
+        without tokens or beyond the models' positions, and models that do not fit; RuntimeError if the target's logits
+        are NaN.
         """
-        _check_method(method, settings)
-        reason = _why_own_forward(method, settings)
-        counts, prompt = _Counts(), [int(token) for token in prompt_ids]
-        stream = TextStream(self.tokenizer, prompt[-16:])
         self.load(method, settings)
+        prompt = [int(token) for token in prompt_ids]
+        stream = TextStream(self.tokenizer, prompt[-16:])
         self.check_prompt(method, prompt)
-        steps: list[Step] = []
-        texts: list[str] = []
-        first = 0.0
-        began = time.perf_counter()
+        reason, counts = _why_own_forward(method, settings), Counts()
         if reason is None:
-            source = self._on_engine(method, prompt, settings, counts, show_drafts)
-        else:
-            source = self._by_own_forward(method, prompt, settings, counts)
-        try:
-            with closing(source):
-                for step, last in source:
-                    first = first or time.perf_counter() - began
-                    steps.append(step)
-                    texts.append(stream.push(*step.tokens) + (stream.finish() if last else ""))
-                    if on_step is not None:
-                        on_step(step, texts[-1])
-        except KeyboardInterrupt:
-            counts.finished = "interrupted"
-            texts.append(stream.finish())
-        return Answer(
-            method=method,
-            tokens=tuple(token for step in steps for token in step.tokens),
-            text="".join(texts),
-            steps=tuple(steps),
-            seconds=time.perf_counter() - began,
-            first_token_seconds=first,
-            target_forwards=counts.target_forwards,
-            drafter_forwards=counts.drafter_forwards,
-            finished=counts.finished,
-            engine=ENGINE if reason is None else OWN_FORWARD,
-            notes=() if reason is None else (f"decoded by the {OWN_FORWARD}: {reason}",),
-        )
+            steps = self._on_engine(method, prompt, settings, counts, show_drafts)
+            return take(method, steps, counts, stream, on_step)
+        target, drafter = self._models(method)
+        with torch.inference_mode():
+            steps = self._own_forward.steps(
+                target, drafter, prompt, settings, counts,
+                ngrams=method == "ngram", tokenizer=self.tokenizer, stop_ids=self._plain.pair.stop_ids,
+            )  # fmt: skip
+            notes = (f"decoded by the {OWN_FORWARD}: {reason}",)
+            return take(method, steps, counts, stream, on_step, engine=OWN_FORWARD, notes=notes)
 
     def check_prompt(self, method: str, prompt: Sequence[int]) -> None:
-        """ValueError for a prompt without tokens, or behind which the model has no position left."""
+        """ValueError for a prompt without tokens, or one after which the model has no position left."""
         if not prompt:
             raise ValueError("prompt: it is empty, at least one token expected")
-        positions = max_positions(self.drafter if method == "drafter" else self.target)
+        name, model = ("drafter", self.drafter) if method == "drafter" else ("target", self.target)
+        positions = max_positions(model)
         if positions is not None and len(prompt) >= positions:
             raise ValueError(
-                f"prompt: {len(prompt)} tokens leave no room for new ones in the {positions} positions of the "
-                f"{'drafter' if method == 'drafter' else 'target'}"
+                f"prompt: {len(prompt)} tokens leave no room for new ones in the {positions} positions of the {name}"
             )
 
-    # --- on the engine ---
+    def _models(self, method: str) -> tuple[Any, Any]:
+        """The model that decodes, and the one that drafts for it, if one does."""
+        if method == "drafter":
+            return self.drafter, None
+        return self.target, self.drafter if method == "speculative" else None
 
     def _engine(self, method: str, settings: Settings) -> EAGLEInference:
         """The EAGLEInference of a method and its options. The last `MOST_ENGINES` are kept, with their graphs."""
         config = _engine_config(method, settings)
         kept = next((one for one in self._engines if (one.method, one.config) == (method, config)), None)
         if kept is None:
-            draft = None
-            if method in NEEDS_HEAD:
-                draft = self.head
-            elif method == "speculative":
-                draft = self.drafter
-            model = self.drafter if method == "drafter" else self.target
-            kept = _Engine(method, config, EAGLEInference(draft, model, config))
+            model, draft = self._models(method)
+            kept = _Engine(method, config, EAGLEInference(self.head if method in NEEDS_HEAD else draft, model, config))
         self._engines = [*(one for one in self._engines if one is not kept), kept][-MOST_ENGINES:]
         return kept.inference
 
     def _on_engine(
-        self, method: str, prompt: list[int], settings: Settings, counts: _Counts, show_drafts: bool
+        self, method: str, prompt: list[int], settings: Settings, counts: Counts, show_drafts: bool
     ) -> Steps:
         inference = self._engine(method, settings)
         positions = inference.pair.max_positions
@@ -342,82 +238,25 @@ class Decoder:
             inference.forget_outputs()
         rows = max(LEAST_ROWS, 1 << (len(prompt) + settings.length - 1).bit_length())
         rows = rows if positions is None else min(rows, positions)
-        with inference.session(rows, slots=1, report_drafts=show_drafts and method not in NEEDS_HEAD) as session:
+        chain = method not in NEEDS_HEAD
+        fixed_gamma = method == "ngram" or (method == "speculative" and not settings.egag)
+        with open_session(inference, rows, report_drafts=show_drafts and chain) as session:
             stop_ids = self._plain.pair.stop_ids
             session.submit(prompt, settings.length, stop_token_ids=stop_ids, **_sampling_options(settings))
-            fixed_gamma = method == "ngram" or (method == "speculative" and not settings.egag)
-            chain_of = settings.length if method not in NEEDS_HEAD else None
-            yield from _steps_of_session(session, settings.gamma if fixed_gamma else None, chain_of, counts)
-
-    # --- by the models' own forward ---
-
-    def _by_own_forward(self, method: str, prompt: list[int], settings: Settings, counts: _Counts) -> Steps:
-        own = self._own_forward(method, prompt, settings)
-        drafter = own.decoding.drafter.model if isinstance(own.decoding, SpeculativeDecoding) else None
-        with _counted(own.target.model, counts, "target_forwards"), _counted(drafter, counts, "drafter_forwards"):
-            yield own.first_step(), own.text.finished
-            while not own.text.finished:
-                yield own.next_step(), own.text.finished
-        counts.finished = "stop" if own.text.ended else "length"
-
-    def _own_forward(self, method: str, prompt: list[int], settings: Settings) -> _OwnForward:
-        alone = "drafter" if method == "drafter" else "target"
-        target = CausalReader(getattr(self, alone), settings.cache, alone)
-        readers = [target]
-        processor, generator = _processor(settings), torch.Generator().manual_seed(settings.seed)
-        decoding: SpeculativeDecoding | NgramDecoding | None = None
-        if method == "speculative":
-            drafter = CausalReader(self.drafter, settings.cache, "drafter")
-            readers.append(drafter)
-            check_same_vocabulary(drafter, target, self.tokenizer)
-            guide = EntropyGuide(_egag_config(settings)) if settings.egag else None
-            decoding = SpeculativeDecoding(drafter, target, processor, settings.gamma, guide, False, generator)
-        elif method == "ngram":
-            decoding = NgramDecoding(
-                target, self._ngram_storage(settings, target.vocabulary), processor, settings.gamma,
-                settings.top_k_filler, settings.filler_weight, True, generator,
-            )  # fmt: skip
-        total = longest(checked_prompt(prompt, *readers), settings.length, target)
-        return _OwnForward(Text(prompt, total, self._plain.pair.stop_ids), target, processor, generator, decoding)
-
-    def _ngram_storage(self, settings: Settings, vocabulary: int) -> INgramStorage:
-        """The storage of former answers, forgotten where the settings say so or are others."""
-        options = (settings.ngram_storage, settings.ngram_n)
-        if self._storage is None or self._storage.options != options:
-            kind = NGramStorage if settings.ngram_storage == "basic" else OneLevelNGramStorage
-            self._storage = _Storage(options, kind(settings.ngram_n, vocabulary))
-        elif settings.reset_in_between:
-            self._storage.storage.reset()
-        return self._storage.storage
+            room = settings.length
+            for step, last in session_steps(session, counts, settings.gamma if fixed_gamma else None):
+                yield _within(step, counts.finished, room if chain else None) if last else step, last
+                room -= len(step.tokens)
 
 
-@dataclass
-class _OwnForward:
-    """A text that a model's own forward continues, with drafts of `decoding` if there are any."""
-
-    text: Text
-    target: CausalReader
-    processor: LogitsProcessor
-    generator: torch.Generator
-    decoding: SpeculativeDecoding | NgramDecoding | None
-
-    @torch.inference_mode()
-    def first_step(self) -> Step:
-        """The target's first token."""
-        if isinstance(self.decoding, NgramDecoding):
-            self.decoding.begin(self.text, True, False, None)
-        else:
-            continue_text(self.text, self.target, self.processor, self.generator, False, 1)
-        return Step((self.text.tokens[-1],), drafts=())
-
-    @torch.inference_mode()
-    def next_step(self) -> Step:
-        """Drafts and a forward of the target, or its next token alone."""
-        if self.decoding is None:
-            return self.first_step()
-        record = self.decoding.step(self.text, False, None)
-        tokens, drafts = tuple(self.text.tokens[-record.emitted :]), tuple(self.decoding.drafts)
-        return Step(tokens, record.accepted, record.proposed, drafts, record.h_norm, record.h_ema, record.gamma)
+def _within(step: Step, finished: str, room: int | None) -> Step:
+    """The last step without the drafts that the end cut off. room: tokens that the answer could still take, None: the
+    drafts are a tree, and every node counts as proposed."""
+    accepted, proposed, drafts = min(step.accepted, len(step.tokens)), step.proposed, step.drafts
+    if room is not None:
+        ends_on_draft = finished == "stop" and len(step.tokens) <= step.accepted
+        proposed = min(proposed, len(step.tokens) if ends_on_draft else room)
+    return replace(step, accepted=accepted, proposed=proposed, drafts=drafts and drafts[:proposed])
 
 
 # --- where a method is decoded, and with what ---
@@ -446,7 +285,7 @@ def _engine_config(method: str, settings: Settings) -> EAGLEConfig:
     if method in ("target", "drafter"):
         return EAGLEConfig(speculative=SpeculativeConfig(method="naive"))
     if method == "speculative":
-        egag = _egag_config(settings) if settings.egag else None
+        egag = egag_config(settings) if settings.egag else None
         drafts = settings.gamma_max if settings.egag else settings.gamma
         options = SpeculativeConfig(method="draft_model", num_speculative_tokens=drafts)
         return EAGLEConfig(speculative=options, egag=egag, fallback=False)
@@ -473,70 +312,3 @@ def _sampling_options(settings: Settings) -> dict[str, Any]:
     if settings.greedy:
         return {"temperature": 0.0}
     return {**settings.processor_arguments, "seed": settings.seed}
-
-
-def _processor(settings: Settings) -> LogitsProcessor:
-    if settings.greedy:
-        return processors.GreedyProcessor()
-    kinds: dict[str, Any] = {
-        "multinomial": processors.MultinomialProcessor,
-        "topk": processors.TopKProcessor,
-        "nucleus": processors.NucleusProcessor,
-        "topknucleus": processors.TopKNucleusProcessor,
-    }
-    return kinds[settings.processor](**settings.processor_arguments)
-
-
-def _egag_config(settings: Settings) -> EGAGConfig:
-    return EGAGConfig(
-        settings.egag_gamma_min, settings.gamma_max, settings.egag_ema, settings.egag_scale, settings.egag_mode
-    )
-
-
-# --- steps ---
-
-
-def _steps_of_session(session: Session, gamma: int | None, length: int | None, counts: _Counts) -> Steps:
-    """Those of its one request. length: of the answer where drafts are chains, None: they are trees."""
-    counts.target_forwards, emitted = 1, 0
-    while not session.idle:
-        for piece in session.step():
-            ended = piece.completion is not None
-            if piece.completion is not None:
-                if piece.completion.error is not None:
-                    raise RuntimeError(piece.completion.error)
-                counts.finished = piece.completion.finished
-            counts.drafter_forwards += piece.draft_forwards
-            verified: dict[str, Any] = {}
-            if piece.tree is not None:  # else it is the token behind the prompt
-                counts.target_forwards += 1
-                verified = dict(accepted=piece.accepted, proposed=piece.proposed, gamma=gamma)
-                if ended:  # what an end cut off does not count
-                    verified["accepted"] = min(piece.accepted, len(piece.tokens))
-                    if length is not None:
-                        on_draft = counts.finished == "stop" and len(piece.tokens) <= piece.accepted
-                        room = len(piece.tokens) if on_draft else length - emitted
-                        verified["proposed"] = min(piece.proposed, room)
-                if piece.drafts is not None:
-                    verified["drafts"] = tuple(piece.drafts[: verified["proposed"]])
-                if piece.egag is not None and not math.isnan(piece.egag.h_norm):
-                    verified |= dict(h_norm=piece.egag.h_norm, h_ema=piece.egag.h_ema, gamma=piece.egag.gamma)
-            emitted += len(piece.tokens)
-            yield Step(tuple(piece.tokens), **verified), ended
-
-
-@contextmanager
-def _counted(model: nn.Module | None, counts: _Counts, name: str) -> Iterator[None]:
-    """Count the forwards of a model inside the block."""
-    if model is None:
-        yield
-        return
-
-    def count(*_: Any) -> None:
-        setattr(counts, name, getattr(counts, name) + 1)
-
-    hook = model.register_forward_pre_hook(count)
-    try:
-        yield
-    finally:
-        hook.remove()

@@ -127,7 +127,7 @@ def probe_eagle() -> dict[str, Any]:
     path = spec.origin or "a directory without __init__.py"
     try:
         importlib.import_module("eagle.model.ea_model")
-    except Exception as error:  # what somebody else's module does on import; the report shows what it said
+    except Exception as error:  # what another package does on import; the report shows what it said
         return {"path": path, "error": f"{type(error).__name__}: {error}"}
     return {"path": path, "error": None}
 

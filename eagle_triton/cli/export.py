@@ -16,8 +16,8 @@ import json
 import sys
 from typing import Any
 
-from eagle_triton.benchmarks import arguments
-from eagle_triton.benchmarks.arguments import Parser
+from eagle_triton import command_line
+from eagle_triton.command_line import Parser
 from eagle_triton.export.engines import ENGINES, METHODS_FOR_OPTION
 
 TREE = ("total_token", "depth", "top_k")
@@ -64,17 +64,17 @@ def _tell(plan: Any, compared: Any) -> None:
 
 def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Namespace]:
     parser = Parser(program, (__doc__ or "").replace("eagle-triton export", program))
-    add, whole = parser.add_argument, arguments.whole
-    add("head", type=arguments.model, metavar="HEAD", help="directory or hub id; demo: the embedded EAGLE-3 head")
-    add("--target", type=arguments.model, metavar="PATH_OR_ID", help="the model that HEAD drafts for")
+    add, whole = parser.add_argument, command_line.whole
+    add("head", type=command_line.model, metavar="HEAD", help="directory or hub id; demo: the embedded EAGLE-3 head")
+    add("--target", type=command_line.model, metavar="PATH_OR_ID", help="the model that HEAD drafts for")
     add("--to", choices=ENGINES, required=True, help="who takes it")
-    add("-o", "--output", type=arguments.new_directory, required=True, metavar="OUT", help="a directory to be made")
+    add("-o", "--output", type=command_line.new_directory, required=True, metavar="OUT", help="a directory to be made")
     add("--total-token", type=whole(2, 1024), metavar="N", help="nodes of a tree (default: the head's)")
     add(
         "--depth",
         type=whole(1, 1024),
         metavar="N",
-        help="beam passes behind the first, of a tree or a chain (default: the head's)",
+        help="beam passes after the first, of a tree or a chain (default: the head's)",
     )
     add("--top-k", type=whole(1, 1024), metavar="N", help="beam width of a tree (default: the head's)")
     add(
@@ -85,11 +85,11 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
     )
     add("--tensor-parallel-size", type=whole(1, 1024), default=1, metavar="N", help="GPUs of the engine (default: 1)")
     add("--check", action="store_true", help="read it back, and compare its drafts of 32 prompts")
-    add("--device", type=arguments.device, metavar="NAME", help="of --check: cpu, cuda or cuda:N (default: cpu)")
-    add("--dtype", choices=arguments.DTYPES, help="of --check (default: float32)")
+    add("--device", type=command_line.device, metavar="NAME", help="of --check: cpu, cuda or cuda:N (default: cpu)")
+    add("--dtype", choices=command_line.DTYPES, help="of --check (default: float32)")
     add("--json", action="store_true", help="print all of it as JSON")
     args = parser.parse_args(argv)
-    if args.target is None and not arguments.holds_target(args.head):
+    if args.target is None and not command_line.holds_target(args.head):
         parser.error(f"--target must name the model that {args.head} drafts for")
     for name in ("device", "dtype"):
         if getattr(args, name) is not None and not args.check:
@@ -99,5 +99,5 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
             parser.error(f"--{name.replace('_', '-')} is not read by --to {args.to}, but by {', '.join(engines)}")
     if None not in (args.depth, args.num_speculative_tokens):
         parser.error("--depth and --num-speculative-tokens both say how long a chain is: give one of them")
-    arguments.check_device(parser, args.device or "cpu")
+    command_line.check_device(parser, args.device or "cpu")
     return parser, args

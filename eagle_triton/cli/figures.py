@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from eagle_triton.text_table import table
+
 if TYPE_CHECKING:  # it imports torch
-    from eagle_triton.cli.decoding import Answer
     from eagle_triton.cli.settings import Settings
+    from eagle_triton.comparison.answer import Answer
+    from eagle_triton.comparison.figures import Totals
 
 
 def figures(answer: Answer, target: Answer | None, settings: Settings) -> str:
@@ -44,42 +46,16 @@ def _beside(answer: Answer, target: Answer, settings: Settings) -> list[str]:
     return parts
 
 
-@dataclass
-class Totals:
-    """The answers of one method together."""
-
-    answers: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    verifications: int = 0
-    verified: int = 0
-    proposed: int = 0
-    accepted: int = 0
-
-    def add(self, answer: Answer) -> None:
-        """Take in an answer."""
-        verifications = max(len(answer.steps) - 1, 0)
-        self.answers += 1
-        self.tokens += len(answer.tokens)
-        self.seconds += answer.seconds
-        self.verifications += verifications
-        self.verified += round(answer.tau * verifications)
-        self.proposed += answer.proposed
-        self.accepted += answer.accepted
-
-
 def totals_table(totals: Mapping[str, Totals]) -> str:
     """A line for each method."""
-    from eagle_triton.benchmarks.record import table  # here: it imports torch, for which --help does not wait
-
     rows = [
         (
             method,
             total.answers,
             total.tokens,
             total.seconds,
-            total.tokens / total.seconds if total.seconds else None,
-            total.verified / total.verifications if total.verifications else None,
+            total.tokens_per_second,
+            total.tau,
             total.accepted,
             total.proposed,
         )

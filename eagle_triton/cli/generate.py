@@ -16,49 +16,43 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
-from eagle_triton.benchmarks import arguments
-from eagle_triton.benchmarks.arguments import Parser
+from eagle_triton import command_line
 from eagle_triton.cli.figures import figures
 from eagle_triton.cli.interrupts import kept_interrupts
 from eagle_triton.cli.settings import EGAG_MODES, METHODS, MOST_DRAFTS, MOST_SEED, STORAGES, Settings
+from eagle_triton.command_line import Parser
 from eagle_triton.demo import DRAFT, PAIR
 from eagle_triton.inference.conversation import Conversation, plain_ids
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
-    from eagle_triton.cli.decoding import Step
+    from eagle_triton.comparison.answer import Step
 
 SPECULATIVE, NGRAM = ("speculative",), ("ngram",)
 OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # those of Settings, and the methods that read them
-    "gamma": (dict(type=arguments.whole(most=MOST_DRAFTS), help="drafts a step"), SPECULATIVE + NGRAM),
+    "gamma": (dict(type=command_line.whole(most=MOST_DRAFTS), help="drafts a step"), SPECULATIVE + NGRAM),
     "egag": (dict(action="store_true", help="as many drafts as the drafter is sure"), SPECULATIVE),
-    "egag_gamma_min": (dict(type=arguments.whole(most=MOST_DRAFTS), help="least drafts with --egag"), SPECULATIVE),
-    "egag_gamma_max": (dict(type=arguments.whole(most=MOST_DRAFTS), help="most of them"), SPECULATIVE),
-    "egag_ema": (dict(type=arguments.number(0, 1), help="weight of former entropies"), SPECULATIVE),
-    "egag_scale": (dict(type=arguments.number(0, 1e6), help="entropy that counts as 1, in nats"), SPECULATIVE),
+    "egag_gamma_min": (dict(type=command_line.whole(most=MOST_DRAFTS), help="least drafts with --egag"), SPECULATIVE),
+    "egag_gamma_max": (dict(type=command_line.whole(most=MOST_DRAFTS), help="most of them"), SPECULATIVE),
+    "egag_ema": (dict(type=command_line.number(0, 1), help="weight of former entropies"), SPECULATIVE),
+    "egag_scale": (dict(type=command_line.number(0, 1e6), help="entropy that counts as 1, in nats"), SPECULATIVE),
     "egag_mode": (dict(choices=EGAG_MODES, help="once a step, or before each draft"), SPECULATIVE),
     "ngram_storage": (dict(choices=STORAGES, help="what contexts are counted"), NGRAM),
-    "ngram_n": (dict(type=arguments.whole(2), help="most tokens of an n-gram"), NGRAM),
-    "top_k_filler": (dict(type=arguments.whole(), help="likeliest tokens that are counted too"), NGRAM),
-    "filler_weight": (dict(type=arguments.number(0, 1e6), help="how often each of them counts"), NGRAM),
-    "seed": (dict(type=arguments.whole(0, MOST_SEED), help="of the random numbers"), METHODS),
+    "ngram_n": (dict(type=command_line.whole(2), help="most tokens of an n-gram"), NGRAM),
+    "top_k_filler": (dict(type=command_line.whole(), help="likeliest tokens that are counted too"), NGRAM),
+    "filler_weight": (dict(type=command_line.number(0, 1e6), help="how often each of them counts"), NGRAM),
+    "seed": (dict(type=command_line.whole(0, MOST_SEED), help="of the random numbers"), METHODS),
 }
 
 
 def main(argv: list[str] | None = None, program: str = "eagle-triton generate") -> int:
     """Answer a prompt; `program` is what it is called in its help and its errors."""
     parser, args, settings = _parse(argv, program)
-    arguments.check_device(parser, args.device)
+    command_line.check_device(parser, args.device)
     prompt = _prompt(parser, args.prompt)
     with parser.explains():
-        import torch
+        from eagle_triton.cli.decoding import open_decoder
 
-        from eagle_triton.benchmarks.models import choose_threads, find_device
-        from eagle_triton.cli.decoding import Decoder
-
-        dtype = args.dtype and getattr(torch, args.dtype)
-        device = find_device(args.device)
-        choose_threads(device, args.model, args.drafter, args.head)
-        decoder = Decoder(args.model, args.drafter, args.head, device, dtype)
+        decoder = open_decoder(args.model, args.drafter, args.head, args.device, args.dtype)
         decoder.load(args.method, settings)
         ids = plain_ids(prompt, decoder.tokenizer) if args.plain else Conversation().ids(prompt, decoder.tokenizer)
         with kept_interrupts() as check:
@@ -91,13 +85,13 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
     parser = Parser(program, (__doc__ or "").replace("eagle-triton generate", program))
     add = parser.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="default: what is piped in")
-    add("--model", type=arguments.model, default=PAIR, metavar="PATH_OR_ID", help="the target (default: demo)")
-    arguments.add_drafting_models(parser)
+    add("--model", type=command_line.model, default=PAIR, metavar="PATH_OR_ID", help="the target (default: demo)")
+    command_line.add_drafting_models(parser)
     add("--method", choices=METHODS, help="how to decode")
-    add("--max-new-tokens", type=arguments.whole(), default=100, metavar="N", help="default: 100")
-    add("--temperature", type=arguments.number(0, 100), metavar="T", help="default: 0, greedy")
-    add("--top-k", type=arguments.whole(), metavar="K", help="of the likeliest tokens, with a temperature")
-    add("--top-p", type=arguments.number(0, 1), metavar="P", help="of the likeliest tokens, with a temperature")
+    add("--max-new-tokens", type=command_line.whole(), default=100, metavar="N", help="default: 100")
+    add("--temperature", type=command_line.number(0, 100), metavar="T", help="default: 0, greedy")
+    add("--top-k", type=command_line.whole(), metavar="K", help="of the likeliest tokens, with a temperature")
+    add("--top-p", type=command_line.number(0, 1), metavar="P", help="of the likeliest tokens, with a temperature")
     add("--no-cache", action="store_true", help="read the whole text for each token, by the models' own forward")
     add("--plain", action="store_true", help="the prompt as it stands, without a chat template")
     defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
@@ -106,8 +100,7 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
         shown = "" if defaults[name] in (None, False) else f" (default: {defaults[name]})"
         text = f"{how['help']}{shown}" + ("" if readers == METHODS else f"; read by {', '.join(readers)}")
         add(_option(name), **{**how, **more, "help": text}, default=None)
-    add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    add("--dtype", choices=arguments.DTYPES, help="default: float32 on a CPU, else the checkpoint's")
+    command_line.add_device(parser)
     args = parser.parse_args(argv)
     _choose_method(parser, args)
     return parser, args, _settings(parser, args)

@@ -22,7 +22,7 @@ import signal
 import sys
 
 from eagle_triton import __version__
-from eagle_triton.benchmarks.arguments import Parser
+from eagle_triton.command_line import Parser
 
 COMMANDS = {  # the modules that have them
     "check": "eagle_triton.cli.check",
@@ -60,7 +60,7 @@ def run(command: str, argv: list[str], program: str) -> int:
         return importlib.import_module(COMMANDS[command]).main(argv, program)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # nobody reads any more, and nothing may be flushed at the end
+    except BrokenPipeError:  # the reader is gone: nothing may be flushed at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -13,17 +13,17 @@ from __future__ import annotations
 import json
 import sys
 
-from eagle_triton.benchmarks import arguments
-from eagle_triton.benchmarks.arguments import Parser
+from eagle_triton import command_line
+from eagle_triton.command_line import Parser
 
 
 def main(argv: list[str] | None = None, program: str = "eagle-triton quantize") -> int:
     """Quantise a target; `program` is what it is called in its help and its errors."""
     parser = Parser(program, (__doc__ or "").replace("eagle-triton quantize", program))
     add = parser.add_argument
-    add("target", type=arguments.model, metavar="MODEL", help="directory or hub id; demo: the embedded Llama")
+    add("target", type=command_line.model, metavar="MODEL", help="directory or hub id; demo: the embedded Llama")
     add("--to", choices=("fp8",), required=True, help="of the projections")
-    add("-o", "--output", type=arguments.new_directory, required=True, metavar="OUT", help="a directory to be made")
+    add("-o", "--output", type=command_line.new_directory, required=True, metavar="OUT", help="a directory to be made")
     add("--json", action="store_true", help="print what was written as JSON")
     args = parser.parse_args(argv)
     with parser.explains():

@@ -21,7 +21,7 @@ LINE_END = re.compile(r"\r?\n")  # str.splitlines() takes more, such as U+2028, 
 class Reader(Protocol):
     """Reads what comes next as lines of the chat. Raises EOFError at the end, KeyboardInterrupt for Ctrl-C.
 
-    typed: whether somebody types it.
+    typed: whether it is typed at a terminal.
     """
 
     typed: bool

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 METHODS = ("target", "drafter", "speculative", "ngram", "eagle", "suffix", "hybrid")
-ENGINE, OWN_FORWARD = "engine", "models' own forward"  # what decodes
 PROCESSORS = {  # the arguments of each, in the order in which they are written
     "greedy": ("temperature",),
     "multinomial": ("temperature",),
@@ -135,3 +136,36 @@ class Settings:
     def _check_name(self, name: str, names: tuple[str, ...]) -> None:
         if getattr(self, name) not in names:
             raise ValueError(f"{name} must be one of {', '.join(names)}, got {getattr(self, name)!r}")
+
+
+def read_processor(words: Sequence[str]) -> dict[str, Any]:
+    """The settings that a processor and its arguments name, as in "topk 0.8 50"; temperature may be left out (1).
+
+    Raises ValueError for an unknown processor, too many arguments, and one that is no number.
+    """
+    if not words or words[0].lower() not in PROCESSORS:
+        kinds = ", ".join(" ".join((name, *taken)) for name, taken in PROCESSORS.items())
+        raise ValueError(f"takes one of {kinds}; got {repr(words[0]) if words else 'none'}")
+    name, *given = words
+    taken = PROCESSORS[name.lower()]
+    if len(given) > len(taken):
+        raise ValueError(f"{name} takes {', '.join(taken)}, got {' '.join(given)!r}")
+    found: dict[str, Any] = {"processor": name.lower(), "temperature": 1.0, "top_k": None, "top_p": None}
+    for option, text in zip(taken, given, strict=False):
+        found[option] = read_whole(text, option) if option == "top_k" else read_number(text, option)
+    return found
+
+
+def read_whole(text: str, name: str) -> int:
+    """A whole number. Raises ValueError that begins with the name."""
+    if not re.fullmatch(r"[+-]?\d{1,100}", text, re.ASCII):
+        raise ValueError(f"{name} must be a whole number, got {text!r}")
+    return int(text)
+
+
+def read_number(text: str, name: str) -> float:
+    """A number. Raises ValueError that begins with the name."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name} must be a number, got {text!r}") from None

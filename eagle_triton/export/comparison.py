@@ -95,7 +95,7 @@ def _prompts(count: int, target: Any) -> Iterator[Tensor]:
 def _draft(
     head: DraftHead, target: nn.Module, ids: Tensor, features: tuple[int, ...] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, mask, depths) of the first tree behind a prompt."""
+    """(tokens, mask, depths) of the first tree after a prompt."""
     model: Any = target
     head.reset_kv()
     hidden, seen = run_target(model, ids, TargetCache(), feature_layers=features)

@@ -18,7 +18,7 @@ from eagle_triton.models.tree import check_dynamic_tree
 
 EMBEDDING = "embed_tokens.weight"
 POSITIONS = (
-    "max_position_embeddings is raised from {} to the target's {}, as far as this package drafts too: behind the "
+    "max_position_embeddings is raised from {} to the target's {}, as far as this package drafts too: past the "
     "former, drafts may be accepted less often"
 )
 
@@ -42,7 +42,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Tree:
-    """A dynamic tree: nodes with the root, beam passes behind the first, beam width. As `EaModel.from_pretrained`."""
+    """A dynamic tree: nodes with the root, beam passes after the first, beam width. As `EaModel.from_pretrained`."""
 
     total_token: int
     depth: int
@@ -50,7 +50,7 @@ class Tree:
 
     @property
     def levels(self) -> int:
-        """Tokens on its longest path, the root not counted; so many passes of the head draft it."""
+        """Tokens on its longest path, the root not counted; as many passes of the head draft it."""
         return min(self.depth + 1, self.total_token - 1)
 
 

@@ -102,7 +102,7 @@ def _written(
 
 
 def _check_ranks(head: HeadContents, ranks: int) -> None:
-    """ExportError unless engines can divide the layers of both models by so many GPUs."""
+    """ExportError unless engines can divide the layers of both models by this many GPUs."""
     for whose, config in (("head", head.config), ("target", head.target.config)):
         for name in ("num_attention_heads", "intermediate_size"):
             if (size := getattr(config, name)) % ranks:

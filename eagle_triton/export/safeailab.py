@@ -1,4 +1,4 @@
-"""The layout of SafeAILab/EAGLE, whose EaModel loads it. By its code at commit cb7e084."""
+"""The layout that SafeAILab/EAGLE's EaModel loads. By its code at commit cb7e084."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ ARCHITECTURE = "Eagle3Speculator"
 
 
 def check(head: HeadContents) -> None:
-    """ExportError for what speculators, or vLLM behind it, cannot do."""
+    """ExportError for what speculators, or vLLM, which reads it, cannot do."""
     if not head.eagle3:
         raise ExportError(
             "speculators: an EAGLE-1/2 head (midlayer.hidden_norm is missing) has no place in it since 0.5; vLLM and "

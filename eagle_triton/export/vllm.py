@@ -32,7 +32,7 @@ def check_eagle3(head: HeadContents) -> None:
     check_layers_in_order(head, "vLLM")
     if len(head.feature_layers) != FEATURES:
         raise ExportError(
-            f"vLLM: eagle_aux_hidden_state_layer_ids must name {FEATURES} layers, as many as its fc takes; got "
+            f"vLLM: eagle_aux_hidden_state_layer_ids must name {FEATURES} layers: its fc takes their features; got "
             f"{list(head.feature_layers)}"
         )
     if not any(family in head.target.family for family in EAGLE3_TARGETS):

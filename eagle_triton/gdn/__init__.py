@@ -7,8 +7,9 @@ asks for more than they take, its docstring says so, and plain torch does it. do
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from eagle_triton.lazy import public_names
 
 if TYPE_CHECKING:
     from eagle_triton.gdn.backend import GDNAttnBackend as GDNAttnBackend
@@ -34,35 +35,20 @@ if TYPE_CHECKING:
     from eagle_triton.gdn.verify import GDNVerifyWorker as GDNVerifyWorker
     from eagle_triton.gdn.worker import GDNSpeculativeWorker as GDNSpeculativeWorker
 
-_HOMES = {
-    "GDNAttnBackend": "eagle_triton.gdn.backend",
-    "GDNDraftWorker": "eagle_triton.gdn.draft",
-    "GDNSpeculativeWorker": "eagle_triton.gdn.worker",
-    "GDNVerifyWorker": "eagle_triton.gdn.verify",
-    "GatedDeltaRuleOp": "eagle_triton.gdn.rules",
-    "Qwen3GatedDeltaNet": "eagle_triton.gdn.layer",
-    "RMSNormGated": "eagle_triton.gdn.norm",
-    "SimpleLMWithGDN": "eagle_triton.gdn.model",
-    "build_tree_mask_from_parents": "eagle_triton.gdn.tree",
-    "causal_conv1d_fn": "eagle_triton.gdn.convolution",
-    "causal_conv1d_update": "eagle_triton.gdn.convolution",
-    "chunk_gated_delta_rule": "eagle_triton.gdn.rules",
-    "compute_gating_params": "eagle_triton.gdn.gating",
-    "fused_gdn_gating": "eagle_triton.gdn.gating",
-    "fused_recurrent_gated_delta_rule": "eagle_triton.gdn.rules",
-    "fused_recurrent_gated_delta_rule_update": "eagle_triton.gdn.slot_rules",
-    "fused_sigmoid_gating_delta_rule_update": "eagle_triton.gdn.slot_rules",
-    "select_mode": "eagle_triton.gdn.layer",
-}
-
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__all__, __getattr__, __dir__ = public_names(
+    __name__,
+    {
+        "backend": "GDNAttnBackend",
+        "convolution": "causal_conv1d_fn causal_conv1d_update",
+        "draft": "GDNDraftWorker",
+        "gating": "compute_gating_params fused_gdn_gating",
+        "layer": "Qwen3GatedDeltaNet select_mode",
+        "model": "SimpleLMWithGDN",
+        "norm": "RMSNormGated",
+        "rules": "GatedDeltaRuleOp chunk_gated_delta_rule fused_recurrent_gated_delta_rule",
+        "slot_rules": "fused_recurrent_gated_delta_rule_update fused_sigmoid_gating_delta_rule_update",
+        "tree": "build_tree_mask_from_parents",
+        "verify": "GDNVerifyWorker",
+        "worker": "GDNSpeculativeWorker",
+    },
+)

@@ -30,7 +30,7 @@ from eagle_triton.serve.prompts import PromptReader
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 4 << 20  # of a body
-LONG = 64 << 10  # bytes of a body whose text is read apart, so that shorter ones do not wait for it
+LONG = 64 << 10  # bytes: a longer body is read in a thread, so that shorter ones do not wait for it
 PAGE = Path(__file__).parent / "page.html"
 MOST_READ = 16 * MOST_BYTES  # of one that is refused, before the connection is closed
 _LEFT = RequestError(499, "the client has left")

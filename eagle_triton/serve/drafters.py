@@ -17,9 +17,9 @@ _MODELS = ((MTPDraft, "mtp"), (EagleDraft, "eagle"), (CausalLMDraft, "draft_mode
 @dataclass(frozen=True)
 class Drafters:
     """By the names of `SpecMethod`. model: what scores candidates, None: nothing does. text: what looks for text that
-    occurred before. chain: so many drafts are the model's and those behind them the text's, 0: both stand in one tree.
+    occurred before. chain: this many drafts are the model's and those after them the text's, 0: both stand in one tree.
 
-    In one tree the engine does not keep whose a draft was: prefixes that both propose are one node.
+    In one tree the engine does not keep who proposed a draft: prefixes that both propose are one node.
     """
 
     model: str | None
@@ -42,7 +42,7 @@ class Drafters:
 
     @property
     def any(self) -> bool:
-        """Whether somebody may draft."""
+        """Whether anything may draft."""
         return bool(self.model or self.text)
 
     def of(self, tree: TreeSpec, depth: int | None = None) -> str | None:

@@ -80,7 +80,7 @@ class EngineThread:
         self._tickets: set[Ticket] = set()  # not at their ends; of the event loop's thread
         self._seconds = 1.0  # that a request takes, by the last ones
         self.lost = False  # ranks have lost each other, or the engine's process has ended
-        self._refusal: str | None = None  # why nobody may come any more
+        self._refusal: str | None = None  # why no request is taken any more
         self._line: deque[Ticket] = deque()  # that no session knows yet; of this thread, as all below
         self._live: dict[int, Ticket] = {}  # by the session's index, no more than there are slots
         self._deadline: float | None = None
@@ -105,7 +105,7 @@ class EngineThread:
         return self._refusal or "the engine has stopped"
 
     def check_room(self) -> None:
-        """Raise RequestError if the line is full (429), or nobody may come any more (503)."""
+        """Raise RequestError if the line is full (429), or no request is taken any more (503)."""
         if not self.alive:
             raise RequestError(503, self.refusal, code="shutting_down")
         if len(self._tickets) >= self.slots + self.max_queue:
@@ -152,7 +152,7 @@ class EngineThread:
     # --- from anywhere ---
 
     def drain(self, seconds: float) -> None:
-        """Refuse who waits and who comes, and finish what runs, within so many seconds."""
+        """Refuse who waits and who comes, and finish what runs, within `seconds`."""
         self._refusal = "the server is shutting down"
         self._orders.put(_Drain(time.monotonic() + seconds))
 
@@ -293,7 +293,7 @@ class EngineThread:
 
     def _give(self, given: list[tuple[Ticket, Piece | RequestError]]) -> None:
         if given and self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed, and no client waits any more
                 self._loop.call_soon_threadsafe(self._hand_out, given)
 
     def _count(self, session: Session | RemoteSession) -> None:

@@ -28,8 +28,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from eagle_triton.benchmarks import arguments
-from eagle_triton.benchmarks.arguments import Parser
+from eagle_triton import command_line
+from eagle_triton.command_line import Parser
 from eagle_triton.demo import PAIR
 from eagle_triton.serve.other_engines import ENGINES, serve_elsewhere
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "jinja2", "yaml")  # the extra serve
 TREE_OPTIONS = ("topk", "num_steps", "num_draft_tokens", "suffix_drafts")  # of EAGLEConfig
 SWITCH_SECONDS = 0.0005  # that Python lets one thread run while the other waits: the engine's must not wait for HTTP
-CLOSING_SECONDS = 5  # for connections, behind the last answer
+CLOSING_SECONDS = 5  # for connections, after the last answer
 APART = (
     "is not offered: the server reads prompts and decodes on the same GPUs. SGLang and vLLM can part them; "
     "docs/scaling.md has the commands"
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if args.engine is not None:
         return serve_elsewhere(parser, args)
-    arguments.check_device(parser, args.device)
+    command_line.check_device(parser, args.device)
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         parser.stop(f'not installed: {", ".join(missing)}; pip install ".[serve]" in a clone of this repository')
     if _ranks() > 1 and os.environ.get("RANK", "0") != "0":
@@ -226,23 +226,23 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _parser(program: str) -> Parser:
     parser = Parser(program, (__doc__ or "").replace("eagle-triton serve", program), ELSEWHERE)
-    add, whole, number = parser.add_argument, arguments.whole, arguments.number
+    add, whole, number = parser.add_argument, command_line.whole, command_line.number
     add(
         "model",
         nargs="?",
-        type=arguments.model,
+        type=command_line.model,
         metavar="MODEL",
         help="the target: directory or hub id (default: demo)",
     )
     add(
         "--draft",
-        type=arguments.model,
+        type=command_line.model,
         metavar="HEAD",
         help="an EAGLE head, or mtp (default: what lies beside the target)",
     )
     add(
         "--speculative-config",
-        type=arguments.some_text,
+        type=command_line.some_text,
         metavar="JSON",
         help="how to draft, as serving engines are told",
     )
@@ -250,10 +250,12 @@ def _parser(program: str) -> Parser:
     add("--num-steps", type=whole(), metavar="D", help="levels of the tree")
     add("--num-draft-tokens", type=_nodes, metavar="N", help="nodes of the tree, root included, or auto")
     add("--suffix-drafts", type=whole(0), metavar="N", help="tokens drafted from text that occurred before")
-    add("--host", type=arguments.some_text, default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
+    add("--host", type=command_line.some_text, default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
     add("--port", type=whole(0, 65535), default=8000, metavar="N", help="default: 8000; 0: a free one")
-    add("--api-key", type=arguments.some_text, metavar="KEY", help="that requests must bring (default: none)")
-    add("--served-model-name", type=arguments.some_text, metavar="NAME", help="what clients call it (default: MODEL)")
+    add("--api-key", type=command_line.some_text, metavar="KEY", help="that requests must bring (default: none)")
+    add(
+        "--served-model-name", type=command_line.some_text, metavar="NAME", help="what clients call it (default: MODEL)"
+    )
     add("--max-model-len", type=whole(8), metavar="N", help="most tokens of prompt and answer (default: the positions)")
     add(
         "--max-num-seqs",
@@ -267,12 +269,11 @@ def _parser(program: str) -> Parser:
     add("--max-queue", type=whole(0), default=256, metavar="N", help="requests that may wait (default: 256); else 429")
     add("--cache-tokens", type=whole(), metavar="N", help="room for keys and values (default: it grows)")
     add("--temperature", type=number(0, 100), default=1.0, metavar="T", help="of requests that do not say (default: 1)")
-    add("--chat-template", type=arguments.existing_file, metavar="FILE", help="Jinja (default: the tokenizer's)")
+    add("--chat-template", type=command_line.existing_file, metavar="FILE", help="Jinja (default: the tokenizer's)")
     add("--shutdown-timeout", type=whole(0, 86400), default=30, metavar="SECONDS",
         help="that SIGTERM leaves to what runs (default: 30)")  # fmt: skip
     add("--log-prompts", action="store_true", help="write prompts and answers to the log")
-    add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    add("--dtype", choices=arguments.DTYPES, help="default: float32 on a CPU, else the checkpoint's")
+    command_line.add_device(parser)
     add(
         "--activations",
         choices=("exact", "as-published"),
@@ -281,7 +282,7 @@ def _parser(program: str) -> Parser:
     )
     add("--draft-dtype", choices=("fp8",), help="draft by copies of the draft in eight bits (default: as it is)")
     add("--engine", choices=ENGINES, help="serve by that engine's own server instead (default: this package's)")
-    add("--config", type=arguments.existing_file, metavar="FILE", help="YAML with these options by their names")
+    add("--config", type=command_line.existing_file, metavar="FILE", help="YAML with these options by their names")
     return parser
 
 
@@ -321,7 +322,7 @@ def _read_config(parser: Parser, path: Path) -> tuple[str | None, list[str]]:
         pairs = [] if root is None or root.id != "mapping" else root.value
         read = [(key, value, loader.construct_object(value, deep=True)) for key, value in pairs]
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        parser.error(f"--config: {path} cannot be read: {arguments.one_line(error)}")
+        parser.error(f"--config: {path} cannot be read: {command_line.one_line(error)}")
     if root is None or root.id != "mapping":
         parser.error(f"--config: {path} must be a mapping of options to values")
     names = {name: action for action in parser._actions for name in action.option_strings}
@@ -355,7 +356,7 @@ def _read_config(parser: Parser, path: Path) -> tuple[str | None, list[str]]:
 
 
 def _nodes(text: str) -> int | str:
-    return text if text == "auto" else arguments.whole(2)(text)
+    return text if text == "auto" else command_line.whole(2)(text)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class Metrics:
                 model
             )
 
-        self.running = gauge("num_requests_running", "Requests that are decoded or whose prompts are read.")
+        self.running = gauge("num_requests_running", "Requests that are decoded, or that have their prompts read.")
         self.waiting = gauge("num_requests_waiting", "Requests in line.")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts of requests that have ended.").labels(model)
         self.queried = counter("prefix_cache_queries", "Tokens of prompts, looked for in kept pages.").labels(model)
@@ -64,13 +64,13 @@ class Metrics:
             self._accepted_at.labels(self._model, str(position)).inc(count)
 
     def add_prompt(self, tokens: int, found: int) -> None:
-        """Count a prompt that was read, of so many tokens, `found` of which lay in kept pages."""
+        """Count a prompt that was read, and its tokens; `found` of them lay in kept pages."""
         self.prompt_tokens.inc(tokens)
         self.queried.inc(tokens)
         self.found.inc(found)
 
     def add_end(self, reason: str, seconds: float) -> None:
-        """Count a request's end: "stop", "length", "error" or "abort", so many seconds after it came."""
+        """Count a request's end: "stop", "length", "error" or "abort", `seconds` after it came."""
         self._ended.labels(self._model, reason).inc()
         self.latency.observe(seconds)
 

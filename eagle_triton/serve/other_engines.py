@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from types import FrameType
 
-from eagle_triton.benchmarks.arguments import Parser
+from eagle_triton.command_line import Parser
 from eagle_triton.export.launch_plan import flags
 
 log = logging.getLogger(__name__)

@@ -48,7 +48,7 @@ class PromptReader:
             )  # fmt: skip
 
     def _limit(self, tokens: int, body: Body) -> int:
-        """How many new tokens a prompt of so many may get."""
+        """How many new tokens may follow a prompt of `tokens` tokens."""
         room = self.max_model_len - tokens
         most = body.max_tokens
         if room < 1 or (most is not None and most > room):
@@ -82,7 +82,7 @@ class PromptReader:
 
 
 def _plain_text(messages: Sequence[dict[str, str]]) -> str:
-    """A conversation for a base model, which has no chat template: texts follow each other, an answer directly behind
+    """A conversation for a base model, which has no chat template: texts follow each other, an answer directly after
     its prompt, anything else in a new line."""
     text = ""
     for message in messages:

@@ -13,8 +13,9 @@ changed. docs/speculative-decoding.md shows how to use them.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from eagle_triton.lazy import public_names
 
 if TYPE_CHECKING:
     from eagle_triton.speculative_decoding.base_decoding import autoregressive_generate as autoregressive_generate
@@ -51,44 +52,22 @@ if TYPE_CHECKING:
     from eagle_triton.speculative_decoding.speculative_decoding import speculative_generate as speculative_generate
     from eagle_triton.speculative_decoding.steps import StepRecord as StepRecord
 
-_HOMES = {
-    "EGAGConfig": "eagle_triton.speculative_decoding.egag",
-    "GreedyProcessor": "eagle_triton.speculative_decoding.logits_processor",
-    "INgramStorage": "eagle_triton.speculative_decoding.ngram_storage",
-    "LogitsProcessor": "eagle_triton.speculative_decoding.logits_processor",
-    "MultinomialProcessor": "eagle_triton.speculative_decoding.logits_processor",
-    "NGramStorage": "eagle_triton.speculative_decoding.ngram_storage",
-    "NucleusProcessor": "eagle_triton.speculative_decoding.logits_processor",
-    "OneLevelNGramStorage": "eagle_triton.speculative_decoding.ngram_storage",
-    "StepRecord": "eagle_triton.speculative_decoding.steps",
-    "TopKNucleusProcessor": "eagle_triton.speculative_decoding.logits_processor",
-    "TopKProcessor": "eagle_triton.speculative_decoding.logits_processor",
-    "adaptive_gamma": "eagle_triton.speculative_decoding.egag",
-    "autoregressive_generate": "eagle_triton.speculative_decoding.base_decoding",
-    "autoregressive_generate_encoder_decoder": "eagle_triton.speculative_decoding.codec_base_decoding",
-    "beam_search_generate": "eagle_triton.speculative_decoding.base_decoding",
-    "beam_search_step": "eagle_triton.speculative_decoding.printing",
-    "end_token_found": "eagle_triton.speculative_decoding.printing",
-    "initial_step": "eagle_triton.speculative_decoding.printing",
-    "max_fn": "eagle_triton.speculative_decoding.speculative_decoding",
-    "ngram_assisted_speculative_generate": "eagle_triton.speculative_decoding.ngram_assisted",
-    "normalized_entropy": "eagle_triton.speculative_decoding.egag",
-    "prune_cache": "eagle_triton.speculative_decoding.caching",
-    "release_engine": "eagle_triton.speculative_decoding.engine_decoding",
-    "speculative_generate": "eagle_triton.speculative_decoding.speculative_decoding",
-    "speculative_generate_encoder_decoder": "eagle_triton.speculative_decoding.codec_speculative_decoding",
-    "speculative_step": "eagle_triton.speculative_decoding.printing",
-    "token_ids_to_string": "eagle_triton.speculative_decoding.printing",
-}
-
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__all__, __getattr__, __dir__ = public_names(
+    __name__,
+    {
+        "base_decoding": "autoregressive_generate beam_search_generate",
+        "caching": "prune_cache",
+        "codec_base_decoding": "autoregressive_generate_encoder_decoder",
+        "codec_speculative_decoding": "speculative_generate_encoder_decoder",
+        "egag": "EGAGConfig adaptive_gamma normalized_entropy",
+        "engine_decoding": "release_engine",
+        "logits_processor": (
+            "GreedyProcessor LogitsProcessor MultinomialProcessor NucleusProcessor TopKNucleusProcessor TopKProcessor"
+        ),
+        "ngram_assisted": "ngram_assisted_speculative_generate",
+        "ngram_storage": "INgramStorage NGramStorage OneLevelNGramStorage",
+        "printing": "beam_search_step end_token_found initial_step speculative_step token_ids_to_string",
+        "speculative_decoding": "max_fn speculative_generate",
+        "steps": "StepRecord",
+    },
+)

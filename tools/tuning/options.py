@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from eagle_triton.benchmarks.arguments import Parser, check_device, output_file, whole
+from eagle_triton.command_line import Parser, check_device, output_file, whole
 
 
 def read_sweep(parser: Parser, argv: Sequence[str] | None, what: str, of_what: str) -> argparse.Namespace:

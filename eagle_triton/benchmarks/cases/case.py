@@ -15,7 +15,7 @@ NODES, DEPTH, TOP_K = 60, 8, 10  # the tree of 60 nodes: eight passes of the hea
 
 
 class Sizes(NamedTuple):
-    """The model whose operations are timed. keys: of attention."""
+    """Sizes of the model: its operations are timed. keys: of attention."""
 
     layers: int
     hidden: int
@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
 
 
 class RecurrentSizes(NamedTuple):
-    """The linear layers of a hybrid model whose operations are timed."""
+    """Sizes of the linear layers of a hybrid model: their operations are timed."""
 
     layers: int
     heads: int

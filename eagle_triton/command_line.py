@@ -19,20 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from eagle_triton.demo import HYBRID, PAIR, path_of
+from eagle_triton.demo import PAIR, path_of
 
-SHAPES = dict.fromkeys(
-    ("tiny", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.3-70b", "qwen3-0.6b", "qwen3-32b"), 131072
-)  # positions of eagle_triton.models.shapes
-HYBRIDS = ("tiny", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", HYBRID)  # shapes of the same module, and the demo
-TREES = ("plain", "chain-4", "tree-32", "tree-60")  # of benchmarks/mtp.py
-DECODINGS = ("greedy", "sampled", "plain", "chain-3", "chain-7", "tree-128", "tree-256")  # of benchmarks/step.py
-DRAFTERS = ("plain", "head", "ngram", "nasd", "suffix", "both")  # of benchmarks/drafters.py
-OF_THE_HEAD = ("head", "both")  # those that grow the head's trees
 DTYPES = ("float32", "bfloat16", "float16")
 PLOTS = (".png", ".svg", ".pdf")
 MOST_RUNS = 10_000
-MOST_SEQUENCES = 1024
 MOST_TOKENS = 10_000_000  # more than any model has positions
 
 
@@ -172,41 +163,6 @@ def numbers(least: float, most: float) -> Callable[[str], list[float]]:
     return read
 
 
-def span(text: str) -> str:
-    """A whole number, or two with a minus between: the least and the most; see `ends_of`."""
-    try:
-        low, high = ends_of(text)
-    except ValueError:
-        low, high = 1, 0
-    if not 1 <= low <= high <= MOST_TOKENS:
-        raise argparse.ArgumentTypeError(f"must be N or N-M, whole numbers from 1 to {MOST_TOKENS}, got {text!r}")
-    return text
-
-
-def ends_of(text: str) -> tuple[int, int]:
-    """The least and the most of a `span`."""
-    first, dash, last = text.partition("-")
-    return int(first), int(last if dash else first)
-
-
-def limit(text: str) -> str:
-    """A name of vLLM's for what a request takes, and the most milliseconds; see `milliseconds_of`."""
-    name, _, value = text.partition(":")
-    try:
-        if name in ("ttft", "tpot", "e2el"):
-            number(0, 1e9)(value)
-            return text
-    except argparse.ArgumentTypeError:
-        pass
-    raise argparse.ArgumentTypeError(f"must be ttft:MS, tpot:MS or e2el:MS, got {text!r}")
-
-
-def milliseconds_of(text: str) -> tuple[str, float]:
-    """The name and the number of a `limit`."""
-    name, _, value = text.partition(":")
-    return name, float(value)
-
-
 def some_text(text: str) -> str:
     """A text that is not empty."""
     if not text:
@@ -344,6 +300,18 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eagle1", action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3")
 
 
+def add_device(
+    parser: argparse.ArgumentParser,
+    dtype: str | None = None,
+    dtype_help: str = "default: float32 on a CPU, else the checkpoint's",
+) -> None:
+    """--device and --dtype; dtype: the default."""
+    parser.add_argument(
+        "--device", type=device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=dtype_help)
+
+
 def add_drafting_models(parser: argparse.ArgumentParser) -> None:
     """What may draft for a target: a smaller model, or a head."""
     parser.add_argument(
@@ -361,7 +329,7 @@ def holds_target(directory: str) -> bool:
 
 
 def check_model(parser: argparse.ArgumentParser, target: str, draft: str | None) -> None:
-    """Refuse a target without a head, and the demo with somebody else's."""
+    """Refuse a target without a head, and the demo with a head of another model."""
     if draft is not None:
         if target == PAIR:
             parser.error("--draft must come with the --model that it drafts for: the demo has heads of its own")
@@ -424,14 +392,6 @@ def too_long(what: str, tokens: int, new: int, positions: int | None) -> str | N
     if positions is None or tokens + new <= positions:
         return None
     return f"{what} must fit the model's {positions} positions with {new} new after it, got {tokens} tokens"
-
-
-def context_too_long(args: argparse.Namespace, positions: int | None) -> str | None:
-    """The same for the options of benchmark.py: its --context, or without one --max-length alone."""
-    new = getattr(args, "max_length", None) or 1
-    if contexts := getattr(args, "context", None):
-        return too_long("--context", max(contexts), new, positions)
-    return new_too_many(new, positions)
 
 
 def new_too_many(new: int, positions: int | None, name: str = "--max-length") -> str | None:

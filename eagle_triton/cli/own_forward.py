@@ -1,0 +1,120 @@
+"""Answers by the models' own forwards, where the engine does not offer what is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle_triton.cli.settings import Settings
+from eagle_triton.comparison.answer import Counts, Step, Steps
+from eagle_triton.speculative_decoding import logits_processor as processors
+from eagle_triton.speculative_decoding.arguments import check_same_vocabulary, checked_prompt, longest
+from eagle_triton.speculative_decoding.base_decoding import continue_text
+from eagle_triton.speculative_decoding.egag import EGAGConfig, EntropyGuide
+from eagle_triton.speculative_decoding.logits_processor import LogitsProcessor
+from eagle_triton.speculative_decoding.ngram_assisted import NgramDecoding
+from eagle_triton.speculative_decoding.ngram_storage import INgramStorage, NGramStorage, OneLevelNGramStorage
+from eagle_triton.speculative_decoding.readers import CausalReader
+from eagle_triton.speculative_decoding.speculative_decoding import SpeculativeDecoding
+from eagle_triton.speculative_decoding.steps import Text
+
+
+class OwnForward:
+    """Decodes with the forwards of a target and perhaps a drafter. Keeps the n-gram storage between answers."""
+
+    def __init__(self) -> None:
+        self._storage: tuple[tuple[str, int], INgramStorage] | None = None  # with the options it was made with
+
+    def steps(
+        self, target: nn.Module, drafter: nn.Module | None, prompt: list[int], settings: Settings, counts: Counts,
+        *, ngrams: bool, tokenizer: Any, stop_ids: Iterable[int],
+    ) -> Steps:  # fmt: skip
+        """The steps of an answer. drafter: drafts, if there is one; else n-grams do, if `ngrams`; else nothing.
+
+        Raises ValueError for a prompt that does not fit, and a drafter with another vocabulary.
+        """
+        reader = CausalReader(target, settings.cache, "target")
+        readers = [reader]
+        processor, generator = processor_of(settings), torch.Generator().manual_seed(settings.seed)
+        decoding: SpeculativeDecoding | NgramDecoding | None = None
+        if drafter is not None:
+            drafting = CausalReader(drafter, settings.cache, "drafter")
+            readers.append(drafting)
+            check_same_vocabulary(drafting, reader, tokenizer)
+            guide = EntropyGuide(egag_config(settings)) if settings.egag else None
+            decoding = SpeculativeDecoding(drafting, reader, processor, settings.gamma, guide, False, generator)
+        elif ngrams:
+            decoding = NgramDecoding(
+                reader, self._ngram_storage(settings, reader.vocabulary), processor, settings.gamma,
+                settings.top_k_filler, settings.filler_weight, True, generator,
+            )  # fmt: skip
+        text = Text(prompt, longest(checked_prompt(prompt, *readers), settings.length, reader), frozenset(stop_ids))
+        with _counted(target, counts, "target_forwards"), _counted(drafter, counts, "drafter_forwards"):
+            if isinstance(decoding, NgramDecoding):
+                decoding.begin(text, True, False, None)
+            else:
+                continue_text(text, reader, processor, generator, False, 1)
+            yield Step((text.tokens[-1],), drafts=()), text.finished
+            while not text.finished:
+                if decoding is None:
+                    continue_text(text, reader, processor, generator, False, 1)
+                    step = Step((text.tokens[-1],), drafts=())
+                else:
+                    record = decoding.step(text, False, None)
+                    step = Step(
+                        tuple(text.tokens[-record.emitted :]), record.accepted, record.proposed,
+                        tuple(decoding.drafts), record.h_norm, record.h_ema, record.gamma,
+                    )  # fmt: skip
+                yield step, text.finished
+        counts.finished = "stop" if text.ended else "length"
+
+    def _ngram_storage(self, settings: Settings, vocabulary: int) -> INgramStorage:
+        """The storage of former answers, emptied where the settings say so, and replaced where they ask for another."""
+        options = (settings.ngram_storage, settings.ngram_n)
+        if self._storage is None or self._storage[0] != options:
+            kind = NGramStorage if settings.ngram_storage == "basic" else OneLevelNGramStorage
+            self._storage = (options, kind(settings.ngram_n, vocabulary))
+        elif settings.reset_in_between:
+            self._storage[1].reset()
+        return self._storage[1]
+
+
+def processor_of(settings: Settings) -> LogitsProcessor:
+    """How a token is chosen."""
+    if settings.greedy:
+        return processors.GreedyProcessor()
+    kinds: dict[str, Any] = {
+        "multinomial": processors.MultinomialProcessor,
+        "topk": processors.TopKProcessor,
+        "nucleus": processors.NucleusProcessor,
+        "topknucleus": processors.TopKNucleusProcessor,
+    }
+    return kinds[settings.processor](**settings.processor_arguments)
+
+
+def egag_config(settings: Settings) -> EGAGConfig:
+    """How the number of drafts follows the drafter's entropy."""
+    return EGAGConfig(
+        settings.egag_gamma_min, settings.gamma_max, settings.egag_ema, settings.egag_scale, settings.egag_mode
+    )
+
+
+@contextmanager
+def _counted(model: nn.Module | None, counts: Counts, name: str) -> Iterator[None]:
+    """Count the forwards of a model inside the block."""
+    if model is None:
+        yield
+        return
+
+    def count(*_: Any) -> None:
+        setattr(counts, name, getattr(counts, name) + 1)
+
+    hook = model.register_forward_pre_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,62 @@
+"""Figures of several answers together, and which of them differ from plain decoding's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from eagle_triton.comparison.answer import Answer
+
+
+@dataclass
+class Totals:
+    """Sums over answers. decode_seconds: without the time to their first tokens. steps: verifications."""
+
+    answers: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    decode_seconds: float = 0.0
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    drafter_forwards: int = 0
+
+    @staticmethod
+    def of(answers: Iterable[Answer]) -> Totals:
+        """The sums over some answers."""
+        found = Totals()
+        for answer in answers:
+            found.add(answer)
+        return found
+
+    def add(self, answer: Answer) -> None:
+        """Take in an answer."""
+        self.answers += 1
+        self.tokens += len(answer.tokens)
+        self.seconds += answer.seconds
+        self.decode_seconds += answer.seconds - answer.first_token_seconds
+        self.steps += answer.verifications
+        self.proposed += answer.proposed
+        self.accepted += answer.accepted
+        self.drafter_forwards += answer.drafter_forwards
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens per verification, None if there was none."""
+        return (self.accepted + self.steps) / self.steps if self.steps else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens per second, prompts counted; None if there were none."""
+        return self.tokens / self.seconds if self.seconds else None
+
+    @property
+    def ms_per_step(self) -> float | None:
+        """Milliseconds of a verification and its drafts, None if there was none."""
+        return self.decode_seconds / self.steps * 1e3 if self.steps else None
+
+
+def differing(answers: Sequence[Answer], plain: Sequence[Answer]) -> list[int]:
+    """The places of answers with other tokens than plain decoding's."""
+    pairs = zip(answers, plain, strict=True)
+    return [place for place, (mine, other) in enumerate(pairs) if mine.tokens != other.tokens]
