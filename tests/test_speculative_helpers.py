@@ -93,7 +93,7 @@ def test_bad_options_fail_before_a_model_is_loaded(options, error, message):
 
 
 def test_unknown_options_are_named():
-    with pytest.raises(ValueError, match="unknown option top_q; the options are topk"):
+    with pytest.raises(ValueError, match="unknown option top_q; the options are verify_strategy"):
         EAGLEConfig().changed(top_q=1)
     with pytest.raises(ValueError, match="unknown sampling option temp"):
         EAGLEConfig().sampling(temp=1)
