@@ -351,15 +351,15 @@ MUTATIONS = [
     Mutation(
         "random numbers come again after a pause",
         "engine/scheduler/running_request.py",
-        "self.found, True, self.steps, root",
-        "self.found, True, 0, root",
+        "self.cached_tokens, self.steps",
+        "self.cached_tokens, 0",
         "tests/test_pauses.py -k random_numbers",
     ),
     Mutation(
         "who came first pauses",
         "engine/scheduler/batch.py",
-        "return max(may, key=lambda pair: pair[1].turn)[0]",
-        "return min(may, key=lambda pair: pair[1].turn)[0]",
+        "return max(may, key=lambda pair: pair[1].arrival)[0]",
+        "return min(may, key=lambda pair: pair[1].arrival)[0]",
         "tests/test_pauses.py -k who_came_first",
     ),
     Mutation(
