@@ -173,7 +173,7 @@ def _parts(path: tuple[int, ...], name: str, kind):
     if isinstance(kind, str):
         yield path, name, kind
         return
-    for place, (field, part) in enumerate(zip(kind._fields, kind, strict=True)):
+    for place, (field, part) in enumerate(zip(getattr(kind, "_fields", range(len(kind))), kind, strict=True)):
         yield from _parts((*path, place), f"{name}.{field}", part)
 
 

@@ -112,3 +112,14 @@ class NewRows(NamedTuple):
     @staticmethod
     def of(x: Tensor) -> NewRows:
         return NewRows(x, *x.stride()[:5])
+
+
+class Rows(NamedTuple):
+    """A tensor [rows, n], n contiguous."""
+
+    ptr: Tensor
+    row: int
+
+    @staticmethod
+    def of(x: Tensor | None) -> Rows | None:
+        return None if x is None else Rows(x, x.stride(0))

@@ -9,15 +9,13 @@ from eagle_triton.ops.sampling.draws import (
     chunk_of,
 )
 from eagle_triton.ops.views import Matrix, Vector
-from eagle_triton.reference.sampling import SamplingTensors
 from tests.compile_cases._views import signature_of, typed
 
 _TYPES = {
-    **dict.fromkeys(("thresholds_ptr", "out_ptr"), "*fp32"),
-    "params": SamplingTensors("*fp32", "*i32", "*fp64", "*fp32", "*i64", "*i64"),
+    **dict.fromkeys(("temperature_ptr", "min_p_ptr", "thresholds_ptr", "out_ptr"), "*fp32"),
     "probs": typed(Matrix, "*fp32"),
     "coins": typed(Vector, "*fp32"),
-    "seed_ptr": "*i64",
+    **dict.fromkeys(("seed_ptr", "step_ptr"), "*i64"),
     "positions_ptr": "*i32",
     "sums_ptr": "*fp64",
 }

@@ -2,13 +2,13 @@
 
 from eagle_triton.ops.sampling.filter_thresholds import Scans, _narrow_kernel, _settle_kernel, scan_kernel, settings
 from eagle_triton.ops.views import Matrix
-from eagle_triton.reference.sampling import SamplingTensors
 from tests.compile_cases._views import signature_of, typed
 
 _SETTING = settings(128256)
 _TYPES = {
-    **dict.fromkeys(("temperature_ptr", "facts_ptr", "measures_ptr", "thresholds_ptr"), "*fp32"),
-    "params": SamplingTensors("*fp32", "*i32", "*fp64", "*fp32", "*i64", "*i64"),
+    **dict.fromkeys(("temperature_ptr", "min_p_ptr", "facts_ptr", "measures_ptr", "thresholds_ptr"), "*fp32"),
+    "top_k_ptr": "*i32",
+    "top_p_ptr": "*fp64",
     "scans": Scans("*fp32", "*i32", "*fp32"),
     "searches_ptr": "*i32",
 }

@@ -81,25 +81,27 @@ def choose_token(weight, index, target, vocabulary):
     return tl.where(first < _NOWHERE, first, tl.where(last >= 0, last, vocabulary - 1))
 
 
-@triton.jit(do_not_specialize_on_alignment=["params"])
-def _probabilities_kernel(x, params, thresholds_ptr, out_ptr, nodes, vocabulary, CHUNK: tl.constexpr):
+@triton.jit
+def _probabilities_kernel(
+    x, temperature_ptr, min_p_ptr, thresholds_ptr, out_ptr, nodes, vocabulary, CHUNK: tl.constexpr
+):
     """Grid (R, chunks): write one chunk of a row's distribution."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = index < vocabulary
     logit = tl.load(x.ptr + row * x.row + index * x.item, mask=inside, other=float("-inf")).to(tl.float32)
     own = thresholds_ptr + row * 4
-    scale, min_p = scale_of(tl.load(params.temperature + row // nodes)), tl.load(params.min_p + row // nodes)
+    scale, min_p = scale_of(tl.load(temperature_ptr + row // nodes)), tl.load(min_p_ptr + row // nodes)
     out = token_weight(own, logit, index, min_p, scale) * tl.load(own + 2)
     tl.store(out_ptr + row * vocabulary + index, out, mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["params"])
-def _uniform_kernel(params, out_ptr, count, BLOCK: tl.constexpr):
+@triton.jit
+def _uniform_kernel(seed_ptr, step_ptr, out_ptr, count, BLOCK: tl.constexpr):
     """Grid (B, blocks): BLOCK random numbers of one sequence."""
     batch = tl.program_id(0)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    coins = coin_of(tl.load(params.seed + batch), tl.load(params.step + batch), index)
+    coins = coin_of(tl.load(seed_ptr + batch), tl.load(step_ptr + batch), index)
     tl.store(out_ptr + batch.to(tl.int64) * count + index, coins, mask=index < count)
 
 
@@ -145,7 +147,7 @@ def probabilities(logits: Tensor, params: SamplingTensors, top_p_first: bool = F
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     x, chunk = logits.reshape(-1, vocabulary), chunk_of(vocabulary)
     launch(_probabilities_kernel, (len(x), triton.cdiv(vocabulary, chunk)))(
-        Matrix.of(x), params, thresholds, out, nodes, vocabulary, CHUNK=chunk
+        Matrix.of(x), params.temperature, params.min_p, thresholds, out, nodes, vocabulary, CHUNK=chunk
     )
     return out
 
@@ -158,7 +160,7 @@ def uniform(params: SamplingTensors, count: int) -> Tensor:
     batch = len(params.seed)
     out = torch.empty(batch, count, dtype=torch.float32, device=params.seed.device)
     block = min(1024, triton.next_power_of_2(count))
-    launch(_uniform_kernel, (batch, triton.cdiv(count, block)))(params, out, count, BLOCK=block)
+    launch(_uniform_kernel, (batch, triton.cdiv(count, block)))(params.seed, params.step, out, count, BLOCK=block)
     return out
 
 

@@ -90,6 +90,18 @@ class Scans(NamedTuple):
     masses: Tensor | None
 
 
+class Filters(NamedTuple):
+    """What filters a distribution, all [B].
+
+    Kernels take these one by one: do_not_specialize_on_alignment does not reach into a view.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
 class Search(NamedTuple):
     """How far a row's search is, in registers; see the module."""
 
@@ -294,7 +306,7 @@ def _advance(facts, search, measured, vocabulary, SHIFT: tl.constexpr, LANES: tl
 @triton.jit
 def _open(
     row,
-    params,
+    filters,
     scans,
     facts,
     nodes,
@@ -308,8 +320,8 @@ def _open(
 ):
     """Merge a row's parts and open its search between bounds that the parts' maxima imply. Every program of the row
     does, and writes the same facts."""
-    temperature, top_k = tl.load(params.temperature + row // nodes), tl.load(params.top_k + row // nodes)
-    exact_top_p, min_p = tl.load(params.top_p + row // nodes), tl.load(params.min_p + row // nodes)
+    temperature, top_k = tl.load(filters.temperature + row // nodes), tl.load(filters.top_k + row // nodes)
+    exact_top_p, min_p = tl.load(filters.top_p + row // nodes), tl.load(filters.min_p + row // nodes)
     top_p, share = exact_top_p.to(tl.float32), (1 - exact_top_p).to(tl.float32)
     part = tl.arange(0, PARTS)
     parts = tl.cdiv(vocabulary, PART)
@@ -376,10 +388,13 @@ def _measure(above, x, facts, stage, floors):
     return above + (x > floors).to(tl.float32) * weight
 
 
-@triton.jit(do_not_specialize_on_alignment=["params", "nodes"])
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "nodes"])
 def _narrow_kernel(
     x,
-    params,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
     scans,
     facts_ptr,
     searches_ptr,
@@ -406,8 +421,9 @@ def _narrow_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if ROUND == 0:
+        filters = Filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
         search = _open(
-            row, params, scans, facts, nodes, vocabulary, TOP_P_FIRST, ARGMAX_AT_0, SHIFT, PART, PARTS, 2 * LANES
+            row, filters, scans, facts, nodes, vocabulary, TOP_P_FIRST, ARGMAX_AT_0, SHIFT, PART, PARTS, 2 * LANES
         )
     else:
         search = _next_search(
@@ -620,7 +636,10 @@ def row_thresholds(name: str, logits: Tensor, params: SamplingTensors, top_p_fir
     for index in range(setting.rounds):
         compiled = launch(_narrow_kernel, (rows, groups))(
             x,
-            params,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
             scans,
             facts,
             searches,
