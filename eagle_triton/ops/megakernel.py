@@ -38,10 +38,20 @@ from eagle_triton.ops.attention_tiles import attend_split, merge_rows
 from eagle_triton.ops.layers.norms import norm_row
 from eagle_triton.ops.layers.rotary import rotary_append_head
 from eagle_triton.ops.linear.few_rows import add_bias, product_steps, store_tile, swiglu_tile
-from eagle_triton.ops.sampling.filter_thresholds import scan_parts
-from eagle_triton.ops.tree import choose_beam, store_ancestors, topk_chunk, topk_merge, write_tree
-from eagle_triton.ops.verification.update import update_one
-from eagle_triton.ops.verification.walks import greedy_walk
+from eagle_triton.ops.sampling.filter_thresholds import Scans, scan_parts
+from eagle_triton.ops.tree import (
+    ChunkBest,
+    Lists,
+    Tree,
+    choose_beam,
+    store_ancestors,
+    topk_chunk,
+    topk_merge,
+    write_tree,
+)
+from eagle_triton.ops.verification.update import Accepted, Sequences, StopRules, update_one
+from eagle_triton.ops.verification.walks import Walk, greedy_walk
+from eagle_triton.ops.views import CacheSide, Cube, Matrix, Pages, Rows, Vector
 from eagle_triton.reference.verification import FAULT, REASON
 from eagle_triton.runtime.grid_barrier import grid_barrier
 from eagle_triton.runtime.launch import DRAFT_WARPS
@@ -254,15 +264,11 @@ def draft_verify_update_kernel(
             scan_parts(
                 wide(task // PARTS),
                 task % PARTS,
-                target_logits_ptr,
+                Matrix(target_logits_ptr, target_vocabulary, 1),
                 None,
-                peaks_ptr,
-                places_ptr,
-                None,
+                Scans(peaks_ptr, places_ptr, None),
                 nodes,
                 target_vocabulary,
-                target_vocabulary,
-                1,
                 PART,
                 1,
             )
@@ -274,43 +280,32 @@ def draft_verify_update_kernel(
                 index_of(task),
                 peaks_ptr,
                 places_ptr,
-                tokens_ptr,
-                parents_ptr,
-                path_ptr,
-                accepted_ptr,
-                next_ptr,
+                Matrix(tokens_ptr, nodes, 1),
+                Matrix(parents_ptr, nodes, 1),
+                Walk(path_ptr, accepted_ptr, next_ptr),
                 nan_ptr,
                 nodes,
                 PARTS,
                 PASSES,
-                nodes,
-                1,
-                nodes,
-                1,
                 NODES,
                 triton.next_power_of_2(PARTS),
                 STEPS_BLOCK,
             )
             tl.debug_barrier()
-        batch = wide(task)
         update_one(
-            sequence_ptr + batch * columns,
-            lengths_ptr + batch,
-            active_ptr + batch,
-            tokens_ptr + batch * nodes,
-            path_ptr + batch * STEPS,
-            accepted_ptr + batch,
-            next_ptr + batch,
-            nan_ptr + batch,
-            stop_ids_ptr + batch * stops,
-            limits_ptr + batch,
-            exact_ptr + batch,
-            report_ptr + batch * REPORT,
-            counter_ptr + batch,
-            before_ptr + batch,
-            STEPS,
-            columns,
-            stops,
+            wide(task),
+            Sequences(
+                Rows(sequence_ptr, columns),
+                columns,
+                lengths_ptr,
+                active_ptr,
+                Rows(report_ptr, REPORT),
+                counter_ptr,
+                before_ptr,
+            ),
+            Rows(tokens_ptr, nodes),
+            Accepted(Rows(path_ptr, STEPS), STEPS, accepted_ptr, next_ptr, nan_ptr),
+            StopRules(Rows(stop_ids_ptr, stops), stops, limits_ptr, exact_ptr),
             triton.next_power_of_2(STEPS + 1),
             STOPS,
         )
@@ -321,12 +316,10 @@ def draft_verify_update_kernel(
     for task in range(program, target_planes * ok, PROGRAMS):
         stack, sequence, head = plane_of(task, B, target_heads)
         commit_plane(
+            CacheSide(target_cache_ptr, target_page, PAGE * TARGET_D, TARGET_D),
             target_cache_ptr + (stack * target_heads + head) * (PAGE * TARGET_D),
-            table_ptr,
+            Pages(table_ptr, table_width),
             sequence,
-            table_width,
-            target_page,
-            TARGET_D,
             tl.load(before_ptr + sequence),
             path_ptr + sequence * STEPS,
             tl.load(accepted_ptr + sequence),
@@ -391,9 +384,8 @@ def draft_verify_update_kernel(
                     named = beam_children_ptr
                     if beam_children_ptr is not None:
                         named += first_slot
-                    score, chosen = choose_beam(
-                        beam_above, log_probs, named, above * K, K, count, 1, K, 1, CHILDREN, BEAM_WIDTH
-                    )
+                    parents, children = Vector(beam_above, 1), Matrix(log_probs, K, 1)
+                    score, chosen = choose_beam(parents, children, named, above * K, K, count, CHILDREN, BEAM_WIDTH)
                     mine = tl.sum(tl.where(lane == place, chosen, 0), 0)
                     token = tl.load(candidates_ptr + batch * CANDIDATES + start + mine)
                     feature = batch * above + mine // K
@@ -408,7 +400,8 @@ def draft_verify_update_kernel(
                         tl.store(slots + lane, (chosen + start).to(tl.int64), mask=in_beam)
                         masks = beam_ancestors_ptr + (level * B + batch) * (BEAM * WORDS)
                         masks_out = masks + B * BEAM * WORDS
-                        store_ancestors(masks, masks_out, parent, first_slot, count, WORDS, WORDS, 1, BEAM_WIDTH)
+                        bits_above = Matrix(masks, WORDS, 1)
+                        store_ancestors(bits_above, masks_out, parent, first_slot, count, WORDS, BEAM_WIDTH)
                 inputs = inputs_ptr + row * (2 * HIDDEN)
                 picked = residual_ptr + row * HIDDEN
                 if EAGLE3 and first_pass and (task % 2 == 1):
@@ -527,13 +520,14 @@ def draft_verify_update_kernel(
                     position = length + level
                 row = wide(first_row + place)
                 fits = (row >= 0) & (row < capacity)
+                plane = CacheSide(cache_ptr, 2 * HEADS * PLANE, PLANE, D)
                 rotary_append_head(
                     place,
                     wide(task // count % HEADS),
                     batch,
                     position,
                     row,
-                    row_offset(table_ptr, batch, row, fits, table_width, 2 * HEADS * PLANE, D, PAGE),
+                    row_offset(plane, Pages(table_ptr, table_width), batch, row, fits, PAGE),
                     products_ptr,
                     products_ptr + Q_COLS,
                     products_ptr + (Q_COLS + KV_COLS),
@@ -749,13 +743,12 @@ def draft_verify_update_kernel(
             for task in range(program, ends * CHUNKS * ok, PROGRAMS):
                 row = wide(task // CHUNKS)
                 topk_chunk(
-                    logits_ptr + row * vocabulary,
-                    ranks_ptr + row * (CHUNKS * K),
-                    peaks_ptr + row * CHUNKS,
-                    masses_ptr + row * CHUNKS,
+                    row,
                     task % CHUNKS,
+                    Matrix(logits_ptr, vocabulary, 1),
+                    ChunkBest(ranks_ptr, peaks_ptr, masses_ptr),
+                    CHUNKS,
                     vocabulary,
-                    1,
                     K,
                     CHUNK,
                 )
@@ -765,9 +758,8 @@ def draft_verify_update_kernel(
             for task in range(program, ends * ok, PROGRAMS):
                 row = wide(task)
                 topk_merge(
-                    ranks_ptr + row * (CHUNKS * K),
-                    peaks_ptr + row * CHUNKS,
-                    masses_ptr + row * CHUNKS,
+                    row,
+                    ChunkBest(ranks_ptr, peaks_ptr, masses_ptr),
                     d2t_ptr,
                     log_probs_ptr + row * K,
                     candidates_ptr + (row // each * CANDIDATES + next_start + row % each * K),
@@ -785,60 +777,31 @@ def draft_verify_update_kernel(
         batch = wide(task)
         above = tl.where(PASSES == 1, 1, tl.load(levels_ptr + tl.maximum(PASSES - 2, 0)))
         start = tl.load(levels_ptr + 2 * STEPS + PASSES - 1)
-        score, _ = choose_beam(
-            beam_scores_ptr + ((PASSES - 1) * B + batch) * BEAM,
-            log_probs_ptr + batch * above * K,
-            None,
-            above * K,
-            K,
-            0,
-            1,
-            K,
-            1,
-            CHILDREN,
-            BEAM_WIDTH,
-        )
+        parents = Vector(beam_scores_ptr + ((PASSES - 1) * B + batch) * BEAM, 1)
+        children = Matrix(log_probs_ptr + batch * above * K, K, 1)
+        score, _ = choose_beam(parents, children, None, above * K, K, 0, CHILDREN, BEAM_WIDTH)
         tl.store(scores_ptr + batch * CANDIDATES + start + child, score, mask=child < above * K)
         root = tl.load(sequence_ptr + batch * columns + tl.minimum(tl.load(lengths_ptr + batch), columns - 1))
         tl.store(root_ptr + batch, root)
         tl.debug_barrier()
         write_tree(
             batch,
-            root_ptr,
-            candidates_ptr,
-            scores_ptr,
-            beam_candidates_ptr,
+            Rows(root_ptr, 1),
+            Lists(candidates_ptr, CANDIDATES, 1, CANDIDATES),
+            Matrix(scores_ptr, CANDIDATES, 1),
+            Lists(beam_candidates_ptr, SLOTS, 1, SLOTS),
             selected_ptr,
             None,
             scratch_ptr,
-            tokens_ptr,
-            parents_ptr,
-            depths_ptr,
-            ancestors_ptr,
-            CANDIDATES,
-            nodes,
-            SLOTS,
-            0,
+            Tree(
+                Matrix(tokens_ptr, nodes, 1),
+                Matrix(parents_ptr, nodes, 1),
+                Matrix(depths_ptr, nodes, 1),
+                Cube(ancestors_ptr, nodes * TREE_WORDS, TREE_WORDS, 1),
+                nodes,
+                TREE_WORDS,
+            ),
             K,
-            TREE_WORDS,
-            1,
-            CANDIDATES,
-            1,
-            CANDIDATES,
-            1,
-            SLOTS,
-            1,
-            0,
-            0,
-            nodes,
-            1,
-            nodes,
-            1,
-            nodes,
-            1,
-            nodes * TREE_WORDS,
-            TREE_WORDS,
-            1,
             triton.next_power_of_2(CANDIDATES),
             NODES,
             64 if NODES > 64 else NODES,

@@ -115,11 +115,11 @@ class NewRows(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A tensor [rows, n], n contiguous."""
+    """A tensor [rows, n], whose rows are contiguous."""
 
     ptr: Tensor
     row: int
 
     @staticmethod
     def of(x: Tensor | None) -> Rows | None:
-        return None if x is None else Rows(x, x.stride(0))
+        return None if x is None else Rows(x, x.stride(-2))
